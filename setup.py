@@ -28,9 +28,7 @@ class BuildKernels(build_ext):
 
         def compile_all(sources, **options):
             with ThreadPoolExecutor() as pool:
-                made = pool.map(
-                    lambda source: compile_some([source], **options), sources
-                )
+                made = pool.map(lambda source: compile_some([source], **options), sources)
                 return list(chain.from_iterable(made))
 
         self.compiler.compile = compile_all
@@ -100,10 +98,7 @@ setup(
                 *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
                 *("-Wno-psabi", "-Wno-unknown-pragmas"),
             ],
-            extra_link_args=[
-                "-pthread",
-                *(["-Wl,-s"] if sys.platform == "linux" else []),
-            ],
+            extra_link_args=["-pthread", *(["-Wl,-s"] if sys.platform == "linux" else [])],
         )
     ],
 )

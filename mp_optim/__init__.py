@@ -3,9 +3,9 @@
 from mp_optim import checkpoint
 from mp_optim.api import get_megatron_optimizer
 from mp_optim.config import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
-from mp_optim.distributed.chained import ChainedOptimizer
+from mp_optim.distributed.composite import ChainedOptimizer
 from mp_optim.distributed.optimizer import DistributedOptimizer
-from mp_optim.groups.overrides import (
+from mp_optim.groups.param_groups import (
     ParamGroupOverride,
     ParamKey,
     ParamPredicate,
@@ -25,14 +25,15 @@ from mp_optim.precision import (
     MegatronOptimizer,
     StepResult,
 )
-from mp_optim.ranks.process_groups import ProcessGroups
+from mp_optim.ranks.agreement import ProcessGroups
 from mp_optim.slots.model_parallel import ModelParallel
-from mp_optim.torch_style import (
+from mp_optim.torch_style.classes import (
     LAMB,
     SGD,
     Adafactor,
     Adam,
     AdamW,
+    AdEMAMix,
     Lion,
     Muon,
     StableAdamW,
@@ -44,6 +45,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LAMB",
     "SGD",
+    "AdEMAMix",
     "Adafactor",
     "Adam",
     "AdamOptimizerConfig",

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.distributed.chained import ChainedOptimizer
+from mp_optim.distributed.composite import ChainedOptimizer
 from mp_optim.distributed.optimizer import DistributedOptimizer
-from mp_optim.groups.overrides import (
+from mp_optim.groups.param_groups import (
     ParamKey,
     check_claims,
     get_param_groups,
@@ -29,9 +29,9 @@ from mp_optim.precision import (
     MegatronOptimizer,
     WrappedOptimizer,
 )
-from mp_optim.process.caller_warnings import warn
+from mp_optim.process.calls import warn
 from mp_optim.process.host_share import host_share, use_accelerator
-from mp_optim.ranks.process_groups import ProcessGroups
+from mp_optim.ranks.agreement import ProcessGroups
 from mp_optim.slots import local_tensor, with_names
 from mp_optim.slots.param_attributes import (
     has_partition_dim,
@@ -62,22 +62,15 @@ def build(
     Arguments, result and errors are those of :func:`mp_optim.get_megatron_optimizer`.
     """
     check_serves(config.fused_backend, device_of(chunks))
-    set_up_host(config, device_of(chunks))
     groups_of = process_groups or ProcessGroups()
     if param_groups is None:
-        overrides = (
-            get_standard_config_overrides(config)
-            if config_overrides is None
-            else config_overrides
-        )
-        param_groups = get_param_groups(chunks, config, overrides, expert_predicate)
+        if config_overrides is None:
+            config_overrides = get_standard_config_overrides(config)
+        param_groups = get_param_groups(chunks, config, config_overrides, expert_predicate)
     check_claims(chunks, param_groups)
     _check_partitions(config, param_groups, groups_of)
-    dense: list[dict[str, Any]] = []
-    experts: list[dict[str, Any]] = []
-    for group in param_groups:
-        is_expert = group.get("is_expert_parallel", False)
-        (experts if is_expert else dense).append(group)
+    experts = [group for group in param_groups if group.get("is_expert_parallel", False)]
+    dense = [group for group in param_groups if not group.get("is_expert_parallel", False)]
     scaler = _grad_scaler(config, device_of(chunks))
     if config.is_distributed:
         for chunk in chunks:
@@ -120,40 +113,41 @@ def _check_partitions(
         if tp is None or tp.size() == 1 or group.get("optimizer", rule) != rule:
             continue
         for index, param in enumerate(group["params"]):
-            if not is_tensor_parallel(param):
-                continue
-            name = (group.get("param_names") or {index: f"param{index}"})[index]
-            if config.may_offload and config.offload_mode == "speculative":
-                raise ValueError(
-                    f"offload_mode='speculative': {rule} steps {name}, which is split over ranks, "
-                    "by a collective, which may not meet those of backward; use 'overlap'"
-                )
-            if rule != "muon" and config.may_offload and config.has_windows:
-                raise ValueError(
-                    f"optimizer={rule!r}: {name} is split over ranks by tensor parallelism and "
-                    "stepped by a collective, and ranks may cut other windows; leave "
-                    "offload_place at 'host' and optimizer_state_path at None"
-                )
-            if rule == "muon" and not has_partition_dim(param):
-                raise ValueError(
-                    f"{name} is tensor_model_parallel and has no partition_dim, so muon cannot "
-                    "gather it: set the attribute, or muon_tp_mode='blockwise'"
-                )
-            dim = partition_dim(param)
-            if rule == "muon" and dim is not None:
-                partition(
-                    name,
-                    param.shape,
-                    dim,
-                    stride=partition_stride(param),
-                    sizes=partition_sizes(param),
-                    rank=0,
-                    size=tp.size(),
-                )
+            if is_tensor_parallel(param):
+                name = (group.get("param_names") or {index: f"param{index}"})[index]
+                _check_partition(config, name, param, tp.size())
+
+
+def _check_partition(config: OptimizerConfig, name: str, param: Tensor, ranks: int) -> None:
+    rule = config.optimizer
+    if config.may_offload and config.offload_mode == "speculative":
+        raise ValueError(
+            f"offload_mode='speculative': {rule} steps {name}, which is split over ranks, by a "
+            "collective, which may not meet those of backward; use 'overlap'"
+        )
+    if rule != "muon" and config.may_offload and config.has_windows:
+        raise ValueError(
+            f"optimizer={rule!r}: {name} is split over ranks by tensor parallelism and stepped by "
+            "a collective, and ranks may cut other windows; leave offload_place at 'host' and "
+            "optimizer_state_path at None"
+        )
+    if rule == "muon" and not has_partition_dim(param):
+        raise ValueError(
+            f"{name} is tensor_model_parallel and has no partition_dim, so muon cannot gather it: "
+            "set the attribute, or muon_tp_mode='blockwise'"
+        )
+    dim = partition_dim(param)
+    if rule == "muon" and dim is not None:
+        stride, sizes = partition_stride(param), partition_sizes(param)
+        partition(name, param.shape, dim, stride=stride, sizes=sizes, rank=0, size=ranks)
 
 
 def set_up_host(config: OptimizerConfig, device: torch.device) -> None:
-    """Give the process its threads and cores, for a stack whose parameters lie on a device."""
+    """Give the process its threads and cores, for a stack whose parameters lie on a device.
+
+    NOTE: these are one number and one list for the process, whichever stack asked last. So a plan,
+    which builds a stack to add it up, does not come here.
+    """
     if device.type == "cuda":
         use_accelerator(device.index)
     if config.host_threads is not None:
@@ -179,9 +173,7 @@ def device_of(chunks: Sequence[nn.Module]) -> torch.device:
     return next((local_tensor(param).device for param in params), torch.device("cpu"))
 
 
-def _grad_scaler(
-    config: OptimizerConfig, device: torch.device
-) -> MegatronGradScaler | None:
+def _grad_scaler(config: OptimizerConfig, device: torch.device) -> MegatronGradScaler | None:
     if config.loss_scale is not None:  # Megatron scales by it with bf16 too
         return ConstantGradScaler(config.loss_scale, device)
     if not config.fp16:
@@ -206,25 +198,17 @@ def with_data_parallel(groups: ProcessGroups, has_experts: bool) -> ProcessGroup
             "torch.distributed.init_process_group first (torchrun starts several), or set it to "
             "False"
         )
-    if (
-        has_experts
-        and groups.expert_dp is None
-        and groups.expert_grad_stats not in (None, groups.grad_stats)
-    ):
+    stats = groups.expert_grad_stats
+    if has_experts and groups.expert_dp is None and stats not in (None, groups.grad_stats):
         raise ValueError(
             "process_groups.expert_grad_stats says that ranks hold different experts, and "
-            "expert_dp is "
-            "None: set expert_dp to the ranks that hold the same ones (perhaps this one alone)"
+            "expert_dp is None: set expert_dp to the ranks that hold the same ones (perhaps this "
+            "one alone)"
         )
     dp = groups.dp or dist.group.WORLD
     expert_dp = groups.expert_dp or dp
-    if (
-        has_experts
-        and dp is not None
-        and expert_dp is not None
-        and expert_dp.size() < dp.size()
-        and (groups.expert_grad_stats is None)
-    ):
+    assert dp is not None and expert_dp is not None  # WORLD is, where there are processes
+    if has_experts and expert_dp.size() < dp.size() and stats is None:
         raise ValueError(
             f"process_groups.expert_dp has {expert_dp.size()} of the {dp.size()} ranks of dp, so "
             "ranks hold different experts; set expert_grad_stats to the ranks that hold different "
@@ -248,11 +232,7 @@ def _part(
             divided too: an expert's gradient adds up what the tokens of several of them
             contributed.
     """
-    wrapper = (
-        Float16OptimizerWithFloat16Params
-        if config.fp16 or config.bf16
-        else FP32Optimizer
-    )
+    wrapper = Float16OptimizerWithFloat16Params if config.fp16 or config.bf16 else FP32Optimizer
 
     def build(some: list[dict[str, Any]]) -> WrappedOptimizer:
         return wrapper(
@@ -285,9 +265,7 @@ def inner_optimizer(
     """
     rule, construction = CLASSES[config.optimizer], construction_of(config)
     if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0.0:
-        warn(
-            "optimizer_cpu_offload=True offloads nothing with optimizer_offload_fraction=0.0"
-        )
+        warn("optimizer_cpu_offload=True offloads nothing with optimizer_offload_fraction=0.0")
     if not config.optimizer_cpu_offload:
         optimizer: torch.optim.Optimizer = rule(groups, **construction, **settings)
         return optimizer

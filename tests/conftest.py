@@ -36,9 +36,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ModuleFixturesOnce(config, log)
 
 
-def pytest_collection_modifyitems(
-    config: pytest.Config, items: list[pytest.Item]
-) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _leave_out_of_coverage(config, items)
     if torch.cuda.is_available():
         return
@@ -74,7 +72,7 @@ def _no_state_of_accelerates() -> Iterator[None]:
 def _no_threads_are_left_set() -> Iterator[None]:
     """``host_threads`` of a config holds for the process; the next test finds its share."""
     yield
-    if threads := sys.modules.get("mp_optim.update.backends.host_threads"):
+    if threads := sys.modules.get("mp_optim.update.backends.native_library"):
         threads.set_host_threads(None)
 
 
@@ -89,9 +87,7 @@ def deterministic() -> Iterator[None]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reasons: dict[str, list[str]] = {}
     for report in terminalreporter.stats.get("skipped", []):
-        reasons.setdefault(report.longrepr[2].removeprefix("Skipped: "), []).append(
-            report.nodeid
-        )
+        reasons.setdefault(report.longrepr[2].removeprefix("Skipped: "), []).append(report.nodeid)
     for reason, nodeids in reasons.items():
         terminalreporter.section(f"{len(nodeids)} tests did not run: {reason}")
         for nodeid in nodeids:

@@ -10,11 +10,7 @@ import tyro
 from measuring.steps import Form, compare_steps
 
 COMPACT = {"ema_decay": 0.999, "ema_dtype": "bfloat16", "stochastic_rounding": True}
-FORMS = {
-    "none": Form(30),
-    "float32": Form(38, {"ema_decay": 0.999}),
-    "bfloat16": Form(34, COMPACT),
-}
+FORMS = {"none": Form(30), "float32": Form(38, {"ema_decay": 0.999}), "bfloat16": Form(34, COMPACT)}
 """By dtype of the averages."""
 
 

@@ -27,9 +27,8 @@ from rich.table import Table
 from torch import nn
 
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
-from mp_optim.checkpoint.flat import boxes
-from mp_optim.checkpoint.pieces import Place
 from mp_optim.checkpoint.plans import Holding, Parted, Whole, shares
+from mp_optim.checkpoint.shards import Place, boxes
 from mp_optim.update import set_host_threads
 
 
@@ -80,9 +79,7 @@ def measure(options: Options, folder: Path, console: Console) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1
-    )
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     held, other = build(options), build(options)
     table = Table(
         "",
@@ -106,9 +103,7 @@ def holdings(options: Options) -> list[Holding]:
     counts."""
     side = math.isqrt(options.elements)
     names = [f"layers.{index}.weight" for index in range(options.params)]
-    model = tuple(
-        Whole(f"model.{name}", torch.bfloat16, (side, side)) for name in names
-    )
+    model = tuple(Whole(f"model.{name}", torch.bfloat16, (side, side)) for name in names)
     numel, total = side * side, side * side * options.params
     result = []
     for rank in range(options.ranks):
@@ -121,16 +116,9 @@ def holdings(options: Options) -> list[Holding]:
                 Place(box.offsets, box.sizes)
                 for box in boxes((side, side), first - index * numel, last - first)
             )
-            steps.append(
-                Whole(f"optimizer.state.step.{names[index]}", torch.float32, ())
-            )
+            steps.append(Whole(f"optimizer.state.step.{names[index]}", torch.float32, ()))
             parts += [
-                Parted(
-                    f"optimizer.state.{key}.{names[index]}",
-                    torch.float32,
-                    (side, side),
-                    places,
-                )
+                Parted(f"optimizer.state.{key}.{names[index]}", torch.float32, (side, side), places)
                 for key in ("master_param", "exp_avg", "exp_avg_sq")
             ]
         result.append(Holding((*model, *steps), tuple(parts)))
@@ -146,13 +134,9 @@ def plan(options: Options, console: Console) -> None:
     sent = pickle.dumps((told, [holding.parts for holding in every]))
     received, _ = timed(lambda: pickle.loads(sent))
     decided, _ = timed(
-        lambda: shares(
-            told, [list(own) for own in sheets], [holding.parts for holding in every]
-        )
+        lambda: shares(told, [list(own) for own in sheets], [holding.parts for holding in every])
     )
-    table = Table(
-        "", "", title=f"{options.ranks:,} ranks, {options.params:,} parameters"
-    )
+    table = Table("", "", title=f"{options.ranks:,} ranks, {options.params:,} parameters")
     table.add_row("each rank digests what it holds", f"{alone:.2f} s")
     table.add_row("all of them tell the first", f"{len(sent) / 1e6:.1f} MB")
     table.add_row("which unpacks it", f"{received:.2f} s")

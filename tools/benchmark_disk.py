@@ -48,16 +48,14 @@ def main(options: Options) -> None:
         file = DirectFile(folder, size, options.threads)
         raw = Raw(Path(folder) / "raw", size, options.threads)
         print(file)
-        with file:
+        with contextlib.closing(file):
             ours = Windows(file, options.window * MIB)
             for name, run in (("write", raw.run), ("write", ours.run)):
                 run(name)  # blocks that were never written cost more the first time
             for _ in range(options.rounds):
                 for pattern in PATTERNS:
                     for who, run in (("dd", raw.run), ("ours", ours.run)):
-                        seconds.setdefault((pattern, who), []).append(
-                            timed(run, pattern)
-                        )
+                        seconds.setdefault((pattern, who), []).append(timed(run, pattern))
     print("\n".join(table(seconds, size)))
 
 
@@ -128,9 +126,7 @@ class Raw:
                     begin = blocks * index // processes
                     count = blocks * (index + 1) // processes - begin
                     command = self._command(kind, begin, count)
-                    running.enter_context(
-                        subprocess.Popen(command, stderr=subprocess.DEVNULL)
-                    )
+                    running.enter_context(subprocess.Popen(command, stderr=subprocess.DEVNULL))
 
     def _command(self, kind: str, begin: int, count: int) -> list[str]:
         common = ["dd", f"bs={PIECE}", f"count={count}"]

@@ -1,13 +1,16 @@
 #!/usr/bin/env python
-"""AdamW with its state on a disk: how fast a step is beside what the disk can do, and that host
-memory holds only windows.
+"""AdamW with its state on a disk: how fast a step is beside what the disk can do, how much of the
+disk's time backward hides, and that host memory holds only windows.
 
 python tools/benchmark_disk_step.py speed --folder /mnt/nvme     # on an idle machine
-python tools/benchmark_disk_step.py limit --folder /mnt/nvme --window 32
+python tools/benchmark_disk_step.py hidden --folder /mnt/nvme
+python tools/benchmark_disk_step.py limit --folder /mnt/nvme --window 32 --mode overlap
 
 ``speed`` takes steps in turn with processes of ``dd`` that read a file of the same size and write
-one, with direct access, as a step does. ``limit`` runs under a limit of memory, and again in memory
-without one, each in a process of its own, and compares the parameters.
+one, with direct access, as a step does. ``hidden`` takes steps in each ``offload_mode`` after a
+backward that takes as long as a step of ``sync``: how long ``step()`` takes and waits for the disk,
+and which share of what the disk moves is moved behind backward. ``limit`` runs under a limit of
+memory, and again in memory without one, each in a process of its own, and compares the parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,9 +32,12 @@ import torch
 import tyro
 from benchmark_disk import Raw
 from measuring.kernels import require_kernels
-from torch import nn
+from torch import Tensor, nn
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.placement.state_file import StateFile
+from mp_optim.placement.timeline import WAIT_DISK, StepTimeline
+from mp_optim.process.direct_file import Ticket
 
 MIB = 1 << 20
 LAYER = 4 << 20
@@ -42,7 +48,7 @@ LAYER = 4 << 20
 class Options:
     """What to do."""
 
-    what: tyro.conf.Positional[Literal["speed", "limit", "run"]]
+    what: tyro.conf.Positional[Literal["speed", "hidden", "limit", "run"]]
     """``run`` is one of the two processes of ``limit``."""
     folder: Path = Path()
     """On the disk; what is made there is removed."""
@@ -51,7 +57,9 @@ class Options:
     window: int = 64
     """MiB of a window, of which five are in host memory."""
     rounds: int = 5
-    """Of ``speed``."""
+    """Of ``speed`` and ``hidden``."""
+    mode: Literal["sync", "overlap", "speculative"] = "sync"
+    """``offload_mode`` of ``limit``."""
     steps: int = 20
     """Of ``limit``."""
     memory: int = 256
@@ -64,7 +72,7 @@ class Options:
 def main(options: Options) -> None:
     """Print what was asked for."""
     require_kernels()
-    ways = {"speed": speed, "limit": limit, "run": run}
+    ways = {"speed": speed, "hidden": hidden, "limit": limit, "run": run}
     ways[options.what](options)
 
 
@@ -79,15 +87,14 @@ class Training:
         )
         for param in self.model:
             param.grad = torch.zeros_like(param)
+        self._coming = torch.zeros(LAYER, dtype=dtype)
         self._generator = torch.Generator().manual_seed(1)
         self._options, self._dtype = options, dtype
 
-    def build(self, folder: str | None) -> None:
+    def build(self, folder: str | None, mode: str = "sync") -> None:
         """Make the optimizer, with its state in a folder or in memory."""
-        disk = {
-            "optimizer_state_path": folder,
-            "stream_window_bytes": self._options.window * MIB,
-        }
+        window = self._options.window * MIB
+        disk = {"optimizer_state_path": folder, "stream_window_bytes": window, "offload_mode": mode}
         config = OptimizerConfig(
             lr=1e-3,
             bf16=self._dtype == torch.bfloat16,
@@ -98,10 +105,13 @@ class Training:
         )
         self.optimizer = get_megatron_optimizer(config, self.model)
 
-    def new_gradients(self) -> None:
-        """Others, in the same memory."""
+    def new_gradients(self, seconds: float = 0.0) -> None:
+        """Others, in the same memory, by a backward of each parameter; it takes so long in all."""
         for param in self.model:
-            param.grad.normal_(generator=self._generator)
+            param.grad.zero_()
+            self._coming.normal_(generator=self._generator)
+            torch.autograd.backward(param, self._coming)
+            time.sleep(seconds / len(self.model))
 
     def digest(self) -> str:
         """Of all parameters."""
@@ -132,6 +142,62 @@ def speed(options: Options) -> None:
     )
 
 
+def hidden(options: Options) -> None:
+    """Steps in each mode, after a backward as long as a step of ``sync``."""
+    print("| offload_mode | step, ms | of it waiting for the disk, ms | moved during backward |")
+    print("|---|---|---|---|")
+    seconds = 0.0
+    for mode in ("sync", "overlap", "speculative"):
+        steps, waits, shares = [], [], []
+        with TemporaryDirectory(dir=options.folder) as folder:
+            training = Training(options, torch.bfloat16)
+            training.build(folder, mode)
+            (part,) = training.optimizer.chained_optimizers
+            moved = Moved(part.inner.stepper.settings.state_file)
+            for _ in range(2 + options.rounds):  # memory is new in the first, the order is learnt
+                moved.transfers.clear()
+                training.new_gradients(seconds)
+                early = moved.done_bytes()
+                steps.append(timed(training.optimizer.step))
+                waits.append(waited_in_step(part.inner.timeline))
+                shares.append(early / max(moved.bytes(), 1))
+        step, wait, share = (statistics.median(each[2:]) for each in (steps, waits, shares))
+        if mode == "sync":
+            seconds = step
+        print(f"| {mode} | {1e3 * step:.1f} | {1e3 * wait:.1f} | {share:.0%} |")
+
+
+class Moved:
+    """Transfers of a state file: their tickets, and bytes."""
+
+    def __init__(self, file: StateFile) -> None:
+        self.transfers: list[tuple[Ticket, int]] = []
+        for name in ("read_into", "write_from"):
+            setattr(file, name, self._noting(getattr(file, name)))
+
+    def _noting(self, move: Callable[[Tensor, int], Ticket]) -> Callable[[Tensor, int], Ticket]:
+        def noted(memory: Tensor, offset: int) -> Ticket:
+            ticket = move(memory, offset)
+            self.transfers.append((ticket, memory.numel()))
+            return ticket
+
+        return noted
+
+    def bytes(self) -> int:
+        """All of them."""
+        return sum(size for _, size in self.transfers)
+
+    def done_bytes(self) -> int:
+        """Those that are done."""
+        return sum(size for ticket, size in self.transfers if ticket.done())
+
+
+def waited_in_step(timeline: StepTimeline) -> float:
+    """Seconds that the last ``step()`` waited for the disk."""
+    spans = [span for span in timeline.last if span.stage == WAIT_DISK]
+    return sum(max(0.0, span.end - max(span.start, timeline.began)) for span in spans)
+
+
 def timed(run: object) -> float:
     """Seconds of a call."""
     begin = time.perf_counter()
@@ -141,9 +207,7 @@ def timed(run: object) -> float:
 
 def speed_table(seconds: dict[str, list[float]], size: int) -> Iterator[str]:
     """GB/s in both directions together by median; the step of dd by the median of rounds."""
-    rates = {
-        who: 2 * size / statistics.median(each) / 1e9 for who, each in seconds.items()
-    }
+    rates = {who: 2 * size / statistics.median(each) / 1e9 for who, each in seconds.items()}
     ratios = [a / b for a, b in zip(*seconds.values(), strict=True)]
     yield "| state, GB | dd, GB/s | step, GB/s | step of dd |"
     yield "|---|---|---|---|"
@@ -176,14 +240,14 @@ def limit(options: Options) -> None:
 def run(options: Options) -> None:
     """Print the digest of the parameters, and what memory was used beyond the model's."""
     training = Training(options, torch.bfloat16)
-    training.new_gradients()
+    training.new_gradients()  # what backward needs once is there
     before = {name: status(name) for name in ("RssAnon", "VmData")}
     if options.memory:
         allowed = before["VmData"] + options.memory * MIB
         resource.setrlimit(resource.RLIMIT_DATA, (allowed, resource.RLIM_INFINITY))
     most = 0
     with TemporaryDirectory(dir=options.folder) as folder:
-        training.build(folder if options.memory else None)
+        training.build(folder if options.memory else None, options.mode)
         for _ in range(options.steps):
             training.new_gradients()
             training.optimizer.step()

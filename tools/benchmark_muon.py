@@ -30,11 +30,7 @@ from training.loop import train
 
 RULES: dict[str, dict[str, Any]] = {
     "AdamW": {},
-    "Muon": {
-        "optimizer": "muon",
-        "muon_extra_scale_factor": 0.2,
-        "muon_use_nesterov": True,
-    },
+    "Muon": {"optimizer": "muon", "muon_extra_scale_factor": 0.2, "muon_use_nesterov": True},
 }
 """Settings by name. With this scale Muon's steps are about as long as AdamW's, so one learning rate
 serves both rules of the stack, and both contenders have one number to tune."""
@@ -69,9 +65,7 @@ class Run:
 def config_of(rule: str, lr: float, seed: int, steps: int) -> TrainConfig:
     """The mixture of experts of ``benchmark_quality.py`` with another rule and learning rate."""
     config = run_config("FP32", seed, steps)
-    optimizer = dataclasses.replace(
-        config.optimizer, lr=lr, min_lr=lr / 10, **RULES[rule]
-    )
+    optimizer = dataclasses.replace(config.optimizer, lr=lr, min_lr=lr / 10, **RULES[rule])
     return dataclasses.replace(config, optimizer=optimizer)
 
 
@@ -100,11 +94,7 @@ def report(runs: Sequence[Run], best: dict[str, float], steps: int) -> str:
         "|---" * (len(rates) + 1) + "|",
     ]
     for rule in best:
-        found = {
-            run.lr: run.eval_loss
-            for run in runs
-            if run.rule == rule and run.seed == first
-        }
+        found = {run.lr: run.eval_loss for run in runs if run.rule == rule and run.seed == first}
         lines.append(
             f"| {rule} | {' | '.join(f'{found[lr]:.4f}' if lr in found else '' for lr in rates)} |"
         )
@@ -134,18 +124,10 @@ def main(options: Options) -> None:
     require_kernels()
     first = 1000
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        jobs = [
-            (rule, lr, first, options.steps) for rule in RULES for lr in options.rates
-        ]
-        runs = list(
-            track(
-                pool.map(run_one, jobs), total=len(jobs), description="learning rates"
-            )
-        )
+        jobs = [(rule, lr, first, options.steps) for rule in RULES for lr in options.rates]
+        runs = list(track(pool.map(run_one, jobs), total=len(jobs), description="learning rates"))
         best = {
-            rule: min(
-                (run for run in runs if run.rule == rule), key=lambda run: run.eval_loss
-            ).lr
+            rule: min((run for run in runs if run.rule == rule), key=lambda run: run.eval_loss).lr
             for rule in RULES
         }
         jobs = [

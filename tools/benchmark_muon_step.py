@@ -24,7 +24,7 @@ from benchmarks import allocator
 from benchmarks.timing import Timing, alternate, ratio
 from mp_optim.update import Muon
 from mp_optim.update.backends.native_library import NativeLibrary
-from mp_optim.update.backends.native_muon import seconds_of_products
+from mp_optim.update.muon_directions import seconds_of_products
 
 KERNEL = "mp_newton_schulz"
 PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", KERNEL}
@@ -76,9 +76,7 @@ def of_pytorch_optimizer(params: list[nn.Parameter]) -> Callable[[], object]:
     return step
 
 
-def of_mp_optim(
-    backend: str, **settings: str
-) -> Callable[[list[nn.Parameter]], Callable]:
+def of_mp_optim(backend: str, **settings: str) -> Callable[[list[nn.Parameter]], Callable]:
     def build(params: list[nn.Parameter]) -> Callable[[], object]:
         return Muon(
             params,
@@ -130,9 +128,7 @@ def share_of_products(step: Callable[[], object]) -> float:
     within = seconds_of_products()
     with (
         kernels_recorded(),
-        torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU]
-        ) as seen,
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen,
         torch.profiler.record_function("step"),
     ):
         step()
@@ -170,10 +166,7 @@ def measure(name: str, shapes: list[tuple[int, int]], rounds: int) -> Measured:
     shares = {contender: share_of_products(step) for contender, step in steps.items()}
     elements = sum(rows * columns for rows, columns in shapes)
     return Measured(
-        f"{name}, {len(shapes)} matrices, {elements / 1e6:.0f} M",
-        elements,
-        timings,
-        shares,
+        f"{name}, {len(shapes)} matrices, {elements / 1e6:.0f} M", elements, timings, shares
     )
 
 

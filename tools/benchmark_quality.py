@@ -24,13 +24,7 @@ from rich.progress import track
 from benchmarks.quality_report import write
 from mp_optim import OptimizerConfig
 from mp_optim.update import set_host_threads
-from training.config import (
-    DataConfig,
-    ModelConfig,
-    RunConfig,
-    SchedulerConfig,
-    TrainConfig,
-)
+from training.config import DataConfig, ModelConfig, RunConfig, SchedulerConfig, TrainConfig
 from training.loop import train
 
 
@@ -52,19 +46,12 @@ def _offload(fraction: float) -> dict[str, Any]:
 FORMS: dict[str, dict[str, Any]] = {
     "FP32": {},
     "bf16 moments, 16-bit remainder": _compact("bfloat16"),
-    "bf16 moments, 16-bit remainder, stochastic": _compact(
-        "bfloat16", stochastic_rounding=True
-    ),
+    "bf16 moments, 16-bit remainder, stochastic": _compact("bfloat16", stochastic_rounding=True),
     "fp16 moments, 16-bit remainder": _compact("float16"),
     "8-bit moments, 16-bit remainder": _compact("uint8"),
-    "4-bit and 8-bit moments, 16-bit remainder": {
-        **_compact("uint8"),
-        "exp_avg_dtype": "uint4",
-    },
+    "4-bit and 8-bit moments, 16-bit remainder": {**_compact("uint8"), "exp_avg_dtype": "uint4"},
     "8-bit moments, 8-bit remainder": _compact("uint8", 8),
-    "8-bit moments, 8-bit remainder, stochastic": _compact(
-        "uint8", 8, stochastic_rounding=True
-    ),
+    "8-bit moments, 8-bit remainder, stochastic": _compact("uint8", 8, stochastic_rounding=True),
 }
 """Forms of state by name; the first is what the others are compared with."""
 
@@ -166,9 +153,7 @@ def main(options: Options) -> None:
     ]
     missing = [job for job in jobs if job[:2] not in known]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        for run in track(
-            pool.map(run_one, missing), total=len(missing), description="training"
-        ):
+        for run in track(pool.map(run_one, missing), total=len(missing), description="training"):
             known[run.form, run.seed] = run
             if options.output is not None:
                 options.output.mkdir(parents=True, exist_ok=True)

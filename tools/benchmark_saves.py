@@ -94,9 +94,7 @@ class Run:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What a checkpoint holds, as the peers are given it."""
-        entries = {
-            f"model.{name}": value for name, value in self.saved.state_dict().items()
-        }
+        entries = {f"model.{name}": value for name, value in self.saved.state_dict().items()}
         for index, state in self.optimizer.state_dict()["state"].items():
             entries |= {f"{key}.{index}": value for key, value in state.items()}
         return entries
@@ -122,9 +120,7 @@ def plain_write(run: Run, folder: Path, options: Options) -> Measured:
     folder.mkdir()
     memories = []
     for tensor in run.tensors().values():
-        memories.append(
-            memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
-        )
+        memories.append(memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()))
     begun = time.perf_counter()
     with (folder / "plain").open("wb", buffering=0) as file:
         for memory in memories:
@@ -164,9 +160,7 @@ class Torch:
     def __call__(self, run: Run, folder: Path, options: Options) -> Measured:
         tensors = run.tensors()
         begun = time.perf_counter()
-        response = dcp.async_save(
-            tensors, checkpoint_id=str(folder), async_stager=self._stager
-        )
+        response = dcp.async_save(tensors, checkpoint_id=str(folder), async_stager=self._stager)
         done = response
         if not hasattr(response, "result"):  # it has two futures
             response.staging_completion.result()
@@ -182,9 +176,7 @@ def one_rank() -> Iterator[None]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1
-    )
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     try:
         yield
     finally:
@@ -194,9 +186,7 @@ def one_rank() -> Iterator[None]:
 Saving = Callable[[Run, Path, Options], Measured]
 
 
-def measure(
-    options: Options, root: Path
-) -> tuple[dict[str, list[Measured]], list[float]]:
+def measure(options: Options, root: Path) -> tuple[dict[str, list[Measured]], list[float]]:
     """Everything in turn, each round from another one on, as disks take the first gigabytes faster
     than the next; the first round is not counted. And seconds of steps alone."""
     run = Run(options)
@@ -233,23 +223,18 @@ def _bytes(options: Options) -> int:
     return options.millions * 10**6 * (each + 2 * options.with_model)
 
 
-def report(
-    found: dict[str, list[Measured]], alone: list[float], options: Options
-) -> Table:
+def report(found: dict[str, list[Measured]], alone: list[float], options: Options) -> Table:
     step = statistics.median(alone)
     title = (
         f"{options.millions} M parameters, {_bytes(options) / 1e9:.1f} GB, "
         f"{options.mode}, {options.moments} moments; a step alone: {step * 1e3:.0f} ms"
     )
-    table = Table(
-        "", "blocked, s", "on disk, s", "GB/s", "steps after it, ms", title=title
-    )
+    table = Table("", "blocked, s", "on disk, s", "GB/s", "steps after it, ms", title=title)
     for name, rounds in found.items():
         blocked = statistics.median(one.blocked for one in rounds)
         done = statistics.median(one.done for one in rounds)
         steps = [
-            statistics.median(each)
-            for each in zip(*(one.steps for one in rounds), strict=True)
+            statistics.median(each) for each in zip(*(one.steps for one in rounds), strict=True)
         ]
         table.add_row(
             name,

@@ -82,9 +82,7 @@ def draw(ruled: Sequence[StepRecord], bare: Sequence[StepRecord], path: Path) ->
         losses = smoothed([min(record.loss, 8.0) for record in taken])
         rows[0].plot([r.step + 1 for r in taken], losses, color=color, label=label)
     rows[0].set(ylabel="loss (nats per byte)")
-    for axes, panel in zip(
-        rows[1:], (draw_norms, draw_param_norms, draw_updates), strict=True
-    ):
+    for axes, panel in zip(rows[1:], (draw_norms, draw_param_norms, draw_updates), strict=True):
         panel(axes, ruled)
     for axes in rows:
         style(axes)

@@ -43,10 +43,7 @@ def imports() -> dict[str, set[str]]:
     for name in names:
         if graph.find_children(f"{PACKAGE}.{name}"):
             graph.squash_module(f"{PACKAGE}.{name}")
-    direct = {
-        name: graph.find_modules_directly_imported_by(f"{PACKAGE}.{name}")
-        for name in names
-    }
+    direct = {name: graph.find_modules_directly_imported_by(f"{PACKAGE}.{name}") for name in names}
     return {
         name: {
             short
@@ -64,9 +61,7 @@ def _needed(name: str, found: dict[str, set[str]]) -> list[str]:
         return found[start].union(*map(beyond, found[start]))
 
     return sorted(
-        other
-        for other in found[name]
-        if not any(other in beyond(third) for third in found[name])
+        other for other in found[name] if not any(other in beyond(third) for third in found[name])
     )
 
 

@@ -52,9 +52,7 @@ SHADES = {
 def main(folder: Path = IMAGES) -> None:
     source, config = load(MODELS / f"{MODEL}.yaml")
     specs = specs_of(source)
-    known = {
-        spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)
-    }
+    known = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)}
     plans = {}
     for name, form in SETTINGS.items():
         offloads = form.get("optimizer_offload_fraction", 0.0) > 0.0
@@ -81,17 +79,13 @@ def draw(plans: dict[str, MemoryPlan], path: Path) -> None:
             if size >= 4.0:
                 color = "white" if name == "parameters" else "black"
                 middle = start + size / 2
-                axes.text(
-                    middle, place, f"{size:.0f}", ha="center", va="center", color=color
-                )
+                axes.text(middle, place, f"{size:.0f}", ha="center", va="center", color=color)
             start += size
     axes.set_yticks(range(len(plans)), list(plans))
     axes.invert_yaxis()
     count = next(iter(plans.values())).params
     axes.set_title(
-        f"{MODEL}, {count / 1e9:.1f} B parameters in bf16, AdamW",
-        loc="left",
-        fontsize=10,
+        f"{MODEL}, {count / 1e9:.1f} B parameters in bf16, AdamW", loc="left", fontsize=10
     )
     axes.set_xlabel("GiB, without activations")
     axes.legend(

@@ -8,6 +8,7 @@ python tools/gpu_check.py --output docs/benchmarks --minutes 9    # what fits; g
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,11 @@ from rich.table import Table
 
 from benchmarks.report import show
 from benchmarks.section import Section
-from gpu import facts
-from gpu.parts import LIMIT, PARTS, Results, Sizes, run_apart
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from lab.gpu import facts
+from lab.gpu.parts import LIMIT, PARTS, Results, Sizes, run_apart
 
 
 @dataclass
@@ -50,9 +54,7 @@ class Options:
 def main(options: Options) -> None:
     console = Console()
     if unknown := set(options.only) - PARTS.keys():
-        raise SystemExit(
-            f"--only {' '.join(sorted(unknown))}: choose from {', '.join(PARTS)}"
-        )
+        raise SystemExit(f"--only {' '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU here; --device cpu tries the tool itself")
@@ -65,9 +67,7 @@ def main(options: Options) -> None:
     if options.list:
         _show_parts(console, names)
         return
-    sizes = Sizes(
-        options.device, int(options.params), int(options.hybrid_params), options.rounds
-    )
+    sizes = Sizes(options.device, int(options.params), int(options.hybrid_params), options.rounds)
     end = time.monotonic() + 60.0 * options.minutes if options.minutes else None
     for number, name in enumerate(names):
         limit = float(LIMIT)

@@ -31,6 +31,8 @@ RULE = "lion"
 """The rule whose name is looked for: the files that have it are those that adding a rule edits."""
 NEW_RULE = "adafactor"
 """A rule that older checkouts do not have; lines of its own files are counted apart."""
+STEPS = {"Optimizer", "HostPart"}
+"""What everything that steps is below of: torch's class, and the package's own."""
 _LAYOUT = {
     tokenize.NL,
     tokenize.NEWLINE,
@@ -39,7 +41,7 @@ _LAYOUT = {
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 }
-_KERNELS = ("native", "triton", "apex", "transformer_engine", "torch_fused")
+_KERNELS = ("native", "triton", "multi_tensor")
 """Backends that have kernels for a rule because they want to, in names of their files."""
 _FOREIGN = {
     "__create_chunk_list__",
@@ -109,16 +111,13 @@ def measure(root: Path) -> Figures:
     """The figures of the checkout at ``root``."""
     modules = [Module.read(path) for path in sorted((root / PACKAGE).rglob("*.py"))]
     figures = Figures()
+    count_classes(modules, figures)
     alike = formatted_alike(root)
     figures["lines, formatted alike"] = sum(m.text.count("\n") for m in alike)
     figures["of code: no docstrings, no comments"] = sum(len(m.tokens()) for m in alike)
     _size(modules, figures)
     _density(modules, figures)
-    figures["getattr and hasattr for attributes of our own"] = len(
-        list(probes(modules))
-    )
-    name, count = widest_class(modules)
-    figures["methods on the widest class"] = f"{count} ({name})"
+    figures["getattr and hasattr for attributes of our own"] = len(list(probes(modules)))
     for rule in (RULE, NEW_RULE):
         figures[f"files that name {rule}"] = len(list(files_naming(modules, rule)))
     forms = forms_of_an_update(root)
@@ -129,18 +128,38 @@ def measure(root: Path) -> Figures:
 
 def _size(modules: list[Module], figures: Figures) -> None:
     own = [module for module in modules if NEW_RULE not in module.path.name]
-    figures["files"] = len(modules)
-    figures[f"lines of Python without {NEW_RULE}"] = sum(
-        m.text.count("\n") for m in own
-    )
+    figures[f"lines of Python without {NEW_RULE}"] = sum(m.text.count("\n") for m in own)
     figures[f"lines of code without {NEW_RULE}"] = sum(len(m.tokens()) for m in own)
     figures["statements"] = sum(_statements(module.tree) for module in own)
     lengths = sorted(_function_lengths(modules))
     tail = quantiles(lengths, n=20)[-1]
-    figures["functions"] = len(lengths)
     figures["function lines: median / p95 / max"] = (
         f"{median(lengths):g} / {tail:g} / {lengths[-1]}"
     )
+
+
+def count_classes(modules: list[Module], figures: Figures) -> None:
+    """How much there is, and how it is divided."""
+    hierarchy = Hierarchy(modules)
+    functions = [n for m in modules for n in ast.walk(m.tree) if isinstance(n, _FUNCTIONS)]
+    figures["lines of Python"] = sum(module.text.count("\n") for module in modules)
+    figures["lines of code"] = sum(len(module.tokens()) for module in modules)
+    figures["files"] = len(modules)
+    figures["classes"] = len(hierarchy.bases)
+    figures["functions"] = len(functions)
+    protocols = [name for name in hierarchy.bases if "Protocol" in hierarchy.outer_bases(name)]
+    figures["Protocols"] = len(protocols)
+    stepping = [name for name in hierarchy.bases if STEPS & hierarchy.all_names(name)]
+    chain = max((hierarchy.chain(name) for name in stepping), key=len, default=[])
+    figures["deepest inheritance of what steps"] = f"{len(chain)} ({' < '.join(chain)})"
+    rules = [
+        name
+        for name in hierarchy.bases
+        if name[0].split(".")[1:2] in (["update"], ["rules"]) and "apply" in hierarchy.visible(name)
+    ]
+    for title, names in (("widest rule", rules), ("widest class", list(hierarchy.bases))):
+        widest = max(names, key=lambda name: len(hierarchy.visible(name)))
+        figures[f"methods on the {title}"] = f"{len(hierarchy.visible(widest))} ({widest[1]})"
 
 
 def formatted_alike(root: Path) -> list[Module]:
@@ -148,9 +167,7 @@ def formatted_alike(root: Path) -> list[Module]:
     widths that checkouts are written in do not count."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / PACKAGE
-        shutil.copytree(
-            root / PACKAGE, copy, ignore=shutil.ignore_patterns("cli", "doctor.py")
-        )
+        shutil.copytree(root / PACKAGE, copy, ignore=shutil.ignore_patterns("cli", "doctor.py"))
         subprocess.run(["ruff", "format", "--isolated", "--quiet", folder], check=True)
         paths = sorted(copy.rglob("*.py"))
         return [Module.read(path) for path in paths if NEW_RULE not in path.name]
@@ -184,9 +201,7 @@ def crowded(modules: list[Module]) -> Iterator[str]:
     for module in modules:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.stmt) and not hasattr(node, "body"):
-                inside = sum(
-                    isinstance(part, _COMPREHENSIONS) for part in ast.walk(node)
-                )
+                inside = sum(isinstance(part, _COMPREHENSIONS) for part in ast.walk(node))
                 if inside > 1:
                     yield f"{module.path}:{node.lineno}"
 
@@ -229,33 +244,81 @@ def _attributes(tree: ast.Module) -> set[str]:
             for node in ast.walk(owner):
                 if isinstance(node, _FUNCTIONS):
                     names.add(node.name)
-                elif isinstance(node, ast.AnnAssign) and isinstance(
-                    node.target, ast.Name
-                ):
+                elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                     names.add(node.target.id)
                 elif _is_set_on_self(node):
                     names.add(node.attr)
     return names
 
 
-def widest_class(modules: list[Module]) -> tuple[str, int]:
-    """The class with the most methods and properties, those of its bases in the package counted."""
-    methods: dict[str, set[str]] = {}
-    bases: dict[str, list[str]] = {}
-    for module in modules:
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.ClassDef):
-                functions = [part for part in node.body if isinstance(part, _FUNCTIONS)]
-                methods[node.name] = {function.name for function in functions}
-                bases[node.name] = [
-                    ast.unparse(base).split("[")[0] for base in node.bases
-                ]
+Class = tuple[str, str]
+"""A class: the name of its module, and its own."""
 
-    def visible(name: str) -> set[str]:
-        return methods.get(name, set()).union(*map(visible, bases.get(name, [])))
 
-    widest = max(methods, key=lambda name: len(visible(name)))
-    return widest, len(visible(widest))
+class Hierarchy:
+    """The classes of the package, and what they inherit from.
+
+    Attributes:
+        bases: of each class, as written. methods: of each class, its own functions.
+    """
+
+    def __init__(self, modules: list[Module]) -> None:
+        self.bases: dict[Class, list[str]] = {}
+        self.methods: dict[Class, set[str]] = {}
+        self._imported: dict[Class, Class] = {}
+        for module in modules:
+            name = _dotted(module.path)
+            for node in ast.walk(module.tree):
+                if isinstance(node, ast.ClassDef):
+                    self.bases[name, node.name] = [_base(base) for base in node.bases]
+                    functions = [part for part in node.body if isinstance(part, _FUNCTIONS)]
+                    self.methods[name, node.name] = {function.name for function in functions}
+                elif isinstance(node, ast.ImportFrom) and node.module:
+                    for part in node.names:
+                        self._imported[name, part.asname or part.name] = node.module, part.name
+
+    def _resolved(self, module: str, base: str) -> Class | None:
+        """The class of the package that a name stands for in a module; None for another's."""
+        found = module, base
+        while found not in self.bases:
+            if found not in self._imported:
+                return None
+            found = self._imported[found]
+        return found
+
+    def parents(self, name: Class) -> list[Class]:
+        """The bases that are classes of the package."""
+        found = [self._resolved(name[0], base) for base in self.bases[name]]
+        return [parent for parent in found if parent is not None]
+
+    def outer_bases(self, name: Class) -> set[str]:
+        """Last parts of the names of the other bases."""
+        bases = self.bases[name]
+        return {base.split(".")[-1] for base in bases if self._resolved(name[0], base) is None}
+
+    def all_names(self, name: Class) -> set[str]:
+        """Names of everything that a class inherits from, and its own."""
+        above = (self.all_names(parent) for parent in self.parents(name))
+        return {name[1], *self.outer_bases(name)}.union(*above)
+
+    def chain(self, name: Class) -> list[str]:
+        """The longest way up from a class within the package."""
+        above = (self.chain(parent) for parent in self.parents(name))
+        return [name[1], *max(above, key=len, default=[])]
+
+    def visible(self, name: Class) -> set[str]:
+        """Methods and properties of a class, those of its bases in the package counted."""
+        return self.methods[name].union(*map(self.visible, self.parents(name)))
+
+
+def _dotted(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    inside = parts[len(parts) - parts[::-1].index(PACKAGE) - 1 :]
+    return ".".join(inside).removesuffix(".__init__")
+
+
+def _base(node: ast.expr) -> str:
+    return ast.unparse(node).split("[")[0]
 
 
 def files_naming(modules: list[Module], rule: str) -> Iterator[Path]:
@@ -278,9 +341,7 @@ def forms_of_an_update(root: Path) -> list[str]:
     environment = {**os.environ, "PYTHONPATH": str(root.resolve())}
     script = Path(__file__).with_name("measuring") / "forms.py"
     run = [sys.executable, str(script)]
-    done = subprocess.run(
-        run, env=environment, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
     return done.stdout.split()
 
 
@@ -294,7 +355,7 @@ def main(roots: Annotated[tuple[Path, ...], tyro.conf.Positional]) -> None:
     table = Table(*["", *map(str, roots)])
     for name in columns[0]:
         table.add_row(name, *(column.get(name, "") for column in columns))
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 if __name__ == "__main__":

@@ -35,12 +35,8 @@ _OWNERS = {
         r"(^|[._])(p|param|parameter|weight|tensor|source|destination|source_tensor|"
         r"destination_tensor|(params|parameters|param_list|params_list)\[0\])$"
     ),
-    "group": re.compile(
-        r"(^|_)(g|group|groups\[0\]|param_groups?(\[\w+\])?|override)$"
-    ),
-    "model": re.compile(
-        r"(^|_)(model|module|model_chunk|chunk|(model_)?chunks\[0\]|model_cfg)$"
-    ),
+    "group": re.compile(r"(^|_)(g|group|groups\[0\]|param_groups?(\[\w+\])?|override)$"),
+    "model": re.compile(r"(^|_)(model|module|model_chunk|chunk|(model_)?chunks\[0\]|model_cfg)$"),
 }
 """What expressions of Megatron's are called that stand for each."""
 _KNOWN = {
@@ -117,9 +113,7 @@ def _strings(node: ast.AST | None, constants: Mapping[str, list[str]]) -> list[s
     return []
 
 
-def _asked(
-    node: ast.AST, constants: Mapping[str, list[str]]
-) -> Iterator[tuple[str, str]]:
+def _asked(node: ast.AST, constants: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:
     """What one expression asks of whom."""
     if isinstance(node, ast.Attribute):
         owner = _owner(node.value, "parameter", "model")
@@ -135,9 +129,7 @@ def _asked(
         yield from _asked_by_call(node, constants)
 
 
-def _asked_by_call(
-    node: ast.Call, constants: Mapping[str, list[str]]
-) -> Iterator[tuple[str, str]]:
+def _asked_by_call(node: ast.Call, constants: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:
     called = node.func
     if isinstance(called, ast.Name) and called.id in _ASKS and len(node.args) > 1:
         owner = _owner(node.args[0], "parameter", "model")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import tyro
 
-from mp_optim.megatron.fields import DDP_FIELDS, OPTIMIZER_FIELDS, Meaning
+from mp_optim.megatron.config import DDP_FIELDS, OPTIMIZER_FIELDS, Meaning
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "migrate.md"
 BEGIN, END = "<!-- tools/megatron_fields.py -->", "<!-- end of these tables -->"
@@ -62,7 +62,7 @@ class Table:
         """As markdown.
 
         Raises:
-            KeyError: a field is not known to ``mp_optim.megatron.fields``.
+            KeyError: a field is not known to ``mp_optim.megatron.config``.
         """
         yield f"| `{owner.name}` | " + " | ".join(self.versions) + " | here | |"
         yield "|---" * (len(self.versions) + 3) + "|"
@@ -122,10 +122,7 @@ def tables_in(document: str) -> list[Table]:
 
 def rendered(tables: Sequence[Table]) -> str:
     """All tables, with the marks around them."""
-    parts = [
-        "\n".join(table.lines(owner))
-        for table, owner in zip(tables, CLASSES, strict=True)
-    ]
+    parts = ["\n".join(table.lines(owner)) for table, owner in zip(tables, CLASSES, strict=True)]
     return "\n\n".join([BEGIN, *parts, END])
 
 
@@ -139,9 +136,7 @@ def version_of(source: Path) -> str:
     """The commit of a clone, or the version that the package says."""
     if (source / ".git").exists():
         command = ["git", "-C", str(source), "rev-parse", "--short=8", "HEAD"]
-        return subprocess.run(
-            command, check=True, capture_output=True, text=True
-        ).stdout.strip()
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     text = (source / "megatron" / "core" / "package_info.py").read_text()
     numbers = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE)
     suffix = re.search(r"^PRE_RELEASE = ['\"](.*)['\"]", text, re.MULTILINE)

@@ -21,10 +21,7 @@ FORM = "8-bit moments, remainders"
 WAYS: Mapping[str, dict[str, Any]] = {
     "host, gradients released": {"offload_mode": "overlap", "release_gradients": True},
     "streamed": {"offload_place": "streamed"},
-    "streamed from a disk": {
-        "offload_place": "streamed",
-        "optimizer_state_path": "/local",
-    },
+    "streamed from a disk": {"offload_place": "streamed", "optimizer_state_path": "/local"},
 }
 MACHINES = (
     Machine("olmoe_1b_7b", Layout(), 24, 18),
@@ -50,11 +47,7 @@ def rows() -> Iterator[str]:
 
 def _cell(machine: Machine, way: Mapping[str, Any]) -> str:
     planned = _planned(machine, way)
-    places = (
-        planned.accelerator.total,
-        planned.host_total,
-        planned.disk.total,
-    )
+    places = (planned.accelerator.total, planned.host_total, planned.disk.total)
     return " + ".join(f"{size / GIB:.1f}" for size in places)
 
 

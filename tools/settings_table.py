@@ -69,9 +69,7 @@ def rows() -> Iterator[str]:
     for machine in MACHINES:
         source, config = load(MODELS / f"{machine.model}.yaml")
         specs = specs_of(source)
-        settings = {
-            spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)
-        }
+        settings = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config)}
         settings["use_distributed_optimizer"] = machine.layout.dp > 1
         cells = [
             _cell(

@@ -14,14 +14,13 @@ from pathlib import Path
 import torch
 
 import mp_optim
+from mp_optim.update import proof_of
 
 
 def build() -> tuple[torch.nn.Module, mp_optim.MegatronOptimizer]:
     """A small model and its optimizer, the same ones every time."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(8, 32), torch.nn.Linear(32, 1)
-    ).bfloat16()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 1)).bfloat16()
     config = mp_optim.OptimizerConfig(lr=1e-2, bf16=True)
     return model, mp_optim.get_megatron_optimizer(config, model)
 
@@ -57,6 +56,8 @@ def main(backend: str) -> None:
     said = sum("no native kernels" in str(warning.message) for warning in caught)
     assert said == (backend != "native"), [str(warning.message) for warning in caught]
     assert {row.backend for row in optimizer.describe().rows} == {backend}
+    proof = proof_of(backend, torch.device("cpu"), whole=True)
+    assert proof.exact, proof.reason
     losses = train(model, optimizer)
     assert losses[-1] < losses[0], losses
     with tempfile.TemporaryDirectory() as folder:

@@ -32,13 +32,4 @@ echo "== pytest"
 python -m pytest -n auto --durations=40 --cov=mp_optim --cov-report=term --cov-fail-under=90
 # Again without the native kernels, and with each of the slower ones that this CPU has: all tests that step something
 # and do not choose level or backend themselves. MP_OPTIM_NATIVE=LEVEL before the line above runs the rest so too.
-chosen=(tests/functional/test_functional.py tests/unit/update
-    tests/unit/precision/test_step.py
-    tests/unit/stack/test_{compact_states,contract,placement_invariance,upstream_defects}.py)
-for name in native sanitizers triton conformance guards memory_access muon_passes muon_batches; do chosen+=("--ignore=tests/unit/update/test_$name.py"); done
-levels="off,$(python -c 'from mp_optim.update.backends.native_library import native_library as n; print(",".join(n().levels))')"
-for level in off baseline avx2; do
-    case ",$levels," in *",$level,"*) ;; *) continue ;; esac
-    echo "== pytest, MP_OPTIM_NATIVE=$level"
-    MP_OPTIM_NATIVE="$level" python -m pytest -q -n auto -m "not slow" "${chosen[@]}"
-done
+python tests/lab levels off baseline avx2

@@ -5,7 +5,7 @@
 #   bash tools/test_versions.sh "3.10 2.6.0 no" "3.13 2.15.0 2"  # Python, torch, numpy: "no" or its version
 #
 # Environments are kept in build/versions. A CPU build of torch is taken where PyTorch's index is within reach; else
-# the CUDA build of the default index, with stand-ins for NVIDIA's libraries (tools/cuda_stand_ins.py).
+# the CUDA build of the default index, with stand-ins for NVIDIA's libraries (tests/lab/cuda_stand_ins.py).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root="$PWD"
@@ -43,7 +43,7 @@ for line in importlib.metadata.requires("torch"):
         print(line.replace(" (", "").replace(")", ""))
 END
     "${pip[@]}" -r "$1/needed" 2>"$1/log" || { cat "$1/log"; return 1; } # which also misses NVIDIA's
-    "$1/bin/python" tools/cuda_stand_ins.py
+    "$1/bin/python" tests/lab/cuda_stand_ins.py
 }
 
 failed=0

@@ -55,18 +55,10 @@ def main(config: TrainConfig, console: Console) -> TrainResult:
         return result
     history = read_records(metrics)
     if history:
-        plot_losses(
-            history,
-            figure,
-            f"{config.model.family}, {params_in_words(result.num_params)}",
-        )
+        plot_losses(history, figure, f"{config.model.family}, {params_in_words(result.num_params)}")
         if any(record.health for record in history):
             plot_health(history, output / "health.png")
-    result.paths = {
-        "metrics": metrics,
-        "figure": figure,
-        "tensorboard": output / "tensorboard",
-    }
+    result.paths = {"metrics": metrics, "figure": figure, "tensorboard": output / "tensorboard"}
     if result.checkpoint is not None:
         result.paths["checkpoint"] = result.checkpoint
     print_summary(console, result, history)
@@ -93,16 +85,13 @@ def _trainer(config: TrainConfig) -> Trainer:
 def _introduce(trainer: Trainer, console: Console) -> None:
     run, family = trainer.config.run, trainer.config.model.family
     console.print(
-        f"{family}, {params_in_words(trainer.num_params)}, on {trainer.device}",
-        highlight=False,
+        f"{family}, {params_in_words(trainer.num_params)}, on {trainer.device}", highlight=False
     )
     console.print(str(trainer.optimizer.describe()), markup=False, highlight=False)
     if run.resume and trainer.checkpoint is None:
         console.print("no checkpoint yet: starting afresh")
     elif run.resume and trainer.step >= run.steps:
-        console.print(
-            f"all {trainer.step} steps were done: --run.steps N goes on to step N"
-        )
+        console.print(f"all {trainer.step} steps were done: --run.steps N goes on to step N")
     elif run.resume:
         console.print(f"resuming at step {trainer.step} of {run.steps}")
 

@@ -122,9 +122,7 @@ def read_by_torch(folder: str) -> str:
 def rank(number: int, folder: str) -> None:
     """One of two ranks of FSDP2."""
     torch.set_num_threads(1)
-    if not hasattr(
-        torch.cpu.Stream, "record_event"
-    ):  # torch 2.6: its FSDP2 asks for it
+    if not hasattr(torch.cpu.Stream, "record_event"):  # torch 2.6: its FSDP2 asks for it
         torch.cpu.Stream.record_event = lambda self: torch.cpu.Event()
         torch.cpu.Stream.wait_event = lambda self, event: None
     where = f"file://{folder}/store"
@@ -150,18 +148,14 @@ def missing_names() -> list[str]:
 
 def main() -> None:
     numpy = "with" if importlib.util.find_spec("numpy") else "without"
-    print(
-        f"  Python {platform.python_version()}, torch {torch.__version__}, {numpy} numpy"
-    )
+    print(f"  Python {platform.python_version()}, torch {torch.__version__}, {numpy} numpy")
     assert not missing_names(), missing_names()
     with tempfile.TemporaryDirectory() as folder:
         for number, settings in enumerate(SETTINGS):
             said = resumes(partial(torch_shaped, **settings), f"{folder}/{number}")
             print(f"  AdamW {settings or ''}: {said}")
         print(f"  get_megatron_optimizer: {resumes(megatron, f'{folder}/megatron')}")
-        print(
-            f"  saved in the background: {resumes(torch_shaped, f'{folder}/late', True)}"
-        )
+        print(f"  saved in the background: {resumes(torch_shaped, f'{folder}/late', True)}")
         print(f"  torch's state dict: {resumes_by_torch(torch_shaped, full=True)}")
         print(f"  torch's dcp.load: {read_by_torch(f'{folder}/0')}", flush=True)
         if numpy == "with":

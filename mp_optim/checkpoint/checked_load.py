@@ -1,213 +1,215 @@
-"""One rank's part of a load: what the files say, what the values say, what the caller's own code
-says, and only then writing. All ranks finish each of the four before any begins the next, so a load
-that one of them refuses has changed nothing anywhere."""
+"""One rank's part of a load: check the files, check the values, try the caller's own code, and only
+then write. All ranks finish each of the four before any begins the next, so a load
+that one of them refuses has changed nothing anywhere.
+
+A checkpoint is read into the live tensors where nothing about them can be refused, and else into
+tensors of their own, which are checked before any live one is written.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.entries import (
     MODEL,
     STATE,
     Models,
     check_entries,
-    check_plain_of,
+    chunks_of,
+    entries_of,
     entry_name,
     key_and_fqn,
     load_model,
+    plain_of,
     state_by_index,
     unallocated,
-    wanted_groups,
+    without_checksums,
     without_surplus,
 )
-from mp_optim.checkpoint.garbage import uncollected
-from mp_optim.checkpoint.index import Index
-from mp_optim.checkpoint.own_code import (
-    has_own_hooks,
-    is_extra_state,
-    kept_model,
-    kept_scheduler,
-)
 from mp_optim.checkpoint.ranks import Ranks
-from mp_optim.checkpoint.reading import Look, Reading, plan_reading
-from mp_optim.checkpoint.shared_model import without_checksums
-from mp_optim.checkpoint.targets import Targets, as_read, copies_of, targets_of
-from mp_optim.slots import Slot
+from mp_optim.checkpoint.reading import Reading, ValueCheck, plan_reading
+from mp_optim.checkpoint.shards import FlatShard, PartitionShard, is_cut, scales_of_elements
+from mp_optim.checkpoint.version_files import Index, Saved
+from mp_optim.slots import Slot, local_tensor
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.slots.loading import StateLoad, check_plain, kept_settings, kept_state
 from mp_optim.slots.model_parallel import ModelParallel
-from mp_optim.slots.slot_state import State
-from mp_optim.slots.state_dict import check_form
-from mp_optim.slots.state_keys import REMAINDER, SECOND, STEP
+from mp_optim.slots.slot_state import (
+    AVERAGE,
+    REMAINDER,
+    SCALE,
+    SECOND,
+    STEP,
+    State,
+    is_scale,
+    scale_key,
+)
+from mp_optim.slots.state_dict import check_form, with_params
+
+_OTHER_FORMS = {"remainder": "master_param", "master_param": "remainder"}
+"""Keys under which the same thing may have been saved."""
+_EXTRA_STATE = "_extra_state"
+"""What torch calls, in a module's state dict, the value of its ``get_extra_state``."""
 
 
 @runtime_checkable
 class CheckedScheduler(Protocol):
-    """A scheduler that says what is wrong with saved state before any of it is loaded, as
+    """A scheduler that checks saved state before any of it is loaded, as
     :class:`mp_optim.OptimizerParamScheduler` does; torch's do not."""
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-@dataclass(frozen=True)
-class Receiver:
-    """What a checkpoint is loaded into.
+@dataclass
+class CheckedLoad:
+    """A load of a version. Collective when it is made.
 
     Attributes:
-        optimizer: None loads the model alone.
-        scheduler: None loads none.
-        entries: of :func:`mp_optim.checkpoint.entries.entries_of`.
+        version: names the checkpoint.
+        index: its tensors. common: its plain data.
+        optimizer: None loads the model alone. scheduler: None loads none.
+        convert: also where that loses bits.
     """
 
+    version: Path
+    index: Index
+    common: dict[str, Any]
     model: Models
     optimizer: SlotKeyedOptimizer | None
     scheduler: Any
     parallel: ModelParallel
-    entries: dict[str, Tensor]
+    ranks: Ranks
+    convert: bool
 
-
-class CheckedLoad:
-    """A load of a version. Collective when it is made.
-
-    Args:
-        version: names the checkpoint.
-        index: what it holds, under the names that the parameters have here.
-        common: what it holds beside tensors.
-        convert: also where that loses bits.
-    """
-
-    def __init__(
-        self,
-        version: Path,
-        index: Index,
-        common: dict[str, Any],
-        receiver: Receiver,
-        ranks: Ranks,
-        *,
-        convert: bool,
-    ) -> None:
-        self._version, self._index, self._common = version, index, common
-        self._model, self._convert = receiver.model, convert
-        self._scheduler, self._entries = receiver.scheduler, receiver.entries
-        self._optimizer = optimizer = receiver.optimizer
-        self._parallel = parallel = receiver.parallel
+    def __post_init__(self) -> None:
+        optimizer, parallel, ranks = self.optimizer, self.parallel, self.ranks
         saved = {
             name: entry
-            for name, entry in index.entries.items()
+            for name, entry in self.index.entries.items()
             if optimizer is not None or name.startswith(MODEL)
         }
-        tensors = dict(receiver.entries)
+        self._entries = entries_of(self.model, optimizer, parallel)
+        tensors = dict(self._entries)
         tensors |= (new := unallocated(optimizer, parallel, saved, tensors))
-        if convert:
+        if self.convert:
             saved = without_surplus(saved, ranks.union(set(tensors)))
-        copies = copies_of(optimizer, parallel, tensors) | new.keys()
+        copies = _copies_of(optimizer, parallel, tensors) | new.keys()
         self._saved = saved
-        self._targets: Targets = targets_of(tensors, saved, copies, convert=convert)
+        self._targets = _targets_of(tensors, saved, copies, convert=self.convert)
         self._read_anywhere = ranks.union(set(self._targets.tensors))
-        self._reading = Reading(version, index, ())
+        self._reading = Reading(self.version, self.index, {})
         self._kept = ExitStack()
-        has_hooks = has_own_hooks(self._model, optimizer)
+        has_hooks = _has_own_hooks(self.model, optimizer)
         self._keeps = bool(ranks.union({"hooks"} if has_hooks else set()))
         self._is_written, self._was_broken_off = False, False
 
-    # -- what the files say -----------------------------------------------------------------------
+    # -- the files --------------------------------------------------------------------------------
 
     def check_files(self) -> None:
         """Raise ValueError if names, shapes, dtypes or settings do not fit, or files are damaged
-        or hold second moments that nobody takes."""
-        tensors = self._targets.tensors
-        check_entries(self._version, self._saved, tensors, self._read_anywhere)
-        check_plain_of(self._version, self._common["model"], self._entries)
-        _check_scheduler(self._version, self._scheduler, self._common)
+        or hold second moments that the optimizer refuses."""
+        tensors, scheduler = self._targets.tensors, self.scheduler
+        check_entries(self.version, self._saved, tensors, self._read_anywhere)
+        for name, value in self.common["model"].items():
+            if MODEL + name in self._entries:
+                raise ValueError(
+                    f"{self.version} does not fit this model: {name} is a {type(value).__name__} "
+                    "beside the tensors, and a tensor here"
+                )
+        if scheduler is not None and self.common["scheduler"] is None:
+            raise ValueError(
+                f"{self.version} holds no scheduler state; load it with scheduler=None"
+            )
+        if isinstance(scheduler, CheckedScheduler):
+            scheduler.check_state_dict(self.common["scheduler"])
         self._check_groups()
-        self._reading = plan_reading(tensors, self._version, self._index)
-        self._reading.check(self._looks())
+        self._reading = plan_reading(tensors, self.version, self.index)
+        self._reading.check(self._value_checks())
 
     def _check_groups(self) -> None:
-        if self._optimizer is None:
+        if self.optimizer is None:
             return
-        if self._common["optimizer"] is None:
+        if self.common["optimizer"] is None:
             raise ValueError(
-                f"{self._version} holds a model and no optimizer; load it with optimizer=None"
+                f"{self.version} holds a model and no optimizer; load it with optimizer=None"
             )
-        settings = self._settings(self._optimizer)
+        settings = self._settings(self.optimizer)
         check_form({**settings, "state": {}})
-        check_plain(self._optimizer, settings, convert=self._convert)
+        check_plain(self.optimizer, settings, convert=self.convert)
 
     def _settings(self, optimizer: SlotKeyedOptimizer) -> dict[str, Any]:
         """The saved state dict without state, and without parameters that this rank does not
         have."""
-        names = {
-            self._parallel.names[optimizer.slot_name(slot)]
-            for slot in optimizer.slots()
-        }
-        groups = wanted_groups(self._common["optimizer"]["param_groups"], names)
-        return {
-            **self._common["optimizer"],
-            "param_groups": without_checksums(groups, self._parallel),
-        }
+        saved, names = self.common["optimizer"], self._slots(optimizer)
+        groups = []
+        for group in saved["param_groups"]:
+            kept = [at for at, name in enumerate(group["param_names"]) if name in names]
+            if kept or not group["params"]:
+                groups.append(with_params(group, kept))
+        return {**saved, "param_groups": without_checksums(groups, self.parallel)}
 
-    def _looks(self) -> dict[str, Look]:
-        """Looks at second moments that are read into the live ones."""
+    def _value_checks(self) -> dict[str, ValueCheck]:
         if (optimizer := self._without_hooks()) is None:
             return {}
         slots = self._slots(optimizer)
-        looks: dict[str, Look] = {}
+        checks: dict[str, ValueCheck] = {}
         for name, value in self._targets.live.items():
             key, fqn = key_and_fqn(name)
-            if _is_state(name) and key == SECOND and value.is_floating_point():
+            if key == SECOND and value.is_floating_point():
                 state = optimizer.state_of(slots[fqn])
-                looks[name] = partial(state.check_values, key)
-        return looks
+                checks[name] = functools.partial(state.check_values, key)
+        return checks
 
     def _slots(self, optimizer: SlotKeyedOptimizer) -> dict[str, Slot]:
         """Slots by the names of parameters in the checkpoint."""
-        names = self._parallel.names
+        names = self.parallel.names
         return {names[optimizer.slot_name(slot)]: slot for slot in optimizer.slots()}
 
     def _without_hooks(self) -> SlotKeyedOptimizer | None:
         """The optimizer, if nothing changes what is loaded into it on the way."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         if optimizer is None or optimizer._optimizer_load_state_dict_pre_hooks:
             return None
         return optimizer
 
-    # -- what the values say ----------------------------------------------------------------------
+    # -- the values -------------------------------------------------------------------------------
 
-    @uncollected()
     def check_values(self) -> None:
         """Read what may be refused for its values into memory of its own, and raise ValueError if
         the optimizer does not take it. Hooks for loading may change what is loaded, so an optimizer
         that has some checks it when they have been called."""
-        apart = self._targets.apart
-        self._reading.read(apart)
+        staged = self._targets.staged
+        self._reading.read(staged)
         if (optimizer := self._without_hooks()) is None:
             return
-        if any(key_and_fqn(name)[0] != STEP for name in apart if _is_state(name)):
+        if any(key_and_fqn(name)[0] not in ("", STEP) for name in staged):
             self._check_state(optimizer)
-        else:
-            slots = self._slots(optimizer)
-            for name in filter(_is_state, apart):
-                key, fqn = key_and_fqn(name)
-                optimizer.state_of(slots[fqn]).check_values(key, apart[name])
+            return
+        slots = self._slots(optimizer)
+        for name, value in staged.items():
+            key, fqn = key_and_fqn(name)
+            if key:
+                optimizer.state_of(slots[fqn]).check_values(key, value)
 
     def _check_state(self, optimizer: SlotKeyedOptimizer) -> None:
         settings = self._settings(optimizer)
-        match = check_plain(optimizer, settings, convert=self._convert)
+        match = check_plain(optimizer, settings, convert=self.convert)
         state = state_by_index(settings["param_groups"], self._targets.to_check())
         # the weights that remainders belong to are yet to come
         yet_to_come = replace(match, checksums={})
-        StateLoad(optimizer, yet_to_come, state, self._convert).check()
-        for slot, checksum in {} if self._convert else match.checksums.items():
+        StateLoad(optimizer, yet_to_come, state, self.convert).check()
+        for slot, checksum in {} if self.convert else match.checksums.items():
             self._check_weights(optimizer, slot, state[match.index_of[slot]], checksum)
 
     def _check_weights(
@@ -215,36 +217,30 @@ class CheckedLoad:
     ) -> None:
         """Raise ValueError if the saved weights are not those that the saved remainder of a slot
         belongs to, where it becomes a main param."""
-        fqn = self._parallel.names[optimizer.slot_name(slot)]
+        fqn = self.parallel.names[optimizer.slot_name(slot)]
         entry, name = entry_name(REMAINDER, fqn), MODEL + fqn
-        if entry not in self._targets.apart or name not in self._targets.live:
+        if entry not in self._targets.staged or name not in self._targets.live:
             return
         weights = torch.empty_like(self._targets.live[name], device="cpu")
-        plan_reading({name: weights}, self._version, self._index).read({name})
+        plan_reading({name: weights}, self.version, self.index).read({name})
         optimizer.state_of(slot).check_weights(saved, checksum, weights)
 
-    # -- what the caller's own code says ----------------------------------------------------------
+    # -- the caller's own code --------------------------------------------------------------------
 
     def rehearse(self) -> None:
-        """Have the scheduler, the modules' extra state and their hooks take what was saved, beside
+        """Have the scheduler, the modules' extra state and their hooks take what was saved, with
         the tensors that are there: what these refuse is known only by doing. :meth:`take_back`
         undoes it."""
-        keep = (
-            self._kept.callback
-        )  # the last is put back first, and each if another fails
-        if self._optimizer is not None:
-            keep(kept_settings(self._optimizer))
-        if self._scheduler is not None:
-            keep(kept_scheduler(self._scheduler))
-        if self._optimizer is not None and self._keeps:
-            keep(kept_state(self._optimizer))
-        values, parallel = self._keeps, self._parallel
-        keep(kept_model(self._model, self._entries, parallel, values=values))
-        saved = {
-            name: value
-            for name, value in self._targets.apart.items()
-            if is_extra_state(name)
-        }
+        keep = self._kept.callback  # the last is put back first, and each if another fails
+        if self.optimizer is not None:
+            keep(kept_settings(self.optimizer))
+        if self.scheduler is not None:
+            keep(_kept_scheduler(self.scheduler))
+        if self.optimizer is not None and self._keeps:
+            keep(kept_state(self.optimizer))
+        keep(_kept_model(self.model, self._entries, self.parallel, values=self._keeps))
+        staged = self._targets.staged
+        saved = {name: value for name, value in staged.items() if _is_extra_state(name)}
         self._load_model({**self._entries, **saved})
         self._load_scheduler()
 
@@ -253,50 +249,258 @@ class CheckedLoad:
         begun to replace are lost if none of the caller's hooks could refuse them: then the
         optimizer raises until something is loaded."""
         self._kept.close()
-        if self._optimizer is None or not self._is_written:
+        if self.optimizer is None or not self._is_written:
             return
-        mark = self._optimizer.step_mark
+        mark = self.optimizer.step_mark
         if self._keeps and not self._was_broken_off:
             mark.clear()
         else:
             mark.touch()
 
     def _load_model(self, tensors: dict[str, Tensor]) -> None:
-        plain = deepcopy(self._common["model"])
-        load_model(self._model, tensors, plain, self._parallel)
+        load_model(self.model, tensors, deepcopy(self.common["model"]), self.parallel)
 
     def _load_scheduler(self) -> None:
-        if self._scheduler is not None:  # it may keep what it is given
-            self._scheduler.load_state_dict(deepcopy(self._common["scheduler"]))
+        if self.scheduler is not None:  # it may keep what it is given
+            self.scheduler.load_state_dict(deepcopy(self.common["scheduler"]))
 
     # -- writing ----------------------------------------------------------------------------------
 
-    @uncollected()
     def write(self) -> None:
-        """Read the rest into the live tensors, and hand over what was read apart."""
         self._is_written = True
-        if self._optimizer is not None:
-            self._was_broken_off = self._optimizer.step_mark.is_set
+        if self.optimizer is not None:
+            self._was_broken_off = self.optimizer.step_mark.is_set
         self._reading.read(self._targets.live)
         self._load_model(self._targets.tensors)
-        if self._optimizer is not None:
-            state_dict = self._settings(self._optimizer)
+        if self.optimizer is not None:
+            state_dict = self._settings(self.optimizer)
             tensors = as_read(self._targets.tensors)
             state_dict["state"] = state_by_index(state_dict["param_groups"], tensors)
-            self._optimizer.load_state_dict(state_dict, convert=self._convert)
+            self.optimizer.load_state_dict(state_dict, convert=self.convert)
         self._load_scheduler()
 
 
-def _is_state(name: str) -> bool:
-    return name.startswith(STATE)
+# -- what a checkpoint is read into ---------------------------------------------------------------
 
 
-def _check_scheduler(version: Path, scheduler: Any, common: Mapping[str, Any]) -> None:
-    if scheduler is None:
-        return
-    if common["scheduler"] is None:
-        raise ValueError(
-            f"{version} holds no scheduler state; load it with scheduler=None"
+@dataclass(frozen=True)
+class Targets:
+    """Tensors by the names of the entries they are read from.
+
+    Attributes:
+        staged: with memory of their own: state that was saved in another form, or is converted when
+            it is loaded, step numbers, and extra state of modules.
+        live: those of the model and the optimizer.
+    """
+
+    staged: dict[str, Tensor] = field(default_factory=dict)
+    live: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return self.staged | self.live
+
+    def to_check(self) -> dict[str, Tensor]:
+        """State as the optimizer takes it: what is staged, and zeros for what is live, which has
+        the form of the tensors that are there, and whose values were not read yet."""
+        zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        blanks = {
+            name: _blank(value, zeros)
+            for name, value in self.live.items()
+            if name.startswith(STATE)
+        }
+        return as_read(self.staged | blanks)
+
+
+def _targets_of(
+    tensors: Mapping[str, Tensor],
+    saved: Mapping[str, Saved],
+    copies: Collection[str],
+    *,
+    convert: bool,
+) -> Targets:
+    """What to read a checkpoint into.
+
+    Args:
+        tensors: of :func:`mp_optim.checkpoint.entries.entries_of`.
+        saved: the checkpoint's entries.
+        copies: entries that are none of the optimizer's tensors.
+        convert: read tensors of the model of another dtype, too.
+    """
+    targets = Targets()
+    for name, value in tensors.items():
+        key, fqn = key_and_fqn(name)
+        differs = _differs(name, value, saved)
+        base = entry_name(key.removesuffix(SCALE), fqn)
+        if not key:
+            is_staged = (differs and convert) or _is_extra_state(name)
+            where = targets.staged if is_staged else targets.live
+            where[name] = _new_like(value, saved.get(name)) if is_staged else value
+        elif is_scale(key) and base in tensors and _differs(base, tensors[base], saved):
+            continue  # it comes with what it scales
+        elif differs or key == STEP:
+            targets.staged.update(_as_saved(name, value, saved))
+        else:
+            where = targets.staged if name in copies else targets.live
+            where[name] = value
+    return targets
+
+
+def _copies_of(
+    optimizer: SlotKeyedOptimizer | None, parallel: ModelParallel, tensors: Collection[str]
+) -> set[str]:
+    """Entries among these that are FP32 copies of what is stored in blocks."""
+    if optimizer is None:
+        return set()
+    copies = set()
+    for slot in optimizer.slots():
+        name = parallel.names[optimizer.slot_name(slot)]
+        for key in optimizer.state_of(slot).in_blocks():
+            if entry_name(scale_key(key), name) not in tensors:
+                copies.add(entry_name(key, name))
+    return copies
+
+
+def as_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Entries after reading, as the model and the optimizer take them, with the scales of a tensor
+    of which this rank has a part cut to that part."""
+    result = dict(tensors)
+    for name, value in tensors.items():
+        key, fqn = key_and_fqn(name)
+        scale = entry_name(scale_key(key), fqn)
+        if key and is_cut(value) and scale in tensors:
+            result[scale] = scales_of_elements(value, tensors[scale])
+        if isinstance(value, PartitionShard):
+            result[name] = value.local
+    return result
+
+
+def _differs(name: str, own: Tensor, saved: Mapping[str, Saved]) -> bool:
+    """Whether this was saved in another dtype, or as something else."""
+    if name not in saved:
+        return not name.startswith(MODEL)
+    return saved[name].dtype != own.dtype
+
+
+def _as_saved(name: str, own: Tensor, saved: Mapping[str, Saved]) -> dict[str, Tensor]:
+    """New tensors to read one state tensor into, under the names and of the dtypes it was saved
+    with."""
+    key, fqn = key_and_fqn(name)
+    if name not in saved:
+        other = entry_name(_OTHER_FORMS.get(key, ""), fqn)
+        if other in saved:
+            return {other: _new_like(own, saved[other])}
+        if is_scale(key) and entry_name(key.removesuffix(SCALE), fqn) in saved:
+            return {}
+        if key == AVERAGE:  # it starts from the main param
+            return {}
+    form = {name: _new_like(own, saved.get(name))}
+    scale = saved.get(entry_name(scale_key(key), fqn))
+    if scale is not None and name in saved and saved[name].dtype != own.dtype:
+        new = torch.empty(scale.shape, dtype=scale.dtype, device="cpu")
+        form[entry_name(scale_key(key), fqn)] = new
+    return form
+
+
+def _new_like(own: Tensor, saved: Saved | None) -> Tensor:
+    """A tensor to read an entry into, of the layout of ``own`` and the dtype that was saved."""
+    dtype = own.dtype if saved is None else saved.dtype
+    if isinstance(own, PartitionShard):
+        return own.with_held(torch.empty_like(own.held, dtype=dtype))
+    return torch.empty_like(own, dtype=dtype)
+
+
+def _blank(own: Tensor, zeros: dict[tuple[torch.dtype, torch.device], Tensor]) -> Tensor:
+    """Zeros of the form of another tensor, of any layout; they share the memory of ``zeros``."""
+    if isinstance(own, PartitionShard):
+        return own.with_held(_blank(own.held, zeros))
+    if isinstance(own, FlatShard):
+        return FlatShard(_blank(own.local, zeros), own.shape, own.start)
+    if isinstance(own, DTensor):
+        return DTensor.from_local(
+            _blank(own.to_local().detach(), zeros),
+            own.device_mesh,
+            own.placements,
+            run_check=False,
+            shape=own.shape,
+            stride=own.stride(),
         )
-    if isinstance(scheduler, CheckedScheduler):
-        scheduler.check_state_dict(common["scheduler"])
+    known = zeros.get((own.dtype, own.device))
+    if known is None or known.numel() < own.numel():
+        size = max(own.numel(), 0 if known is None else 2 * known.numel())
+        known = torch.zeros(size, dtype=own.dtype, device=own.device)
+        zeros[own.dtype, own.device] = known
+    return known[: own.numel()].view(own.shape)
+
+
+# -- the caller's own code ------------------------------------------------------------------------
+#
+# Hooks, extra state of modules and schedulers may refuse what was saved, which is known only by
+# doing. So what they hold is kept first, to be put back.
+
+
+def _is_extra_state(entry: str) -> bool:
+    return entry.startswith(MODEL) and entry.rpartition(".")[2] == _EXTRA_STATE
+
+
+def _has_own_hooks(models: Models, optimizer: SlotKeyedOptimizer | None) -> bool:
+    """Whether hooks for loading, of modules or of the optimizer, are not torch's own."""
+    for hook in _hooks(models, optimizer):
+        while isinstance(hook, functools.partial):
+            hook = hook.func
+        if str(getattr(hook, "__module__", "")).partition(".")[0] != "torch":
+            return True
+    return False
+
+
+def _hooks(models: Models, optimizer: SlotKeyedOptimizer | None) -> Iterator[Any]:
+    if optimizer is not None:
+        yield from optimizer._optimizer_load_state_dict_pre_hooks.values()
+        yield from optimizer._optimizer_load_state_dict_post_hooks.values()
+    for module in itertools.chain(*(chunk.modules() for _, chunk in chunks_of(models))):
+        yield from module._load_state_dict_pre_hooks.values()
+        yield from module._load_state_dict_post_hooks.values()
+
+
+def _kept_model(
+    models: Models, tensors: Mapping[str, Tensor], parallel: ModelParallel, *, values: bool
+) -> Callable[[], None]:
+    """Keep the extra state of a model; returns what puts it back.
+
+    Args:
+        tensors: of :func:`mp_optim.checkpoint.entries.entries_of`.
+        values: keep what is in the tensors, too, on the host.
+    """
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
+    plain = deepcopy(plain_of(models, parallel))
+    copies = {
+        name: _memory(tensor).to("cpu", copy=True)
+        for name, tensor in own.items()
+        if values or _is_extra_state(name)
+    }
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for name, copied in copies.items():
+            _memory(own[name]).copy_(copied)
+        load_model(models, own, plain, parallel)
+
+    return put_back
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor."""
+    if isinstance(tensor, PartitionShard):
+        return _memory(tensor.held)
+    return tensor.local if isinstance(tensor, FlatShard) else local_tensor(tensor)
+
+
+def _kept_scheduler(scheduler: Any) -> Callable[[], None]:
+    state, names = deepcopy(scheduler.state_dict()), set(getattr(scheduler, "__dict__", ()))
+
+    def put_back() -> None:
+        scheduler.load_state_dict(deepcopy(state))
+        for name in set(getattr(scheduler, "__dict__", ())) - names:
+            delattr(scheduler, name)
+
+    return put_back

@@ -12,21 +12,22 @@ A version is written under its temporary name, synced, renamed, and becomes the 
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from mp_optim.checkpoint.durable import replace_durably, sync_directory
-from mp_optim.checkpoint.folder import inside
-from mp_optim.checkpoint.manifest import MANIFEST
-
+MANIFEST = "manifest.json"
 LATEST = "latest"
-_LONGEST = 4096
+_MOST_READ = 4096
 """Bytes that are read of it; a name is shorter."""
 _DEEPEST = 16
 """Folders, each with a ``latest`` of its own."""
 _PREFIX = "version-"
 _NAME = re.compile(rf"{_PREFIX}(\d+)")
+_LONGEST_NAME = 255
 
 
 def _numbered(root: Path) -> list[tuple[int, Path]]:
@@ -53,7 +54,7 @@ def begin(root: Path) -> Path:
         The directory it will have when it is complete.
 
     Raises:
-        FileExistsError: a file lies there.
+        FileExistsError: the root is a file.
     """
     if root.exists() and not root.is_dir():
         raise FileExistsError(
@@ -78,16 +79,14 @@ def publish(target: Path, keep: int | None) -> None:
     replace_durably(root / LATEST, f"{target.name}\n".encode())
     others = [path for path in complete_versions(root) if path != target]
     for old in [] if keep is None else others[: max(0, len(others) - keep + 1)]:
-        doomed = old.with_name(
-            f".{old.name}.deleted"
-        )  # half of a version must not look like one
+        doomed = old.with_name(f".{old.name}.deleted")  # half of a version must not look like one
         old.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 def newest(path: Path) -> Path:
-    """The version that ``path`` stands for: ``path`` itself if it is a version, or the one that
-    ``latest`` names, which may lie in a folder with a ``latest`` of its own.
+    """``path`` itself if it is a version, or the version that its ``latest`` names, perhaps by way
+    of folders that have a ``latest`` of their own.
 
     Raises:
         FileNotFoundError: there is no complete checkpoint.
@@ -97,28 +96,23 @@ def newest(path: Path) -> Path:
         if (path / MANIFEST).is_file():
             return path
         found = latest_version(path)
+        complete = [version.name for version in complete_versions(path)]
         if found is None:
-            raise FileNotFoundError(_no_checkpoint(path))
+            hint = f"; complete versions lie there: {complete}, load one by its own path"
+            raise FileNotFoundError(
+                f"no complete checkpoint under {path} (there is no {LATEST} file)"
+                f"{hint if complete else ''}"
+            )
         if not (found / LATEST).is_file() and not (found / MANIFEST).is_file():
             raise FileNotFoundError(
                 f"{path / LATEST} names {found.name}, which is not complete or not there; "
-                f"complete are {[version.name for version in complete_versions(path)]}"
+                f"complete are {complete}"
             )
         path = found
     raise ValueError(
         f"{path} is named by {_DEEPEST} files {LATEST}, each in the folder that the one before "
         "names; load a version by its own path"
     )
-
-
-def _no_checkpoint(path: Path) -> str:
-    others = [version.name for version in complete_versions(path)]
-    hint = (
-        f"; complete versions lie there: {others}, load one by its own path"
-        if others
-        else ""
-    )
-    return f"no complete checkpoint under {path} (there is no {LATEST} file){hint}"
 
 
 def latest_version(root: Path) -> Path | None:
@@ -132,7 +126,7 @@ def latest_version(root: Path) -> Path | None:
         return None
     try:
         with inside(root, LATEST, str(root)).open("rb") as file:
-            name = file.read(_LONGEST).decode().strip()
+            name = file.read(_MOST_READ).decode().strip()
         return inside(root, name, str(pointer))
     except ValueError as error:
         raise ValueError(
@@ -140,3 +134,83 @@ def latest_version(root: Path) -> Path | None:
             "versions "
             f"{[version.name for version in complete_versions(root)]}, or load one by its own path"
         ) from error
+
+
+# -- names that were read from a disk -------------------------------------------------------------
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether it names something directly in a folder: no path, nothing unprintable, not the folder
+    itself."""
+    return (
+        isinstance(name, str)
+        and 0 < len(name) <= _LONGEST_NAME
+        and name not in (".", "..")
+        and name.isprintable()
+        and not set(name) & {"/", "\\", ":"}
+    )
+
+
+def inside(folder: Path, name: str, named_by: str) -> Path:
+    """What ``name`` means in a folder.
+
+    Args:
+        named_by: the file in which the name stands, for the error.
+
+    Raises:
+        ValueError: it is a path, or a link that leads out of the folder.
+    """
+    if not is_plain_name(name):
+        raise ValueError(
+            f"{named_by} names {name!r}, which is not the name of something in {folder}"
+        )
+    path = folder / name
+    if path.is_symlink() and path.resolve().parent != folder.resolve():
+        raise ValueError(
+            f"{named_by} names {name!r}, a link that leads out of {folder}; put what it leads to "
+            "there"
+        )
+    return path
+
+
+# -- files that are on the disk when a function returns -------------------------------------------
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the file's path to errors of ``write``, such as that of a full disk, which has none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a new file; its directory entry is the caller's to sync."""
+    with naming(path), path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_durably(path: Path, content: bytes) -> None:
+    """Write a file that has either its old content or the new one, also after a crash."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    write_durably(temporary, content)
+    os.replace(temporary, path)
+    sync_directory(path.parent)

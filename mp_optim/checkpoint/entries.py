@@ -1,8 +1,11 @@
-"""What a checkpoint consists of: tensors under their names, and which of them a model and an
-optimizer need."""
+"""What a checkpoint consists of: tensors under their names, plain data, and which of them a model
+and an optimizer need."""
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,21 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mp_optim.checkpoint.garbage import uncollected
-from mp_optim.checkpoint.index import Saved
-from mp_optim.checkpoint.partitioned import (
-    PartitionShard,
-    PartitionState,
-    as_partition,
-)
+from mp_optim.checkpoint.ranks import Ranks
+from mp_optim.checkpoint.shards import PartitionShard, as_partition
+from mp_optim.checkpoint.version_files import Saved
 from mp_optim.slots import Slot, param_at
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.slots.names import canonical_names, prefixed
 from mp_optim.slots.partition import Partition
-from mp_optim.slots.slot_state import State
-from mp_optim.slots.state_dict import with_params
-from mp_optim.slots.state_keys import AVERAGE, scale_key
+from mp_optim.slots.slot_state import AVERAGE, LayeredState, State, scale_key
+from mp_optim.slots.state_dict import CHECKSUMS, with_params
 
 MODEL = "model."
 """What the names of the model's tensors begin with; the FQN follows."""
@@ -39,12 +37,13 @@ Models = nn.Module | Sequence[nn.Module]
 
 
 def entry_name(key: str, name: str) -> str:
-    """Name of a parameter's state under a key."""
     return f"{STATE}{key}.{name}"
 
 
 def key_and_fqn(entry: str) -> tuple[str, str]:
-    """What :func:`entry_name` made a name of."""
+    """What :func:`entry_name` made a name of; twice "" for any other entry."""
+    if not entry.startswith(STATE):
+        return "", ""
     key, _, fqn = entry.removeprefix(STATE).partition(".")
     return key, fqn
 
@@ -53,6 +52,7 @@ def key_and_fqn(entry: str) -> tuple[str, str]:
 
 
 def chunks_of(models: Models) -> list[tuple[str, nn.Module]]:
+    """Each chunk, after what names in it begin with."""
     return prefixed([models] if isinstance(models, nn.Module) else list(models))
 
 
@@ -84,15 +84,12 @@ def params_of(models: Models, parallel: ModelParallel) -> dict[str, Tensor]:
 
 def param_entries(models: Models, parallel: ModelParallel) -> set[str]:
     """Entries that are parameters, and not buffers, which modules write in forward."""
-
-    def named(chunk: nn.Module) -> Mapping[str, Any]:
-        return dict(chunk.named_parameters(remove_duplicate=False))
-
-    return {MODEL + parallel.names[name] for name, _ in _canonical(models, named)}
+    named = _canonical(models, lambda chunk: dict(chunk.named_parameters(remove_duplicate=False)))
+    return {MODEL + parallel.names[name] for name, _ in named}
 
 
 def plain_of(models: Models, parallel: ModelParallel) -> dict[str, Any]:
-    """What a model's state dict holds beside tensors (``get_extra_state``), by name."""
+    """What a model's state dict holds besides tensors (``get_extra_state``), by name."""
     return {
         parallel.names[name]: value
         for name, value in _state(models)
@@ -101,10 +98,7 @@ def plain_of(models: Models, parallel: ModelParallel) -> dict[str, Any]:
 
 
 def load_model(
-    models: Models,
-    tensors: Mapping[str, Tensor],
-    plain: Mapping[str, Any],
-    parallel: ModelParallel,
+    models: Models, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], parallel: ModelParallel
 ) -> None:
     """Give a model what :func:`entries_of` and :func:`plain_of` took from it."""
     state: dict[str, Any] = dict(plain)
@@ -121,10 +115,9 @@ def load_model(
         chunk.load_state_dict(given, strict=False)
 
 
-# -- everything -----------------------------------------------------------------------------------
+# -- all tensors ----------------------------------------------------------------------------------
 
 
-@uncollected()
 def entries_of(
     models: Models,
     optimizer: SlotKeyedOptimizer | None,
@@ -149,26 +142,22 @@ def entries_of(
         name = optimizer.slot_name(slot)
         if name not in left_out:
             partition = parallel.partitions.get(name)
-            for key, value in _slot_state(
-                optimizer, slot, partition, full_precision
-            ).items():
+            for key, value in _slot_state(optimizer, slot, partition, full_precision).items():
                 entries[entry_name(key, parallel.names[name])] = value
     return entries
 
 
 def _slot_state(
-    optimizer: SlotKeyedOptimizer,
-    slot: Slot,
-    partition: Partition | None,
-    full_precision: bool,
+    optimizer: SlotKeyedOptimizer, slot: Slot, partition: Partition | None, full_precision: bool
 ) -> State:
-    read = optimizer.full_slot_state if full_precision else optimizer.slot_state
     if partition is None:
+        read = optimizer.full_slot_state if full_precision else optimizer.slot_state
         return read(slot)
     optimizer.make_current(slot)
     shape = param_at(optimizer.param_groups, slot).shape
-    parts = PartitionState(optimizer.state_of(slot), partition, shape)
-    return parts.full_precision() if full_precision else parts.tensors()
+    form = LayeredState(optimizer.state_of(slot))
+    state = form.full_precision() if full_precision else form.without_blocks()
+    return {key: as_partition(value, partition, shape) for key, value in state.items()}
 
 
 def unallocated(
@@ -185,8 +174,9 @@ def unallocated(
     slot_of = {parallel.names[optimizer.slot_name(slot)]: slot for slot in slots}
     new: dict[str, Tensor] = {}
     for name, entry in saved.items():
-        slot = slot_of.get(key_and_fqn(name)[1])
-        if slot is not None and name.startswith(STATE) and name not in present:
+        key, fqn = key_and_fqn(name)
+        slot = slot_of.get(fqn)
+        if key and slot is not None and name not in present:
             partition = parallel.partitions.get(optimizer.slot_name(slot))
             param = param_at(optimizer.param_groups, slot)
             new[name] = _unallocated(param, partition, entry)
@@ -198,41 +188,21 @@ def _unallocated(param: Tensor, partition: Partition | None, saved: Saved) -> Te
     if isinstance(param, DTensor) and saved.shape == param.shape:
         return torch.empty_like(param, dtype=saved.dtype, requires_grad=False)
     if partition is None or saved.shape != partition.whole_shape(param.shape):
-        return _new(saved)
+        return torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
     local = torch.empty(param.shape, dtype=saved.dtype, device="cpu")
     return PartitionShard(local, partition)
-
-
-def _new(saved: Saved) -> Tensor:
-    return torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
-
-
-# -- the optimizer's state as its state dict wants it ---------------------------------------------
-
-
-def wanted_groups(
-    groups: list[dict[str, Any]], names: set[str]
-) -> list[dict[str, Any]]:
-    """Saved param groups without the parameters that this rank does not have."""
-    result = []
-    for group in groups:
-        kept = [at for at, name in enumerate(group["param_names"]) if name in names]
-        if kept or not group["params"]:
-            result.append(with_params(group, kept))
-    return result
 
 
 def state_by_index(
     groups: list[dict[str, Any]], tensors: Mapping[str, Tensor]
 ) -> dict[int, dict[str, Tensor]]:
-    """State by the indices of saved param groups."""
     index_of: dict[str, int] = {}
     for group in groups:
         index_of.update(zip(group["param_names"], group["params"], strict=True))
     state: dict[int, dict[str, Tensor]] = {}
     for name, value in tensors.items():
         key, fqn = key_and_fqn(name)
-        if name.startswith(STATE) and fqn in index_of:
+        if key and fqn in index_of:
             state.setdefault(index_of[fqn], {})[key] = value
     return state
 
@@ -241,10 +211,7 @@ def state_by_index(
 
 
 def check_entries(
-    where: object,
-    saved: Mapping[str, Saved],
-    wanted: Mapping[str, Tensor],
-    others: Iterable[str],
+    where: object, saved: Mapping[str, Saved], wanted: Mapping[str, Tensor], others: Iterable[str]
 ) -> None:
     """Raise ValueError listing what a checkpoint lacks, what is not wanted, and what is of another
     shape or dtype.
@@ -255,67 +222,59 @@ def check_entries(
         wanted: tensors to read on this rank.
         others: names that any rank reads.
     """
-    problems = {
-        "missing": sorted(wanted.keys() - saved.keys()),
-        "unexpected": sorted(saved.keys() - set(others)),
-        "mis-shaped": [],
-        "of another dtype": [],
-    }
+    missing = sorted(wanted.keys() - saved.keys())
+    unexpected = sorted(saved.keys() - set(others))
+    misshaped, of_another_dtype = _other_forms(saved, wanted)
+    if any(key_and_fqn(name)[0] == AVERAGE for name in unexpected):
+        unexpected.append("(averages: set ema_decay, or load with convert=True, which drops them)")
+    if any(_is_unread(name, wanted) for name in unexpected):
+        unexpected.append(
+            "(first moments: none are kept where betas[0] is 0; load with convert=True, which "
+            "drops them)"
+        )
+    if any(_is_unread(name, saved) for name in missing):
+        missing.append("(first moments: none were kept, as betas[0] was 0; build the optimizer so)")
+    listed = []
+    for kind, names in (
+        ("missing", missing),
+        ("unexpected", unexpected),
+        ("mis-shaped", misshaped),
+        ("of another dtype", of_another_dtype),
+    ):
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        if names:
+            listed.append(f"{kind} {names[:_SHOWN]}{more}")
+    if listed:
+        raise ValueError(f"{where} does not fit this model and optimizer: {', '.join(listed)}")
+
+
+def _other_forms(
+    saved: Mapping[str, Saved], wanted: Mapping[str, Tensor]
+) -> tuple[list[str], list[str]]:
+    misshaped, of_another_dtype = [], []
     for name in filter(saved.__contains__, wanted):
         there, here = saved[name], wanted[name]
         if there.shape != here.shape:
             text = f"{name}: saved {there.shape}, expected {tuple(here.shape)}"
-            if _is_of_each_rank(name, there, here):
+            if isinstance(here, PartitionShard):
+                is_each_ranks = here.is_stacked
+            else:
+                is_each_ranks = name.startswith(STATE) and there.shape[1:] == tuple(here.shape)
+            if is_each_ranks:  # and not cut out of the whole's
                 text += " (one for each tensor-parallel rank: load it with as many)"
-            problems["mis-shaped"].append(text)
+            misshaped.append(text)
         if there.dtype != here.dtype:
-            text = f"{name}: saved {there.dtype}, expected {here.dtype}"
-            problems["of another dtype"].append(text)
-    if any(_is_average(name) for name in problems["unexpected"]):
-        problems["unexpected"].append(
-            "(averages: set ema_decay, or load with convert=True, which drops them)"
-        )
-    if any(_is_unread(name, wanted) for name in problems["unexpected"]):
-        problems["unexpected"].append(
-            "(first moments: none are kept where betas[0] is 0; load with convert=True, which "
-            "drops them)"
-        )
-    if any(_is_unread(name, saved) for name in problems["missing"]):
-        problems["missing"].append(
-            "(first moments: none were kept, as betas[0] was 0; build the optimizer so)"
-        )
-    present = [f"{kind} {_some(names)}" for kind, names in problems.items() if names]
-    if present:
-        listed = ", ".join(present)
-        raise ValueError(f"{where} does not fit this model and optimizer: {listed}")
+            of_another_dtype.append(f"{name}: saved {there.dtype}, expected {here.dtype}")
+    return misshaped, of_another_dtype
 
 
-def check_plain_of(
-    where: object, plain: Mapping[str, Any], own: Mapping[str, Tensor]
-) -> None:
-    """Raise ValueError if what was saved beside tensors has something else for one of them.
-
-    Args:
-        where: names the checkpoint.
-        plain: of :func:`plain_of`. own: of :func:`entries_of`.
-    """
-    for name, value in plain.items():
-        if MODEL + name in own:
-            raise ValueError(
-                f"{where} does not fit this model: {name} is a {type(value).__name__} beside the "
-                "tensors, and a tensor here"
-            )
-
-
-def without_surplus(
-    saved: Mapping[str, Saved], own: Collection[str]
-) -> dict[str, Saved]:
+def without_surplus(saved: Mapping[str, Saved], own: Collection[str]) -> dict[str, Saved]:
     """A checkpoint's entries without averages of main params, and first moments, where none are
     kept here."""
     return {
         name: entry
         for name, entry in saved.items()
-        if name in own or not (_is_average(name) or _is_unread(name, own))
+        if name in own or not (key_and_fqn(name)[0] == AVERAGE or _is_unread(name, own))
     }
 
 
@@ -324,24 +283,133 @@ def _is_unread(name: str, others: Collection[str]) -> bool:
     among other entries: at ``betas[0]`` = 0 Adam keeps no first one."""
     key, fqn = key_and_fqn(name)
     return (
-        name.startswith(STATE)
-        and key in ("exp_avg", scale_key("exp_avg"))
+        key in ("exp_avg", scale_key("exp_avg"))
         and entry_name("exp_avg", fqn) not in others
         and entry_name("exp_avg_sq", fqn) in others
     )
 
 
-def _is_average(name: str) -> bool:
-    return name.startswith(STATE) and key_and_fqn(name)[0] == AVERAGE
+# -- param groups, and what ranks have of the model -----------------------------------------------
 
 
-def _is_of_each_rank(name: str, there: Saved, here: Tensor) -> bool:
-    """Whether state of another shape was, or is, none of the whole's parameter, but each rank's."""
-    if isinstance(here, PartitionShard):
-        return here.is_stacked
-    return name.startswith(STATE) and there.shape[1:] == tuple(here.shape)
+def parallel_of(
+    optimizer: SlotKeyedOptimizer | None, given: ModelParallel | None, ranks: Ranks
+) -> ModelParallel:
+    """What an optimizer knows, or without one what is given, as far as it is between these ranks.
+
+    Raises:
+        ValueError: both are there.
+    """
+    if optimizer is None:
+        return (given or ModelParallel()).among(ranks.members())
+    if given is not None:
+        raise ValueError(
+            "model_parallel= beside an optimizer: it knows (optimizer.model_parallel), from the "
+            "process_groups= and global_names= that get_megatron_optimizer was given"
+        )
+    return optimizer.model_parallel.among(ranks.members())
 
 
-def _some(names: list[str]) -> str:
-    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{names[:_SHOWN]}{rest}"
+def settings_of(optimizer: SlotKeyedOptimizer, parallel: ModelParallel) -> dict[str, Any]:
+    """An optimizer's state dict without state, with a name for each parameter, and without
+    checksums of what is a part here."""
+    settings, names = optimizer.settings_dict(), optimizer.model_parallel.names
+    here = names.groups_in(settings["param_groups"], optimizer.param_groups)
+    named = []
+    for index, group in enumerate(parallel.names.groups_out(here)):
+        made_up = [f"group{index}.param{at}" for at in range(len(group["params"]))]
+        named.append({"param_names": made_up, **group})
+    del settings["state"]
+    return {**settings, "param_groups": without_checksums(named, parallel)}
+
+
+def without_checksums(
+    groups: Iterable[Mapping[str, Any]], parallel: ModelParallel
+) -> list[dict[str, Any]]:
+    """Param groups without the checksums of parameters of which this rank has parts: a checksum is
+    of the whole."""
+    parts = {parallel.names[name] for name in parallel.partitions}
+    result = list(map(dict, groups))
+    for group in result:
+        if parts and CHECKSUMS in group:
+            pairs = zip(group["param_names"], group[CHECKSUMS], strict=True)
+            group[CHECKSUMS] = [None if name in parts else checksum for name, checksum in pairs]
+    return result
+
+
+# -- common.pt: plain data ------------------------------------------------------------------------
+
+
+def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
+    """The content of the file on the first rank, with the parameters of all ranks in its groups;
+    b"" on the others.
+
+    Raises:
+        ValueError: it holds what a safe load would refuse.
+    """
+    optimizer = common["optimizer"]
+    groups = [] if optimizer is None else optimizer["param_groups"]
+    names = json.dumps([group["param_names"] for group in groups])
+    digest = hashlib.sha256(names.encode()).digest()
+    others = ranks.gather(None if digest == ranks.broadcast(digest) else groups)
+
+    def pack() -> bytes:
+        buffer, content = io.BytesIO(), dict(common)
+        if optimizer is not None:
+            whole = _merged(groups, filter(None, others))
+            content["optimizer"] = {**optimizer, "param_groups": whole}
+        try:
+            torch.save(content, buffer)
+        except Exception as error:  # of whatever it holds
+            raise ValueError(
+                f"extra or the scheduler's state holds what cannot be saved ({error}): give plain "
+                "data, numbers, strings, tensors and containers of them"
+            ) from error
+        _check_plain(buffer, content)
+        return buffer.getvalue()
+
+    return ranks.on_first("saving what is not a tensor", pack) or b""
+
+
+def _merged(
+    groups: list[dict[str, Any]], others: Iterable[list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """The first rank's groups, then those of other ranks that hold parameters it does not have,
+    numbered anew."""
+    result = list(groups)
+    seen = {name for group in groups for name in group["param_names"]}
+    start = sum(len(group["params"]) for group in groups)
+    for groups_of_rank in others:
+        for group in groups_of_rank:
+            names = group["param_names"]
+            new = [at for at, name in enumerate(names) if name not in seen]
+            if new:
+                numbers = list(range(start, start + len(new)))
+                result.append({**with_params(group, new), "params": numbers})
+                start += len(new)
+                seen |= set(names)
+    return result
+
+
+def _check_plain(buffer: io.BytesIO, common: Any) -> None:
+    """Raise ValueError if another process would refuse it: what this one happens to trust
+    (``torch.serialization.add_safe_globals``), the next may not."""
+    buffer.seek(0)
+    unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(buffer))
+    listed = torch.serialization.get_safe_globals()
+    trusted = {entry[0] if isinstance(entry, tuple) else entry for entry in listed}
+    values = [common]
+    while values:
+        value = values.pop()
+        if type(value) in trusted:
+            unsafe.add(f"{type(value).__module__}.{type(value).__name__}")
+        elif isinstance(value, dict):
+            values += [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple, set)):
+            values += value
+    if unsafe:
+        raise ValueError(
+            "extra, the scheduler's state and what the model's state dict holds beside tensors may "
+            "be numbers, strings, tensors and containers of them, nothing else; they hold "
+            f"{sorted(unsafe)}"
+        )

@@ -1,7 +1,7 @@
 """Who writes what: pure functions of what the ranks hold.
 
-Entries that a rank holds whole are the same on many ranks: it tells of a digest of each sheet of
-them (the model's, the optimizer's), and only one rank for each digest tells of the entries. Entries
+Entries that a rank holds whole are the same on many ranks: each rank sends a digest of each sheet
+of them (the model's, the optimizer's), and only one rank for each digest sends the entries. Entries
 of which it holds parts are its own.
 """
 
@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mp_optim.checkpoint.garbage import uncollected
-from mp_optim.checkpoint.pieces import Place, places_of
+from mp_optim.checkpoint.shards import Place, places_of
+from mp_optim.process.calls import uncollected
 
 _Form = tuple[torch.dtype, tuple[int, ...], str]
 """Dtype, shape, and whether an entry is held "whole" or "sharded"."""
@@ -44,8 +44,6 @@ class Parted(NamedTuple):
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank holds."""
-
     whole: tuple[Whole, ...]
     parts: tuple[Parted, ...]
 
@@ -75,7 +73,6 @@ class Share:
 
 @uncollected()
 def holding_of(tensors: Mapping[str, Tensor]) -> Holding:
-    """What a rank holds, from its entries."""
     whole, parts = [], []
     for name, tensor in tensors.items():
         places = places_of(tensor)
@@ -193,9 +190,7 @@ def _check_agreement(
         check_cover(name, shape, held_boxes)
 
 
-def _compare(
-    seen: dict[str, tuple[_Form, int]], name: str, form: _Form, rank: int
-) -> None:
+def _compare(seen: dict[str, tuple[_Form, int]], name: str, form: _Form, rank: int) -> None:
     other = seen.setdefault(name, (form, rank))
     if other[0] != form:
         (a, low), (b, high) = sorted((other, (form, rank)), key=itemgetter(1))
@@ -229,9 +224,7 @@ def any_overlap(places: Sequence[Place]) -> bool:
     active: list[Place] = []
     for place in sorted(places, key=lambda one: one.offsets[dim]):
         active = [
-            other
-            for other in active
-            if other.offsets[dim] + other.sizes[dim] > place.offsets[dim]
+            other for other in active if other.offsets[dim] + other.sizes[dim] > place.offsets[dim]
         ]
         if any(_overlap(place, other) for other in active):
             return True
@@ -242,7 +235,5 @@ def any_overlap(places: Sequence[Place]) -> bool:
 def _overlap(a: Place, b: Place) -> bool:
     return all(
         here < there + length and there < here + size
-        for here, size, there, length in zip(
-            a.offsets, a.sizes, b.offsets, b.sizes, strict=True
-        )
+        for here, size, there, length in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
     )

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
 from mp_optim.ranks.missing_ranks import call, learn_addresses, naming_missing_ranks
 
 T = TypeVar("T")
 
-_companions: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
-    WeakKeyDictionary()
-)
+SAMPLES = 64
+"""Elements of a parameter that are compared, evenly spaced: enough to distinguish parts of a whole
+and experts from copies."""
+
+_companions: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -67,11 +71,6 @@ class Ranks:
             group = _companions[group]
         return cls(group, dist.get_rank(group), size)
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank does what is done once."""
-        return self.rank == 0
-
     def members(self) -> set[int]:
         """Global ranks."""
         if self.group is not None:
@@ -79,21 +78,14 @@ class Ranks:
         is_alone = not dist.is_available() or not dist.is_initialized()
         return {0 if is_alone else dist.get_rank()}
 
-    def _first(self) -> int:
+    def _call(self, collective: Callable[..., object], *args: Any, first_is: str) -> None:
+        """Call a collective, whose argument of this name is the first rank. A failure names who is
+        missing, and the group of our own is made anew after it."""
         assert self.group is not None
-        return dist.get_global_rank(self.group, 0)
-
-    def _call(
-        self, collective: Callable[..., object], *args: Any, **ranks: Any
-    ) -> None:
-        """Talk to the others; a failure names who is missing, and the group of our own is made anew
-        after it."""
-        assert self.group is not None
-        communicate = partial(collective, *args, **ranks, group=self.group)
+        first = {first_is: dist.get_global_rank(self.group, 0)}
+        communicate = partial(collective, *args, **first, group=self.group)
         try:
-            _together(
-                self.group, "saving or loading a checkpoint together", communicate
-            )
+            _together(self.group, "saving or loading a checkpoint together", communicate)
         except RuntimeError:
             for group, companion in list(_companions.items()):
                 if companion is self.group:
@@ -101,11 +93,11 @@ class Ranks:
             raise
 
     def gather(self, value: T) -> list[T]:
-        """Everybody's value, in order, on the first rank; an empty list on the others."""
+        """The values of all ranks, in order, on the first; an empty list on the others."""
         if self.group is None:
             return [value]
-        values: list[Any] | None = [None] * self.size if self.is_first else None
-        self._call(dist.gather_object, value, values, dst=self._first())
+        values: list[Any] | None = None if self.rank else [None] * self.size
+        self._call(dist.gather_object, value, values, first_is="dst")
         return values or []
 
     def scatter(self, values: list[T]) -> T:
@@ -113,8 +105,8 @@ class Ranks:
         if self.group is None:
             return values[0]
         received: list[Any] = [None]
-        given = values if self.is_first else None
-        self._call(dist.scatter_object_list, received, given, src=self._first())
+        given = None if self.rank else values
+        self._call(dist.scatter_object_list, received, given, first_is="src")
         item: T = received[0]
         return item
 
@@ -122,7 +114,7 @@ class Ranks:
         """The first rank's value."""
         received: list[Any] = [value]
         if self.group is not None:
-            self._call(dist.broadcast_object_list, received, src=self._first())
+            self._call(dist.broadcast_object_list, received, first_is="src")
         item: T = received[0]
         return item
 
@@ -135,18 +127,17 @@ class Ranks:
         return self.broadcast(names.union(*(other for other in others if other)))
 
     def alike(self, what: str, arguments: Mapping[str, object]) -> None:
-        """Everybody calls something with the same arguments.
+        """Compare the arguments with which the ranks call something.
 
         Raises:
-            ValueError: on all ranks, naming the arguments, and what each rank has.
+            ValueError: on all ranks, naming the arguments that differ, and what each rank has.
         """
-        if self.group is None:
-            return
-        told = self.gather(dict(arguments))
-        self.first(what, lambda: _check_alike(what, told))
+        if self.group is not None:
+            arguments_of = self.gather(dict(arguments))
+            self.first(what, lambda: _check_alike(what, arguments_of))
 
     def agree(self, what: str, work: Callable[[], T]) -> list[T]:
-        """Everybody works; the results, in order, on the first rank, an empty list on the others.
+        """All ranks work; the results, in order, on the first rank, an empty list on the others.
 
         Raises:
             Exception: the work's own where it failed; elsewhere one of the same kind that names the
@@ -154,28 +145,28 @@ class Ranks:
         """
         if self.group is None:
             return [work()]
-        result, failure = _attempt(work)
-        results = self.gather((None if failure else result, _told(self.rank, failure)))
-        told = self.broadcast([message for _, message in results if message])
-        self._raise(what, failure, told)
+        result, error = _attempt(work)
+        results = self.gather((None if error else result, _report(self.rank, error)))
+        reports = self.broadcast([report for _, report in results if report])
+        _raise(what, error, reports)
         return [value for value, _ in results]  # type: ignore[misc]
 
     def first(self, what: str, work: Callable[[], T]) -> T:
-        """The first rank works, everybody gets the result.
+        """The first rank works, all get the result.
 
         Raises:
             Exception: as :meth:`agree`.
         """
         if self.group is None:
             return work()
-        result, failure = _attempt(work) if self.is_first else (None, None)
-        value, told = self.broadcast((result, [_told(0, failure)] if failure else []))
-        self._raise(what, failure, told)
+        result, error = (None, None) if self.rank else _attempt(work)
+        value, report = self.broadcast((result, _report(0, error)))
+        _raise(what, error, [report] if report else [])
         item: T = value  # type: ignore[assignment]
         return item
 
     def each(self, what: str, work: Callable[[], T]) -> T:
-        """Everybody works, and keeps the own result.
+        """All ranks work, and each keeps its own result.
 
         Raises:
             Exception: as :meth:`agree`.
@@ -194,29 +185,19 @@ class Ranks:
         self.first(what, lambda: kept.append(work()))
         return kept[0] if kept else None
 
-    @staticmethod
-    def _raise(what: str, own: BaseException | None, told: list[Any]) -> None:
-        if own is not None:
-            raise own
-        if told:
-            kind = _KINDS.get(told[0][0], RuntimeError)
-            texts = "; ".join(f"rank {rank}: {text}" for _, rank, text in told)
-            raise kind(f"{what}: {texts}")
 
-
-def _check_alike(what: str, told: Sequence[Mapping[str, object]]) -> None:
+def _check_alike(what: str, arguments_of: Sequence[Mapping[str, object]]) -> None:
     differing = []
-    for name in dict.fromkeys(itertools.chain(*told)):
-        values = [repr(of_rank.get(name)) for of_rank in told]
+    for name in dict.fromkeys(itertools.chain(*arguments_of)):
         ranks_of: dict[str, list[int]] = {}
-        for rank, value in enumerate(values):
-            ranks_of.setdefault(value, []).append(rank)
+        for rank, arguments in enumerate(arguments_of):
+            ranks_of.setdefault(repr(arguments.get(name)), []).append(rank)
         if len(ranks_of) > 1:
-            said = (
+            values = (
                 f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
                 for value, ranks in ranks_of.items()
             )
-            differing.append(f"{name} is {' and '.join(said)}")
+            differing.append(f"{name} is {' and '.join(values)}")
     if differing:
         raise ValueError(
             f"{what}: ranks call it differently: {'; '.join(differing)}. Call it with the same "
@@ -240,8 +221,8 @@ def _together(group: dist.ProcessGroup, doing: str, communicate: Callable[[], T]
 def _new_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A gloo group of the same ranks, with the timeout of the job. Collective.
 
-    Where all processes have a gloo group already, they meet in it first: its connections tell at
-    once of a rank that is gone, of which a group that is being made hears after the timeout only.
+    Where all processes have a gloo group already, they meet in it first: its connections break at
+    once if a rank is gone, which a group that is being made notices after the timeout only.
     """
     doing = "making a process group for checkpoints"
     if dist.get_backend(group) == "gloo":
@@ -257,10 +238,116 @@ def _new_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return work(), None
-    except BaseException as error:  # others wait: they have to hear of an interrupt too
+    except BaseException as error:  # others wait: they have to learn of an interrupt too
         return None, error
 
 
-def _told(rank: int, failure: BaseException | None) -> tuple[str, int, str] | None:
-    kind = type(failure).__name__
-    return None if failure is None else (kind, rank, f"{kind}: {failure}")
+def _report(rank: int, error: BaseException | None) -> tuple[str, int, str] | None:
+    """What other ranks need to raise the same: the error's kind, the rank, and a text."""
+    kind = type(error).__name__
+    return None if error is None else (kind, rank, f"{kind}: {error}")
+
+
+def _raise(what: str, own: BaseException | None, reports: list[Any]) -> None:
+    if own is not None:
+        raise own
+    if reports:
+        kind = _KINDS.get(reports[0][0], RuntimeError)
+        texts = "; ".join(f"rank {rank}: {text}" for _, rank, text in reports)
+        raise kind(f"{what}: {texts}")
+
+
+# -- parameters that several ranks hold under one name --------------------------------------------
+#
+# They are written once, so they must be the same. While they are, a rank sends one digest of all of
+# them; single parameters are compared only to name what differs.
+
+
+@dataclass(frozen=True)
+class ReplicaReport:
+    """Digests of the names of the parameters that a rank holds whole, and of their values."""
+
+    names: bytes
+    values: bytes
+
+
+def check_replicas(params: Mapping[str, Tensor], ranks: Ranks) -> None:
+    """Raise, on every rank, if ranks hold different values under one name. Collective.
+
+    Args:
+        params: parameters by name, of which only plain tensors are compared: a DTensor says itself
+            what it is.
+
+    Raises:
+        ValueError: naming the parameter and the ranks.
+    """
+    if ranks.size == 1:
+        return
+    plain = {
+        name: param
+        for name, param in params.items()
+        if type(param) in (Tensor, torch.nn.Parameter) and param.device.type != "meta"
+    }
+    names = hashlib.sha256("\n".join(plain).encode()).digest()
+    reports = ranks.gather(ReplicaReport(names, _digest(list(plain.values()))))
+    backwards = reversed(list(enumerate(reports)))
+    kinds = {report.names: rank for rank, report in backwards}  # the first rank of each
+    if ranks.broadcast(len(set(reports)) < 2):
+        return
+    speakers = ranks.broadcast(set(kinds.values()))
+    spoken = ranks.gather(tuple(plain) if ranks.rank in speakers else ())
+    names_of = {kind: spoken[rank] for kind, rank in kinds.items()}
+    compared = ranks.broadcast(to_compare(reports, names_of))
+    own = {name: _digest([param]) for name, param in plain.items() if name in compared}
+    digests = ranks.gather(own)
+    ranks.first("comparing the ranks' parameters", lambda: _compare(digests))
+
+
+def to_compare(reports: Sequence[ReplicaReport], names: Mapping[bytes, Sequence[str]]) -> set[str]:
+    """Names of parameters that ranks may hold different values of.
+
+    Args:
+        reports: of every rank.
+        names: the parameters behind each digest of names.
+    """
+    values: dict[bytes, set[bytes]] = {}
+    for report in reports:
+        values.setdefault(report.names, set()).add(report.values)
+    seen: set[str] = set()
+    compared: set[str] = set()
+    for kind, held in names.items():
+        compared |= set(held) if len(values[kind]) > 1 else seen.intersection(held)
+        seen |= set(held)
+    return compared
+
+
+def _digest(params: Collection[Tensor]) -> bytes:
+    """Of samples of the values, one after the other; one copy for each device and dtype."""
+    samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for param in params:
+        flat = param.detach().reshape(-1)
+        step = max(1, flat.numel() // SAMPLES)
+        samples.setdefault((param.device, param.dtype), []).append(flat[::step][:SAMPLES])
+    digest = hashlib.sha256()
+    for (_, dtype), pieces in samples.items():
+        content = torch.cat(pieces).view(torch.uint8).cpu()
+        digest.update(str(dtype).encode() + bytes(content.tolist()))
+    return digest.digest()[:16]
+
+
+def _compare(digests_of_ranks: Sequence[Mapping[str, bytes]]) -> None:
+    first: dict[str, tuple[int, bytes]] = {}
+    for rank, digests in enumerate(digests_of_ranks):
+        for name, digest in digests.items():
+            other, expected = first.setdefault(name, (rank, digest))
+            if digest != expected:
+                raise ValueError(
+                    f"{name}: ranks {other} and {rank} hold different values under this name, of "
+                    "which one would be lost. If they are parts of one tensor, set Megatron's "
+                    "tensor_model_parallel, partition_dim and partition_stride on it, and "
+                    "process_groups.tp (of experts: expert_tp); if they are experts or layers that "
+                    "every rank counts from 0, set process_groups.ep or pp, for names like "
+                    "Megatron's; else say with global_names= what each is called in the whole "
+                    "model. All of these are arguments of get_megatron_optimizer (without an "
+                    "optimizer, of ModelParallel.of, for model_parallel=)"
+                )

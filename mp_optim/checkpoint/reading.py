@@ -1,10 +1,12 @@
-"""Reading tensors: everything a rank is about to read is checked before anything is replaced."""
+"""Reading tensors of a version: everything a rank is about to read is checked before anything is
+replaced. And reading one without a model: :func:`open_checkpoint`, :func:`compare`."""
 
 from __future__ import annotations
 
 import math
+import os
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add, sub
 from pathlib import Path
@@ -13,28 +15,27 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from mp_optim.checkpoint.folder import inside
-from mp_optim.checkpoint.garbage import uncollected
-from mp_optim.checkpoint.index import (
+from mp_optim.checkpoint.commit import inside, newest
+from mp_optim.checkpoint.plans import any_overlap
+from mp_optim.checkpoint.shards import Place, narrowed, piece, places_of, whole_place
+from mp_optim.checkpoint.version_files import (
+    BLOCK_BYTES,
     INDEX,
+    Files,
     Index,
     Saved,
     SavedBox,
-    from_json,
+    memory_of,
+    read_index,
+    read_manifest,
 )
-from mp_optim.checkpoint.inert import load_plain
-from mp_optim.checkpoint.manifest import BLOCK_BYTES, Manifest, read_checked
-from mp_optim.checkpoint.metadata import METADATA, from_metadata
-from mp_optim.checkpoint.payload import memory_of
-from mp_optim.checkpoint.pieces import Place, narrowed, piece, places_of, whole_place
-from mp_optim.checkpoint.plans import any_overlap
+from mp_optim.process.calls import uncollected
 
 _STAGING_BYTES = 64 << 20
 """Bytes that are read at a time where elements do not go to where they belong at once; at least one
 row."""
 
-
-Look = Callable[[Tensor], None]
+ValueCheck = Callable[[Tensor], None]
 """Raises ValueError if elements of a tensor may not have the values that they have."""
 
 
@@ -67,75 +68,63 @@ class _Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """What one rank reads of a version."""
+    """What one rank reads of a version: copies by file, in the order of the bytes."""
 
     version: Path
     index: Index
-    copies: Sequence[_Copy]
+    copies: Mapping[str, Sequence[_Copy]]
 
-    def check(self, looks: Mapping[str, Look]) -> None:
+    def check(self, value_checks: Mapping[str, ValueCheck]) -> None:
         """Read it and compare checksums; nothing is written.
 
         Args:
-            looks: by names of entries, what looks at their elements while they go by: some at a
-                time, in a tensor of one dimension. Of a part they may be neighbours' elements, too.
+            value_checks: by names of entries: called with their elements while these are read, some
+                at a time, in a tensor of one dimension. Of a part they may be neighbours' elements,
+                too.
 
         Raises:
-            ValueError: bytes are not those that were written, naming the file; or what a look
-                raises.
+            ValueError: bytes are not those that were written, naming the file; or what a check of
+                values raises.
         """
-        if self.index.sums is None:
-            for file, copy in self._in_order():
-                values = _unpickled(file, copy, self.version)
-                looks.get(copy.name, _look_away)(values.reshape(-1))
-            return
-        for name, copies in self._by_file().items():
+        for name, copies in self.copies.items():
+            number, block = -1, b""
             with inside(self.version, name, INDEX).open("rb") as file:
-                blocks = _Blocks(file, self.index.sums[name], self.version / name)
-                for copy in sorted(copies, key=_Copy.rows):
-                    blocks.check(copy, looks.get(copy.name))
+                for copy in copies:
+                    begin, end = copy.rows()
+                    check, rest = value_checks.get(copy.name), b""
+                    for wanted in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+                        if wanted != number:
+                            number, block = wanted, self._checked_block(file, name, wanted)
+                        start = number * BLOCK_BYTES
+                        if check is not None:
+                            part = block[max(0, begin - start) : end - start]
+                            rest = _check_values(check, copy.target.dtype, rest + part)
+
+    def _checked_block(self, file: BinaryIO, name: str, number: int) -> bytes:
+        file.seek(number * BLOCK_BYTES)
+        block = file.read(BLOCK_BYTES)
+        if zlib.crc32(block) != self.index.sums[name][number]:
+            raise ValueError(
+                f"{self.version / name} is damaged: bytes from {number * BLOCK_BYTES} on are not "
+                "those that were written; nothing was loaded"
+            )
+        return block
 
     def read(self, names: Collection[str]) -> None:
         """Copy the elements of these entries to where they belong."""
-        read = _read if self.index.sums is not None else _read_unpickled
-        for file, copy in self._in_order():
-            if copy.name in names:
-                read(file, copy, self.version)
-
-    def _by_file(self) -> dict[str, list[_Copy]]:
-        copies: dict[str, list[_Copy]] = {}
-        for copy in self.copies:
-            copies.setdefault(copy.box.file, []).append(copy)
-        return copies
-
-    def _in_order(self) -> Iterator[tuple[BinaryIO, _Copy]]:
-        """Every copy with its open file, in the order of the bytes."""
-        for name, copies in self._by_file().items():
-            with inside(self.version, name, INDEX).open(
-                "rb", buffering=BLOCK_BYTES
-            ) as file:
-                for copy in sorted(copies, key=lambda one: one.box.start):
-                    yield file, copy
+        for name, copies in self.copies.items():
+            with inside(self.version, name, INDEX).open("rb", buffering=BLOCK_BYTES) as file:
+                for copy in copies:
+                    if copy.name in names:
+                        _read(file, copy, self.version)
 
 
-@uncollected()
-def read_index(version: Path, manifest: Manifest) -> Index:
-    """What a version holds and where; of an older version of mp_optim, too.
-
-    Raises:
-        ValueError: what says so is damaged or no plain data.
-    """
-    name, parse = (
-        (INDEX, from_json) if INDEX in manifest.files else (METADATA, from_metadata)
-    )
-    content = read_checked(version, manifest, name)
-    sizes = {file: entry.bytes for file, entry in manifest.files.items()}
-    try:
-        return parse(content, sizes)
-    except ValueError as error:
-        raise ValueError(
-            f"{version / name} is damaged or no plain data: {error}"
-        ) from error
+def _check_values(check: ValueCheck, dtype: torch.dtype, data: bytes) -> bytes:
+    """Check whole elements; returns the bytes of the last one if it is not whole."""
+    count = len(data) // dtype.itemsize
+    if count:
+        check(torch.frombuffer(bytearray(data), dtype=dtype, count=count))
+    return data[count * dtype.itemsize :]
 
 
 @uncollected()
@@ -145,24 +134,26 @@ def plan_reading(tensors: Mapping[str, Tensor], version: Path, index: Index) -> 
     Raises:
         ValueError: elements are nowhere in the checkpoint, naming the tensor.
     """
-    copies: list[_Copy] = []
+    copies: dict[str, list[_Copy]] = {}
     for name, tensor in tensors.items():
         saved = index.entries[name]
         places = places_of(tensor)
         for place in (whole_place(tuple(tensor.shape)),) if places is None else places:
-            copies += _copies(name, saved, place, piece(tensor, place))
+            for copy in _copies(name, saved, place, piece(tensor, place)):
+                copies.setdefault(copy.box.file, []).append(copy)
+    for of_file in copies.values():
+        of_file.sort(key=_Copy.rows)
     return Reading(version, index, copies)
 
 
 def _copies(name: str, saved: Saved, place: Place, target: Tensor) -> list[_Copy]:
-    """What fills one box of a tensor."""
     if not target.numel():
         return []
     result = []
     filled = []
     for box in saved.boxes:
         begins = tuple(map(max, place.offsets, box.offsets))
-        ends = map(min, _ends(place), _ends(box))
+        ends = map(min, map(add, place.offsets, place.sizes), map(add, box.offsets, box.sizes))
         sizes = tuple(map(sub, ends, begins))
         if all(size > 0 for size in sizes):
             view = narrowed(target, map(sub, begins, place.offsets), sizes)
@@ -178,51 +169,6 @@ def _copies(name: str, saved: Saved, place: Place, target: Tensor) -> list[_Copy
     return result
 
 
-def _ends(box: Place | SavedBox) -> Iterable[int]:
-    return map(add, box.offsets, box.sizes)
-
-
-def _look_away(values: Tensor) -> None:
-    """At elements that may have any value."""
-
-
-class _Blocks:
-    """Blocks of a file, whose checksums are compared as they are read.
-
-    Args:
-        sums: of the file's blocks, in order.
-    """
-
-    def __init__(self, file: BinaryIO, sums: Sequence[int], path: Path) -> None:
-        self._file, self._sums, self._path = file, sums, path
-        self._number, self._block = -1, b""
-
-    def check(self, copy: _Copy, look: Look | None) -> None:
-        """Read the blocks that a copy needs, and look at their elements if somebody wants to."""
-        begin, end = copy.rows()
-        cut = b""
-        for number in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
-            block, start = self._read(number), number * BLOCK_BYTES
-            if look is not None:
-                part = bytearray(cut + block[max(0, begin - start) : end - start])
-                count = len(part) // copy.target.itemsize
-                if count:
-                    look(torch.frombuffer(part, dtype=copy.target.dtype, count=count))
-                cut = bytes(part[count * copy.target.itemsize :])
-
-    def _read(self, number: int) -> bytes:
-        if number != self._number:
-            self._file.seek(number * BLOCK_BYTES)
-            block = self._file.read(BLOCK_BYTES)
-            if zlib.crc32(block) != self._sums[number]:
-                raise ValueError(
-                    f"{self._path} is damaged: bytes from {number * BLOCK_BYTES} on are not those "
-                    "that were written; nothing was loaded"
-                )
-            self._number, self._block = number, block
-        return self._block
-
-
 def _read(file: BinaryIO, copy: _Copy, version: Path) -> None:
     begin, end = copy.rows()
     file.seek(begin)
@@ -234,9 +180,7 @@ def _read(file: BinaryIO, copy: _Copy, version: Path) -> None:
     rows = max(1, _STAGING_BYTES * first_dim // (end - begin))
     for start in range(0, first_dim, rows):
         count = min(rows, first_dim - start)
-        staged = torch.empty(
-            (count, *copy.box.sizes[1:]), dtype=target.dtype, device="cpu"
-        )
+        staged = torch.empty((count, *copy.box.sizes[1:]), dtype=target.dtype, device="cpu")
         _fill(file, memory_of(staged), version, copy)
         part = narrowed(staged, (0, *copy.begin[1:]), (count, *others))
         target.narrow(0, start, count).copy_(part)
@@ -250,24 +194,109 @@ def _fill(file: BinaryIO, memory: memoryview, version: Path, copy: _Copy) -> Non
         )
 
 
-def _read_unpickled(file: BinaryIO, copy: _Copy, version: Path) -> None:
-    copy.target.copy_(_unpickled(file, copy, version))
+# -- without a model ------------------------------------------------------------------------------
 
 
-def _unpickled(file: BinaryIO, copy: _Copy, version: Path) -> Tensor:
-    """Elements of a box that ``torch.save`` wrote."""
-    file.seek(copy.box.start)
-    try:
-        tensor = load_plain(file.read(copy.box.length))
-    except Exception as error:  # damage raises anything, and so does what is no tensor
-        raise ValueError(
-            f"{version / copy.box.file} is damaged: bytes {copy.box.start} to "
-            f"{copy.box.start + copy.box.length} are no tensor ({type(error).__name__})"
-        ) from error
-    form = copy.target.dtype, copy.box.sizes
-    if not isinstance(tensor, Tensor) or (tensor.dtype, tuple(tensor.shape)) != form:
-        raise ValueError(
-            f"{version / copy.box.file} is damaged: bytes {copy.box.start} to "
-            f"{copy.box.start + copy.box.length} are another tensor than .metadata says"
-        )
-    return narrowed(tensor, copy.begin, copy.sizes)
+@dataclass(frozen=True)
+class Entry:
+    """A saved tensor: whole shape, and the number of boxes it was saved in."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: int
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A complete version that is open for reading."""
+
+    version: Path
+    entries: dict[str, Entry]
+    files: Files
+    index: Index
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor, on the host.
+
+        Raises:
+            ValueError: its bytes are not those that were written.
+        """
+        entry = self.entries[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        reading = plan_reading({name: tensor}, self.version, self.index)
+        reading.check({})
+        reading.read({name})
+        return tensor
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Contents:
+    """Open the newest version under a checkpoint directory, or one version.
+
+    Raises:
+        FileNotFoundError: there is no complete checkpoint.
+        ValueError: its files are damaged.
+    """
+    version = newest(Path(path))
+    files = read_manifest(version)
+    index = read_index(version, files)
+    entries: dict[str, Entry] = {}
+    for name, saved in sorted(index.entries.items()):
+        entries[name] = Entry(name, saved.dtype, saved.shape, len(saved.boxes))
+    return Contents(version, entries, files, index)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How an entry differs between two checkpoints.
+
+    Attributes:
+        name: of the entry.
+        what: "equal" to the bit; "only in a", "only in b", "dtype", "shape"; or "values".
+        differing: elements whose bits differ.
+        largest: largest absolute difference; nan if a value that is not finite differs.
+        ulps: largest difference in units of the last place, for floating dtypes of up to 4 bytes.
+    """
+
+    name: str
+    what: str
+    differing: int = 0
+    largest: float = 0.0
+    ulps: int | None = None
+
+
+def compare(a: Contents, b: Contents) -> Iterator[Difference]:
+    """The entries of two checkpoints, by name; two tensors in memory at a time."""
+    for name in sorted(a.entries.keys() | b.entries.keys()):
+        entry, other = a.entries.get(name), b.entries.get(name)
+        if entry is None or other is None:
+            yield Difference(name, "only in a" if other is None else "only in b")
+        elif entry.shape != other.shape or entry.dtype != other.dtype:
+            yield Difference(name, "shape" if entry.shape != other.shape else "dtype")
+        else:
+            yield _difference(name, a.read(name).reshape(-1), b.read(name).reshape(-1))
+
+
+def _difference(name: str, a: Tensor, b: Tensor) -> Difference:
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size())
+    differs = (a != b) if bits is None else (a.view(bits) != b.view(bits))
+    if not differs.any():
+        return Difference(name, "equal")
+    x, y = a[differs], b[differs]
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    distance = (x.to(wide) - y.to(wide)).abs()
+    largest = float("nan") if bool(distance.isnan().any()) else float(distance.max())
+    counted = a.is_floating_point() and a.element_size() in (2, 4)
+    ulps = int((_ordered(x) - _ordered(y)).abs().max()) if counted else None
+    return Difference(name, "values", int(differs.sum()), largest, ulps)
+
+
+def _ordered(x: Tensor) -> Tensor:
+    """Floating values as integers in the same order: neighbours differ by 1, both zeros are 0."""
+    bits = x.view(torch.int16 if x.element_size() == 2 else torch.int32).long()
+    low = -(1 << (8 * x.element_size() - 1))
+    return torch.where(bits < 0, low - bits, bits)

@@ -10,57 +10,56 @@ An interrupted save leaves ``latest`` where it was.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex, overload
 
-import torch
 from torch.distributed import ProcessGroup
 
-from mp_optim.checkpoint import background
-from mp_optim.checkpoint.background import SaveHandle
-from mp_optim.checkpoint.checked_load import CheckedLoad, Receiver
+from mp_optim.checkpoint.checked_load import CheckedLoad
 from mp_optim.checkpoint.commit import (
     begin,
     complete_versions,
     newest,
     publish,
     staging_of,
+    write_durably,
 )
-from mp_optim.checkpoint.common import COMMON, packed, read_common
-from mp_optim.checkpoint.durable import write_durably
 from mp_optim.checkpoint.entries import (
     Models,
     entries_of,
+    packed,
+    parallel_of,
     param_entries,
     params_of,
     plain_of,
+    settings_of,
 )
-from mp_optim.checkpoint.index import Index
-from mp_optim.checkpoint.manifest import (
-    Manifest,
+from mp_optim.checkpoint.ranks import Ranks, check_replicas
+from mp_optim.checkpoint.version_files import (
+    COMMON,
+    Index,
     file_sum,
+    read_common,
+    read_index,
     read_manifest,
     verify_files,
     write_manifest,
 )
-from mp_optim.checkpoint.ranks import Ranks
-from mp_optim.checkpoint.reading import read_index
-from mp_optim.checkpoint.renaming import common_under, index_under, renamed_entries
-from mp_optim.checkpoint.replicas import check_replicas
-from mp_optim.checkpoint.shared_model import (
-    parallel_of,
-    saved_elsewhere,
-    settings_of,
-)
 from mp_optim.checkpoint.writing import Writing, plan_writing
-from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.process.calls import in_own_modes, uncollected
 from mp_optim.slots.keyed_optimizer import OverStack, SlotKeyedOptimizer, stack_of
 from mp_optim.slots.model_parallel import ModelParallel
 
 StrPath = str | os.PathLike[str]
+
+_log = logging.getLogger(__name__)
 
 
 @overload
@@ -92,6 +91,7 @@ def save(
     model_parallel: ModelParallel | None = ...,
 ) -> SaveHandle: ...
 @in_own_modes
+@uncollected()
 def save(
     path: StrPath,
     model: Models,
@@ -117,7 +117,7 @@ def save(
             the first rank's.
         full_precision: write optimizer state that is kept in fewer bits as FP32.
         keep: complete versions to keep, the new one among them; None for all.
-        asynchronous: borrow the optimizer's state, and the model's parameters where they lie on a
+        asynchronous: borrow the optimizer's state, and the model's parameters that are on a
             GPU, copy the rest that this rank writes, return, and write in the background the bits
             of this moment. A save that is still going on is waited for first, and raises here if it
             failed.
@@ -133,11 +133,11 @@ def save(
         ValueError: ``extra`` or the scheduler's state holds what a safe load would refuse, ranks
             hold different things under one name (64 elements of each parameter are compared), or
             they call it with another path or other settings; nothing was replaced. Or
-            ``model_parallel`` beside an optimizer.
+            ``model_parallel`` together with an optimizer.
         RuntimeError: an earlier save in the background failed, or this one failed on another rank,
             naming it.
     """
-    background.wait_for_previous()  # it talks over the same group
+    wait_for_previous()  # it talks over the same group
     stack: SlotKeyedOptimizer | None = stack_of(optimizer)
     ranks = Ranks.of(process_group)
     ranks.alike(
@@ -150,13 +150,9 @@ def save(
             "asynchronous": asynchronous,
         },
     )
-    if keep is not None and not _is_count(keep):
-        raise ValueError(
-            f"keep={keep!r}: must be a whole number of versions, with at least the one that is "
-            "saved; None keeps all"
-        )
+    _check_keep(keep)
     parallel = parallel_of(stack, model_parallel, ranks)
-    ranks.agree("an earlier save", background.finish_previous)
+    ranks.agree("an earlier save", finish_previous)
     common = {
         "optimizer": stack and settings_of(stack, parallel),
         "extra": dict(extra or {}),
@@ -165,41 +161,39 @@ def save(
     }
     content = packed(common, ranks)
     target = Path(ranks.first("preparing a checkpoint", lambda: str(begin(Path(path)))))
+    # Copies of what another of these ranks saves: tied embeddings, which ZeRO may cut in other
+    # places on another stage.
+    members = ranks.members()
+    copies = {name for name, owner in parallel.copies.items() if owner in members}
     writing = plan_writing(
-        entries_of(
-            model,
-            stack,
-            parallel,
-            full_precision=full_precision,
-            left_out=saved_elsewhere(parallel, ranks),
-        ),
+        entries_of(model, stack, parallel, full_precision=full_precision, left_out=copies),
         staging_of(target),
         ranks,
         snapshot=asynchronous,
         params=param_entries(model, parallel),
     )
-
-    def work() -> Path:
-        return _write(writing, content, target, keep, ranks)
-
+    work = partial(_write, writing, content, target, keep, ranks)
     try:
         check_replicas(params_of(model, parallel), ranks)
         if not asynchronous:
             return work()
-        return background.start(target, work, writing.wait_for_device)
+        _previous.append(SaveHandle(target, work, writing.wait_for_device))
+        return _previous[0]
     except BaseException:
         writing.give_back()
         raise
 
 
-def _is_count(value: Any) -> bool:
-    is_whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
-    return is_whole and int(value) >= 1
+def _check_keep(keep: Any) -> None:
+    is_whole = isinstance(keep, SupportsIndex) and not isinstance(keep, bool)
+    if keep is not None and not (is_whole and int(keep) >= 1):
+        raise ValueError(
+            f"keep={keep!r}: must be a whole number of versions, with at least the one that is "
+            "saved; None keeps all"
+        )
 
 
-def _write(
-    writing: Writing, common: bytes, target: Path, keep: int | None, ranks: Ranks
-) -> Path:
+def _write(writing: Writing, common: bytes, target: Path, keep: int | None, ranks: Ranks) -> Path:
     """Write this rank's files; the first rank makes the version the newest when all have."""
     staging = staging_of(target)
 
@@ -207,17 +201,14 @@ def _write(
         files = writing.finish([part for of_rank in parts for part in of_rank])
         write_durably(staging / COMMON, common)
         files[COMMON] = file_sum(staging / COMMON)
-        write_manifest(
-            staging,
-            Manifest(files, {"world_size": ranks.size, "torch": torch.__version__}),
-        )
+        write_manifest(staging, files, ranks.size)
         publish(target, keep)
 
     try:
         parts = ranks.agree(f"writing {target}", writing.write)
-        ranks.on_first(f"completing {target}", commit)
+        ranks.first(f"completing {target}", commit)
     except Exception:
-        if ranks.is_first:
+        if ranks.rank == 0:
             shutil.rmtree(staging, ignore_errors=True)  # the disk may be full
         raise
     finally:
@@ -245,11 +236,12 @@ def verify(path: StrPath) -> Path:
         ValueError: files are missing, of another size or of other content, naming them.
     """
     version = newest(Path(path))
-    verify_files(version, read_manifest(version).files.items())
+    verify_files(version, read_manifest(version).items())
     return version
 
 
 @in_own_modes
+@uncollected()
 def load(
     path: StrPath,
     model: Models,
@@ -285,29 +277,22 @@ def load(
             another path or other settings. Nothing was replaced.
         Exception: what the scheduler, or hooks for loading, raised; everything was put back.
     """
-    background.wait_for_previous()
+    wait_for_previous()
     stack: SlotKeyedOptimizer | None = stack_of(optimizer)
     if stack is not None:
         stack.step_mark.check_lent("checkpoint.load")
     ranks = Ranks.of(process_group)
     ranks.alike(
         "checkpoint.load",
-        {
-            "the call": "load",
-            "path": str(Path(path)),
-            "convert": convert,
-            "verify": verify,
-        },
+        {"the call": "load", "path": str(Path(path)), "convert": convert, "verify": verify},
     )
     parallel = parallel_of(stack, model_parallel, ranks)
     version = Path(ranks.first(f"loading {path}", lambda: str(newest(Path(path)))))
     loading = f"loading {version}"
+    if stack is not None:  # what was set since the last step says what state there is
+        ranks.agree(loading, stack.share_settings)
     index, common = ranks.each(loading, lambda: _open(version, verify, ranks))
-    own = entries_of(model, stack, parallel)
-    renamed = renamed_entries(index.entries, own)
-    index, common = index_under(renamed, index), common_under(renamed, common)
-    receiver = Receiver(model, stack, scheduler, parallel, own)
-    load = CheckedLoad(version, index, common, receiver, ranks, convert=convert)
+    load = CheckedLoad(version, index, common, model, stack, scheduler, parallel, ranks, convert)
     ranks.agree(loading, load.check_files)
     ranks.agree(loading, load.check_values)
     try:
@@ -321,9 +306,107 @@ def load(
 
 
 def _open(version: Path, verify: bool, ranks: Ranks) -> tuple[Index, dict[str, Any]]:
-    manifest = read_manifest(version)
-    index, common = read_index(version, manifest), read_common(version, manifest)
-    # An older version of mp_optim kept no other checksums.
-    if verify or index.sums is None:
-        verify_files(version, list(manifest.files.items())[ranks.rank :: ranks.size])
+    files = read_manifest(version)
+    index, common = read_index(version, files), read_common(version, files)
+    if verify:
+        verify_files(version, list(files.items())[ranks.rank :: ranks.size])
     return index, common
+
+
+# -- in the background ----------------------------------------------------------------------------
+
+
+class SaveHandle:
+    """A save in the background.
+
+    A process that ends waits for it; one that is killed leaves the previous checkpoint the newest.
+
+    Attributes:
+        path: the directory of the version, once it is complete.
+    """
+
+    def __init__(
+        self, path: Path, work: Callable[[], object], device_is_free: Callable[[float | None], bool]
+    ) -> None:
+        self.path = path
+        self._work, self._device_is_free = work, device_is_free
+        self._future: Future[Path] = Future()
+        self._is_raised = False
+        self._thread = threading.Thread(target=self._run, name=f"saving {path.name}", daemon=False)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            _log.error("saving %s failed: %s", self.path, error)
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(self.path)
+        finally:
+            del self._work  # and the snapshot with it
+
+    def done(self) -> bool:
+        """Whether it is complete or has failed."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """Wait until the checkpoint is complete.
+
+        Args:
+            timeout: seconds; None for as long as it takes.
+
+        Returns:
+            The directory of the version written.
+
+        Raises:
+            TimeoutError: it was not done in time; it goes on.
+            Exception: why it failed. A failure that no call waited for is raised by the next save.
+        """
+        try:
+            path = self._future.result(timeout)
+        except BaseException:
+            self._is_raised = self._is_raised or self._future.done()
+            raise
+        self._thread.join()
+        return path
+
+    def wait_for_device(self, timeout: float | None = None) -> None:
+        """Wait until the save has copied what it reads of GPUs: from then on you may write the
+        model's parameters. Steps of optimizers wait by themselves.
+
+        Args:
+            timeout: seconds; None for as long as it takes.
+
+        Raises:
+            TimeoutError: it was not done in time; it goes on.
+        """
+        if not self._device_is_free(timeout):
+            raise TimeoutError(f"{self.path}: not yet copied from the device")
+
+
+_previous: list[SaveHandle] = []
+"""The save in the background: one at a time."""
+
+
+def finish_previous() -> None:
+    """Wait for the save in the background, if there is one.
+
+    Raises:
+        RuntimeError: it failed and no call has raised that yet.
+    """
+    if not _previous:
+        return
+    handle = _previous.pop()
+    error = handle._future.exception()
+    handle._thread.join()
+    if error is not None and not handle._is_raised:
+        raise RuntimeError(
+            f"the save in the background of {handle.path} failed: {error}"
+        ) from error
+
+
+def wait_for_previous() -> None:
+    """Wait for the save in the background, if there is one; a failure is kept for the next save."""
+    for handle in _previous:
+        handle._future.exception()

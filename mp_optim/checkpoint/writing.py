@@ -1,37 +1,81 @@
 """Writing tensors, in two parts.
 
 Planning decides which rank writes what; it is where the ranks talk. Writing then needs no other
-rank, so it can happen in the background, from a snapshot of just what this rank writes.
+rank, so it can happen in the background, from a snapshot of just what this rank writes. Each thread
+that writes has a file of its own, so that none waits for another.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping
+import os
+import threading
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent import futures
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mp_optim.checkpoint.data_files import Item, Part, write_files
-from mp_optim.checkpoint.durable import write_durably
+from mp_optim.checkpoint.commit import naming, write_durably
 from mp_optim.checkpoint.entries import STATE
-from mp_optim.checkpoint.garbage import uncollected
-from mp_optim.checkpoint.index import INDEX, Index, Saved, SavedBox, as_json
-from mp_optim.checkpoint.manifest import FileSum, file_sum
-from mp_optim.checkpoint.metadata import METADATA, as_metadata
-from mp_optim.checkpoint.pieces import piece, whole_place
 from mp_optim.checkpoint.plans import Holding, Share, Whole, holding_of, shares
 from mp_optim.checkpoint.ranks import Ranks
-from mp_optim.process import device_staging, host_memory
-from mp_optim.process.device_leases import DeviceLoans, StagedBytes
-from mp_optim.process.leases import Copies, Lease, Lent, give_back, is_plain, lend
+from mp_optim.checkpoint.shards import Place, piece, whole_place
+from mp_optim.checkpoint.version_files import (
+    BLOCK_BYTES,
+    INDEX,
+    METADATA,
+    FileSum,
+    Index,
+    Saved,
+    SavedBox,
+    as_json,
+    as_metadata,
+    file_sum,
+    header,
+    memory_of,
+)
+from mp_optim.process import host_memory, leases
+from mp_optim.process.calls import in_background, uncollected
+from mp_optim.process.host_share import host_share
+from mp_optim.process.leases import Lease, SaveBorrow, StagedBytes, is_plain, lend
 
 LENT_FROM = 16 << 10
 """Bytes of a tensor from which a copy costs more than a lease."""
+FILE_FROM = 16 << 20
+"""Bytes for which another file pays."""
+_MOST_FILES = 8
+_TINY = 64
+"""Bytes up to which equal tensors of one file are written once (step counts)."""
+_BUFFER = 4 * BLOCK_BYTES
+"""Bytes that are summed up and written at a time."""
+_BEGIN_EVERY = 32 << 20
+"""Bytes after which the disk starts writing, rather than at the end."""
+
+
+class Item(NamedTuple):
+    """A box to write: its elements, or what they are read from."""
+
+    entry: Whole
+    place: Place
+    content: Tensor | Lease | StagedBytes
+
+
+@dataclass(frozen=True)
+class Part:
+    file: str
+    sum: FileSum
+    blocks: Sequence[int]
+    written: Sequence[tuple[Whole, SavedBox]]
 
 
 @dataclass
@@ -46,13 +90,13 @@ class Writing:
     rank: int
     items: list[Item] = field(repr=False)
     params: Collection[str] = field(repr=False)
-    _lent: Lent | None = field(default=None, repr=False)
+    _lent: SaveBorrow | None = field(default=None, repr=False)
 
     def take_snapshot(self) -> None:
         """Make sure that what is written are the bits of now: borrow what the optimizer keeps, and
         parameters on accelerators; copy the rest to the host.
 
-        NOTE: the model's tensors on the host are copied because anybody may write them; the
+        NOTE: the model's tensors on the host are copied because any code may write them; the
         optimizer's state is written by this package alone, which calls ``before_writing``. Buffers
         are written in forward.
         """
@@ -61,35 +105,40 @@ class Writing:
             for at, item in enumerate(self.items)
             if (value := _lendable(item)) is not None
         }
-        loans = DeviceLoans()
-        self._lent = lend(list(lendable.values()), loans)
-        leases: dict[int, Lease] = dict(zip(lendable, self._lent.leases, strict=True))
+        self._lent = lent = lend(list(lendable.values()))
+        lease_at: dict[int, Lease] = dict(zip(lendable, lent.leases, strict=True))
         self.items = [
             item._replace(
-                content=leases.get(at)
-                or _lent_of_device(item, loans, self.params)
-                or _copied(item, self._lent.copies)
+                content=lease_at.get(at)
+                or _lent_of_device(item, lent, self.params)
+                or _copied(item, lent)
             )
             for at, item in enumerate(self.items)
         ]
-        loans.start(self._lent.copies.take)
+        lent.start()
 
     def wait_for_device(self, timeout: float | None = None) -> bool:
         """Wait until nothing of an accelerator is borrowed any more; whether that is so."""
-        lent = self._lent
-        return lent is None or lent.loans.wait(timeout)
+        lent = self._lent  # which the save's thread may drop
+        return lent is None or lent.wait_for_devices(timeout)
 
     def give_back(self) -> None:
-        """Borrow nothing any more, and let go of what was copied."""
+        """Borrow nothing any more, and drop what was copied."""
         if self._lent is not None:
-            give_back(self._lent)
+            self._lent.give_back()
             self._lent, self.items = None, []
 
     @uncollected()
     def write(self) -> list[Part]:
-        """Write this rank's files, synced. No communication."""
+        """Write this rank's files, synced: one for each thread that is worth it. No communication.
+
+        Raises:
+            OSError: naming the file.
+        """
+        threads = host_share().threads // (1 if self._lent is None else 2)  # training has the rest
         names = (f"__{self.rank}_{number}.distcp" for number in itertools.count())
-        return write_files(self.items, map(self.folder.joinpath, names))
+        paths = map(self.folder.joinpath, names)
+        return _write_files(list(zip(_by_file(self.items, threads), paths, strict=False)))
 
     @uncollected()
     def finish(self, parts: list[Part]) -> dict[str, FileSum]:
@@ -98,7 +147,11 @@ class Writing:
         Returns:
             The files of all ranks.
         """
-        index = _index_of(parts)
+        entries: dict[str, Saved] = {}
+        for part in parts:
+            for (name, dtype, shape), box in part.written:
+                entries.setdefault(name, Saved(dtype, shape, [])).boxes.append(box)
+        index = Index(entries, {part.file: part.blocks for part in parts})
         files = {part.file: part.sum for part in parts}
         contents = {INDEX: as_json(index), METADATA: as_metadata(index, self.folder)}
         for name, content in contents.items():
@@ -108,59 +161,40 @@ class Writing:
 
 
 def _lendable(item: Item) -> Tensor | None:
-    """What is to be written, if it may be lent."""
     value = item.content
     if not isinstance(value, Tensor) or not item.entry.name.startswith(STATE):
         return None
-    is_plain = value.is_contiguous() and not value.is_complex()
-    if host_memory.is_on_host(value) and value.nbytes >= LENT_FROM and is_plain:
-        return value
-    return None
+    is_large = host_memory.is_on_host(value) and value.nbytes >= LENT_FROM
+    return value if is_large and value.is_contiguous() and not value.is_complex() else None
 
 
-def _lent_of_device(
-    item: Item, loans: DeviceLoans, params: Collection[str]
-) -> StagedBytes | None:
-    """What is to be written, if it lies on an accelerator and may be lent."""
+def _lent_of_device(item: Item, lent: SaveBorrow, params: Collection[str]) -> StagedBytes | None:
+    """What is to be written, if it is on an accelerator and may be lent."""
     value, name = item.content, item.entry.name
     if not isinstance(value, Tensor) or not is_plain(value) or not value.nbytes:
         return None
-    if value.is_complex() or not device_staging.can_stage(value):
+    if value.is_complex() or not leases.can_stage(value):
         return None
+    borrow = lent.of_device(value.device)
     if value.nbytes < LENT_FROM:
-        return loans.copy_small(value)
+        return borrow.copy_small(value)
     if not value.is_contiguous():
         return None
     if name.startswith(STATE):
-        return loans.lend_state(value, name)
+        return borrow.lend_state(value, name)
     starts = value.data_ptr(), value.storage_offset() * value.itemsize
     if name in params and not any(start % 8 for start in starts):
-        return loans.lend_param(value, name)
+        return borrow.lend_param(value, name)
     return None
 
 
-def _copied(item: Item, copies: Copies) -> Tensor:
+def _copied(item: Item, lent: SaveBorrow) -> Tensor:
     value = item.content
     assert isinstance(value, Tensor)
-    if (
-        host_memory.is_on_host(value)
-        and value.is_contiguous()
-        and value.nbytes >= LENT_FROM
-    ):
-        memory = copies.take(value.nbytes).view(value.dtype).view(value.shape)
+    if host_memory.is_on_host(value) and value.is_contiguous() and value.nbytes >= LENT_FROM:
+        memory = lent.take(value.nbytes).view(value.dtype).view(value.shape)
         return memory.copy_(value)
     return value.to("cpu", copy=True)
-
-
-def _index_of(parts: list[Part]) -> Index:
-    entries: dict[str, Saved] = {}
-    for part in parts:
-        for (name, dtype, shape), place, start in part.written:
-            saved = entries.setdefault(name, Saved(dtype, shape, []))
-            length = math.prod(place.sizes) * dtype.itemsize
-            saved.boxes.append(SavedBox(*place, part.file, start, length))
-    sums = {part.file: part.blocks for part in parts}
-    return Index(entries, sums)
 
 
 # -- planning -------------------------------------------------------------------------------------
@@ -197,7 +231,6 @@ def plan_writing(
     Raises:
         ValueError: ranks disagree about an entry, naming it.
     """
-    what = "planning a checkpoint"
     held: list[Holding] = []
     sheets: dict[bytes, tuple[Whole, ...]] = {}
     known = _plans.get(ranks.group) if ranks.group is not None else None
@@ -209,20 +242,17 @@ def plan_writing(
             sheets.update(known.sheets if known and is_known else held[0].sheets())
         return is_known, list(sheets)
 
-    told = ranks.agree(what, describe)
+    described = ranks.agree("planning a checkpoint", describe)
     (holding,) = held
     share = Share(frozenset(entry.name for entry in holding.whole))
     if ranks.group is not None:
-        unchanged = ranks.broadcast(all(same for same, _ in told))
+        unchanged = ranks.broadcast(all(is_known for is_known, _ in described))
         if unchanged and known is not None:
             share = known.share
         else:
-            share = _shared(holding, sheets, [digests for _, digests in told], ranks)
+            share = _shared(holding, sheets, [digests for _, digests in described], ranks)
         _plans[ranks.group] = _Plan(holding, sheets, share)
-    with uncollected():
-        writing = Writing(
-            folder, ranks.rank, list(_items(tensors, holding, share)), params
-        )
+    writing = Writing(folder, ranks.rank, list(_items(tensors, holding, share)), params)
     if snapshot:
         try:
             ranks.agree("copying what is saved", writing.take_snapshot)
@@ -238,27 +268,25 @@ def _shared(
     held: list[list[bytes]],
     ranks: Ranks,
 ) -> Share:
-    """This rank's share; ``held`` is everybody's digests on the first rank, which decides."""
+    """This rank's share; ``held`` is all ranks' digests on the first, which decides."""
     first: dict[bytes, int] = {}
     for rank, digests in enumerate(held):
         for digest in digests:
             first.setdefault(digest, rank)
     speakers = ranks.broadcast(first)
     mine = [digest for digest in sheets if speakers[digest] == ranks.rank]
-    told = ranks.gather(({digest: sheets[digest] for digest in mine}, holding.parts))
+    gathered = ranks.gather(({digest: sheets[digest] for digest in mine}, holding.parts))
 
     def decide() -> list[Share]:
         everything: dict[bytes, tuple[Whole, ...]] = {}
-        for spoken, _ in told:
+        for spoken, _ in gathered:
             everything |= spoken
-        return shares(everything, held, [parts for _, parts in told])
+        return shares(everything, held, [parts for _, parts in gathered])
 
     return ranks.scatter(ranks.on_first("planning a checkpoint", decide) or [])
 
 
-def _items(
-    tensors: Mapping[str, Tensor], holding: Holding, share: Share
-) -> Iterator[Item]:
+def _items(tensors: Mapping[str, Tensor], holding: Holding, share: Share) -> Iterator[Item]:
     for entry in holding.whole:
         if entry.name in share.whole:
             place = whole_place(entry.shape)
@@ -268,3 +296,167 @@ def _items(
         for place in part.places:
             if place not in left_out:
                 yield Item(entry, place, piece(tensors[part.name], place))
+
+
+# -- data files -----------------------------------------------------------------------------------
+
+
+def _by_file(items: Sequence[Item], threads: int) -> list[list[Item]]:
+    """The items by file, about as many bytes in each; in their order."""
+    total = sum(item.content.nbytes for item in items)
+    count = max(1, min(total // FILE_FROM, threads, _MOST_FILES))
+    loads = [(0, number) for number in range(count)]
+    file_of = [0] * len(items)
+    for at in sorted(range(len(items)), key=lambda at: -items[at].content.nbytes):
+        load, number = loads[0]
+        file_of[at] = number
+        heapq.heapreplace(loads, (load + items[at].content.nbytes, number))
+    files: list[list[Item]] = [[] for _ in range(count)]
+    for item, number in zip(items, file_of, strict=True):
+        files[number].append(item)
+    return [file for file in files if file]
+
+
+def _write_files(files: Sequence[tuple[Sequence[Item], Path]]) -> list[Part]:
+    """Write each in a thread; the first failure stops all.
+
+    NOTE: these are no threads of an executor: that takes no work any more when the process has come
+    to its end, and then waits for its save.
+    """
+    stop = threading.Event()
+    parts: dict[Path, Part] = {}
+    errors: list[BaseException] = []
+
+    def write(items: Sequence[Item], path: Path) -> None:
+        try:
+            parts[path] = _write_file(items, path, stop)
+        except BaseException as error:
+            errors.append(error)  # NOTE: before others notice, which fail because of it
+            stop.set()
+
+    others = []
+    for items, path in files[1:]:
+        name = f"saving {path.name}"
+        others.append(threading.Thread(target=write, args=(items, path), name=name, daemon=False))
+        others[-1].start()
+    for items, path in files[:1]:
+        write(items, path)
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [parts[path] for _, path in files]
+
+
+def _write_file(items: Sequence[Item], path: Path, stop: threading.Event) -> Part:
+    file = _SummedFile(path, stop)
+    try:
+        written = list(_written(file, items, path.name))
+        return Part(path.name, file.finish(), file.blocks, written)
+    finally:
+        file.close()
+
+
+def _written(
+    file: _SummedFile, items: Sequence[Item], name: str
+) -> Iterator[tuple[Whole, SavedBox]]:
+    tiny: dict[tuple[torch.dtype, tuple[int, ...], bytes], int] = {}
+    for entry, place, content in items:
+        before = header(entry.dtype, place.sizes)
+        start = file.size + len(before)
+        if isinstance(content, Tensor):
+            value = content.resolve_conj() if content.is_complex() else content
+            value = value.cpu().contiguous()
+            memory = memory_of(value)
+            if len(memory) <= _TINY:
+                key = entry.dtype, place.sizes, bytes(memory)
+                start = tiny.setdefault(key, start)
+            if start > file.size:
+                file.write(before)
+                file.write(memory)
+        else:
+            file.write(before)
+            file.write_from(content)
+        length = math.prod(place.sizes) * entry.dtype.itemsize
+        yield entry, SavedBox(*place, name, start, length)
+
+
+class _SummedFile:
+    """A new file, summed up before it is written, so that what was meant is on record, not what
+    arrived. One buffer is filled while the other is written in the background."""
+
+    def __init__(self, path: Path, stop: threading.Event) -> None:
+        self._path, self._stop = path, stop
+        self._file = path.open("wb", buffering=0)
+        memory = torch.empty((2, _BUFFER), dtype=torch.uint8, device="cpu")
+        self._filled, self._written = memory.unbind()
+        self._writing: futures.Future[None] | None = None
+        self._used = self.size = self._begun = 0
+        self.blocks: list[int] = []
+
+    def write(self, data: bytes | memoryview) -> None:
+        rest = memoryview(data)
+        while rest:
+            begin, end = self._room(len(rest))
+            memory_of(self._filled)[begin:end] = rest[: end - begin]
+            rest = rest[end - begin :]
+
+    def write_from(self, content: Lease | StagedBytes) -> None:
+        """Write all of what is lent."""
+        left = content.nbytes
+        while left:
+            begin, end = self._room(left)
+            content.read_into(self._filled[begin:end])
+            left -= end - begin
+
+    def _room(self, wanted: int) -> tuple[int, int]:
+        """Where in the buffer the next bytes go, at most so many."""
+        if self._used == _BUFFER:
+            self._put()
+        begin, end = self._used, min(_BUFFER, self._used + wanted)
+        self.size += end - begin
+        self._used = end
+        return begin, end
+
+    def _put(self) -> None:
+        """Sum up the buffer that is filled, and begin to write it."""
+        if self._stop.is_set():
+            raise RuntimeError("another file failed")
+        data = memory_of(self._filled)[: self._used]
+        for begin in range(0, len(data), BLOCK_BYTES):
+            self.blocks.append(zlib.crc32(data[begin : begin + BLOCK_BYTES]))
+        self._wait()  # NOTE: only then the other buffer may be filled
+        self._writing = in_background(partial(self._write, data))
+        self._filled, self._written = self._written, self._filled
+        self._used = 0
+
+    def _wait(self) -> None:
+        """Wait until what was put is written; raises why it could not be."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def _write(self, data: memoryview) -> None:
+        with naming(self._path):
+            while data:
+                data = data[self._file.write(data) :]
+            end = self._file.tell()
+            if end - self._begun >= _BEGIN_EVERY and hasattr(os, "posix_fadvise"):
+                # Linux begins to write what is not going to be read
+                count = end - self._begun
+                os.posix_fadvise(self._file.fileno(), self._begun, count, os.POSIX_FADV_DONTNEED)
+                self._begun = end
+
+    def finish(self) -> FileSum:
+        """Write the rest and wait until everything is on the disk."""
+        if self._used:
+            self._put()
+        self._wait()
+        with naming(self._path):
+            os.fsync(self._file.fileno())
+        return FileSum.of_blocks(self.size, self.blocks)
+
+    def close(self) -> None:
+        """Give up the file, or end with it after :meth:`finish`."""
+        if self._writing is not None:
+            futures.wait([self._writing])
+        self._file.close()

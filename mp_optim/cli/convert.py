@@ -11,7 +11,6 @@ mp_optim.checkpoint.foreign.import_state(optimizer, from_file(path)).
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,7 @@ import torch
 import tyro
 
 from mp_optim.checkpoint import foreign
-from mp_optim.checkpoint.foreign.file import plain_content
-from mp_optim.cli.shell import status_of
+from mp_optim.checkpoint.version_files import load_plain_file
 
 
 @dataclass
@@ -48,9 +46,7 @@ class Options:
 
     source: Path
     target: Path
-    source_format: Literal[
-        "torch", "megatron", "apex", "deepspeed", "mp_optim", "checkpoint"
-    ]
+    source_format: Literal["torch", "megatron", "apex", "deepspeed", "mp_optim", "checkpoint"]
     target_format: Literal["mp_optim", "torch", "deepspeed"] = "mp_optim"
     names: Path | None = None
     fp32_names: tuple[str, ...] = ()
@@ -69,7 +65,7 @@ def _names(path: Path | None) -> list[str] | None:
 
 def _loaded(options: Options) -> Any:
     """The part of the source file that ``--key`` names."""
-    content = plain_content(options.source)
+    content = load_plain_file(options.source)
     for part in filter(None, options.key.split(".")):
         if not isinstance(content, Mapping) or part not in content:
             names = list(content) if isinstance(content, Mapping) else "no names"
@@ -87,17 +83,29 @@ def read(options: Options) -> foreign.ForeignState:
         ValueError: it does not hold what its format says.
     """
     try:
-        return _read(options)
+        state = _read(options)
+        _check_memory(state)
     except ValueError as error:
         is_named = str(options.source) in str(error)
-        raise ValueError(
-            str(error) if is_named else f"{options.source}: {error}"
-        ) from error
+        raise ValueError(str(error) if is_named else f"{options.source}: {error}") from error
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{options.source} does not hold what --source-format {options.source_format} means "
             f"({type(error).__name__}: {error}); if the state is deeper in it, say where: --key"
         ) from error
+    return state
+
+
+def _check_memory(state: foreign.ForeignState) -> None:
+    """Raise ValueError for an expanded tensor: written out it would take what the file has not."""
+    for name, tensors in state.state.items():
+        for key, value in tensors.items():
+            stored = value.untyped_storage().nbytes()
+            if value.nbytes > stored:
+                raise ValueError(
+                    f"{name}.{key} has shape {tuple(value.shape)}, and of its {value.nbytes} bytes "
+                    f"only {stored} are there; write it with .contiguous()"
+                )
 
 
 def _read(options: Options) -> foreign.ForeignState:
@@ -117,7 +125,7 @@ def _read(options: Options) -> foreign.ForeignState:
         return foreign.from_megatron(
             content, names, fp32_names=options.fp32_names, step=options.step
         )
-    masters = None if options.masters is None else plain_content(options.masters)
+    masters = None if options.masters is None else load_plain_file(options.masters)
     return foreign.from_torch(content, names, masters=masters, step=options.step)
 
 
@@ -140,9 +148,7 @@ def run(options: Options) -> int:
     if options.strip_prefix:
         state = state.renamed(lambda name: name.removeprefix(options.strip_prefix))
     write(state, options)
-    elements = sum(
-        value.numel() for tensors in state.state.values() for value in tensors.values()
-    )
+    elements = sum(value.numel() for tensors in state.state.values() for value in tensors.values())
     print(
         f"{len(state.names)} parameters, {elements:,} elements of state: {options.source} -> "
         f"{options.target}"
@@ -154,7 +160,3 @@ def main(arguments: Sequence[str]) -> int:
     """Carry out a command line; returns the exit status."""
     prog = "mp-optim convert"
     return run(tyro.cli(Options, args=arguments, prog=prog, description=__doc__))
-
-
-if __name__ == "__main__":
-    sys.exit(status_of(lambda: main(sys.argv[1:])))

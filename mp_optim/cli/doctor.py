@@ -13,15 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from mp_optim.config.capabilities import BACKENDS, CAPABILITIES, Capability
+from mp_optim.config.rules import BACKENDS, CAPABILITIES, Capability
 from mp_optim.precision.description import columns
 from mp_optim.process.host_share import use_accelerator
 from mp_optim.update import choose_backend, proof_of
-from mp_optim.update.backends.host_threads import describe_threads
 from mp_optim.update.backends.native import access_choice
-from mp_optim.update.backends.native_library import ENVIRONMENT, native_library
-
-__all__ = ["Report", "examine", "main"]
+from mp_optim.update.backends.native_library import ENVIRONMENT, describe_threads, native_library
 
 Table = list[list[str]]
 
@@ -38,23 +35,20 @@ class Report:
 
 
 def examine() -> Report:
-    """Look at this process's machine; every backend is loaded, and takes its first step."""
+    """Look at this process's machine; every backend is loaded and proven whole."""
     devices = _devices()
     use_accelerator(devices[-1].index)
+    chosen = [(device, choose_backend("auto", device)) for device in devices]
     return Report(
         facts=[*_software(), *_host(), *_accelerators()],
         backends=_backends(devices),
-        auto=[[str(device), *_auto(device)] for device in devices],
+        auto=[[str(device), backend.name, why] for device, (backend, why) in chosen],
         config=_config(),
     )
 
 
 def _accelerator() -> torch.device | None:
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else None
-    )
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
 def _devices() -> list[torch.device]:
@@ -62,15 +56,10 @@ def _devices() -> list[torch.device]:
     return [torch.device("cpu"), *([accelerator] if accelerator else [])]
 
 
-def _auto(device: torch.device) -> list[str]:
-    backend, why = choose_backend("auto", device)
-    return [backend.name, why]
-
-
 def _backends(devices: Sequence[torch.device]) -> Table:
     rows = [["backend", "on", "usable", "same bits as reference", "rules", "why"]]
     for name in (name for name in BACKENDS if name != "auto"):
-        proofs = [proof_of(name, device) for device in devices]
+        proofs = [proof_of(name, device, whole=True) for device in devices]
         shown = [proof for proof in proofs if proof.usable] or proofs[-1:]
         rules = ", ".join(CAPABILITIES.get(name, Capability()).rules)
         for proof in shown:
@@ -84,10 +73,7 @@ def _software() -> Table:
     return [
         ["python", platform.python_version()],
         ["torch", torch.__version__],
-        [
-            "CUDA of torch",
-            str(getattr(torch.version, "cuda", None) or "none: a CPU build"),
-        ],
+        ["CUDA of torch", str(getattr(torch.version, "cuda", None) or "none: a CPU build")],
         ["machine", f"{platform.system()} {platform.machine()}"],
     ]
 
@@ -111,11 +97,7 @@ def _host() -> Table:
 
 
 def _cores() -> int:
-    return (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
-    )
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memory() -> str:
@@ -193,11 +175,7 @@ def _show_rich(report: Report) -> None:
     from rich.table import Table as RichTable
 
     console = Console()
-    for rows, titled in (
-        (report.facts, False),
-        (report.backends, True),
-        (report.auto, False),
-    ):
+    for rows, titled in ((report.facts, False), (report.backends, True), (report.auto, False)):
         table = RichTable(*(rows[0] if titled else []), show_header=titled, title=None)
         for row in rows[1:] if titled else rows:
             table.add_row(*row)
@@ -220,7 +198,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print(render(report))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,6 @@ $ mp-optim inspect diff PATH OTHER_PATH
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from mp_optim import checkpoint
-from mp_optim.checkpoint.contents import compare, open_checkpoint
-from mp_optim.cli.shell import console, status_of
+from mp_optim.checkpoint.reading import compare, open_checkpoint
+from mp_optim.cli.command import console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -66,20 +65,14 @@ Command = (
 def list_entries(command: List) -> int:
     """Print what is in a checkpoint; returns the exit status."""
     contents, out = open_checkpoint(command.path), console()
-    shown = [
-        entry for entry in contents.entries.values() if command.match in entry.name
-    ]
+    shown = [entry for entry in contents.entries.values() if command.match in entry.name]
     table = _table(str(contents.version), "entry", "dtype", "shape", "bytes", "boxes")
     for entry in shown:
         dtype = str(entry.dtype).removeprefix("torch.")
-        table.add_row(
-            entry.name, dtype, str(entry.shape), f"{entry.bytes:,}", str(entry.boxes)
-        )
+        table.add_row(entry.name, dtype, str(entry.shape), f"{entry.bytes:,}", str(entry.boxes))
     out.print(table)
     total = sum(entry.bytes for entry in shown)
-    versions = ", ".join(
-        path.name for path in checkpoint.versions(contents.version.parent)
-    )
+    versions = ", ".join(path.name for path in checkpoint.versions(contents.version.parent))
     summary = f"{len(shown)} entries, {total:,} bytes; complete versions: {versions}"
     out.print(summary, highlight=False)
     return 0
@@ -132,7 +125,3 @@ def main(arguments: Sequence[str]) -> int:
     if isinstance(command, Verify):
         return verify(command)
     return diff(command)
-
-
-if __name__ == "__main__":
-    sys.exit(status_of(lambda: main(sys.argv[1:])))

@@ -6,7 +6,6 @@ $ mp-optim plan --model path/to/config.json --gpu-memory 24 --state 8bit --relea
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from mp_optim import OptimizerConfig
-from mp_optim.cli.shell import console, status_of
+from mp_optim.cli.command import console
 from mp_optim.planner import (
     FORMS,
     OFFLOADING,
@@ -157,11 +156,7 @@ def cells(row: SweepRow, shows_disk: bool) -> list[str]:
     parts = [plan.accelerator, plan.pinned_host, plan.pageable_host]
     if shows_disk:
         parts.append(plan.disk)
-    return [
-        row.form,
-        f"{plan.fraction:g}",
-        *(f"{part.total / GIB:.2f}" for part in parts),
-    ]
+    return [row.form, f"{plan.fraction:g}", *(f"{part.total / GIB:.2f}" for part in parts)]
 
 
 def _words(layout: Layout) -> str:
@@ -186,9 +181,7 @@ def draw(path: Path, rows: list[SweepRow], options: Options) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, places = plt.subplots(
-        1, 2, figsize=(10, 4), layout="constrained", sharey=False
-    )
+    figure, places = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=False)
     for form in dict.fromkeys(row.form for row in rows):
         plans = [row.plan for row in rows if row.form == form]
         fractions = [plan.fraction for plan in plans]
@@ -197,10 +190,7 @@ def draw(path: Path, rows: list[SweepRow], options: Options) -> None:
         for axes, sizes in zip(places, (accelerator, host), strict=True):
             axes.plot(fractions, sizes, marker="o", label=form)
     for axes, title, limit in zip(
-        places,
-        ("accelerator", "host"),
-        (options.gpu_memory, options.host_memory),
-        strict=True,
+        places, ("accelerator", "host"), (options.gpu_memory, options.host_memory), strict=True
     ):
         axes.set(
             title=title,
@@ -239,9 +229,7 @@ def report(source: Any, config: OptimizerConfig, options: Options) -> int:
     specs, out = specs_of(source), console()
     own: Mapping[str, Any] = {form_of(config): {}}
     forms = own if options.state or options.main_params else FORMS
-    rows = sweep(
-        specs, config, options.layout, fractions=options.fractions, forms=forms
-    )
+    rows = sweep(specs, config, options.layout, fractions=options.fractions, forms=forms)
     billions = sum(spec.numel for spec in specs) / 1e9
     out.print(f"{billions:.2f} B params in {len(specs)} tensors", highlight=False)
     out.print(table(rows, options))
@@ -265,11 +253,5 @@ def report(source: Any, config: OptimizerConfig, options: Options) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Carry out a command line; returns the exit status."""
-    options = tyro.cli(
-        Options, args=arguments, prog="mp-optim plan", description=__doc__
-    )
+    options = tyro.cli(Options, args=arguments, prog="mp-optim plan", description=__doc__)
     return report(*load(options), options)
-
-
-if __name__ == "__main__":
-    sys.exit(status_of(lambda: main(sys.argv[1:])))

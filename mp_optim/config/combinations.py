@@ -6,24 +6,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 import torch
 
-from mp_optim.config.capabilities import refusal
-from mp_optim.config.field_checks import check_fields
-from mp_optim.config.fields import ConfigFields
-from mp_optim.config.muon import SCALAR_OPTIMIZERS, coefficients
+from mp_optim.config.fields import ConfigFields, check_fields
 from mp_optim.config.rules import (
+    FIRST_DTYPE,
     FIRST_MOMENT_DTYPES,
     RULE_FIELDS,
     RULES,
+    SCALAR_OPTIMIZERS,
     SECOND_DTYPE,
     SECOND_MOMENT_DTYPES,
-    UINT4,
-    RuleSpec,
-    fields_beside_muon,
-    rules_of_field,
+    coefficients,
+    refusal,
 )
+from mp_optim.config.state_forms import AVERAGE_FORMS, CODED, FIRST_FORMS
+
+Holds = Callable[[ConfigFields], bool]
 
 
 def check_config(config: ConfigFields) -> None:
@@ -32,101 +33,99 @@ def check_config(config: ConfigFields) -> None:
     Raises:
         ValueError: naming field and value.
     """
-    for check in (
-        check_fields,
-        _check_together,
-        _check_precision,
-        _check_graph,
-        _check_inert,
-    ):
-        check(config)
-
-
-def _fail(config: ConfigFields, name: str, rule: str) -> None:
-    raise ValueError(f"{name}={getattr(config, name)!r}: {rule}")
-
-
-def _check_together(config: ConfigFields) -> None:
-    """Fields that contradict each other."""
-    for low, high in (
-        ("min_lr", "lr"),
-        ("decoupled_min_lr", "decoupled_lr"),
-        ("min_loss_scale", "initial_loss_scale"),
-    ):
+    check_fields(config)
+    for low, high in _FLOORS:
         floor, top = getattr(config, low), getattr(config, high)
         if floor is not None and top is not None and floor > top:
             _fail(config, low, f"must not exceed {high}={top!r}")
-    if config.optimizer_cuda_graph and config.is_distributed:
-        _fail(
-            config,
-            "optimizer_cuda_graph",
-            "a step that reduces over data-parallel ranks is not captured; set it to "
-            "False, or use_distributed_optimizer=False",
-        )
-    if (
-        config.use_layer_wise_distributed_optimizer
-        and config.data_parallel_sharding_strategy == "no_shard"
-    ):
-        _fail(
-            config,
-            "data_parallel_sharding_strategy",
-            "contradicts use_layer_wise_distributed_optimizer=True",
-        )
-    _check_release(config)
-    _check_streamed(config)
-    _check_on_disk(config)
+    _check_table(config, _CONTRADICTIONS)
     try:
         coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
     except ValueError as error:
         raise ValueError(f"muon_{error}") from None
+    _check_precision(config)
+    if config.optimizer_cuda_graph:
+        _check_table(config, _NOT_CAPTURED)
+    for name, needed in inert_fields(config).items():
+        default = {field.name: field.default for field in fields(config)}[name]
+        _fail(config, name, f"has no effect without {needed}; set that, or leave it at {default!r}")
 
 
-def _check_release(config: ConfigFields) -> None:
-    if not config.release_gradients:
-        return
-    if config.is_distributed:
-        _fail(
-            config,
-            "release_gradients",
-            "gradients of a distributed optimizer lie in its own buckets; set it to False",
-        )
-    if config.fused_backend in ("apex", "transformer_engine"):
-        _fail(
-            config,
-            "release_gradients",
-            "released gradients are measured on the host, where sums of squares have other bits "
-            f"than those of fused_backend={config.fused_backend!r}; choose another, or set "
-            "release_gradients=False",
-        )
+def _fail(config: Any, name: str, why: str) -> None:
+    raise ValueError(f"{name}={getattr(config, name)!r}: {why}")
 
 
-def _check_streamed(config: ConfigFields) -> None:
-    if config.offload_place == "host":
-        return
-    if config.offload_place == "streamed" and config.offload_mode != "sync":
-        _fail(
-            config,
-            "offload_mode",
-            "with offload_place='streamed' the host steps nothing; use 'sync', or "
-            "offload_place='auto'",
-        )
+# -- contradictions -------------------------------------------------------------------------------
+
+_FLOORS = (
+    ("min_lr", "lr"),
+    ("decoupled_min_lr", "decoupled_lr"),
+    ("min_loss_scale", "initial_loss_scale"),
+)
+_CONTRADICTIONS: tuple[tuple[str, Holds, str], ...] = (
+    (
+        "optimizer_cuda_graph",
+        lambda c: c.optimizer_cuda_graph and c.is_distributed,
+        "a step that reduces over data-parallel ranks is not captured; set it to False, or "
+        "use_distributed_optimizer=False",
+    ),
+    (
+        "data_parallel_sharding_strategy",
+        lambda c: (
+            c.use_layer_wise_distributed_optimizer
+            and c.data_parallel_sharding_strategy == "no_shard"
+        ),
+        "contradicts use_layer_wise_distributed_optimizer=True",
+    ),
+    (
+        "release_gradients",
+        lambda c: c.release_gradients and c.is_distributed,
+        "gradients of a distributed optimizer lie in its own buckets; set it to False",
+    ),
+    (
+        "release_gradients",
+        lambda c: c.release_gradients and c.fused_backend in ("apex", "transformer_engine"),
+        "released gradients are measured on the host, where sums of squares have other bits than "
+        "those of fused_backend={config.fused_backend!r}; choose another, or set "
+        "release_gradients=False",
+    ),
+)
+_NOT_CAPTURED: tuple[tuple[str, Holds, str], ...] = (
+    (
+        "optimizer_cuda_graph",
+        lambda c: not RULES[c.optimizer].has_kernels,
+        "{config.optimizer}'s step is not captured; set optimizer_cuda_graph=False",
+    ),
+    (
+        "optimizer_cuda_graph",
+        lambda c: c.fused_backend not in ("auto", "triton"),
+        "steps by fused_backend={config.fused_backend!r} cannot be captured; choose 'triton' or "
+        "'auto', or set optimizer_cuda_graph=False",
+    ),
+    (
+        "optimizer_cuda_graph",
+        lambda c: c.may_offload,
+        "a host part cannot be captured; set optimizer_cpu_offload=False, or "
+        "optimizer_cuda_graph=False",
+    ),
+    (
+        "log_update_ratios_interval",
+        lambda c: c.log_update_ratios_interval > 0,
+        "a step of a CUDA graph is not watched; set it to 0, or optimizer_cuda_graph=False",
+    ),
+    (
+        "optimizer_cuda_graph",
+        lambda c: c.timers is not None,
+        "timers have nothing to be called between in a graph; set timers=None, or "
+        "optimizer_cuda_graph=False",
+    ),
+)
 
 
-def _check_on_disk(config: ConfigFields) -> None:
-    if config.optimizer_state_path is None:
-        return
-    if config.offload_place == "auto":
-        _fail(
-            config,
-            "offload_place",
-            "with optimizer_state_path all of it is stepped in one place; use 'host' or 'streamed'",
-        )
-    if config.offload_mode != "sync":
-        _fail(
-            config,
-            "offload_mode",
-            "with optimizer_state_path the state is on the disk between steps; use 'sync'",
-        )
+def _check_table(config: ConfigFields, table: tuple[tuple[str, Holds, str], ...]) -> None:
+    for name, holds, why in table:
+        if holds(config):
+            _fail(config, name, why.format(config=config))
 
 
 ROUNDS_AVERAGES = (
@@ -137,44 +136,30 @@ ROUNDS_AVERAGES = (
 _STATE_DTYPES = {
     "main_grads_dtype": (torch.float32,),
     "main_params_dtype": (torch.float32,),
-    "exp_avg_dtype": FIRST_MOMENT_DTYPES,
-    "exp_avg_sq_dtype": SECOND_MOMENT_DTYPES,
-    "ema_dtype": (torch.float32, torch.bfloat16),
+    FIRST_DTYPE: FIRST_MOMENT_DTYPES,
+    SECOND_DTYPE: SECOND_MOMENT_DTYPES,
+    "ema_dtype": tuple(form.name for form in AVERAGE_FORMS),
 }
 
 
 def _check_precision(config: ConfigFields) -> None:
     if config.fp16 and config.bf16:
-        raise ValueError(
-            "fp16=True and bf16=True: set the one that matches the model's dtype"
-        )
-    half = (
-        torch.float16
-        if config.fp16
-        else torch.bfloat16
-        if config.bf16
-        else torch.float32
-    )
+        raise ValueError("fp16=True and bf16=True: set the one that matches the model's dtype")
+    half = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else torch.float32
     if config.params_dtype not in (half, torch.float32):
         _fail(
             config,
             "params_dtype",
-            f"contradicts fp16={config.fp16!r}, bf16={config.bf16!r}; set the flag that "
-            "matches the model",
+            f"contradicts fp16={config.fp16!r}, bf16={config.bf16!r}; set the flag that matches "
+            "the model",
         )
     for name, choices in _STATE_DTYPES.items():
-        value = getattr(config, name)
-        if value not in choices:
+        if getattr(config, name) not in choices:
             _fail(config, name, f"must be one of {list(choices)} in this version")
-    moments = [
-        dtype
-        for dtype in (config.exp_avg_dtype, config.exp_avg_sq_dtype)
-        if isinstance(dtype, torch.dtype)
-    ]
     refused = refusal(
         config.fused_backend,
         config.elementwise_rule,
-        moments,
+        [getattr(config, name) for name in (FIRST_DTYPE, SECOND_DTYPE)],
         config.param_remainder_bits if config.keeps_remainders else None,
         config.stochastic_rounding,
     )
@@ -186,66 +171,78 @@ def _check_precision(config: ConfigFields) -> None:
         _fail(config, "ema_dtype", ROUNDS_AVERAGES)
 
 
-_DISTRIBUTED: tuple[str, Callable[[ConfigFields], bool]] = (
-    "use_distributed_optimizer=True",
-    lambda c: c.is_distributed,
-)
+# -- company --------------------------------------------------------------------------------------
+
+Need = tuple[str, Holds]
+"""What a field needs in order to do something, and whether a config has it."""
 
 
 def _either(rules: list[str]) -> str:
     return f"optimizer={' or '.join(map(repr, rules))}"
 
 
-def _needed_rule(name: str) -> tuple[str, Callable[[ConfigFields], bool]]:
-    """What a field that only some rules read needs, and whether a config has it."""
-    rules = [rule.name for rule in rules_of_field(name)]
+def _rule_that_reads(name: str) -> Need:
+    rules = [rule.name for rule in RULES.values() if name in rule.fields]
+    tuned = {rule: RULES[rule].hyperparameters for rule in SCALAR_OPTIMIZERS}
     beside_muon = [
-        rule for rule in SCALAR_OPTIMIZERS if name in fields_beside_muon(rule)
+        rule
+        for rule, own in tuned.items()
+        if any(each.per_group and name in each.fields for each in own)
     ]
 
     def has(config: ConfigFields) -> bool:
-        is_beside = (
-            config.optimizer == "muon" and config.muon_scalar_optimizer in beside_muon
-        )
+        is_beside = config.optimizer == "muon" and config.muon_scalar_optimizer in beside_muon
         return is_beside or config.optimizer in rules
 
-    return ", ".join(
-        [_either(rules), *[f"or muon with {rule}" for rule in beside_muon]]
-    ), has
+    return ", ".join([_either(rules), *[f"or muon with {rule}" for rule in beside_muon]]), has
 
 
-_RULE_NEEDS = {name: _needed_rule(name) for name in RULE_FIELDS}
+_SECOND_MOMENT = [
+    rule.name
+    for rule in RULES.values()
+    if any(moment.dtype_field == SECOND_DTYPE for moment in rule.moments)
+]
 
 
-def _has_second_moment(rule: RuleSpec) -> bool:
-    return SECOND_DTYPE in [moment.dtype_field for moment in rule.moments]
+_ROUNDED = {form.name for form in FIRST_FORMS if form.is_rounded}
 
 
-_SECOND_MOMENT = [rule.name for rule in RULES.values() if _has_second_moment(rule)]
+def _has_codes(config: ConfigFields) -> bool:
+    dtypes = {config.exp_avg_dtype, config.exp_avg_sq_dtype}
+    return config.use_precision_aware_optimizer and not dtypes.isdisjoint(CODED)
 
 
 def _has_rounded_state(config: ConfigFields) -> bool:
-    """Whether moments or remainders may be rounded stochastically."""
+    """Whether moments, remainders or averages may be rounded stochastically."""
     dtypes = {config.exp_avg_dtype, config.exp_avg_sq_dtype}
-    is_rounded = not dtypes.isdisjoint({torch.bfloat16, torch.uint8, UINT4})
+    is_rounded = not dtypes.isdisjoint(_ROUNDED)
     has_any = is_rounded or config.param_remainder_bits == 8
-    return config.use_precision_aware_optimizer and has_any
+    return config.ema_dtype == torch.bfloat16 or (config.use_precision_aware_optimizer and has_any)
 
 
-_STEPPED_ON_HOST: tuple[str, Callable[[ConfigFields], bool]] = (
+_DISTRIBUTED: Need = "use_distributed_optimizer=True", lambda c: c.is_distributed
+_OFFLOAD: Need = "optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload
+_OFFLOADED: Need = (
+    "optimizer_cpu_offload=True and optimizer_offload_fraction > 0",
+    lambda c: c.may_offload,
+)
+_STEPPED_IN_MEMORY: Need = (
     "optimizer_cpu_offload=True and offload_place='host' or 'auto', without optimizer_state_path",
     lambda c: c.optimizer_cpu_offload and c.has_buckets,
 )
-
-_NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
-    "optimizer_offload_fraction": (
-        "optimizer_cpu_offload=True",
-        lambda c: c.optimizer_cpu_offload,
-    ),
-    "overlap_cpu_optimizer_d2h_h2d": _STEPPED_ON_HOST,
+_STAGED: Need = (
+    f"{_STEPPED_IN_MEMORY[0]}; or with offload_mode='overlap' or 'speculative'",
+    lambda c: c.optimizer_cpu_offload and (c.has_buckets or c.offload_mode != "sync"),
+)
+_DYNAMIC_SCALE: Need = ("fp16=True without loss_scale", lambda c: c.fp16 and c.loss_scale is None)
+_COMPACT: Need = ("use_precision_aware_optimizer=True", lambda c: c.use_precision_aware_optimizer)
+_NEEDS: dict[str, Need] = {
+    "optimizer_offload_fraction": _OFFLOAD,
+    "overlap_cpu_optimizer_d2h_h2d": _STEPPED_IN_MEMORY,
     "offload_mode": (
-        "optimizer_cpu_offload=True and optimizer_offload_fraction > 0",
-        lambda c: c.may_offload,
+        f"{_OFFLOADED[0]}, and with offload_place='streamed' release_gradients=True or "
+        "optimizer_state_path",
+        lambda c: c.may_offload and c.has_early_work,
     ),
     "release_gradients": (
         "offload_mode='overlap' or 'speculative'",
@@ -255,14 +252,8 @@ _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
         "optimizer_offload_fraction='auto'",
         lambda c: c.optimizer_offload_fraction == "auto",
     ),
-    "offload_place": (
-        "optimizer_cpu_offload=True and optimizer_offload_fraction > 0",
-        lambda c: c.may_offload,
-    ),
-    "optimizer_state_path": (
-        "optimizer_cpu_offload=True and optimizer_offload_fraction > 0",
-        lambda c: c.may_offload,
-    ),
+    "offload_place": _OFFLOADED,
+    "optimizer_state_path": _OFFLOADED,
     "stream_window_bytes": (
         "offload_place='streamed' or 'auto', or optimizer_state_path",
         lambda c: c.may_offload and c.has_windows,
@@ -271,68 +262,44 @@ _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
         "offload_place='auto'",
         lambda c: c.may_offload and c.offload_place == "auto",
     ),
-    "offload_bucket_bytes": _STEPPED_ON_HOST,
-    "pin_cpu_grads": _STEPPED_ON_HOST,
-    "pin_cpu_params": ("optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
+    "offload_bucket_bytes": _STAGED,
+    "pin_cpu_grads": _STAGED,
+    "pin_cpu_params": _OFFLOAD,
     "loss_scale": ("fp16=True or bf16=True", lambda c: c.fp16 or c.bf16),
-    "initial_loss_scale": (
-        "fp16=True without loss_scale",
-        lambda c: c.fp16 and c.loss_scale is None,
-    ),
-    "min_loss_scale": (
-        "fp16=True without loss_scale",
-        lambda c: c.fp16 and c.loss_scale is None,
-    ),
-    "loss_scale_window": (
-        "fp16=True without loss_scale",
-        lambda c: c.fp16 and c.loss_scale is None,
-    ),
-    "hysteresis": (
-        "fp16=True without loss_scale",
-        lambda c: c.fp16 and c.loss_scale is None,
-    ),
-    **_RULE_NEEDS,
+    "initial_loss_scale": _DYNAMIC_SCALE,
+    "min_loss_scale": _DYNAMIC_SCALE,
+    "loss_scale_window": _DYNAMIC_SCALE,
+    "hysteresis": _DYNAMIC_SCALE,
+    **{name: _rule_that_reads(name) for name in RULE_FIELDS},
     "decoupled_min_lr": ("decoupled_lr", lambda c: c.decoupled_lr is not None),
-    "exp_avg_dtype": (
-        "use_precision_aware_optimizer=True",
-        lambda c: c.use_precision_aware_optimizer,
-    ),
+    "exp_avg_dtype": _COMPACT,
     "exp_avg_sq_dtype": (
-        f"use_precision_aware_optimizer=True and {_either(_SECOND_MOMENT)}",
-        lambda c: (
-            c.use_precision_aware_optimizer and c.elementwise_rule in _SECOND_MOMENT
-        ),
+        f"{_COMPACT[0]} and {_either(_SECOND_MOMENT)}",
+        lambda c: c.use_precision_aware_optimizer and c.elementwise_rule in _SECOND_MOMENT,
     ),
-    "store_param_remainders": (
-        "use_precision_aware_optimizer=True",
-        lambda c: c.use_precision_aware_optimizer,
-    ),
+    "fp32_state_below": (f"{_COMPACT[0]} and moments in 8 or 4 bits", _has_codes),
+    "store_param_remainders": _COMPACT,
     "param_remainder_bits": (
-        "use_precision_aware_optimizer=True, store_param_remainders=True and bf16=True",
+        f"{_COMPACT[0]}, store_param_remainders=True and bf16=True",
         lambda c: c.keeps_remainders,
     ),
     "ema_dtype": ("ema_decay", lambda c: c.ema_decay is not None),
     "stochastic_rounding": (
-        "use_precision_aware_optimizer=True and bfloat16 or 8-bit state, or "
-        "ema_dtype=torch.bfloat16",
-        lambda c: c.ema_dtype == torch.bfloat16 or _has_rounded_state(c),
+        f"{_COMPACT[0]} and bfloat16 or 8-bit state, or ema_dtype=torch.bfloat16",
+        _has_rounded_state,
     ),
-    "stochastic_rounding_seed": (
-        "stochastic_rounding=True",
-        lambda c: c.stochastic_rounding,
-    ),
+    "stochastic_rounding_seed": ("stochastic_rounding=True", lambda c: c.stochastic_rounding),
     "data_parallel_sharding_strategy": _DISTRIBUTED,
     "overlap_grad_reduce": _DISTRIBUTED,
     "overlap_param_gather": (
-        "use_distributed_optimizer=True and data_parallel_sharding_strategy='optim' or "
-        "'optim_grads'",
+        f"{_DISTRIBUTED[0]} and data_parallel_sharding_strategy='optim' or 'optim_grads'",
         lambda c: c.is_distributed and c.data_parallel_sharding_strategy != "no_shard",
     ),
     "grad_reduce_in_fp32": _DISTRIBUTED,
     "grad_reduce_op": _DISTRIBUTED,
     "reduce_scatter_with_fp32_accumulation": _DISTRIBUTED,
     "bucket_size": (
-        "use_distributed_optimizer=True without use_layer_wise_distributed_optimizer",
+        f"{_DISTRIBUTED[0]} without use_layer_wise_distributed_optimizer",
         lambda c: c.is_distributed and not c.use_layer_wise_distributed_optimizer,
     ),
     "skip_step_rolling_interval_length": (
@@ -341,46 +308,7 @@ _NEEDS: dict[str, tuple[str, Callable[[ConfigFields], bool]]] = {
     ),
     "barrier_with_L1_time": ("timers", lambda c: c.timers is not None),
 }
-"""Fields that do something only in company: what they need, and whether a config has it."""
-
-
-def _check_graph(config: ConfigFields) -> None:
-    if not config.optimizer_cuda_graph:
-        return
-    if not RULES[config.optimizer].has_kernels:
-        _fail(
-            config,
-            "optimizer_cuda_graph",
-            f"{config.optimizer}'s step is not captured; set optimizer_cuda_graph=False",
-        )
-    if config.fused_backend not in ("auto", "triton"):
-        _fail(
-            config,
-            "optimizer_cuda_graph",
-            f"steps by fused_backend={config.fused_backend!r} cannot be captured; "
-            "choose 'triton' or 'auto', or set optimizer_cuda_graph=False",
-        )
-    if config.may_offload:
-        _fail(
-            config,
-            "optimizer_cuda_graph",
-            "a host part cannot be captured; set optimizer_cpu_offload=False, or "
-            "optimizer_cuda_graph=False",
-        )
-    if config.log_update_ratios_interval:
-        _fail(
-            config,
-            "log_update_ratios_interval",
-            "a step of a CUDA graph is not watched; set it to 0, or "
-            "optimizer_cuda_graph=False",
-        )
-    if config.timers is not None:
-        _fail(
-            config,
-            "optimizer_cuda_graph",
-            "timers have nothing to be called between in a graph; set timers=None, "
-            "or optimizer_cuda_graph=False",
-        )
+"""Fields that do something only in company."""
 
 
 def inert_fields(config: ConfigFields) -> dict[str, str]:
@@ -391,13 +319,3 @@ def inert_fields(config: ConfigFields) -> dict[str, str]:
         for name, (needed, has) in _NEEDS.items()
         if getattr(config, name) != defaults[name] and not has(config)
     }
-
-
-def _check_inert(config: ConfigFields) -> None:
-    for name, needed in inert_fields(config).items():
-        default = {field.name: field.default for field in fields(config)}[name]
-        _fail(
-            config,
-            name,
-            f"has no effect without {needed}; set that, or leave it at {default!r}",
-        )

@@ -1,14 +1,32 @@
-"""The fields of an OptimizerConfig, with what each means and its default. They are checked in
-:mod:`mp_optim.config.field_checks` (each by itself) and :mod:`mp_optim.config.combinations`."""
+"""The fields of an OptimizerConfig: what each means, its default, and what it may be by itself (for
+a rule's own fields, :mod:`mp_optim.config.rules` has that). What fields may be together is in
+:mod:`mp_optim.config.combinations`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+
+from mp_optim.config.rules import BACKENDS, OPTIMIZERS, RULE_FIELDS, rules_in_words
+from mp_optim.config.setting_checks import (
+    OPTIONAL_RATE,
+    RATE,
+    Check,
+    Choice,
+    Number,
+    Whole,
+    as_bool,
+    as_cores,
+    as_dtype,
+    as_folder,
+    as_fraction,
+    as_timers,
+)
 
 
 @dataclass(kw_only=True)
@@ -51,6 +69,10 @@ class ConfigFields:
     256)."""
     exp_avg_sq_dtype: torch.dtype | str = torch.float32
     """Dtype of the second moment; the same choices but uint4."""
+    fp32_state_below: int = 0
+    """State in 8 or 4 bits is for parameters of at least so many elements; smaller ones have theirs
+    in FP32 (bitsandbytes' ``min_8bit_size``). A DTensor and a distributed optimizer's part count
+    as the whole parameter, what plain tensor parallelism cuts as parameters of their own."""
     store_param_remainders: bool = True
     """With ``use_precision_aware_optimizer``, keep of a bfloat16 parameter's FP32 main param only
     what the parameter itself does not say: 2 bytes instead of 4, and the same bits."""
@@ -77,14 +99,24 @@ class ConfigFields:
     hysteresis: int = 2
     """Overflows in a row before the loss scale halves."""
     adam_beta1: float = 0.9
-    """Decay of the first moment (adam, stable_adamw, lamb); at 0 the first two keep none."""
+    """Decay of the first moment (adam, stable_adamw, ademamix, lamb); at 0 all but lamb keep
+    none."""
     adam_beta2: float = 0.999
-    """Decay of the second moment (adam, stable_adamw, lamb)."""
+    """Decay of the second moment (adam, stable_adamw, ademamix, lamb)."""
     adam_eps: float = 1e-8
-    """Added to the denominator (adam, stable_adamw, lamb); the floor in stable_adamw's
+    """Added to the denominator (adam, stable_adamw, ademamix, lamb); the floor in stable_adamw's
     clipping."""
     decoupled_weight_decay: bool = True
     """Decay the parameter (AdamW) rather than adding to the gradient."""
+    ademamix_beta3: float = 0.9999
+    """Decay of the slow average of gradients (ademamix)."""
+    ademamix_alpha: float = 5.0
+    """Weight of the slow average in the step (ademamix)."""
+    ademamix_beta3_warmup: int | None = None
+    """Steps in which the slow average's decay grows from adam_beta1 to ademamix_beta3; None starts
+    with the latter. As many as the run has is the paper's choice."""
+    ademamix_alpha_warmup: int | None = None
+    """Steps in which ademamix_alpha grows from 0; None starts with all of it."""
     sgd_momentum: float = 0.9
     """Momentum of sgd."""
     lion_beta1: float = 0.95
@@ -164,9 +196,11 @@ class ConfigFields:
     overlap_cpu_optimizer_d2h_h2d: bool = False
     """Overlap transfers in both directions with the host's arithmetic."""
     offload_mode: str = "sync"
-    """When the host works: sync (in ``step()``), overlap (gradients come down and are measured
-    during backward) or speculative (they are also stepped then, into a second half of main params
-    and moments; the verdict publishes it). The same bits in all three."""
+    """What is done during backward: nothing (sync), gradients come down and are measured (overlap),
+    or they are also stepped by the host, into a spare of main params and moments, which the verdict
+    publishes (speculative). Where state is on a disk, overlap reads the first windows, and the
+    spare is on the disk, too. Streamed parameters are stepped in ``step()`` in every mode. The same
+    bits in all three (docs/settings.md)."""
     offload_place: str = "host"
     """Where offloaded parameters are stepped: host, or streamed: main params and state stay in host
     memory and come to the accelerator window by window in ``step()``; or auto: a share of them is
@@ -177,16 +211,18 @@ class ConfigFields:
     stream_window_bytes: int = 256 << 20
     """Bytes of main params and state in a window, with ``offload_place="streamed"`` or
     ``optimizer_state_path``; streamed, at most three are on the accelerator, within ``step()``.
-    Larger parameters go in pieces (adam, sgd, lion) or are refused (the other rules)."""
+    A gradient that was released takes part of it. Larger parameters go in pieces (adam, sgd, lion)
+    or are refused (the other rules)."""
     optimizer_state_path: str | None = None
     """A folder on a local disk. Main params and state of what is offloaded lie there in a file
     between steps; host memory holds windows of ``stream_window_bytes``, five (``offload_place``
-    host) or six. The file has no name, goes with the process, and is no checkpoint. The same bits
-    as in memory."""
+    host) or six, or eleven (auto). With ``offload_mode`` speculative the file is twice as large. It
+    has no name, goes with the process, and is no checkpoint. The same bits as in memory."""
     release_gradients: bool = False
-    """With ``offload_mode`` overlap or speculative: what is stepped on the host leaves ``.grad`` as
-    soon as its bucket is complete in backward, so that at most two buckets of such gradients lie on
-    the device; micro-batches add up on the host. ``.grad`` reads as None then, so nothing else may
+    """With ``offload_mode`` overlap or speculative: what is offloaded leaves ``.grad`` as soon as
+    its bucket is complete in backward, so that at most two buckets of such gradients are on the
+    device; micro-batches add up on the host, and the gradient of a streamed parameter comes up with
+    its window. ``.grad`` reads as None then, so nothing else may
     clip or read it; ``step()`` ends with ``zero_grad()``, and a batch is given up by the
     optimizer's ``zero_grad()``, not the model's. Off by default, as none of that can be noticed
     (docs/settings.md)."""
@@ -246,9 +282,7 @@ class ConfigFields:
     @property
     def is_distributed(self) -> bool:
         """Whether gradients are reduced, and state shared out, over data-parallel ranks."""
-        return (
-            self.use_distributed_optimizer or self.use_layer_wise_distributed_optimizer
-        )
+        return self.use_distributed_optimizer or self.use_layer_wise_distributed_optimizer
 
     @property
     def may_offload(self) -> bool:
@@ -267,18 +301,126 @@ class ConfigFields:
         return self.offload_place != "streamed" and self.optimizer_state_path is None
 
     @property
+    def has_early_work(self) -> bool:
+        """Whether there is anything that ``offload_mode`` may begin during backward."""
+        is_read = self.release_gradients or self.optimizer_state_path is not None
+        return self.offload_place != "streamed" or is_read
+
+    @property
     def keeps_remainders(self) -> bool:
         """Whether bfloat16 parameters are stepped as they are, beside their remainders."""
-        return (
-            self.use_precision_aware_optimizer
-            and self.store_param_remainders
-            and self.bf16
-        )
+        return self.use_precision_aware_optimizer and self.store_param_remainders and self.bf16
 
     @property
     def elementwise_rule(self) -> str:
         """The rule that backends carry out: muon's products of matrices are torch's, whatever the
         backend."""
-        return (
-            self.muon_scalar_optimizer if self.optimizer == "muon" else self.optimizer
-        )
+        return self.muon_scalar_optimizer if self.optimizer == "muon" else self.optimizer
+
+
+_INT32 = 2**31 - 1
+_MOST_THREADS = 1024
+_SCALE = Number(  # loss scales and their reciprocals are normal FP32 numbers
+    2.0**-126, 2.0**126, said="must be positive and at most 2**126, at least 2**-126"
+)
+_STEPS = Whole(1, _INT32, "must be a whole number of steps >= 1, below 2**31")
+_THRESHOLD = Number(0.0, open_low=True, may_be_infinite=True, said="must be > 0 (inf: never skip)")
+_NO_RULE = f"optimizer is {rules_in_words()}"
+_MOMENTS_IN_8_BITS = (
+    "8-bit moments are use_precision_aware_optimizer=True with exp_avg_dtype='uint8' and "
+    "exp_avg_sq_dtype='uint8'"
+)
+_OTHER_RULES = {
+    **dict.fromkeys(("shampoo", "soap"), _NO_RULE),
+    **dict.fromkeys(("adamw8bit", "adam8bit", "adamw_8bit"), _MOMENTS_IN_8_BITS),
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "'adam' is AdamW"),
+}
+EMA_DECAY = Number(0.0, 1.0, open_high=True, optional=True, said="must be in [0, 1), or None")
+REMAINDER_BITS = Whole(8, 16, "must be 16 or 8")
+
+CHECKS: dict[str, Check] = {
+    "optimizer": Choice(OPTIMIZERS, tuple(_OTHER_RULES.items())),
+    **RULE_FIELDS,
+    **dict.fromkeys(("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"), OPTIONAL_RATE),
+    "weight_decay": RATE,
+    **dict.fromkeys(("params_dtype", "main_grads_dtype", "main_params_dtype"), as_dtype),
+    **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "ema_dtype"), as_dtype),
+    "fp32_state_below": Whole(0, 2**62, "must be a whole number of elements >= 0"),
+    "param_remainder_bits": REMAINDER_BITS,
+    "stochastic_rounding_seed": Whole(0, 2**32 - 1, "must be a whole number in [0, 2**32)"),
+    "ema_decay": EMA_DECAY,
+    "loss_scale": replace(_SCALE, optional=True),
+    "initial_loss_scale": _SCALE,
+    "min_loss_scale": _SCALE,
+    "loss_scale_window": _STEPS,
+    "hysteresis": _STEPS,
+    "clip_grad": Number(),
+    "grad_norm_skip_threshold": _THRESHOLD,
+    "skip_step_sigma_factor": _THRESHOLD,
+    "skip_step_rolling_interval_length": Whole(
+        4, 2**20, "must be a whole number of steps >= 4, at most 2**20"
+    ),
+    "log_param_grad_norms": Whole(0, _INT32, "must be a whole number of parameters >= 0"),
+    "log_update_ratios_interval": Whole(
+        0, _INT32, "must be a whole number of steps >= 0 (0: never)"
+    ),
+    "optimizer_offload_fraction": as_fraction,
+    "gpu_memory": Whole(
+        1,
+        2**62,
+        "must be a whole number of bytes >= 1, or text with a unit such as '60GiB'",
+        optional=True,
+        in_bytes=True,
+    ),
+    "offload_mode": Choice(("sync", "overlap", "speculative")),
+    "offload_place": Choice(("host", "streamed", "auto")),
+    "offload_streamed_fraction": Number(0.0, 1.0, said="must be between 0 and 1", optional=True),
+    "stream_window_bytes": Whole(
+        4096,
+        2**62,
+        "must be a whole number of bytes >= 4096, or text such as '256MiB'",
+        in_bytes=True,
+    ),
+    "optimizer_state_path": as_folder,
+    "offload_bucket_bytes": Whole(
+        1, 2**62, "must be a whole number of bytes >= 1, or text such as '64MiB'", in_bytes=True
+    ),
+    "data_parallel_sharding_strategy": Choice(("no_shard", "optim", "optim_grads")),
+    "grad_reduce_op": Choice(("avg", "sum")),
+    "bucket_size": Whole(1, 2**62, "must be a whole number of elements >= 1", optional=True),
+    "fused_backend": Choice(BACKENDS),
+    "host_threads": Whole(
+        1, _MOST_THREADS, f"must be a whole number >= 1, at most {_MOST_THREADS}", optional=True
+    ),
+    "host_cores": as_cores,
+    "timers": as_timers,
+}
+"""Fields that are not switches, and what they may be."""
+
+
+def check_field(name: str, value: Any) -> Any:
+    """A field's value in the form in which it is kept.
+
+    Raises:
+        ValueError: naming field and value.
+    """
+    check: Check = CHECKS.get(name, as_bool)
+    try:
+        return check(value)
+    except ValueError as error:
+        text = repr(value)
+        shown = text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+        raise ValueError(f"{name}={shown}: {error}") from None
+
+
+def check_fields(config: ConfigFields) -> None:
+    """Check every field of a config by itself, and keep each in its form.
+
+    Raises:
+        ValueError: naming field and value.
+    """
+    for spec in fields(config):
+        value = getattr(config, spec.name)
+        kept = check_field(spec.name, value)
+        if kept is not value:
+            setattr(config, spec.name, kept)

@@ -1,43 +1,128 @@
-"""The rules, a row each, as data: what a rule keeps, and what it reads of the config. Everything
-that tells rules apart reads this table; :mod:`mp_optim.update.rules` adds their classes.
+"""The rules, a row each, as data: what a rule keeps of a parameter, and its hyperparameters. The
+config, param groups, checks, checkpoints and the planner read this table;
+:mod:`mp_optim.update.rules` adds the classes. Its second half says what each ``fused_backend`` has
+kernels for; that is checked at construction and shown by ``mp-optim doctor``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 
-from mp_optim.config.field_kinds import (
+from mp_optim.config.setting_checks import (
     BETA,
+    BETAS,
+    BETAS_OF_3,
+    FINITE,
+    FLAG,
+    FRACTION,
     LARGEST,
+    NOT_NEGATIVE,
     OPTIONAL_RATE,
+    POSITIVE,
     RATE,
+    WARMUP,
+    WHOLE,
+    Allowed,
     Check,
     Choice,
     Number,
     Whole,
     as_bool,
+    as_number,
+    check_setting,
+    check_shared,
+    is_whole,
+    one_of,
 )
-from mp_optim.config.muon import (
-    COEFFICIENT_TYPES,
-    MATMUL_PRECISIONS,
-    NS_METHODS,
-    SCALAR_OPTIMIZERS,
-    SCALE_MODES,
-    TP_MODES,
-)
+from mp_optim.config.state_forms import FIRST_FORMS, FP32, SECOND_FORMS, StateForm
+
+# -- Muon's formulas ------------------------------------------------------------------------------
+
+Polynomial = tuple[float, float, float]
+"""(a, b, c) of one step: X <- a X + b (X X^T) X + c (X X^T)^2 X."""
+
+POLYNOMIALS: dict[str, tuple[Polynomial, ...]] = {
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    "polar_express": (
+        (8.2051, -22.9019, 16.4607),
+        (4.0664, -2.8612, 0.5184),
+        (3.9096, -2.8234, 0.5250),
+        (3.2856, -2.4153, 0.4853),
+        (2.2779, -1.6198, 0.3985),
+        (1.8726, -1.2307, 0.3585),
+        (1.8564, -1.2132, 0.3568),
+        (1.8750, -1.2500, 0.3750),
+    ),
+}
+"""simple: one polynomial for all steps (Jordan 2024, https://kellerjordan.github.io/posts/muon/;
+torch.optim.Muon's). quintic: five, made to follow each other (Cesista,
+https://leloykun.github.io/ponder/muon-opt-coeffs/). polar_express: the best next one after those
+before (Amsel et al. 2025, arXiv:2505.16932), the last for all that follow.
+"""
+
+COEFFICIENT_TYPES = tuple(POLYNOMIALS)
+NS_METHODS = ("standard", "gram")
+SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
+MATMUL_PRECISIONS = ("medium", "highest")
+TP_MODES = ("duplicated", "blockwise")
+SCALAR_OPTIMIZERS = ("adam", "lion")
+
+
+def coefficients(kind: str, steps: int) -> tuple[Polynomial, ...]:
+    """The polynomial of each step.
+
+    Raises:
+        ValueError: ``steps`` is not a number of steps that the polynomials are made for.
+    """
+    table = POLYNOMIALS[kind]
+    if steps < 1 or steps != int(steps):
+        raise ValueError(f"num_ns_steps={steps!r}: must be a whole number >= 1")
+    if kind == "quintic" and steps % len(table):
+        raise ValueError(
+            f"num_ns_steps={steps!r}: coefficient_type='quintic' is {len(table)} polynomials that "
+            "follow each other; take a multiple of that, or coefficient_type='simple' or "
+            "'polar_express'"
+        )
+    if kind == "polar_express":
+        return table[:steps] + table[-1:] * (steps - len(table))
+    return table * (steps // len(table))
+
+
+def scale_factor(mode: str, rows: int, columns: int) -> float:
+    """What an orthogonal step of a (rows, columns) = (out, in) matrix is multiplied with.
+
+    spectral: sqrt(max(rows, columns)), which gives elements an RMS of one for any shape (Liu et al.
+    2025, arXiv:2502.16982, who multiply 0.2 with it to come near AdamW's). unit_rms_norm: sqrt(rows
+    / columns), which gives the map from RMS to RMS norm 1 (Pethick et al. 2025, arXiv:2502.07529).
+    shape_scaling: sqrt(max(1, rows / columns)) (Jordan 2024).
+    """
+    if mode == "spectral":
+        return math.sqrt(max(rows, columns, 1))
+    ratio = rows / max(columns, 1)
+    return math.sqrt(ratio if mode == "unit_rms_norm" else max(1.0, ratio))
+
+
+# -- what a row is made of ------------------------------------------------------------------------
 
 FIRST_DTYPE, SECOND_DTYPE = "exp_avg_dtype", "exp_avg_sq_dtype"
 
-UINT4: torch.dtype = torch.uint4  # type: ignore[attr-defined]  # torch's stubs lack it
-
-SECOND_MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+SECOND_MOMENT_DTYPES = tuple(form.name for form in SECOND_FORMS)
 """What a second moment can be asked to be stored as; uint8 stands for 8-bit codes."""
 
-FIRST_MOMENT_DTYPES = (*SECOND_MOMENT_DTYPES, UINT4)
+FIRST_MOMENT_DTYPES = tuple(form.name for form in FIRST_FORMS)
 """What a first moment, or momentum, can be asked to be stored as; uint8 and uint4 stand for signed
 codes of 8 and 4 bits."""
 
@@ -71,11 +156,37 @@ class Moment:
         """Whether it is kept for parameters of any shape."""
         return self.shape is _same
 
+    @property
+    def forms(self) -> tuple[StateForm, ...]:
+        """How it may be stored."""
+        if self.dtype_field is None:
+            return (FP32,)
+        return SECOND_FORMS if self.dtype_field == SECOND_DTYPE else FIRST_FORMS
+
     def local_shape(self, local: torch.Size, whole: torch.Size) -> torch.Size | None:
         """What a rank keeps that has a part of a parameter, in that part's shape; None if
         nothing."""
         shape = self.shape(whole)
         return local if shape is not None and self.elementwise else shape
+
+
+@dataclass(frozen=True)
+class Hyperparameter:
+    """One of a rule's, but for ``lr`` and ``weight_decay``, which all rules have.
+
+    Attributes:
+        name: in constructors and param groups.
+        allowed: what it may be there; None where the rule itself looks at it.
+        default: of the rule's class.
+        fields: of the config that it is taken from, with what they may be; several make a tuple.
+        per_group: a param group may have its own.
+    """
+
+    name: str
+    allowed: Allowed | None
+    default: Any
+    fields: Mapping[str, Check] = field(default_factory=dict)
+    per_group: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,37 +196,79 @@ class RuleSpec:
     Attributes:
         name: what ``optimizer`` of the config calls it.
         moments: what it keeps.
-        fields: the fields of the config that only some rules read, with what they may be.
-        settings: hyperparameters of its class, by the field that each is taken from; a tuple of
-            fields becomes a tuple.
+        hyperparameters: in the order in which they are checked.
+        other_fields: fields of the config that only this rule reads and that are no
+            hyperparameters, with what they may be.
         fixed: hyperparameters that the stack sets itself.
         construction: what else its class is constructed with, by field.
-        overrides: hyperparameters that a param group may have for itself, beside rates and decays.
-        beside_muon: hyperparameters it is given where it steps what muon leaves over.
         reads: what a step of one element depends on: the element, sums over all of the parameter
             (which ranks that share a parameter reduce), or whole matrices.
-        has_kernels: backends carry it out, but for those that
-            :mod:`mp_optim.config.capabilities` says cannot; else torch operations do, and kernels
-            for parts of it where that module says so.
-        sample: hyperparameters for the self-test of backends.
+        has_kernels: backends carry it out, but for those whose :class:`Capability` says otherwise;
+            else torch operations do, and kernels for parts of it where that says so.
+        trial: hyperparameters of the self-test of backends that are not the defaults.
+        checksum: of what a step with these leaves behind (``update/backends/self_test.py``).
     """
 
     name: str
     moments: tuple[Moment, ...]
-    fields: Mapping[str, Check] = field(default_factory=dict)
-    settings: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    hyperparameters: tuple[Hyperparameter, ...]
+    other_fields: Mapping[str, Check] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     construction: Mapping[str, str] = field(default_factory=dict)
-    overrides: tuple[str, ...] = ()
-    beside_muon: tuple[str, ...] = ()
     reads: Literal["elements", "sums", "matrices"] = "elements"
     has_kernels: bool = True
-    sample: Mapping[str, Any] = field(default_factory=dict)
+    trial: Mapping[str, Any] = field(default_factory=dict)
+    checksum: int = 0
+
+    @cached_property
+    def moment_names(self) -> tuple[str, ...]:
+        return tuple(moment.name for moment in self.moments)
 
     @property
-    def moment_names(self) -> tuple[str, ...]:
-        """Keys of its moments."""
-        return tuple(moment.name for moment in self.moments)
+    def fields(self) -> dict[str, Check]:
+        """The fields of the config that only some rules read, with what they may be."""
+        fields: dict[str, Check] = {}
+        for each in self.hyperparameters:
+            fields |= each.fields
+        return {**fields, **self.other_fields}
+
+    @property
+    def settings(self) -> dict[str, str | tuple[str, ...]]:
+        """Hyperparameters, by the field that each is taken from, or by several."""
+        return {
+            each.name: next(iter(each.fields)) if len(each.fields) == 1 else tuple(each.fields)
+            for each in self.hyperparameters
+            if each.fields
+        }
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Hyperparameters that a param group may have for itself, beside rates and decays; and what
+        the rule is given where it steps what muon leaves over."""
+        return tuple(each.name for each in self.hyperparameters if each.per_group)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return {each.name: each.default for each in self.hyperparameters}
+
+    @property
+    def sample(self) -> dict[str, Any]:
+        """Hyperparameters for the self-test of backends."""
+        return {**self.defaults, **self.trial}
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Check each setting of a param group by itself.
+
+        Raises:
+            ValueError: naming the setting, its value, and what it must be.
+        """
+        check_shared(group)
+        for each in self.hyperparameters:
+            if each.allowed is not None:
+                check_setting(each.name, group[each.name], each.allowed)
+
+
+# -- the rows -------------------------------------------------------------------------------------
 
 
 def _each_row(shape: torch.Size) -> torch.Size | None:
@@ -130,127 +283,161 @@ def _of_vectors(shape: torch.Size) -> torch.Size | None:
     return shape if len(shape) < 2 else None
 
 
+def _tuned(name: str, allowed: Allowed, default: Any, **fields: Check) -> Hyperparameter:
+    """One that param groups may have for themselves."""
+    return Hyperparameter(name, allowed, default, fields, per_group=True)
+
+
+def _chosen(
+    name: str, field: str, choices: tuple[str, ...], default: str, **elsewhere: str
+) -> Hyperparameter:
+    """One of some words, of which param groups may have others."""
+    check = Choice(choices, tuple(elsewhere.items()))
+    return _tuned(name, one_of(choices), default, **{field: check})
+
+
+_PAIR = Allowed(
+    lambda value: isinstance(value, (tuple, list)) and len(value) == 2,
+    "two numbers",
+    is_number=False,
+)
+_HEAD_ROWS = Allowed(
+    lambda rows: rows is None or as_number(rows) >= 1,
+    "a whole number >= 1, or None",
+    is_number=False,
+)
+_WARMUP = Allowed(
+    lambda steps: steps is None or is_whole(steps, 1),
+    "a whole number of steps >= 1, or None",
+    is_number=False,
+)
+
 _EXP_AVG = Moment("exp_avg")
 _EXP_AVG_SQ = Moment("exp_avg_sq", SECOND_DTYPE)
+_EXP_AVG_SLOW = Moment("exp_avg_slow")
 _MOMENTUM = Moment("momentum_buffer")
 
-_ADAM_FIELDS: dict[str, Check] = {
-    "adam_beta1": BETA,
-    "adam_beta2": BETA,
-    "adam_eps": RATE,
-    "decoupled_weight_decay": as_bool,
-}
-_ADAM_SETTINGS: dict[str, str | tuple[str, ...]] = {
-    "betas": ("adam_beta1", "adam_beta2"),
-    "eps": "adam_eps",
-    "adam_w_mode": "decoupled_weight_decay",
-}
-_ADAM_SAMPLE = {
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "bias_correction": True,
-    "adam_w_mode": True,
-}
+_BETAS = _tuned("betas", BETAS, (0.9, 0.999), adam_beta1=BETA, adam_beta2=BETA)
+_EPS = _tuned("eps", NOT_NEGATIVE, 1e-8, adam_eps=RATE)
+_BIAS_CORRECTION = Hyperparameter("bias_correction", FLAG, True)
+_ADAM_W_MODE = Hyperparameter("adam_w_mode", FLAG, True, {"decoupled_weight_decay": as_bool})
+_UP_TO_1 = Number(0.0, 1.0, said="must be a finite number >= 0, at most 1")
+_FACTOR = Number(
+    0.0, LARGEST, open_low=True, said=f"must be a finite number > 0, at most {LARGEST:g}"
+)
 
 _ADAM = RuleSpec(
     "adam",
     (_EXP_AVG, _EXP_AVG_SQ),
-    _ADAM_FIELDS,
-    _ADAM_SETTINGS,
-    overrides=("eps", "betas"),
-    beside_muon=("betas", "eps"),
-    sample=_ADAM_SAMPLE,
+    (_BETAS, _EPS, _BIAS_CORRECTION, _ADAM_W_MODE),
+    checksum=0x1772E17B,
 )
 _LAMB = RuleSpec(
     "lamb",
     (_EXP_AVG, _EXP_AVG_SQ),
-    {**_ADAM_FIELDS, "lamb_use_nvlamb": as_bool, "lamb_grad_averaging": as_bool},
-    {
-        **_ADAM_SETTINGS,
-        "grad_averaging": "lamb_grad_averaging",
-        "use_nvlamb": "lamb_use_nvlamb",
-    },
+    (
+        _BETAS,
+        replace(_EPS, default=1e-6),
+        _BIAS_CORRECTION,
+        _ADAM_W_MODE,
+        Hyperparameter("max_grad_norm", NOT_NEGATIVE, 1.0),
+        Hyperparameter("use_nvlamb", FLAG, False, {"lamb_use_nvlamb": as_bool}),
+        Hyperparameter("grad_averaging", FLAG, True, {"lamb_grad_averaging": as_bool}),
+    ),
     fixed={"max_grad_norm": 0.0},  # clip_grad is the stack's one clip
-    overrides=("eps", "betas"),
     reads="sums",
-    sample={**_ADAM_SAMPLE, "grad_averaging": True, "use_nvlamb": False},
+    trial={"eps": 1e-8},
+    checksum=0x7D82B101,
 )
 _STABLE_ADAMW = RuleSpec(
     "stable_adamw",
     (_EXP_AVG, _EXP_AVG_SQ),
-    {name: _ADAM_FIELDS[name] for name in ("adam_beta1", "adam_beta2", "adam_eps")},
-    {name: _ADAM_SETTINGS[name] for name in ("betas", "eps")},
-    overrides=("eps", "betas"),
+    (_BETAS, _EPS, _BIAS_CORRECTION),
     reads="sums",
-    sample={name: _ADAM_SAMPLE[name] for name in ("betas", "eps", "bias_correction")},
+    checksum=0xF0439C9A,
 )
 _SGD = RuleSpec(
     "sgd",
     (_MOMENTUM,),
-    {"sgd_momentum": Number(0.0, 1.0, said="must be a finite number >= 0, at most 1")},
-    {"momentum": "sgd_momentum"},
-    overrides=("momentum",),
-    sample={"momentum": 0.9, "dampening": 0.0, "nesterov": False},
+    (
+        _tuned("momentum", NOT_NEGATIVE, 0.0, sgd_momentum=_UP_TO_1),
+        Hyperparameter("dampening", FINITE, 0.0),
+        Hyperparameter("nesterov", FLAG, False),
+    ),
+    trial={"momentum": 0.9},
+    checksum=0xDD9A7FF0,
 )
 _LION = RuleSpec(
     "lion",
     (_EXP_AVG,),
-    {"lion_beta1": BETA, "lion_beta2": BETA},
-    {"betas": ("lion_beta1", "lion_beta2")},
-    overrides=("betas",),
-    beside_muon=("betas",),
-    sample={"betas": (0.9, 0.999)},
+    (_tuned("betas", BETAS, (0.95, 0.98), lion_beta1=BETA, lion_beta2=BETA),),
+    trial={"betas": (0.9, 0.999)},
+    checksum=0xCFDC3744,
 )
-_MUON_SETTINGS: dict[str, str | tuple[str, ...]] = {
-    "momentum": "muon_momentum",
-    "nesterov": "muon_use_nesterov",
-    "num_ns_steps": "muon_num_ns_steps",
-    "coefficient_type": "muon_coefficient_type",
-    "ns_method": "muon_ns_method",
-    "scale_mode": "muon_scale_mode",
-    "extra_scale_factor": "muon_extra_scale_factor",
-    "tp_mode": "muon_tp_mode",
-    "fp32_matmul_prec": "muon_fp32_matmul_prec",
-}
+_ADEMAMIX = RuleSpec(
+    "ademamix",
+    (_EXP_AVG, _EXP_AVG_SQ, _EXP_AVG_SLOW),
+    (
+        replace(
+            _BETAS,
+            allowed=BETAS_OF_3,
+            default=(0.9, 0.999, 0.9999),
+            fields={**_BETAS.fields, "ademamix_beta3": BETA},
+        ),
+        _EPS,
+        _tuned("alpha", NOT_NEGATIVE, 5.0, ademamix_alpha=RATE),
+        _tuned("beta3_warmup", _WARMUP, None, ademamix_beta3_warmup=WARMUP),
+        _tuned("alpha_warmup", _WARMUP, None, ademamix_alpha_warmup=WARMUP),
+    ),
+    trial={"beta3_warmup": 10, "alpha_warmup": 10},
+    checksum=0x980DFA4A,
+)
 _MUON = RuleSpec(
     "muon",
     (_MOMENTUM,),
-    {
-        "muon_momentum": BETA,
-        "muon_use_nesterov": as_bool,
+    (
+        replace(_BETAS, fields={}),  # in a stack those of muon_scalar_optimizer, and so eps
+        replace(_EPS, fields={}),
+        _BIAS_CORRECTION,
+        replace(_ADAM_W_MODE, fields={}),
+        _tuned("momentum", FRACTION, 0.95, muon_momentum=BETA),
+        _tuned("nesterov", FLAG, False, muon_use_nesterov=as_bool),
+        _chosen("scale_mode", "muon_scale_mode", SCALE_MODES, "spectral"),
+        _tuned("extra_scale_factor", POSITIVE, 1.0, muon_extra_scale_factor=_FACTOR),
+        _chosen(
+            "fp32_matmul_prec",
+            "muon_fp32_matmul_prec",
+            MATMUL_PRECISIONS,
+            "medium",
+            high="TF32 is not to be had on the host",
+        ),
+        _tuned(
+            "num_ns_steps",
+            WHOLE,
+            5,
+            muon_num_ns_steps=Whole(1, 100, "must be a whole number >= 1, at most 100"),
+        ),
+        _chosen("coefficient_type", "muon_coefficient_type", COEFFICIENT_TYPES, "quintic"),
+        _chosen("ns_method", "muon_ns_method", NS_METHODS, "standard"),
+        _chosen(
+            "tp_mode",
+            "muon_tp_mode",
+            TP_MODES,
+            "duplicated",
+            distributed="it adds up products in an order that depends on the ranks",
+        ),
+        Hyperparameter("qkv_split_shapes", None, None, per_group=True),
+        _tuned("head_rows", _HEAD_ROWS, None),
+    ),
+    other_fields={
         "muon_split_qkv": as_bool,
         "muon_split_heads": as_bool,
-        "muon_scale_mode": Choice(tuple(SCALE_MODES)),
-        "muon_extra_scale_factor": Number(
-            0.0,
-            LARGEST,
-            open_low=True,
-            said=f"must be a finite number > 0, at most {LARGEST:g}",
-        ),
-        "muon_fp32_matmul_prec": Choice(
-            tuple(MATMUL_PRECISIONS), (("high", "TF32 is not to be had on the host"),)
-        ),
-        "muon_num_ns_steps": Whole(1, 100, "must be a whole number >= 1, at most 100"),
-        "muon_coefficient_type": Choice(tuple(COEFFICIENT_TYPES)),
-        "muon_ns_method": Choice(tuple(NS_METHODS)),
-        "muon_tp_mode": Choice(
-            tuple(TP_MODES),
-            (
-                (
-                    "distributed",
-                    "it adds up products in an order that depends on the ranks",
-                ),
-            ),
-        ),
-        "muon_scalar_optimizer": Choice(tuple(SCALAR_OPTIMIZERS)),
+        "muon_scalar_optimizer": Choice(SCALAR_OPTIMIZERS),
     },
-    _MUON_SETTINGS,
     construction={"scalar_optimizer": "muon_scalar_optimizer"},
-    overrides=("eps", "betas", *_MUON_SETTINGS, "qkv_split_shapes", "head_rows"),
     reads="matrices",
     has_kernels=False,
 )
-
 _ADAFACTOR = RuleSpec(
     "adafactor",
     (
@@ -258,41 +445,37 @@ _ADAFACTOR = RuleSpec(
         Moment("col_var", None, _each_column, elementwise=False),
         Moment("variance", None, _of_vectors),
     ),
-    {
-        "adafactor_beta2_decay": Number(
-            -LARGEST, 0.0, said="must be a finite number <= 0"
+    (
+        _tuned(
+            "beta2_decay",
+            Allowed(lambda number: number <= 0.0, "a number <= 0"),
+            -0.8,
+            adafactor_beta2_decay=Number(-LARGEST, 0.0, said="must be a finite number <= 0"),
         ),
-        "adafactor_eps1": OPTIONAL_RATE,
-        "adafactor_eps2": RATE,
-        "adafactor_clip_threshold": Number(
-            1.0, LARGEST, said="must be a finite number >= 1"
+        _tuned("eps", _PAIR, (None, 1e-3), adafactor_eps1=OPTIONAL_RATE, adafactor_eps2=RATE),
+        _tuned(
+            "d",
+            Allowed(lambda number: number >= 1.0, "a finite number >= 1"),
+            1.0,
+            adafactor_clip_threshold=Number(1.0, LARGEST, said="must be a finite number >= 1"),
         ),
-    },
-    {
-        "beta2_decay": "adafactor_beta2_decay",
-        "eps": ("adafactor_eps1", "adafactor_eps2"),
-        "d": "adafactor_clip_threshold",
-    },
-    overrides=("beta2_decay", "eps", "d"),
+    ),
     reads="sums",
     has_kernels=False,
 )
 
-_ALL = (_ADAM, _LAMB, _SGD, _LION, _MUON, _ADAFACTOR, _STABLE_ADAMW)
-RULES = {rule.name: rule for rule in _ALL}
+RULES = {
+    rule.name: rule
+    for rule in (_ADAM, _LAMB, _SGD, _LION, _MUON, _ADAFACTOR, _STABLE_ADAMW, _ADEMAMIX)
+}
 """By name, in the order in which messages list them."""
-
 OPTIMIZERS = tuple(RULES)
 """What a config can ask for."""
 KERNEL_RULES = tuple(rule.name for rule in RULES.values() if rule.has_kernels)
 """What backends have kernels for. What Muon does not step as a matrix is stepped by one of these;
 of its matrices, backends take the passes over elements."""
-
-RULE_FIELDS = {
-    name: check for rule in RULES.values() for name, check in rule.fields.items()
-}
+RULE_FIELDS = {name: check for rule in RULES.values() for name, check in rule.fields.items()}
 """Fields of the config that only some rules read, with what they may be."""
-
 _MOMENTS = {moment.name: moment for rule in RULES.values() for moment in rule.moments}
 
 
@@ -307,21 +490,100 @@ def is_elementwise(key: str) -> bool:
     return moment_of(key).elementwise
 
 
-def rules_of_field(name: str) -> list[RuleSpec]:
-    """The rules that read a field of the config."""
-    return [rule for rule in RULES.values() if name in rule.fields]
-
-
-def fields_beside_muon(name: str) -> list[str]:
-    """The fields that a rule reads where it steps what muon leaves over."""
-    rule = RULES[name]
-    sources = [rule.settings[setting] for setting in rule.beside_muon]
-    fields: list[str] = []
-    for source in sources:
-        fields += [source] if isinstance(source, str) else source
-    return fields
-
-
 def rules_in_words(names: tuple[str, ...] = OPTIMIZERS) -> str:
     """ "adam, sgd or lion": some rules, for messages."""
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+# -- backends -------------------------------------------------------------------------------------
+
+BACKENDS = ("auto", "native", "reference", "torch", "triton", "apex", "transformer_engine")
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What the kernels of one backend can do.
+
+    Attributes:
+        rules: rules there are kernels for.
+        others_by_reference: other rules are carried out by ``reference``, and it is shown; else
+            they are refused.
+        compact: every form of compact state, with stochastic rounding.
+        bfloat16_moments: rules that may keep all their moments in bfloat16.
+        remainders: rules that may keep 16-bit remainders.
+    """
+
+    rules: tuple[str, ...] = KERNEL_RULES
+    others_by_reference: bool = False
+    compact: bool = True
+    bfloat16_moments: tuple[str, ...] = ()
+    remainders: tuple[str, ...] = ()
+
+
+CAPABILITIES = {
+    "auto": Capability(others_by_reference=True),
+    "native": Capability(rules=(*KERNEL_RULES, "adafactor")),
+    "reference": Capability(others_by_reference=True),
+    "torch": Capability(rules=("adam", "sgd"), others_by_reference=True, compact=False),
+    "apex": Capability(rules=("adam", "lamb", "sgd"), compact=False),
+    "transformer_engine": Capability(
+        rules=("adam", "sgd"), compact=False, bfloat16_moments=("adam",), remainders=("adam",)
+    ),
+}
+
+
+def refusal(
+    backend: str,
+    rule: str,
+    moments: Sequence[torch.dtype],
+    remainder_bits: int | None,
+    stochastic: bool,
+) -> tuple[str, str] | None:
+    """The field of the config that the backend cannot honour, and what to do instead; None if there
+    is none.
+
+    Args:
+        moments: ``exp_avg_dtype`` and ``exp_avg_sq_dtype``.
+        remainder_bits: None without remainders.
+    """
+    dtypes = dict(zip((FIRST_DTYPE, SECOND_DTYPE), moments, strict=True))
+    compact = [name for name, dtype in dtypes.items() if dtype != torch.float32]
+    used = {moment.dtype_field for moment in RULES[rule].moments}
+    if compact and used == {None}:
+        return compact[0], f"{rule} keeps its state in torch.float32; leave it at that"
+    can = CAPABILITIES.get(backend, Capability())
+    if rule not in can.rules and not can.others_by_reference:
+        return "fused_backend", (
+            f"has no kernels for optimizer={rule!r}; choose fused_backend='auto', or an optimizer "
+            f"of {list(can.rules)}"
+        )
+    if can.compact:
+        return None
+    kept = {name: dtype for name, dtype in dtypes.items() if name in used}
+    field, why = _beyond(can, rule, kept, remainder_bits, stochastic)
+    return (field, f"fused_backend={backend!r} {why}choose another backend") if field else None
+
+
+def _beyond(
+    can: Capability,
+    rule: str,
+    moments: Mapping[str, torch.dtype],
+    remainder_bits: int | None,
+    stochastic: bool,
+) -> tuple[str, str]:
+    """The first field that asks for a form of state which the kernels do not have, and what they
+    have; empty if there is none."""
+    forms = set(moments.values())
+    both = rule in can.bfloat16_moments
+    if forms - {torch.float32} and not (both and forms == {torch.bfloat16}):
+        field = next(name for name, dtype in moments.items() if dtype != torch.float32)
+        also = ", or both of them in torch.bfloat16" if both else ""
+        return field, f"keeps moments in torch.float32{also}; "
+    if remainder_bits is not None and rule not in can.remainders:
+        return (
+            "store_param_remainders",
+            "keeps main params in float32; set store_param_remainders=False, or ",
+        )
+    if remainder_bits not in (None, 16):
+        return "param_remainder_bits", "keeps remainders of 16 bits; "
+    return ("stochastic_rounding", "rounds to nearest; ") if stochastic else ("", "")

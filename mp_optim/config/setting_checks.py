@@ -1,22 +1,227 @@
-"""What a hyperparameter may be: one rule, wherever it is said: in a constructor, a param group,
-loaded state.
+"""What a setting may be: a field of the config, which is kept in the form of its kind; and a
+hyperparameter, wherever it is given: in a constructor, a param group, loaded state.
 
-A number is an int, a float, a number of numpy's or a tensor of one element, not a bool, and finite
-in FP32.
+Numbers are finite unless a field says otherwise, and a bool is no number. Numpy's scalars count as
+Python's. A field also takes text that spells a number (PyYAML reads 1e-3 as text), a hyperparameter
+also a tensor of one element.
 """
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
-from collections.abc import Callable, Mapping
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
+from fractions import Fraction
+from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
-_LARGEST = 3.4028234663852886e38
-"""The largest finite FP32 number."""
+LARGEST = 1e10
+"""Of a rate, a decay or a factor: far beyond use, and their products still fit FP32."""
+_LARGEST_FP32 = 3.4028234663852886e38
+
+
+def nearest(name: str, known: Sequence[str], cutoff: float = 0.4) -> str:
+    """A question whether the most similar of the known names was meant; empty if none is
+    similar."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+# -- fields ---------------------------------------------------------------------------------------
+
+Check = Callable[[Any], Any]
+"""Takes a value and returns it in the form in which it is kept. Raises ValueError with what it must
+be, in words."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A real number between two limits, which belong to it unless they are ``open``."""
+
+    low: float = 0.0
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+    may_be_infinite: bool = False
+    optional: bool = False
+    said: str = "must be a finite number >= 0"
+
+    def __call__(self, value: Any) -> Any:
+        if value is None and self.optional:
+            return None
+        value = _real(value, "float | None" if self.optional else "float")
+        try:
+            number = float(value)
+        except OverflowError:
+            raise ValueError(self.said) from None
+        if not self.holds(number):
+            raise ValueError(self.said)
+        return value if isinstance(value, (int, float)) and not _is_numpys(value) else number
+
+    def holds(self, number: float) -> bool:
+        low = number > self.low if self.open_low else number >= self.low
+        high = number < self.high if self.open_high else number <= self.high
+        return low and high and (self.may_be_infinite or not math.isinf(number))
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole number between two limits; one written as a float counts.
+
+    Attributes:
+        in_bytes: text with a unit counts too: ``"60GB"``, ``"1.5GiB"``.
+    """
+
+    low: int
+    high: int
+    said: str
+    optional: bool = False
+    in_bytes: bool = False
+
+    def __call__(self, value: Any) -> Any:
+        if value is None and self.optional:
+            return None
+        if self.in_bytes and isinstance(value, str) and (match := _SIZE.fullmatch(value)):
+            value = int(Fraction(match["number"]) * _UNITS[match["unit"].lower()])
+        value = _real(value, "int | None" if self.optional else "int")
+        try:
+            whole = int(value) if isinstance(value, Integral) else int(float(value))
+        except (ValueError, OverflowError):  # nan, inf
+            raise ValueError(self.said) from None
+        if whole != value or not self.low <= whole <= self.high:
+            raise ValueError(self.said)
+        return whole
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of some words.
+
+    Attributes:
+        elsewhere: words that are not supported, and why.
+    """
+
+    choices: tuple[str, ...]
+    elsewhere: tuple[tuple[str, str], ...] = ()
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, str) and value in self.choices:
+            return str(value)
+        why = dict(self.elsewhere).get(value.lower() if isinstance(value, str) else "")
+        hint = f"; {why}" if why else nearest(str(value), self.choices)
+        raise ValueError(f"must be one of {list(self.choices)}{hint}")
+
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[kmgt]i?b)", re.IGNORECASE)
+_UNITS = {
+    **{unit: 1000**power for power, unit in enumerate(("kb", "mb", "gb", "tb"), 1)},
+    **{unit: 1024**power for power, unit in enumerate(("kib", "mib", "gib", "tib"), 1)},
+}
+
+
+def _from_text(value: Any) -> Any:
+    """The number that text spells; anything else as it is."""
+    if not (isinstance(value, str) and len(value) <= 40 and _NUMBER.fullmatch(value)):
+        return value
+    return int(value) if value.isdigit() else float(value)
+
+
+def _real(value: Any, kind: str) -> Any:
+    value = _from_text(value)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(_wrong_kind(value, kind))
+    return value
+
+
+def _wrong_kind(value: Any, kind: str) -> str:
+    way_out = "; give a number (value.item())" if isinstance(value, Tensor) else ""
+    return f"must be a {kind}, not a {type(value).__name__}{way_out}"
+
+
+def _is_numpys(value: object) -> bool:
+    return type(value).__module__ == "numpy"
+
+
+def as_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if _is_numpys(value) and type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    raise ValueError(_wrong_kind(value, "bool"))
+
+
+def as_dtype(value: Any) -> torch.dtype:
+    """A dtype from itself or its name, with or without ``torch.``; ``bf16``, ``fp16`` and ``fp32``
+    are understood."""
+    if isinstance(value, torch.dtype):
+        return value
+    short = str(value).removeprefix("torch.")
+    known = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(short, short)
+    dtype = getattr(torch, known, None)
+    if not isinstance(dtype, torch.dtype):
+        hint = nearest(short, ["float32", "bfloat16", "float16"])
+        raise ValueError(f"not a torch dtype or the name of one{hint}")
+    return dtype
+
+
+def as_fraction(value: Any) -> Any:
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    text = "must be between 0 and 1, or 'auto'"
+    value = _from_text(value)
+    if isinstance(value, str):
+        raise ValueError(text)
+    return Number(0.0, 1.0, said=text)(value)
+
+
+def as_cores(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    said = "must name at least one core, each once, as whole numbers >= 0 in a tuple or list"
+    if not isinstance(value, (tuple, list, range)) or not value:
+        raise ValueError(said)
+    cores = tuple(map(Whole(0, 2**20, said), value))
+    if len(set(cores)) != len(cores):
+        raise ValueError(said)
+    return cores
+
+
+def as_folder(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ValueError("must be the path of a folder, or None")
+    return os.fsdecode(value)
+
+
+def as_timers(value: Any) -> Any:
+    said = "must be callable as timers(name, log_level=1), or None"
+    if value is None:
+        return None
+    if not callable(value):
+        raise ValueError(said)
+    try:
+        inspect.signature(value).bind("optimizer-inner-step", log_level=1)
+    except (TypeError, ValueError):  # it takes something else, or does not say what
+        raise ValueError(said) from None
+    return value
+
+
+RATE = Number(0.0, LARGEST, said=f"must be a finite number >= 0, at most {LARGEST:g}")
+OPTIONAL_RATE = Number(0.0, LARGEST, optional=True, said=RATE.said)
+WARMUP = Whole(1, 2**31, "must be a whole number of steps >= 1, or None", optional=True)
+BETA = Number(0.0, 1.0, open_high=True, said="must be in [0, 1)")
+
+
+# -- hyperparameters ------------------------------------------------------------------------------
 
 
 def as_number(value: object) -> float:
@@ -29,50 +234,70 @@ def as_number(value: object) -> float:
         number = float(value)
     except OverflowError:
         return math.nan
-    return number if abs(number) <= _LARGEST else math.nan
+    return number if abs(number) <= _LARGEST_FP32 else math.nan
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether a setting is a whole number of at least so much."""
+    number = as_number(value)
+    return number >= least and number == int(number)
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A test of a number, and the same in words."""
+class Allowed:
+    """What a hyperparameter may be: a test, and the same in words.
 
-    holds: Callable[[float], bool]
+    Attributes:
+        holds: is given a finite number, unless values are not numbers.
+    """
+
+    holds: Callable[[Any], bool]
     words: str
+    is_number: bool = True
 
 
-FINITE = Rule(lambda number: True, "a finite number")
-NOT_NEGATIVE = Rule(lambda number: number >= 0.0, "a finite number >= 0")
-POSITIVE = Rule(lambda number: number > 0.0, "a finite number > 0")
-FRACTION = Rule(lambda number: 0.0 <= number < 1.0, "in [0, 1)")
-WHOLE = Rule(
-    lambda number: number >= 0.0 and number == int(number), "a whole number >= 0"
+FINITE = Allowed(lambda number: True, "a finite number")
+NOT_NEGATIVE = Allowed(lambda number: number >= 0.0, "a finite number >= 0")
+POSITIVE = Allowed(lambda number: number > 0.0, "a finite number > 0")
+FRACTION = Allowed(BETA.holds, "in [0, 1)")
+WHOLE = Allowed(lambda number: is_whole(number, 0), "a whole number >= 0")
+FLAG = Allowed(
+    lambda value: isinstance(value, bool | int) and value in (0, 1),
+    "True or False",
+    is_number=False,
 )
 
 
-def check_setting(name: str, value: object, rule: Rule) -> None:
-    """Raise unless a setting is a number for which a rule holds.
+def _betas(count: int, words: str) -> Allowed:
+    def holds(value: Any) -> bool:
+        betas = list(value) if isinstance(value, list | tuple | Tensor) else []
+        return len(betas) == count and all(BETA.holds(as_number(beta)) for beta in betas)
+
+    return Allowed(holds, f"{words} numbers in [0, 1)", is_number=False)
+
+
+BETAS = _betas(2, "two")
+BETAS_OF_3 = _betas(3, "three")
+
+
+def one_of(choices: Iterable[str]) -> Allowed:
+    known = list(choices)
+    return Allowed(lambda value: value in known, f"one of {known}", is_number=False)
+
+
+def check_setting(name: str, value: object, allowed: Allowed) -> None:
+    """Raise unless a setting is what is allowed.
 
     Raises:
-        ValueError: with the setting's name, its value and the rule.
+        ValueError: with the setting's name, its value and what it must be.
     """
-    number = as_number(value)
-    if math.isnan(number) or not rule.holds(number):
-        raise ValueError(f"{name}={value!r}: must be {rule.words}")
-
-
-def check_betas(value: Any) -> None:
-    """Raise ValueError unless these are the decay rates of two moments."""
-    pair = list(value) if isinstance(value, list | tuple | Tensor) else []
-    numbers = [as_number(beta) for beta in pair]
-    if len(pair) != 2 or not all(FRACTION.holds(number) for number in numbers):
-        raise ValueError(f"betas={value!r}: must be two numbers in [0, 1)")
-
-
-def check_flags(group: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    """Raise ValueError unless these settings are true or false."""
-    for name in names:
-        if not isinstance(group[name], bool | int) or group[name] not in (0, 1):
-            raise ValueError(f"{name}={group[name]!r}: must be True or False")
+    if allowed.is_number:
+        number = as_number(value)
+        good = not math.isnan(number) and allowed.holds(number)
+    else:
+        good = allowed.holds(value)
+    if not good:
+        raise ValueError(f"{name}={value!r}: must be {allowed.words}")
 
 
 SCHEDULED = (
@@ -124,25 +349,3 @@ def check_shared(group: Mapping[str, Any]) -> None:
                 f"{name}={group[name]!r}: {instead}, and set it to False in the param group (or in "
                 "the state dict's, where it comes from one)"
             )
-
-
-def check_range(group: dict[str, Any], name: str, good: bool, rule: str) -> None:
-    """Raise ValueError naming the setting unless ``good``."""
-    if not good:
-        raise ValueError(f"{name}={group[name]!r}: must be {rule}")
-
-
-def check_stable_adamw_settings(group: dict[str, Any]) -> None:
-    """The settings of StableAdamW."""
-    check_shared(group)
-    check_betas(group["betas"])
-    check_setting("eps", group["eps"], NOT_NEGATIVE)
-    check_flags(group, ("bias_correction",))
-
-
-def check_adam_settings(group: dict[str, Any]) -> None:
-    """The settings Adam and LAMB share."""
-    check_shared(group)
-    check_betas(group["betas"])
-    check_setting("eps", group["eps"], NOT_NEGATIVE)
-    check_flags(group, ("bias_correction", "adam_w_mode"))

@@ -1,4 +1,8 @@
-"""Flat memory for parameters and gradients, into which the model's own parameters look.
+"""Which rank owns which elements, and the flat memory that parameters and gradients look into.
+
+Parameters are laid one after another, row-major, into buckets; a bucket is cut into as many shards
+as there are ranks, equal ones or between parameters, and a rank owns one of them. Every parameter
+and every shard starts at a multiple of :data:`ALIGNMENT` elements.
 
 The buffers are new memory, made without autograd and detached from it: nothing is flattened from
 tensors that autograd knows, and a group of one parameter shares no memory with what the model had
@@ -7,6 +11,7 @@ before.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,16 +20,131 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.distributed.bucket_plan import (
-    BucketPlan,
-    ParamRange,
-    plan_flat,
-    plan_whole,
-)
-from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.process.calls import in_own_modes
 from mp_optim.quantized import is_quantized
 from mp_optim.slots import check_shape
-from mp_optim.slots.shared_memory import check_memory
+from mp_optim.slots.seen_params import check_memory
+
+ALIGNMENT = 256
+"""Elements: a block of the compact state formats, and at least a cache line of any dtype. So blocks
+of a fragment are blocks of the whole parameter, and vector loads are aligned."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamRange:
+    """One parameter in a bucket: its index in the list that was planned, its first element's place,
+    its size."""
+
+    param: int
+    start: int
+    numel: int
+
+    @property
+    def elements(self) -> slice:
+        """Where it lies in the bucket."""
+        return slice(self.start, self.start + self.numel)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """Where parameters lie in one bucket.
+
+    Attributes:
+        placed: the parameters, in the order of their places; they do not overlap.
+        bounds: where each rank's shard begins, and where the last one ends.
+    """
+
+    placed: tuple[ParamRange, ...]
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def even(cls, placed: Sequence[ParamRange], shard: int, ranks: int) -> BucketPlan:
+        """Shards of one size."""
+        return cls(tuple(placed), tuple(range(0, shard * ranks + 1, shard)))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the bucket, padding included."""
+        return self.bounds[-1]
+
+    def owned(self, rank: int) -> tuple[int, int]:
+        """First element of a rank's shard, and the one after its last."""
+        return self.bounds[rank], self.bounds[rank + 1]
+
+    def fragment(self, item: ParamRange, rank: int) -> tuple[int, int]:
+        """What a rank owns of a parameter, as [start, stop) within the parameter; (0, 0) if
+        nothing."""
+        first, last = self.owned(rank)
+        start, stop = max(first - item.start, 0), min(last - item.start, item.numel)
+        return (start, stop) if start < stop else (0, 0)
+
+    def is_whole(self, item: ParamRange) -> bool:
+        """Whether one rank's shard has all of a parameter."""
+        ranks = range(len(self.bounds) - 1)
+        return any(self.fragment(item, rank) == (0, item.numel) for rank in ranks)
+
+
+def aligned(numel: int) -> int:
+    """``numel`` rounded up to a multiple of :data:`ALIGNMENT`."""
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+def plan_flat(sizes: Sequence[int], ranks: int, bucket_size: int | None = None) -> list[BucketPlan]:
+    """Buckets whose shards may begin and end anywhere in a parameter.
+
+    Parameters are taken from the last to the first, because backward produces their gradients in
+    that order.
+
+    Args:
+        sizes: elements of each parameter. One without elements lies in no bucket.
+        ranks: how many ranks share the buckets.
+        bucket_size: a bucket is closed as soon as it holds so many elements; None makes one bucket.
+
+    Raises:
+        ValueError: ``ranks`` or ``bucket_size`` is less than 1.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks}: must be at least 1")
+    if bucket_size is not None and bucket_size < 1:
+        raise ValueError(f"bucket_size={bucket_size}: must be at least 1 element")
+    buckets: list[BucketPlan] = []
+    placed: list[ParamRange] = []
+    filled = 0
+    present = [index for index in reversed(range(len(sizes))) if sizes[index]]
+    for index in present:
+        placed.append(ParamRange(index, filled, sizes[index]))
+        filled += aligned(sizes[index])
+        if index == present[-1] or (bucket_size is not None and filled >= bucket_size):
+            buckets.append(BucketPlan.even(placed, aligned(-(-filled // ranks)), ranks))
+            placed, filled = [], 0
+    return buckets
+
+
+def plan_whole(sizes: Sequence[int], ranks: int) -> list[BucketPlan]:
+    """One bucket in which every parameter lies in a single shard, for rules that need whole
+    matrices.
+
+    The largest parameter left goes to the rank that holds least (Graham's LPT rule: the fullest
+    shard is at most 4/3 of the best possible). Shards are as large as what is in them: one of an
+    embedding beside those of small layers costs the others nothing.
+
+    Args:
+        sizes: elements of each parameter. One without elements lies in no shard.
+        ranks: how many ranks share the bucket.
+    """
+    loads, members = [0] * ranks, [[0] * 0 for _ in range(ranks)]
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        if sizes[index]:
+            rank = min(range(ranks), key=lambda rank: (loads[rank], rank))
+            loads[rank] += aligned(sizes[index])
+            members[rank].append(index)
+    placed = []
+    bounds = (0, *itertools.accumulate(loads))
+    for start, indices in zip(bounds, members, strict=False):
+        for index in sorted(indices, reverse=True):
+            placed.append(ParamRange(index, start, sizes[index]))
+            start += aligned(sizes[index])
+    return [BucketPlan(tuple(placed), bounds)] if placed else []
 
 
 @dataclass(slots=True)
@@ -97,12 +217,9 @@ class Bucket:
 
     def owned_grad(self, entry: Entry) -> Tensor:
         """The owned elements of one parameter's reduced gradient, 1-D."""
-        first = (
-            entry.placed.start + entry.start - self.plan.owned(self.rank)[0]
-            if entry.stop > entry.start
-            else 0
-        )
-        return self.owned_grads[first : first + entry.stop - entry.start]
+        count = entry.stop - entry.start
+        first = entry.placed.start + entry.start - self.plan.owned(self.rank)[0] if count else 0
+        return self.owned_grads[first : first + count]
 
     def adopt(self, entry: Entry, param: Tensor) -> None:
         """Take a tensor's values, and make it look into the bucket.
@@ -110,11 +227,8 @@ class Bucket:
         Raises:
             ValueError: it does not fit the place.
         """
-        if (
-            param.shape != entry.data.shape
-            or param.dtype != entry.data.dtype
-            or param.device != entry.data.device
-        ):
+        wanted = entry.data.shape, entry.data.dtype, entry.data.device
+        if (param.shape, param.dtype, param.device) != wanted:
             raise ValueError(
                 f"{entry.name} was replaced by a tensor of {tuple(param.shape)}, {param.dtype}, "
                 f"{param.device}; its place in the bucket is for {tuple(entry.data.shape)}, "
@@ -147,8 +261,8 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
         if is_quantized(param):
             raise ValueError(
                 f"{name} is a {type(param).__name__} of {param.dtype}: buffers hold 16 and 32 "
-                "bits; "
-                "keep it in bfloat16, or build the optimizer with use_distributed_optimizer=False"
+                "bits; keep it in bfloat16, or build the optimizer with "
+                "use_distributed_optimizer=False"
             )
         if not param.is_contiguous():
             raise ValueError(
@@ -188,10 +302,7 @@ def make_buckets(
 
 @in_own_modes
 def _filled(
-    plan: BucketPlan,
-    named: Sequence[tuple[str, Tensor]],
-    rank: int,
-    config: OptimizerConfig,
+    plan: BucketPlan, named: Sequence[tuple[str, Tensor]], rank: int, config: OptimizerConfig
 ) -> Bucket:
     _, like = named[plan.placed[0].param]
     dtype = torch.float32 if config.grad_reduce_in_fp32 else like.dtype

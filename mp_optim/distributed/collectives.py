@@ -13,7 +13,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,17 +31,7 @@ _reduce_scatter: Callable[..., Any] = (
 )
 
 
-class Reduction(Protocol):
-    """A reduction under way."""
-
-    def wait(self) -> None:
-        """Return when the owned shard is complete (on an accelerator: for work queued from now
-        on)."""
-
-
-def uses_exchange(
-    group: ProcessGroup, device: torch.device, fp32_accumulation: bool
-) -> bool:
+def uses_exchange(group: ProcessGroup, device: torch.device, fp32_accumulation: bool) -> bool:
     """Whether gradients on a device are exchanged and added here, rather than by the backend."""
     return fp32_accumulation or group._get_backend(device).name() != "nccl"
 
@@ -66,7 +56,7 @@ def start_reduction(
         exchange: which way.
         add: add to what is in ``owned`` instead of replacing it.
     """
-    kind: type[_Started] = _Collective if _are_even(bounds) else _ToOwners
+    kind: type[Reduction] = _Collective if _are_even(bounds) else _ToOwners
     if exchange or group.size() == 1:
         kind = _Exchange
     return kind(grads, owned, group, bounds, divisor, add)
@@ -81,21 +71,9 @@ _PADDING = 1.25
 rounds."""
 
 
-def _fullest(bounds: Sequence[int]) -> int:
-    """Elements of the largest shard."""
-    return max(last - first for first, last in itertools.pairwise(bounds))
-
-
-def _piece(bounds: Sequence[int]) -> int:
-    """Elements of a shard that are exchanged in one round. The owner of a large one receives it
-    from every rank: in one round, that would take as much memory as so many whole buckets."""
-    ranks, numel, fullest = len(bounds) - 1, bounds[-1], _fullest(bounds)
-    return fullest if fullest * ranks <= _PADDING * numel else -(-numel // (2 * ranks))
-
-
 @dataclass
-class _Started(ABC):
-    """A reduction of a bucket, by the arguments of :func:`start_reduction`."""
+class Reduction(ABC):
+    """A reduction of a bucket under way, by the arguments of :func:`start_reduction`."""
 
     grads: Tensor
     owned: Tensor
@@ -106,7 +84,8 @@ class _Started(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """See :class:`Reduction`."""
+        """Return when the owned shard is complete (on an accelerator: for work queued from now
+        on)."""
 
     def _divided(self) -> Any:
         """The backend's operation; where it does not divide, the gradients are divided already."""
@@ -118,67 +97,70 @@ class _Started(ABC):
 
 
 @dataclass
-class _Exchange(_Started):
-    piece: int = 0
+class _Exchange(Reduction):
+    """Each rank sends the others their shards.
+
+    Attributes:
+        fullest: elements of the largest shard.
+        piece: elements of a shard that are exchanged in one round. The owner of a large one
+            receives it from every rank: in one round, that would take as much memory as so many
+            whole buckets.
+    """
+
     received: Tensor | None = None
     sent: Tensor | None = None
     work: Any = None
+    fullest: int = field(init=False)
+    piece: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.piece = max(1, _piece(self.bounds))
-        if self.group.size() > 1:
+        ranks, numel = self.group.size(), self.bounds[-1]
+        self.fullest = max(last - first for first, last in itertools.pairwise(self.bounds))
+        is_even = self.fullest * ranks <= _PADDING * numel
+        self.piece = max(1, self.fullest if is_even else -(-numel // (2 * ranks)))
+        if ranks > 1:
             self._start(0)
 
-    def _parts(self, start: int) -> list[tuple[int, int]]:
-        """What goes to each rank in the round that begins at ``start`` of every shard."""
-        return [
+    def _start(self, start: int) -> None:
+        """Begin the round of what lies at ``start`` and on in every shard."""
+        ranks, width = self.group.size(), self.grads.element_size()
+        parts = [
             (min(first + start, last), min(first + start + self.piece, last))
             for first, last in itertools.pairwise(self.bounds)
         ]
-
-    def _start(self, start: int) -> None:
-        parts, width = self._parts(start), self.grads.element_size()
-        self.sent = (
-            self.grads
-            if self.piece >= _fullest(self.bounds)
-            else torch.cat([self.grads[a:b] for a, b in parts])
-        )
-        start, stop = parts[self.group.rank()]
-        count = stop - start
-        self.received = self.grads.new_empty(count * self.group.size())
-        even = len({b - a for a, b in parts}) == 1
+        self.sent = self.grads
+        if self.piece < self.fullest:
+            self.sent = torch.cat([self.grads[a:b] for a, b in parts])
+        counts = [b - a for a, b in parts]
+        count, even = counts[self.group.rank()], len(set(counts)) == 1
+        self.received = self.grads.new_empty(count * ranks)
         self.work = dist.all_to_all_single(
             _bytes(self.received),
             _bytes(self.sent),
-            None if even else [count * width] * self.group.size(),
-            None if even else [(b - a) * width for a, b in parts],
+            None if even else [count * width] * ranks,
+            None if even else [of_rank * width for of_rank in counts],
             group=self.group,
             async_op=True,
         )
 
     def wait(self) -> None:
-        for start in range(0, max(1, _fullest(self.bounds)), self.piece):
+        for start in range(0, max(1, self.fullest), self.piece):
             if start:
                 self._start(start)
             if self.work is not None:
                 wait_for(self.work, self.group, self.grads.device)
-            self._add_up(start)
-
-    def _add_up(self, start: int) -> None:
-        """The owned part of a round, in the order of ranks."""
-        received = self.grads if self.received is None else self.received
-        ranks = self.group.size()
-        rows = received.view(ranks, received.numel() // ranks)
-        total = rows[0].to(torch.float32, copy=True)
-        for row in rows[1:]:
-            total += row
-        self.received = self.sent = None
-        owned = self.owned[start : start + len(total)]
-        finish_sum(total, owned, self.divisor, self.add)
+            received = self.grads if self.received is None else self.received
+            ranks = self.group.size()
+            rows = received.view(ranks, received.numel() // ranks)
+            total = rows[0].to(torch.float32, copy=True)
+            for row in rows[1:]:  # in the order of ranks
+                total += row
+            self.received = self.sent = None
+            finish_sum(total, self.owned[start : start + len(total)], self.divisor, self.add)
 
 
 @dataclass
-class _ToOwners(_Started):
+class _ToOwners(Reduction):
     """The backend's reductions, one for each rank's shard: what there is for shards of different
     sizes."""
 
@@ -209,16 +191,16 @@ class _ToOwners(_Started):
 
 
 @dataclass
-class _Collective(_Started):
+class _Collective(Reduction):
+    """The backend's reduce-scatter."""
+
     result: Tensor | None = None
     work: Any = None
 
     def __post_init__(self) -> None:
         self.result = torch.empty_like(self.owned) if self.add else self.owned
         op = self._divided()
-        self.work = _reduce_scatter(
-            self.result, self.grads, op=op, group=self.group, async_op=True
-        )
+        self.work = _reduce_scatter(self.result, self.grads, op=op, group=self.group, async_op=True)
 
     def wait(self) -> None:
         wait_for(self.work, self.group, self.grads.device)
@@ -259,15 +241,11 @@ def all_gather(flat: Tensor, bounds: Sequence[int], group: ProcessGroup) -> list
     if group.size() == 1:
         return []
     data, width = _bytes(flat), flat.element_size()
-    parts = [
-        data[first * width : last * width] for first, last in itertools.pairwise(bounds)
-    ]
+    parts = [data[first * width : last * width] for first, last in itertools.pairwise(bounds)]
     if _are_even(bounds):
         return [_gather_into(data, parts[group.rank()], group=group, async_op=True)]
     return [
-        dist.broadcast(
-            part, src=dist.get_global_rank(group, rank), group=group, async_op=True
-        )
+        dist.broadcast(part, src=dist.get_global_rank(group, rank), group=group, async_op=True)
         for rank, part in enumerate(parts)
         if len(part)
     ]

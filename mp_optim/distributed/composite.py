@@ -1,5 +1,10 @@
-"""CompositeOptimizer: several optimizers as one. What is asked about a slot is asked of the part
-that has it; what is asked about all is asked of all."""
+"""Several optimizers as one. What is asked about a slot is asked of the part that has it; what is
+asked about all is asked of all.
+
+:class:`ChainedOptimizer` is the dense and the expert part of a MoE. The parts share one gradient
+norm, one verdict and one loss scale, so a step either happens for all parameters or for none, and
+no part can drift to a scale of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import contextlib
 import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,6 +20,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.distributed.grad_reducer import GradReducer, reduce_in_one_order
+from mp_optim.distributed.transport import Reducer
 from mp_optim.precision import MegatronGradScaler, MegatronOptimizer, Verdict
 from mp_optim.precision.description import Description, DescriptionRow
 from mp_optim.precision.device_verdict import DeviceVerdict
@@ -21,9 +29,9 @@ from mp_optim.precision.graph_step import graph_metrics, graph_notes
 from mp_optim.precision.measure import NormKey
 from mp_optim.precision.settings_agreement import SettingsAlike
 from mp_optim.precision.step_grads import GradsOfParts, StepGrads
-from mp_optim.slots import Slot
+from mp_optim.slots import Slot, iter_slots
+from mp_optim.slots.executor import Mode
 from mp_optim.slots.interrupted_step import StepMark
-from mp_optim.slots.keyed_optimizer import Mode
 from mp_optim.slots.slot_state import SlotState
 
 _SUMMED = (
@@ -67,6 +75,11 @@ class CompositeOptimizer(MegatronOptimizer):
         """The part that has a slot, and which of that part's slots it is."""
 
     @property
+    def grad_reducer(self) -> Reducer | None:
+        """What reduces the gradients, of one that shares them out itself."""
+        return None
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The inner optimizer, if there is only one part.
 
@@ -104,19 +117,17 @@ class CompositeOptimizer(MegatronOptimizer):
     # -- asked about some slots, or all -----------------------------------------------------------
 
     def follow_model(self, slot: Slot | None = None) -> None:
-        for part, part_slot in _located(self, slot):
+        for part, part_slot in self._located(slot):
             part.follow_model(part_slot)
 
     def make_current(self, slot: Slot | None = None) -> None:
-        for part, part_slot in _located(self, slot):
+        for part, part_slot in self._located(slot):
             part.make_current(part_slot)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         located = [self.locate(slot) for slot in slots]
         for part in self.parts:
-            part.allocate_state(
-                [part_slot for owner, part_slot in located if owner is part]
-            )
+            part.allocate_state([part_slot for owner, part_slot in located if owner is part])
 
     # -- asked of all parts -----------------------------------------------------------------------
 
@@ -129,9 +140,7 @@ class CompositeOptimizer(MegatronOptimizer):
             part.record(verdict)
 
     def verdict_device(self) -> torch.device | None:
-        devices = {
-            part.verdict_device() for part in self.parts if not part.is_stub_optimizer
-        }
+        devices = {part.verdict_device() for part in self.parts if not part.is_stub_optimizer}
         return devices.pop() if len(devices) == 1 else None
 
     def settings_alike(self) -> list[SettingsAlike]:
@@ -177,9 +186,11 @@ class CompositeOptimizer(MegatronOptimizer):
         with self.step_mark.step(self):
             self.finish_param_sync()
             self.make_current()
+            self.share_settings()
             self.step_mark.touch()
             for part in self.parts:
                 part.switch_mode(mode)
+            self.share_settings()
         self.averages.share()
 
     def use_mark(self, mark: StepMark) -> None:
@@ -250,11 +261,94 @@ class CompositeOptimizer(MegatronOptimizer):
         own = {**graph_metrics(self.graphed), **self.health.metrics()}
         return {**metrics[0], **totals, **own}
 
+    def _located(self, slot: Slot | None) -> Sequence[tuple[MegatronOptimizer, Slot | None]]:
+        """The part that has a slot, and which it is there; all parts for None."""
+        return [(part, None) for part in self.parts] if slot is None else [self.locate(slot)]
 
-def _located(
-    composite: CompositeOptimizer, slot: Slot | None
-) -> Sequence[tuple[MegatronOptimizer, Slot | None]]:
-    """The part that has a slot, and which it is there; all parts for None."""
-    if slot is not None:
-        return [composite.locate(slot)]
-    return [(part, None) for part in composite.parts]
+
+class ChainedOptimizer(CompositeOptimizer):
+    """Several :class:`MegatronOptimizer` that step together.
+
+    ``param_groups`` are the parts' own dicts, one after the other: a change here is a change there.
+
+    Args:
+        chained_optimizers: at least one, all built with equal configs. The first one's loss scaler
+            becomes the scaler of all.
+
+    Raises:
+        ValueError: no parts, or parts whose configs differ.
+    """
+
+    def __init__(self, chained_optimizers: Sequence[MegatronOptimizer]) -> None:
+        if not chained_optimizers:
+            raise ValueError("chained_optimizers is empty; pass at least one optimizer")
+        first = chained_optimizers[0]
+        if any(part.config != first.config for part in chained_optimizers):
+            raise ValueError(
+                "the chained optimizers' configs differ; build all parts with one OptimizerConfig"
+            )
+        groups = [group for part in chained_optimizers for group in part.param_groups]
+        super().__init__(groups, dict(first.defaults), first.config, first.grad_scaler)
+        self.take_parts(chained_optimizers)
+        composites = [part for part in self.parts if isinstance(part, CompositeOptimizer)]
+        reducers = [part.grad_reducer for part in composites]
+        ours = [reducer for reducer in reducers if isinstance(reducer, GradReducer)]
+        if len(ours) > 1:  # the same order on all ranks
+            again = self.config.data_parallel_sharding_strategy == "optim_grads"
+            reduce_in_one_order(ours, again=again)
+
+    @property
+    def chained_optimizers(self) -> list[MegatronOptimizer]:
+        return self.parts
+
+    def locate(self, slot: Slot) -> tuple[MegatronOptimizer, Slot]:
+        index = slot.group
+        for part in self.parts:
+            if index < len(part.param_groups):
+                return part, Slot(index, slot.position)
+            index -= len(part.param_groups)
+        raise IndexError(f"{slot} is not in the chain")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the last part of its kind (``is_expert_parallel`` or not).
+
+        Raises:
+            ValueError: a parameter is in some part already, naming it.
+        """
+        if not self.parts:  # torch's constructor is adding the parts' own groups
+            self.param_groups.append(param_group)
+            self.lists_are_known()
+            return
+        given = param_group["params"]
+        params = [given] if isinstance(given, Tensor) else list(given)
+        self._refuse_known(params)
+        kind = bool(param_group.get("is_expert_parallel", False))
+        alike = []
+        for part in self.parts:
+            kinds = [group.get("is_expert_parallel", False) for group in part.param_groups]
+            if any(kinds) == kind:
+                alike.append(part)
+        (alike or self.parts)[-1].add_param_group({**param_group, "params": params})
+        self.param_groups[:] = [group for part in self.parts for group in part.param_groups]
+        self.lists_are_known()
+
+    def _refuse_known(self, params: Sequence[Any]) -> None:
+        """Each part looks at its own groups alone."""
+        added = {id(param[1] if isinstance(param, tuple) else param) for param in params}
+        for slot, param in iter_slots(self.param_groups):
+            if id(param) in added:
+                raise ValueError(
+                    f"add_param_group: {self.slot_name(slot)} is in param group {slot.group} "
+                    "already; give a group only parameters that are in none"
+                )
+
+    def check_lists(self) -> None:
+        """Also give the parts groups that were put in the place of theirs here."""
+        super().check_lists()
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups[:] = islice(groups, len(part.param_groups))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)

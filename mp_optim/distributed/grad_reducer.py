@@ -2,32 +2,36 @@
 owns them.
 
 A parameter's hook moves its gradient into its bucket. When all of a bucket's have arrived, the
-bucket is reduced, in the order of buckets, which all ranks share: while backward goes on
-(``overlap``, ZeRO-2), or at the step.
+bucket is reduced: while backward goes on (``overlap``, ZeRO-2), or at the step.
+
+All reductions of a process have one order, whichever part of the optimizer they belong to. Parts
+(dense parameters, experts) often share a communicator, where the n-th collective of one rank meets
+the n-th of another; and where they do not, communicators that share a device may wait for each
+other if ranks launch in different orders (NCCL). Which gradients a rank has must therefore not
+decide what is launched first.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.distributed.buckets import Bucket, Entry
-from mp_optim.distributed.collectives import (
-    Reduction,
-    all_gather,
-    start_reduction,
-    uses_exchange,
-)
-from mp_optim.distributed.reduction_order import LaunchOrder
-from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.distributed.collectives import Reduction, all_gather, start_reduction, uses_exchange
+from mp_optim.process.calls import in_own_modes
+from mp_optim.ranks.agreement import check_agreement
 from mp_optim.ranks.missing_ranks import wait_for_all
 from mp_optim.slots.param_attributes import (
     adds_to_main_grad,
@@ -36,6 +40,9 @@ from mp_optim.slots.param_attributes import (
     set_reducer,
 )
 
+_IN_FLIGHT = 2
+"""Buckets whose reduction may be under way while their gradients are not kept, which is the memory
+that ZeRO-2 takes, or while their completion is to be told during backward."""
 _marks = itertools.count(1)
 
 
@@ -55,6 +62,7 @@ class GradReducer:
             backward, which then has at most two reductions under way.
         order: of the reductions; perhaps with those of other reducers.
         rounds: how many passes were reduced since :meth:`zero`.
+        arrived: of each bucket, the parameters whose gradient has arrived in this backward.
     """
 
     order: LaunchOrder
@@ -78,14 +86,14 @@ class GradReducer:
         self._in_backward = config.overlap_grad_reduce or not self._keeps_grads
         self._guard, self._check_use = guard, check_use
         self.on_reduced: Callable[[int], None] | None = None
-        self._arrived: list[set[int]] = [set() for _ in buckets]  # in this backward
+        self.arrived: list[set[int]] = [set() for _ in buckets]
         self._waiting = [False] * len(buckets)  # has gradients that were not reduced
         self._reduced = [False] * len(buckets)
         self._complete = False
         self.first_used, self.synchronizes, self.rounds = first_used, True, 0
         LaunchOrder([self], again=not self._keeps_grads)
         self.has_gradients = False
-        self.bytes_reduced = self.bytes_gathered = 0
+        self.bytes_reduced = self.grad_bytes_gathered = 0
         for index, bucket in enumerate(buckets):
             for entry in bucket.entries:
                 self.watch(index, entry)
@@ -111,19 +119,13 @@ class GradReducer:
     @in_own_modes
     def _arrive(self, index: int, entry: Entry) -> None:
         self._check_use(entry)
-        self.collect(index, entry)
-        if not self._in_backward or not self.synchronizes:
-            return
-        self.order.arrives()
-        self._arrived[index].add(entry.placed.param)
-        self.order.advance()
+        self._collect(index, entry)
+        if self._in_backward and self.synchronizes:
+            self.order.begin_backward()
+            self.arrived[index].add(entry.placed.param)
+            self.order.advance()
 
-    def begin_backward(self) -> None:
-        """No gradient of this backward pass has arrived yet."""
-        for arrived in self._arrived:
-            arrived.clear()
-
-    def collect(self, index: int, entry: Entry) -> None:
+    def _collect(self, index: int, entry: Entry) -> None:
         """Move a parameter's ``grad`` into its bucket.
 
         Raises:
@@ -150,29 +152,30 @@ class GradReducer:
         entry.param.grad = None
         self._waiting[index] = True
 
-    def is_full(self, index: int) -> bool:
-        """Whether all gradients of a bucket have arrived in this backward."""
-        return len(self._arrived[index]) == len(self.buckets[index].entries)
-
-    def is_due(self, index: int) -> bool:
-        """Whether a bucket may be reduced now: those that keep their gradients are, once a step."""
-        return not (self._keeps_grads and self._reduced[index])
-
-    @property
-    def _announces(self) -> bool:
-        """Whether complete shards are told of; where all is gathered, they are no whole."""
-        return self.on_reduced is not None and not self._replicates
+    def collect_all(self) -> bool:
+        """Take in gradients that no hook saw, because the caller put them into ``grad``.
+        Returns whether anything is left to reduce."""
+        for index, bucket in enumerate(self.buckets):
+            for entry in bucket.entries:
+                if entry.param.grad is not None:
+                    self._collect(index, entry)
+        return not all(self._reduced) or any(self._waiting)
 
     # -- reducing -------------------------------------------------------------------------------
 
     @in_own_modes
     def launch(self, index: int) -> None:
-        """Start to reduce a bucket, with whatever gradients it has."""
+        """Start to reduce a bucket, with whatever gradients it has; one that keeps its gradients
+        once a step."""
+        if self._keeps_grads and self._reduced[index]:
+            return
         bucket, config = self.buckets[index], self._config
         in_fp32 = config.reduce_scatter_with_fp32_accumulation
         exchange = uses_exchange(self.group, bucket.params.device, in_fp32)
-        if exchange or not self._keeps_grads or self._announces:
-            self.order.make_room()
+        # where all is gathered, complete shards are no whole, and nobody is told
+        announces = self.on_reduced is not None and not self._replicates
+        if exchange or not self._keeps_grads or announces:
+            self.order.wait(leave=_IN_FLIGHT - 1)
         grads = bucket.local_grads()
         self.bytes_reduced += grads.nbytes
         with self._guard(f"reducing the gradients of {_named(bucket)}"):
@@ -190,21 +193,16 @@ class GradReducer:
         self._reduced[index], self._waiting[index] = True, False
         self._complete = False
         self.rounds += index == 0
-        self.order.started(self, index, work)
+        self.order.under_way.append((self, index, work))
         if not config.overlap_grad_reduce:
-            self.order.wait_for_one()
+            self.order.wait(leave=len(self.order.under_way) - 1)
 
     @in_own_modes
-    def wait_for(self, index: int, work: Reduction) -> None:
-        """Wait for a reduction that was started."""
+    def complete(self, index: int, work: Reduction, *, is_wanted: bool = True) -> None:
+        """Wait for a reduction that was started, and tell of it if its gradients are wanted."""
         with self._guard(f"reducing the gradients of {_named(self.buckets[index])}"):
             work.wait()
-
-    @in_own_modes
-    def complete(self, index: int, work: Reduction) -> None:
-        """Wait for a reduction that was started, and tell who wants to know."""
-        self.wait_for(index, work)
-        if self._announces and self.on_reduced is not None:
+        if is_wanted and self.on_reduced is not None and not self._replicates:
             self.on_reduced(index)
 
     @in_own_modes
@@ -214,25 +212,12 @@ class GradReducer:
         share the order."""
         self.order.finish()
         if self._replicates and not self._complete:
-            self._gather()
+            for bucket in self.buckets:
+                self.grad_bytes_gathered += bucket.local_grads().nbytes
+                with self._guard(f"gathering the gradients of {_named(bucket)}"):
+                    works = all_gather(bucket.local_grads(), bucket.plan.bounds, self.group)
+                    wait_for_all(works, self.group, bucket.params.device)
         self._complete = True
-
-    def _gather(self) -> None:
-        for bucket in self.buckets:
-            self.bytes_gathered += bucket.local_grads().nbytes
-            with self._guard(f"gathering the gradients of {_named(bucket)}"):
-                works = all_gather(bucket.local_grads(), bucket.plan.bounds, self.group)
-                wait_for_all(works, self.group, bucket.params.device)
-
-    @in_own_modes
-    def collect_all(self) -> bool:
-        """Take in gradients that no hook saw, because the caller put them into ``grad``.
-        Returns whether anything is left to reduce."""
-        for index, bucket in enumerate(self.buckets):
-            for entry in bucket.entries:
-                if entry.param.grad is not None:
-                    self.collect(index, entry)
-        return not all(self._reduced) or any(self._waiting)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -257,9 +242,114 @@ class GradReducer:
             for entry in bucket.entries:
                 entry.param.grad = None
         self._complete, self.rounds, self.has_gradients = False, 0, False
-        self.bytes_reduced = self.bytes_gathered = 0
+        self.bytes_reduced = self.grad_bytes_gathered = 0
 
 
 def _named(bucket: Bucket) -> str:
     first, last = bucket.entries[0].name, bucket.entries[-1].name
     return f"the bucket from {first} to {last}"
+
+
+class LaunchOrder:
+    """The order in which the buckets of some reducers are reduced: that which backward completes
+    first comes first.
+
+    Args:
+        members: each with its buckets' places in the model, the same on all ranks.
+        again: whether buckets are reduced after every backward pass, rather than once a step.
+
+    Attributes:
+        arrivals: held by the thread in which a gradient arrives; backward has one for each device
+            that has parameters, and one for the CPU.
+        sequence: numbers of a member and of one of its buckets, turn by turn.
+        under_way: reductions that were launched and not waited for, with their reducers.
+    """
+
+    def __init__(self, members: Sequence[GradReducer], again: bool) -> None:
+        places = [
+            (-place, part, index)
+            for part, member in enumerate(members)
+            for index, place in enumerate(member.first_used)
+        ]
+        self._members, self._again = tuple(members), again
+        self.arrivals = threading.Lock()
+        self.sequence = [(part, index) for _, part, index in sorted(places)]
+        self.under_way: deque[tuple[GradReducer, int, Reduction]] = deque()
+        self._next = 0
+        self._in_backward = False
+        for member in members:
+            member.order = self
+
+    def begin_backward(self) -> None:
+        """A gradient arrives in backward: if it is the first one, no other has yet."""
+        if not self._in_backward:
+            self._in_backward = True
+            for member in self._members:
+                for arrived in member.arrived:
+                    arrived.clear()
+            Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def advance(self) -> None:
+        """Reduce what is full, up to the first bucket that is not."""
+        if not all(member.synchronizes for member in self._members):
+            return
+        while self._next < len(self.sequence):
+            part, index = self.sequence[self._next]
+            member = self._members[part]
+            if len(member.arrived[index]) < len(member.buckets[index].entries):
+                return
+            member.launch(index)
+            self._next += 1
+
+    def _end_of_backward(self) -> None:
+        """Reduce what is left, with zeros for parameters that this rank did not use: others may."""
+        self._in_backward = False
+        if all(member.synchronizes for member in self._members):
+            self._launch_rest()
+
+    def _launch_rest(self) -> None:
+        while self._next < len(self.sequence):
+            part, index = self.sequence[self._next]
+            self._members[part].launch(index)
+            self._next += 1
+        if self._again:  # another backward may follow, and add to what is owned
+            self._next = 0
+
+    def finish(self) -> None:
+        """Reduce what has not been reduced, and wait. Collective."""
+        left = [member.collect_all() for member in self._members]
+        if any(left):
+            self._launch_rest()
+        self.wait()
+
+    def restart(self) -> None:
+        """The next gradients are another step's. Waits for what is under way, and tells nobody: a
+        gradient that is about to be cleared is not to be worked on."""
+        while self.under_way:
+            member, index, work = self.under_way.popleft()
+            member.complete(index, work, is_wanted=False)
+        self._next, self._in_backward = 0, False
+
+    def wait(self, leave: int = 0) -> None:
+        """Wait for the oldest reductions until so many are left under way."""
+        while len(self.under_way) > leave:
+            member, index, work = self.under_way.popleft()
+            member.complete(index, work)
+
+
+def reduce_in_one_order(members: Sequence[GradReducer], again: bool) -> None:
+    """Let reducers share an order. Collective, of all their ranks.
+
+    Raises:
+        ValueError: ranks would take turns differently, naming them.
+    """
+    turns = [f"part {part}" for part, _ in LaunchOrder(members, again).sequence]
+    groups = list(dict.fromkeys(member.group for member in members))
+    ranks = [set(dist.get_process_group_ranks(group)) for group in groups]
+    for group, members_of in zip(groups, ranks, strict=True):
+        # Ranks of a group inside all others see the same parts; those outside may have other
+        # parts of their own between the common ones.
+        inside = all(members_of <= other for other in ranks)
+        if group.size() > 1 and (inside or not any(all(a <= b for b in ranks) for a in ranks)):
+            host, what = torch.device("cpu"), "the order in which gradients are reduced"
+            check_agreement((group,), turns, host, f"comparing {what}", what)

@@ -17,25 +17,30 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.distributed import statements
 from mp_optim.distributed.composite import CompositeOptimizer
-from mp_optim.distributed.param_shards import ShardState
-from mp_optim.distributed.sharded_params import ShardedParams, in_forward_order
+from mp_optim.distributed.sharded_params import ShardedParams, ShardState, in_forward_order
 from mp_optim.distributed.transport import Reducer
 from mp_optim.precision import MegatronGradScaler, MegatronOptimizer, Verdict
 from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.measure import Measurement, NormKey
+from mp_optim.precision.settings_agreement import of_config, of_groups
 from mp_optim.precision.step_grads import GradsOfParts, StepGrads
 from mp_optim.precision.wrapped_optimizer import WrappedOptimizer
-from mp_optim.process.torch_modes import in_own_modes
-from mp_optim.ranks.agreement import check_agreement
+from mp_optim.process.calls import in_own_modes
+from mp_optim.ranks.agreement import ProcessGroups, check_agreement
 from mp_optim.ranks.missing_ranks import learn_addresses, naming_missing_ranks
-from mp_optim.ranks.process_groups import ProcessGroups
-from mp_optim.slots import Slot, group_settings, param_at, with_names
+from mp_optim.slots import (
+    ParamGroups,
+    Slot,
+    group_settings,
+    iter_slots,
+    param_at,
+    slot_name,
+    with_names,
+)
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
-from mp_optim.slots.param_attributes import main_param_of, set_main_param
-from mp_optim.slots.slot_state import SlotState
-from mp_optim.slots.state_keys import MASTER
+from mp_optim.slots.param_attributes import main_param_of, norm_attributes, set_main_param
+from mp_optim.slots.slot_state import MASTER, SlotState
 
 Build = Callable[[list[dict[str, Any]]], WrappedOptimizer]
 
@@ -48,7 +53,7 @@ class DistributedOptimizer(CompositeOptimizer):
     zero it alike. They start from the first one's parameters.
 
     ``state`` and ``state_dict`` show what this rank owns, as flat shards of the natural shape
-    (:class:`~mp_optim.checkpoint.flat.FlatShard`), or plain tensors where every rank has
+    (:class:`~mp_optim.checkpoint.shards.FlatShard`), or plain tensors where every rank has
     everything. Gradients of parameters that no rank used are zeros.
 
     Args:
@@ -89,13 +94,9 @@ class DistributedOptimizer(CompositeOptimizer):
         self.process_groups = process_groups
         self._group: ProcessGroup = process_groups.dp
         self._guard = naming_missing_ranks(self._group)
-        super().__init__(
-            [with_names(group) for group in param_groups], {}, config, grad_scaler
-        )
-        in_forward = [
-            slot for _, slot, _ in in_forward_order(self.param_groups, model_chunks)
-        ]
-        lines = statements.of_construction(config, self.param_groups, in_forward)
+        super().__init__([with_names(group) for group in param_groups], {}, config, grad_scaler)
+        in_forward = [slot for _, slot, _ in in_forward_order(self.param_groups, model_chunks)]
+        lines = _of_construction(config, self.param_groups, in_forward)
         doing = "comparing the ranks' models and configs"
         check_agreement((self._group,), lines, self.device, doing, _OURS)
         learn_addresses(self._group)
@@ -109,7 +110,7 @@ class DistributedOptimizer(CompositeOptimizer):
         # a listener makes backward wait for earlier reductions
         if self.early_work.hosts:
             self.grad_reducer.on_reduced = lambda bucket: self.shards.gradients_ready(
-                self._model.tensors_in(bucket)
+                self._model.tensors[bucket]
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -125,8 +126,8 @@ class DistributedOptimizer(CompositeOptimizer):
             )
         super().add_param_group(param_group)
 
-    def optimizers_below(self) -> Sequence[SlotKeyedOptimizer]:
-        return self.parts
+    def settings_below(self) -> Sequence[ParamGroups]:
+        return [self.shards.param_groups, *self.shards.settings_below()]
 
     def share_settings(self) -> None:
         SlotKeyedOptimizer.share_settings(self)  # the shards have groups of their own
@@ -145,7 +146,8 @@ class DistributedOptimizer(CompositeOptimizer):
     def no_sync(self) -> Iterator[None]:
         """Backward passes in here add up this rank's own gradients and reduce nothing; for all but
         the last of a step. With ``optim_grads`` the buckets are kept whole until the next
-        reduction."""
+        reduction; passes outside of here are reduced each, so that every rank has to have a
+        gradient in each of them."""
         with self.grad_reducer.no_sync():
             yield
 
@@ -169,7 +171,7 @@ class DistributedOptimizer(CompositeOptimizer):
         trained = self._model.hand_out_grads()
         step, rounds = self.counts.steps + 1, self.grad_reducer.rounds
         groups, frozen = self.param_groups, self._model.frozen
-        lines = statements.of_step(groups, step, rounds, frozen)
+        lines = _of_step(groups, step, rounds, frozen)
         doing = "comparing hyperparameters"
         check_agreement((self._group,), lines, self.device, doing, _OURS)
         self.share_settings()
@@ -204,9 +206,7 @@ class DistributedOptimizer(CompositeOptimizer):
 
     def state_of(self, slot: Slot) -> SlotState:
         return ShardState(
-            super().state_of(slot),
-            self._model.shards[slot],
-            param_at(self.param_groups, slot),
+            super().state_of(slot), self._model.shards[slot], param_at(self.param_groups, slot)
         )
 
     def main_param(self, slot: Slot) -> Tensor:
@@ -264,7 +264,7 @@ class ReducedGrads(GradsOfParts):
         """Whether any came from a backward pass of this rank; the others are zeros."""
         return self._optimizer.grad_reducer.has_gradients
 
-    def sums(self) -> Measurement:
+    def sums(self, on_host: bool = False) -> Measurement:
         with self._optimizer._guard("agreeing on the gradient norm"):
             everything = self._model.steps_everything
             return self._owned_sums() if everything else super().sums()
@@ -292,13 +292,46 @@ class ReducedGrads(GradsOfParts):
         self._model.gather(not verdict.skip)
 
 
+def _of_construction(
+    config: OptimizerConfig, groups: ParamGroups, in_forward: Sequence[Slot]
+) -> list[str]:
+    """Config, parameters and settings.
+
+    Args:
+        in_forward: the trained ones, in the order in which forward is expected to use them.
+    """
+    lines = of_config(config)
+    for slot, param in iter_slots(groups):
+        marks = norm_attributes(param)
+        said = {name: str(mark) for name, mark in marks.items() if mark}
+        lines.append(
+            f"group {slot.group} position {slot.position}: {slot_name(groups, slot)} "
+            f"{tuple(param.shape)} {param.dtype} "
+            f"{'trained' if param.requires_grad else 'frozen'}{said or ''}"
+        )
+    for place, slot in enumerate(in_forward):
+        lines.append(f"place {place} in forward: {slot_name(groups, slot)}")
+    return lines + of_groups(groups)
+
+
+def _of_step(groups: ParamGroups, step: int, rounds: int, frozen: Sequence[Slot]) -> list[str]:
+    """What may differ from step to step.
+
+    Args:
+        step: its number. rounds: backward passes that were reduced for it.
+        frozen: parameters that were trained when the optimizer was built, and are not now.
+    """
+    names = (slot_name(groups, slot) for slot in frozen)
+    said = (f"{name} was frozen since the optimizer was built" for name in names)
+    passes = f"gradients of {rounds} backward passes reduced since zero_grad()"
+    return [*of_groups(groups), f"step {step}", *said, passes]
+
+
 def _show_settings(optimizer: DistributedOptimizer, sharded: bool) -> None:
     """Show the hyperparameters that the rule filled in, and the main params where Megatron does."""
     shards = optimizer.shards
     optimizer.defaults.update(shards.defaults)
-    for group, of_shards in zip(
-        optimizer.param_groups, shards.param_groups, strict=True
-    ):
+    for group, of_shards in zip(optimizer.param_groups, shards.param_groups, strict=True):
         for key, value in group_settings(of_shards).items():
             group.setdefault(key, value)
         for param, tensor in zip(group["params"], of_shards["params"], strict=True):

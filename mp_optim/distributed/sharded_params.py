@@ -1,18 +1,21 @@
-"""ShardedParams: the model's parameters in flat buckets, and what this rank owns of each."""
+"""The model's parameters in flat buckets, and what this rank owns of each: a plain tensor to step,
+and the form in which its state is shown and loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
+from mp_optim.checkpoint.shards import FlatShard
 from mp_optim.config import OptimizerConfig
-from mp_optim.config.rules import RULES
-from mp_optim.distributed.buckets import Bucket, Entry
-from mp_optim.distributed.param_shards import ParamShard, make_shard
+from mp_optim.config.rules import RULES, is_elementwise
+from mp_optim.distributed.buckets import ALIGNMENT, Entry
 from mp_optim.distributed.transport import make_transport
 from mp_optim.slots import (
     ParamGroups,
@@ -23,8 +26,150 @@ from mp_optim.slots import (
     same_memory,
     slot_name,
 )
-from mp_optim.slots.param_attributes import is_laid_out_whole, set_main_grad
+from mp_optim.slots.param_attributes import (
+    FlatRanges,
+    ShardInfo,
+    is_laid_out_whole,
+    norm_attributes,
+    partition_blocks,
+    partition_dim,
+    set_main_grad,
+    set_norm_attributes,
+    set_shard_info,
+)
 from mp_optim.slots.seen_params import SeenParams
+from mp_optim.slots.slot_state import LayeredState, SlotState, State, is_scale
+
+torch.serialization.add_safe_globals([FlatShard])
+
+
+@dataclass(frozen=True, slots=True)
+class ParamShard:
+    """The owned elements of one parameter.
+
+    Attributes:
+        name: FQN of the parameter. shape: its shape.
+        start, stop: owned elements, [start, stop) of the row-major flattened parameter.
+        tensor: these elements, a view of the bucket: 1-D, or where parameters stay whole, of the
+            parameter's shape if all of it is stepped here, and of no rows if nothing is.
+        grad: where their reduced gradient is; None if the parameter was frozen.
+        shown_whole: every rank steps all of the parameter, so state is shown as plain tensors of
+            its shape.
+    """
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+    tensor: Tensor
+    grad: Tensor | None
+    shown_whole: bool
+
+    def expose(self, key: str, value: Any) -> Any:
+        """A state tensor as a part of the whole parameter's; scalars and scales of blocks
+        unchanged."""
+        if self.shown_whole or key == "step" or not isinstance(value, Tensor):
+            return value
+        own = self.tensor
+        if not is_elementwise(key) or (value.numel(), value.dim()) != (own.numel(), own.dim()):
+            return value
+        return FlatShard(value.detach().reshape(-1), self.shape, self.start)
+
+    def localize(self, key: str, value: Any) -> Any:
+        """The owned part of a saved state tensor: of a shard of just these elements, or of the
+        whole parameter.
+
+        Raises:
+            ValueError: it is a shard of other elements.
+        """
+        if isinstance(value, FlatShard):
+            stop = value.start + value.local.numel()
+            if (value.start, stop, value.shape) != (self.start, self.stop, self.shape):
+                raise ValueError(
+                    f"{self.name}.{key}: saved elements [{value.start}, {stop}) of "
+                    f"{tuple(value.shape)}, this rank owns [{self.start}, {self.stop}) of "
+                    f"{tuple(self.shape)}; load other layouts with mp_optim.checkpoint"
+                )
+            return value.local.view(self.tensor.shape)
+        if key == "step" or not isinstance(value, Tensor) or not is_elementwise(key):
+            return value
+        if is_scale(key):
+            return self._local_scale(value)
+        if value.shape == self.shape and value.shape != self.tensor.shape:
+            return value.reshape(-1)[self.start : self.stop].view(self.tensor.shape)
+        return value
+
+    def _local_scale(self, scale: Tensor) -> Tensor:
+        """Of a scale for each element, or for each block of the whole parameter, the owned part."""
+        if scale.dim() > 1:
+            return scale.reshape(*self.tensor.shape, 1)
+        if scale.shape != (-(-self.shape.numel() // ALIGNMENT),):
+            return scale
+        return scale[self.start // ALIGNMENT : -(-self.stop // ALIGNMENT)]
+
+    def localize_state(self, state: State) -> State:
+        """:meth:`localize` for a slot's whole state; never modifies its argument."""
+        return {key: self.localize(key, value) for key, value in state.items()}
+
+
+class ShardState(LayeredState):
+    """The state of what this rank owns, shown as a part of the whole parameter's.
+
+    Args:
+        param: the model's parameter.
+    """
+
+    def __init__(self, below: SlotState, shard: ParamShard, param: Tensor) -> None:
+        super().__init__(below)
+        self._shard, self._param = shard, param
+
+    def tensors(self) -> State:
+        is_whole = self._shard.shown_whole
+        return self._shown(self.below.tensors() if is_whole else self.without_blocks())
+
+    def full_precision(self) -> State:
+        return self._shown(self.below.full_precision())
+
+    def _shown(self, state: State) -> State:
+        return {key: self._shard.expose(key, value) for key, value in state.items()}
+
+    def takes_any(self) -> bool:
+        return self._shard.shown_whole and self.below.takes_any()
+
+    def fit(self, saved: State, convert: bool) -> State:
+        if saved and self._shard.grad is None and self._param.numel():
+            if convert:
+                return {}
+            raise ValueError(
+                f"state of {self._shard.name}: it was frozen when the optimizer was built, so it "
+                "is in no bucket, and no rank keeps its state; build the optimizer while it can be "
+                "trained, and freeze it then, or load with convert=True, which drops its state"
+            )
+        return self.below.fit(self._shard.localize_state(saved), convert)
+
+    def check(self, state: State) -> None:
+        self.below.check(self._shard.localize_state(state))
+
+    def load(self, state: State) -> None:
+        self.below.load(self._shard.localize_state(state))
+
+    def check_weights(
+        self, saved: State, checksum: int | None, weights: Tensor | None = None
+    ) -> None:
+        if self._shard.shown_whole:  # a checksum is of the whole parameter
+            self.below.check_weights(saved, checksum, weights)
+
+    def expect_weights(self, saved: State, checksum: int | None) -> None:
+        if self._shard.shown_whole:
+            self.below.expect_weights(saved, checksum)
+
+    @torch.no_grad()
+    def write_model(self) -> bool:
+        """Of a parameter that ranks share out, what this rank owns; the rest comes with the next
+        step."""
+        if is_written := self.below.write_model():
+            increment_version(self._param)
+        return is_written
 
 
 def in_forward_order(
@@ -53,7 +198,7 @@ class ShardedParams:
 
     Attributes:
         transport: what moves gradients and parameters between the ranks.
-        shards: what this rank owns, in slot order.
+        shards: what this rank owns, in slot order. tensors: of each bucket.
         steps_everything: every rank steps all parameters, rather than what it owns.
         frozen: slots that were trained when the buckets were made, and are not now.
         bytes: that were reduced and gathered in the last step.
@@ -68,7 +213,7 @@ class ShardedParams:
         divisor: int | None,
         guard: Callable[[str], Any],
     ) -> None:
-        self._param_groups = param_groups
+        self._param_groups, self._config, self._group = param_groups, config, group
         self.steps_everything = config.data_parallel_sharding_strategy == "no_shard"
         self.frozen: list[Slot] = []
         self.bytes = {"bytes_reduced": 0, "bytes_gathered": 0}
@@ -83,40 +228,58 @@ class ShardedParams:
         for index, bucket in enumerate(self.transport.buckets):
             for entry in bucket.entries:
                 self._entries[slot_of[id(entry.param)]] = index, entry
-        self.shards = {
-            slot: self._shard(slot, param, config, group)
-            for slot, param in iter_slots(param_groups)
-        }
+        self.shards = {slot: self._shard(slot, param) for slot, param in iter_slots(param_groups)}
         self._index = {slot: index for index, slot in enumerate(self.shards)}
-        self._tensors: list[list[Tensor]] = [[] for _ in self.transport.buckets]
+        self.tensors: list[list[Tensor]] = [[] for _ in self.transport.buckets]
         for slot, (index, _) in self._entries.items():
-            self._tensors[index].append(self.shards[slot].tensor)
-        self._seen = SeenParams(self._params())
+            self.tensors[index].append(self.shards[slot].tensor)
+        self._seen = SeenParams(all_params(param_groups))
 
-    def _shard(
-        self, slot: Slot, param: Tensor, config: OptimizerConfig, group: ProcessGroup
-    ) -> ParamShard:
-        located = None
-        if slot in self._entries:
+    def _shard(self, slot: Slot, param: Tensor) -> ParamShard:
+        """What this rank steps of a parameter, as a leaf tensor with a version counter of its own.
+
+        It has the parameter's shape where the rule finds all of it, and as many dimensions where it
+        is nothing; else it is flat.
+        """
+        name = slot_name(self._param_groups, slot)
+        keeps_shape = self.steps_everything or self._config.use_layer_wise_distributed_optimizer
+        start, tensor = 0, torch.empty(0, dtype=param.dtype, device=param.device)
+        owned, ranges = None, None
+        if slot in self._entries:  # not frozen, nor without elements
             index, entry = self._entries[slot]
-            located = self.transport.buckets[index], entry
-        everything = self.steps_everything
-        keeps_shape = (
-            everything
-            or config.use_layer_wise_distributed_optimizer
-            or (located is not None and _is_whole(param, *located))
+            bucket, stop = self.transport.buckets[index], param.numel()
+            # Megatron may have kept it in the part of one rank, which steps it alone
+            in_one_part = is_laid_out_whole(param) and bucket.plan.is_whole(entry.placed)
+            keeps_shape = keeps_shape or in_one_part
+            if not self.steps_everything:
+                start, stop = entry.start, entry.stop
+            first = entry.placed.start + start
+            tensor = bucket.params.data[first : first + stop - start]
+            if not keeps_shape:
+                ranges = FlatRanges(bucket.plan.bounds, entry.placed.start, entry.placed.numel)
+            owned = bucket.local_grad(entry) if self.steps_everything else bucket.owned_grad(entry)
+        stop = start + tensor.numel()
+        if keeps_shape or not param.numel():
+            tensor = _shaped(tensor, param)
+        tensor.requires_grad_(param.requires_grad)
+        if owned is None and param.requires_grad:
+            owned = tensor.detach().clone()
+        grad = None if owned is None else owned.view(tensor.shape)
+        set_main_grad(tensor, grad)
+        # ranks meet in the communication of such a rule, so all of them place it alike
+        reads = RULES[self._config.optimizer].reads
+        placed_alike = reads == "sums" or (reads == "matrices" and not keeps_shape)
+        info = ShardInfo(
+            start,
+            () if self.steps_everything else (self._group,),
+            param.shape,
+            param.numel() if placed_alike else None,
+            partition_dim(param),
+            partition_blocks(param),
+            ranges,
         )
-        reads = RULES[config.optimizer].reads
-        return make_shard(
-            slot_name(self._param_groups, slot),
-            param,
-            located,
-            shard_groups=() if everything else (group,),
-            everything=everything,
-            keeps_shape=keeps_shape,
-            # ranks meet in the communication of such a rule
-            placed_alike=reads == "sums" or (reads == "matrices" and not keeps_shape),
-        )
+        _set_attributes(tensor, param, info)
+        return ParamShard(name, param.shape, start, stop, tensor, grad, self.steps_everything)
 
     def groups(self) -> list[dict[str, Any]]:
         """The param groups, with what this rank owns in place of the parameters."""
@@ -127,9 +290,6 @@ class ShardedParams:
             params = list(zip(names, tensors, strict=True)) if names else tensors
             groups.append({**group_settings(group), "params": params})
         return groups
-
-    def _params(self) -> list[Tensor]:
-        return all_params(self._param_groups)
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -164,10 +324,6 @@ class ShardedParams:
         index, entry = self._entries[slot]
         return self.transport.buckets[index].owned_grad(entry)
 
-    def tensors_in(self, bucket: int) -> list[Tensor]:
-        """The owned tensors of a bucket's parameters, always the same ones."""
-        return self._tensors[bucket]
-
     # -- parameters -------------------------------------------------------------------------------
 
     def is_followed(self, slot: Slot) -> bool:
@@ -178,7 +334,7 @@ class ShardedParams:
     def follow(self) -> bool:
         """Take parameters that were replaced, moved or written into their buckets; returns whether
         there were any. Until :meth:`look` they count as changed."""
-        params, slots = self._params(), list(self.shards)
+        params, slots = all_params(self._param_groups), list(self.shards)
         changed = self._seen.changed(params)
         for index in changed:
             if slots[index] in self._entries:
@@ -187,17 +343,17 @@ class ShardedParams:
 
     def _follow_param(self, slot: Slot, param: Tensor) -> None:
         index, entry = self._entries[slot]
-        if param is not entry.param or not same_memory(param, entry.data):
-            is_replaced = param is not entry.param
+        is_replaced = param is not entry.param
+        if is_replaced or not same_memory(param, entry.data):
             self.transport.buckets[index].adopt(entry, param)
-            if is_replaced:
-                self.transport.reducer.watch(index, entry)
-                self.transport.gatherer.look()
+        if is_replaced:
+            self.transport.reducer.watch(index, entry)
+            self.transport.gatherer.look()
         increment_version(self.shards[slot].tensor)
 
     def look(self) -> None:
         """Take the parameters as they are now as seen."""
-        self._seen.look(self._params())
+        self._seen.look(all_params(self._param_groups))
 
     def share(self) -> None:
         """Bring the other ranks' parts of the parameters here, and wait: what ranks own was written
@@ -218,18 +374,28 @@ class ShardedParams:
             is_stepped: whether anything was written.
         """
         reducer, gatherer = self.transport.reducer, self.transport.gatherer
-        gathered = reducer.bytes_gathered
+        gathered = reducer.grad_bytes_gathered
         if is_stepped:
             if not self.steps_everything:
                 gatherer.start()
                 gathered += gatherer.bytes_gathered
             self._written()
-        self.bytes = {
-            "bytes_reduced": reducer.bytes_reduced,
-            "bytes_gathered": gathered,
-        }
+        self.bytes = {"bytes_reduced": reducer.bytes_reduced, "bytes_gathered": gathered}
 
 
-def _is_whole(param: Tensor, bucket: Bucket, entry: Entry) -> bool:
-    """Whether Megatron has kept a parameter in the part of one rank, which steps it alone."""
-    return is_laid_out_whole(param) and bucket.plan.is_whole(entry.placed)
+def _shaped(flat: Tensor, param: Tensor) -> Tensor:
+    """A flat tensor in the parameter's shape if it is all of it; of no rows if it is nothing, so
+    that what reads matrices finds one."""
+    if flat.numel() == param.numel():
+        return flat.view(param.shape)
+    return flat if flat.numel() or not param.dim() else flat.view(0, *param.shape[1:])
+
+
+def _set_attributes(tensor: Tensor, param: Tensor, info: ShardInfo) -> None:
+    """Say of an owned tensor which part it is, and what the parameter says of its norm."""
+    set_shard_info(tensor, info)
+    attributes = norm_attributes(param)
+    if tensor.shape != param.shape:  # a flat part has not the parameter's dimensions
+        for of_shape in ("partition_dim", "partition_stride", "partition_sizes"):
+            attributes.pop(of_shape, None)
+    set_norm_attributes(tensor, attributes)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mp_optim.process.caller_warnings import warn
+from mp_optim.process.calls import warn
 
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
@@ -61,18 +60,9 @@ class OptimizerParamScheduler:
 
     _LIMITS = ("max_lr", "min_lr", "start_wd", "end_wd")
     _SETTINGS = (
-        "max_lr",
-        "min_lr",
-        "init_lr",
-        "lr_warmup_steps",
-        "lr_decay_steps",
-        "lr_decay_style",
-        "start_wd",
-        "end_wd",
-        "wd_incr_steps",
-        "wd_incr_style",
-        "wsd_decay_steps",
-        "lr_wsd_decay_style",
+        *("max_lr", "min_lr", "init_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style"),
+        *("start_wd", "end_wd", "wd_incr_steps", "wd_incr_style"),
+        *("wsd_decay_steps", "lr_wsd_decay_style"),
     )
 
     def __init__(
@@ -95,62 +85,43 @@ class OptimizerParamScheduler:
     ) -> None:
         self.optimizer = optimizer
         self.init_lr, self.max_lr, self.min_lr = init_lr, max_lr, min_lr or 0.0
-        self.lr_warmup_steps, self.lr_decay_steps, self.lr_decay_style = (
-            lr_warmup_steps,
-            lr_decay_steps,
-            lr_decay_style,
-        )
+        self.lr_warmup_steps, self.lr_decay_steps = lr_warmup_steps, lr_decay_steps
+        self.lr_decay_style = lr_decay_style
         self.start_wd, self.end_wd = start_wd, end_wd
         self.wd_incr_steps, self.wd_incr_style = wd_incr_steps, wd_incr_style
         self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
         self.override_opt_param_scheduler = override_opt_param_scheduler
-        self.wsd_decay_steps, self.lr_wsd_decay_style = (
-            wsd_decay_steps,
-            lr_wsd_decay_style,
-        )
-        self._limits = [self._limits_of(group) for group in optimizer.param_groups]
+        self.wsd_decay_steps, self.lr_wsd_decay_style = wsd_decay_steps, lr_wsd_decay_style
+        self._limits = [
+            {name: group[name] for name in self._LIMITS if name in group}
+            for group in optimizer.param_groups
+        ]
         self.num_steps = 0
         self._check()
         tops = {group.get("max_lr", max_lr) for group in optimizer.param_groups}
         if tops and max_lr not in tops:
             warn(
                 f"max_lr={max_lr!r} has no effect: every param group has its own max_lr, "
-                f"{sorted(tops)}; set "
-                "OptimizerConfig.lr, or the groups'"
+                f"{sorted(tops)}; set OptimizerConfig.lr, or the groups'"
             )
         self.step(0)
-
-    def _limits_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: group[name] for name in self._LIMITS if name in group}
 
     def _check(self) -> None:
         wsd, end = self.lr_decay_style == "WSD", self.lr_decay_steps
         rules = {
             "lr_decay_style": (self.lr_decay_style in LR_STYLES, f"one of {LR_STYLES}"),
             "wd_incr_style": (self.wd_incr_style in WD_STYLES, f"one of {WD_STYLES}"),
-            "min_lr": (
-                0.0 <= self.min_lr <= self.max_lr,
-                f"in [0, max_lr={self.max_lr}]",
-            ),
-            "init_lr": (
-                0.0 <= self.init_lr <= self.max_lr,
-                f"in [0, max_lr={self.max_lr}]",
-            ),
+            "min_lr": (0.0 <= self.min_lr <= self.max_lr, f"in [0, max_lr={self.max_lr}]"),
+            "init_lr": (0.0 <= self.init_lr <= self.max_lr, f"in [0, max_lr={self.max_lr}]"),
             "lr_decay_steps": (self.lr_decay_steps > 0, "> 0"),
-            "lr_warmup_steps": (
-                0 <= self.lr_warmup_steps < end,
-                f"in [0, lr_decay_steps={end})",
-            ),
+            "lr_warmup_steps": (0 <= self.lr_warmup_steps < end, f"in [0, lr_decay_steps={end})"),
             "end_wd": (0.0 <= self.start_wd <= self.end_wd, ">= start_wd >= 0"),
             "wd_incr_steps": (
                 self.wd_incr_style == "constant" or self.wd_incr_steps > 0,
                 "> 0 for a ramp",
             ),
             "wsd_decay_steps": (
-                not wsd
-                or (
-                    self.wsd_decay_steps is not None and 0 < self.wsd_decay_steps <= end
-                ),
+                not wsd or (self.wsd_decay_steps is not None and 0 < self.wsd_decay_steps <= end),
                 f"in (0, lr_decay_steps={end}] for WSD",
             ),
             "lr_wsd_decay_style": (
@@ -169,26 +140,34 @@ class OptimizerParamScheduler:
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
         """The learning rate of a group at ``num_steps``."""
-        return lr_at(
-            self,
-            param_group.get("max_lr", self.max_lr),
-            param_group.get("min_lr", self.min_lr),
-        )
+        top: float = param_group.get("max_lr", self.max_lr)
+        floor: float = param_group.get("min_lr", self.min_lr)
+        done, warmup, end = self.num_steps, self.lr_warmup_steps, self.lr_decay_steps
+        if warmup > 0 and done <= warmup:
+            start = min(self.init_lr, top)
+            return start + (top - start) * done / warmup
+        if self.lr_decay_style == "constant":
+            return top
+        if done > end:
+            return floor
+        if self.lr_decay_style == "inverse-square-root":
+            return max(floor, top * math.sqrt(max(warmup, 1)) / math.sqrt(max(done, 1)))
+        if self.lr_decay_style == "WSD":
+            length = self.wsd_decay_steps or end
+            since = max(0, done - (end - length))
+            left = cooldown_factor(self.lr_wsd_decay_style or "linear", since / length)
+        else:
+            left = decay_factor(self.lr_decay_style, (done - warmup) / (end - warmup))
+        return floor + (top - floor) * left
 
     def get_wd(self, param_group: dict[str, Any] | None = None) -> float:
         """The weight decay of a group at ``num_steps``, before ``wd_mult``."""
         group = param_group or {}
-        start, end = (
-            group.get("start_wd", self.start_wd),
-            group.get("end_wd", self.end_wd),
-        )
+        start, end = group.get("start_wd", self.start_wd), group.get("end_wd", self.end_wd)
         if self.wd_incr_style == "constant" or self.num_steps >= self.wd_incr_steps:
             return float(end)
-        return float(
-            end
-            - (end - start)
-            * decay_factor(self.wd_incr_style, self.num_steps / self.wd_incr_steps)
-        )
+        left = decay_factor(self.wd_incr_style, self.num_steps / self.wd_incr_steps)
+        return float(end - (end - start) * left)
 
     def step(self, increment: int = 1) -> None:
         """Count ``increment`` more steps and set every group's ``lr`` and ``weight_decay``."""
@@ -204,10 +183,7 @@ class OptimizerParamScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and strings."""
-        return {
-            **{name: getattr(self, name) for name in self._SETTINGS},
-            "num_steps": self.num_steps,
-        }
+        return {name: getattr(self, name) for name in (*self._SETTINGS, "num_steps")}
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise what :meth:`load_state_dict` would raise; change nothing."""
@@ -232,9 +208,7 @@ class OptimizerParamScheduler:
         """
         self.check_state_dict(state_dict)
         if self.override_opt_param_scheduler:
-            for group, limits in zip(
-                self.optimizer.param_groups, self._limits, strict=False
-            ):
+            for group, limits in zip(self.optimizer.param_groups, self._limits, strict=False):
                 for name in self._LIMITS:
                     group.pop(name, None)
                 group.update(limits)
@@ -243,35 +217,3 @@ class OptimizerParamScheduler:
                 setattr(self, name, state_dict.get(name, getattr(self, name)))
         self.num_steps = state_dict["num_steps"]
         self.step(0)
-
-
-def lr_at(schedule: OptimizerParamScheduler, max_lr: float, min_lr: float) -> float:
-    """The schedule's learning rate between ``min_lr`` and ``max_lr`` after
-    ``schedule.num_steps``."""
-    done, warmup, end = (
-        schedule.num_steps,
-        schedule.lr_warmup_steps,
-        schedule.lr_decay_steps,
-    )
-    if warmup > 0 and done <= warmup:
-        start = min(schedule.init_lr, max_lr)
-        return start + (max_lr - start) * done / warmup
-    if schedule.lr_decay_style == "constant":
-        return max_lr
-    if done > end:
-        return min_lr
-    if schedule.lr_decay_style == "inverse-square-root":
-        return max(min_lr, max_lr * math.sqrt(max(warmup, 1)) / math.sqrt(max(done, 1)))
-    if schedule.lr_decay_style == "WSD":
-        length = schedule.wsd_decay_steps or end
-        since = done - (end - length)
-        left = (
-            1.0
-            if since <= 0
-            else cooldown_factor(
-                schedule.lr_wsd_decay_style or "linear", since / length
-            )
-        )
-    else:
-        left = decay_factor(schedule.lr_decay_style, (done - warmup) / (end - warmup))
-    return min_lr + (max_lr - min_lr) * left

@@ -9,7 +9,7 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
-from mp_optim.integrations.trainer_args import class_and_settings
+from mp_optim.integrations.trainer_args import class_and_settings, log_own_norm
 
 
 class MpOptimArgs(BaseModel):
@@ -31,3 +31,4 @@ class MpOptimPlugin(BasePlugin):  # type: ignore[misc]
         """The Trainer builds its optimizer later, from this, over groups of its own making."""
         chosen = cfg.mp_optim or {}
         trainer.optimizer_cls_and_kwargs = class_and_settings(trainer.args, chosen)
+        log_own_norm(trainer)

@@ -8,7 +8,7 @@ from typing import Any
 
 from swift.optimizers import OptimizerCallback, optimizers_map
 
-from mp_optim.integrations.trainer_args import class_and_settings
+from mp_optim.integrations.trainer_args import class_and_settings, log_own_norm
 
 
 class MpOptimCallback(OptimizerCallback):  # type: ignore[misc]
@@ -18,6 +18,7 @@ class MpOptimCallback(OptimizerCallback):  # type: ignore[misc]
     def create_optimizer(self, model: Any = None) -> Any:
         chosen = settings_of(self.args.optim_args or "")
         self.trainer.optimizer_cls_and_kwargs = class_and_settings(self.args, chosen)
+        log_own_norm(self.trainer)
         return super().create_optimizer(model)
 
 

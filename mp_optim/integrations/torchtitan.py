@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torchtitan.components.optimizer import OptimizersContainer
 
-import mp_optim.torch_style as ours
+import mp_optim.torch_style.classes as ours
 
 
 class MpOptimizersContainer(OptimizersContainer):  # type: ignore[misc]
@@ -26,8 +26,6 @@ class MpOptimizersContainer(OptimizersContainer):  # type: ignore[misc]
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
         if name not in ours.__all__:
-            raise NotImplementedError(
-                f"optimizer_name={name!r}: must be one of {ours.__all__}"
-            )
+            raise NotImplementedError(f"optimizer_name={name!r}: must be one of {ours.__all__}")
         factory: Any = getattr(ours, name)
         return factory  # type: ignore[no-any-return]

@@ -1,13 +1,17 @@
-"""The class to train with, and what it is called with, from a Trainer's arguments."""
+"""What a Hugging Face Trainer is told: the class to train with, and what it is called with, from
+its arguments; and the norm of gradients that it does not see."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import mp_optim.torch_style as ours
+import mp_optim.torch_style.classes as ours
+from mp_optim.precision import MegatronOptimizer
+from mp_optim.slots.keyed_optimizer import stack_of
+from mp_optim.torch_style import StackOptimizer
 
-OptimizerClass = tuple[type[ours.StackOptimizer], dict[str, Any]]
+OptimizerClass = tuple[type[StackOptimizer], dict[str, Any]]
 
 
 def class_and_settings(arguments: Any, chosen: Mapping[str, Any]) -> OptimizerClass:
@@ -30,3 +34,27 @@ def class_and_settings(arguments: Any, chosen: Mapping[str, Any]) -> OptimizerCl
         hyperparameters["betas"] = (arguments.adam_beta1, arguments.adam_beta2)
         hyperparameters["eps"] = arguments.adam_epsilon
     return getattr(ours, name), {**hyperparameters, **settings}
+
+
+def log_own_norm(trainer: Any) -> None:
+    """Have a Trainer log the norm of its last step as ``grad_norm`` where gradients leave the
+    device during backward (``release_gradients``): it measures before ``step()``, and then they are
+    gone. Otherwise it logs what it measured.
+
+    Args:
+        trainer: its ``log``, which is there to be overridden, is replaced; before ``train()``.
+    """
+    log = trainer.log
+
+    def with_norm(logs: dict[str, float], *args: Any, **named: Any) -> None:
+        prepared = trainer.optimizer
+        stack = stack_of(getattr(prepared, "optimizer", prepared))  # below accelerate's wrapper
+        if "grad_norm" in logs and _releases(stack):
+            logs = {**logs, "grad_norm": stack.metrics()["grad_norm"]}
+        log(logs, *args, **named)
+
+    trainer.log = with_norm
+
+
+def _releases(stack: Any) -> bool:
+    return isinstance(stack, MegatronOptimizer) and stack.config.release_gradients

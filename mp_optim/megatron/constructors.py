@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mp_optim import precision
 from mp_optim.config import OptimizerConfig
-from mp_optim.distributed import chained
+from mp_optim.distributed import composite
 from mp_optim.megatron.config import config_from_megatron
 from mp_optim.megatron.face import MegatronFace
 from mp_optim.placement import hybrid
@@ -107,9 +107,7 @@ class FP32Optimizer(_Wrapper):
         config: Any,
         init_state_fn: Callable[..., Any] | None = None,
     ) -> None:
-        super().__init__(
-            precision.FP32Optimizer, optimizer, config, None, init_state_fn
-        )
+        super().__init__(precision.FP32Optimizer, optimizer, config, None, init_state_fn)
 
 
 class ChainedOptimizer(MegatronFace):
@@ -134,7 +132,7 @@ class ChainedOptimizer(MegatronFace):
         if not parts:
             nothing = FusedAdam([{"params": []}], lr=0.0)
             parts = [precision.FP32Optimizer(nothing, OptimizerConfig(lr=0.0))]
-        super().__init__(chained.ChainedOptimizer(parts))
+        super().__init__(composite.ChainedOptimizer(parts))
 
 
 class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):

@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from mp_optim.megatron.checkpoints import SavesAsMegatron
-from mp_optim.megatron.full_precision import values_by_name
-from mp_optim.megatron.step_in_parts import AsksForParts
-from mp_optim.precision import MegatronOptimizer
+from mp_optim.checkpoint.version_files import load_plain_file
+from mp_optim.distributed.optimizer import DistributedOptimizer
+from mp_optim.megatron import torch_format
+from mp_optim.megatron.saved_parts import REQUEST, Settings
+from mp_optim.precision import MegatronOptimizer, Verdict
+from mp_optim.precision.grad_scaler import inverse_of, trackers_of
+from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
+from mp_optim.precision.skip_rule import RollingRule
+from mp_optim.precision.step_grads import StepGrads
+from mp_optim.precision.step_phases import (
+    apply_verdict,
+    conclude,
+    refuse_disagreement,
+    scale_follows,
+)
+from mp_optim.precision.verdict import decide
+from mp_optim.process.calls import in_own_modes
+from mp_optim.slots import current_grad, local_tensor, param_at
+from mp_optim.slots.names import matched_names
 
 _GRAPH_WRAPPER = "OptimizerCudaGraphWrapper"
+_CHUNK = re.compile(r"model(\d+)$")
+_OWN = ("_chunks", "_elsewhere", "_prepared")
+"""Attributes of a face itself; all others are the stack's."""
 
 
-class MegatronFace(AsksForParts, SavesAsMegatron, torch.optim.Optimizer):
+@dataclass
+class _Prepared:
+    """Gradients that were measured, and what has been decided of their step so far."""
+
+    grads: StepGrads
+    measurement: Measurement
+    verdict: Verdict
+    rule: RollingRule | None
+    clipped: bool = False
+
+
+class MegatronFace(torch.optim.Optimizer):
     """Passes everything on to a stack, and answers what only Megatron asks.
 
     One object that forwards, so that the stacks themselves need not grow by every method that a
@@ -23,6 +58,11 @@ class MegatronFace(AsksForParts, SavesAsMegatron, torch.optim.Optimizer):
     Attributes:
         stack: the optimizer of :func:`mp_optim.get_megatron_optimizer`.
     """
+
+    stack: MegatronOptimizer
+    _chunks: Sequence[nn.Module] = ()
+    _elsewhere: Sequence[Sequence[Settings]] | None = None
+    _prepared: _Prepared | None = None
 
     def __init__(self, stack: MegatronOptimizer) -> None:
         # NOTE: torch's constructor would make groups of its own; all there is belongs to the stack.
@@ -34,7 +74,9 @@ class MegatronFace(AsksForParts, SavesAsMegatron, torch.optim.Optimizer):
         return getattr(self.stack, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name != "step":
+        if name in _OWN:
+            self.__dict__[name] = value
+        elif name != "step":
             setattr(self.stack, name, value)
         elif type(value).__name__ != _GRAPH_WRAPPER:
             # with optimizer_cuda_graph the step here captures itself
@@ -61,7 +103,7 @@ class MegatronFace(AsksForParts, SavesAsMegatron, torch.optim.Optimizer):
             parts[:] = [PartFace(stack) for stack in stacks]
         return parts
 
-    # Methods that torch's class has and the stack overrides.
+    # -- methods that torch's class has and the stack overrides
 
     def step(self, closure: Any = None) -> Any:
         """``(success, grad_norm, num_zeros_in_grad)``."""
@@ -73,6 +115,8 @@ class MegatronFace(AsksForParts, SavesAsMegatron, torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.stack.add_param_group(param_group)
 
+    # -- around a step
+
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
         """Take the model's present values into the main params.
 
@@ -80,13 +124,245 @@ class MegatronFace(AsksForParts, SavesAsMegatron, torch.optim.Optimizer):
             state_dict: a checkpoint of Megatron's with the model's values in full precision
                 (``model``, or ``model0`` and on), or such values by name; used where given.
         """
-        self.stack.reload_model_params(values_by_name(self.stack, state_dict or {}))
-
-    # What only Megatron asks for.
+        self.stack.reload_model_params(_values_by_name(self.stack, state_dict or {}))
 
     def prepare_model_params_for_param_sync(self) -> None:
         """Before evaluation: parameters are what forward reads, whenever a step has returned."""
         self.stack.finish_param_sync()
+
+    def has_grad_norm_group(self, grad_norm_group: str) -> bool:
+        """Whether a parameter of this rank is clipped by a norm of its own of that name."""
+        keys = (self.stack.norm_key(slot) for slot in self.stack.slots())
+        return any(key.group == grad_norm_group for key in keys)
+
+    @property
+    def grad_norms_by_group(self) -> dict[str, float]:
+        """Of the last step: the norms of gradients that are clipped by one of their own."""
+        norms = self.stack.counts.settle().norms
+        return {key: norms[key] for key in norms if key not in (MAIN, EXCLUDED)}
+
+    def get_grad_stats_parallel_group(self) -> ProcessGroup | None:
+        """The ranks that agree on the gradient norm; None for this one alone.
+
+        Raises:
+            ValueError: the dense and the expert part have different ones.
+        """
+        parts = [part.norm_ranks() for part in self.stack.chained_optimizers]
+        if any(ranks != parts[0] for ranks in parts):
+            raise ValueError(
+                "the dense and the expert part agree on their norms over different ranks; ask "
+                "the parts, in chained_optimizers"
+            )
+        return parts[0][0] if parts[0] else None
+
+    # -- a step in parts, for callers that coordinate several optimizers: gradients are prepared,
+    # their norm is asked for and clipped, and they are stepped with. Nothing is written between:
+    # the clip coefficient and the inverse loss scale are multiplied in when parameters are stepped,
+    # so gradients stay as backward left them.
+
+    @in_own_modes
+    def prepare_grads(self) -> bool:
+        """Measure this step's gradients; True if some are not finite, and then the step is over:
+        the loss scale has followed, and there is nothing to step with.
+
+        Raises:
+            ValueError: what :meth:`step` refuses before anything is stepped.
+        """
+        stack = self.stack
+        stack.check_lists()
+        stack.watch.check_scaled(stack)
+        with stack.step_mark.step(stack):
+            stack.early_work.finish()
+            grads = stack.collect_grads()
+            measurement = grads.sums()
+            rule = stack.skip_rule.begun(torch.device("cpu"))
+            verdict = self._decided(measurement, rule, 0.0)
+            if verdict.disagrees:
+                refuse_disagreement(stack)
+        stack.watch.see_gradients(stack, grads.has_any())
+        self._prepared = _Prepared(grads, measurement, verdict, rule)
+        if verdict.found_inf:
+            self._finish(self._prepared)
+        return verdict.found_inf
+
+    def get_grad_norm(self) -> float:
+        """Of the prepared gradients, unscaled and not clipped, over all ranks."""
+        norms = self._require("get_grad_norm").verdict.norms
+        return norms.get(MAIN, 0.0)
+
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Step with gradients clipped to this norm (0: as they are); returns the norm before.
+
+        Raises:
+            RuntimeError: nothing is prepared, or its gradients are not finite.
+        """
+        prepared = self._require("clip_grad_norm")
+        prepared.verdict = self._decided(prepared.measurement, prepared.rule, clip_grad)
+        prepared.clipped = True
+        return self.get_grad_norm()
+
+    def count_zeros(self) -> int:
+        """Zero elements of the prepared gradients, over all ranks.
+
+        Raises:
+            ValueError: they are not counted.
+        """
+        zeros = self._require("count_zeros").verdict.num_zeros
+        if zeros is None:
+            raise ValueError(
+                "count_zeros: log_num_zeros_in_grad=False, so zeros were not counted when the "
+                "gradients were read; set it to True"
+            )
+        return zeros
+
+    @in_own_modes
+    def step_with_ready_grads(self) -> bool:
+        """Step with the prepared gradients; True unless ``grad_norm_skip_threshold`` forbids.
+
+        Raises:
+            RuntimeError: it was neither said how to clip it nor that it is not to be clipped.
+        """
+        prepared = self._require("step_with_ready_grads")
+        norm, limit = prepared.verdict.grad_norm or 0.0, self.stack.config.clip_grad
+        if not prepared.clipped and 0.0 < limit < norm:
+            raise RuntimeError(
+                f"step_with_ready_grads: clip_grad={limit:g}, the norm is {norm:g}, and nobody "
+                "called clip_grad_norm. Call optimizer.clip_grad_norm(limit), with 0 for no "
+                "clipping: gradients that were clipped otherwise are not seen here"
+            )
+        self._finish(prepared)
+        return not prepared.verdict.skip
+
+    @in_own_modes
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[Any]:
+        """This rank's gradients that count in a norm, by default the main one: FP32 copies,
+        unscaled."""
+        if self._prepared is None:
+            with self.stack.step_mark.step(self.stack):
+                self.stack.collect_grads()
+        inverse = inverse_of(self.stack.grad_scaler)
+        factor = 1.0 if inverse is None else inverse
+        grads = _counted_grads(self.stack, grad_norm_group or MAIN)
+        return [(grad * factor).to(torch.float32) for grad in grads]
+
+    get_main_grads_for_grad_norm = get_grads_for_grad_norm
+
+    def _decided(self, measurement: Measurement, rule: RollingRule | None, limit: float) -> Verdict:
+        config = dataclasses.replace(self.stack.config, clip_grad=limit)
+        scaler = self.stack.grad_scaler
+        return decide(measurement, inverse_of(scaler), config, trackers_of(scaler), rule)
+
+    def _require(self, caller: str) -> _Prepared:
+        if self._prepared is None:
+            raise RuntimeError(
+                f"{caller}: no gradients are prepared; call prepare_grads() first, once a step, "
+                "and go on only if it returns False"
+            )
+        return self._prepared
+
+    def _finish(self, prepared: _Prepared) -> None:
+        stack, verdict = self.stack, prepared.verdict
+        self._prepared = None
+        with stack.step_mark.step(stack):
+            if prepared.rule is not None:
+                prepared.rule.take_on_host(verdict.norms)
+            apply_verdict(stack, prepared.grads, verdict)
+            scale_follows(stack, verdict)
+        conclude(stack, verdict)
+
+    # -- checkpoints
+
+    def set_model(
+        self, chunks: Sequence[nn.Module], elsewhere: Sequence[Sequence[Settings]]
+    ) -> None:
+        """Say what state belongs to.
+
+        Args:
+            chunks: the model.
+            elsewhere: for each part of the stack, the param groups that only other ranks have.
+        """
+        self._chunks, self._elsewhere = list(chunks), elsewhere
+
+    def state_dict(self, is_loading: bool = False) -> Any:
+        """The stack's; of one that data-parallel ranks share out, what all of them have alike, and
+        :meth:`save_parameter_state` writes the rest. ``is_loading`` is for Megatron's callers and
+        changes nothing."""
+        if torch_format.is_shared_out(self.stack):
+            return torch_format.common_state_dict(self.stack)
+        return self.stack.state_dict()
+
+    def load_state_dict(self, state_dict: Any, *, convert: bool = False) -> None:
+        """What :meth:`state_dict` made, or ``dist_checkpointing.load`` loaded.
+
+        Raises:
+            ValueError: it does not fit; nothing was loaded.
+        """
+        is_mapping = isinstance(state_dict, Mapping)
+        if is_mapping and state_dict.get(torch_format.APART):
+            torch_format.load_common(self.stack, state_dict)
+        elif torch_format.is_positional(state_dict):
+            torch_format.load_positional(self.stack, state_dict, convert=convert)
+        elif is_mapping and REQUEST in state_dict:
+            from mp_optim.megatron.dist_checkpointing import plain_state_dict
+
+            self.stack.load_state_dict(plain_state_dict(self.stack, state_dict), convert=convert)
+        else:
+            self.stack.load_state_dict(state_dict, convert=convert)
+
+    def save_parameter_state(self, filename: str) -> None:
+        """Write state that data-parallel ranks share out, into a file that the first of them
+        writes. Collective over them."""
+        torch_format.save_parameter_state(self.stack, filename)
+
+    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
+        """Load what :meth:`save_parameter_state` wrote, with any number of data-parallel ranks.
+
+        Raises:
+            ValueError: it was written by another optimizer, or does not fit; nothing was loaded.
+        """
+        torch_format.load_parameter_state(self.stack, filename)
+
+    def save_state_dict_to_file(self, filename: str) -> None:
+        """Write what this rank has, all of it: what Megatron asks of a layer-wise optimizer."""
+        torch.save(self.stack.state_dict(), filename)
+
+    def load_state_dict_from_file(self, filename: str) -> None:
+        """Load what :meth:`save_state_dict_to_file` wrote on the same rank of as many.
+
+        Raises:
+            ValueError: it does not fit; nothing was loaded.
+        """
+        self.stack.load_state_dict(load_plain_file(filename))
+
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        sharding_type: str | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[Any, Any]:
+        """What ``dist_checkpointing`` saves, or loads into; :meth:`load_state_dict` takes what it
+        loaded. Collective over the data-parallel ranks with a distributed optimizer.
+
+        Args:
+            model_sharded_state_dict: of the model's parameters.
+            is_loading: what is to be loaded, else what is to be saved.
+            sharding_type: instead of the one in the metadata.
+            metadata: Megatron's. In saving, ``distrib_optim_sharding_type`` becomes the form that
+                was written, so that a checkpoint that holds this dict says what is in it.
+
+        Raises:
+            ValueError: Megatron's form cannot hold this state, or is not read here; with what to
+                use.
+        """
+        from mp_optim.megatron import dist_checkpointing  # needs Megatron
+
+        elsewhere = self._elsewhere or [[] for _ in self.stack.chained_optimizers]
+        settings: dict[str, Any] = {} if metadata is None else metadata
+        asked = (self.stack, model_sharded_state_dict, elsewhere, settings, sharding_type)
+        if is_loading:
+            return dist_checkpointing.requested_state_dict(*asked, self._chunks)
+        return dist_checkpointing.sharded_state_dict(*asked)
 
 
 class PartFace(MegatronFace):
@@ -102,3 +378,33 @@ class PartFace(MegatronFace):
         if name == "chained_optimizers":
             raise AttributeError("a part of a chain has no chained_optimizers")
         return super().__getattr__(name)
+
+
+def _values_by_name(stack: MegatronOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a model's state dict under the names that a stack has for them.
+
+    Args:
+        state_dict: with ``model`` (or ``model0``, ``model1`` ... for virtual stages), or the names
+            themselves.
+    """
+    named: dict[str, Any] = dict(state_dict)
+    if isinstance(state_dict.get("model"), Mapping):
+        named = dict(state_dict["model"])
+    elif chunks := [key for key in state_dict if _CHUNK.match(key)]:
+        named = {
+            f"{key.removeprefix('model')}.{name}": value
+            for key in chunks
+            for name, value in state_dict[key].items()
+        }
+    known = [stack.slot_name(slot) for slot in stack.slots()]
+    called = matched_names(named, known)
+    return {called[key]: value for key, value in named.items() if isinstance(value, Tensor)}
+
+
+def _counted_grads(stack: MegatronOptimizer, norm_group: str) -> Iterator[Tensor]:
+    for part in stack.chained_optimizers:
+        owner = part.shards if isinstance(part, DistributedOptimizer) else part
+        for slot in owner.slots():
+            grad = current_grad(param_at(owner.param_groups, slot))
+            if grad is not None and owner.norm_key(slot).group == norm_group:
+                yield local_tensor(grad)

@@ -16,8 +16,8 @@ from mp_optim import api
 from mp_optim.config import OptimizerConfig
 from mp_optim.megatron.config import config_from_megatron
 from mp_optim.megatron.face import MegatronFace
-from mp_optim.megatron.saved_groups import groups_elsewhere
-from mp_optim.ranks.process_groups import ProcessGroups
+from mp_optim.megatron.saved_parts import groups_elsewhere
+from mp_optim.ranks.agreement import ProcessGroups
 from mp_optim.slots.param_attributes import is_expert_param
 
 _HOME = "megatron.core.optimizer"
@@ -75,7 +75,8 @@ def get_megatron_optimizer(
         expert_predicate=_is_expert,
     )
     for group in stack.param_groups:
-        group["default_config"] = _is_default(group, ours)
+        rates = group.get("max_lr", ours.lr), group.get("min_lr", ours.min_lr)
+        group["default_config"] = rates == (ours.lr, ours.min_lr)  # the rate that Megatron logs
         if not has_rate and group["default_config"]:
             group["lr"] = None
             group.pop("max_lr", None)  # the scheduler's own counts
@@ -97,11 +98,7 @@ def get_megatron_muon_optimizer(
     of_muon = copy.copy(config)
     of_muon.optimizer = "dist_muon" if layer_wise_distributed_optimizer else "muon"
     return get_megatron_optimizer(
-        of_muon,
-        model_chunks,
-        config_overrides,
-        use_gloo_process_groups,
-        pg_collection,
+        of_muon, model_chunks, config_overrides, use_gloo_process_groups, pg_collection
     )
 
 
@@ -149,21 +146,13 @@ def _groups(pg_collection: Any) -> ProcessGroups | None:
     if not state.model_parallel_is_initialized():
         return None
     config = importlib.import_module("megatron.core.process_groups_config")
-    return ProcessGroups.from_attributes(
-        config.ProcessGroupCollection.use_mpu_process_groups()
-    )
+    return ProcessGroups.from_attributes(config.ProcessGroupCollection.use_mpu_process_groups())
 
 
 def _is_expert(param: Tensor, name: str) -> bool:
     """As Megatron has it: with one expert-parallel rank, experts are as dense as the rest."""
     is_reduced: bool | None = getattr(param, "allreduce", None)
     return is_expert_param(param, name) if is_reduced is None else not is_reduced
-
-
-def _is_default(group: Mapping[str, Any], config: Any) -> bool:
-    """Whether a group's rate is the one that Megatron logs."""
-    highest, lowest = group.get("max_lr", config.lr), group.get("min_lr", config.min_lr)
-    return bool(highest == config.lr and lowest == config.min_lr)
 
 
 def install(**settings: Any) -> None:
@@ -181,9 +170,7 @@ def install(**settings: Any) -> None:
     """
     names = {spec.name for spec in dataclasses.fields(OptimizerConfig)}
     if unknown := sorted(settings.keys() - names):
-        raise TypeError(
-            f"install({unknown[0]}=...): mp_optim.OptimizerConfig has no such field"
-        )
+        raise TypeError(f"install({unknown[0]}=...): mp_optim.OptimizerConfig has no such field")
     _settings.clear()
     _settings.update(settings)
     if _theirs:

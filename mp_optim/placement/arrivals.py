@@ -1,16 +1,30 @@
-"""What was seen of gradients as they got ready in backward, by which early work is judged: is a
-gradient still the one that work was begun with?"""
+"""What was seen of gradients as they got ready in backward: their order, and by what early work is
+judged: is a gradient still the one that work was begun with?
+
+``clip_grad_norm_`` multiplies every gradient by ``min(1, limit / norm)``, by 1 as well, which
+counts as a write and changes no bit; and torch does not count what its foreach operations write to
+a DTensor. So where nothing but that count stands against early work, the gradients are compared
+with what came down, bit by bit. They come down a second time for it from the accelerator, next to
+the first copy, one bucket ahead of the comparison. Gradients in host memory are compared where they
+are, at every step.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from mp_optim.placement.backward_jobs import BackwardJob
 from mp_optim.placement.grad_hooks import GradVersion
-from mp_optim.placement.second_look import same_bits
+from mp_optim.placement.staging import BucketStep, Staging
+from mp_optim.process.transfer import Transfer
 from mp_optim.slots import Slot, SlotUpdates
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Arrivals:
@@ -38,14 +52,10 @@ class Arrivals:
 
     # -- versions ---------------------------------------------------------------------------------
 
-    def versions(
-        self, updates: SlotUpdates, with_bits: bool = False
-    ) -> dict[Slot, GradVersion]:
+    def versions(self, updates: SlotUpdates, with_bits: bool = False) -> dict[Slot, GradVersion]:
         """The gradients of some updates as they are now; see :meth:`GradVersion.of`."""
         return {
-            slot: GradVersion.of(
-                grad, self._counts[slot], slot not in self._uncounted, with_bits
-            )
+            slot: GradVersion.of(grad, self._counts[slot], slot not in self._uncounted, with_bits)
             for slot, grad in zip(updates.slots, updates.grads, strict=True)
         }
 
@@ -53,16 +63,13 @@ class Arrivals:
         """Whether a job was given just these gradients, as they are now."""
         return tuple(job.versions) == tuple(updates.slots) and all(
             version.matches(grad, self._counts[slot])
-            for (slot, version), grad in zip(
-                job.versions.items(), updates.grads, strict=True
-            )
+            for (slot, version), grad in zip(job.versions.items(), updates.grads, strict=True)
         )
 
     def is_complete(self, job: BackwardJob, updates: SlotUpdates) -> bool:
         """Whether a job was given a gradient of each of these, and no other got ready since."""
         return tuple(job.versions) == tuple(updates.slots) and all(
-            version.count == self._counts[slot]
-            for slot, version in job.versions.items()
+            version.count == self._counts[slot] for slot, version in job.versions.items()
         )
 
     def is_as_staged(self, job: BackwardJob, updates: SlotUpdates) -> bool:
@@ -109,3 +116,108 @@ class Arrivals:
     def forget_sums(self) -> None:
         """What was measured is of no use any more."""
         self._sums, self._compared = {}, {}
+
+
+class BackwardOrder:
+    """The order of an optimizer's slots.
+
+    Attributes:
+        is_known: a backward was seen, and a step after it.
+    """
+
+    def __init__(self) -> None:
+        self.is_known = False
+        self._seen: dict[Slot, None] = {}
+
+    def note(self, slot: Slot) -> None:
+        """A slot's complete gradient got ready."""
+        self._seen.setdefault(slot)
+
+    def forget(self) -> None:
+        """There are other slots."""
+        self.is_known, self._seen = False, {}
+
+    def learn(self, slots: Iterable[Slot], updates: SlotUpdates) -> list[Slot] | None:
+        """After a step: all slots in the order of the first backward, if that was not known, is
+        another than theirs, and may be followed.
+
+        Args:
+            updates: of the step.
+        """
+        if self.is_known or not self._seen:
+            return None
+        self.is_known = True
+        before = list(slots)
+        order = list({**self._seen, **dict.fromkeys(before)})
+        return None if order == before or _are_split(updates) else order
+
+
+def _are_split(updates: SlotUpdates) -> bool:
+    """Whether other ranks, which may see gradients in another order, hold the rest of a
+    parameter."""
+    layouts = (layout for layout in updates.layouts if layout is not None)
+    return any(updates.shard_groups) or any(layout.splits_matrices for layout in layouts)
+
+
+class SecondLook:
+    """Compares the gradients of buckets with what came down of them.
+
+    Args:
+        make: makes memory for a bucket's gradients, which is taken when it is first used.
+    """
+
+    def __init__(self, transfer: Transfer, make: Callable[[], Staging]) -> None:
+        self._transfer = transfer
+        self._landings = make(), make()
+
+    def compare(self, steps: Sequence[BucketStep], gradients: Any) -> list[bool]:
+        """Whether the gradients of each bucket are, in every bit, what its staging memory has.
+        Where they are not, they are put there. The staging memory is the caller's.
+
+        Args:
+            gradients: the mark at which they are complete.
+        """
+        results: list[bool] = []
+        coming: list[tuple[Sequence[Tensor], Any]] = []
+        for index, step in enumerate(steps):
+            for ahead in steps[len(coming) : index + 2]:
+                coming.append(self._bring(ahead, len(coming) % 2, gradients))
+            present, ticket = coming[index]
+            self._transfer.wait(ticket)
+            results.append(same_bits(present, step.staged.grads))
+            step.is_downloaded = results[-1]
+            if not step.is_downloaded:
+                torch._foreach_copy_(list(step.staged.grads), list(present))
+                step.is_downloaded = True
+        return results
+
+    def _bring(self, step: BucketStep, which: int, gradients: Any) -> tuple[Sequence[Tensor], Any]:
+        """Present gradients where the host can read them, and the ticket to wait for."""
+        grads = step.updates.grads
+        landing = self._landings[which]
+        to = landing.landing_for(grads)
+        return to, landing.download(grads, to, gradients)
+
+
+def same_bits(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether host tensors have the same bits: -0.0 is not 0.0, and a NaN is itself."""
+    return all(map(_are_same, some, others))
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    words = _words(one), _words(other)
+    if words[0] is not None and words[1] is not None:
+        return torch.equal(words[0], words[1])
+    integers = _INTEGERS[one.dtype.itemsize]
+    return torch.equal(one.detach().view(integers), other.detach().view(integers))
+
+
+def _words(tensor: Tensor) -> Tensor | None:
+    """The same bytes as int64, four times as fast to compare as 16-bit elements; None if they are
+    not whole words."""
+    first = tensor.storage_offset() * tensor.dtype.itemsize
+    if not tensor.is_contiguous() or first % 8 or tensor.nbytes % 8:
+        return None
+    return tensor.detach().view(-1).view(torch.int64)

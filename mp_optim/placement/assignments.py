@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mp_optim.placement.host_bytes import HostSlot
-from mp_optim.placement.plan import plan_offload
+from mp_optim.placement.plan import HostSlot, plan_offload
 from mp_optim.slots import (
     ParamGroups,
     Slot,
     SlotUpdate,
     SlotUpdates,
     UpdateSelection,
+    group_settings,
     iter_slots,
     local_tensor,
 )
 from mp_optim.slots.host_part import Place
-from mp_optim.slots.param_attributes import shard_info
+from mp_optim.slots.param_attributes import set_shard_info, shard_info
 from mp_optim.slots.seen_params import SeenParams
 from mp_optim.slots.tensor_layout import split_dims
 
@@ -104,13 +104,9 @@ class Assignments:
             counts: dict[Place, int] = dict.fromkeys(PLACES, 0)
             for index, param in enumerate(group["params"], start):
                 place: Place = offloaded if index in hosted else "device"
-                resident = (
-                    place == "device" and stepped_dtype(param.dtype) == param.dtype
-                )
+                resident = place == "device" and stepped_dtype(param.dtype) == param.dtype
                 sub_slot = Slot(len(self._groups), counts[place])
-                assigned.append(
-                    Assignment(place, sub_slot, _share(param), param.dtype, resident)
-                )
+                assigned.append(Assignment(place, sub_slot, _share(param), param.dtype, resident))
                 counts[place] += 1
             start += len(assigned)
             self._groups.append(assigned)
@@ -140,9 +136,7 @@ class Assignments:
 
     # -- updates ----------------------------------------------------------------------------------
 
-    def by_place(
-        self, updates: SlotUpdates, param_groups: ParamGroups
-    ) -> dict[Place, SlotUpdates]:
+    def by_place(self, updates: SlotUpdates, param_groups: ParamGroups) -> dict[Place, SlotUpdates]:
         """The updates of each sub-optimizer, in terms of its slots."""
         slots = updates.slots
         if self._routes is None or self._routes.slots is not slots:
@@ -153,13 +147,9 @@ class Assignments:
             slots_and_outputs = zip(slots, updates.outputs, strict=True)
             outputs = [self._output(*pair, param_groups) for pair in slots_and_outputs]
             updates = replace(updates, outputs=outputs)
-        return {
-            place: part.take(updates) for place, part in self._routes.by_place.items()
-        }
+        return {place: part.take(updates) for place, part in self._routes.by_place.items()}
 
-    def on_host(
-        self, update: SlotUpdate, param_groups: ParamGroups
-    ) -> SlotUpdate | None:
+    def on_host(self, update: SlotUpdate, param_groups: ParamGroups) -> SlotUpdate | None:
         """An update in terms of the host's optimizer; None if the slot is not stepped there."""
         assigned = self[update.slot]
         if assigned.place == "device":
@@ -168,9 +158,7 @@ class Assignments:
         return update._replace(slot=assigned.sub_slot, output=output)
 
     def _selection(self, place: Place, slots: Sequence[Slot]) -> UpdateSelection:
-        indices = [
-            index for index, slot in enumerate(slots) if self[slot].place == place
-        ]
+        indices = [index for index, slot in enumerate(slots) if self[slot].place == place]
         sub_slots = [self[slots[index]].sub_slot for index in indices]
         return UpdateSelection(indices, sub_slots, len(slots))
 
@@ -192,3 +180,45 @@ def _share(param: Tensor) -> int:
         return param.numel() if share is None else share
     ranks = math.prod(map(param.device_mesh.size, split_dims(param)))
     return math.ceil(param.numel() / ranks)
+
+
+def sub_group(group: dict[str, Any], positions: Sequence[int]) -> dict[str, Any]:
+    """A group as the optimizer that steps the parameters at some positions is given it."""
+    sub = _settings(group)
+    sub["params"] = [_local_part(group["params"][position]) for position in positions]
+    if names := group.get("param_names"):
+        sub["fqns"] = [names[position] for position in positions]
+    return sub
+
+
+def adopt_defaults(groups: ParamGroups, subs: Sequence[ParamGroups]) -> None:
+    """Show the hyperparameters that the two sub-optimizers filled in, so that they can be changed.
+
+    Raises:
+        ValueError: the two classes' defaults differ, so that a parameter's rule would depend on its
+            place.
+    """
+    device, host = (_settings(sub[-1]) for sub in subs)
+    for key in (device.keys() & host.keys()) - groups[-1].keys():
+        if device[key] != host[key]:
+            raise ValueError(
+                f"{key} is {device[key]!r} by default on the device and {host[key]!r} on the "
+                f"host; pass {key}="
+            )
+    for sub in subs:
+        for group, of_sub in zip(groups, sub, strict=True):
+            for key, value in _settings(of_sub).items():
+                group.setdefault(key, value)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Hyperparameters; the names of a sub-optimizer's parameters are its own."""
+    return {key: value for key, value in group_settings(group).items() if key != "fqns"}
+
+
+def _local_part(param: Tensor) -> Tensor:
+    """What a rank has of a parameter, which still says what part of it that is."""
+    local = local_tensor(param)
+    if not isinstance(param, DTensor):
+        set_shard_info(local, shard_info(param))
+    return local

@@ -1,17 +1,21 @@
 """One bucket's work during backward: gradients come down, are measured and, if that is speculated
-on, stepped into the back buffer.
+on, stepped into the spare.
 
 A result is used only where what it was made from is what the step would use: the same gradients,
 settings, step numbers, main params and moments. So whatever happens between backward and
 ``step()``, the worst is work done twice.
+
+With ``release_gradients`` gradients leave the device so, and their copy on the host is all there is
+of them. The first one of a slot comes down into its bucket's staging memory, where the step wants
+it; those of further micro-batches come down elsewhere and are added, in the gradient's dtype and in
+the order of backward passes, as autograd would have.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,23 +23,11 @@ from torch import Tensor
 
 from mp_optim.placement.double_buffer import BackLaunch
 from mp_optim.placement.grad_hooks import GradVersion
-from mp_optim.placement.staging import Staging
+from mp_optim.placement.staging import Buckets, StagedTensors, Staging
 from mp_optim.placement.timeline import WAIT_COPIES, StepTimeline
+from mp_optim.placement.worker import Worker, WorkerError
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
-
-
-class MemoryOwner(Enum):
-    """Who may touch a bucket's staging memory and its back buffer.
-
-    NOBODY: what is in them means nothing. Uploads of the last step may still read the staging.
-    WORKER: a job was handed over, which fills both; the caller neither reads nor writes them,
-        cancelled or not, before the worker is drained.
-    CALLER: the worker is done; what it left is there until the step ends.
-    """
-
-    NOBODY = "nobody"
-    WORKER = "worker"
-    CALLER = "caller"
+from mp_optim.slots.host_part import Claim
 
 
 class JobResult(NamedTuple):
@@ -62,7 +54,8 @@ class BackwardJob:
         updates: what it was given, until it is run.
         staged: the same on the host.
         versions: the gradients it was given, by slot.
-        back: launches into the back buffer; empty if it only copies and measures.
+        back: launches into the spare, which ``step_ahead`` carries out; empty if it only copies and
+            measures.
         measures: whether the gradients are complete; else they are only copied.
         landing: where gradients come down that are added to those of earlier micro-batches, which
             ``staged`` has; None where they are the first.
@@ -81,6 +74,7 @@ class BackwardJob:
     measures: bool = True
     landing: Sequence[Tensor] | None = None
     releases: bool = False
+    step_ahead: Callable[[Sequence[BackLaunch], str], None] | None = None
     result: JobResult | None = None
 
     def __post_init__(self) -> None:
@@ -112,8 +106,7 @@ class BackwardJob:
             self._gave_up = True
             slots = zip(self.versions.items(), self.staged.grads, strict=True)
             self.versions = {
-                slot: GradVersion.of(grad, version.count)
-                for (slot, version), grad in slots
+                slot: GradVersion.of(grad, version.count) for (slot, version), grad in slots
             }
 
     @torch.no_grad()
@@ -133,39 +126,55 @@ class BackwardJob:
         with self.timeline.stage("host_measure", self.label):
             sums: list[float] = self.sum_of_squares(self.staged.grads).tolist()
         steps = len(self.back) > 0 and all(map(math.isfinite, sums))
-        if steps:
-            with self.timeline.stage("host_step", self.label):
-                for launch in self.back:
-                    launch.run()
+        if steps and self.step_ahead is not None:
+            self.step_ahead(self.back, self.label)
         self.result = JobResult(sums, steps)
 
 
 class Bucket:
-    """Some host slots, and what was begun on them during this backward. Used by the caller's thread
-    alone; what the worker gets is a :class:`BackwardJob`.
+    """Some slots of a lane, and what was begun on them during this backward. Used by the caller's
+    thread alone; what the worker gets is a :class:`BackwardJob`.
 
-    NOTE: the memory changes hands only here, in the caller's thread: to the worker when a job is
-    handed over, back when the worker was drained, to nobody when the step ends. See
-    :class:`MemoryOwner` for what each may do.
+    NOTE: the staging memory and the spare change hands only here, in the caller's thread. From
+    :meth:`hand_over` on they are the worker's, which fills both: the caller neither reads nor
+    writes them, cancelled or not, before it has drained the worker. After :meth:`take_back` what
+    the job left is there until :meth:`release`; then it means nothing, and uploads may read it.
+
+    Args:
+        buckets: those of the lane, of which this is one.
+        comes_down: its gradients come down though they stay on the device, too.
+        is_ahead: it may be stepped ahead.
 
     Attributes:
-        slots: of the host's optimizer.
+        slots: of the optimizer that steps them.
         waiting: gradients that got ready since the last job.
         job: what the worker was last given, if it may still be of use.
-        owner: whose its memory is.
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self.owner = MemoryOwner.NOBODY
-        self.slots = tuple(slots)
+    def __init__(self, buckets: Buckets, index: int, comes_down: bool, is_ahead: bool) -> None:
+        self.lane, self.index = buckets, index
+        self.comes_down, self.is_ahead = comes_down, is_ahead
+        self.slots = slots = buckets.plan.buckets[index]
+        self.staging = buckets.staging[index]
+        self._no_outputs = None if buckets.has_outputs else [None] * len(slots)
         self.waiting: dict[Slot, SlotUpdate] = {}
         self.job: BackwardJob | None = None
-        self._is_trusted = True
+        self._is_trusted, self._is_drained = True, False
         self._expected = frozenset(slots)
 
     def expect(self, slots: Sequence[Slot]) -> None:
         """The next job is due when the gradients of these are ready."""
         self._expected = frozenset(slots)
+
+    def staged(self, updates: SlotUpdates) -> StagedTensors:
+        """Tensors in the staging memory for some of the bucket's updates."""
+        return self.staging.tensors_for(self.index, self.travelling(updates))
+
+    def travelling(self, updates: SlotUpdates) -> SlotUpdates:
+        """The updates with the outputs that are staged."""
+        if self._no_outputs is None:
+            return updates
+        return replace(updates, outputs=self._no_outputs[: len(updates)])
 
     def add(self, update: SlotUpdate) -> bool:
         """Take note of a gradient; whether the bucket is complete."""
@@ -173,10 +182,15 @@ class Bucket:
         return self.waiting.keys() >= self._expected
 
     def take_waiting(self) -> list[SlotUpdate]:
-        """The gradients that are ready, in slot order; they are not waiting any more."""
+        """The gradients that are ready, in slot order; they are not waiting any more. One whose
+        parameter has another size by now, which the step refuses, is left out."""
         updates = [self.waiting[slot] for slot in sorted(self.waiting)]
         self.waiting = {}
-        return updates
+        return [
+            each
+            for each in updates
+            if each.output is None or each.output.numel() == each.grad.numel()
+        ]
 
     @property
     def was_stepped(self) -> bool:
@@ -187,13 +201,11 @@ class Bucket:
     @property
     def holds_step(self) -> bool:
         """Whether the back buffer still holds what the job stepped."""
-        return (
-            self.owner is MemoryOwner.CALLER and self._is_trusted and self.was_stepped
-        )
+        return self._is_drained and self._is_trusted and self.was_stepped
 
     def hand_over(self, job: BackwardJob) -> None:
         """The memory is the worker's from now on."""
-        self.job, self.owner, self._is_trusted = job, MemoryOwner.WORKER, True
+        self.job, self._is_trusted, self._is_drained = job, True, False
 
     def cancel(self) -> None:
         """Another gradient came for a slot of the job. Its memory stays the worker's."""
@@ -203,15 +215,186 @@ class Bucket:
 
     def take_back(self) -> None:
         """The worker was drained: what the job left, if it was done, is the caller's."""
-        if self.owner is MemoryOwner.WORKER:
-            is_done = self.job is not None and self.job.result is not None
-            self.owner = MemoryOwner.CALLER if is_done else MemoryOwner.NOBODY
+        self._is_drained = True
 
     def release(self) -> None:
         """What is in the memory is of no use any more. The worker is drained."""
-        self.waiting, self.job, self.owner = {}, None, MemoryOwner.NOBODY
+        self.waiting, self.job, self._is_drained = {}, None, False
 
     def distrust(self) -> None:
         """Do not use what the job stepped: main params or moments may be written without a trace,
         or the back buffer will be."""
         self._is_trusted = False
+
+
+class Landing(NamedTuple):
+    """Where gradients that leave the device come down.
+
+    Attributes:
+        memory: which memory.
+        staged: the updates with what will be held of them.
+        landing: what comes down here is added to that; None where it is that.
+        in_place: the step will find it in the bucket's staging memory.
+    """
+
+    memory: Staging
+    staged: SlotUpdates
+    landing: Sequence[Tensor] | None = None
+    in_place: bool = True
+
+
+class ReleasedGrads:
+    """What a stepper holds in place of gradients.
+
+    NOTE: ``held`` is written by the worker, and read by the caller once the worker is drained.
+
+    Attributes:
+        held: by slot of the host's optimizer; in staging memory that is kept.
+        claims: of gradients that are waiting for their bucket.
+        lost: why gradients that were released are gone; empty if none are.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.held: dict[Slot, Tensor] = {}
+        self.claims: dict[Slot, Claim] = {}
+        self.lost = ""
+        self._worker = worker
+        self._landings: list[tuple[Staging, BackwardJob | None]] = []
+        self._previous: BackwardJob | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.held or self.claims or self.lost)
+
+    def use_landings(self, make: Callable[[], Staging]) -> None:
+        """Have gradients that are added land in memory that is made like this. No job is under
+        way."""
+        self._landings = [(make(), None), (make(), None)]
+        self._previous = None
+
+    def has_waiting(self, bucket: Bucket, slot: Slot) -> bool:
+        """Whether a gradient waits to be added to what is held of its slot."""
+        return slot in self.held and slot in self.claims and slot in bucket.waiting
+
+    def claim(self, update: SlotUpdate, claim: Claim | None) -> None:
+        """Take note of a gradient that is about to wait. Where it will be added to what is held, it
+        leaves its parameter now: another one would be added to it first, and sums round otherwise
+        in another order."""
+        self.claims.pop(update.slot, None)
+        if claim is None:
+            return
+        self.claims[update.slot] = claim
+        if self._can_add(update):
+            claim.release(self.held[update.slot])
+
+    def take_from(self, bucket: Bucket) -> list[SlotUpdate]:
+        """The gradients of a bucket that a job can release, which do not wait any more: those that
+        can be added to what is held of it; where nothing is, all, if all can be released."""
+        for slot in [slot for slot in bucket.waiting if self._is_stale(slot)]:
+            del bucket.waiting[slot], self.claims[slot]
+        waiting = sorted(bucket.waiting)
+        chosen = [slot for slot in waiting if slot in self.claims]
+        if any(slot in self.held for slot in bucket.slots):
+            chosen = [slot for slot in chosen if self._can_add(bucket.waiting[slot])]
+        elif chosen != waiting:
+            return []
+        return [bucket.waiting.pop(slot) for slot in chosen]
+
+    def _is_stale(self, slot: Slot) -> bool:
+        is_taken = slot in self.held or slot not in self.claims
+        return not is_taken and not self.claims[slot].is_there()
+
+    def _can_add(self, update: SlotUpdate) -> bool:
+        held = self.held.get(update.slot)
+        form = update.grad.shape, update.grad.dtype
+        return held is not None and (held.shape, held.dtype) == form
+
+    def has_held(self, bucket: Bucket) -> bool:
+        """Whether some gradients of a bucket were released."""
+        return any(slot in self.held for slot in bucket.slots)
+
+    def room_for(self, updates: SlotUpdates, bucket: Bucket) -> Landing:
+        """Where gradients of a bucket come down: the first ones in the staging memory of the step,
+        which is kept, those to be added elsewhere."""
+        if not self.has_held(bucket):
+            staged = bucket.staged(updates).put_into(updates)
+            bucket.staging.is_kept = True
+            return Landing(bucket.staging, staged)
+        staged, in_place = self._where_held(bucket.travelling(updates), bucket)
+        memory = self._landing()
+        return Landing(memory, staged, memory.landing_for(updates.grads), in_place)
+
+    def _where_held(self, updates: SlotUpdates, bucket: Bucket) -> tuple[SlotUpdates, bool]:
+        """The updates with what is held of their slots, and whether that is what the step will find
+        in the bucket's staging memory."""
+        laid_out = bucket.staging.laid_out(bucket.index)
+        held = [self.held[slot] for slot in updates.slots]
+        if laid_out is not None and laid_out.updates.slots == updates.slots:
+            pairs = zip(laid_out.updates.grads, held, strict=True)
+            if all(staged is grad for staged, grad in pairs) and laid_out.fit(updates):
+                return laid_out.put_into(updates), True
+        return SlotUpdates.of(
+            [update._replace(grad=grad) for update, grad in zip(updates, held, strict=True)]
+        ), False
+
+    def _landing(self) -> Staging:
+        """Memory for gradients that are added. The job that had it last is done."""
+        memory, job = self._landings[0]
+        if job is not None:
+            self._worker.wait_for(job)
+        return memory
+
+    def begin(self, job: BackwardJob) -> None:
+        """Start the copies of a job, once those of the one before are done and its gradients are
+        gone: while they are on their way, the next bucket fills, so two lie on the device."""
+        if self._previous is not None:
+            self._previous.let_go()
+        job.prepare()
+        self._previous = job
+        if job.landing is not None:
+            self._landings = [self._landings[1], (self._landings[0][0], job)]
+
+    def finish(self) -> None:
+        """The worker was drained."""
+        if self._previous is not None:
+            self._previous.let_go()
+        self._previous = None
+
+    def release(self, slots: Sequence[Slot], grads: Iterable[Tensor]) -> None:
+        """The worker has the job that brings these gradients down to these tensors."""
+        for slot, grad in zip(slots, grads, strict=True):
+            self.held[slot] = grad
+            self.claims.pop(slot).release(grad)
+
+    def is_held(self, slot: Slot, grad: Tensor) -> bool:
+        """Whether this is what is held of a slot."""
+        held = self.held.get(slot)
+        return held is not None and (held.untyped_storage()._cdata == grad.untyped_storage()._cdata)
+
+    def put_in_place(self, updates: SlotUpdates, staged: SlotUpdates) -> frozenset[int]:
+        """Have the step find what was released where it reads it; indices of these updates."""
+        if not self.held:
+            return frozenset()
+        here = set()
+        rows = zip(updates.slots, updates.grads, staged.grads, strict=True)
+        for index, (slot, grad, read) in enumerate(rows):
+            if self.is_held(slot, grad):
+                here.add(index)
+                if grad.data_ptr() != read.data_ptr():
+                    # NOTE: no upload reads there: the memory was freed for a download since the
+                    # last step, or is new.
+                    read.copy_(grad)
+        return frozenset(here)
+
+    def lose(self, error: WorkerError) -> None:
+        """The work that would have brought gradients down failed."""
+        if self.held:
+            self.lost = (
+                f"{error} But the gradients had been released (release_gradients=True) and are "
+                "lost: call zero_grad(), and backward again"
+            )
+        self.held, self.claims, self._previous = {}, {}, None
+
+    def forget(self) -> None:
+        """They are of no use any more."""
+        self.held, self.claims, self.lost = {}, {}, ""
+        self._previous = None

@@ -1,32 +1,36 @@
-"""The back buffer of main params and moments: a step is written there, present values stay.
+"""The spare of main params and moments: a step ahead is written there, present values stay.
 
-Tensors stay the same objects. Publishing a step gives them the memory of the back buffer, and the
-memory they had becomes the back buffer; taking a step back is doing nothing. While a background
-save reads one of the two, there is a third.
+Tensors stay the same objects. Publishing a step gives them the memory of the spare, and the memory
+they had becomes the spare; taking a step back is doing nothing. Where state rests in host memory,
+the spare is a back buffer, and while a background save reads one of the two, there is a third:
+
+A step that is about to write the memory that is read would have to copy it first, all at once and
+into memory that the system still has to give. Instead it writes the third, which a thread made
+ready during the step before.
+
+Where state rests in a file, the spare is as much of the file again, and a save is given copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
 
-from mp_optim.placement.host_bytes import back_buffer_bytes
-from mp_optim.placement.third_half import MemoryMaker, ThirdHalf
-from mp_optim.process.host_memory import Block
-from mp_optim.process.leases import (
-    before_moving,
-    before_writing,
-    is_borrowed,
-    is_lending,
-)
+from mp_optim.placement.plan import back_buffer_bytes
+from mp_optim.placement.state_file import StateFile
+from mp_optim.process.calls import in_background
+from mp_optim.process.host_memory import Block, Form, aligned_bytes, touch
+from mp_optim.process.leases import before_moving, before_writing, is_borrowed, is_lending
 from mp_optim.process.transfer import Transfer
 from mp_optim.slots import CachedTensorList, all_same
 from mp_optim.update.kernel_args import MAIN
 from mp_optim.update.launches import PlannedLaunch
-from mp_optim.update.rule import RuleOptimizer
 
 Key = tuple[int, int, str]
 """Group, position, and which of the slot's tensors: a key of its state, or ``MAIN``."""
@@ -51,7 +55,7 @@ class _Pair:
     front: Tensor
     back: Tensor
     home: Tensor
-    coming: ThirdHalf | None = None
+    coming: ThirdBuffer | None = None
     third: Tensor | None = None
     aside: Tensor | None = None
 
@@ -88,7 +92,7 @@ class _Pair:
         """Whether the step after the next would write what a save reads now."""
         return not self.has_third and is_borrowed(self.front)
 
-    def come_home(self) -> None:
+    def restore(self) -> None:
         """Have the tensor be where it was at first."""
         if self.front is self.home or self.live.data_ptr() != self.front.data_ptr():
             return
@@ -110,15 +114,10 @@ class BackLaunch:
         versions: how often each present tensor had been written.
     """
 
-    rule: RuleOptimizer
     planned: PlannedLaunch
     target: PlannedLaunch
     keys: list[Key]
     versions: list[int]
-
-    def run(self) -> None:
-        """Step into the back buffer. Nothing that is in use is written."""
-        self.rule.carry_out(self.target)
 
     def gives(self, now: PlannedLaunch) -> bool:
         """Whether carrying out ``now`` would give what :attr:`target` gave."""
@@ -130,8 +129,8 @@ class BackLaunch:
         )
 
 
-class DoubleBuffer:
-    """The back buffer of some slots, in one allocation for main params and one for the rest.
+class HostRoom:
+    """Host memory, one allocation for main params and one for the rest.
 
     Args:
         pin: page-lock that of main params.
@@ -139,41 +138,74 @@ class DoubleBuffer:
     """
 
     def __init__(self, transfer: Transfer, pin: bool, maker: MemoryMaker) -> None:
-        self._transfer = transfer
-        self._pin = pin
-        self._maker = maker
-        self._pairs: dict[Key, _Pair] = {}
+        self._transfer, self._pin, self._maker = transfer, pin, maker
         self._blocks: dict[bool, Block] = {}
-        self._has_thirds = False
 
-    def reserve(self, live: Mapping[Key, Tensor]) -> None:
-        """Plan room for as much again as these tensors have, if there is none yet."""
+    def reserve(self, live: Mapping[Key, Tensor]) -> tuple[int, int]:
+        """Plan room for as much again as these tensors have, if there is none yet. The bytes that
+        it takes as soon as it is used, for main params and for the rest."""
         for is_main in () if self._blocks else (True, False):
             tensors = [live[key] for key in live if _is_main(key) == is_main]
             allocate = partial(self._transfer.empty_host, pin=self._pin and is_main)
             self._blocks[is_main] = Block(back_buffer_bytes(tensors), allocate)
-
-    @property
-    def capacity(self) -> tuple[int, int]:
-        """Bytes that it holds as soon as it is used, for main params and for the rest."""
         return self._blocks[True].capacity, self._blocks[False].capacity
 
-    def launches(
-        self, rule: RuleOptimizer, launches: Sequence[PlannedLaunch]
-    ) -> list[BackLaunch]:
-        """Launches into the back buffer; none if a tensor is not contiguous and would be stepped as
-        a copy."""
+    def has_room_for(self, tensors: Iterable[Tensor]) -> bool:
+        return True
+
+    def take(self, is_main: bool, form: Form) -> Tensor:
+        """Memory for the spare of a main param, or of other state."""
+        shape, dtype = form
+        size = aligned_bytes(shape.numel(), dtype)
+        return self._blocks[is_main].with_room(size).take(shape, dtype)
+
+    def third(self, tensors: Sequence[Tensor], is_main: bool) -> ThirdBuffer | None:
+        """Room for a third memory of each of these."""
+        return ThirdBuffer(self._maker, tensors, self._pin and is_main)
+
+
+class FileRoom:
+    """As much of a file again. A save that reads it is given copies."""
+
+    def __init__(self, file: StateFile) -> None:
+        self._file = file
+
+    def has_room_for(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether all of these rest in the file."""
+        return all(not each.numel() or self._file.offset_of(each) is not None for each in tensors)
+
+    def take(self, is_main: bool, form: Form) -> Tensor:
+        return self._file.take(*form)
+
+    def third(self, tensors: Sequence[Tensor], is_main: bool) -> None: ...
+
+
+class DoubleBuffer:
+    """The spare of some slots."""
+
+    def __init__(self, room: HostRoom | FileRoom) -> None:
+        self._room = room
+        self._pairs: dict[Key, _Pair] = {}
+        self._has_thirds = False
+
+    def forget(self) -> None:
+        """Something may still write to the spare: make another one."""
+        self._pairs.clear()
+
+    def launches(self, launches: Sequence[PlannedLaunch]) -> list[BackLaunch]:
+        """Launches into the spare; none if a tensor has no room there, or is not contiguous and
+        would be stepped as a copy."""
         for planned in launches:
             lists = planned.lists
             if planned.mains is not lists.main or planned.outputs is not lists.output:
                 return []
-        return [self._launch(rule, planned) for planned in launches]
+            if not self._room.has_room_for(_stepped(planned)):
+                return []
+        return [self._launch(planned) for planned in launches]
 
-    def _launch(self, rule: RuleOptimizer, planned: PlannedLaunch) -> BackLaunch:
+    def _launch(self, planned: PlannedLaunch) -> BackLaunch:
         keys, live = _keys(planned), _stepped(planned)
-        pairs = {
-            key: self._pair(key, live) for key, live in zip(keys, live, strict=True)
-        }
+        pairs = {key: self._pair(key, live) for key, live in zip(keys, live, strict=True)}
         self._avoid_borrowed(pairs)
         backs = [pair.back for pair in pairs.values()]
         count = len(planned.positions)
@@ -185,9 +217,7 @@ class DoubleBuffer:
         present = {MAIN: planned.lists.main, **planned.lists.state}
         lists = replace(planned.lists, main=main, state=state, source=present)
         target = planned._replace(mains=main, lists=lists)
-        return BackLaunch(
-            rule, planned, target, keys, [tensor._version for tensor in live]
-        )
+        return BackLaunch(planned, target, keys, [tensor._version for tensor in live])
 
     def _pair(self, key: Key, live: Tensor) -> _Pair:
         pair = self._pairs.get(key)
@@ -195,10 +225,11 @@ class DoubleBuffer:
             return pair
         form = live.shape, live.dtype
         if pair is not None and (pair.back.shape, pair.back.dtype) == form:
-            back = pair.back  # the tensor was replaced: the room for it stays
+            # The tensor was replaced: the room for it stays. Where a swap was interrupted, the
+            # tensor has either of the two.
+            back = pair.front if pair.back.data_ptr() == live.data_ptr() else pair.back
         else:
-            block = self._blocks[_is_main(key)]
-            back = block.with_room(back_buffer_bytes([live])).take(*form)
+            back = self._room.take(_is_main(key), form)
         front = live.data
         self._pairs[key] = _Pair(live, front, back, home=front)
         return self._pairs[key]
@@ -221,16 +252,15 @@ class DoubleBuffer:
 
     def _ask_third(self, pairs: Sequence[_Pair], is_main: bool) -> None:
         if pairs:
-            fronts = [pair.front for pair in pairs]
-            third = ThirdHalf(self._maker, fronts, self._pin and is_main)
+            third = self._room.third([pair.front for pair in pairs], is_main)
             for pair in pairs:
                 pair.coming = third
 
-    def come_home(self) -> None:
+    def restore(self) -> None:
         """Have all tensors be in the memory that they had at first; nothing of the back buffer is
         in use any more."""
         for pair in self._pairs.values():
-            pair.come_home()
+            pair.restore()
 
     def swap(self, keys: Iterable[Key]) -> None:
         """Give these tensors the memory of the back buffer, and it theirs."""
@@ -265,3 +295,69 @@ def _keys(planned: PlannedLaunch) -> list[Key]:
         for name in (MAIN, *planned.lists.state)
         for position in planned.positions
     ]
+
+
+class MemoryMaker:
+    """Asks the system for memory in one thread, a piece at a time.
+
+    Args:
+        empty_host: makes host memory of so many bytes, page-locked or not.
+    """
+
+    def __init__(self, empty_host: Callable[[int, bool], Tensor]) -> None:
+        self._empty_host = empty_host
+        self._lock = threading.Lock()
+        self._asked: deque[tuple[Future[Tensor], int, bool]] = deque()
+        self._is_making = False
+
+    def ask(self, num_bytes: int, pin: bool) -> Future[Tensor]:
+        """Memory whose pages are there."""
+        made: Future[Tensor] = Future()
+        with self._lock:
+            self._asked.append((made, num_bytes, pin))
+            begins, self._is_making = not self._is_making, True
+        if begins:
+            in_background(self._make)
+        return made
+
+    def _make(self) -> None:
+        while (asked := self._next()) is not None:
+            made, num_bytes, pin = asked
+            try:
+                memory = self._empty_host(num_bytes, pin)
+                touch(memory)
+            except BaseException as error:  # whoever waits for it copies instead
+                made.set_exception(error)
+            else:
+                made.set_result(memory)
+
+    def _next(self) -> tuple[Future[Tensor], int, bool] | None:
+        with self._lock:
+            self._is_making = bool(self._asked)
+            return self._asked.popleft() if self._asked else None
+
+
+class ThirdBuffer:
+    """Room for tensors that are like some others.
+
+    Args:
+        tensors: that it is to have room for.
+        pin: page-lock it.
+    """
+
+    def __init__(self, maker: MemoryMaker, tensors: Iterable[Tensor], pin: bool) -> None:
+        size = back_buffer_bytes(tensors)
+        self._made = maker.ask(size, pin)
+        self._block = Block(size, partial(_result_of, self._made))
+
+    def like(self, tensor: Tensor) -> Tensor | None:
+        """Memory for a tensor of this shape and dtype; waits until it is made. None if there is
+        none left, or the system gave none."""
+        is_full = back_buffer_bytes([tensor]) > self._block.left
+        if is_full or self._made.exception() is not None:
+            return None
+        return self._block.take(tensor.shape, tensor.dtype)
+
+
+def _result_of(made: Future[Tensor], num_bytes: int) -> Tensor:
+    return made.result()

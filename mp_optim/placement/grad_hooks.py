@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,17 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
-from mp_optim.process.device_leases import sums_of_bits
+from mp_optim.process.leases import sums_of_bits
+from mp_optim.slots import (
+    ParamGroups,
+    Slot,
+    are_plain,
+    current_grad,
+    iter_slots,
+    param_at,
+    update_of,
+)
+from mp_optim.slots.host_part import HostPart, Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +51,7 @@ class GradVersion:
 
     @classmethod
     def of(
-        cls,
-        grad: Tensor,
-        count: int,
-        is_counted: bool = True,
-        with_bits: bool = False,
+        cls, grad: Tensor, count: int, is_counted: bool = True, with_bits: bool = False
     ) -> GradVersion:
         """The version of a plain tensor; ``is_counted`` is whether all writes to it are said to
         be, ``with_bits`` whether those that leave no trace are to be noticed, too."""
@@ -142,11 +149,43 @@ def final_in_backward(param: Tensor) -> bool:
     In a job of several ranks it may still have to be reduced: only FSDP2, whose meshes span the
     job, calls the hooks after that.
     """
-    if (
-        not (dist.is_available() and dist.is_initialized())
-        or dist.get_world_size() == 1
-    ):
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return True
-    return (
-        isinstance(param, DTensor) and param.device_mesh.size() == dist.get_world_size()
-    )
+    return isinstance(param, DTensor) and param.device_mesh.size() == dist.get_world_size()
+
+
+class Owner(Protocol):
+    """What is asked of the optimizer."""
+
+    param_groups: ParamGroups
+
+    @property
+    def host(self) -> HostPart: ...
+    def place(self, slot: Slot) -> Place: ...
+    def slot_name(self, slot: Slot) -> str: ...
+
+
+class OwnGrads:
+    """Hooks on the parameters of an optimizer that are not stepped on the device."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._hooks = GradHooks(self._on_grad)
+        self._watched: list[tuple[Slot, Tensor]] = []
+        self.follow()
+
+    def follow(self) -> None:
+        """Notice gradients of the parameters that the optimizer has now."""
+        self._watched = list(iter_slots(self._owner.param_groups))
+        wanted = [self._owner.place(slot) != "device" for slot, _ in self._watched]
+        self._hooks.follow([param for _, param in self._watched], wanted)
+
+    def _on_grad(self, index: int) -> None:
+        (slot, param), owner = self._watched[index], self._owner
+        grad = current_grad(param)
+        if param_at(owner.param_groups, slot) is not param:
+            return  # a wrapper has put its main param there, and reports the gradients itself
+        if grad is not None and final_in_backward(param):
+            update = update_of(slot, owner.slot_name(slot), param, grad)
+            plain = are_plain([grad])
+            owner.host.on_grad_ready(update, writes_are_counted=plain)

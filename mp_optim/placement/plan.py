@@ -1,9 +1,192 @@
-"""Which parameters are stepped on the host: a pure function of their sizes."""
+"""Host memory of each ``offload_mode``: which host slots travel together, and how many bytes of
+staging and back buffers that takes; and which parameters are offloaded. Plans, made of sizes alone.
+
+A bucket holds gradients and parameters in the model's dtype, each tensor rounded up to 64 bytes.
+``most`` is ``OptimizerConfig.offload_bucket_bytes``; one larger parameter is a bucket by itself.
+
+================  =======================  ==================================  =====================
+``offload_mode``  bytes of a bucket        staging                             back buffer
+================  =======================  ==================================  =====================
+``sync``          at most ``most``         the largest bucket; with            none
+                                           ``overlap_cpu_optimizer_d2h_h2d``
+                                           three times that, or all buckets
+                                           if there are no more than three
+``overlap``       a sixteenth of all, at   all buckets                         none
+                  least 4 MiB, at most
+                  ``most``
+``speculative``   as ``overlap``           all buckets                         main params and
+                                                                               moments once more
+================  =======================  ==================================  =====================
+
+A background save adds, for as long as it lasts, at most one more back buffer
+(:mod:`~mp_optim.placement.double_buffer`).
+
+What is stepped in windows has no staging with ``sync``. In the other modes it has staging of all
+buckets, for gradients alone: on the host with ``optimizer_state_path`` (with ``speculative``, for
+parameters, too), and streamed with ``release_gradients``. Windows of a file take host memory,
+:func:`~mp_optim.placement.sources.windows_held` of them; the spare of ``speculative`` is in the
+file then. A model in host memory does without gradients there that nothing releases.
+
+Decided here: :func:`plan_staging` cuts buckets and sizes staging, :func:`back_buffer_bytes` sizes
+the back buffer. The run allocates just that (:class:`~mp_optim.placement.stepper.Stepper`,
+:class:`~mp_optim.placement.double_buffer.DoubleBuffer`). The planner (``planner/memory.py``) builds
+the same stack on the meta device, and reads :class:`HostBytes` from ``Stepper.host_bytes()``.
+``tests/unit/placement/test_host_bytes.py`` and ``test_combinations.py`` count what a run allocates
+and compare.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mp_optim.process.host_memory import aligned_bytes
+from mp_optim.slots import Slot
+
+OffloadMode = Literal["sync", "overlap", "speculative"]
+
+SMALLEST = 4 << 20
+"""Staging bytes below which a bucket's fixed costs show."""
+
+PER_ROUND = 16
+"""Buckets a model is cut into, unless they were smaller than :data:`SMALLEST` or larger than
+allowed: the last one arrives with the end of backward and is the one that cannot be hidden."""
+
+
+class HostBytes(NamedTuple):
+    """Host memory beside main params and state: the bytes of each piece that a stepper will ask
+    for, with gradients in the model's dtype. Wider gradients let staging grow in the first step.
+
+    Attributes:
+        staging: for gradients and parameters on their way.
+        back_mains, back_state: of the back buffer, for main params and for the rest.
+        moments, remainders, averages: of streamed slots, whose state lies in memory that copies
+            read.
+        windows: of state that is kept on a disk.
+    """
+
+    staging: tuple[int, ...]
+    back_mains: tuple[int, ...] = ()
+    back_state: tuple[int, ...] = ()
+    moments: tuple[int, ...] = ()
+    remainders: tuple[int, ...] = ()
+    averages: tuple[int, ...] = ()
+    windows: tuple[int, ...] = ()
+
+    @property
+    def back(self) -> int:
+        """Bytes of the back buffer."""
+        return sum(self.back_mains) + sum(self.back_state)
+
+
+class DiskBytes(NamedTuple):
+    """Bytes of a file that state is kept in: whole blocks for each tensor."""
+
+    main_params: int = 0
+    moments: int = 0
+    averages: int = 0
+
+
+@dataclass(frozen=True)
+class HostSlot:
+    """A slot of the host's optimizer, and what is expected to travel for it: a gradient and a
+    parameter of the model's dtype.
+
+    Attributes:
+        share: elements per rank that holds a part of it, the same number on every rank.
+        numel: elements of this rank.
+    """
+
+    slot: Slot
+    share: int
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def shared_bytes(self) -> int:
+        """By which buckets are filled: ranks that reduce together get the same number."""
+        return 2 * self.share * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Buckets of slots, each slot in one of them.
+
+    Attributes:
+        buckets: in the order in which their gradients are expected.
+        bucket_of: index of each slot's bucket.
+    """
+
+    buckets: tuple[tuple[Slot, ...], ...]
+    bucket_of: dict[Slot, int]
+
+
+def plan_staging(
+    mode: str, slots: Sequence[HostSlot], most: int, pipelined: bool, has_outputs: bool = True
+) -> tuple[BucketPlan, list[int]]:
+    """The buckets of a mode, and the bytes of each piece of its staging memory.
+
+    Args:
+        slots: in the order in which their gradients are expected.
+        most: staging bytes per bucket.
+        pipelined: ``overlap_cpu_optimizer_d2h_h2d``.
+        has_outputs: parameters are staged, too.
+    """
+    shared = [slot.shared_bytes for slot in slots]
+    bucket_bytes = most if mode == "sync" else fitting_bucket_bytes(sum(shared), most)
+    plan = plan_buckets([slot.slot for slot in slots], shared, bucket_bytes)
+    needed = [0] * len(plan.buckets)
+    for slot in slots:
+        tensors = 2 if has_outputs else 1
+        needed[plan.bucket_of[slot.slot]] += tensors * aligned_bytes(slot.numel, slot.dtype)
+    # In step, one bucket comes down, one is stepped, one goes up; backward brings all down.
+    in_step = 3 if pipelined else 1
+    return plan, staging_sizes(needed, in_step if mode == "sync" else len(needed))
+
+
+def plan_buckets(slots: Sequence[Slot], sizes: Sequence[int], bucket_bytes: int) -> BucketPlan:
+    """Cut slots into buckets of at most ``bucket_bytes``; a larger slot is a bucket by itself.
+
+    Args:
+        slots: in the order in which their gradients are expected.
+        sizes: staging bytes of each. Ranks that reduce together pass the same numbers and cut the
+            same buckets.
+    """
+    buckets: list[list[Slot]] = []
+    bucket_of: dict[Slot, int] = {}
+    filled = 0
+    for slot, size in zip(slots, sizes, strict=True):
+        if not buckets or filled + size > bucket_bytes:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(slot)
+        bucket_of[slot] = len(buckets) - 1
+        filled += size
+    return BucketPlan(tuple(map(tuple, buckets)), bucket_of)
+
+
+def fitting_bucket_bytes(total: int, most: int) -> int:
+    """Staging bytes per bucket for ``total`` of them: small enough to start early, large enough to
+    be worth it."""
+    return max(1, min(most, max(SMALLEST, -(-total // PER_ROUND))))
+
+
+def staging_sizes(buckets: Sequence[int], in_flight: int) -> list[int]:
+    """Bytes of each piece of staging memory: one for every bucket, or, if there are more buckets
+    than may be in flight at a time, a ring of pieces that each hold the largest."""
+    if len(buckets) <= in_flight:
+        return list(buckets)
+    return [max(buckets)] * in_flight
+
+
+def back_buffer_bytes(tensors: Iterable[Tensor]) -> int:
+    """Host memory that as much again takes as these main params, or this state, have."""
+    return sum(aligned_bytes(tensor.numel(), tensor.dtype) for tensor in tensors)
 
 
 def plan_offload(sizes: Sequence[int], fraction: float) -> frozenset[int]:
@@ -34,11 +217,7 @@ def plan_offload(sizes: Sequence[int], fraction: float) -> frozenset[int]:
             chosen.add(index)
             missing -= sizes[index]
     if missing > 0:
-        left = [
-            index
-            for index in range(len(sizes))
-            if index not in chosen and sizes[index] > 0
-        ]
+        left = [index for index in range(len(sizes)) if index not in chosen and sizes[index] > 0]
         chosen.add(min(left, key=lambda index: (sizes[index], -index)))
     excess = sum(sizes[index] for index in chosen) - math.ceil(fraction * sum(sizes))
     for index in sorted(chosen, key=lambda index: (-sizes[index], index)):

@@ -1,4 +1,4 @@
-"""Whether it pays to step before the verdict: a rule over how the last verdicts turned out.
+"""Steps ahead of the verdict, into a spare, and whether that pays.
 
 A speculated step is right if the verdict's multiplier is the predicted one (inverse loss scale,
 clip coefficient 1) and nothing is skipped. A wrong one costs the time of a step that was hidden
@@ -8,10 +8,17 @@ So speculating pays well below even odds, and stops only where it nearly always 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from mp_optim.process.caller_warnings import warn
+from mp_optim.placement.double_buffer import BackLaunch, DoubleBuffer
+from mp_optim.placement.staging import BucketStep
+from mp_optim.placement.timeline import StepTimeline
+from mp_optim.process.calls import warn
+from mp_optim.slots import SlotUpdates
+from mp_optim.update.executor import RuleExecutor
+from mp_optim.update.launches import PlannedLaunch
 
 
 @dataclass(frozen=True)
@@ -31,10 +38,7 @@ class SpeculationSettings:
     resume_at: int = 4
 
     def __post_init__(self) -> None:
-        if (
-            not 0 <= self.pause_below <= self.resume_at <= self.window
-            or self.window < 1
-        ):
+        if not 0 <= self.pause_below <= self.resume_at <= self.window or self.window < 1:
             raise ValueError(
                 f"{self}: 0 <= pause_below <= resume_at <= window is needed, and window >= 1"
             )
@@ -56,6 +60,80 @@ def speculates_next(
         return speculates
     right = sum(list(verdicts)[-settings.window :])
     return right >= (settings.pause_below if speculates else settings.resume_at)
+
+
+class Ahead:
+    """Steps buckets into their spares, and publishes what is there.
+
+    Args:
+        run: carries launches into the spare out; with a label.
+
+    Attributes:
+        spares: of each bucket.
+        reserve: called before a bucket's spare is used.
+        is_on: speculation does not pause.
+    """
+
+    def __init__(
+        self,
+        rule: RuleExecutor,
+        settings: SpeculationSettings,
+        timeline: StepTimeline,
+        run: Callable[[Sequence[BackLaunch], str], None],
+    ) -> None:
+        self.run = run
+        self.spares: Sequence[DoubleBuffer] = ()
+        self.reserve: Callable[[int], object] | None = None
+        self.is_on = True
+        self._rule, self._settings, self._timeline = rule, settings, timeline
+        self._outcomes: deque[bool] = deque(maxlen=settings.window)
+
+    def predicted(self, bucket: int, staged: SlotUpdates) -> Sequence[BackLaunch]:
+        """A bucket's launches into its spare as they are predicted; none if it cannot be stepped
+        during backward."""
+        if any(map(self._rule.is_collective, staged)):
+            return ()
+        return self.launches(bucket, self._rule.plan(staged))
+
+    def launches(self, bucket: int, planned: Sequence[PlannedLaunch]) -> Sequence[BackLaunch]:
+        """Launches of a bucket into its spare; none if it cannot be stepped there."""
+        if self.reserve is not None:
+            self.reserve(bucket)
+        return self.spares[bucket].launches(planned)
+
+    def publish(self, step: BucketStep, launches: Sequence[BackLaunch]) -> None:
+        """Swap the spare with what is in use, and send the parameters up."""
+        if not launches:
+            return
+        self._rule.step_mark.touch()
+        with self._timeline.stage("publish", step.label):
+            for launch in launches:
+                self.spares[step.bucket].swap(launch.keys)
+                self._rule.moved(launch.planned)
+                self._rule.count(launch.planned)
+            step.upload()
+
+    def restore(self) -> None:
+        """Have all slots be in the memory that they had before the first step; nothing may be
+        begun."""
+        for spare in self.spares:
+            spare.restore()
+        self._rule.memory_moved()
+
+    def record(self, was_right: bool) -> bool:
+        """Take note of whether the step was the one that was predicted; whether speculation paused
+        in it."""
+        paused = not self.is_on
+        self._outcomes.append(was_right)
+        self.is_on = speculates_next(self.is_on, self._outcomes, self._settings)
+        return paused
+
+
+def same_launches(begun: Sequence[BackLaunch], planned: Sequence[PlannedLaunch]) -> bool:
+    """Whether launches that were carried out gave what these would."""
+    return len(begun) == len(planned) and all(
+        launch.gives(now) for launch, now in zip(begun, planned, strict=True)
+    )
 
 
 def warn_of_changed(mode: str, is_first: bool) -> None:

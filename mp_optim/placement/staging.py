@@ -1,19 +1,21 @@
-"""Host memory that gradients come down into and parameters go up from."""
+"""Buckets of slots, and the host memory that their gradients come down into and their parameters go
+up from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mp_optim.placement.plan import HostSlot, plan_staging
 from mp_optim.process.host_memory import Block, aligned_bytes
 from mp_optim.process.leases import before_writing
 from mp_optim.process.transfer import Transfer
-from mp_optim.slots import CachedTensorList, SlotUpdates, all_same
+from mp_optim.slots import CachedTensorList, Slot, SlotUpdates, UpdateSelection, all_same
 
 _Known = tuple[Sequence[int], torch.dtype, Sequence[Tensor | None]]
 
@@ -31,16 +33,11 @@ class StagedTensors:
         self._forms = _forms(updates)
         memory.reset()
         grads = CachedTensorList(memory.take(g.shape, g.dtype) for g in updates.grads)
-        outputs = [
-            None if o is None else memory.take(o.shape, o.dtype)
-            for o in updates.outputs
-        ]
+        outputs = [None if o is None else memory.take(o.shape, o.dtype) for o in updates.outputs]
         present = _present(outputs)
         whole = len(present) == len(outputs)
         self.updates = replace(
-            updates,
-            grads=grads,
-            outputs=CachedTensorList(present) if whole else outputs,
+            updates, grads=grads, outputs=CachedTensorList(present) if whole else outputs
         )
         self.down = sum(grad.nbytes for grad in grads)
         self.up = sum(output.nbytes for output in present)
@@ -48,11 +45,7 @@ class StagedTensors:
     def fit(self, updates: SlotUpdates) -> bool:
         """Whether these hold just such gradients and outputs."""
         known = _known(updates)
-        if (
-            known is not None
-            and self._known is not None
-            and all_same(known, self._known)
-        ):
+        if known is not None and self._known is not None and all_same(known, self._known):
             return True
         if self._forms != _forms(updates):
             return False
@@ -75,9 +68,7 @@ def _known(updates: SlotUpdates) -> _Known | None:
 
 def _forms(updates: SlotUpdates) -> list[tuple[torch.Size, torch.dtype] | None]:
     tensors = [*updates.grads, *updates.outputs]
-    return [
-        None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors
-    ]
+    return [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def _present(tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
@@ -144,18 +135,14 @@ class Staging:
             ticket = self._tickets.pop()
             self.transfer.wait(ticket)
 
-    def download(
-        self, grads: Sequence[Tensor], staged: Sequence[Tensor], after: Any = None
-    ) -> Any:
+    def download(self, grads: Sequence[Tensor], staged: Sequence[Tensor], after: Any = None) -> Any:
         """Start to copy gradients to the host, as soon as the memory is free. Returns a ticket."""
         self.wait_until_free()
         ticket = self.transfer.download(staged, grads, after)
         self._tickets.append(ticket)
         return ticket
 
-    def upload(
-        self, outputs: Sequence[Tensor | None], staged: Sequence[Tensor | None]
-    ) -> None:
+    def upload(self, outputs: Sequence[Tensor | None], staged: Sequence[Tensor | None]) -> None:
         """Start to copy parameters to where they are wanted."""
         wanted = _present(outputs)
         before_writing(wanted)
@@ -167,3 +154,100 @@ def staging_bytes(updates: SlotUpdates) -> int:
     """Host memory that gradients and outputs take."""
     tensors = [*updates.grads, *_present(updates.outputs)]
     return sum(aligned_bytes(tensor.numel(), tensor.dtype) for tensor in tensors)
+
+
+# -- buckets --------------------------------------------------------------------------------------
+
+
+@dataclass
+class BucketStep:
+    """One bucket's part of a step.
+
+    Attributes:
+        updates: gradients and outputs where they are on the device.
+        staged: the same on the host.
+        is_downloaded: the gradients have been downloaded.
+        was_written: they were, but may have been written to since.
+        downloaded: indices of single ones that have been.
+    """
+
+    bucket: int
+    label: str
+    staging: Staging
+    updates: SlotUpdates
+    tensors: StagedTensors
+    is_downloaded: bool = False
+    was_written: bool = False
+    downloaded: frozenset[int] = frozenset()
+    ticket: Any = None
+
+    def __post_init__(self) -> None:
+        self.staged = self.tensors.put_into(self.updates)
+
+    def start(self, after: Any) -> None:
+        """Start the download of the gradients, which are complete at a mark of the transfer."""
+        if self.is_downloaded:
+            return
+        grads, staged = self.updates.grads, self.staged.grads
+        if self.downloaded:
+            missing = [index for index in range(len(grads)) if index not in self.downloaded]
+            grads = [grads[index] for index in missing]
+            staged = [staged[index] for index in missing]
+        self.ticket = self.staging.download(grads, staged, after)
+
+    def upload(self) -> None:
+        """Start the upload of the parameters."""
+        self.staging.upload(self.updates.outputs, self.staged.outputs)
+
+
+class Buckets:
+    """The slots of a lane in buckets, and their staging memory.
+
+    Args:
+        slots: in the order in which their gradients are expected.
+        new_staging: makes staging memory of so many bytes.
+        has_outputs: parameters are staged, too.
+        label: of some slots, for errors and the timeline.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        slots: Sequence[HostSlot],
+        most: int,
+        pipelined: bool,
+        new_staging: Callable[[int], Staging],
+        has_outputs: bool,
+        label: Callable[[Sequence[Slot]], str],
+    ) -> None:
+        self.plan, pieces = plan_staging(mode, slots, most, pipelined, has_outputs)
+        self.staging = [new_staging(size) for size in pieces]
+        self.has_outputs = has_outputs
+        self._label = label
+        self._routes: tuple[Sequence[Slot], list[tuple[int, str, UpdateSelection]]] | None = None
+
+    def steps(self, updates: SlotUpdates) -> list[BucketStep]:
+        """The updates by bucket, in the plan's order."""
+        has_own = len(self.staging) == len(self.plan.buckets)
+        steps = []
+        for position, (bucket, label, selection) in enumerate(self.routes(updates.slots)):
+            of_bucket = selection.take(updates)
+            staging = self.staging[bucket if has_own else position % len(self.staging)]
+            tensors = staging.tensors_for(bucket, of_bucket)
+            steps.append(BucketStep(bucket, label, staging, of_bucket, tensors))
+        return steps
+
+    def routes(self, slots: Sequence[Slot]) -> list[tuple[int, str, UpdateSelection]]:
+        """Bucket, label and members of each bucket that has some; the last ones are kept."""
+        if self._routes is not None and self._routes[0] is slots:
+            return self._routes[1]
+        members: dict[int, list[int]] = {}
+        for index in sorted(range(len(slots)), key=slots.__getitem__):
+            members.setdefault(self.plan.bucket_of[slots[index]], []).append(index)
+        routes = []
+        for bucket, indices in sorted(members.items()):
+            chosen = [slots[index] for index in indices]
+            selection = UpdateSelection(indices, chosen, len(slots))
+            routes.append((bucket, self._label(chosen), selection))
+        self._routes = slots, routes
+        return routes

@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mp_optim.process.direct_file import BLOCK, DirectFile, Ticket
+from mp_optim.process.calls import in_own_modes
+from mp_optim.process.direct_file import BLOCK, DirectFile, Ticket, not_a_local_disk
 from mp_optim.process.host_memory import Form, cut
-from mp_optim.process.mounts import not_a_local_disk
-from mp_optim.process.torch_modes import in_own_modes
 
 SETTLED_EVERY = 256 << 20
 """Bytes after which what was written to new tensors is brought to the disk."""
@@ -147,14 +146,18 @@ class StateFile:
 
     # -- the mapping, and transfers past it -------------------------------------------------------
 
+    def check_owner(self) -> None:
+        """See :meth:`~mp_optim.process.direct_file.DirectFile.check_owner`."""
+        if self._file is not None:
+            self._file.check_owner()
+
     def exposed(self) -> None:
-        """Somebody gets tensors, and may write to them.
+        """The caller gets tensors, and may write to them.
 
         Raises:
             RuntimeError: this is a forked child (:meth:`DirectFile.check_owner`).
         """
-        if self._file is not None:
-            self._file.check_owner()
+        self.check_owner()
         self._is_exposed = True
 
     def settle(self) -> None:

@@ -6,15 +6,16 @@ handed what is there before they step, and before their state is looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mp_optim.placement.assignments import Assignment, Assignments
-from mp_optim.placement.main_memory import MainMemory
-from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.placement.state_file import StateFile
+from mp_optim.process.calls import in_own_modes
+from mp_optim.process.host_memory import Block, aligned_bytes
 from mp_optim.slots import (
     ParamGroups,
     Slot,
@@ -26,9 +27,41 @@ from mp_optim.slots import (
     same_memory,
     slot_name,
 )
+from mp_optim.slots.executor import Executor
 from mp_optim.slots.host_part import Place
-from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.slots.seen_params import SeenParams
+
+
+class MainMemory:
+    """Room for the main params of an optimizer.
+
+    Args:
+        state_file: takes them, if there is one.
+        forms: elements and dtype of each that is expected, for a block of just their size.
+        empty_host: makes host memory of so many bytes.
+    """
+
+    def __init__(
+        self,
+        state_file: StateFile | None,
+        forms: Iterable[tuple[int, torch.dtype]],
+        empty_host: Callable[[int], Tensor],
+    ) -> None:
+        self._file = state_file
+        sizes = [aligned_bytes(numel, dtype) for numel, dtype in forms]
+        self._block = Block(0 if state_file else sum(sizes), empty_host)
+
+    @property
+    def host_bytes(self) -> int:
+        """What was asked for in one piece."""
+        return self._block.capacity
+
+    def copy(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """The values of a tensor, in this memory."""
+        if self._file is not None:
+            return self._file.take(source.shape, dtype).copy_(source)
+        block = self._block.with_room(aligned_bytes(source.numel(), dtype))
+        return block.take(source.shape, dtype).copy_(source)
 
 
 @dataclass(frozen=True)
@@ -66,7 +99,7 @@ class SteppedTensors:
         self,
         param_groups: ParamGroups,
         assignments: Assignments,
-        subs: Mapping[Place, SlotOptimizer],
+        subs: Mapping[Place, Executor],
         memory: MainMemory,
         dtypes: MainDtypes,
         exposed: Callable[[Slot], None],
@@ -109,7 +142,7 @@ class SteppedTensors:
             if (bound := self._assignments[slot].bound) is not None:
                 bound.written()
 
-    def in_sub(self, slot: Slot) -> tuple[SlotOptimizer, Slot]:
+    def in_sub(self, slot: Slot) -> tuple[Executor, Slot]:
         """The optimizer that has a slot, made current, and what it calls the slot. The caller gets
         at live tensors by it."""
         assigned = self._assignments[slot]

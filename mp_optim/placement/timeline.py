@@ -49,13 +49,7 @@ class StepTimeline:
                 yield
             finally:
                 self._spans.append(
-                    Span(
-                        name,
-                        threading.current_thread().name,
-                        start,
-                        time.perf_counter(),
-                        label,
-                    )
+                    Span(name, threading.current_thread().name, start, time.perf_counter(), label)
                 )
 
     def begin_step(self) -> None:
@@ -72,9 +66,7 @@ class StepTimeline:
     def last_step(self) -> tuple[float, float]:
         """Seconds since the last ``step()`` began to ask for results, and seconds of arithmetic on
         the host for it, behind backward or not."""
-        arithmetic = (
-            span.end - span.start for span in self.last if span.stage in ARITHMETIC
-        )
+        arithmetic = (span.end - span.start for span in self.last if span.stage in ARITHMETIC)
         return time.perf_counter() - self.began, sum(arithmetic)
 
     def metrics(self) -> dict[str, float]:
@@ -86,9 +78,7 @@ class StepTimeline:
         """
 
         arithmetic = [span for span in self.last if span.stage in ARITHMETIC]
-        hidden = sum(
-            max(0.0, min(span.end, self.began) - span.start) for span in arithmetic
-        )
+        hidden = sum(max(0.0, min(span.end, self.began) - span.start) for span in arithmetic)
         return {
             "copy_wait_ms": self.milliseconds(WAIT_COPIES),
             "worker_wait_ms": self.milliseconds(WAIT_WORKER),

@@ -2,25 +2,25 @@
 alone.
 
 A window is filled in the order of the launches. A tensor that fits into one is never cut; a larger
-one is cut at blocks of 256 elements, if its rule allows that, and where its state lies in a file at
-blocks of that.
+one is cut at blocks of 256 elements, if its rule allows that, and where its state rests in a file
+at multiples of that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from mp_optim.checkpoint.blocks import BLOCK
+from mp_optim.config.state_forms import BLOCK, packed_bytes
 from mp_optim.process.host_memory import ALIGNMENT, Form, aligned_bytes
 from mp_optim.slots import CachedTensorList
-from mp_optim.slots.state_keys import is_scale
+from mp_optim.slots.slot_state import is_scale
 from mp_optim.update.chunking import part_of_state
-from mp_optim.update.codecs import is_packed, packed_bytes
+from mp_optim.update.codecs import is_packed
 from mp_optim.update.kernel_args import MAIN, TensorLists
 from mp_optim.update.launches import PlannedLaunch
 
@@ -31,7 +31,10 @@ SMALLEST_WINDOW = 4096
 """Bytes in which a block of 256 elements of every form of state has room."""
 
 Tensors = Mapping[str, Tensor]
-"""A main param, by ``MAIN``, and its state, by key."""
+"""A main param, by ``MAIN``, and its state, by key; its gradient and its output, by ``GRAD`` and
+``OUTPUT``, if they have to be copied to where it is stepped."""
+Along = Callable[[PlannedLaunch, int], Tensors]
+"""Gradient and output of a tensor of a launch, if they come along with its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,8 @@ class Piece:
     Attributes:
         launch, index: which launch of a step, and which tensor of its lists.
         start, count: which elements; all of them if ``is_whole``.
-        held: main param and state of these elements, where they are kept.
-        beside: their gradient and output, by ``GRAD`` and ``OUTPUT``, if those come along.
+        held: main param and state of these elements, where they rest.
+        along: their gradient and output, if those come along.
         num_bytes: what it takes in a window.
     """
 
@@ -52,54 +55,54 @@ class Piece:
     count: int
     is_whole: bool
     held: Tensors
-    beside: Tensors
+    along: Tensors
     num_bytes: int
 
 
 Window = list[Piece]
 
 
+@dataclass(frozen=True)
 class WindowForm:
-    """What pieces are made of, and the bytes that they take: main params and state, side by
-    side."""
+    """How tensors lie in a window, and where they are cut.
+
+    Attributes:
+        unit: bytes of which main params and state take whole ones: a cache line where they rest in
+            memory; a block where they rest in a file, so that neighbours are one transfer.
+    """
+
+    unit: int = ALIGNMENT
 
     def forms_bytes(self, forms: Iterable[Form]) -> int:
         """What main params and state of these forms take."""
-        return sum(aligned_bytes(shape.numel(), dtype) for shape, dtype in forms)
+        sizes = (shape.numel() * dtype.itemsize for shape, dtype in forms)
+        return sum(-(-size // self.unit) * self.unit for size in sizes)
 
-    def beside(self, lists: TensorLists, index: int) -> Tensors:
-        """What comes along with a tensor of a launch."""
-        return {}
-
-    def elements_that_fit(self, held: Tensors, beside: Tensors, most: int) -> int:
-        """Of one tensor: whole blocks of 256 elements, with room for the tensors' ends."""
-        of_block = sum(block_bytes(key, each.dtype) for key, each in held.items())
-        return max(1, (most - ALIGNMENT * len(held)) // of_block) * BLOCK
-
-    def bytes_of(self, held: Tensors, beside: Tensors) -> int:
+    def bytes_of(self, held: Tensors, along: Tensors) -> int:
         """What they take in a window."""
-        return self.forms_bytes((each.shape, each.dtype) for each in held.values())
+        size = self.forms_bytes((each.shape, each.dtype) for each in held.values())
+        return size + sum(aligned_bytes(each.numel(), each.dtype) for each in along.values())
+
+    def cuts(self, dtypes: Mapping[str, torch.dtype]) -> tuple[int, int]:
+        """A tensor with main param and state of these dtypes is cut at multiples of so many
+        elements, which take so many bytes: in a file, whole blocks for each."""
+        sizes = [_block_bytes(key, dtype) for key, dtype in dtypes.items()]
+        count = max(1, self.unit // min(sizes)) if self.unit > ALIGNMENT else 1
+        return count * BLOCK, count * sum(sizes)
+
+    def elements_that_fit(self, held: Tensors, along: Tensors, most: int) -> int:
+        """Of one tensor: so many that all of its state is cut, with room for the tensors' ends."""
+        elements, num_bytes = self.cuts({key: each.dtype for key, each in held.items()})
+        num_bytes += sum(elements * each.itemsize for each in along.values())
+        ends = self.unit * (len(held) + len(along)) if self.unit == ALIGNMENT else 0
+        return max(1, (most - ends) // num_bytes) * elements
 
 
-def block_bytes(key: str, dtype: torch.dtype) -> int:
+def _block_bytes(key: str, dtype: torch.dtype) -> int:
     """What 256 elements take in a tensor of this name."""
     if is_scale(key):
         return dtype.itemsize
     return packed_bytes(BLOCK) if is_packed(key, dtype) else dtype.itemsize * BLOCK
-
-
-def ring_sizes(total: int, whole: int, most: int) -> list[int]:
-    """Bytes of each window of the ring: at most ``most``, and together about ``total`` if that is
-    less.
-
-    Args:
-        total: bytes of all main params and state.
-        whole: bytes of the largest of those that may not be cut.
-    """
-    if total <= most:
-        return [total]
-    third = -(-total // (IN_FLIGHT * ALIGNMENT)) * ALIGNMENT
-    return [min(most, max(third, whole, SMALLEST_WINDOW))] * IN_FLIGHT
 
 
 def cut_windows(
@@ -107,6 +110,7 @@ def cut_windows(
     form: WindowForm,
     most: int,
     may_cut: Sequence[bool],
+    along: Along,
 ) -> list[Window]:
     """The windows of a step, of at most ``most`` bytes each.
 
@@ -118,7 +122,7 @@ def cut_windows(
     """
     windows: list[Window] = []
     filled = 0
-    for piece in _pieces(launches, form, most, may_cut):
+    for piece in _pieces(launches, form, most, may_cut, along):
         if not windows or filled + piece.num_bytes > most:
             windows.append([])
             filled = 0
@@ -132,30 +136,28 @@ def _pieces(
     form: WindowForm,
     most: int,
     may_cut: Sequence[bool],
+    along: Along,
 ) -> Iterator[Piece]:
     for launch, planned in enumerate(launches):
         for index, main in enumerate(planned.lists.main):
-            held, beside = (
-                _held(planned.lists, index),
-                form.beside(planned.lists, index),
-            )
-            size = form.bytes_of(held, beside)
+            held, extra = _held(planned.lists, index), along(planned, index)
+            size = form.bytes_of(held, extra)
             if size <= most:
-                yield Piece(launch, index, 0, main.numel(), True, held, beside, size)
+                yield Piece(launch, index, 0, main.numel(), True, held, extra, size)
                 continue
             if not may_cut[launch]:
                 raise ValueError(
                     f"a whole parameter of {size} bytes does not fit into "
                     f"stream_window_bytes={most}; nothing was stepped"
                 )
-            limit = form.elements_that_fit(held, beside, most)
+            limit = form.elements_that_fit(held, extra, most)
             for start in range(0, main.numel(), limit):
                 count = min(limit, main.numel() - start)
-                parts = _all_cut(held, start, count), _all_cut(beside, start, count)
+                parts = cut_all(held, start, count), cut_all(extra, start, count)
                 size = form.bytes_of(*parts)
                 if size > most:
                     raise ValueError(
-                        f"a part of {size} bytes, a gradient in {beside[GRAD].dtype} among them, "
+                        f"a part of {size} bytes, a gradient in {extra[GRAD].dtype} among them, "
                         f"does not fit into stream_window_bytes={most}; nothing was stepped"
                     )
                 yield Piece(launch, index, start, count, False, *parts, size)
@@ -166,37 +168,44 @@ def _held(lists: TensorLists, index: int) -> dict[str, Tensor]:
     return {MAIN: lists.main[index], **state}
 
 
-def _all_cut(tensors: Tensors, start: int, count: int) -> Tensors:
-    return {
-        key: part_of_state(key, each, start, count) for key, each in tensors.items()
-    }
+def cut_all(tensors: Tensors, start: int, count: int) -> Tensors:
+    """Some elements of each."""
+    return {key: part_of_state(key, each, start, count) for key, each in tensors.items()}
+
+
+def held_by(launches: Sequence[PlannedLaunch], piece: Piece) -> Tensors:
+    """Main param and state of a piece, if these were the launches that it is a part of."""
+    held = _held(launches[piece.launch].lists, piece.index)
+    return held if piece.is_whole else cut_all(held, piece.start, piece.count)
 
 
 def launches_of(
-    launches: Sequence[PlannedLaunch], window: Window, lying: Sequence[Tensors]
+    launches: Sequence[PlannedLaunch], window: Window, resident: Sequence[Tensors]
 ) -> Iterator[PlannedLaunch]:
     """The launches of a window.
 
     Args:
-        lying: for each piece main param and state in the window, to be stepped there.
+        resident: for each piece main param and state, and what came along, where they are stepped.
     """
-    pairs = zip(window, lying, strict=True)
+    pairs = zip(window, resident, strict=True)
     for launch, run in groupby(pairs, key=lambda pair: pair[0].launch):
         yield _launch_of(launches[launch], list(run))
 
 
-def _launch_of(
-    planned: PlannedLaunch, members: Sequence[tuple[Piece, Tensors]]
-) -> PlannedLaunch:
+def _launch_of(planned: PlannedLaunch, members: Sequence[tuple[Piece, Tensors]]) -> PlannedLaunch:
     pieces = [piece for piece, _ in members]
     lists, indices = planned.lists, [piece.index for piece in pieces]
-    grads = CachedTensorList(_grad_of(lists.grad[p.index], p) for p in pieces)
-    outputs = [_output_of(lists.output[p.index], p) for p in pieces]
+    grads = CachedTensorList(
+        _or_part(here.get(GRAD), lists.grad[p.index], p) for p, here in members
+    )
+    outputs = [
+        None if (output := lists.output[p.index]) is None else _or_part(here.get(OUTPUT), output, p)
+        for p, here in members
+    ]
     mains = CachedTensorList(tensors[MAIN] for _, tensors in members)
     state = {key: [tensors[key] for _, tensors in members] for key in lists.state}
     noise = lists.noise and [
-        replace(lists.noise[p.index], start=lists.noise[p.index].start + p.start)
-        for p in pieces
+        replace(lists.noise[p.index], start=lists.noise[p.index].start + p.start) for p in pieces
     ]
     there = planned.launch._replace(device=mains[0].device)
     return PlannedLaunch(
@@ -207,25 +216,12 @@ def _launch_of(
         planned.updates.take(indices),
         mains,
         outputs,
-        TensorLists(
-            mains, grads, state, outputs, noise, average_weight=lists.average_weight
-        ),
+        TensorLists(mains, grads, state, outputs, noise, average_weight=lists.average_weight),
     )
 
 
-def _grad_of(grad: Tensor, piece: Piece) -> Tensor:
-    return piece.beside[GRAD] if GRAD in piece.beside else _of_piece(grad, piece)
-
-
-def _output_of(output: Tensor | None, piece: Piece) -> Tensor | None:
-    if OUTPUT in piece.beside:
-        return piece.beside[OUTPUT]
-    return None if output is None else _of_piece(output, piece)
-
-
-def _of_piece(tensor: Tensor, piece: Piece) -> Tensor:
-    return (
-        tensor
-        if piece.is_whole
-        else part_of_state(MAIN, tensor, piece.start, piece.count)
-    )
+def _or_part(came: Tensor | None, tensor: Tensor, piece: Piece) -> Tensor:
+    """What came along, or else the piece's part of the tensor itself."""
+    if came is not None:
+        return came
+    return tensor if piece.is_whole else part_of_state(MAIN, tensor, piece.start, piece.count)

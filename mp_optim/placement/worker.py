@@ -12,8 +12,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+from mp_optim.process.host_share import host_share
+from mp_optim.update import set_thread_share
+from mp_optim.update.backends.native_library import limit_openmp
 
 PATIENCE = 4.0
 """Seconds that :meth:`Worker.submit` waits for a full queue in which no job gets done."""
@@ -55,9 +59,7 @@ class _Queue:
         self.capacity = capacity
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self.progress = (
-            threading.Lock()
-        )  # taken: nothing was done since the owner last looked
+        self.progress = threading.Lock()  # taken: nothing was done since the owner last looked
         self.jobs: deque[Job] = deque()
         self.running: Job | None = None
         self.prepared: Job | None = None
@@ -99,9 +101,7 @@ class Worker:
         set_up: called in the thread before its first job.
     """
 
-    def __init__(
-        self, name: str, capacity: int, set_up: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, name: str, capacity: int, set_up: Callable[[], None] | None = None) -> None:
         self._name = name
         self._set_up = set_up
         self._queue = _Queue(capacity)
@@ -117,9 +117,7 @@ class Worker:
     def _wait_for_room(self, finished: int) -> None:
         """Wait until a job more than ``finished`` is done, for as long as one may take."""
         queue = self._queue
-        queue.wait_until(
-            lambda: queue.finished != finished or not queue.is_full(), PATIENCE
-        )
+        queue.wait_until(lambda: queue.finished != finished or not queue.is_full(), PATIENCE)
 
     def submit(self, job: Job) -> None:
         """Queue a job.
@@ -133,19 +131,13 @@ class Worker:
             finished = queue.finished
             self._wait_for_room(finished)
             if queue.is_full() and queue.finished == finished:
-                state = (
-                    "is gone"
-                    if not self._is_alive()
-                    else f"works on {_label(queue.running)}"
-                )
+                state = "is gone" if not self._is_alive() else f"works on {_label(queue.running)}"
                 raise WorkerError(
                     f"{job.label}: the queue of the host worker is full: {len(queue.jobs)} jobs "
                     f"wait and none was finished in {PATIENCE:g} s; the worker {state}"
                 )
         with queue.lock:
-            if (
-                queue.failure is None
-            ):  # else it is reported by drain(); more work would be lost
+            if queue.failure is None:  # else it is reported by drain(); more work would be lost
                 queue.jobs.append(job)
                 queue.changed.notify_all()
 
@@ -203,9 +195,7 @@ class Worker:
         queue = self._queue
         with queue.lock:
             queue.jobs.clear()
-        queue.wait_until(
-            lambda: queue.running is None or not self._is_alive(), PATIENCE
-        )
+        queue.wait_until(lambda: queue.running is None or not self._is_alive(), PATIENCE)
         with queue.lock:
             is_stuck = queue.running is not None and self._is_alive()
             queue.closed = queue.closed or is_stuck
@@ -236,17 +226,12 @@ class Worker:
         if self._finalizer is not None:
             self._finalizer.detach()
         thread = threading.Thread(
-            target=_serve,
-            args=(self._queue, self._set_up),
-            name=self._name,
-            daemon=True,
+            target=_serve, args=(self._queue, self._set_up), name=self._name, daemon=True
         )
         self._thread = thread
         # Called when this object goes, and at exit before the interpreter stops daemon threads
         # wherever they are.
-        self._finalizer = weakref.finalize(
-            self, _stop, self._queue, thread, os.getpid()
-        )
+        self._finalizer = weakref.finalize(self, _stop, self._queue, thread, os.getpid())
         thread.start()
 
 
@@ -313,3 +298,31 @@ def _prepare_next(queue: _Queue, current: Job) -> None:
     with contextlib.suppress(Exception):
         following.prepare()
         queue.prepared = following
+
+
+# -- cores: not all are for the worker, others need some during backward ---------------------------
+
+
+def threads_beside_backward(threads: int) -> int:
+    """Of a process's threads, how many work for the optimizer during backward.
+
+    Two are left to the main thread and autograd, and a quarter to the data loader: memory
+    bandwidth, not arithmetic, bounds an optimizer, so the last quarter would not make it faster.
+    """
+    return max(1, min(threads - 2, 3 * threads // 4))
+
+
+def worker_threads(host_threads: int | None) -> int:
+    """``host_threads`` if it is set, else most of this rank's share of the host."""
+    return host_threads or threads_beside_backward(host_share().threads)
+
+
+def occupy(threads: int, cores: Sequence[int] | None) -> None:
+    """Make the calling thread use that many threads, and these cores if they are named.
+
+    ``torch.set_num_threads`` would do it for the whole process.
+    """
+    set_thread_share(threads)
+    limit_openmp(threads)
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)  # on Linux 0 is the calling thread, not the process

@@ -1,16 +1,7 @@
 """How much memory an optimizer will take, before anything is allocated."""
 
-from mp_optim.planner.layout import Layout
-from mp_optim.planner.memory import Memory, MemoryPlan, plan
-from mp_optim.planner.params import ParamSpec, specs_of
-from mp_optim.planner.sweep import (
-    FORMS,
-    OFFLOADING,
-    SweepRow,
-    form_of,
-    smallest_fraction,
-    sweep,
-)
+from mp_optim.planner.memory import Layout, Memory, MemoryPlan, ParamSpec, plan, specs_of
+from mp_optim.planner.sweep import FORMS, OFFLOADING, SweepRow, form_of, smallest_fraction, sweep
 
 __all__ = [
     "FORMS",

@@ -1,34 +1,210 @@
 """The memory of one rank: the very stack that would be built, built on the meta device and added
-up."""
+up, for parameters of given names, shapes and dtypes that a layout spreads over ranks.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.distributed.buckets import make_buckets
 from mp_optim.factory import build
-from mp_optim.groups.overrides import ParamKey
-from mp_optim.placement import HybridDeviceOptimizer
-from mp_optim.planner.layout import Layout, model_shard, state_shard
-from mp_optim.planner.params import ParamSpec, specs_of
-from mp_optim.planner.sharded import of_one_rank, without_sharding
+from mp_optim.groups.param_groups import ParamKey
+from mp_optim.placement.placed import PlacedExecutor
 from mp_optim.precision import MegatronOptimizer, WrappedOptimizer
-from mp_optim.process.page_locked import page_locked_bytes
+from mp_optim.process.host_memory import page_locked_bytes
 from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.slots import param_at
-from mp_optim.slots.param_attributes import ShardInfo, set_shard_info
-from mp_optim.slots.state_keys import AVERAGE, REMAINDER
+from mp_optim.slots.names import named_params
+from mp_optim.slots.param_attributes import (
+    ShardInfo,
+    is_copied_in_tensor_parallel,
+    is_expert_param,
+    set_shard_info,
+)
+from mp_optim.slots.slot_state import AVERAGE, REMAINDER
+from mp_optim.slots.tensor_layout import part_of
 
-_WHAT = {REMAINDER: "main_params", AVERAGE: "averages"}
-"""What state is, if it is no moment."""
+# -- what is planned for --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter of the whole model.
+
+    Attributes:
+        name: FQN.
+        shape: of the whole parameter, before any sharding.
+        dtype: of the model's parameter.
+        is_expert: whether it belongs to a routed expert.
+        trainable: whether it gets gradients and state.
+        vector_like: whether tensor parallelism leaves it whole whatever its shape.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+    is_expert: bool = False
+    trainable: bool = True
+    vector_like: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return torch.Size(self.shape).numel()
+
+
+def specs_of(source: Any, dtype: torch.dtype | None = None) -> list[ParamSpec]:
+    """Parameters of a model; tied ones once, under their first name.
+
+    Args:
+        source: a module (on any device, also meta), a list of modules, a ``transformers`` config
+            (its model is built on the meta device), or parameter specs.
+        dtype: instead of the source's own; a config without one is taken as bfloat16.
+
+    Raises:
+        TypeError: the source is something else.
+    """
+    if hasattr(source, "to_diff_dict") and hasattr(source, "model_type"):
+        return specs_of(_meta_model(source, dtype))
+    items: list[Any] = [source] if isinstance(source, nn.Module) else []
+    if not items and isinstance(source, Iterable):
+        items = list(source)
+    if items and all(isinstance(item, ParamSpec) for item in items):
+        return items
+    if not items or not all(isinstance(item, nn.Module) for item in items):
+        raise TypeError(
+            f"source is a {type(source).__name__}: plan for a module, a list of modules, a "
+            "transformers config or a list of ParamSpec"
+        )
+    specs: dict[int, ParamSpec] = {}
+    for name, param in named_params(items):
+        specs.setdefault(
+            id(param),
+            ParamSpec(
+                name,
+                tuple(param.shape),
+                dtype or param.dtype,
+                is_expert_param(param, name),
+                param.requires_grad,
+                is_copied_in_tensor_parallel(param),
+            ),
+        )
+    return list(specs.values())
+
+
+def _meta_model(config: Any, dtype: torch.dtype | None) -> Any:
+    import transformers
+
+    dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+
+
+Sharding = Literal["no_shard", "fsdp2"]
+"""What is spread over the data-parallel ranks: nothing but what the config's distributed optimizer
+spreads, or parameters, gradients and state (FSDP2)."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel groups.
+
+    Attributes:
+        dp: data-parallel ranks of the dense parameters; the experts' are dp // ep.
+        tp: tensor-parallel ranks. Every matrix is split along its first dimension that tp
+            divides (Megatron splits some along the other one: the bytes are the same); vectors are
+            held by all.
+        ep: expert-parallel ranks, taken out of dp, as Megatron does.
+        sharding: what dp shards: "no_shard" nothing but what the config's distributed optimizer
+            does, "fsdp2" parameters, gradients and state.
+
+    Raises:
+        ValueError: a size that cannot be, naming it.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    ep: int = 1
+    sharding: Sharding = "no_shard"
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "ep"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: must be a whole number >= 1")
+        if self.dp % self.ep:
+            raise ValueError(f"ep={self.ep}: must divide dp={self.dp}")
+        if self.sharding not in get_args(Sharding):
+            raise ValueError(
+                f"sharding={self.sharding!r}: must be one of {list(get_args(Sharding))}"
+            )
+
+    def ranks_with_copies(self, spec: ParamSpec) -> int:
+        """How many ranks a parameter is data-parallel over."""
+        return self.dp // self.ep if spec.is_expert else self.dp
+
+
+def _model_shard(specs: Sequence[ParamSpec], layout: Layout) -> list[ParamSpec]:
+    """The parameters that the first rank of a model copy holds, in the shapes it holds them in."""
+    numbers = {spec.name: _expert_number(spec) for spec in specs if spec.is_expert}
+    count = 1 + max((number for number in numbers.values() if number is not None), default=-1)
+    held = []
+    for spec in specs:
+        shape, number = spec.shape, numbers.get(spec.name)
+        if number is not None and count % layout.ep:
+            raise ValueError(f"ep={layout.ep}: does not divide the {count} experts of {spec.name}")
+        if number is not None and number >= count // layout.ep:
+            continue
+        if spec.is_expert and number is None and layout.ep > 1:  # a stack of all experts
+            if not shape or shape[0] % layout.ep:
+                raise ValueError(
+                    f"ep={layout.ep}: does not divide the experts of {spec.name}, shape {shape}"
+                )
+            shape = (shape[0] // layout.ep, *shape[1:])
+        held.append(replace(spec, shape=_split(shape, layout.tp, spec.vector_like)))
+    return held
+
+
+def _expert_number(spec: ParamSpec) -> int | None:
+    """The expert of a parameter that is one expert's own; None for a stack of all."""
+    match = re.search(r"experts\.(\d+)\.", spec.name)
+    return int(match.group(1)) if match else None
+
+
+def _split(shape: tuple[int, ...], tp: int, whole: bool) -> tuple[int, ...]:
+    if tp == 1 or whole or len(shape) < 2:
+        return shape
+    for dim in range(len(shape) - 2, len(shape)):  # of a stack, the matrices
+        if shape[dim] % tp == 0:
+            return (*shape[:dim], shape[dim] // tp, *shape[dim + 1 :])
+    return shape
+
+
+def _meta_param(spec: ParamSpec, layout: Layout) -> nn.Parameter:
+    """What the first data-parallel rank keeps of a parameter of :func:`_model_shard`."""
+    shape = spec.shape
+    if layout.sharding == "fsdp2" and shape:
+        shape = (math.ceil(shape[0] / layout.ranks_with_copies(spec)), *shape[1:])
+    values = torch.empty(shape, dtype=spec.dtype, device="meta")
+    param = nn.Parameter(values, requires_grad=spec.trainable)
+    set_shard_info(param, ShardInfo(whole_shape=torch.Size(spec.shape)))
+    if spec.dtype in FLOAT8_DTYPES:
+        param.fp8_scale = torch.empty((), dtype=torch.float32, device="meta")  # type: ignore[attr-defined]
+    return param
+
+
+# -- plans ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -41,7 +217,7 @@ class Memory:
     moments: int = 0
     averages: int = 0
     staging: int = 0
-    double_buffers: int = 0  # the back buffer of placement/host_bytes.py
+    double_buffers: int = 0  # the back buffer of placement/plan.py
 
     @property
     def total(self) -> int:
@@ -76,23 +252,22 @@ class MemoryPlan:
         return self.pinned_host.total + self.pageable_host.total
 
     @property
+    def _places(self) -> tuple[Memory, ...]:
+        return self.accelerator, self.pinned_host, self.pageable_host, self.disk
+
+    @property
     def background_save(self) -> int:
         """Host bytes beside these that ``save(asynchronous=True)`` may hold while it lasts: at most
         one copy of what it writes."""
-        places = (self.accelerator, self.pinned_host, self.pageable_host, self.disk)
         return sum(
             place.model_params + place.main_params + place.moments + place.averages
-            for place in places
+            for place in self._places
         )
 
     def rows(self) -> list[tuple[str, int, int, int, int]]:
         """(what for, accelerator, pinned host, pageable host, disk) in bytes, and the totals."""
-        places = (self.accelerator, self.pinned_host, self.pageable_host, self.disk)
-        names = [spec.name for spec in dataclasses.fields(Memory)]
-        return [
-            (name.replace("_", " "), *map(attrgetter(name), places))
-            for name in [*names, "total"]
-        ]
+        names = [*(spec.name for spec in dataclasses.fields(Memory)), "total"]
+        return [(name.replace("_", " "), *map(attrgetter(name), self._places)) for name in names]
 
     def __str__(self) -> str:
         text = f"{'GiB per rank':16}{'accelerator':>14}{'pinned host':>14}{'pageable host':>15}"
@@ -101,27 +276,10 @@ class MemoryPlan:
             text += f"\n{name:16}{a / 2**30:14.3f}{p / 2**30:14.3f}{h / 2**30:15.3f}"
             text += f"{d / 2**30:10.3f}" if self.disk.total else ""
         saving = self.background_save / 2**30
-        return (
-            f"{text}\na save in the background: at most {saving:.3f} more on the host"
-        )
+        return f"{text}\na save in the background: at most {saving:.3f} more on the host"
 
 
-class _Held(nn.Module):
-    """Parameters under given names, which may have dots."""
-
-    def __init__(self, named: list[tuple[str, nn.Parameter]]) -> None:
-        super().__init__()
-        self._named = named
-
-    def named_parameters(
-        self, *_: Any, **__: Any
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        return iter(self._named)
-
-
-def plan(
-    source: Any, config: OptimizerConfig, layout: Layout | None = None
-) -> MemoryPlan:
+def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> MemoryPlan:
     """Bytes per rank of a model and its optimizer, allocating nothing.
 
     Args:
@@ -136,29 +294,28 @@ def plan(
     """
     layout = layout or Layout()
     dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
-    specs = (
-        specs_of(source) if isinstance(source, nn.Module) else specs_of(source, dtype)
-    )
-    mine = model_shard(specs, layout)
+    specs = specs_of(source) if isinstance(source, nn.Module) else specs_of(source, dtype)
+    mine = _model_shard(specs, layout)
     if config.is_distributed and layout.sharding != "no_shard":
         raise ValueError(
             f"sharding={layout.sharding!r} with use_distributed_optimizer=True: only one of them "
             "shards"
         )
-    found = plan_rank(
-        [(spec.name, _meta(spec, layout)) for spec in mine],
+    of_rank = plan_rank(
+        [(spec.name, _meta_param(spec, layout)) for spec in mine],
         {spec.name for spec in mine if spec.is_expert},
         config,
         layout.dp,
         layout.dp // layout.ep,
     )
-    return dataclasses.replace(
-        found, params=sum(spec.numel for spec in specs if spec.trainable)
-    )
+    return replace(of_rank, params=sum(spec.numel for spec in specs if spec.trainable))
+
+
+Named = list[tuple[str, nn.Parameter]]
 
 
 def plan_rank(
-    named: list[tuple[str, nn.Parameter]],
+    named: Named,
     experts: Collection[str],
     config: OptimizerConfig,
     ranks: int,
@@ -176,44 +333,97 @@ def plan_rank(
         raise ValueError(
             "optimizer_offload_fraction='auto': a plan is of a number; smallest_fraction finds it"
         )
-    rank = of_one_rank(named, experts, config, ranks, expert_ranks)
+    if config.is_distributed:
+        stepped, model_params, grads = _sharded(named, experts, config, ranks, expert_ranks)
+    else:
+        stepped, model_params = named, sum(param.nbytes for _, param in named)
+        grads = sum(_grad_bytes(param) for _, param in named if param.requires_grad)
     optimizer = build(
-        without_sharding(config),
-        [_Held(rank.stepped)],
+        with_defaults(config, _SHARDING),
+        [_NamedParams(stepped)],
         config_overrides,
         expert_predicate=lambda _, name: name in experts,
     )
-    held = memory_of(optimizer, config)
-    grads = rank.grads - (_released(optimizer) if config.release_gradients else 0)
-    accelerator = dataclasses.replace(
-        held.accelerator, model_params=rank.params, grads=grads
-    )
-    return dataclasses.replace(
-        held,
-        accelerator=accelerator,
+    memory = memory_of(optimizer, config)
+    if config.release_gradients:
+        parts = [
+            each for each in optimizer.chained_optimizers if isinstance(each, WrappedOptimizer)
+        ]
+        hosts = [part.executor.host for part in parts]
+        grads -= sum(host.released_bytes for host in hosts if host is not None)
+    return replace(
+        memory,
+        accelerator=replace(memory.accelerator, model_params=model_params, grads=grads),
         fraction=float(config.optimizer_offload_fraction),
         params=sum(param.numel() for _, param in named if param.requires_grad),
     )
 
 
-def _released(optimizer: MegatronOptimizer) -> int:
-    """Bytes of gradients that the accelerator does without where they are released."""
-    parts = [
-        part
-        for part in optimizer.chained_optimizers
-        if isinstance(part, WrappedOptimizer)
+class _NamedParams(nn.Module):
+    """Parameters under given names, which may have dots."""
+
+    def __init__(self, named: Named) -> None:
+        super().__init__()
+        self._named = named
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self._named)
+
+
+_SHARDING = (
+    *("use_distributed_optimizer", "use_layer_wise_distributed_optimizer", "overlap_grad_reduce"),
+    *("data_parallel_sharding_strategy", "overlap_param_gather", "grad_reduce_in_fp32"),
+    *("grad_reduce_op", "reduce_scatter_with_fp32_accumulation", "bucket_size"),
+)
+"""Fields that the optimizer over what one rank owns does without."""
+
+
+def with_defaults(
+    config: OptimizerConfig, names: Collection[str], **others: Any
+) -> OptimizerConfig:
+    """The config with some fields as by default, and others as they are given."""
+    specs = [spec for spec in dataclasses.fields(config) if spec.name in names]
+    defaults: dict[str, Any] = {spec.name: spec.default for spec in specs}
+    return replace(config, **{**defaults, **others})
+
+
+def _sharded(
+    named: Named, experts: Collection[str], config: OptimizerConfig, ranks: int, expert_ranks: int
+) -> tuple[Named, int, int]:
+    """What the first data-parallel rank of a distributed optimizer steps; and bytes of the model's
+    parameters there, and of gradients that stay between steps."""
+    trained = [(name, param) for name, param in named if param.requires_grad]
+    dense = [(name, param) for name, param in trained if name not in experts]
+    expert = [(name, param) for name, param in trained if name in experts]
+    buckets = [
+        *make_buckets(dense, config, 0, ranks),
+        *make_buckets(expert, config, 0, expert_ranks),
     ]
-    hosts = [part.inner.host for part in parts]
-    return sum(host.released_bytes for host in hosts if host is not None)
+    owned = dict[str, torch.Size]()
+    if config.data_parallel_sharding_strategy != "no_shard":
+        entries = [entry for bucket in buckets for entry in bucket.entries]
+        owned = {entry.name: torch.Size([entry.stop - entry.start]) for entry in entries}
+    stepped = [(name, _part(param, owned.get(name, param.shape))) for name, param in named]
+    model_params = sum(param.nbytes for _, param in named if not param.requires_grad)
+    model_params += sum(bucket.params.nbytes for bucket in buckets)
+    grads = [bucket.owned_grads if bucket.grads is None else bucket.grads for bucket in buckets]
+    return stepped, model_params, sum(grad.nbytes for grad in grads)
 
 
-def _meta(spec: ParamSpec, layout: Layout) -> nn.Parameter:
-    values = torch.empty(state_shard(spec, layout), dtype=spec.dtype, device="meta")
-    param = nn.Parameter(values, requires_grad=spec.trainable)
-    set_shard_info(param, ShardInfo(whole_shape=torch.Size(spec.shape)))
-    if spec.dtype in FLOAT8_DTYPES:
-        param.fp8_scale = torch.empty((), dtype=torch.float32, device="meta")  # type: ignore[attr-defined]
-    return param
+def _part(param: Tensor, shape: torch.Size) -> nn.Parameter:
+    values = torch.empty(shape, dtype=param.dtype, device="meta")
+    part = nn.Parameter(values, requires_grad=param.requires_grad)
+    set_shard_info(part, ShardInfo(whole_shape=part_of(param).shape))
+    return part
+
+
+def _grad_bytes(param: Tensor) -> int:
+    """Bytes of a parameter's gradient, which has its dtype, or 16 bits if the parameter has 8."""
+    return 2 * param.numel() if param.dtype in FLOAT8_DTYPES else param.nbytes
+
+
+_WHAT = {REMAINDER: "main_params", AVERAGE: "averages"}
+"""What state is, if it is no moment."""
 
 
 def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPlan:
@@ -229,14 +439,12 @@ def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPl
     return MemoryPlan(device, pinned, pageable, disk)
 
 
-def _reserves(
-    part: WrappedOptimizer, config: OptimizerConfig
-) -> Iterator[tuple[str, str, int]]:
+def _reserves(part: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tuple[str, str, int]]:
     """Where, what for, and how much memory is taken when stepping begins."""
-    if not isinstance(part.inner, HybridDeviceOptimizer):
+    if not isinstance(part.executor, PlacedExecutor):
         return
-    held, pins_mains = part.inner.stepper.host_bytes(), config.pin_cpu_params
-    yield _taken("main_params", [part.inner.host_main_bytes], pins_mains)
+    held, pins_mains = part.executor.stepper.host_bytes(), config.pin_cpu_params
+    yield _taken("main_params", [part.executor.main_memory.host_bytes], pins_mains)
     yield _taken("staging", held.staging, config.pin_cpu_grads)
     yield _taken("double_buffers", held.back_mains, pins_mains)
     yield _taken("double_buffers", held.back_state, False)
@@ -244,11 +452,11 @@ def _reserves(
     yield _taken("averages", held.averages, pins_mains)
     yield _taken("main_params", held.remainders, pins_mains)
     yield _taken("staging", held.windows, pins_mains)
-    on_disk = part.inner.stepper.disk_bytes()
+    on_disk = part.executor.stepper.disk_bytes()
     yield "disk", "main_params", on_disk.main_params
     yield "disk", "moments", on_disk.moments
     yield "disk", "averages", on_disk.averages
-    yield "accelerator", "staging", part.inner.stepper.device_bytes
+    yield "accelerator", "staging", part.executor.stepper.device_bytes
 
 
 def _taken(what: str, pieces: Sequence[int], is_pinned: bool) -> tuple[str, str, int]:
@@ -257,17 +465,15 @@ def _taken(what: str, pieces: Sequence[int], is_pinned: bool) -> tuple[str, str,
     return "pageable_host", what, sum(pieces)
 
 
-def _tensors(
-    part: WrappedOptimizer, config: OptimizerConfig
-) -> Iterator[tuple[str, str, int]]:
+def _tensors(part: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tuple[str, str, int]]:
     """Where, what for, and bytes of main params on the accelerator and of all state."""
     for slot in filter(part.has_state, part.slots()):
-        on_device = part.inner.place(slot) == "device"
+        on_device = part.executor.place(slot) == "device"
         is_reserved = not on_device and config.has_windows
         if on_device and part.has_separate_main(slot):
-            main = param_at(part.inner.param_groups, slot)
+            main = param_at(part.executor.param_groups, slot)
             yield "accelerator", "main_params", main.nbytes
-        for key, value in part.inner.state_of(slot).tensors().items():
+        for key, value in part.executor.state_of(slot).tensors().items():
             if is_reserved and key != "step":
                 continue
             is_here = on_device and key != "step"

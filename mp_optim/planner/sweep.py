@@ -1,53 +1,54 @@
-"""Many plans at once: over offload fractions and forms of state, and the smallest fraction that
-fits."""
+"""Many plans at once, over offload fractions and forms of state, and the smallest fraction that
+fits, which ``optimizer_offload_fraction="auto"`` takes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.config.rules import UINT4
-from mp_optim.planner.layout import Layout
-from mp_optim.planner.memory import MemoryPlan, plan
-from mp_optim.planner.params import specs_of
-from mp_optim.planner.sharded import with_defaults
+from mp_optim.config.state_forms import MOMENT_WORDS
+from mp_optim.factory import device_of, with_data_parallel
+from mp_optim.groups.param_groups import ParamKey
+from mp_optim.planner.memory import Layout, MemoryPlan, plan, plan_rank, specs_of, with_defaults
+from mp_optim.ranks.agreement import ProcessGroups
+from mp_optim.ranks.missing_ranks import call, naming_missing_ranks
+from mp_optim.slots import local_tensor
+from mp_optim.slots.names import named_params
+from mp_optim.slots.param_attributes import is_expert_param
 
-_COMPACT = {"use_precision_aware_optimizer": True}
+_log = logging.getLogger(__name__)
+
+
+def _compact(dtype: str) -> dict[str, Any]:
+    moments = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
+    return {"use_precision_aware_optimizer": True, **moments}
+
+
 OFFLOADING = frozenset(
     (
-        "optimizer_cpu_offload",
-        "optimizer_offload_fraction",
-        "overlap_cpu_optimizer_d2h_h2d",
-        "offload_mode",
-        "offload_place",
-        "offload_streamed_fraction",
-        "stream_window_bytes",
-        "optimizer_state_path",
-        "release_gradients",
-        "offload_bucket_bytes",
-        "pin_cpu_grads",
-        "pin_cpu_params",
-        "gpu_memory",
+        *("optimizer_cpu_offload", "optimizer_offload_fraction", "gpu_memory"),
+        *("offload_mode", "offload_place", "offload_streamed_fraction", "stream_window_bytes"),
+        *("optimizer_state_path", "release_gradients", "overlap_cpu_optimizer_d2h_h2d"),
+        *("offload_bucket_bytes", "pin_cpu_grads", "pin_cpu_params"),
     )
 )
 """Fields that are about what is offloaded."""
 FORMS: Mapping[str, Mapping[str, Any]] = {
     "FP32": {},
-    "bf16 moments, remainders": {
-        **_COMPACT,
-        "exp_avg_dtype": "bfloat16",
-        "exp_avg_sq_dtype": "bfloat16",
-    },
-    "8-bit moments, remainders": {
-        **_COMPACT,
-        "exp_avg_dtype": "uint8",
-        "exp_avg_sq_dtype": "uint8",
-    },
+    "bf16 moments, remainders": _compact("bfloat16"),
+    "8-bit moments, remainders": _compact("uint8"),
 }
 """Forms of optimizer state by name, as fields of the config."""
 
@@ -55,22 +56,16 @@ _FORM = (
     "use_precision_aware_optimizer",
     "exp_avg_dtype",
     "exp_avg_sq_dtype",
+    "fp32_state_below",
     "store_param_remainders",
     "param_remainder_bits",
 )
-_BITS: Mapping[Any, str] = {
-    torch.float32: "FP32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.uint8: "8-bit",
-    UINT4: "4-bit",
-}
 
 
 def form_of(config: OptimizerConfig) -> str:
     """What a config's form of optimizer state is called in a sweep."""
     dtypes = dict.fromkeys((config.exp_avg_dtype, config.exp_avg_sq_dtype))
-    moments = " and ".join(_BITS[dtype] for dtype in dtypes)
+    moments = " and ".join(MOMENT_WORDS[dtype] for dtype in dtypes)
     if config.keeps_remainders:
         eight = "8-bit " if config.param_remainder_bits == 8 else ""
         return f"{moments} moments, {eight}remainders"
@@ -91,10 +86,7 @@ def with_fraction(config: OptimizerConfig, fraction: float) -> OptimizerConfig:
     if fraction == 0.0:
         return with_defaults(config, OFFLOADING)
     return dataclasses.replace(
-        config,
-        optimizer_cpu_offload=True,
-        optimizer_offload_fraction=fraction,
-        gpu_memory=None,
+        config, optimizer_cpu_offload=True, optimizer_offload_fraction=fraction, gpu_memory=None
     )
 
 
@@ -113,7 +105,7 @@ def sweep(
     configs = {} if own in forms else {own: config}
     for name, form in forms.items():
         try:
-            configs[name] = config if name == own else with_form(config, form)
+            configs[name] = config if name == own else with_defaults(config, _FORM, **form)
         except ValueError:  # the rule has no such moments
             continue
     return [
@@ -121,17 +113,6 @@ def sweep(
         for name, in_form in configs.items()
         for fraction in fractions
     ]
-
-
-def with_form(config: OptimizerConfig, form: Mapping[str, Any]) -> OptimizerConfig:
-    """The config with its state in another form, one of :data:`FORMS`.
-
-    Raises:
-        ValueError: its rule has no such state.
-    """
-    specs = [spec for spec in dataclasses.fields(config) if spec.name in _FORM]
-    plain: dict[str, Any] = {spec.name: spec.default for spec in specs}
-    return dataclasses.replace(config, **{**plain, **form})
 
 
 def smallest_fraction(
@@ -211,9 +192,7 @@ def _words(size: int) -> str:
 
 
 def _way_out(
-    plan_of: Callable[[OptimizerConfig], MemoryPlan],
-    config: OptimizerConfig,
-    gpu_memory: int,
+    plan_of: Callable[[OptimizerConfig], MemoryPlan], config: OptimizerConfig, gpu_memory: int
 ) -> str:
     """What to do where parameters and gradients alone do not fit."""
     if gpu_memory < 1 << 20:
@@ -237,3 +216,87 @@ def _way_out(
             f"offload_mode='overlap'): {_words(held)}, which {fits}",
         )
     return "; or ".join(ways)
+
+
+SHARE = 0.75
+"""What parameters, gradients and optimizer may take of an accelerator whose ``gpu_memory`` is not
+given."""
+
+
+def with_chosen_fraction(
+    config: OptimizerConfig,
+    chunks: Sequence[nn.Module],
+    config_overrides: Mapping[ParamKey, Any] | None,
+    process_groups: ProcessGroups,
+    expert_predicate: Callable[..., bool] | None,
+) -> OptimizerConfig:
+    """The config with the smallest fraction, in 64ths, that leaves the accelerator within its
+    limit.
+
+    Ranks that share out a parameter (a distributed optimizer's, or a DTensor's) take the largest of
+    theirs. A model on the host with no ``gpu_memory`` has nothing to be moved out of: 0.
+
+    Raises:
+        ValueError: it does not fit with everything on the host, on this rank or one of those,
+            saying what is missing.
+    """
+    limit, device = config.gpu_memory, device_of(chunks)
+    if limit is None and device.type == "cuda":
+        limit = int(SHARE * torch.cuda.get_device_properties(device).total_memory)
+    if limit is None:
+        _log.info("optimizer_offload_fraction='auto': 0, the model is on the host")
+        return with_fraction(config, 0.0)
+    is_expert = expert_predicate or is_expert_param
+    held = list(named_params(chunks))  # frozen ones too
+    named = [(name, _on_meta(param)) for name, param in held]
+    experts = {name for name, param in held if is_expert(param, name)}
+    if config.is_distributed:
+        process_groups = with_data_parallel(process_groups, bool(experts))
+    dp, expert_dp = process_groups.dp, process_groups.expert_dp
+    ranks, expert_ranks = (1 if group is None else group.size() for group in (dp, expert_dp))
+
+    def plan_of(chosen: OptimizerConfig) -> MemoryPlan:
+        return plan_rank(named, experts, chosen, ranks, expert_ranks, config_overrides)
+
+    mesh = next((param.device_mesh for _, param in held if isinstance(param, DTensor)), None)
+    sharing = [dp] if config.is_distributed else [] if mesh is None else mesh.get_all_groups()
+    fraction = _agreed(lambda: least(plan_of, config, gpu_memory=limit).fraction, sharing)
+    found = plan_of(with_fraction(config, fraction))
+    _log.info(
+        "optimizer_offload_fraction='auto': %g, the least that keeps parameters, gradients and "
+        "optimizer within %.2f GiB: %.2f GiB there, %.2f GiB on the host",
+        found.fraction,
+        limit / 2**30,
+        found.accelerator.total / 2**30,
+        found.host_total / 2**30,
+    )
+    return with_fraction(config, found.fraction)
+
+
+def _agreed(choose: Callable[[], float], groups: Iterable[ProcessGroup | None]) -> float:
+    """The largest of the ranks' choices; one that fails, fails on all."""
+    own, trouble = 1.0, ""
+    try:
+        own = choose()
+    except ValueError as error:
+        trouble = str(error)
+    for group in filter(None, groups):
+        choices: list[Any] = [None] * group.size()
+        mine = own, trouble
+        with naming_missing_ranks(group)("agreeing on optimizer_offload_fraction"):
+            call(group, partial(dist.all_gather_object, choices, mine, group=group))
+        own = max(fraction for fraction, _ in choices)
+        trouble = next((text for _, text in choices if text), "")
+    if trouble:
+        raise ValueError(trouble)
+    return own
+
+
+def _on_meta(param: Tensor) -> nn.Parameter:
+    """What this rank holds of a parameter, without data, with the attributes that were set."""
+    values = torch.empty_like(local_tensor(param), device="meta")
+    meta = nn.Parameter(values, requires_grad=param.requires_grad)
+    for name, value in vars(param).items():
+        if not name.startswith("_"):
+            setattr(meta, name, value)
+    return meta

@@ -1,16 +1,13 @@
 """Which dtype: main params, loss scale, gradient norm, and the verdict on each step."""
 
-from mp_optim.precision.float16 import Float16OptimizerWithFloat16Params
-from mp_optim.precision.fp32 import FP32Optimizer
-from mp_optim.precision.grad_scaler import (
-    ConstantGradScaler,
-    DynamicGradScaler,
-    MegatronGradScaler,
-)
+from mp_optim.precision.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from mp_optim.precision.megatron_optimizer import MegatronOptimizer
-from mp_optim.precision.result import StepResult
-from mp_optim.precision.verdict import Verdict
-from mp_optim.precision.wrapped_optimizer import WrappedOptimizer
+from mp_optim.precision.verdict import StepResult, Verdict
+from mp_optim.precision.wrapped_optimizer import (
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    WrappedOptimizer,
+)
 
 __all__ = [
     "ConstantGradScaler",

@@ -16,16 +16,9 @@ from mp_optim.placement.grad_hooks import GradHooks, final_in_backward
 from mp_optim.placement.worker import WorkerError
 from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.slot_table import GRADIENT_DTYPES, SlotTable
-from mp_optim.slots import (
-    ParamGroups,
-    Slot,
-    are_plain,
-    current_grad,
-    local_tensor,
-    param_at,
-)
+from mp_optim.slots import ParamGroups, Slot, are_plain, current_grad, local_tensor, param_at
+from mp_optim.slots.executor import Executor
 from mp_optim.slots.host_part import HostPart
-from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.slots.param_attributes import has_main_grad
 from mp_optim.update.kernel_args import fp32
 
@@ -61,12 +54,15 @@ def _can_be_released(param: Tensor, grad: Tensor) -> bool:
 class Wrapper(Protocol):
     """What is asked of the precision wrapper."""
 
-    inner: SlotOptimizer
+    executor: Executor
     param_groups: ParamGroups
     grad_scaler: MegatronGradScaler | None
 
     def slots(self) -> list[Slot]:
         """All slots in order."""
+
+    def has_edited_lists(self) -> bool:
+        """Whether groups or parameters were added or taken away by editing the lists."""
 
 
 class BackwardOverlap:
@@ -97,12 +93,12 @@ class BackwardOverlap:
         self._table = table
         self.sum_of_squares = sum_of_squares
         self.push_hyperparams = push_hyperparams
-        self._on_host: list[bool] = []
+        self._is_offloaded: list[bool] = []
         self._index: dict[int, int] = {}  # of each parameter, by id
         self._hooks = GradHooks(self._on_backward)
         self._inverse_scale: Callable[[], Tensor] | None = None
         self.host: HostPart | None = None
-        if (host := wrapper.inner.host) is not None:
+        if (host := wrapper.executor.host) is not None:
             host.connect(self)
             self.host = host if host.works_in_backward else None
         self.released: dict[int, Tensor] = {}
@@ -135,11 +131,11 @@ class BackwardOverlap:
         """Have hooks on what is in the param groups now."""
         if self.host is None:
             return
-        if len(self._on_host) != len(params):
-            place_of = self._wrapper.inner.place
-            self._on_host = [place_of(slot) == "host" for slot in self._wrapper.slots()]
+        if len(self._is_offloaded) != len(params):
+            place_of = self._wrapper.executor.place
+            self._is_offloaded = [place_of(slot) != "device" for slot in self._wrapper.slots()]
         self._index = {id(param): index for index, param in enumerate(params)}
-        self._hooks.follow(params, self._on_host)
+        self._hooks.follow(params, self._is_offloaded)
 
     def stop(self) -> None:
         """Have no hooks."""
@@ -153,12 +149,12 @@ class BackwardOverlap:
         """Tell the host's part that a slot's gradient is what will be stepped, if there is one."""
         table = self._table
         slot, param = table.slots[index], table.params[index]
-        grad = current_grad(param)
-        now = param_at(self._wrapper.param_groups, slot)
+        grad, wrapper = current_grad(param), self._wrapper
         if (
             self.host is None
             or grad is None
-            or now is not param
+            or wrapper.has_edited_lists()
+            or param_at(wrapper.param_groups, slot) is not param
             or not table.bound[index]
             or not table.seen.has_shape(index, param)
         ):
@@ -177,7 +173,7 @@ class BackwardOverlap:
         chosen = now if params is None else params
         known = [(self._index.get(id(param), -1), param) for param in chosen]
         for index, param in sorted(known, key=operator.itemgetter(0)):
-            if index >= 0 and now[index] is param and self._on_host[index]:
+            if index >= 0 and now[index] is param and self._is_offloaded[index]:
                 self._report(index)
 
     def finish(self) -> None:
@@ -227,11 +223,7 @@ class BackwardOverlap:
         """The loss scale may have changed: start to bring it to the host, for the prediction in the
         next backward."""
         scaler = self._wrapper.grad_scaler
-        if (
-            self.host is None
-            or scaler is None
-            or scaler.present_scale.device.type == "cpu"
-        ):
+        if self.host is None or scaler is None or scaler.present_scale.device.type == "cpu":
             return
         self._inverse_scale = self.host.fetch(scaler.inv_scale)
 
@@ -240,9 +232,7 @@ class BackwardOverlap:
         scaler = self._wrapper.grad_scaler
         if scaler is None:
             return 1.0
-        inverse = (
-            scaler.inv_scale if self._inverse_scale is None else self._inverse_scale()
-        )
+        inverse = scaler.inv_scale if self._inverse_scale is None else self._inverse_scale()
         return fp32(float(inverse))
 
 

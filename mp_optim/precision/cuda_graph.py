@@ -27,9 +27,7 @@ class CudaGraph:
         :meth:`replay`."""
         with (
             torch.cuda.device(self._device),
-            torch.cuda.graph(
-                self._graph, stream=self._stream, capture_error_mode="thread_local"
-            ),
+            torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"),
         ):
             return work()
 

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
-
-import torch
 
 from mp_optim.precision.slot_table import SlotTable
 from mp_optim.slots import ParamGroups, iter_slots, param_at
-from mp_optim.slots.host_part import Place
-from mp_optim.slots.optimizer import SlotOptimizer
-from mp_optim.update.backends.host_threads import describe_threads
+from mp_optim.slots.executor import Executor
 from mp_optim.update.backends.native import describe_access
-from mp_optim.update.foreign import ForeignOptimizer
+from mp_optim.update.backends.native_library import describe_threads
 
 
 @dataclass(frozen=True)
@@ -57,9 +52,7 @@ class Description:
         table = [shown]
         for row in self.rows:
             table.append([_cell(getattr(row, name)) for name in shown])
-        reasons = dict.fromkeys(
-            f"{row.place}: {row.backend} ({row.why})" for row in self.rows
-        )
+        reasons = dict.fromkeys(f"{row.place}: {row.backend} ({row.why})" for row in self.rows)
         return "\n".join([columns(table), *reasons, *self.notes])
 
 
@@ -73,20 +66,18 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def describe(
-    groups: ParamGroups, inner: SlotOptimizer, table: SlotTable
-) -> Description:
-    """Read the rows off a wrapper; allocates the state of ``inner`` if it had none.
+def describe(groups: ParamGroups, executor: Executor, table: SlotTable) -> Description:
+    """Read the rows off a wrapper; allocates state if there was none.
 
     Args:
-        groups: the model's parameters. inner: what steps them. table: what is known of the slots.
+        groups: the model's parameters. executor: steps them. table: what is known of the slots.
     """
     counts: dict[DescriptionRow, list[int]] = defaultdict(lambda: [0, 0, 0])
     for index, (slot, param) in enumerate(iter_slots(groups)):
-        place, dtype = inner.place(slot), str(param.dtype).removeprefix("torch.")
-        backend, why = _stepper(inner, slot.group, place, param.device)
-        state = inner.state_of(slot).tensors() if table.bound[index] else {}
-        main = param_at(inner.param_groups, slot)
+        place, dtype = executor.place(slot), str(param.dtype).removeprefix("torch.")
+        backend, why = executor.stepper_of(slot.group, place, param.device)
+        state = executor.state_of(slot).tensors() if table.bound[index] else {}
+        main = param_at(executor.param_groups, slot)
         tensors = [*state.values(), *([main] if table.separate[index] else [])]
         kind = DescriptionRow(slot.group, place, dtype, 0, 0, 0, backend, why)
         row = counts[kind]
@@ -96,18 +87,7 @@ def describe(
     rows = []
     for kind, (slots, params, size) in counts.items():
         rows.append(replace(kind, slots=slots, params=params, bytes=size))
-    notes = () if inner.host is None else inner.host.notes()
+    notes = () if executor.host is None else executor.host.notes()
     if any(row.backend == "native" for row in rows):
         notes = (*notes, describe_threads(), describe_access())
     return Description(tuple(rows), notes)
-
-
-def _stepper(
-    inner: SlotOptimizer, group: int, place: Place, device: torch.device
-) -> tuple[str, str]:
-    sub: Any = inner.sub_optimizer(place)
-    if isinstance(sub, ForeignOptimizer):
-        return type(sub.optimizer).__name__, "given by the caller; gets FP32 gradients"
-    where = torch.device("cpu") if place == "host" else device
-    found: tuple[str, str] = sub.group_backend(sub.param_groups[group], where)
-    return found

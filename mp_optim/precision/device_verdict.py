@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
-from mp_optim.precision.result import StepResult
 from mp_optim.precision.skip_rule import NUMBERS, RollingRule
-from mp_optim.precision.verdict import Verdict, finite, not_finite
+from mp_optim.precision.verdict import StepResult, Verdict, finite, not_finite
 from mp_optim.process.transfer import Transfer, transfer_for
 from mp_optim.slots import DeviceMultiplier
 from mp_optim.update.sums import root
@@ -76,9 +75,7 @@ def form(
     skip, judged = overflow, norms[:0]
     if MAIN in measurement.sums:
         rows = dict(zip(names, multipliers.unbind(), strict=True))
-        multipliers = torch.stack(
-            [rows[MAIN if name == EXCLUDED else name] for name in names]
-        )
+        multipliers = torch.stack([rows[MAIN if name == EXCLUDED else name] for name in names])
         norm = norms[names.index(MAIN)]
         skip = overflow | (norm > config.grad_norm_skip_threshold)
         if rule is not None:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.config.setting_checks import WHOLE, Rule, check_setting
+from mp_optim.config.setting_checks import WHOLE, Allowed, check_setting
+from mp_optim.process.calls import in_own_modes
 from mp_optim.process.host_memory import as_tensor
-from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.update.kernel_args import fp32
 
 _LARGEST = 2.0**126
@@ -21,23 +21,21 @@ _LARGEST = 2.0**126
 
 
 _SCALER_STATE = {
-    "scale": Rule(lambda scale: 0.0 < scale <= _LARGEST, "positive and at most 2**126"),
+    "scale": Allowed(lambda scale: 0.0 < scale <= _LARGEST, "positive and at most 2**126"),
     "growth_tracker": WHOLE,
     "hysteresis_tracker": WHOLE,
 }
 """What the state of a dynamic scale consists of, and may be."""
-_GROWTH = Rule(lambda factor: factor > 1.0, "greater than 1")
-_BACKOFF = Rule(lambda factor: 0.0 < factor < 1.0, "between 0 and 1")
-_STEPS = Rule(lambda steps: steps >= 1 and int(steps) == steps, "a whole number >= 1")
+_GROWTH = Allowed(lambda factor: factor > 1.0, "greater than 1")
+_BACKOFF = Allowed(lambda factor: 0.0 < factor < 1.0, "between 0 and 1")
+_STEPS = Allowed(lambda steps: steps >= 1 and int(steps) == steps, "a whole number >= 1")
 
 
 class MegatronGradScaler(ABC):
     """A positive factor on the loss that keeps FP16 gradients in range."""
 
     @in_own_modes
-    def __init__(
-        self, initial_scale: float, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, initial_scale: float, device: torch.device | str = "cpu") -> None:
         check_setting("initial_scale", initial_scale, _SCALER_STATE["scale"])
         self._scale = torch.tensor([initial_scale], dtype=torch.float32, device=device)
         self._asked = False
@@ -64,11 +62,7 @@ class MegatronGradScaler(ABC):
         """Whether gradients of the coming step may be scaled: the caller asked for :attr:`scale`
         since the last one, or kept what he got then."""
         own = type(self).scale is MegatronGradScaler.scale
-        return (
-            self._asked
-            or not own
-            or (self._lent is not None and self._lent() is not None)
-        )
+        return self._asked or not own or (self._lent is not None and self._lent() is not None)
 
     @property
     def trackers(self) -> tuple[Tensor, ...]:
@@ -76,9 +70,7 @@ class MegatronGradScaler(ABC):
         scale lies."""
         return ()
 
-    def scale_after(
-        self, scale: float, trackers: Sequence[float], found_inf: bool
-    ) -> float | None:
+    def scale_after(self, scale: float, trackers: Sequence[float], found_inf: bool) -> float | None:
         """What :meth:`update` makes of a scale and of trackers that were read before; None if only
         it knows. Asks nothing of the device."""
         return None
@@ -119,9 +111,7 @@ class ConstantGradScaler(MegatronGradScaler):
     def update(self, found_inf: bool | Tensor) -> None:
         super().update(found_inf)
 
-    def scale_after(
-        self, scale: float, trackers: Sequence[float], found_inf: bool
-    ) -> float | None:
+    def scale_after(self, scale: float, trackers: Sequence[float], found_inf: bool) -> float | None:
         return scale
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,9 +156,7 @@ class DynamicGradScaler(MegatronGradScaler):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(initial_scale, device)
-        floor = Rule(
-            lambda least: 0.0 < least <= initial_scale, "in (0, initial_scale]"
-        )
+        floor = Allowed(lambda least: 0.0 < least <= initial_scale, "in (0, initial_scale]")
         check_setting("min_scale", min_scale, floor)
         check_setting("growth_factor", growth_factor, _GROWTH)
         check_setting("backoff_factor", backoff_factor, _BACKOFF)
@@ -188,9 +176,7 @@ class DynamicGradScaler(MegatronGradScaler):
     def trackers(self) -> tuple[Tensor, ...]:
         return self._growth_tracker, self._hysteresis_tracker
 
-    def scale_after(
-        self, scale: float, trackers: Sequence[float], found_inf: bool
-    ) -> float | None:
+    def scale_after(self, scale: float, trackers: Sequence[float], found_inf: bool) -> float | None:
         if type(self).update is not DynamicGradScaler.update:
             return None
         clean, left = trackers
@@ -206,9 +192,7 @@ class DynamicGradScaler(MegatronGradScaler):
     def update(self, found_inf: bool | Tensor) -> None:
         super().update(found_inf)
         inf = torch.as_tensor(found_inf, device=self._scale.device).bool().reshape(1)
-        left = torch.where(
-            inf, (self._hysteresis_tracker - 1).clamp(min=0), self.hysteresis
-        )
+        left = torch.where(inf, (self._hysteresis_tracker - 1).clamp(min=0), self.hysteresis)
         clean = torch.where(inf, 0, self._growth_tracker + 1)
         grows = clean >= self.growth_interval
         scale = self._scale.double()

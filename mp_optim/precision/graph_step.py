@@ -67,13 +67,8 @@ def check_capturable(stack: Capturable) -> None:
             "with fused_backend='triton' and without a clip in the rule itself (max_grad_norm=0)"
         )
     elif not choose_backend(stack.config.fused_backend, device)[0].capturable:
-        _refuse(
-            f"fused_backend={stack.config.fused_backend!r} cannot be captured; choose 'triton'"
-        )
-    if (
-        stack.grad_scaler is not None
-        and stack.grad_scaler.present_scale.device != device
-    ):
+        _refuse(f"fused_backend={stack.config.fused_backend!r} cannot be captured; choose 'triton'")
+    if stack.grad_scaler is not None and stack.grad_scaler.present_scale.device != device:
         _refuse(
             f"the grad scaler is on {stack.grad_scaler.present_scale.device}, the optimizer on "
             f"{device}; build it there (device=)"
@@ -88,9 +83,7 @@ def check_capturable(stack: Capturable) -> None:
 
 
 def _refuse(reason: str) -> None:
-    raise ValueError(
-        f"optimizer_cuda_graph=True: {reason}; or set optimizer_cuda_graph=False"
-    )
+    raise ValueError(f"optimizer_cuda_graph=True: {reason}; or set optimizer_cuda_graph=False")
 
 
 @dataclass(frozen=True)
@@ -154,9 +147,7 @@ class GraphedStep:
 
     def __init__(self, device: torch.device, backend: Any) -> None:
         self._device, self._backend = device, backend
-        self._new_graph: Callable[[], cuda_graph.CudaGraph] = cuda_graph.graph_for(
-            device
-        )
+        self._new_graph: Callable[[], cuda_graph.CudaGraph] = cuda_graph.graph_for(device)
         self._captured: _Captured | None = None
         self._last: Any = None
         self._steady = self._changes = 0
@@ -244,9 +235,7 @@ class GraphedStep:
         attempt, table = _Attempt(verdict), rehearsal.upload()
         with step.mark.rehearsal():
             apply.capture(
-                lambda: self._backend.record(
-                    lambda: step.grads.step(attempt.multipliers), table
-                )
+                lambda: self._backend.record(lambda: step.grads.step(attempt.multipliers), table)
             )
         step.mark.touch()
         apply.replay()

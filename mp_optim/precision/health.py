@@ -23,9 +23,9 @@ from mp_optim.precision.device_verdict import DeviceVerdict, Fetch
 from mp_optim.precision.skip_rule import RollingRule
 from mp_optim.precision.step_grads import StepGrads
 from mp_optim.precision.verdict import Verdict
-from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.process.calls import in_own_modes
 from mp_optim.slots import Slot, local_tensor
-from mp_optim.update.shard_sums import reduce_over
+from mp_optim.update.sums import reduce_over
 
 
 class Measured(Protocol):
@@ -78,9 +78,7 @@ class GradientHealth:
         self._updated = 0
 
     @in_own_modes
-    def report_loss(
-        self, loss: Tensor | float | None, group: ProcessGroup | None = None
-    ) -> None:
+    def report_loss(self, loss: Tensor | float | None, group: ProcessGroup | None = None) -> None:
         """Say the loss of the coming step, for ``skip_step_sigma_factor``; without that, nothing
         is done. Call it before each ``step()``.
 
@@ -137,8 +135,7 @@ class GradientHealth:
         sums = verdict.param_sums
         values = sums.where(~sums.isnan(), math.inf).tolist()
         return {
-            name: math.sqrt(value) * inverse
-            for name, value in self._largest(values, top).items()
+            name: math.sqrt(value) * inverse for name, value in self._largest(values, top).items()
         }
 
     def updates(self, top: int | None = None) -> dict[str, Update]:
@@ -188,11 +185,7 @@ class GradientHealth:
 
     @contextmanager
     def watching(self, grads: StepGrads, step: int) -> Iterator[None]:
-        """While a step is applied: compare what it changes, if it is one to be watched."""
-        interval = self._stack.config.log_update_ratios_interval
-        if interval == 0 or step % interval:
-            yield
-            return
+        """While a step is applied: compare what it changes."""
         watches = grads.watch_updates()
         yield
         sums = [watch.finish() for watch in watches]
@@ -209,9 +202,7 @@ class GradientHealth:
     def _largest(self, values: Sequence[float], top: int | None) -> dict[str, float]:
         return {name: values[index] for index, name in self._in_order(values, top)}
 
-    def _in_order(
-        self, values: Sequence[float], top: int | None
-    ) -> list[tuple[int, str]]:
+    def _in_order(self, values: Sequence[float], top: int | None) -> list[tuple[int, str]]:
         """Index and name of the largest values' parameters."""
         stack = self._stack
         order = sorted(range(len(values)), key=lambda i: -values[i])[:top]

@@ -17,14 +17,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from mp_optim.checkpoint.blocks import is_cut
-from mp_optim.precision.dtensor_state import as_sharded
+from mp_optim.checkpoint.shards import is_cut
 from mp_optim.precision.measure import EXCLUDED, MAIN, NormKey
-from mp_optim.precision.param_state import BoundParam, ParamState, UntrainedState
-from mp_optim.precision.remainders import Agreement
+from mp_optim.precision.param_state import (
+    Agreement,
+    BoundParam,
+    ParamState,
+    UntrainedState,
+    as_sharded,
+)
 from mp_optim.precision.slot_table import SlotTable
+from mp_optim.process.calls import in_own_modes
 from mp_optim.process.leases import before_writing
-from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.quantized import (
     check_quantized,
     dequantized,
@@ -33,7 +37,7 @@ from mp_optim.quantized import (
     is_quantized,
     quantize_,
 )
-from mp_optim.ranks.process_groups import ProcessGroups
+from mp_optim.ranks.agreement import ProcessGroups
 from mp_optim.slots import (
     ParamGroups,
     Slot,
@@ -47,7 +51,7 @@ from mp_optim.slots import (
     slot_name,
     stream_of,
 )
-from mp_optim.slots.optimizer import SlotOptimizer
+from mp_optim.slots.executor import Executor
 from mp_optim.slots.param_attributes import (
     check_attributes,
     grad_norm_group,
@@ -56,15 +60,10 @@ from mp_optim.slots.param_attributes import (
     set_main_param,
     shard_info,
 )
-from mp_optim.slots.shared_memory import check_memory
+from mp_optim.slots.seen_params import check_memory
 from mp_optim.slots.slot_state import SlotState, State
-from mp_optim.slots.tensor_layout import (
-    Layout,
-    layout_of,
-    ranks_of_copies,
-    shard_groups_of,
-)
-from mp_optim.update.checksums import checksums_of
+from mp_optim.slots.tensor_layout import Layout, layout_of, ranks_of_copies, shard_groups_of
+from mp_optim.update.measures import checksums_of
 
 
 class MainParams:
@@ -72,7 +71,7 @@ class MainParams:
 
     Args:
         param_groups: the wrapper's live groups of the model's parameters.
-        inner: its groups hold main params afterwards.
+        executor: its groups hold main params afterwards.
         process_groups: the ranks that share the model, by which duplicates are recognised.
         check_param: raises if a trainable parameter's dtype does not fit the wrapper.
 
@@ -88,11 +87,11 @@ class MainParams:
     def __init__(
         self,
         param_groups: ParamGroups,
-        inner: SlotOptimizer,
+        executor: Executor,
         process_groups: ProcessGroups,
         check_param: Callable[[Slot, Tensor], None],
     ) -> None:
-        self._param_groups, self._inner = param_groups, inner
+        self._param_groups, self._executor = param_groups, executor
         self._process_groups, self._check_param = process_groups, check_param
         self._agreement = Agreement()
         self._ready: dict[Slot, Tensor] = {}
@@ -122,7 +121,7 @@ class MainParams:
                     f"{self.name(Slot(index, position))} was made inside torch.inference_mode(), "
                     "so nothing can train it; build the model outside of it"
                 )
-        self._inner.reserve_main_params(coming)
+        self._executor.reserve_main_params(coming)
         rows: list[tuple[Slot, Tensor, NormKey, Layout, int]] = []
         mains: dict[Slot, Tensor] = {}
         for position, param in enumerate(params):
@@ -162,6 +161,8 @@ class MainParams:
     def bind_trainable(self, slot: Slot | None) -> None:
         """The same for one slot, or all, if its parameter is trainable by now."""
         table = self.table
+        if all(table.bound):
+            return
         indices = range(len(table.slots)) if slot is None else [table.index(slot)]
         self.bind_trained(i for i in indices if table.params[i].requires_grad)
 
@@ -171,7 +172,7 @@ class MainParams:
         if self._separates(slot, main):
             is_coded = is_quantized(param)
             value = dequantized(param) if is_coded else local_tensor(param)
-            self._inner.set_main_param(slot, value)
+            self._executor.set_main_param(slot, value)
         del self._ready[slot]
         self._trained(self.table.index(slot), main, param)
 
@@ -193,13 +194,11 @@ class MainParams:
         check_attributes(self.name(slot), param)
         check_quantized(self.name(slot), param)
         local = dequantized(param) if is_quantized(param) else local_tensor(param)
-        return self._inner.new_main_param(slot, local)
+        return self._executor.new_main_param(slot, local)
 
     def _separates(self, slot: Slot, main: Tensor) -> bool:
         """Whether what is stepped for a slot is another tensor than the model's."""
-        return is_quantized(self._param(slot)) or not same_memory(
-            main, self._local(slot)
-        )
+        return is_quantized(self._param(slot)) or not same_memory(main, self._local(slot))
 
     def _trained(self, index: int, main: Tensor, param: Tensor) -> None:
         """A parameter has a main param now, and state."""
@@ -209,12 +208,8 @@ class MainParams:
 
     def _norm_key(self, slot: Slot, param: Tensor) -> NormKey:
         ranks = self._tensor_parallel(slot)
-        is_copy = (
-            ranks is not None and not is_tensor_parallel(param) and ranks.rank() > 0
-        )
-        group = (
-            EXCLUDED if is_shared(param) or is_copy else grad_norm_group(param) or MAIN
-        )
+        is_copy = ranks is not None and not is_tensor_parallel(param) and ranks.rank() > 0
+        group = EXCLUDED if is_shared(param) or is_copy else grad_norm_group(param) or MAIN
         return NormKey(group, shard_groups_of(self.name(slot), param))
 
     def _layout(self, slot: Slot, param: Tensor) -> Layout:
@@ -245,7 +240,7 @@ class MainParams:
         return local_tensor(self._param(slot))
 
     def _stepped(self, slot: Slot) -> Tensor:
-        return param_at(self._inner.param_groups, slot)
+        return param_at(self._executor.param_groups, slot)
 
     def is_separate(self, slot: Slot) -> bool:
         """Whether a slot is stepped on a tensor other than the model's parameter."""
@@ -261,7 +256,7 @@ class MainParams:
         is_stepped_itself = param.dtype == torch.float32 and not self.is_separate(slot)
         if is_stepped_itself or not self.is_bound(slot):
             return param
-        return as_sharded(self._inner.main_param(slot), param)
+        return as_sharded(self._executor.main_param(slot), param)
 
     def sharers(self, slot: Slot) -> tuple[ProcessGroup, ...]:
         """The groups of ranks that have other parts of a slot's parameter, or copies of what is
@@ -284,23 +279,23 @@ class MainParams:
 
     def stored(self, slot: Slot) -> State:
         """A slot's state in the wrapped optimizer."""
-        return self._inner.state_of(slot).tensors()
+        return self._executor.state_of(slot).tensors()
 
     def stepped_value(self, slot: Slot) -> Tensor:
         """The FP32 value of what is stepped for a slot."""
-        return self._inner.main_param(slot)
+        return self._executor.main_param(slot)
 
     def set_stepped_value(self, slot: Slot, value: Tensor) -> None:
         """Give a slot this FP32 value, of the shape of :meth:`stepped_value`, and the model's
         parameter what follows from it."""
-        self._inner.set_main_param(slot, value)
+        self._executor.set_main_param(slot, value)
         self.write_model(slot)
 
     def write_model(self, slot: Slot) -> None:
         """Give the model's parameter at a slot the value of what is stepped for it."""
         param = self._param(slot)
         if is_quantized(param):
-            quantize_(param, self._inner.main_param(slot))
+            quantize_(param, self._executor.main_param(slot))
         elif self.is_separate(slot):
             local = local_tensor(param)
             before_writing([local])
@@ -313,12 +308,10 @@ class MainParams:
     def accelerator_tensors(self) -> Iterator[Tensor]:
         """Main params and state that are not on the host."""
         for slot in self.trained_slots():
-            tensors = list(self._inner.state_of(slot).tensors().values())
+            tensors = list(self._executor.state_of(slot).tensors().values())
             if self.is_separate(slot):
                 tensors.append(self._stepped(slot))
-            yield from (
-                t for t in tensors if isinstance(t, Tensor) and t.device.type != "cpu"
-            )
+            yield from (t for t in tensors if isinstance(t, Tensor) and t.device.type != "cpu")
 
     # -- following the model ----------------------------------------------------------------------
 
@@ -336,9 +329,7 @@ class MainParams:
             ValueError: its shape changed, or its memory is gone or another parameter's.
         """
         table = self.table
-        if slot is not None and table.seen.is_same(
-            table.index(slot), self._param(slot)
-        ):
+        if slot is not None and table.seen.is_same(table.index(slot), self._param(slot)):
             return
         params = self._params()
         changed = table.seen.changed(params)
@@ -362,11 +353,11 @@ class MainParams:
         elif self.table.separate[index]:
             set_main_param(param, main)
             self.reloaded += self._follow(slot, main, local, param)
-            self._inner.written_outside(slot)
+            self._executor.written_outside(slot)
         elif param.dtype == main.dtype:
-            self._inner.param_groups[slot.group]["params"][slot.position] = local
+            self._executor.param_groups[slot.group]["params"][slot.position] = local
             set_main_param(param, local)
-            self._inner.written_outside(slot)
+            self._executor.written_outside(slot)
         else:  # it was cast: now it needs a main param, or has no place here
             self._bind(index, param)
 
@@ -375,9 +366,9 @@ class MainParams:
         if not is_quantized(param):
             return follow(main, local, self.name(slot))
         check_quantized(self.name(slot), param)
-        if holds(param, self._inner.main_param(slot)):
+        if holds(param, self._executor.main_param(slot)):
             return False
-        self._inner.set_main_param(slot, dequantized(param))
+        self._executor.set_main_param(slot, dequantized(param))
         return True
 
     @in_own_modes
@@ -390,16 +381,10 @@ class MainParams:
         self.follow()
         table = self.table
         for index, (slot, param) in enumerate(iter_slots(self._param_groups)):
-            if table.separate[index] or (
-                table.bound[index] and param.dtype != torch.float32
-            ):
+            if table.separate[index] or (table.bound[index] and param.dtype != torch.float32):
                 source = values.get(self.name(slot), param)
-                value = (
-                    dequantized(source)
-                    if is_quantized(source)
-                    else local_tensor(source)
-                )
-                self._inner.set_main_param(slot, value)
+                value = dequantized(source) if is_quantized(source) else local_tensor(source)
+                self._executor.set_main_param(slot, value)
         self._agreement.expected.clear()
         table.look(self._params())
 
@@ -423,9 +408,9 @@ class MainParams:
             self._param(slot),
             self._stepped(slot),
             separate,
-            lambda: self._inner.main_param(slot),
+            lambda: self._executor.main_param(slot),
         )
-        return ParamState(self._inner.state_of(slot), bound, self._agreement)
+        return ParamState(self._executor.state_of(slot), bound, self._agreement)
 
     def checksums(self) -> list[int | None]:
         """See :meth:`~mp_optim.slots.keyed_optimizer.SlotKeyedOptimizer.param_checksums`."""
@@ -435,9 +420,7 @@ class MainParams:
             if not is_cut(self._param(slot))
             and self._trained_state(slot, self.is_separate(slot)).has_remainder()
         ]
-        known = dict(
-            zip(slots, checksums_of([self._local(slot) for slot in slots]), strict=True)
-        )
+        known = dict(zip(slots, checksums_of([self._local(slot) for slot in slots]), strict=True))
         return [known.get(slot) for slot in self.table.slots]
 
     def check_remainders(self, slot: Slot | None) -> None:

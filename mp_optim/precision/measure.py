@@ -8,6 +8,7 @@ non-finite; there is no second pass to look for one.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,14 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mp_optim.ranks.missing_ranks import (
-    call,
-    learn_addresses,
-    naming_missing_ranks,
-    wait_for,
-)
+from mp_optim.ranks.missing_ranks import call, learn_addresses, naming_missing_ranks, wait_for
 from mp_optim.slots import CachedTensorList
-from mp_optim.update.sums import index_on
+from mp_optim.update.sums import Groups, index_on, reduce_over
 
 MAIN = "main"
 EXCLUDED = "excluded"
@@ -51,19 +47,19 @@ class Measurement:
             None if there is nothing to compare.
         params: sum of squares of each parameter's gradient, shape (slots,) FP64, 0 where there is
             none; None if they are not kept.
+        known: the sums as numbers, instead of ``sums``, where the host alone has to know them.
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     zeros: Tensor | None = None
     disagreement: Tensor | None = None
     params: Tensor | None = None
+    known: Mapping[str, float] | None = None
 
     def __add__(self, other: Measurement) -> Measurement:
         sums = dict(self.sums)
         for name, value in other.sums.items():
-            sums[name] = (
-                sums[name] + value.to(sums[name].device) if name in sums else value
-            )
+            sums[name] = sums[name] + value.to(sums[name].device) if name in sums else value
         return Measurement(
             sums,
             _total([self.zeros, other.zeros]),
@@ -74,11 +70,7 @@ class Measurement:
 
 def _total(values: Sequence[Tensor | None]) -> Tensor | None:
     given = [value for value in values if value is not None]
-    return (
-        sum((value.to(given[0].device) for value in given[1:]), given[0])
-        if given
-        else None
-    )
+    return sum((value.to(given[0].device) for value in given[1:]), given[0]) if given else None
 
 
 def _one_after_another(values: Sequence[Tensor | None]) -> Tensor | None:
@@ -86,9 +78,7 @@ def _one_after_another(values: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat([value.to(given[0].device) for value in given]) if given else None
 
 
-def measure(
-    grads: Sequence[Tensor], sum_of_squares: SumOfSquares, device: torch.device
-) -> Tensor:
+def measure(grads: Sequence[Tensor], sum_of_squares: SumOfSquares, device: torch.device) -> Tensor:
     """Sum of squares of each of this step's local gradients, shape (n,) FP64 on ``device``."""
     grads = CachedTensorList.of(grads)
     if len(grads.devices) == 1:
@@ -96,9 +86,7 @@ def measure(
     sums = torch.zeros(len(grads), dtype=torch.float64, device=device)
     for where in grads.devices:
         here = [index for index, grad in enumerate(grads) if grad.device == where]
-        sums[index_on(device, here)] = sum_of_squares([grads[i] for i in here]).to(
-            device
-        )
+        sums[index_on(device, here)] = sum_of_squares([grads[i] for i in here]).to(device)
     return sums
 
 
@@ -117,10 +105,23 @@ def total_by_key(
     members: dict[NormKey, list[int]] = {key: [] for key in all_keys}
     for index, key in enumerate(keys):
         members[key].append(index)
-    return {
-        key: _pairwise_sum(sums[index_on(sums.device, some)])
-        for key, some in members.items()
-    }
+    return {key: _pairwise_sum(sums[index_on(sums.device, some)]) for key, some in members.items()}
+
+
+_FEW = 256
+"""Numbers that the host adds up one by one; of more, torch adds many at once."""
+
+
+def pairwise_sum_on_host(values: Tensor) -> float:
+    """:func:`_pairwise_sum` of FP64 numbers on the host, as a number: the same additions."""
+    if values.numel() > _FEW:
+        return float(_pairwise_sum(values))
+    numbers: list[float] = values.tolist()
+    while len(numbers) > 1:
+        if len(numbers) % 2:
+            numbers.append(0.0)
+        numbers = list(map(operator.add, numbers[0::2], numbers[1::2]))
+    return numbers[0] if numbers else 0.0
 
 
 def _pairwise_sum(values: Tensor) -> Tensor:
@@ -139,9 +140,7 @@ def count_zeros(
     device: torch.device,
 ) -> dict[NormKey, Tensor]:
     """Zero elements of the gradients of each key, shape () FP64 on ``device``."""
-    zeros = {
-        key: torch.zeros((), dtype=torch.float64, device=device) for key in all_keys
-    }
+    zeros = {key: torch.zeros((), dtype=torch.float64, device=device) for key in all_keys}
     counted: dict[NormKey, list[Tensor]] = {}
     for grad, key in zip(grads, keys, strict=True):
         if key.group != EXCLUDED:
@@ -195,9 +194,7 @@ def agree(
             )
         values = [value] if zeros is None else [value, zeros[key]]
         number = None if numbers is None else numbers.get(key)
-        packed, difference = _over_shards(
-            key, values, number, list((copies or {}).get(key, ()))
-        )
+        packed, difference = _over_shards(key, values, number, list((copies or {}).get(key, ())))
         if difference is not None:
             off = difference if off is None else off + difference
         totals[key.group] += packed[0]
@@ -209,10 +206,7 @@ def agree(
 
 
 def _over_shards(
-    key: NormKey,
-    values: Sequence[Tensor],
-    number: int | None,
-    copies: Sequence[ProcessGroup],
+    key: NormKey, values: Sequence[Tensor], number: int | None, copies: Sequence[ProcessGroup]
 ) -> tuple[Tensor, Tensor | None]:
     """Reduce scalars over a key's shard groups.
 
@@ -224,9 +218,7 @@ def _over_shards(
     """
     ranks = math.prod(group.size() for group in (*key.shard_groups, *copies))
     terms = () if number is None else _terms(number, ranks)
-    packed = torch.stack(
-        [*values, *(torch.full_like(values[0], term) for term in terms)]
-    )
+    packed = torch.stack([*values, *(torch.full_like(values[0], term) for term in terms)])
     for shard_group in key.shard_groups:
         _reduce(packed, shard_group)
     if not terms:
@@ -235,16 +227,12 @@ def _over_shards(
         _reduce(packed[-2:], same)
     total, squares = packed[-2:]
     term, square = terms
-    return packed, (total - float(ranks * term)).abs() + (
-        squares - float(ranks * square)
-    ).abs()
+    return packed, (total - float(ranks * term)).abs() + (squares - float(ranks * square)).abs()
 
 
 def _reduce(packed: Tensor, group: ProcessGroup) -> None:
     with naming_missing_ranks(group)("agreeing on the gradient norm"):
-        wait_for(
-            dist.all_reduce(packed, group=group, async_op=True), group, packed.device
-        )
+        wait_for(dist.all_reduce(packed, group=group, async_op=True), group, packed.device)
 
 
 def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str]:
@@ -258,3 +246,84 @@ def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str
             learn_addresses(group)
         names = set().union(*of_ranks)
     return sorted(names)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the gradients of a step belong.
+
+    Attributes:
+        indices: in slot order, of the slots that have a gradient.
+        parts: for every slot the groups of ranks over which its parameter is split.
+    """
+
+    indices: Sequence[int]
+    parts: Sequence[Groups]
+
+    def spread(self, sums: Tensor) -> Tensor:
+        """The gradients' sums of squares as those of whole parameters, shape (slots,), 0 where
+        there is no gradient. Collective, once for each kind of split."""
+        if len(self.indices) == len(self.parts):
+            of_slots = sums.clone()
+        else:
+            of_slots = sums.new_zeros(len(self.parts))
+            of_slots[index_on(sums.device, self.indices)] = sums
+        add_parts(of_slots, self.parts, "agreeing on the gradient norms of parameters")
+        return of_slots
+
+
+def add_parts(sums: Tensor, parts: Sequence[Groups], doing: str) -> None:
+    """Add up in place what ranks that hold parts of the same parameters have. Collective, once for
+    each kind of split.
+
+    Args:
+        sums: shape (slots, ...).
+        parts: for every slot the groups of ranks over which it is split.
+    """
+    alike: dict[Groups, list[int]] = {}
+    for index, groups in enumerate(parts):
+        alike.setdefault(groups, []).append(index)
+    for groups, indices in alike.items():
+        if groups and len(indices) == len(parts):
+            reduce_over(groups, sums, doing)
+        elif groups:
+            where = index_on(sums.device, indices)
+            some = sums[where]
+            reduce_over(groups, some, doing)
+            sums[where] = some
+
+
+class UpdateWatch:
+    """Main params before a step, to be compared with what the step makes of them. Holds a copy of
+    them: 4 bytes a parameter of this rank, where they are stepped.
+
+    Args:
+        mains: the main params now, one of each slot.
+        parts: for every slot the groups of ranks over which its parameter is split.
+        device: of the result.
+    """
+
+    def __init__(
+        self,
+        mains: Callable[[], list[Tensor]],
+        parts: Sequence[Groups],
+        sum_of_squares: SumOfSquares,
+        device: torch.device,
+    ) -> None:
+        self._mains, self._parts, self._device = mains, parts, device
+        self._sum_of_squares = sum_of_squares
+        self._before = [main.detach().clone() for main in mains()]
+
+    def finish(self) -> Tensor:
+        """After the step: for each slot the sum of squares of its main param before, of what the
+        step added to it, and the number of elements; FP64, shape (slots, 3). Collective."""
+        weights = measure(self._before, self._sum_of_squares, self._device)
+        for before, now in zip(self._before, self._mains(), strict=True):
+            before.sub_(now.detach())
+        updates = measure(self._before, self._sum_of_squares, self._device)
+        counts = [tensor.numel() for tensor in self._before]
+        self._before.clear()
+        numel = index_on(self._device, counts).double()
+        sums = torch.stack([weights, updates, numel], dim=1)
+        add_parts(sums, self._parts, "adding up the updates of parameters")
+        return sums

@@ -14,33 +14,22 @@ from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.precision.averaged_weights import AveragedWeights
+from mp_optim.precision.averaged_weights import AveragedWeights, scale_rows_
 from mp_optim.precision.backward_overlap import EarlyWork
 from mp_optim.precision.description import Description
-from mp_optim.precision.device_verdict import (
-    DeviceVerdict,
-)
+from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.graph_step import GraphedStep
 from mp_optim.precision.health import GradientHealth
 from mp_optim.precision.measure import NormKey
-from mp_optim.precision.result import StepResult
-from mp_optim.precision.scaled_rows import scale_rows_
-from mp_optim.precision.settings_agreement import SettingsAlike
-from mp_optim.precision.shared_writes import check_write
+from mp_optim.precision.settings_agreement import SettingsAlike, check_write
 from mp_optim.precision.skip_rule import RollingRule
 from mp_optim.precision.standstill import StandstillWatch
-from mp_optim.precision.step_counts import StepCounts
-from mp_optim.precision.step_grads import StepGrads
-from mp_optim.precision.step_phases import (
-    conclude,
-    refuse_disagreement,
-    scale_follows,
-    take_step,
-)
-from mp_optim.precision.verdict import Verdict
+from mp_optim.precision.step_grads import StepCounts, StepGrads
+from mp_optim.precision.step_phases import conclude, refuse_disagreement, scale_follows, take_step
+from mp_optim.precision.verdict import StepResult, Verdict
+from mp_optim.process.calls import in_own_modes
 from mp_optim.process.leases import before_writing
-from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import Slot, iter_slots, local_tensor
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.slots.names import ModelParams
@@ -81,8 +70,13 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         config: OptimizerConfig,
         grad_scaler: MegatronGradScaler | None,
     ) -> None:
-        self.config = config
         self.grad_scaler: MegatronGradScaler | None = grad_scaler
+        self._begin(config)
+        super().__init__(params, defaults)
+
+    def _begin(self, config: OptimizerConfig) -> None:
+        """Have no history."""
+        self.config = config
         self.watch = StandstillWatch()
         self.early_work = EarlyWork()
         self.counts = StepCounts(partial(refuse_disagreement, self))
@@ -90,7 +84,6 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.averages = AveragedWeights()
         self.skip_rule = RollingRule(config)
         self.health = GradientHealth(self)
-        super().__init__(params, defaults)
 
     # -- what a step is made of -------------------------------------------------------------------
 
@@ -149,11 +142,14 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def unhooked_step(self) -> StepResult:
         """:meth:`step` without torch's hooks around it, for an optimizer above that has them."""
         self.check_lists()
-        self.watch.check_scaled(self)
+        if self.grad_scaler is not None:
+            self.watch.check_scaled(self)
         with self.step_mark.step(self):
-            self.early_work.finish()
+            if self.early_work.links:
+                self.early_work.finish()
             verdict = take_step(self)
-            scale_follows(self, verdict)
+            if self.grad_scaler is not None:
+                scale_follows(self, verdict)
         conclude(self, verdict)
         return verdict.result
 
@@ -262,8 +258,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def device(self) -> torch.device:
         """Where the model's parameters lie."""
         return next(
-            (local_tensor(p).device for _, p in iter_slots(self.param_groups)),
-            torch.device("cpu"),
+            (local_tensor(p).device for _, p in iter_slots(self.param_groups)), torch.device("cpu")
         )
 
     def get_parameters(self) -> list[Tensor]:

@@ -3,25 +3,135 @@ its main param, and only beside the weights it was saved with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mp_optim.checkpoint.blocks import is_cut
-from mp_optim.precision.dtensor_state import as_local_state, as_sharded
-from mp_optim.precision.remainders import Agreement, same_values, stands_for
+from mp_optim.checkpoint.shards import is_cut
+from mp_optim.config.rules import is_elementwise
 from mp_optim.process.leases import before_writing
 from mp_optim.quantized import holds, is_quantized, quantize_
 from mp_optim.slots import Slot, local_tensor
-from mp_optim.slots.slot_state import LayeredState, SlotState, State
-from mp_optim.slots.state_keys import MASTER, REMAINDER
-from mp_optim.update.checksums import checksums_of
-from mp_optim.update.main_param_state import WithMainParam
-from mp_optim.update.state_format import joined, unpacked
+from mp_optim.slots.slot_state import MASTER, REMAINDER, LayeredState, SlotState, State
+from mp_optim.slots.state_dict import names_in_words
+from mp_optim.update.codecs import split_
+from mp_optim.update.measures import checksums_of
+from mp_optim.update.state_format import WithMainParam, joined, unpacked
+
+
+def as_sharded(local: Tensor, param: Tensor, key: str = "") -> Tensor:
+    """State of a DTensor parameter as a DTensor of the same layout; scalars, what every rank keeps
+    whole and that of plain parameters unchanged.
+
+    Args:
+        key: of the state; empty for a main param.
+    """
+    if (
+        not isinstance(param, DTensor)
+        or not is_elementwise(key)
+        or not isinstance(local, Tensor)
+        or (local.dim() == 0 and param.dim() > 0)
+    ):
+        return local
+    return DTensor.from_local(
+        local,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
+def as_local_state(state: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`as_sharded` for a slot's whole state; never modifies its argument."""
+    return {
+        key: local_tensor(value) if isinstance(value, Tensor) else value
+        for key, value in state.items()
+    }
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one device hold equal numbers, nan among them."""
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def stands_for(main: Tensor, param: Tensor) -> bool:
+    """Whether a parameter is its FP32 main param, rounded: to nearest even; or with halves away
+    from zero, as it is beside a remainder."""
+    if same_values(main.to(device=param.device, dtype=param.dtype), param):
+        return True
+    if param.dtype != torch.bfloat16 or main.dtype != torch.float32:
+        return False
+    away = torch.empty_like(param, memory_format=torch.contiguous_format)
+    split_(main.to(param.device), away, torch.empty_like(away, dtype=torch.int16))
+    return bool(
+        ((away == param) | (main.to(param) == param) | (away.isnan() & param.isnan())).all()
+    )
+
+
+class Agreement:
+    """What is not yet certain about loaded slots.
+
+    Attributes:
+        expected: checksums of the parameters that the remainders of these slots belong to.
+        written: slots whose parameter took another value when their main param was loaded.
+    """
+
+    def __init__(self) -> None:
+        self.expected: dict[Slot, int] = {}
+        self.written: set[Slot] = set()
+
+    def forget(self, slot: Slot) -> None:
+        """The slot was loaded anew."""
+        self.expected.pop(slot, None)
+        self.written.discard(slot)
+
+    def check_expected(
+        self, slot: Slot | None, param_of: Callable[[Slot], Tensor], name_of: Callable[[Slot], str]
+    ) -> None:
+        """Raise unless what is expected of a slot, or of all, is so; what was found so once is not
+        asked again.
+
+        Raises:
+            ValueError: naming the parameters that have other values.
+        """
+        some = {slot: self.expected[slot]} if slot in self.expected else {}
+        chosen = self.expected if slot is None else some
+        self.check(chosen.items(), param_of, name_of)
+        for proven in list(chosen):
+            del self.expected[proven]
+
+    @staticmethod
+    def check(
+        expected: Iterable[tuple[Slot, int]],
+        param_of: Callable[[Slot], Tensor],
+        name_of: Callable[[Slot], str],
+    ) -> None:
+        """Raise unless parameters have the checksums they are expected to have.
+
+        Raises:
+            ValueError: naming those that have not.
+        """
+        pairs = list(expected)
+        sums = checksums_of([param_of(slot) for slot, _ in pairs])
+        others = [
+            name_of(slot)
+            for (slot, wanted), checksum in zip(pairs, sums, strict=True)
+            if checksum != wanted
+        ]
+        if others:
+            raise ValueError(
+                f"{len(others)} parameters are not the ones that their loaded remainders belong "
+                f"to: {names_in_words(others)}. Load the model's weights that were saved with this "
+                "state, all of them; or, to go on from the weights that are there, without the "
+                "extra bits, load with convert=True or call reload_model_params()"
+            )
 
 
 @dataclass(frozen=True)
@@ -68,9 +178,7 @@ class UntrainedState(SlotState):
         take: makes it one that is.
     """
 
-    def __init__(
-        self, prepared: Callable[[], SlotState], take: Callable[[], None]
-    ) -> None:
+    def __init__(self, prepared: Callable[[], SlotState], take: Callable[[], None]) -> None:
         self._prepared, self._take = prepared, take
 
     @cached_property
@@ -113,9 +221,7 @@ class ParamState(LayeredState):
         agreement: what is not yet certain about loaded slots.
     """
 
-    def __init__(
-        self, stored: SlotState, bound: BoundParam, agreement: Agreement
-    ) -> None:
+    def __init__(self, stored: SlotState, bound: BoundParam, agreement: Agreement) -> None:
         self._stored, self._bound, self._agreement = stored, bound, agreement
         missing = (
             f"state of {bound.name}: master_param is missing, so its full-precision value is lost; "
@@ -140,10 +246,7 @@ class ParamState(LayeredState):
         return self._in_layout(self.below.full_precision())
 
     def _in_layout(self, state: State) -> State:
-        return {
-            key: as_sharded(value, self._bound.param, key)
-            for key, value in state.items()
-        }
+        return {key: as_sharded(value, self._bound.param, key) for key, value in state.items()}
 
     def fit(self, saved: State, convert: bool) -> State:
         bound, state = self._bound, as_local_state(saved)
@@ -174,19 +277,14 @@ class ParamState(LayeredState):
         self._agreement.forget(bound.slot)
         becomes_remainder = MASTER in state and not bound.has_master
         if becomes_remainder and not stands_for(state[MASTER], bound.local):
-            self._agreement.written.add(
-                bound.slot
-            )  # as soon as parameter and remainder are split
+            self._agreement.written.add(bound.slot)  # as soon as parameter and remainder are split
         self.below.load(state)
 
     # -- remainders belong to the parameters they were saved with ---------------------------------
 
     def has_remainder(self) -> bool:
         """Whether the main param is the parameter and a remainder."""
-        return (
-            self._bound.stepped.dtype == torch.bfloat16
-            and REMAINDER in self._stored.tensors()
-        )
+        return self._bound.stepped.dtype == torch.bfloat16 and REMAINDER in self._stored.tensors()
 
     def check_weights(
         self, saved: State, checksum: int | None, weights: Tensor | None = None
@@ -205,9 +303,7 @@ class ParamState(LayeredState):
             return
         if REMAINDER not in self._stored.tensors():
             return
-        if checksums_of([self._bound.local]) != [
-            checksum
-        ]:  # its weights are yet to come
+        if checksums_of([self._bound.local]) != [checksum]:  # its weights are yet to come
             self._agreement.expected[self._bound.slot] = checksum
 
     # -- the model's parameter --------------------------------------------------------------------

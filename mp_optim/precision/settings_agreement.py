@@ -15,16 +15,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from mp_optim.checkpoint.shards import FlatShard
 from mp_optim.config import OptimizerConfig
 from mp_optim.precision.measure import NormKey
-from mp_optim.ranks.agreement import (
-    check_agreement,
-    difference_told,
-    number_of,
-)
+from mp_optim.process.calls import in_own_modes
+from mp_optim.ranks.agreement import check_agreement, difference_told, number_of
 from mp_optim.ranks.missing_ranks import learn_addresses
 from mp_optim.slots import ParamGroups, Slot, slot_name
 from mp_optim.slots.tensor_layout import ranks_of_copies
+from mp_optim.update.measures import checksums_of
 
 _OF_ONE_RANK = ("timers", "host_threads", "host_cores")
 _OF_ONE_MACHINE = ("optimizer_state_path",)
@@ -61,6 +60,9 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, kinds) else type(value)
 
 
+_UNSTEPPED, _UNCHANGED = "; nothing was stepped", "; nothing was changed"
+
+
 class SettingsAlike:
     """What this rank would step its parts of split parameters with.
 
@@ -85,14 +87,10 @@ class SettingsAlike:
                 copies = dict.fromkeys(ranks_of_copies(param))
                 self.copies.setdefault(key, {}).update(copies)
                 if key not in self._groups:
-                    self._ranks |= dict.fromkeys(
-                        param.device_mesh.mesh.reshape(-1).tolist()
-                    )
+                    self._ranks |= dict.fromkeys(param.device_mesh.mesh.reshape(-1).tolist())
                 self._groups.setdefault(key, {})[slot.group] = None
 
-    def check(
-        self, config: OptimizerConfig, groups: ParamGroups, device: torch.device
-    ) -> None:
+    def check(self, config: OptimizerConfig, groups: ParamGroups, device: torch.device) -> None:
         """Compare all settings, before what they say is done. Collective.
 
         Raises:
@@ -102,7 +100,7 @@ class SettingsAlike:
             over, said = [*key.shard_groups, *self.copies[key]], of_config(config)
             said += of_groups(groups, indices)
             doing, what = "comparing the ranks' settings", "split parameters"
-            check_agreement(over, said, device, doing, what, _THEN)
+            check_agreement(over, said, device, doing, what, _UNSTEPPED)
             for group in over:
                 learn_addresses(group)
 
@@ -137,13 +135,57 @@ class SettingsAlike:
         return sorted(self._ranks)
 
 
-_THEN = "; nothing was stepped"
-
-
 def disagreement(parts: Sequence[SettingsAlike]) -> ValueError:
     """How the ranks that hold the same parameters differ in what they would step them with; for
     all that noticed to ask, each when it does."""
     said = [line for settings in parts for line in settings.said]
     ranks = sorted({rank for settings in parts for rank in settings.ranks})
     how = difference_told(said, ranks)
-    return ValueError(f"the ranks that share split parameters disagree: {how}{_THEN}")
+    return ValueError(f"the ranks that share split parameters disagree: {how}{_UNSTEPPED}")
+
+
+@in_own_modes
+def check_write(
+    sharers: Iterable[tuple[str, tuple[ProcessGroup, ...]]],
+    doing: str,
+    values: Any,
+    device: torch.device,
+) -> None:
+    """Compare what a call is given between the ranks that share parameters. Collective, once for
+    each kind of sharing.
+
+    Args:
+        sharers: the name of each trained parameter here, and who shares it.
+        doing: the call.
+        values: by name. Those of no parameter here are compared with everyone.
+
+    Raises:
+        ValueError: ranks are given other values, naming them.
+        MissingRanksError: a rank does something else, or is gone.
+    """
+    given = dict(values) if isinstance(values, Mapping) else {"all": values}
+    named: dict[tuple[ProcessGroup, ...], set[str]] = {}
+    for name, groups in sharers:
+        named.setdefault(tuple(g for g in groups if g.size() > 1), set()).add(name)
+    unknown = set(given).difference(*named.values())
+    for groups, names in named.items():
+        if groups:
+            common = sorted((names | unknown) & given.keys(), key=str)
+            lines = [f"{name}: {_described(given[name])}" for name in common]
+            text = f"comparing what {doing} is given"
+            check_agreement(groups, lines, device, text, f"parameters ({doing})", _UNCHANGED)
+
+
+def _described(value: Any) -> str:
+    """A value to compare; of a part of one only that it is a part."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    text = f"{value.dtype} of shape {tuple(value.shape)}"
+    if isinstance(value, (DTensor, FlatShard)) or value.is_meta:
+        return f"{type(value).__name__}, {text}"
+    if value.layout != torch.strided or not value.is_floating_point():
+        return f"{text}, {value.layout}"
+    (checksum,) = checksums_of([value.detach().float().contiguous().view(-1)])
+    ends = value.detach().float().aminmax() if value.numel() else ()
+    least, most = (float(end) for end in ends) if ends else (0.0, 0.0)
+    return f"{text} from {least:g} to {most:g}, checksum {checksum:08x}"

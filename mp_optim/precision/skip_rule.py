@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.precision.measure import MAIN
-from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.process.calls import in_own_modes
 
 _TO_SIGMA = 1.4826
 _LEAST_SPREAD = 2.0**-7
@@ -87,9 +87,7 @@ class RollingRule:
         self._config = config
         self.length = config.skip_step_rolling_interval_length
         # NOTE: a CUDA graph holds these three: they are written in place.
-        self._window = torch.full(
-            (2, self.length), math.nan, dtype=torch.float64, device="cpu"
-        )
+        self._window = torch.full((2, self.length), math.nan, dtype=torch.float64, device="cpu")
         self._next = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._loss = torch.full((1,), math.nan, dtype=torch.float64, device="cpu")
         self._reported: Tensor | None = None
@@ -103,13 +101,17 @@ class RollingRule:
         """Take one element as the loss of the coming step."""
         self._reported = loss.detach().reshape(1)
 
-    @in_own_modes
     def begun(self, device: torch.device) -> RollingRule | None:
         """This, ready for a step that is decided on a device: the loss that was reported is there,
         for this step alone. None if the rule is off."""
         if not self.is_on:
             self._reported = None
             return None
+        self._begin(device)
+        return self
+
+    @in_own_modes
+    def _begin(self, device: torch.device) -> None:
         if self._window.device != device:
             self._window, self._next, self._loss = (
                 tensor.to(device) for tensor in (self._window, self._next, self._loss)
@@ -119,7 +121,6 @@ class RollingRule:
         else:
             self._loss.copy_(self._reported, non_blocking=True)
         self._reported = None
-        return self
 
     def judge(self, norm: Tensor) -> tuple[Tensor, Tensor]:
         """What the window says of a step, and leaves the window as it is.

@@ -72,6 +72,7 @@ class SlotTable:
     first: list[int] = field(default_factory=list)
     _whole: _Selection | None = None
     _distinct: list[NormKey] | None = None
+    _device: torch.device | None = None
     _settings: SettingsAlike | None = None
     _parts: list[tuple[ProcessGroup, ...]] | None = None
 
@@ -87,9 +88,10 @@ class SlotTable:
     @property
     def device(self) -> torch.device:
         """Where the model's parameters lie."""
-        return next(
-            (local_tensor(param).device for param in self.params), torch.device("cpu")
-        )
+        if self._device is None:
+            devices = (local_tensor(param).device for param in self.params)
+            self._device = next(devices, torch.device("cpu"))
+        return self._device
 
     @property
     def distinct_keys(self) -> list[NormKey]:
@@ -117,15 +119,11 @@ class SlotTable:
         if self._parts is None:
             self._parts = [
                 _parts(key, param, tensor_parallel(slot))
-                for slot, param, key in zip(
-                    self.slots, self.params, self.keys, strict=True
-                )
+                for slot, param, key in zip(self.slots, self.params, self.keys, strict=True)
             ]
         return self._parts
 
-    def add(
-        self, slot: Slot, param: Tensor, key: NormKey, layout: Layout, stream: int
-    ) -> None:
+    def add(self, slot: Slot, param: Tensor, key: NormKey, layout: Layout, stream: int) -> None:
         """Take one more slot and the tensor there as seen; it has no main param yet."""
         self.slots.append(slot)
         self.seen.extend([param])
@@ -144,7 +142,7 @@ class SlotTable:
 
     def _forget(self) -> None:
         """Drop what was put together from the columns."""
-        self._whole = self._distinct = self._settings = self._parts = None
+        self._whole = self._distinct = self._settings = self._parts = self._device = None
 
     def look(self, params: Sequence[Tensor]) -> None:
         """Take what is there now as seen."""
@@ -166,14 +164,10 @@ class SlotTable:
                 shape than its parameter; or there is another one beside it that was released.
         """
         simple = self.seen.plain and not released and have_grad_only(self.params)
-        present: list[Tensor | None] = list(
-            map(_GRAD if simple else current_grad, self.params)
-        )
+        present: list[Tensor | None] = list(map(_GRAD if simple else current_grad, self.params))
         if simple and all(map(operator.is_not, present, itertools.repeat(None))):
             whole = self._everything()
-            grads = CachedTensorList(cast("list[Tensor]", present)).gradients_of(
-                whole.params
-            )
+            grads = CachedTensorList(cast("list[Tensor]", present)).gradients_of(whole.params)
             self._check(whole.indices, grads, name_of)
             self._check_shapes(whole.indices, self.seen.shapes, grads, name_of)
             return whole.indices, grads
@@ -201,10 +195,7 @@ class SlotTable:
         return indices, grads
 
     def _check(
-        self,
-        indices: Sequence[int],
-        grads: CachedTensorList,
-        name_of: Callable[[Slot], str],
+        self, indices: Sequence[int], grads: CachedTensorList, name_of: Callable[[Slot], str]
     ) -> None:
         if torch.device("meta") in grads.devices:
             self._refuse_meta(indices, grads, name_of)
@@ -236,6 +227,8 @@ class SlotTable:
         or the gradient's memory is exchanged after that."""
         present = list(map(Tensor.size, grads))
         if present == shapes and 0 not in grads.addresses:
+            if "sizes" in vars(grads):  # those of the parameters, of which this is found true
+                vars(grads)["own_sizes"] = grads.sizes
             return
         for index, shape, grad in zip(indices, shapes, grads, strict=True):
             if grad.shape != shape:
@@ -251,10 +244,7 @@ class SlotTable:
                 )
 
     def _refuse_meta(
-        self,
-        indices: Sequence[int],
-        tensors: Sequence[Tensor],
-        name_of: Callable[[Slot], str],
+        self, indices: Sequence[int], tensors: Sequence[Tensor], name_of: Callable[[Slot], str]
     ) -> None:
         for index, tensor in zip(indices, tensors, strict=True):
             if tensor.is_meta:
@@ -274,10 +264,7 @@ class SlotTable:
         )
 
     def updates(
-        self,
-        indices: list[int],
-        grads: Sequence[Tensor],
-        multipliers: Mapping[str, Multiplier],
+        self, indices: list[int], grads: Sequence[Tensor], multipliers: Mapping[str, Multiplier]
     ) -> SlotUpdates:
         """The step of the slots that have a gradient.
 
@@ -285,15 +272,23 @@ class SlotTable:
             indices, grads: from :meth:`grads`.
             multipliers: by norm group.
         """
-        is_whole = self._whole is not None and indices is self._whole.indices
-        selection = self._everything() if is_whole else self._some(indices)
+        whole = self._whole
+        is_whole = whole is not None and indices is whole.indices
+        known = (self._everything() if is_whole else self._some(indices)).updates
         keys = self.keys_of(indices)
-        alone = len(self.distinct_keys) == 1 and len(keys) > 0
-        if alone:
+        if len(self.distinct_keys) == 1 and len(keys) > 0:
             factors = [multipliers[keys[0].group]] * len(keys)
         else:
             factors = [multipliers[key.group] for key in keys]
-        return replace(selection.updates, grads=grads, multipliers=factors)
+        return SlotUpdates(
+            known.slots,
+            grads,
+            factors,
+            known.outputs,
+            known.shard_groups,
+            known.streams,
+            known.layouts,
+        )
 
     def update(self, index: int, grad: Tensor) -> SlotUpdate:
         """One slot's update, but for the multiplier, which is not known yet."""
@@ -308,18 +303,10 @@ class SlotTable:
 
     def _some(self, indices: list[int]) -> _Selection:
         params = [self.params[index] for index in indices]
-        writable = CachedTensorList(
-            params if are_plain(params) else map(local_tensor, params)
-        )
-        written = [
-            self.separate[index] and not self.quantized[index] for index in indices
-        ]
+        writable = CachedTensorList(params if are_plain(params) else map(local_tensor, params))
+        written = [self.separate[index] and not self.quantized[index] for index in indices]
         pairs = zip(writable, written, strict=True)
-        outputs = (
-            writable
-            if all(written)
-            else [param if yes else None for param, yes in pairs]
-        )
+        outputs = writable if all(written) else [param if yes else None for param, yes in pairs]
         slots = tuple(self.slots[index] for index in indices)
         shard_groups = [self.keys[index].shard_groups for index in indices]
         streams = [self.streams[index] for index in indices]

@@ -17,19 +17,53 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.precision.clipped_before import ClippedBefore
 from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.health import GradientHealth
 from mp_optim.precision.measure import NormKey
-from mp_optim.precision.step_counts import StepCounts
+from mp_optim.precision.step_grads import StepCounts
 from mp_optim.precision.verdict import Verdict
-from mp_optim.process.caller_warnings import warn
+from mp_optim.process.calls import warn
 from mp_optim.ranks.missing_ranks import call, naming_missing_ranks
 from mp_optim.slots import ParamGroups, current_grad, iter_slots
 from mp_optim.slots.names import ModelParams
 from mp_optim.slots.state_dict import names_in_words
 from mp_optim.update.kernel_args import fp32
+
+_IN_A_ROW = 5
+_ALIKE = 1e-3
+"""Relative: what rounding a clipped gradient to bfloat16 changes in its norm is less."""
+
+
+class ClippedBefore:
+    """Norms of the last steps. Nobody's gradients have the same norm again and again but those that
+    were scaled to it; constant ones, of a test or a benchmark, have it to the last bit."""
+
+    def __init__(self) -> None:
+        self._norms: list[float] = []
+        self._said = False
+
+    def see(self, norm: float | None, limit: float) -> None:
+        """Warn, once, if some steps in a row came with one norm, and would be clipped again.
+
+        Args:
+            norm: of a step, before it was clipped. limit: ``clip_grad`` of the config.
+        """
+        if self._said or norm is None or not 0.0 < norm <= limit * (1.0 + _ALIKE):
+            self._norms.clear()
+            return
+        self._norms = [*self._norms[1 - _IN_A_ROW :], norm]
+        low, high = min(self._norms), max(self._norms)
+        if len(self._norms) < _IN_A_ROW or not low < high <= low * (1.0 + _ALIKE):
+            return
+        self._said = True
+        warn(
+            f"the gradient norm was {norm:.4g} in {_IN_A_ROW} steps in a row, so something clips "
+            f"gradients before the optimizer clips them to {limit:g}. Clip in one place: here, and "
+            "no max_grad_norm, gradient_clip_val or clip_grad_norm_ there (0 for the HF Trainer); "
+            "or there, and clip_grad=0 in OptimizerConfig (max_grad_norm=None)"
+        )
+
 
 _log = logging.getLogger(__name__)
 
@@ -114,9 +148,7 @@ class StandstillWatch:
         if present or self._warned_of_no_gradient or stack.is_stub_optimizer:
             return
         self._warned_of_no_gradient = True
-        untrained = (
-            [] if self.params is None else self.params.untrained(stack.param_groups)
-        )
+        untrained = [] if self.params is None else self.params.untrained(stack.param_groups)
         count = sum(len(group["params"]) for group in stack.param_groups)
         unknown = (
             f"The model has {len(untrained)} trainable parameters that the optimizer does not "
@@ -133,7 +165,10 @@ class StandstillWatch:
 
     def see_verdict(self, stack: Watched, verdict: Verdict | DeviceVerdict) -> None:
         """Judge a step by its verdict, as soon as the host knows it."""
-        verdict.when_settled(partial(self._judge, stack))
+        if isinstance(verdict, Verdict):
+            self._judge(stack, verdict)
+        else:
+            verdict.when_settled(partial(self._judge, stack))
 
     def _judge(self, stack: Watched, verdict: Verdict) -> None:
         if not verdict.skip:
@@ -163,9 +198,7 @@ class StandstillWatch:
         if scaler is not None and scaler.may_shrink(scales[-1]):
             return ""
         culprit = _culprit(stack)
-        lost = (
-            "a gradient held an inf or nan (it is cleared by now, or on another rank)"
-        )
+        lost = "a gradient held an inf or nan (it is cleared by now, or on another rank)"
         warn(f"{times} skipped, and nothing was trained: {culprit or lost}")
         return culprit or verdict.reason
 
@@ -184,9 +217,7 @@ _SAID_FIRST = 3
 """Skipped steps of one cause that are all logged; after them the 4th, 8th, 16th ..."""
 
 
-def _log_skip(
-    stack: Watched, verdict: Verdict, scales: Sequence[float], told: str
-) -> None:
+def _log_skip(stack: Watched, verdict: Verdict, scales: Sequence[float], told: str) -> None:
     """Log a skipped step, if it is due, on the first of the ranks that skip it.
 
     Args:
@@ -253,9 +284,6 @@ def _is_suspect(ranks: ProcessGroup | None, was_asked: bool, is_new: bool) -> bo
         return is_new and not was_asked
     notes: list[tuple[bool, bool]] = [(False, False)] * ranks.size()
     with naming_missing_ranks(ranks)("comparing whether gradients were scaled"):
-        call(
-            ranks,
-            lambda: dist.all_gather_object(notes, (was_asked, is_new), group=ranks),
-        )
+        call(ranks, lambda: dist.all_gather_object(notes, (was_asked, is_new), group=ranks))
     asked, new = zip(*notes, strict=True)
     return any(new) and not any(asked)

@@ -2,6 +2,22 @@
 
 The way of one step, from here to the kernel (FSDP2, offload and fp16 take no other):
 
+<<<<<<< HEAD
+1. :func:`take_step` here; ``_by_graph`` is the same with a CUDA graph.
+2. ``precision/wrapped_optimizer.py``: ``WrappedOptimizer.collect_grads`` makes settings the same
+   above and below, checks them, follows the model and takes the gradients, of a DTensor what this
+   rank has (``local_grad`` in ``slots/tensors.py``). ``AgreedSums.measure`` takes sums of squares
+   (those of gradients in host memory were taken in backward with ``overlap``) and adds them up over
+   the ranks that share the DTensors. Back here, ``_decide`` makes a verdict of them, which holds
+   the inverse loss scale times the clip coefficient. ``WrappedGrads.step`` hands each slot's
+   gradient with this multiplier to ``step_slots`` of the executor.
+3. With offload that is ``PlacedExecutor.step_slots`` in ``placement/placed.py``. What is stepped on
+   the host goes to ``Stepper.step_buckets`` in ``placement/stepper.py``: gradients down, step,
+   parameters up. The rest goes on as in 4.
+4. ``RuleExecutor.step_slots`` in ``update/executor.py``, of either place, forms launches, or uses
+   those of the last step again; ``carry_out`` has the rule call the kernel of its backend:
+   ``AdamRule.apply`` in ``update/adam.py``, say, ``NativeBackend.adam``.
+=======
 1. :func:`take_step` here: ``_eagerly`` is the step, ``_by_graph`` the same with a CUDA graph.
 2. ``precision/wrapped_optimizer.py``: ``WrappedOptimizer.collect_grads`` follows the model and
    takes the gradients, of a DTensor what this rank has (``local_grad`` in ``slots/tensors.py``);
@@ -11,15 +27,16 @@ The way of one step, from here to the kernel (FSDP2, offload and fp16 take no ot
    times the clip coefficient. ``WrappedGrads.apply`` in ``wrapped_grads.py`` hands each slot's
    gradient with this multiplier to ``step_slots`` of the inner optimizer.
 3. With offload that is ``HybridDeviceOptimizer.step_slots`` in ``placement/hybrid.py``. What is
-   stepped on the host goes to ``HostStepper.step_buckets`` in ``placement/host_step.py`` (its
+   stepped on the host goes to ``Stepper.step_buckets`` in ``placement/stepper.py`` (its
    subclasses do in backward what they can): gradients down, step, parameters up. The rest goes on
    as in 4.
-4. ``RuleOptimizer.step_slots`` in ``update/rule.py``, of either place, forms launches, and
+4. ``RuleOptimizer.step_slots`` in ``update/executor.py``, of either place, forms launches, and
    ``carry_out`` calls the kernel of its backend: ``FusedAdam.apply`` in ``update/adam.py``, say,
    ``NativeBackend.adam``.
+>>>>>>> f7580cd (Documents: stepping by composition, and what each mode means where)
 
 How steps are counted, and what becomes of the counts of one that is skipped, is said in
-:mod:`mp_optim.precision.step_counts`.
+:mod:`mp_optim.precision.step_grads`.
 """
 
 from __future__ import annotations
@@ -32,12 +49,7 @@ import torch
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.precision.backward_overlap import EarlyWork
-from mp_optim.precision.device_verdict import (
-    DeviceVerdict,
-    Formed,
-    decide_on_device,
-    form,
-)
+from mp_optim.precision.device_verdict import DeviceVerdict, Formed, decide_on_device, form
 from mp_optim.precision.grad_scaler import inverse_of, trackers_of
 from mp_optim.precision.graph_step import GraphedStep, StepToCapture
 from mp_optim.precision.settings_agreement import SettingsAlike, disagreement
@@ -47,6 +59,8 @@ from mp_optim.precision.step_grads import StepGrads
 from mp_optim.precision.verdict import Verdict, decide
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.update import choose_backend
+
+_HOST = torch.device("cpu")
 
 
 class Stepped(Watched, Protocol):
@@ -67,10 +81,19 @@ class Stepped(Watched, Protocol):
 
 def take_step(stack: Stepped) -> Verdict | DeviceVerdict:
     """Step, or skip, by a verdict on the gradients that there are."""
-    return _by_graph(stack) if stack.config.optimizer_cuda_graph else _eagerly(stack)
+    config = stack.config
+    if config.optimizer_cuda_graph and (device := _graph_device(stack)) is not None:
+        return _by_graph(stack, device)
+    if config.timers is not None:
+        return _timed_step(stack)
+    grads = stack.collect_grads()
+    verdict = _decide(stack, grads)
+    apply_verdict(stack, grads, verdict)
+    return verdict
 
 
-def _eagerly(stack: Stepped) -> Verdict | DeviceVerdict:
+def _timed_step(stack: Stepped) -> Verdict | DeviceVerdict:
+    """The same, for Megatron's timers."""
     with _timed(stack.config, "optimizer-clip-main-grad"):
         grads = stack.collect_grads()
         verdict = _decide(stack, grads)
@@ -80,17 +103,21 @@ def _eagerly(stack: Stepped) -> Verdict | DeviceVerdict:
 
 
 def _decide(stack: Stepped, grads: StepGrads) -> Verdict | DeviceVerdict:
-    inv_scale, measurement = inverse_of(stack.grad_scaler), grads.sums()
-    trackers = trackers_of(stack.grad_scaler)
-    device, scalars = stack.verdict_device(), [*measurement.sums.values(), *trackers]
-    stack.watch.see_gradients(stack, grads.has_any())
-    if inv_scale is not None:
-        scalars.append(inv_scale)
-    if device is not None and all(value.device == device for value in scalars):
-        # whatever reads the verdict is on the device: nothing waits for it
-        rule = stack.skip_rule.begun(device)
-        return decide_on_device(measurement, inv_scale, stack.config, trackers, rule)
-    rule = stack.skip_rule.begun(torch.device("cpu"))
+    device, scaler = stack.verdict_device(), stack.grad_scaler
+    measurement = grads.sums(on_host=device is None)
+    if not grads.has_any():
+        stack.watch.see_gradients(stack, False)
+    inv_scale = None if scaler is None else inverse_of(scaler)
+    trackers = () if scaler is None else trackers_of(scaler)
+    if device is not None:
+        scalars = [*measurement.sums.values(), *trackers]
+        if inv_scale is not None:
+            scalars.append(inv_scale)
+        if all(value.device == device for value in scalars):
+            # whatever reads the verdict is on the device: nothing waits for it
+            rule = stack.skip_rule.begun(device)
+            return decide_on_device(measurement, inv_scale, stack.config, trackers, rule)
+    rule = stack.skip_rule.begun(_HOST)
     verdict = decide(measurement, inv_scale, stack.config, trackers, rule)
     if verdict.disagrees:
         refuse_disagreement(stack)
@@ -99,13 +126,17 @@ def _decide(stack: Stepped, grads: StepGrads) -> Verdict | DeviceVerdict:
     return verdict
 
 
-def _by_graph(stack: Stepped) -> Verdict | DeviceVerdict:
+def _graph_device(stack: Stepped) -> torch.device | None:
+    """Where a CUDA graph steps; None if a group was added that is stepped elsewhere, or the scaler
+    was replaced."""
     stack.counts.settle()
     device, scaler = stack.verdict_device(), stack.grad_scaler
     scale = None if scaler is None else scaler.present_scale
-    if device is None or (scale is not None and scale.device != device):
-        # a group was added that is stepped elsewhere, or the scaler was replaced
-        return _eagerly(stack)
+    return None if scale is not None and scale.device != device else device
+
+
+def _by_graph(stack: Stepped, device: torch.device) -> Verdict | DeviceVerdict:
+    scaler = stack.grad_scaler
     if stack.graphed is None:
         backend, _ = choose_backend(stack.config.fused_backend, device)
         stack.graphed = GraphedStep(device, backend)
@@ -121,12 +152,14 @@ def _by_graph(stack: Stepped) -> Verdict | DeviceVerdict:
     return stack.graphed.step(step)
 
 
-def apply_verdict(
-    stack: Stepped, grads: StepGrads, verdict: Verdict | DeviceVerdict
-) -> None:
+def apply_verdict(stack: Stepped, grads: StepGrads, verdict: Verdict | DeviceVerdict) -> None:
     """Count the step, and take it unless the verdict says skip."""
     stack.record(verdict)
-    with stack.health.watching(grads, stack.counts.steps):
+    interval = stack.config.log_update_ratios_interval
+    if interval and stack.counts.steps % interval == 0:
+        with stack.health.watching(grads, stack.counts.steps):
+            grads.apply(verdict)
+    else:
         grads.apply(verdict)
 
 
@@ -158,9 +191,7 @@ def refuse_disagreement(stack: Stepped) -> NoReturn:
 
 @contextmanager
 def _timed(config: OptimizerConfig, name: str) -> Iterator[None]:
-    if config.timers is None:
-        yield
-        return
+    assert config.timers is not None
     timer = config.timers(name, log_level=1)
     timer.start(barrier=config.barrier_with_L1_time)
     try:

@@ -3,17 +3,123 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
 
 from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
-from mp_optim.precision.result import StepResult
 from mp_optim.precision.skip_rule import Judgement, RollingRule
 from mp_optim.update.kernel_args import fp32
+
+_Values = tuple[bool, float | None, int | None]
+_Known = _Values | tuple[bool, float | None, int | None, str]
+
+
+class StepResult:
+    """What a step did; unpacks as Megatron's tuple ``(success, grad_norm, num_zeros_in_grad)``, and
+    is equal to it.
+
+    After a step that the host did not wait for, the first look at any value waits for the device;
+    :attr:`is_known` says whether it would. Immutable; a pickled one holds values.
+
+    Attributes:
+        success: whether parameters were updated.
+        grad_norm: global L2 norm of the unscaled gradients before clipping; None after an overflow.
+        num_zeros_in_grad: zero gradient elements if ``log_num_zeros_in_grad``, else None.
+        reason: why the step was skipped, in words; empty for one that was taken. Not in the tuple.
+    """
+
+    __slots__ = ("_read", "_reason", "_values")
+    _values: _Values | None
+    _reason: str
+    _read: Callable[[], _Known] | None
+
+    def __init__(
+        self,
+        success: bool,
+        grad_norm: float | None,
+        num_zeros_in_grad: int | None,
+        reason: str = "",
+    ) -> None:
+        object.__setattr__(self, "_values", (success, grad_norm, num_zeros_in_grad))
+        object.__setattr__(self, "_reason", reason)
+        object.__setattr__(self, "_read", None)
+
+    @classmethod
+    def later(cls, read: Callable[[], _Known]) -> StepResult:
+        """A result that asks ``read`` for its values, once, when it is looked at."""
+        result = cls.__new__(cls)
+        object.__setattr__(result, "_values", None)
+        object.__setattr__(result, "_read", read)
+        return result
+
+    @property
+    def is_known(self) -> bool:
+        """Whether looking does not wait for the device."""
+        return self._values is not None
+
+    def _tuple(self) -> _Values:
+        if self._values is None:
+            assert self._read is not None
+            StepResult.__init__(self, *self._read())
+        assert self._values is not None
+        return self._values
+
+    @property
+    def success(self) -> bool:
+        return self._tuple()[0]
+
+    @property
+    def grad_norm(self) -> float | None:
+        return self._tuple()[1]
+
+    @property
+    def num_zeros_in_grad(self) -> int | None:
+        return self._tuple()[2]
+
+    @property
+    def reason(self) -> str:
+        self._tuple()
+        return self._reason
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._tuple())
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Any, ...]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._tuple()[index]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, StepResult):
+            return self._tuple() == other._tuple()
+        return self._tuple() == other if isinstance(other, tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._tuple())
+
+    def __repr__(self) -> str:
+        success, norm, zeros = self._tuple()
+        why = f", reason={self._reason!r}" if self._reason else ""
+        values = f"success={success!r}, grad_norm={norm!r}, num_zeros_in_grad={zeros!r}"
+        return f"StepResult({values}{why})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StepResult, (*self._tuple(), self._reason)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"a StepResult cannot be changed ({name}={value!r})")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a StepResult cannot be changed (del {name})")
 
 
 @dataclass(frozen=True)
@@ -131,16 +237,18 @@ def decide(
     """
     scaled = [] if inv_scale is None else [inv_scale, *trackers]
     optional = measurement.disagreement, measurement.zeros
-    scalars = [*scaled, *(value for value in optional if value is not None)]
-    read, params = _read([*measurement.sums.values(), *scalars], measurement.params)
+    scalars = [*measurement.sums.values(), *scaled]
+    scalars += [value for value in optional if value is not None]
+    read, params = _read(scalars, measurement.params) if scalars else ([], measurement.params)
     values = iter(read)
-    sums = {name: next(values) for name in measurement.sums}
+    sums = measurement.known or {name: next(values) for name in measurement.sums}
     scaling = tuple(next(values) for _ in scaled)
     inverse = scaling[0] if scaling else 1.0
     if measurement.disagreement is not None and next(values) != 0.0:
         return Verdict(skip=True, disagrees=True)
     num_zeros = None if measurement.zeros is None else int(next(values))
-    if bad := [name for name, value in sums.items() if not math.isfinite(value)]:
+    if not all(map(math.isfinite, sums.values())):
+        bad = [name for name, value in sums.items() if not math.isfinite(value)]
         return replace(not_finite(bad, scaling), param_sums=params)
     norms = {name: math.sqrt(value) * inverse for name, value in sums.items()}
     multipliers = {
@@ -150,26 +258,15 @@ def decide(
     multipliers[EXCLUDED] = multipliers.get(MAIN, fp32(inverse))
     judgement = None if rule is None else rule.judge_on_host(norms.get(MAIN, 0.0))
     verdict = finite(
-        multipliers,
-        norms,
-        config.grad_norm_skip_threshold,
-        num_zeros,
-        scaling,
-        judgement,
+        multipliers, norms, config.grad_norm_skip_threshold, num_zeros, scaling, judgement
     )
-    return replace(verdict, param_sums=params)
+    return verdict if params is None else replace(verdict, param_sums=params)
 
 
-def _read(
-    scalars: Sequence[Tensor], more: Tensor | None
-) -> tuple[list[float], Tensor | None]:
+def _read(scalars: Sequence[Tensor], more: Tensor | None) -> tuple[list[float], Tensor | None]:
     """Tensors of one element as numbers, and one of many on the host, by one transfer."""
-    if not scalars:
-        return [], more
     device, parts = scalars[0].device, [*scalars, *([] if more is None else [more])]
-    read = torch.cat(
-        [value.to(device, torch.float64).reshape(-1) for value in parts]
-    ).cpu()
+    read = torch.cat([value.to(device, torch.float64).reshape(-1) for value in parts]).cpu()
     count = len(scalars)
     return read[:count].tolist(), None if more is None else read[count:]
 

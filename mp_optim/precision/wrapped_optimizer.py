@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,42 +12,255 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.precision.agreed_sums import AgreedSums
 from mp_optim.precision.averaged_weights import WeightSwap
 from mp_optim.precision.backward_overlap import BackwardOverlap
 from mp_optim.precision.description import Description, describe
+from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.grad_scaler import MegatronGradScaler
-from mp_optim.precision.graph_step import (
-    check_capturable,
-    graph_metrics,
-    graph_notes,
-)
-from mp_optim.precision.host_swap import HostSwap
+from mp_optim.precision.graph_step import check_capturable, graph_metrics, graph_notes
 from mp_optim.precision.main_params import MainParams
 from mp_optim.precision.measure import (
     EXCLUDED,
     MAIN,
+    Measurement,
     NormKey,
+    Places,
+    UpdateWatch,
+    agree,
+    count_zeros,
+    measure,
+    norm_groups,
+    pairwise_sum_on_host,
+    total_by_key,
 )
 from mp_optim.precision.megatron_optimizer import MegatronOptimizer
 from mp_optim.precision.settings_agreement import SettingsAlike
+from mp_optim.precision.slot_table import SlotTable
 from mp_optim.precision.step_grads import StepGrads
-from mp_optim.precision.wrapped_grads import WrappedGrads
-from mp_optim.ranks.process_groups import ProcessGroups
+from mp_optim.precision.verdict import Verdict
+from mp_optim.process.calls import in_own_modes
+from mp_optim.process.leases import before_writing
+from mp_optim.quantized import FLOAT8_DTYPES, quantize_
+from mp_optim.ranks.agreement import ProcessGroups
 from mp_optim.slots import (
+    CachedTensorList,
+    Multiplier,
+    ParamGroups,
     Slot,
-    SlotUpdate,
     current_grad,
     iter_slots,
     local_tensor,
     with_names,
 )
+from mp_optim.slots.executor import Mode
 from mp_optim.slots.group_lists import added_whole
 from mp_optim.slots.interrupted_step import StepMark
-from mp_optim.slots.keyed_optimizer import Mode
-from mp_optim.slots.optimizer import SlotOptimizer
 from mp_optim.slots.slot_state import SlotState
-from mp_optim.update import as_slot_optimizer, choose_backend
+from mp_optim.update import choose_backend, executor_of
+from mp_optim.update.optimizer import SlotOptimizer
+
+
+class AgreedSums:
+    """What the verdict on a step is made of.
+
+    Args:
+        mains: the wrapper's slots, and over which ranks their parameters are split.
+        param_groups: the wrapper's, whose settings the ranks compare.
+        ranks: the ranks to agree with on the norm; None: this process alone.
+        link: knows the sums of gradients that were measured in backward.
+    """
+
+    def __init__(
+        self,
+        mains: MainParams,
+        config: OptimizerConfig,
+        param_groups: ParamGroups,
+        ranks: ProcessGroup | None,
+        link: BackwardOverlap,
+    ) -> None:
+        self._mains, self._config, self._param_groups = mains, config, param_groups
+        self._ranks, self._link = ranks, link
+        self._names: list[str] | None = None
+        self._has_checked = False
+
+    def measure(
+        self,
+        grads: Sequence[Tensor],
+        keys: Sequence[NormKey],
+        all_keys: Sequence[NormKey],
+        places: Places | None = None,
+        on_host: bool = False,
+    ) -> Measurement:
+        """Sums of squares of gradients, agreed with the other ranks.
+
+        Args:
+            grads, keys: local gradients, and which norm each counts in.
+            all_keys: every key of the model, also those without a gradient now, so that all ranks
+                reduce alike.
+            places: of these gradients among the slots, if sums of single parameters are kept.
+            on_host: numbers may be returned.
+        """
+        device, alike = self._mains.table.device, self._mains.table.settings
+        if not self._has_checked:
+            alike.check(self._config, self._param_groups, device)
+            self._has_checked = True
+        link = self._link
+        known = link.sum_of_squares if link.host is None else link.sums_of_squares
+        each = measure(grads, known, device)
+        if on_host and places is None and self._is_alone(all_keys, each):
+            name = all_keys[0].group
+            return Measurement(known={EXCLUDED: 0.0, MAIN: 0.0, name: pairwise_sum_on_host(each)})
+        sums = total_by_key(each, keys, all_keys)
+        zeros = None
+        if self._config.log_num_zeros_in_grad:
+            zeros = count_zeros(grads, keys, all_keys, device)
+        if self._names is None or self._ranks is None:
+            self._names = norm_groups(all_keys, self._ranks)
+        numbers = alike.numbers(self._config, self._param_groups, keys, all_keys)
+        params = None if places is None else places.spread(each)
+        return agree(sums, zeros, self._ranks, self._names, numbers, alike.copies, params)
+
+    def _is_alone(self, all_keys: Sequence[NormKey], each: Tensor) -> bool:
+        """Whether there is one norm, of parameters that no other rank has a part of, and its sums
+        are on the host already."""
+        return (
+            self._ranks is None
+            and len(all_keys) == 1
+            and not all_keys[0].shard_groups
+            and each.device.type == "cpu"
+            and not self._config.log_num_zeros_in_grad
+        )
+
+    def places(self, indices: Sequence[int], over: tuple[ProcessGroup, ...] = ()) -> Places | None:
+        """Where gradients belong, if ``log_param_grad_norms``.
+
+        Args:
+            indices: of the slots that have one.
+            over: ranks over which the gradients are split although the parameters are not.
+        """
+        if not self._config.log_param_grad_norms:
+            return None
+        parts = self._mains.parts()
+        return Places(indices, [(*over, *of) for of in parts] if over else parts)
+
+    def watch_updates(self, mains: Callable[[], list[Tensor]]) -> UpdateWatch:
+        """Main params, one of each slot, before a step that they are to be compared with."""
+        parts, device = self._mains.parts(), self._mains.table.device
+        return UpdateWatch(mains, parts, self._link.sum_of_squares, device)
+
+    def group_added(self) -> None:
+        """Some rank may have another one: ask all of them at the next step."""
+        self._names, self._has_checked = None, False
+
+
+class HostSwap:
+    """Tensors that were moved to the host, and where they came from. They stay the same objects."""
+
+    def __init__(self) -> None:
+        self._parked: list[tuple[Tensor, torch.device]] = []
+
+    @property
+    def occupied(self) -> bool:
+        """Whether something is parked here."""
+        return bool(self._parked)
+
+    @in_own_modes
+    def park(self, tensors: Iterable[Tensor]) -> None:
+        """Move tensors to the host."""
+        for tensor in tensors:
+            before_writing([tensor])  # a save would keep its memory
+            self._parked.append((tensor, tensor.device))
+            tensor.data = tensor.data.cpu()
+
+    @in_own_modes
+    def restore(self) -> None:
+        """Move them back."""
+        for tensor, device in self._parked:
+            tensor.data = tensor.data.to(device)
+        self._parked.clear()
+
+
+class WrappedGrads(StepGrads):
+    """Gradients of a wrapper's parameters.
+
+    Args:
+        table: the wrapper's slots. indices: there, of the slots that have a gradient. grads: these,
+            local.
+    """
+
+    def __init__(
+        self,
+        wrapper: WrappedOptimizer,
+        table: SlotTable,
+        indices: list[int],
+        grads: CachedTensorList,
+    ) -> None:
+        self._wrapper, self._table = wrapper, table
+        self._indices, self._grads = indices, grads
+
+    def has_any(self) -> bool:
+        return bool(self._indices)
+
+    def sums(self, on_host: bool = False) -> Measurement:
+        keys = self._table.keys_of(self._indices)
+        sums = self._wrapper.agreed_sums
+        keeps = self._wrapper.config.log_param_grad_norms
+        places = sums.places(self._indices) if keeps else None
+        return sums.measure(self._grads, keys, self._table.distinct_keys, places, on_host)
+
+    def watch_updates(self) -> list[UpdateWatch]:
+        executor, slots = self._wrapper.executor, self._table.slots
+
+        def mains() -> list[Tensor]:
+            return [local_tensor(executor.main_param(slot)) for slot in slots]
+
+        return [self._wrapper.agreed_sums.watch_updates(mains)]
+
+    def apply(self, verdict: Verdict | DeviceVerdict) -> None:
+        if verdict.skip:
+            self._wrapper.backward_link.skip()
+        else:
+            self.step(verdict.multipliers, self._clipped_norm(verdict))
+
+    def _clipped_norm(self, verdict: Verdict | DeviceVerdict) -> float | None:
+        norm, limit = verdict.norms.get(MAIN), self._wrapper.config.clip_grad
+        return min(norm, limit) if norm is not None and limit > 0 else norm
+
+    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
+        wrapper, table, executor = self._wrapper, self._table, self._wrapper.executor
+        updates = table.updates(self._indices, self._grads, multipliers)
+        executor.step_slots(updates, grad_norm=grad_norm)
+        if executor.writes_settings:
+            wrapper.share_settings()
+        if any(table.quantized):
+            wrapper.step_mark.touch()
+            for index in self._indices:
+                if table.quantized[index]:
+                    main = wrapper.executor.main_param(table.slots[index])
+                    quantize_(table.params[index], main)
+        table.seen.written()
+
+    def graph_key(self) -> Any:
+        config, scaler = self._wrapper.config, self._wrapper.grad_scaler
+        limits = (
+            config.clip_grad,
+            config.grad_norm_skip_threshold,
+            config.skip_step_sigma_factor,
+            config.log_param_grad_norms > 0,
+        )
+        scale = None if scaler is None else scaler.present_scale.data_ptr()
+        keys, grads = self._table.keys_of(self._indices), self._grads
+        dtypes = [grad.dtype for grad in grads]
+        strides = [] if grads.contiguous else [grad.stride() for grad in grads]
+        memory = grads.addresses, grads.sizes, dtypes, strides
+        zeros = config.log_num_zeros_in_grad
+        return limits, zeros, scale, self._indices, keys, memory
+
+    def obstacle(self) -> str:
+        params = map(local_tensor, self._table.params)
+        if self._grads.contiguous and all(map(Tensor.is_contiguous, params)):
+            return ""
+        return "a parameter or gradient is not contiguous, and is copied in each step"
 
 
 class WrappedOptimizer(MegatronOptimizer):
@@ -74,14 +287,23 @@ class WrappedOptimizer(MegatronOptimizer):
         *,
         process_groups: ProcessGroups | None = None,
     ) -> None:
-        self._given = optimizer
-        self.inner = as_slot_optimizer(optimizer)
         self.process_groups = process_groups or ProcessGroups()
-        self._host_swap = HostSwap()
-        groups = [with_names(group) for group in self.inner.param_groups]
+        self._take(optimizer)
+        groups = [with_names(group) for group in optimizer.param_groups]
         super().__init__(groups, dict(optimizer.defaults), config, grad_scaler)
+        self._build_engine()
+
+    def _take(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step by this optimizer, whose groups are those here."""
+        self._given, self.executor = optimizer, executor_of(optimizer)
+        self._groups_below = self.executor.all_groups()
+
+    def _build_engine(self) -> None:
+        """Give main params to the parameters, and put together what a step goes through."""
+        config = self.config
+        self._host_swap = HostSwap()
         self._mains = MainParams(
-            self.param_groups, self.inner, self.process_groups, self.check_param
+            self.param_groups, self.executor, self.process_groups, self.check_param
         )
         self._table = self._mains.table
         self.averages.swaps.append(WeightSwap(self._mains))
@@ -101,13 +323,19 @@ class WrappedOptimizer(MegatronOptimizer):
             self.process_groups.grad_stats,
             self.backward_link,
         )
-        self.early_work.links.append(self.backward_link)
+        if self.backward_link.host is not None:
+            self.early_work.links.append(self.backward_link)
         self.backward_link.follow(self.get_parameters())
         if config.optimizer_cuda_graph:
             check_capturable(self)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
+        return self._given
+
+    @property
+    def inner(self) -> Any:
+        """The same: its groups hold main params."""
         return self._given
 
     @abstractmethod
@@ -131,14 +359,15 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def _is_wrapped(self) -> bool:
         """Whether the first groups are there."""
-        return len(self.param_groups) >= len(self.inner.param_groups)
+        return len(self.param_groups) >= len(self.executor.param_groups)
 
     def _add(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(_with_model_names(self, param_group))
         added = self.param_groups[-1]
-        self.inner.add_param_group(with_names(added))
-        self.inner.check_settings(self.inner.param_groups[-1])  # torch's do not
-        for key, value in self.inner.param_groups[-1].items():
+        self._given.add_param_group(with_names(added))
+        inner_group = self.executor.param_groups[-1]
+        self.executor.check_settings(inner_group)  # torch's do not
+        for key, value in inner_group.items():
             added.setdefault(key, value)
         self.share_settings()
         # backward may come before a step
@@ -148,37 +377,30 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def forget_groups(self, count: int) -> None:
         super().forget_groups(count)
-        self.inner.forget_groups(count)
+        self.executor.forget_groups(count)
         self.backward_link.follow(self.get_parameters())
 
     # -- the step ---------------------------------------------------------------------------------
 
     def collect_grads(self) -> StepGrads:
         if self._host_swap.occupied:
-            raise RuntimeError(
-                "the optimizer is offloaded: call restore_from_cpu() before step()"
-            )
-        self.backward_link.finish()
+            raise RuntimeError("the optimizer is offloaded: call restore_from_cpu() before step()")
+        link, mains = self.backward_link, self._mains
+        if link.host is not None:
+            link.finish()
         self.share_settings()
-        self.inner.check_groups()
-        self.make_current()
-        self.backward_link.follow(self._table.params)
-        released = self.backward_link.released
-        indices, grads = self._table.grads(self.slot_name, released)
+        self.executor.check_groups()
+        mains.follow()
+        mains.check_remainders(None)
+        if link.host is not None:
+            link.follow(self._table.params)
+        indices, grads = self._table.grads(self.slot_name, link.released)
         if not all(self._table.bound):
-            self._mains.bind_trained(indices)
+            mains.bind_trained(indices)
         return WrappedGrads(self, self._table, indices, grads)
 
-    def step_slots(
-        self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None
-    ) -> None:
-        """Step given slots of the wrapped optimizer: what :meth:`step` does after its verdict."""
-        self.share_settings()
-        self.inner.step_slots(updates, grad_norm=grad_norm)
-        self.share_settings()
-
     def verdict_device(self) -> torch.device | None:
-        return self.inner.verdict_device()
+        return self.executor.verdict_device()
 
     def settings_alike(self) -> list[SettingsAlike]:
         return [self._table.settings]
@@ -189,9 +411,7 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def reduces(self) -> bool:
         """Whether a step takes part in reductions with other ranks."""
-        return bool(self.norm_ranks()) or any(
-            key.shard_groups for key in self._table.keys
-        )
+        return bool(self.norm_ranks()) or any(key.shard_groups for key in self._table.keys)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         released = self.backward_link.released
@@ -205,19 +425,25 @@ class WrappedOptimizer(MegatronOptimizer):
 
     # -- the optimizer below ----------------------------------------------------------------------
 
-    def optimizers_below(self) -> Sequence[SlotOptimizer]:
-        return [self.inner]
+    def settings_below(self) -> Sequence[ParamGroups]:
+        return self._groups_below
+
+    @property
+    def has_modes(self) -> bool:
+        return self.executor.has_modes
 
     def switch_mode(self, mode: Mode) -> None:
         with self.step_mark.step(self):
             self.make_current()
             self.share_settings()
             self.step_mark.touch()
-            self.inner.switch_mode(mode)
+            self.executor.switch_mode(mode)
+            self.share_settings()
             for slot in self._mains.trained_slots():
                 self._mains.write_model(slot)
             self._mains.take_as_seen()
             self.share_settings()
+        self.averages.share()
 
     # -- main params and state --------------------------------------------------------------------
 
@@ -233,13 +459,13 @@ class WrappedOptimizer(MegatronOptimizer):
         return self._mains.state_of(slot)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
-        self.inner.allocate_state([slot for slot in slots if self.has_state(slot)])
+        self.executor.allocate_state([slot for slot in slots if self.has_state(slot)])
 
     def param_checksums(self) -> list[int | None]:
         return self._mains.checksums()
 
     def check_settings(self, group: dict[str, Any]) -> None:
-        self.inner.check_settings(group)
+        self.executor.check_settings(group)
 
     def main_param(self, slot: Slot) -> Tensor:
         self.step_mark.check("main_param")
@@ -268,44 +494,42 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def use_mark(self, mark: StepMark) -> None:
         super().use_mark(mark)
-        self.inner.use_mark(mark)
+        self.executor.use_mark(mark)
+        if isinstance(self._given, SlotOptimizer):
+            self._given.step_mark = mark
 
     def recover(self) -> None:
-        self.inner.recover()
+        self.executor.recover()
 
     def offload_to_cpu(self) -> None:
         self.discard_early_work()  # it holds gradients
         self._host_swap.park(self._mains.accelerator_tensors())
-        self.inner.memory_moved()
+        self.executor.memory_moved()
 
     def restore_from_cpu(self) -> None:
         self._host_swap.restore()
-        self.inner.memory_moved()
+        self.executor.memory_moved()
 
     # -- what is going on -------------------------------------------------------------------------
 
     def describe(self) -> Description:
-        rows = describe(self.param_groups, self.inner, self._table)
+        rows = describe(self.param_groups, self.executor, self._table)
         return Description(rows.rows, (*rows.notes, *graph_notes(self.graphed)))
 
     def metrics(self) -> dict[str, float]:
-        host, verdict = self.inner.host, self.counts.settle()
+        host, verdict = self.executor.host, self.counts.settle()
         norms = {
-            f"grad_norm/{name}": norm
-            for name, norm in verdict.norms.items()
-            if name != EXCLUDED
+            f"grad_norm/{name}": norm for name, norm in verdict.norms.items() if name != EXCLUDED
         }
         scaler = self.grad_scaler
         return {
-            "grad_norm": float("nan")
-            if verdict.grad_norm is None
-            else verdict.grad_norm,
+            "grad_norm": float("nan") if verdict.grad_norm is None else verdict.grad_norm,
             "loss_scale": 1.0 if scaler is None else float(scaler.present_scale),
             "multiplier": verdict.multipliers.get(MAIN, 0.0),
             "bytes_down": 0 if host is None else host.transfer_bytes.down,
             "bytes_up": 0 if host is None else host.transfer_bytes.up,
             **({} if host is None else host.metrics()),
-            **self.inner.metrics(),
+            **self.executor.metrics(),
             **norms,
             **self.counts.metrics(),
             **self.health.metrics(),
@@ -314,25 +538,17 @@ class WrappedOptimizer(MegatronOptimizer):
         }
 
 
-def _with_model_names(
-    wrapper: WrappedOptimizer, group: dict[str, Any]
-) -> dict[str, Any]:
+def _with_model_names(wrapper: WrappedOptimizer, group: dict[str, Any]) -> dict[str, Any]:
     """The group, with names for its parameters where the other groups have names."""
     if wrapper.model_params is None or "params" not in group:
         return group
-    params = (
-        [group["params"]]
-        if isinstance(group["params"], Tensor)
-        else list(group["params"])
-    )
+    params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
     is_stub = not any(live["params"] for live in wrapper.param_groups)
     named = "param_names" in group or any(isinstance(param, tuple) for param in params)
     names = [] if named else wrapper.model_params.names_of(params)
     if is_stub and None not in names:
-        for groups in (wrapper.param_groups, wrapper.inner.param_groups):
-            groups[0].setdefault(
-                "param_names", []
-            )  # torch wants them in all groups or none
+        for groups in (wrapper.param_groups, wrapper.executor.param_groups):
+            groups[0].setdefault("param_names", [])  # torch wants them in all groups or none
     if named or not any("param_names" in live for live in wrapper.param_groups):
         return {**group, "params": params}
     if None in names:
@@ -348,3 +564,63 @@ def _with_model_names(
 def _sum_of_squares(fused_backend: str, grads: Sequence[Tensor]) -> Tensor:
     backend, _ = choose_backend(fused_backend, grads[0].device)
     return backend.sum_of_squares(grads)
+
+
+class Float16OptimizerWithFloat16Params(WrappedOptimizer):
+    """Keeps an FP32 main param for every 16-bit model param; FP32 params among them are stepped as
+    they are.
+
+    The wrapped optimizer's ``param_groups`` hold the main params afterwards, born where the layer
+    below steps them; this object's hold the model's own parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: OptimizerConfig,
+        grad_scaler: MegatronGradScaler | None = None,
+        init_state_fn: Any = None,
+        *,
+        process_groups: ProcessGroups | None = None,
+    ) -> None:
+        if config.fp16 and grad_scaler is None:
+            raise ValueError(
+                "grad_scaler=None with fp16=True: pass a ConstantGradScaler or DynamicGradScaler, "
+                "or let get_megatron_optimizer build one from the config"
+            )
+        super().__init__(
+            optimizer, config, grad_scaler, init_state_fn, process_groups=process_groups
+        )
+
+    def check_param(self, slot: Slot, param: Tensor) -> None:
+        allowed = (torch.float16, torch.bfloat16, torch.float32, *FLOAT8_DTYPES)
+        if param.dtype not in allowed:
+            raise TypeError(
+                f"{self.slot_name(slot)} is {param.dtype}: a Float16 optimizer takes float16, "
+                "bfloat16, "
+                "float32 and float8 parameters; convert the model, or freeze the parameter"
+            )
+        if (param.dtype == torch.float16 and self.config.bf16) or (
+            param.dtype == torch.bfloat16 and self.config.fp16
+        ):
+            raise ValueError(
+                f"{self.slot_name(slot)} is {param.dtype} but the config says "
+                f"bf16={self.config.bf16}, "
+                f"fp16={self.config.fp16}; set the flag that matches the model"
+            )
+
+
+class FP32Optimizer(WrappedOptimizer):
+    """Steps FP32 parameters; measuring, clipping and skipping are as in mixed precision."""
+
+    def check_param(self, slot: Slot, param: Tensor) -> None:
+        if param.dtype == torch.float64:
+            raise TypeError(
+                f"{self.slot_name(slot)} is float64: parameters are stepped in FP32; convert the "
+                "model with .float(), or freeze it"
+            )
+        if param.dtype != torch.float32:
+            raise TypeError(
+                f"{self.slot_name(slot)} is {param.dtype}: FP32Optimizer takes float32 parameters; "
+                "set bf16=True or fp16=True in OptimizerConfig for a 16-bit model"
+            )

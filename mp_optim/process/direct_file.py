@@ -2,10 +2,10 @@
 cache, in pieces that several threads carry at once.
 
 It is no checkpoint. It has no name once it is open, so the system takes it back when the process
-ends, however that ends, and nobody can take half-written state for whole.
+ends, however that ends, and half-written state cannot be taken for whole.
 
 It belongs to the process that made it. A forked child can do nothing with it, and what it writes to
-tensors that lie in the file stays in its own memory.
+tensors in the file stays in its own memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -93,11 +92,7 @@ class DirectFile:
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        num_bytes: int,
-        threads: int = THREADS,
-        piece_bytes: int = PIECE,
+        self, folder: str | Path, num_bytes: int, threads: int = THREADS, piece_bytes: int = PIECE
     ) -> None:
         self.path = Path(folder)
         self.num_bytes = 0
@@ -107,15 +102,14 @@ class DirectFile:
         self._mappings: list[tuple[int, int, int]] = []
         self._open = contextlib.ExitStack()
         with self._open as on_error, self.explained("making"):
-            self._buffered, name = tempfile.mkstemp(
-                prefix="mp_optim_state_", dir=folder
-            )
+            self._buffered, name = tempfile.mkstemp(prefix="mp_optim_state_", dir=folder)
             self._open.callback(os.close, self._buffered)
             self.path = Path(name)
             try:
                 self._direct = self._opened_directly()
             finally:
                 os.unlink(self.path)
+            self.direct = not self.why
             self._allocate(num_bytes)
             self._open = on_error.pop_all()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="mp_optim_disk")
@@ -123,10 +117,6 @@ class DirectFile:
         # end with the pool; the one that collects garbage may be one of them: it waits for none.
         weakref.finalize(self, self._open.close)
         _live.add(self)
-
-    @property
-    def direct(self) -> bool:
-        return not self.why
 
     def check_owner(self) -> None:
         """Refuse to work in a forked child.
@@ -142,15 +132,6 @@ class DirectFile:
                 "load it. Build an optimizer in the child and load a checkpoint there, start the "
                 "child by spawn, or keep the state in memory (optimizer_state_path=None)"
             )
-
-    def keep_from_parent(self) -> None:
-        """In a forked child: let what is written to mapped memory stay in this process."""
-        private = mmap.MAP_PRIVATE | _MAP_FIXED | _NORESERVE
-        both = mmap.PROT_READ | mmap.PROT_WRITE
-        for address, size, offset in self._mappings:
-            given = _libc.mmap(address, size, both, private, self._buffered, offset)
-            if given != address:
-                _libc.mprotect(address, size, mmap.PROT_READ)
 
     def grow(self, num_bytes: int) -> None:
         """Take so many bytes more from the disk, at the end, zero at first.
@@ -197,17 +178,6 @@ class DirectFile:
         self._mappings.clear()
         self._open.close()
 
-    def __enter__(self) -> DirectFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         way = "past the page cache" if self.direct else f"buffered ({self.why})"
         return f"DirectFile({str(self.path)!r}, {self.num_bytes} bytes, {way})"
@@ -230,7 +200,7 @@ class DirectFile:
     def _allocate(self, num_bytes: int) -> None:
         system = os.fstatvfs(self._buffered)
         free = system.f_bavail * system.f_frsize
-        if system.f_blocks and num_bytes > free:  # 0: it does not say
+        if system.f_blocks and num_bytes > free:  # 0: it is not known
             # Asked first: some file systems would fill the disk before they notice.
             asked = f"{num_bytes} bytes asked for, {free} free"
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {asked}")
@@ -240,20 +210,16 @@ class DirectFile:
             os.ftruncate(self._buffered, self.num_bytes + num_bytes)
         self.num_bytes += num_bytes
 
-    def _begin(
-        self, what: str, move: Callable[..., int], memory: Tensor, offset: int
-    ) -> Ticket:
+    def _begin(self, what: str, move: Callable[..., int], memory: Tensor, offset: int) -> Ticket:
         self.check_owner()
         size = memory.numel() * memory.element_size()
         if memory.device.type != "cpu" or not memory.is_contiguous():
-            raise ValueError(
-                f"{what} {self.path}: needs a contiguous tensor on the host"
-            )
+            raise ValueError(f"{what} {self.path}: needs a contiguous tensor on the host")
         if offset < 0 or offset + size > self.num_bytes:
             raise ValueError(
                 f"{what} {self.path}: bytes {offset} to {offset + size} of {self.num_bytes}"
             )
-        # Each piece holds the tensor, so that its memory outlives a ticket that nobody waits for.
+        # Each piece holds the tensor, so that its memory outlives a ticket that is not waited for.
         return Ticket(
             [
                 self._pool.submit(self._carry, what, move, memory, offset, piece)
@@ -269,7 +235,7 @@ class DirectFile:
         offset: int,
         piece: tuple[int, int],
     ) -> None:
-        """One piece of a tensor that lies at ``offset``, in a thread of the pool."""
+        """One piece of a tensor that is stored at ``offset``, in a thread of the pool."""
         begin, end = piece
         address = memory.data_ptr() + begin - offset
         with self.explained(f"{what} bytes {begin} to {end} of"):
@@ -278,10 +244,7 @@ class DirectFile:
             else:
                 self._move(move, address, begin, end - begin)
 
-    def _carry_by_copy(
-        self, move: Callable[..., int], address: int, begin: int, size: int
-    ) -> None:
-        """For memory that begins in the middle of a block."""
+    def _carry_by_copy(self, move: Callable[..., int], address: int, begin: int, size: int) -> None:
         aligned = torch.empty(size + BLOCK, dtype=torch.uint8, device="cpu")
         there = -(-aligned.data_ptr() // BLOCK) * BLOCK
         if move is os.pwritev:
@@ -290,9 +253,7 @@ class DirectFile:
         if move is os.preadv:
             ctypes.memmove(address, there, size)
 
-    def _move(
-        self, move: Callable[..., int], address: int, offset: int, size: int
-    ) -> None:
+    def _move(self, move: Callable[..., int], address: int, offset: int, size: int) -> None:
         """Move until nothing is left: the system may do less than it is asked for. What is not
         whole blocks goes through the page cache."""
         view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
@@ -305,12 +266,13 @@ class DirectFile:
 
     @contextlib.contextmanager
     def explained(self, what: str) -> Iterator[None]:
-        """Errors of the system inside say what was done to which file, and the way out."""
+        """Errors of the system inside name what was done to which file, and the way out."""
         try:
             yield
         except OSError as error:
             advice = _ADVICE.get(error.errno or 0, "go on from the last checkpoint")
-            text = f"{what} the optimizer's state file: {error.strerror}; {advice}"
+            file = "the optimizer's state file (optimizer_state_path)"
+            text = f"{what} {file}: {error.strerror}; {advice}"
             raise OSError(error.errno, text, str(self.path)) from error
 
 
@@ -351,9 +313,53 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def _keep_from_parent() -> None:
+    """In a forked child: let what is written to mapped memory stay in this process."""
+    private = mmap.MAP_PRIVATE | _MAP_FIXED | _NORESERVE
+    both = mmap.PROT_READ | mmap.PROT_WRITE
     for file in list(_live):
-        file.keep_from_parent()
+        for address, size, offset in file._mappings:
+            given = _libc.mmap(address, size, both, private, file._buffered, offset)
+            if given != address:
+                _libc.mprotect(address, size, mmap.PROT_READ)
 
 
 if sys.platform == "linux":  # elsewhere tensors that a child holds are its parent's
     os.register_at_fork(after_in_child=_keep_from_parent)
+
+
+# -- mounts ---------------------------------------------------------------------------------------
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_REMOTE = {
+    *("nfs", "nfs4", "cifs", "smb3", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs"),
+    *("glusterfs", "orangefs", "pvfs2", "wekafs", "virtiofs"),
+}
+_MEMORY = {"tmpfs", "ramfs"}
+
+
+def not_a_local_disk(folder: Path) -> str:
+    """``memory (tmpfs)``, or ``a network's file system (nfs4)``; empty for a disk, and where the
+    system has no list."""
+    kind = _file_system(folder.absolute())
+    if kind in _MEMORY:
+        return f"memory ({kind})"
+    if kind in _REMOTE or kind.startswith("fuse."):
+        return f"a network's file system ({kind})"
+    return ""
+
+
+def _file_system(folder: Path) -> str:
+    """Of the mount nearest above a folder; of several there, the last."""
+    nearest = (-1, "")
+    try:
+        lines = _MOUNTS.read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        # Fields: id, parent, device, root, where; spaces are written as \040.
+        where = before.split(" ")[4].encode().decode("unicode_escape")
+        kind = after.partition(" ")[0]
+        if folder.is_relative_to(where) and len(where) >= nearest[0]:
+            nearest = (len(where), kind)
+    return nearest[1]

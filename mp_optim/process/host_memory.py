@@ -1,5 +1,5 @@
-"""Host memory for what is read and written in every step: on huge pages, and small tensors side by
-side.
+"""Host memory for what is read and written in every step: on huge pages, small tensors contiguous,
+page-locked where a GPU copies it.
 
 A step streams through gigabytes. With pages of 4 KiB the processor looks up an address every 1,024
 FP32 values and its prefetchers stop at each page's end; with 2 MiB they rarely do.
@@ -12,13 +12,15 @@ import ctypes
 import itertools
 import math
 import mmap
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.process.calls import in_own_modes
 
 Form = tuple[torch.Size, torch.dtype]
 """What a tensor is to be."""
@@ -30,7 +32,7 @@ HUGE_FROM = 4 << 20
 
 
 def aligned_bytes(numel: int, dtype: torch.dtype) -> int:
-    """Bytes that ``numel`` elements take beside others."""
+    """Bytes that ``numel`` elements take in a block."""
     return math.ceil(numel * dtype.itemsize / ALIGNMENT) * ALIGNMENT
 
 
@@ -79,7 +81,7 @@ _TOUCHED_AT_ONCE = 64 << 20
 
 
 def as_tensor(value: Any) -> Tensor:
-    """A tensor itself, where it lies; a number, or several, as a tensor on the host.
+    """A tensor itself, where it is; a number, or several, as a tensor on the host.
 
     ``torch.as_tensor`` would move both to the default device.
     """
@@ -126,9 +128,9 @@ def cut(memory: Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> Te
 
 def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
     strides, size = [], 1
-    for extent in reversed(shape):
+    for length in reversed(shape):
         strides.append(size)
-        size *= max(extent, 1)
+        size *= max(length, 1)
     return tuple(reversed(strides))
 
 
@@ -140,9 +142,7 @@ class Block:
         allocate: returns so many bytes as a 1-D uint8 tensor; called when the first tensor is cut.
     """
 
-    def __init__(
-        self, num_bytes: int, allocate: Callable[[int], Tensor] = zeros_host
-    ) -> None:
+    def __init__(self, num_bytes: int, allocate: Callable[[int], Tensor] = zeros_host) -> None:
         self.capacity = num_bytes
         self._allocate = allocate
         self._memory: Tensor | None = None
@@ -178,9 +178,7 @@ class Block:
         self._used = 0
 
 
-def zeros_beside(
-    forms: Sequence[Form], allocate: Callable[[int], Tensor]
-) -> list[Tensor]:
+def zeros_beside(forms: Sequence[Form], allocate: Callable[[int], Tensor]) -> list[Tensor]:
     """Zeroed tensors in one piece of memory, which ``allocate`` returns."""
     size = sum(aligned_bytes(shape.numel(), dtype) for shape, dtype in forms)
     block = Block(size, allocate)
@@ -188,10 +186,125 @@ def zeros_beside(
 
 
 def beside(forms: Sequence[Form]) -> list[Tensor] | None:
-    """Zeroed host tensors that lie one after the other, for many that are stepped together; None if
-    all of them are too little to be worth it."""
+    """Zeroed host tensors that are contiguous to each other, for many that are stepped together;
+    None if all of them are too little to be worth it."""
     size = sum(aligned_bytes(shape.numel(), dtype) for shape, dtype in forms)
     if size < HUGE_FROM or len(forms) < 2:
         return None
     block = Block(size)
     return [block.take(shape, dtype) for shape, dtype in forms]
+
+
+# -- page-locked memory ---------------------------------------------------------------------------
+#
+# Of exact size: mapped on huge pages, then registered with CUDA. torch's allocator of page-locked
+# memory rounds every allocation up to a power of two and gives nothing back: 32.6 GiB of main
+# params take 64.
+
+REGISTERED_FROM = 1 << 20
+"""Bytes from which an allocation is registered. Smaller ones are torch's, which keeps them for the
+next."""
+_SYSTEM_HAS_IT = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_DONTFORK")
+
+
+class PageLockError(RuntimeError):
+    """Why memory could not be registered."""
+
+
+def page_locked_bytes(num_bytes: int) -> int:
+    """Bytes that are taken for so many page-locked ones: whole pages if registered, as torch's
+    allocator rounds if not."""
+    if num_bytes < REGISTERED_FROM:
+        return power_of_two(num_bytes)
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def power_of_two(num_bytes: int) -> int:
+    """What torch's allocator of page-locked memory takes for so many bytes."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
+@in_own_modes
+def page_locked(num_bytes: int, device: torch.device) -> Tensor:
+    """A 1-D uint8 tensor of zeroed memory that the GPU ``device`` copies from and to by itself.
+
+    It is unregistered and unmapped when the last tensor over it goes. NOTE: torch's allocator waits
+    for copies of its own memory and does not know this one; the owner of a copy keeps both ends of
+    it. A forked child does not have the memory: its pages would otherwise be copied in the fork.
+
+    Args:
+        num_bytes: at least 1.
+
+    Raises:
+        PageLockError: the system, or a limit of it, does not allow it; nothing is left.
+    """
+    if not _SYSTEM_HAS_IT:
+        raise PageLockError("this system cannot map memory for it")
+    while _dropped:
+        _release(*_dropped.pop())
+    memory, start = mapped(num_bytes, mmap.PAGESIZE)
+    with contextlib.suppress(OSError):  # a kernel without it
+        memory.madvise(mmap.MADV_DONTFORK)
+    values = (ctypes.c_char * num_bytes).from_buffer(memory, start)
+    address = ctypes.addressof(values)
+    _register(address, num_bytes, device)
+    # NOTE: only _release unmaps it. In a forked child, where other memory may be there, and when
+    # the interpreter ends, where a copy may be under way, it stays as it is.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+    finalizer = weakref.finalize(values, _release, memory, address, device, os.getpid())
+    finalizer.atexit = False
+    return torch.frombuffer(values, dtype=torch.uint8)
+
+
+def _register(address: int, num_bytes: int, device: torch.device) -> None:
+    try:
+        with torch.cuda.device(device):
+            runtime = _runtime()
+            status = runtime.cudaHostRegister(address, num_bytes, 0)
+    except (AssertionError, AttributeError, RuntimeError) as error:
+        raise PageLockError(str(error).partition("\n")[0]) from error
+    if int(status):
+        _forget_error(device)
+        raise PageLockError(f"cudaHostRegister: {runtime.cudaGetErrorString(status)}")
+
+
+_dropped: list[tuple[mmap.mmap, int, torch.device, int]] = []
+"""What was dropped while this thread captured a CUDA graph; the next allocation releases it."""
+
+
+def _release(memory: mmap.mmap, address: int, device: torch.device, owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    if torch.cuda.is_current_stream_capturing():  # which a wait for the device would end
+        _dropped.append((memory, address, device, owner))
+        return
+    with contextlib.suppress(AssertionError, RuntimeError), torch.cuda.device(device):
+        torch.cuda.synchronize()  # a caller may have started a copy of its own
+        if int(_runtime().cudaHostUnregister(address)):
+            _forget_error(device)  # and keep the memory
+        else:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(memory))
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _forget_error(device: torch.device) -> None:
+    """The runtime keeps the error of a failed call, and torch would raise it after its next kernel:
+    have a kernel of no use raise it now."""
+    with contextlib.suppress(AssertionError, RuntimeError):
+        torch.zeros(1, dtype=torch.float32, device=device)
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one device have the same shape and values. A NaN is the same as any
+    other, where ``torch.equal`` says that nothing is."""
+    if torch.equal(one, other):
+        return True
+    if one.shape != other.shape:
+        return False
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -1,7 +1,7 @@
 """Which of the host's processors are this rank's: its fair share, near its accelerator.
 
-``torchrun`` sets ``OMP_NUM_THREADS=1`` for every rank, so torch's number of threads says nothing
-about how many processors a rank has. What does: the processors the operating system lets the
+``torchrun`` sets ``OMP_NUM_THREADS=1`` for every rank, so torch's number of threads does not show
+how many processors a rank has. What shows it: the processors the operating system lets the
 process run on (its affinity), the CPU quota of its cgroup, how many ranks share the host
 (``LOCAL_WORLD_SIZE``), and on hosts of several NUMA nodes, which of them the rank's accelerator is
 attached to. All of it is read from files and variables, below a root that tests replace.
@@ -32,7 +32,7 @@ class HostShare:
     Attributes:
         cpus: one logical processor of each core that is the rank's, ascending.
         threads: how many threads the host kernels run; fewer than ``cpus`` under a CPU quota.
-        node: the NUMA node they are on; None if the host has one, or they lie on several.
+        node: the NUMA node they are on; None if the host has one, or they are on several.
         reason: how it came to be, in words.
     """
 
@@ -59,19 +59,15 @@ class Host:
     accelerators: Sequence[str | None] = ()
     root: Path = Path("/")
 
-    @property
-    def local_ranks(self) -> int:
-        """Ranks of the job on this host, as its launcher says."""
-        return max(1, self._number(_LOCAL_SIZES, 1))
-
-    @property
-    def local_rank(self) -> int:
-        """Which of them this is."""
-        return min(max(0, self._number(_LOCAL_RANKS, 0)), self.local_ranks - 1)
-
-    def _number(self, names: Sequence[str], default: int) -> int:
-        texts = [self.environ[name] for name in names if name in self.environ]
-        return int(texts[0]) if texts and texts[0].isdecimal() else default
+    def local_ranks(self) -> tuple[int, int]:
+        """How many ranks of the job are on this host, as its launcher says, and which of them this
+        is."""
+        found = []
+        for names, default in ((_LOCAL_SIZES, 1), (_LOCAL_RANKS, 0)):
+            texts = [self.environ[name] for name in names if name in self.environ]
+            found.append(int(texts[0]) if texts and texts[0].isdecimal() else default)
+        ranks = max(1, found[0])
+        return ranks, min(found[1], ranks - 1)
 
     def read(self, path: str | Path) -> str | None:
         """A small file below the root, stripped; None if there is no such file."""
@@ -98,26 +94,29 @@ class Host:
         """The usable processors of each NUMA node that has any."""
         nodes = {}
         for folder in (self.root / _NODES).glob("node[0-9]*"):
-            usable = self.affinity & set(
-                parse_list(self.read(folder / "cpulist") or "")
-            )
+            usable = self.affinity & set(parse_list(self.read(folder / "cpulist") or ""))
             if usable:
                 nodes[int(folder.name.removeprefix("node"))] = frozenset(usable)
         return dict(sorted(nodes.items()))
 
     def node_of(self, accelerator: int | None) -> int | None:
-        """The NUMA node an accelerator is attached to; None if the host does not say."""
+        """The NUMA node an accelerator is attached to; None if that is not known."""
         if accelerator is None or accelerator >= len(self.accelerators):
             return None
         address = self.accelerators[accelerator]
-        text = (
-            self.read(f"sys/bus/pci/devices/{address}/numa_node") if address else None
-        )
+        text = self.read(f"sys/bus/pci/devices/{address}/numa_node") if address else None
         return int(text) if text and text.isdecimal() else None  # -1: it does not know
 
     def quota(self) -> float | None:
         """Processors' worth of time that the process's cgroups grant; None if all of it."""
-        limits = [limit for folder in self._cgroups() for limit in self._limits(folder)]
+        limits = []
+        for folder in self._cgroups():
+            quota, _, period = (self.read(folder / "cpu.max") or "max").partition(" ")
+            if quota == "max":
+                quota = self.read(folder / "cpu.cfs_quota_us") or ""
+                period = self.read(folder / "cpu.cfs_period_us") or ""
+            if quota.isdecimal() and period.isdecimal() and int(period) > 0:
+                limits.append(int(quota) / int(period))
         return min(limits, default=None)
 
     def _cgroups(self) -> list[Path]:
@@ -133,14 +132,6 @@ class Host:
                 top = Path("sys/fs/cgroup") / mount
                 folders += [top / below, *(top / parent for parent in below.parents)]
         return folders
-
-    def _limits(self, folder: Path) -> list[float]:
-        quota, _, period = (self.read(folder / "cpu.max") or "max").partition(" ")
-        if quota == "max":
-            quota = self.read(folder / "cpu.cfs_quota_us") or ""
-            period = self.read(folder / "cpu.cfs_period_us") or ""
-        given = quota.isdecimal() and period.isdecimal() and int(period) > 0
-        return [int(quota) / int(period)] if given else []
 
 
 def parse_list(text: str) -> list[int]:
@@ -161,38 +152,28 @@ def share_of(host: Host, accelerator: int | None) -> HostShare:
     Cores are counted, not their hyperthreads: the kernels wait for memory, and a second thread of
     a core waits for the same. Ranks that the launcher bound keep all of what they were bound to.
     """
-    ranks, rank = (1, 0) if host.is_bound else (host.local_ranks, host.local_rank)
+    local_ranks, local_rank = host.local_ranks()
+    ranks, rank = (1, 0) if host.is_bound else (local_ranks, local_rank)
     nodes = host.node_cpus()
     node, sharing, place = None, ranks, rank
     if len(nodes) > 1:
         node, sharing, place = _on_nodes(host, nodes, ranks, rank, accelerator)
     cores = [core for core in host.cores() if node is None or nodes[node] & set(core)]
-    mine = _part(cores, sharing, place)
+    first, last = len(cores) * place // sharing, len(cores) * (place + 1) // sharing
+    mine = cores[first:last] or [cores[place % len(cores)]]  # one that others have, too
     cpus = tuple(core[0] for core in mine)
     threads, quota = len(cpus), host.quota()
     words = [_in_words(host, len(cpus), len(cores), sharing, node)]
     if quota is not None:
-        granted = max(1, math.floor(quota / host.local_ranks))
+        granted = max(1, math.floor(quota / local_ranks))
         if granted < threads:
             threads = granted
             words.append(f"a CPU quota of {quota:g} leaves {granted} of them")
     return HostShare(cpus, threads, node, ", ".join(words))
 
 
-def _part(
-    cores: Sequence[tuple[int, ...]], sharing: int, place: int
-) -> Sequence[tuple[int, ...]]:
-    """The cores of one of several ranks that share some; with too few, one that others have too."""
-    first, last = len(cores) * place // sharing, len(cores) * (place + 1) // sharing
-    return cores[first:last] or [cores[place % len(cores)]]
-
-
 def _on_nodes(
-    host: Host,
-    nodes: Mapping[int, frozenset[int]],
-    ranks: int,
-    rank: int,
-    accelerator: int | None,
+    host: Host, nodes: Mapping[int, frozenset[int]], ranks: int, rank: int, accelerator: int | None
 ) -> tuple[int | None, int, int]:
     """The rank's node, how many ranks share it, and which of them this is."""
     node = host.node_of(accelerator)
@@ -218,11 +199,6 @@ def _in_words(host: Host, mine: int, cores: int, sharing: int, node: int | None)
     return f"{mine} of {cores} cores{where}, which {sharing} local ranks share"
 
 
-def this_host() -> Host:
-    """The host of this process, as it is now."""
-    return Host(_affinity(0), _affinity(os.getppid()), os.environ, _pci_addresses())
-
-
 def _affinity(pid: int) -> frozenset[int]:
     try:
         return frozenset(os.sched_getaffinity(pid))
@@ -235,23 +211,20 @@ def _pci_addresses() -> list[str | None]:
         return []
     addresses: list[str | None] = []
     for index in range(torch.cuda.device_count()):
-        addresses.append(_pci_address(torch.cuda.get_device_properties(index)))
+        properties: Any = torch.cuda.get_device_properties(index)
+        try:
+            domain, bus = properties.pci_domain_id, properties.pci_bus_id
+            addresses.append(f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0")
+        except (AttributeError, TypeError, ValueError):  # not in every torch
+            addresses.append(None)
     return addresses
-
-
-def _pci_address(properties: Any) -> str | None:
-    try:
-        domain, bus = properties.pci_domain_id, properties.pci_bus_id
-        return f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
-    except (AttributeError, TypeError, ValueError):  # not in every torch
-        return None
 
 
 _accelerator: int | None = None
 
 
 def use_accelerator(index: int | None) -> None:
-    """Say which CUDA device this rank uses; None if none."""
+    """Set which CUDA device this rank uses; None if none."""
     global _accelerator
     _accelerator = index
 
@@ -263,4 +236,5 @@ def host_share() -> HostShare:
 
 @cache
 def _share(accelerator: int | None) -> HostShare:
-    return share_of(this_host(), accelerator)
+    host = Host(_affinity(0), _affinity(os.getppid()), os.environ, _pci_addresses())
+    return share_of(host, accelerator)

@@ -12,19 +12,18 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mp_optim.process.caller_warnings import warn
-from mp_optim.process.host_memory import zeros_host
-from mp_optim.process.page_locked import REGISTERED_FROM, PageLockError, page_locked
-from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.process.calls import in_own_modes, warn
+from mp_optim.process.host_memory import REGISTERED_FROM, PageLockError, page_locked, zeros_host
 
 
-class Transfer(Protocol):
-    """Asynchronous copies. A ticket stands for a batch of copies that may still be under way.
+class Transfer:
+    """Asynchronous copies; here between two places that are both host memory, where copies happen
+    at once and waiting is free. A ticket stands for a batch of copies that may still be under way.
 
     ``to`` and ``sources`` are parallel lists (with thousands of tensors, an object for each pair
     would cost more than the copies) of the same shapes and dtypes; on the host, contiguous. The
@@ -34,24 +33,26 @@ class Transfer(Protocol):
         is_same_place: the host can read the sources as they are, whenever it likes.
     """
 
-    is_same_place: bool
+    is_same_place = True
 
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
         """A 1-D uint8 host buffer, page-locked if ``pin`` and the accelerator can use it."""
+        return zeros_host(num_bytes)
 
     def mark(self) -> Any:
         """A point in the work that the calling thread has queued so far, for ``download(after=)``
         in another thread."""
 
-    def download(
-        self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Any = None
-    ) -> Any:
+    def download(self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Any = None) -> Any:
         """Start copying accelerator tensors to the host, after a mark or all work queued so far.
         Returns a ticket."""
+        if to:
+            torch._foreach_copy_(list(to), list(sources))
 
     def upload(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
         """Start copying host tensors to the accelerator, after all work queued so far. Returns a
         ticket."""
+        self.download(to, sources)
 
     def wait(self, ticket: Any) -> None:
         """Block the host until the ticket's copies are done. Several threads may wait for one."""
@@ -61,37 +62,11 @@ class Transfer(Protocol):
 
     def notes(self) -> tuple[str, ...]:
         """What a user should know of the memory that was asked for so far."""
-
-
-class ImmediateTransfer:
-    """Both places are host memory: copies happen at once and waiting is free."""
-
-    is_same_place = True
-
-    def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
-        return zeros_host(num_bytes)
-
-    def mark(self) -> None: ...
-
-    def download(
-        self, to: Sequence[Tensor], sources: Sequence[Tensor], after: None = None
-    ) -> None:
-        if to:
-            torch._foreach_copy_(list(to), list(sources))
-
-    def upload(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        self.download(to, sources)
-
-    def wait(self, ticket: None) -> None: ...
-
-    def join(self) -> None: ...
-
-    def notes(self) -> tuple[str, ...]:
         return ()
 
 
-class MetaTransfer(ImmediateTransfer):
-    """Nothing is anywhere: the host of a model on the meta device."""
+class MetaTransfer(Transfer):
+    """The host of a model on the meta device: nothing has memory."""
 
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
@@ -110,7 +85,7 @@ class _Copies:
     held: Sequence[Tensor]
 
 
-class CudaTransfer:
+class CudaTransfer(Transfer):
     """One side stream per direction, so downloads, uploads and kernels overlap.
 
     NOTE: the thread that calls may have another current device: a new one has the first, and so
@@ -148,9 +123,7 @@ class CudaTransfer:
                     "takes it, which rounds each piece up to a power of two"
                 )
         try:
-            return torch.empty(
-                num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True
-            )
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
             self._note(
@@ -208,10 +181,7 @@ class CudaTransfer:
             copies.held = ()
 
     def download(
-        self,
-        to: Sequence[Tensor],
-        sources: Sequence[Tensor],
-        after: torch.cuda.Event | None = None,
+        self, to: Sequence[Tensor], sources: Sequence[Tensor], after: torch.cuda.Event | None = None
     ) -> _Copies:
         return self._copy(self._down, list(to), list(sources), after)
 
@@ -245,7 +215,7 @@ def transfer_for(device: torch.device) -> Transfer:
         ValueError: for an accelerator that has no implementation here.
     """
     if device.type == "cpu":
-        return ImmediateTransfer()
+        return Transfer()
     if device.type == "meta":
         return MetaTransfer()
     if device.type == "cuda":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any, Protocol
 
 from mp_optim.slots.identity import ParamGroups
@@ -45,9 +46,7 @@ def edited_lists(sizes: Sequence[int], added: Sequence[int]) -> ValueError:
     what = f"there are {len(sizes)} param_groups, and {len(added)} were added"
     for index, (now, before) in enumerate(zip(sizes, added, strict=False)):
         if now != before:
-            what = (
-                f"param_groups[{index}] has {now} parameters, and {before} were added"
-            )
+            what = f"param_groups[{index}] has {now} parameters, and {before} were added"
             break
     return ValueError(
         f"{what}: groups and parameters cannot be added or taken away by editing the lists. Add a "
@@ -64,8 +63,7 @@ def check_assigned(live: ParamGroups, groups: Any, defaults: Mapping[str, Any]) 
         ValueError: groups or parameters are more or fewer, or a setting is missing, naming it.
     """
     if not isinstance(groups, list) or not all(
-        isinstance(group, dict) and isinstance(group.get("params"), list)
-        for group in groups
+        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
     ):
         raise ValueError(
             "param_groups = ...: they are a list of dicts with a list of 'params' each"
@@ -82,3 +80,84 @@ def check_assigned(live: ParamGroups, groups: Any, defaults: Mapping[str, Any]) 
         for key in _OF_THE_MODEL:
             if key in before:
                 group.setdefault(key, before[key])
+
+
+_OF_EACH = ("params", "param_names", "fqns")
+"""What every optimizer has of its own in a group."""
+_NOTHING = object()
+
+
+class SharedSettings:
+    """Hands on what was changed in one optimizer's groups since the last time to those of the
+    others: what the caller writes down, what an optimizer below writes (steps it counts, the rate
+    it found) up. Where both wrote, the caller did so later, or wants it otherwise."""
+
+    def __init__(self) -> None:
+        self._seen: list[list[dict[str, Any]]] = []
+
+    def forget_groups(self, count: int) -> None:
+        """Forget the groups after the first ``count``."""
+        del self._seen[count:]
+
+    def exchange(self, groups: ParamGroups, below: Sequence[ParamGroups]) -> None:
+        """Make groups at the same position alike.
+
+        Raises:
+            ValueError: two of the optimizers below step parameters of one group, and wrote
+                different values for a setting.
+        """
+        for index, group in enumerate(groups):
+            alike = [group, *(of_one[index] for of_one in below)]
+            if index == len(self._seen):
+                self._seen.append([{} for _ in alike])
+            if not all(map(_is_as_seen, alike, self._seen[index])):
+                _agree(index, alike, self._seen[index])
+                self._seen[index] = [dict(one) for one in alike]
+
+
+def _is_as_seen(group: Mapping[str, Any], seen: Mapping[str, Any]) -> bool:
+    same_keys = list(group) == list(seen)
+    return same_keys and all(map(is_, group.values(), seen.values()))
+
+
+def _agree(index: int, alike: Sequence[dict[str, Any]], seen: Sequence[Mapping[str, Any]]) -> None:
+    above, *below = alike
+    told, gone = _changed(above, seen[0]), seen[0].keys() - above.keys()
+    for group in below:
+        for key in gone.difference(_OF_EACH):
+            group.pop(key, None)
+    news: dict[str, Any] = {}
+    for group, before in zip(below, seen[1:], strict=True):
+        if not group["params"]:
+            continue  # it steps nothing, so what it writes means nothing
+        for key, value in _changed(group, before).items():
+            if key in told:
+                continue
+            if not _is_same(news.setdefault(key, value), value):
+                raise ValueError(
+                    f"param group {index}: the optimizer that steps its parameters on the device "
+                    f"has {key}={news[key]!r}, the one on the host {value!r}. This rule goes by "
+                    "all parameters of a group together, so they have to be in one place: use "
+                    "offload_fraction 0 or 1, or make a group for each place"
+                )
+    for group in alike:
+        group.update({**news, **told})
+
+
+def _changed(group: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in group.items()
+        if key not in _OF_EACH and not _is_same(value, seen.get(key, _NOTHING))
+    }
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two settings are one; of tensors and the like, whether they are the same object."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, list | tuple) and len(one) == len(other):
+        return all(map(_is_same, one, other))
+    return isinstance(one, bool | int | float | str) and bool(one == other)

@@ -77,10 +77,7 @@ class HostPart:
         """Ask this source from now on; it reports gradients by :meth:`on_grad_ready`."""
 
     def on_grad_ready(
-        self,
-        update: SlotUpdate,
-        claim: Claim | None = None,
-        writes_are_counted: bool = True,
+        self, update: SlotUpdate, claim: Claim | None = None, writes_are_counted: bool = True
     ) -> None:
         """A gradient is complete; the step will be given the same update but for the multiplier, or
         what the claim was released to. Never raises: what goes wrong is reported by

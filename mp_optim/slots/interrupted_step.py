@@ -114,12 +114,18 @@ class StepMark:
         if is_inner and self._thread == get_ident():
             yield
             return
-        self.check("step")
-        with self.under_way(layer):
+        if self._lent_to or self._touched or self._outermost is not None:
+            self.check("step")
+        self._thread, self._outermost = get_ident(), layer
+        try:
             yield
-            # In this order: an interrupt between the two leaves the mark, which is safe.
+        except BaseException as error:
+            self._why = repr(error)
+            raise
+        finally:
             self._outermost = None
-            self._touched = False
+        # In this order: an interrupt between the two leaves the mark, which is safe.
+        self._touched = False
 
     @contextmanager
     def under_way(self, layer: object) -> Iterator[None]:

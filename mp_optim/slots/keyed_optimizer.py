@@ -6,26 +6,24 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from mp_optim.config.setting_checks import check_schedule
-from mp_optim.process.caller_warnings import warn
+from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.process.leases import before_writing
-from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import ParamGroups, Slot, SlotStateView, iter_slots, slot_name
-from mp_optim.slots.group_lists import check_assigned, edited_lists, sizes_of
+from mp_optim.slots.executor import Mode
+from mp_optim.slots.group_lists import SharedSettings, check_assigned, edited_lists, sizes_of
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.loading import restore
 from mp_optim.slots.model_parallel import ModelParallel
-from mp_optim.slots.shared_settings import SharedSettings
 from mp_optim.slots.slot_state import SlotState, State
 from mp_optim.slots.state_dict import CHECKSUMS, carried, names_in_words, plain_groups
 
 Closure = Callable[[], Any]
-Mode = Literal["train", "eval"]
 
 
 class SlotKeyedOptimizer(torch.optim.Optimizer):
@@ -36,6 +34,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     """
 
     _live_groups: ParamGroups
+    _sizes: list[int]
     grad_scaler: Any = None
     """The loss scale, of an optimizer that has one."""
     skip_rule: Any = None
@@ -45,12 +44,10 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     whole model; groups and messages have those here."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        self._state_view = SlotStateView(
-            self._checked_groups, self.slot_state, self._assign_states
-        )
+        self._state_view = SlotStateView(self._checked_groups, self.slot_state, self._assign_states)
         self.step_mark = StepMark()
         self._settings = SharedSettings()
-        self._sizes: list[int] = []
+        self.__dict__.setdefault("_sizes", [])
         super().__init__(params, defaults)
 
     # -- what a subclass provides ---------------------------------------------------------------
@@ -88,12 +85,16 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     def lists_are_known(self) -> None:
         """There are as many groups, and parameters in them, as there should be."""
-        self._sizes = sizes_of(self.param_groups)
+        self._sizes[:] = sizes_of(self.param_groups)
+
+    def has_edited_lists(self) -> bool:
+        """Whether groups, or parameters in them, were added or taken away by editing the lists."""
+        return sizes_of(self.param_groups) != self._sizes
 
     def check_lists(self) -> None:
         """Raise ValueError if groups, or parameters in them, were added or taken away by editing
         the lists, naming the first group."""
-        if sizes_of(self.param_groups) != self._sizes:
+        if self.has_edited_lists():
             raise edited_lists(sizes_of(self.param_groups), self._sizes)
 
     def _checked_groups(self) -> ParamGroups:
@@ -116,10 +117,10 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     def recover(self) -> None:
         """A step was broken off: forget what it left under way. Values are loaded after this."""
 
-    # -- optimizers below -------------------------------------------------------------------------
+    # -- what is below ----------------------------------------------------------------------------
 
-    def optimizers_below(self) -> Sequence[SlotKeyedOptimizer]:
-        """Those that are handed this one's settings, with a group for each of its groups."""
+    def settings_below(self) -> Sequence[ParamGroups]:
+        """Groups of what steps for this optimizer, each list with a group for each of its own."""
         return ()
 
     def share_settings(self) -> None:
@@ -129,19 +130,13 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: two optimizers below wrote different values for one group, naming them.
         """
-        below = self.optimizers_below()
-        for optimizer in below:
-            optimizer.share_settings()
-        groups = [optimizer.param_groups for optimizer in below]
-        if self._settings.exchange(self.param_groups, groups):
-            for optimizer in below:
-                optimizer.share_settings()
+        self._settings.exchange(self.param_groups, self.settings_below())
 
     @property
     def has_modes(self) -> bool:
         """Whether an optimizer below has other weights for evaluation (``train()`` and ``eval()``,
         as those of Schedule-Free have)."""
-        return any(optimizer.has_modes for optimizer in self.optimizers_below())
+        return False
 
     def switch_mode(self, mode: Mode) -> None:
         """Let optimizers below switch, and follow the weights that they write."""
@@ -267,9 +262,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             return {**self.state_dict(), "state": {}}
         return self._dict_of(lambda _: {}, has_checksums=True)
 
-    def _dict_of(
-        self, read: Callable[[Slot], State], *, has_checksums: bool
-    ) -> dict[str, Any]:
+    def _dict_of(self, read: Callable[[Slot], State], *, has_checksums: bool) -> dict[str, Any]:
         self.step_mark.check("state_dict")
         self.check_lists()
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
@@ -279,9 +272,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self.init_state()
         states = map(read, self.slots())
         result: dict[str, Any] = {
-            "state": {
-                index: carried(state) for index, state in enumerate(states) if state
-            },
+            "state": {index: carried(state) for index, state in enumerate(states) if state},
             "param_groups": groups,
         }
         if has_checksums:
@@ -291,9 +282,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             result = result if hooked is None else hooked
         return {**result, **self.saved_beside()}
 
-    def load_state_dict(
-        self, state_dict: dict[str, Any], *, convert: bool = False
-    ) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None:
         """Load what :meth:`state_dict` made: by FQN where both sides have names, else by position.
 
         State is copied into the tensors that exist, so placement and dtypes stay what they are
@@ -341,6 +330,10 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         stepped with."""
         check_schedule(group)
 
+    def begins_anew(self, state_dict: Mapping[str, Any]) -> bool:
+        """Whether loading this means to forget all state; it is forgotten then."""
+        return False
+
     def saved_beside(self) -> dict[str, Any]:
         """What a state dict holds beside slots and groups."""
         return {}
@@ -367,9 +360,7 @@ def stack_of(optimizer: Any) -> Any:
     return optimizer.stack if isinstance(optimizer, OverStack) else optimizer
 
 
-def _add_checksums(
-    groups: Sequence[dict[str, Any]], checksums: Sequence[int | None]
-) -> None:
+def _add_checksums(groups: Sequence[dict[str, Any]], checksums: Sequence[int | None]) -> None:
     left = iter(checksums)
     for group in groups:
         of_group = list(islice(left, len(group["params"])))

@@ -9,19 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mp_optim.process.caller_warnings import warn
-from mp_optim.process.torch_modes import in_own_modes
+from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.slots.identity import ParamGroups, Slot, iter_slots
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.model_parallel import ModelParallel
-from mp_optim.slots.slot_state import SlotState, State
-from mp_optim.slots.state_dict import (
-    GroupMatch,
-    check_form,
-    match_groups,
-    names_in_words,
-)
-from mp_optim.slots.state_keys import AVERAGE
+from mp_optim.slots.slot_state import AVERAGE, SlotState, State
+from mp_optim.slots.state_dict import GroupMatch, check_form, match_groups, names_in_words
 
 _KEPT_BYTES = 64 << 20
 """Of converted state, kept from its check until it is loaded; what is beyond is converted twice, so
@@ -49,13 +42,12 @@ class Loadable(Protocol):
     def check_settings(self, group: dict[str, Any]) -> None: ...
     def follow_model(self) -> None: ...
     def recover(self) -> None: ...
+    def begins_anew(self, state_dict: Mapping[str, Any]) -> bool: ...
     def share_settings(self) -> None: ...
 
 
 @in_own_modes
-def restore(
-    optimizer: Loadable, state_dict: dict[str, Any], *, convert: bool = False
-) -> list[str]:
+def restore(optimizer: Loadable, state_dict: dict[str, Any], *, convert: bool = False) -> list[str]:
     """As ``load_state_dict``; returns the names of the parameters that were written, instead of
     warning."""
     optimizer.step_mark.check_lent("load_state_dict")
@@ -68,6 +60,16 @@ def restore(
         hooked = pre_hook(optimizer, state_dict)
         state_dict = state_dict if hooked is None else hooked
     check_form(state_dict)
+    if optimizer.begins_anew(state_dict):
+        written: list[str] = []
+    else:
+        written = _restore_state(optimizer, state_dict, convert)
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
+    return written
+
+
+def _restore_state(optimizer: Loadable, state_dict: dict[str, Any], convert: bool) -> list[str]:
     optimizer.share_settings()  # which say what state there is
     optimizer.follow_model()
     match = check_plain(optimizer, state_dict, convert=convert)
@@ -81,8 +83,6 @@ def restore(
         written = load.write_model()
     optimizer.step_mark.clear()
     load.tell_of_averages()  # where warnings are errors, after everything
-    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        post_hook(optimizer)
     return written
 
 
@@ -101,9 +101,7 @@ def matched_groups(
         try:
             check_settings({**group, **settings})
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"param group {index} of the saved state: {error}"
-            ) from error
+            raise ValueError(f"param group {index} of the saved state: {error}") from error
     return match
 
 
@@ -139,11 +137,7 @@ class StateLoad:
     """
 
     def __init__(
-        self,
-        optimizer: Loadable,
-        match: GroupMatch,
-        saved: Mapping[Any, Any],
-        convert: bool,
+        self, optimizer: Loadable, match: GroupMatch, saved: Mapping[Any, Any], convert: bool
     ) -> None:
         self._optimizer, self._match, self._convert = optimizer, match, convert
         self._saved = self._matched(saved)
@@ -217,9 +211,7 @@ class StateLoad:
         for slot, saved in self._saved.items():
             checksum = None if self._convert else self._match.checksums.get(slot)
             optimizer.state_of(slot).expect_weights(saved, checksum)
-        written = [
-            slot for slot in self._saved if optimizer.state_of(slot).write_model()
-        ]
+        written = [slot for slot in self._saved if optimizer.state_of(slot).write_model()]
         return [optimizer.slot_name(slot) for slot in written]
 
 
@@ -258,9 +250,7 @@ def kept_state(optimizer: Loadable) -> Callable[[], None]:
     def put_back() -> None:
         for slot, state in states.items():
             form = optimizer.state_of(slot)
-            if (
-                state or not form.is_required()
-            ):  # else frozen, and the load gave it state
+            if state or not form.is_required():  # else frozen, and the load gave it state
                 optimizer.load_slot_state(slot, form.fit(state, convert=False))
         optimizer.load_beside(beside)
 

@@ -154,7 +154,5 @@ class ModelParams:
     def untrained(self, param_groups: Sequence[Mapping[str, Any]]) -> list[str]:
         """Names of trainable parameters that are in none of the groups."""
         claimed = {id(param) for group in param_groups for param in group["params"]}
-        trained = [
-            (name, param) for name, param in self._named() if param.requires_grad
-        ]
+        trained = [(name, param) for name, param in self._named() if param.requires_grad]
         return [name for name, param in trained if id(param) not in claimed]

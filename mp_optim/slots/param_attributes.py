@@ -211,9 +211,7 @@ def check_attributes(name: str, param: Tensor) -> None:
 def norm_attributes(param: Tensor) -> dict[str, Any]:
     """The attributes that say in which norm a gradient counts, and how tensor parallelism splits
     it, where they are set."""
-    return {
-        name: getattr(param, name) for name in _NORM_ATTRIBUTES if hasattr(param, name)
-    }
+    return {name: getattr(param, name) for name in _NORM_ATTRIBUTES if hasattr(param, name)}
 
 
 def set_norm_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:

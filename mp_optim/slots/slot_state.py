@@ -14,8 +14,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.config.setting_checks import Rule, check_setting
-from mp_optim.slots.state_keys import is_scale, scale_key
+from mp_optim.config.setting_checks import Allowed, check_setting
+
+STEP = "step"
+"""The number of steps."""
+
+MASTER = "master_param"
+"""The FP32 main param."""
+
+REMAINDER = "remainder"
+"""The lower bits of a main param whose upper ones are the bfloat16 parameter."""
+
+SECOND = "exp_avg_sq"
+"""The second moment."""
+
+AVERAGE = "averaged_param"
+"""The moving average of the main param."""
+
+SCALE = "_scale"
+
+
+def scale_key(key: str) -> str:
+    """Key of the scales of a moment that is stored in blocks."""
+    return f"{key}{SCALE}"
+
+
+def is_scale(key: str) -> bool:
+    """Whether this is the key of some moment's scales."""
+    return key.endswith(SCALE)
+
 
 State = dict[str, Any]
 """A slot's state by key: tensors, and what else a saved one may hold."""
@@ -161,9 +188,8 @@ class LayeredState(SlotState):
 
 # -- checks ---------------------------------------------------------------------------------------
 
-_STEPS = Rule(
-    lambda steps: 0.0 <= steps <= 2.0**24 and steps == int(steps),
-    "a whole number in [0, 2**24]",
+_STEPS = Allowed(
+    lambda steps: 0.0 <= steps <= 2.0**24 and steps == int(steps), "a whole number in [0, 2**24]"
 )
 """What an FP32 counter counts to."""
 
@@ -200,9 +226,7 @@ def check_fits(label: str, live: Tensor, saved: Any) -> None:
             f"{label}: saved as a {kind}, expected a tensor of shape {tuple(live.shape)}"
         )
     if saved.shape != live.shape:
-        raise ValueError(
-            f"{label}: saved shape {tuple(saved.shape)}, expected {tuple(live.shape)}"
-        )
+        raise ValueError(f"{label}: saved shape {tuple(saved.shape)}, expected {tuple(live.shape)}")
     alike = live.is_floating_point() == saved.is_floating_point()
     if (
         not alike

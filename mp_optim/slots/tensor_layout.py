@@ -3,10 +3,13 @@ it whole."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, placement_types
 from torch.distributed.tensor.placement_types import Placement
 
-from mp_optim.slots.matrix_parts import MatrixParts
 from mp_optim.slots.param_attributes import (
     FlatRanges,
     is_tensor_parallel,
@@ -23,11 +25,240 @@ from mp_optim.slots.param_attributes import (
     partition_dim,
     shard_info,
 )
-from mp_optim.slots.split_matrices import (
-    parts_of_blocks,
-    parts_of_ranges,
-    parts_on_mesh,
-)
+from mp_optim.slots.partition import Partition
+
+
+class Box(NamedTuple):
+    """A rectangle in a matrix: index of its first row and column, and how many it has."""
+
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """The rectangle, as a view."""
+        return matrix[self.row : self.row + self.rows, self.column : self.column + self.columns]
+
+
+Boxes = tuple[Box, ...]
+"""What a rank has of a matrix: rectangles, whose elements follow each other in its memory."""
+
+
+def numel_of(part: Boxes) -> int:
+    """Elements of a part."""
+    return sum(box.numel for box in part)
+
+
+def range_of(box: Box, first: int, stop: int) -> Boxes:
+    """Elements [first, stop) of a rectangle that is flattened by rows: the end of a row, whole
+    rows, the beginning of one."""
+    part: list[Box] = []
+    while first < stop:
+        row, column = divmod(first, box.columns)
+        whole_rows = 0 if column else (stop - first) // box.columns
+        columns = min(box.columns - column, stop - first)
+        piece = Box(box.row + row, box.column + column, max(whole_rows, 1), columns)
+        part.append(piece)
+        first += piece.numel
+    return tuple(part)
+
+
+def parts_of_range(part: Boxes, first: int, stop: int, matrices: int) -> list[Boxes]:
+    """Of a stack of parts that is flattened, elements [first, stop): the part of each matrix."""
+    numel = numel_of(part)
+    return [
+        _range_of_part(part, first - start, stop - start)
+        for start in (index * numel for index in range(matrices))
+    ]
+
+
+def _range_of_part(part: Boxes, first: int, stop: int) -> Boxes:
+    found: list[Box] = []
+    for box in part:
+        found += range_of(box, max(first, 0), min(stop, box.numel))
+        first, stop = first - box.numel, stop - box.numel
+    return tuple(found)
+
+
+class Grid(NamedTuple):
+    """Ranks along several axes, numbered by rows."""
+
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Of a rank, one for each axis."""
+        found = []
+        for length in reversed(self.shape):
+            rank, place = divmod(rank, length)
+            found.append(place)
+        return tuple(reversed(found))
+
+    def block(self, *first: int) -> range:
+        """The ranks with these first coordinates."""
+        size = math.prod(self.shape[len(first) :])
+        begin = 0
+        for place, length in zip(first, self.shape, strict=False):
+            begin = begin * length + place
+        return range(begin * size, (begin + 1) * size)
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixParts:
+    """The matrices of one parameter, or those of a stack that some ranks have, and who has which
+    part.
+
+    Attributes:
+        grid: the ranks; each has a part of each matrix, which may be empty.
+        rows, columns: of a matrix.
+        parts: for each matrix the part of each rank, in the order of the grid.
+    """
+
+    grid: Grid
+    rows: int
+    columns: int
+    parts: tuple[tuple[Boxes, ...], ...]
+
+    @cached_property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """For each matrix the elements that each rank has of it."""
+        sizes_of = {parts: tuple(map(numel_of, parts)) for parts in set(self.parts)}
+        return tuple(sizes_of[parts] for parts in self.parts)
+
+    @cached_property
+    def _bounds(self) -> list[list[int]]:
+        by_rank = zip(*self.sizes, strict=True)
+        return [list(itertools.accumulate(sizes, initial=0)) for sizes in by_rank]
+
+    def bounds(self, rank: int) -> list[int]:
+        """Where a rank's part of each matrix begins among all its parts, and where the last one
+        ends."""
+        return self._bounds[rank] if self.parts else [0]
+
+
+@cache
+def parts_of_ranges(
+    shape: tuple[int, ...], owned: FlatRanges, dim: int, ranks: int, blocks: tuple[int, ...] = ()
+) -> MatrixParts:
+    """Of a parameter whose flattened elements ranks share.
+
+    Args:
+        shape: of what is flattened.
+        dim, ranks, blocks: tensor parallelism has cut matrices before, see
+            :func:`parts_of_blocks`.
+    """
+    *leading, rows, columns = shape
+    matrices, ranges = math.prod(leading), owned.ranges()
+    parts = _blocks(rows, columns, dim, ranks, blocks)
+    of_ranks = [
+        parts_of_range(part, start, stop, matrices) for start, stop in ranges for part in parts
+    ]
+    grid = Grid((len(ranges), ranks) if ranks > 1 else (len(ranges),))
+    rows, columns = (rows * ranks, columns) if dim == 0 else (rows, columns * ranks)
+    return MatrixParts(grid, rows, columns, tuple(zip(*of_ranks, strict=True)))
+
+
+@cache
+def parts_of_blocks(
+    shape: tuple[int, ...], dim: int, ranks: int, blocks: tuple[int, ...]
+) -> MatrixParts:
+    """Of a parameter that tensor parallelism cuts.
+
+    Args:
+        shape: of a rank's part.
+        dim: of the matrices: into equal parts along their rows (0) or columns (1).
+        blocks: what a rank has of each of the blocks along it, each of which is cut.
+    """
+    everything = FlatRanges((0, math.prod(shape)), 0, math.prod(shape))
+    parts = parts_of_ranges(shape, everything, dim, ranks, blocks)
+    return MatrixParts(Grid((ranks,)), parts.rows, parts.columns, parts.parts)
+
+
+def _blocks(rows: int, columns: int, dim: int, ranks: int, blocks: tuple[int, ...]) -> list[Boxes]:
+    """What each tensor-parallel rank has of a matrix, from the shape of what this one has."""
+    blocks = blocks or ((rows, columns)[dim],)
+    cuts = [Partition(dim, blocks, rank, ranks).cuts for rank in range(ranks)]
+    boxes = [((0, 0), (rows, columns))]
+    if dim == 1 and len(blocks) > 1:  # in memory the blocks take turns, row by row
+        boxes = [((row, 0), (1, columns)) for row in range(rows)]
+    return [
+        tuple(Box(*cut.offsets, *cut.sizes) for box in boxes for cut in cuts_of_rank(*box))
+        for cuts_of_rank in cuts
+    ]
+
+
+@cache
+def parts_on_mesh(
+    shape: tuple[int, ...],
+    cuts: tuple[Placement | None, ...],
+    axes: tuple[int, ...],
+    mesh: tuple[int, ...],
+    coordinate: tuple[int, ...],
+) -> MatrixParts | None:
+    """Of a parameter on a mesh of ranks; None if some part is no rectangle.
+
+    Args:
+        shape: of the whole parameter.
+        cuts: how it is split along each dimension of the mesh; None where ranks have copies.
+        axes: the dimensions of the mesh along which matrices are split.
+        mesh, coordinate: its shape, and the place of this rank in it.
+    """
+    last = len(shape) - 2
+    grid = Grid(tuple(mesh[axis] for axis in axes))
+    boxes: list[Box] = []
+    for rank in range(grid.size):
+        place = list(coordinate)
+        for axis, index in zip(axes, grid.coordinates(rank), strict=True):
+            place[axis] = index
+        down, across = (_indices(shape[dim], dim, cuts, mesh, place) for dim in (last, last + 1))
+        if down is None or across is None:
+            return None
+        boxes.append(Box(down.start, across.start, len(down), len(across)))
+    leading = [_indices(shape[dim], dim, cuts, mesh, coordinate) for dim in range(last)]
+    if None in leading:
+        return None
+    matrices = math.prod(len(indices) for indices in leading if indices is not None)
+    parts = tuple((box,) for box in boxes)
+    return MatrixParts(grid, shape[-2], shape[-1], (parts,) * matrices)
+
+
+def _indices(
+    length: int,
+    dim: int,
+    cuts: Sequence[Placement | None],
+    mesh: Sequence[int],
+    coordinate: Sequence[int],
+) -> range | None:
+    """Which indices along a dimension a rank of a mesh has; None if they are no range."""
+    left = torch.arange(length, device="cpu").view([1] * dim + [length])
+    for placement, ranks, place in zip(cuts, mesh, coordinate, strict=True):
+        if placement is not None and getattr(placement, "dim", None) == dim:
+            pieces = _pieces(placement, left, ranks)
+            left = pieces[place] if place < len(pieces) else left.narrow(dim, 0, 0)
+    if not left.numel():
+        return range(0)
+    first = int(left.min())
+    found = range(first, first + left.numel())
+    expected = torch.arange(found.start, found.stop, device="cpu")
+    return found if torch.equal(left.flatten(), expected) else None
+
+
+def _pieces(placement: Placement, index: Tensor, ranks: int) -> Sequence[Tensor]:
+    """What each rank along a dimension of a mesh has of what there is before it."""
+    if type(placement) is Shard:
+        return torch.chunk(index, ranks, placement.dim)
+    split = placement._split_tensor(index, ranks, with_padding=False)  # type: ignore[attr-defined]
+    pieces: Sequence[Tensor] = split[0]
+    return pieces
+
 
 _SPLITTING: tuple[type, ...] = (Shard, getattr(placement_types, "_StridedShard", Shard))
 """Placements that give each rank a part. FSDP2 makes the second kind of what tensor parallelism has
@@ -89,9 +320,7 @@ def ranks_of_copies(param: DTensor) -> tuple[ProcessGroup, ...]:
     """Process groups over which there are copies of this rank's part of a parameter."""
     mesh, cut = param.device_mesh, split_dims(param)
     return tuple(
-        mesh.get_group(dim)
-        for dim in range(mesh.ndim)
-        if dim not in cut and mesh.size(dim) > 1
+        mesh.get_group(dim) for dim in range(mesh.ndim) if dim not in cut and mesh.size(dim) > 1
     )
 
 
@@ -146,9 +375,7 @@ class FlatSplit:
     blocks: tuple[int, ...] = ()
     tensor_parallel: ProcessGroup | None = None
 
-    def cut(
-        self, shape: tuple[int, ...], blockwise: bool
-    ) -> tuple[int, int, tuple[int, ...]]:
+    def cut(self, shape: tuple[int, ...], blockwise: bool) -> tuple[int, int, tuple[int, ...]]:
         """How tensor parallelism cuts the matrices of what is flattened: the dimension, of the two
         of a matrix, the number of ranks, and what each has of each block; (0, 1, ()) if it does
         not.
@@ -199,8 +426,7 @@ class Layout:
     def splits_matrices(self) -> bool:
         """Whether a rank has only a part of each matrix."""
         return self.flat is not None or any(
-            p != keep
-            for p, keep in zip(self.placements, self._whole_matrices(), strict=True)
+            p != keep for p, keep in zip(self.placements, self._whole_matrices(), strict=True)
         )
 
     def share(self, local: Tensor) -> int:
@@ -306,11 +532,7 @@ def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> Lay
     others = tensor_parallel if is_tensor_parallel(param) else None
     others = None if others is None or others.size() == 1 else others
     info = shard_info(param)
-    if (
-        info.owned is not None
-        and info.whole_shape is not None
-        and len(info.whole_shape) > 1
-    ):
+    if info.owned is not None and info.whole_shape is not None and len(info.whole_shape) > 1:
         (group,) = info.shard_groups
         cut = info.partition_dim if is_tensor_parallel(param) else None
         flat = FlatSplit(group, info.owned, cut, info.partition_blocks, tensor_parallel)

@@ -5,17 +5,30 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mp_optim.process.host_memory import same_values
 from mp_optim.process.leases import before_writing
-from mp_optim.process.tensor_values import same_values
 
 _NBYTES = operator.attrgetter("nbytes")
+_DTYPE = operator.attrgetter("dtype")
+T = TypeVar("T")
+
+
+class _once(Generic[T]):  # as functools.cached_property, without its lock
+    """An attribute that is worked out when it is first asked for."""
+
+    def __init__(self, work_out: Callable[[Any], T]) -> None:
+        self._work_out, self._name = work_out, work_out.__name__
+
+    def __get__(self, owner: Any, kind: type | None = None) -> T:
+        value = owner.__dict__[self._name] = self._work_out(owner)
+        return value
 
 
 class CachedTensorList(list[Tensor]):
@@ -51,32 +64,32 @@ class CachedTensorList(list[Tensor]):
         """The same tensors in this form."""
         return tensors if isinstance(tensors, CachedTensorList) else cls(tensors)
 
-    @cached_property
+    @_once
     def addresses(self) -> array[int]:
         return array("Q", map(Tensor.data_ptr, self))
 
-    @cached_property
+    @_once
     def sizes(self) -> array[int]:
         return array("q", map(Tensor.numel, self))
 
-    @cached_property
+    @_once
     def own_sizes(self) -> array[int]:
         return array("q", map(Tensor.numel, self))
 
-    @cached_property
+    @_once
     def stored(self) -> bool:
         held = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, self))
         return all(map(operator.ge, held, map(_NBYTES, self)))
 
-    @cached_property
+    @_once
     def dtypes(self) -> set[torch.dtype]:
-        return {tensor.dtype for tensor in self}
+        return set(map(_DTYPE, self))
 
-    @cached_property
+    @_once
     def devices(self) -> set[torch.device]:
         return {tensor.device for tensor in self}
 
-    @cached_property
+    @_once
     def contiguous(self) -> bool:
         return all(map(Tensor.is_contiguous, self))
 
@@ -85,9 +98,7 @@ class CachedTensorList(list[Tensor]):
         """Whether all are dense tensors with strides; one that is not has no answer to whether it
         is contiguous."""
         try:
-            return self.contiguous or all(
-                tensor.layout == torch.strided for tensor in self
-            )
+            return self.contiguous or all(tensor.layout == torch.strided for tensor in self)
         except RuntimeError:
             return False
 
@@ -113,10 +124,7 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
         and a.shape == b.shape
         and a.stride() == b.stride()
         and a.device == b.device
-        and (
-            a.device.type != "meta"
-            or a.untyped_storage()._cdata == b.untyped_storage()._cdata
-        )
+        and (a.device.type != "meta" or a.untyped_storage()._cdata == b.untyped_storage()._cdata)
     )
 
 

@@ -129,9 +129,7 @@ class UpdateSelection:
         count: how many updates the step has.
     """
 
-    def __init__(
-        self, indices: Sequence[int], slots: Sequence[Slot], count: int
-    ) -> None:
+    def __init__(self, indices: Sequence[int], slots: Sequence[Slot], count: int) -> None:
         self.slots = tuple(slots)
         self._is_whole = list(indices) == list(range(count))
         self._indices = indices
@@ -140,11 +138,7 @@ class UpdateSelection:
     def take(self, updates: SlotUpdates) -> SlotUpdates:
         """These of the updates."""
         if self._is_whole:
-            return (
-                updates
-                if updates.slots is self.slots
-                else replace(updates, slots=self.slots)
-            )
+            return updates if updates.slots is self.slots else replace(updates, slots=self.slots)
         return SlotUpdates(
             self.slots,
             self._grads(updates.grads),

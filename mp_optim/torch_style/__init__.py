@@ -1,25 +1,6 @@
-"""The rules as torch optimizers, ``cls(params, lr=..., ...)``: the same stack below."""
+"""The rules as torch optimizers, ``cls(params, lr=..., ...)``: the same stack below. Their classes
+are in :mod:`mp_optim.torch_style.classes`."""
 
-from mp_optim.torch_style.classes import (
-    LAMB,
-    SGD,
-    Adafactor,
-    Adam,
-    AdamW,
-    Lion,
-    Muon,
-    StableAdamW,
-)
 from mp_optim.torch_style.optimizer import StackOptimizer
 
-__all__ = [
-    "LAMB",
-    "SGD",
-    "Adafactor",
-    "Adam",
-    "AdamW",
-    "Lion",
-    "Muon",
-    "StableAdamW",
-    "StackOptimizer",
-]
+__all__ = ["StackOptimizer"]

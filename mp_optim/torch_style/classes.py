@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
 from typing_extensions import Unpack
 
-from mp_optim.torch_style.muon_groups import by_rule
+from mp_optim.groups.param_groups import is_hidden_matrix
+from mp_optim.process.calls import warn
+from mp_optim.slots.param_attributes import is_expert_param
 from mp_optim.torch_style.optimizer import StackOptimizer
 from mp_optim.torch_style.settings import StackSettings
+
+__all__ = ["LAMB", "SGD", "AdEMAMix", "Adafactor", "Adam", "AdamW", "Lion", "Muon", "StableAdamW"]
 
 Betas = tuple[float, float]
 
@@ -69,6 +74,37 @@ class StableAdamW(StackOptimizer):
     ) -> None:
         values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, values, settings)
+
+
+class AdEMAMix(StackOptimizer):
+    """AdEMAMix (Pagliardini et al. 2024): AdamW whose step also follows an average of gradients
+    over ten thousands of steps.
+
+    Args:
+        betas: of the first moment, the second moment, and the slow average.
+        alpha: weight of the slow average in the step.
+        beta3_warmup: steps in which ``betas[2]`` grows from ``betas[0]``; None starts with all of
+            it. The paper takes all steps of a run.
+        alpha_warmup: steps in which ``alpha`` grows from 0; None and the paper as above.
+    """
+
+    rule = "ademamix"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        alpha: float = 5.0,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        beta3_warmup: int | None = None,
+        alpha_warmup: int | None = None,
+        **settings: Unpack[StackSettings],
+    ) -> None:
+        values = {"lr": lr, "betas": betas, "alpha": alpha, "eps": eps}
+        warmups = {"beta3_warmup": beta3_warmup, "alpha_warmup": alpha_warmup}
+        super().__init__(params, {**values, "weight_decay": weight_decay, **warmups}, settings)
 
 
 class LAMB(StackOptimizer):
@@ -202,9 +238,7 @@ class Muon(StackOptimizer):
             "match_rms_adamw": ("spectral", 0.2),
         }
         if adjust_lr_fn not in scales:
-            raise ValueError(
-                f"adjust_lr_fn={adjust_lr_fn!r}: must be one of {list(scales)}"
-            )
+            raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r}: must be one of {list(scales)}")
         mode, factor = scales[adjust_lr_fn]
         values = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
         of_muon = {
@@ -219,3 +253,41 @@ class Muon(StackOptimizer):
 
     def arranged(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         return by_rule(group)
+
+
+Named = tuple[str, Tensor]
+
+
+def by_rule(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """A group as one or two: Muon's matrices, and the rest.
+
+    Raises:
+        ValueError: ``optimizer`` of the group is neither muon nor adam.
+    """
+    settings = {key: value for key, value in group.items() if key not in ("params", "use_muon")}
+    chosen = group.get("optimizer", {False: "adam"}.get(group.get("use_muon", True)))
+    if chosen is not None:
+        return [{**settings, "params": group["params"], "optimizer": chosen}]
+    members = _members(group["params"])
+    matrices = [member for member in members if _is_matrix(member)]
+    rest = [member for member in members if not _is_matrix(member)]
+    if matrices and not isinstance(matrices[0], tuple):
+        warn(
+            "Muon was given parameters without names, so every matrix is stepped by it, embeddings "
+            'and output layers too: pass model.named_parameters(), or a group with optimizer="adam"'
+            " for those"
+        )
+    parts = [
+        {**settings, "params": members, "optimizer": rule}
+        for rule, members in (("muon", matrices), ("adam", rest))
+    ]
+    return [part for part in parts if part["params"]] or parts[:1]
+
+
+def _members(params: Any) -> list[Tensor | Named]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _is_matrix(member: Tensor | Named) -> bool:
+    name, param = ("", member) if isinstance(member, Tensor) else member
+    return is_hidden_matrix(param, name, is_expert_param(param, name))

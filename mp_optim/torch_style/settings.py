@@ -10,10 +10,10 @@ from typing import Any, TypedDict
 import torch
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.config.field_kinds import nearest
-from mp_optim.config.other_names import elsewhere
-from mp_optim.config.rules import FIRST_DTYPE, RULES, SECOND_DTYPE, UINT4
-from mp_optim.config.setting_checks import NOT_HERE
+from mp_optim.config.optimizer_config import elsewhere
+from mp_optim.config.rules import FIRST_DTYPE, RULES, SECOND_DTYPE
+from mp_optim.config.setting_checks import NOT_HERE, nearest
+from mp_optim.config.state_forms import UINT4
 
 _STATES = {
     "fp32": torch.float32,
@@ -41,6 +41,8 @@ class StackSettings(TypedDict, total=False):
         state: how moments are kept: ``"fp32"`` (the default), ``"bf16"``, ``"fp16"`` with a scale
             for each block of 256, ``"8bit"``, or ``"4bit"``: first moments and momenta in 4 bits,
             second moments in 8.
+        min_8bit_size: with ``state="8bit"`` or ``"4bit"``, parameters with fewer elements keep FP32
+            moments; 0 (the default) is none, bitsandbytes' own is 4096.
         main_params: what is kept beside a 16-bit parameter: ``"fp32"`` (the default), or of a
             bfloat16 one only what it does not say itself, ``"remainder16"`` (the same bits as
             ``"fp32"``) or ``"remainder8"`` (the upper 24 bits of FP32).
@@ -51,8 +53,9 @@ class StackSettings(TypedDict, total=False):
             ``stochastic_rounding``.
         offload: share of the parameters' elements that are kept on the host, 0.0 (the default) to
             1.0, or ``"auto"``: as few as the accelerator's memory allows.
-        offload_mode: when the host works: ``"sync"`` (in ``step()``, the default), ``"overlap"`` or
-            ``"speculative"`` (during backward). The same bits in all three.
+        offload_mode: what is done during backward: nothing (``"sync"``, the default), or what the
+            field ``offload_mode`` of OptimizerConfig says of ``"overlap"`` and ``"speculative"``.
+            The same bits in all three.
         offload_place: where what is offloaded is stepped: ``"host"`` (the default);
             ``"streamed"``: it is kept on the host, comes to the accelerator window by window and
             is stepped there; or ``"auto"``: both at once, in shares that are measured in the first
@@ -61,7 +64,7 @@ class StackSettings(TypedDict, total=False):
         optimizer_state_path: a folder on a local disk, where the state of what is offloaded lies
             between steps, in a file that goes with the process; None (the default) is memory.
         release_gradients: with ``offload_mode`` overlap or speculative: gradients of what is
-            stepped on the host leave the accelerator during backward, so that few of them lie there
+            offloaded leave the accelerator during backward, so that few of them lie there
             at once. ``param.grad`` reads as None then: clip by ``max_grad_norm`` here, and by
             nothing else. The field ``release_gradients`` of OptimizerConfig says more.
         max_grad_norm: clip the norm of all gradients to this; None (the default) does not clip.
@@ -83,6 +86,7 @@ class StackSettings(TypedDict, total=False):
     """
 
     state: str
+    min_8bit_size: int
     main_params: str
     stochastic_rounding: bool
     ema_decay: float | None
@@ -109,6 +113,7 @@ class StackSettings(TypedDict, total=False):
 
 _DEFAULTS: StackSettings = {
     "state": "fp32",
+    "min_8bit_size": 0,
     "main_params": "fp32",
     "stochastic_rounding": False,
     "ema_decay": None,
@@ -133,8 +138,6 @@ _OTHER_NAMES = {
     **dict.fromkeys(
         ("optim_bits", "use_8bit", "block_wise"), "state='8bit' keeps moments in 8 bits"
     ),
-    "min_8bit_size": "state='8bit' is for all parameters of an optimizer; give small ones to "
-    "another, with state='fp32'",
     "percentile_clipping": "max_grad_norm clips, and skip_step_sigma_factor skips spikes",
     "is_paged": "offload=1.0 keeps state in host memory, and offload='auto' what does not fit",
     **dict.fromkeys(
@@ -148,8 +151,7 @@ _OTHER_NAMES = {
     "offload_gradients": "it is called release_gradients here",
     "bf16_stochastic_round": "it is called stochastic_rounding here, with state='bf16'",
     **dict.fromkeys(
-        ("optim", "optimizer", "optimizer_type", "optimizer_name"),
-        "the class says the rule",
+        ("optim", "optimizer", "optimizer_type", "optimizer_name"), "the class says the rule"
     ),
     "use_precision_aware_optimizer": "state and main_params say how state is kept",
     "optimizer_cpu_offload": "offload > 0.0 says it here",
@@ -157,9 +159,7 @@ _OTHER_NAMES = {
         ("momentum", "nesterov", "ns_steps", "betas", "eps"),
         "this class's rule has no such hyperparameter",
     ),
-    **dict.fromkeys(
-        ("beta1", "beta2", "adam_beta1", "adam_beta2"), "give betas=(..., ...)"
-    ),
+    **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2"), "give betas=(..., ...)"),
     **dict.fromkeys(("epsilon", "adam_epsilon", "adam_eps"), "it is called eps here"),
     "kahan_sum": "main_params='remainder16' keeps the lower bits of bfloat16 parameters",
     **dict.fromkeys(
@@ -182,6 +182,7 @@ _CALLED_HERE = {
     "optimizer_offload_fraction": "offload",
     "clip_grad": "max_grad_norm",
     "exp_avg_dtype": "state",
+    "fp32_state_below": "min_8bit_size",
     "exp_avg_sq_dtype": "state",
     "param_remainder_bits": "main_params",
     "store_param_remainders": "main_params",
@@ -208,6 +209,7 @@ def config_of(rule: str, settings: Mapping[str, Any]) -> OptimizerConfig:
             bf16=True,  # which is to say: with main params where they are needed
             clip_grad=_limit(chosen["max_grad_norm"]),
             fused_backend=chosen["backend"],
+            fp32_state_below=chosen["min_8bit_size"],
             ema_decay=chosen["ema_decay"],
             ema_dtype=_choice(chosen, "ema_dtype", _AVERAGES),
             **{name: chosen[name] for name in _SAME},
@@ -292,9 +294,7 @@ def _choice(chosen: Mapping[str, Any], name: str, choices: Mapping[str, Any]) ->
 
 def _limit(max_grad_norm: Any) -> float:
     if max_grad_norm is not None and not max_grad_norm > 0.0:
-        raise ValueError(
-            f"max_grad_norm={max_grad_norm!r}: must be > 0, or None to not clip"
-        )
+        raise ValueError(f"max_grad_norm={max_grad_norm!r}: must be > 0, or None to not clip")
     return 0.0 if max_grad_norm is None else float(max_grad_norm)
 
 

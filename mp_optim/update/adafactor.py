@@ -11,20 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.config.setting_checks import (
-    NOT_NEGATIVE,
-    as_number,
-    check_range,
-    check_setting,
-    check_shared,
-)
-from mp_optim.slots import SlotUpdate, SlotUpdates
-from mp_optim.slots.state_keys import REMAINDER
+from mp_optim.config.setting_checks import NOT_NEGATIVE, check_setting
+from mp_optim.slots import SlotUpdate
+from mp_optim.slots.slot_state import REMAINDER
 from mp_optim.slots.tensor_layout import Part
-from mp_optim.update.adafactor_passes import Averages, ElementPasses, average
 from mp_optim.update.backends import Backend
+from mp_optim.update.backends.adafactor_passes import (
+    Averages,
+    ElementPasses,
+    NativeElementPasses,
+    average,
+)
 from mp_optim.update.backends.native import NativeBackend
-from mp_optim.update.backends.native_adafactor import NativeElementPasses
 from mp_optim.update.codecs import join, split_
 from mp_optim.update.exact_sums import (
     Block,
@@ -35,13 +33,51 @@ from mp_optim.update.exact_sums import (
     over_shards,
 )
 from mp_optim.update.kernel_args import TensorLists, fp32
-from mp_optim.update.rule import RuleOptimizer
-from mp_optim.update.state_format import StatePrecision
+from mp_optim.update.optimizer import RuleOptimizer
+from mp_optim.update.rule import Launch, Rule, Settings, Workspace
 from mp_optim.update.sums import sum_in_pairs
 
 _TOGETHER = 1 << 26
 """Elements of whole parameters that are stepped together: each needs FP32 copies of its gradient
 and its direction meanwhile."""
+
+
+class AdafactorRule(Rule):
+    """Adafactor. Of a parameter of two or more dimensions it keeps a sum for each row and column
+    instead of a second moment."""
+
+    name = "adafactor"
+
+    def is_collective(self, group: Settings, update: SlotUpdate) -> bool:
+        return bool(update.shard_groups)
+
+    def check_settings(self, group: Settings) -> None:
+        super().check_settings(group)
+        eps = group["eps"]
+        if eps[0] is not None:
+            check_setting("eps[0]", eps[0], NOT_NEGATIVE)
+        check_setting("eps[1]", eps[1], NOT_NEGATIVE)
+
+    def carried_out_by(
+        self, backend: Backend, why: str, group: Settings, workspace: Workspace
+    ) -> tuple[str, str]:
+        if isinstance(backend, NativeBackend):
+            return backend.name, why
+        return "torch", "adafactor: torch operations, with the same bits in every place"
+
+    def apply(self, launch: Launch, backend: Backend) -> None:
+        lists, parts = launch.lists.in_place(), launch.parts
+        passes = ElementPasses()
+        if isinstance(backend, NativeBackend):
+            passes = NativeElementPasses(backend.library)
+        scalars = _Scalars.at(launch.settings, launch.step)
+        multiplier, shard_groups = float(launch.multiplier), launch.updates.shard_groups
+        for members in _runs(parts):
+            params = [_Param.of(lists, at, parts[at], multiplier) for at in members]
+            _step(passes, params, scalars, [shard_groups[at] for at in members])
+            for at, param in zip(members, params, strict=True):
+                _store(lists, at, param)
+        backend.average(lists)
 
 
 class Adafactor(RuleOptimizer):
@@ -58,8 +94,6 @@ class Adafactor(RuleOptimizer):
             FP32.
     """
 
-    rule = "adafactor"
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -72,75 +106,14 @@ class Adafactor(RuleOptimizer):
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "beta2_decay": beta2_decay,
-                "eps": eps,
-                "d": d,
-                "weight_decay": weight_decay,
-            },
-            backend,
-            StatePrecision(**precision),
-        )
-
-    def is_collective(self, update: SlotUpdate) -> bool:
-        return bool(update.shard_groups)
-
-    def check_settings(self, group: dict[str, Any]) -> None:
-        check_shared(group)
-        check_range(
-            group,
-            "beta2_decay",
-            as_number(group["beta2_decay"]) <= 0.0,
-            "a number <= 0",
-        )
-        check_range(group, "d", as_number(group["d"]) >= 1.0, "a finite number >= 1")
-        eps = group["eps"]
-        check_range(
-            group,
-            "eps",
-            isinstance(eps, (tuple, list)) and len(eps) == 2,
-            "two numbers",
-        )
-        if eps[0] is not None:
-            check_setting("eps[0]", eps[0], NOT_NEGATIVE)
-        check_setting("eps[1]", eps[1], NOT_NEGATIVE)
-
-    def group_backend(
-        self, group: dict[str, Any], device: torch.device
-    ) -> tuple[str, str]:
-        backend, why = self.backend_for(device)
-        if isinstance(backend, NativeBackend):
-            return backend.name, why
-        return "torch", "adafactor: torch operations, with the same bits in every place"
-
-    def apply(
-        self,
-        backend: Backend,
-        lists: TensorLists,
-        group: dict[str, Any],
-        step: int,
-        multiplier: float | Tensor,
-        updates: SlotUpdates,
-    ) -> None:
-        lists = lists.in_place()
-        passes = ElementPasses()
-        if isinstance(backend, NativeBackend):
-            passes = NativeElementPasses(backend.library)
-        scalars = _Scalars.at(group, step)
-        parts = [
-            self._groups[slot.group].parts[slot.position] for slot in updates.slots
-        ]
-        for members in _runs(parts):
-            params = [
-                _Param.of(lists, at, parts[at], float(multiplier)) for at in members
-            ]
-            _step(passes, params, scalars, [updates.shard_groups[at] for at in members])
-            for at, param in zip(members, params, strict=True):
-                _store(lists, at, param)
-        backend.average(lists)
+        settings = {
+            "lr": lr,
+            "beta2_decay": beta2_decay,
+            "eps": eps,
+            "d": d,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(AdafactorRule(), params, settings, backend, precision)
 
 
 @dataclass(frozen=True)
@@ -197,9 +170,7 @@ class _Param:
         grad = lists.grad[at].to(torch.float32, copy=True)
         if multiplier != 1.0:
             grad.mul_(multiplier)
-        return cls(
-            part, main, grad, state, matrices_shape(part.shape), blocks_of(part, grad)
-        )
+        return cls(part, main, grad, state, matrices_shape(part.shape), blocks_of(part, grad))
 
     @property
     def device(self) -> torch.device:
@@ -232,17 +203,12 @@ def _runs(parts: Sequence[Part]) -> Iterator[list[int]]:
 
 
 def _step(
-    passes: ElementPasses,
-    params: list[_Param],
-    scalars: _Scalars,
-    shard_groups: Sequence[Any],
+    passes: ElementPasses, params: list[_Param], scalars: _Scalars, shard_groups: Sequence[Any]
 ) -> None:
     """Step parameters that are stepped together; collective if some are split over ranks."""
 
     def reduced(values: list[Tensor], largest_of: bool) -> list[Tensor]:
-        return over_shards(
-            values, shard_groups, largest_of, "adding up Adafactor's sums"
-        )
+        return over_shards(values, shard_groups, largest_of, "adding up Adafactor's sums")
 
     def tops_of(values: list[Tensor]) -> list[list[float]]:
         return [top.tolist() for top in reduced(values, largest_of=True)]
@@ -257,8 +223,7 @@ def _step(
         _turn(passes, param, digits[2:], grad_top, scalars.averages)
     tops = tops_of([passes.largest(p.direction)[None] for p in params])
     sums = [
-        passes.total_digits(p.blocks, top, p.device)
-        for p, (top,) in zip(params, tops, strict=True)
+        passes.total_digits(p.blocks, top, p.device) for p, (top,) in zip(params, tops, strict=True)
     ]
     sums = reduced(sums, largest_of=False)
     for param, digits, (top,), scale in zip(params, sums, tops, scales, strict=True):
@@ -266,17 +231,13 @@ def _step(
         passes.descend(param.main, param.direction, scalars.decay_fp32, size)
 
 
-def _digits_of(
-    passes: ElementPasses, param: _Param, grad_top: float, main_top: float
-) -> Tensor:
+def _digits_of(passes: ElementPasses, param: _Param, grad_top: float, main_top: float) -> Tensor:
     """Digits of the sum of squares of the parameter, and of the gradient's rows and columns where
     they are kept; int64, shape (n,)."""
     mains = blocks_of(param.part, param.main)
     digits = [passes.total_digits(mains, main_top, param.device)]
     if param.is_factored:
-        digits += passes.row_and_column_digits(
-            param.blocks, grad_top, param.shape, param.device
-        )
+        digits += passes.row_and_column_digits(param.blocks, grad_top, param.shape, param.device)
     return torch.cat([each.reshape(-1) for each in digits])
 
 
@@ -294,17 +255,13 @@ def _turn_factored(
     passes: ElementPasses, param: _Param, digits: Tensor, top: float, scalars: Averages
 ) -> None:
     matrices, rows, columns = param.shape
-    by_row, by_column = torch.split(
-        digits, [2 * matrices * rows, 2 * matrices * columns]
-    )
+    by_row, by_column = torch.split(digits, [2 * matrices * rows, 2 * matrices * columns])
     row_var = param.state["row_var"].view(matrices, rows)
     column_var = param.state["col_var"].view(matrices, columns)
     if not row_var.numel() or not column_var.numel():
         return
     # NOTE: a GPU's division by a number is a product with its reciprocal, which has other bits.
-    row_count, column_count = (
-        digits.new_full((), n, dtype=torch.float64) for n in (rows, columns)
-    )
+    row_count, column_count = (digits.new_full((), n, dtype=torch.float64) for n in (rows, columns))
     row_sums = digits_to_values(by_row.view(2, matrices, rows), top)
     average(row_var, row_sums.div_(column_count).float(), scalars)
     column_sums = digits_to_values(by_column.view(2, matrices, columns), top)

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
-
 from mp_optim.config.rules import RULES
-from mp_optim.config.setting_checks import check_adam_settings
-from mp_optim.slots import SlotUpdates
-from mp_optim.update.backends import Backend
-from mp_optim.update.kernel_args import AdamScalars, TensorLists
-from mp_optim.update.rule import RuleOptimizer
-from mp_optim.update.state_format import StatePrecision
+from mp_optim.update.optimizer import RuleOptimizer
+from mp_optim.update.rule import ElementRule, Settings
 
 
-def adam_unread_moments(group: Mapping[str, Any]) -> tuple[str, ...]:
+def adam_unread_moments(group: Settings) -> tuple[str, ...]:
     """What Adam does without under a group's settings: the first moment where ``betas[0]`` is 0, as
     it is the gradient then."""
     match group["betas"]:
-        case (first, _) if first == 0.0:
+        case (first, _, *_) if first == 0.0:
             return ("exp_avg",)
-    return ()  # also of what is no pair: check_settings says so
+    return ()  # also of what are no betas: check_settings says so
 
 
-def adam_moments(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """What Adam keeps under a group's settings."""
+def adam_moments(group: Settings, rule: str = "adam") -> tuple[str, ...]:
+    """What Adam, or a rule that extends it, keeps under a group's settings."""
     unread = adam_unread_moments(group)
-    return tuple(name for name in RULES["adam"].moment_names if name not in unread)
+    return tuple(name for name in RULES[rule].moment_names if name not in unread)
+
+
+class AdamRule(ElementRule):
+    """Adam. With ``betas[0]`` at 0 it keeps no first moment, which would be the gradient."""
+
+    name = "adam"
+    decides_moments = "betas"
+
+    def moments(self, group: Settings) -> tuple[str, ...]:
+        return adam_moments(group, self.name)
+
+    def unread_moments(self, group: Settings) -> tuple[str, ...]:
+        return adam_unread_moments(group)
 
 
 class FusedAdam(RuleOptimizer):
@@ -44,10 +51,6 @@ class FusedAdam(RuleOptimizer):
             ``exp_avg_dtype``.
     """
 
-    rule = "adam"
-    decides_moments = "betas"
-    needs_numbers = False
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -61,36 +64,12 @@ class FusedAdam(RuleOptimizer):
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "bias_correction": bias_correction,
-                "adam_w_mode": adam_w_mode,
-            },
-            backend,
-            StatePrecision(**precision),
-        )
-
-    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return adam_moments(group)
-
-    def unread_moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return adam_unread_moments(group)
-
-    def check_settings(self, group: dict[str, Any]) -> None:
-        check_adam_settings(group)
-
-    def apply(
-        self,
-        backend: Backend,
-        lists: TensorLists,
-        group: dict[str, Any],
-        step: int,
-        multiplier: float | Tensor,
-        updates: SlotUpdates,
-    ) -> None:
-        backend.adam(lists, AdamScalars.at(group, step), multiplier)
+        settings = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "adam_w_mode": adam_w_mode,
+        }
+        super().__init__(AdamRule(), params, settings, backend, precision)

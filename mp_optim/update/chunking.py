@@ -1,18 +1,20 @@
-"""Cuts tensor lists into batches that are worked on while they are in cache."""
+"""Tensor lists in batches that are worked on while they are in cache, and the FP32 values of what a
+batch holds, however it is stored.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from mp_optim.checkpoint.blocks import BLOCK
-from mp_optim.slots.state_keys import is_scale
-from mp_optim.update.codecs import blocks_of, is_packed, packed_bytes
+from mp_optim.config.state_forms import BLOCK, blocks_of, packed_bytes
+from mp_optim.slots.slot_state import AVERAGE, REMAINDER, SECOND, is_scale, scale_key
+from mp_optim.update.codecs import Noise, decode, encode_, is_packed, join, split_, store_average
 from mp_optim.update.kernel_args import TensorLists
 
 
@@ -114,9 +116,7 @@ def _empty(lists: TensorLists) -> Batch:
     )
 
 
-def _append(
-    batch: Batch, lists: TensorLists, index: int, start: int, count: int
-) -> None:
+def _append(batch: Batch, lists: TensorLists, index: int, start: int, count: int) -> None:
     def cut(tensor: Tensor) -> Tensor:
         return tensor.view(-1).narrow(0, start, count)
 
@@ -132,3 +132,71 @@ def _append(
         batch.lists.noise.append(
             replace(lists.noise[index], start=lists.noise[index].start + start)
         )
+
+
+Lists = list[Tensor]
+
+
+# -- FP32 values, for rules in torch operations ---------------------------------------------------
+
+
+def read_moment(batch: TensorLists, name: str) -> Lists:
+    """FP32 values of a moment: the tensors themselves if they are FP32, else copies."""
+    scales = batch.state.get(scale_key(name), [None] * len(batch.main))
+    return [
+        decode(stored, scale, name == SECOND, main.numel())
+        for stored, scale, main in zip(batch.state[name], scales, batch.main, strict=True)
+    ]
+
+
+def write_moment(batch: TensorLists, name: str, values: Lists) -> None:
+    """Store FP32 values of a moment."""
+    scales = batch.state.get(scale_key(name), [None] * len(batch.main))
+    for value, stored, scale, noise in zip(
+        values, batch.state[name], scales, _noise(batch), strict=True
+    ):
+        encode_(value, stored, scale, name == SECOND, noise)
+
+
+def _noise(batch: TensorLists) -> Sequence[Noise | None]:
+    return [None] * len(batch.main) if batch.noise is None else batch.noise
+
+
+def read_mains(batch: TensorLists) -> Lists:
+    """FP32 main params: the tensors themselves, or copies joined with their remainders."""
+    if REMAINDER not in batch.state:
+        return batch.main
+    return [
+        join(main, remainder)
+        for main, remainder in zip(batch.main, batch.state[REMAINDER], strict=True)
+    ]
+
+
+def write_mains(batch: TensorLists, values: Lists) -> None:
+    """Store FP32 main params, stepped in place in what :func:`read_mains` gave, and write
+    the outputs."""
+    if REMAINDER in batch.state:
+        for value, main, rest, noise in zip(
+            values, batch.main, batch.state[REMAINDER], _noise(batch), strict=True
+        ):
+            split_(value, main, rest, noise)
+    publish(batch)
+    take_averages(batch)
+
+
+def take_averages(batch: TensorLists) -> None:
+    """Let the averages take the new main params, as these are stored. Nothing to do where none are
+    kept."""
+    weight = batch.average_weight
+    for main, average, noise in zip(
+        read_mains(batch) if AVERAGE in batch.state else (),
+        batch.state.get(AVERAGE, ()),
+        _noise(batch),
+        strict=False,
+    ):
+        if weight == 1.0:
+            store_average(main, average, noise)
+            continue
+        value = average.float()
+        distance = torch.sub(main, value).mul_(weight)
+        store_average(distance.add_(value), average, noise)

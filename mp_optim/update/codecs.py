@@ -14,13 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mp_optim.checkpoint.blocks import BLOCK
-from mp_optim.config.rules import UINT4
-from mp_optim.slots.state_keys import SECOND
+from mp_optim.config.state_forms import BLOCK, FIRST_FORMS, PACKED, SECOND_FORMS, StateForm
+from mp_optim.slots.slot_state import SECOND
 
-PACKED = 64
-"""4-bit codes that are packed together: byte ``i`` of 32 has code ``i`` in its lower half and code
-``i + 32`` in its upper one."""
+MOST_BFLOAT16 = 2.0**128 * (1.0 - 2.0**-8)
+"""The largest finite one."""
+MOST_IN_BLOCKS = 2.0**128 * (1.0 - 2.0**-11)
+"""What codes of any form stand for is finite up to there."""
+INFINITE_ROOT = 2.0**65
+"""What codes of it stand for, rounded however, has an infinite square."""
 
 _TINY = 2.0**-100
 _FOUR_BITS = 7  # the largest code
@@ -29,33 +31,35 @@ _GOLDEN = 0x9E3779B9
 _MASK = 0xFFFFFFFF
 
 
+def form_of(name: str, dtype: torch.dtype) -> StateForm:
+    """The form of a moment whose stored tensor has this dtype."""
+    return _FORMS.get((name == SECOND, dtype)) or StateForm(str(dtype), dtype, 0)
+
+
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """Dtype of the stored tensor of a moment that was asked for as ``dtype``: a first moment's
     uint8 tensor holds pairs of 4-bit codes."""
-    if name == SECOND:
-        return dtype
-    return {torch.uint8: torch.int8, UINT4: torch.uint8}.get(dtype, dtype)
+    forms = SECOND_FORMS if name == SECOND else FIRST_FORMS
+    return next((form.dtype for form in forms if form.name == dtype), dtype)
 
 
 def is_packed(name: str, dtype: torch.dtype) -> bool:
     """Whether the stored tensor of this name has 4-bit codes, two a byte: it is 1-D, whatever the
     parameter's shape."""
-    return dtype == torch.uint8 and name != SECOND
-
-
-def packed_bytes(numel: int) -> int:
-    """Bytes that ``numel`` 4-bit codes take: whole runs of 64 codes."""
-    return -(-numel // PACKED) * (PACKED // 2)
+    return form_of(name, dtype).packed
 
 
 def is_blocked(dtype: torch.dtype) -> bool:
     """Whether a moment of this dtype has one scale for each block."""
-    return dtype in (torch.float16, torch.int8, torch.uint8)
+    return dtype in _IN_BLOCKS
 
 
-def blocks_of(numel: int) -> int:
-    """Scales of a tensor of ``numel`` elements."""
-    return -(-numel // BLOCK)
+_FORMS = {
+    (is_second, form.dtype): form
+    for is_second, forms in ((False, FIRST_FORMS), (True, SECOND_FORMS))
+    for form in forms
+}
+_IN_BLOCKS = {form.dtype for form in (*FIRST_FORMS, *SECOND_FORMS) if form.in_blocks}
 
 
 # -- random numbers -------------------------------------------------------------------------------
@@ -70,9 +74,7 @@ def mix(x: int) -> int:
 
 def _unmixed(x: int) -> int:
     """The 32 bits that :func:`mix` makes ``x`` of."""
-    x = (
-        (x ^ (x >> 16)) * 0x7ED1B41D
-    ) & _MASK  # the inverses of its factors modulo 2^32
+    x = ((x ^ (x >> 16)) * 0x7ED1B41D) & _MASK  # the inverses of its factors modulo 2^32
     x = ((x ^ (x >> 13) ^ (x >> 26)) * 0xA5CB9243) & _MASK
     return x ^ (x >> 16)
 
@@ -103,10 +105,7 @@ class Noise:
         """32 random bits for each element, int64, shape (count,)."""
         key = mix(self.seed ^ self.stream)
         index = (
-            torch.arange(
-                self.start, self.start + count, dtype=torch.int64, device=device
-            )
-            & _MASK
+            torch.arange(self.start, self.start + count, dtype=torch.int64, device=device) & _MASK
         )
         return _mix((key + index * _GOLDEN) & _MASK)
 
@@ -130,9 +129,7 @@ def _sixteen(noise: Noise, like: Tensor, second: bool) -> Tensor:
 # -- moments --------------------------------------------------------------------------------------
 
 
-def decode(
-    stored: Tensor, scale: Tensor | None, second: bool, numel: int | None = None
-) -> Tensor:
+def decode(stored: Tensor, scale: Tensor | None, second: bool, numel: int | None = None) -> Tensor:
     """FP32 values of a stored moment, shape (numel,); the tensor itself if it is FP32.
 
     Args:
@@ -150,31 +147,34 @@ def decode(
 
 
 def encode_(
-    value: Tensor,
-    stored: Tensor,
-    scale: Tensor | None,
-    second: bool,
-    noise: Noise | None = None,
+    value: Tensor, stored: Tensor, scale: Tensor | None, second: bool, noise: Noise | None = None
 ) -> None:
     """Store FP32 values, rounded to nearest even, or stochastically if there is noise.
 
     Float16 is always rounded to nearest. What :func:`decode` made of a block format is stored as
-    the same bits.
+    the same bits. What is finite is stored as something finite. A second moment may be infinite, of
+    a large gradient: in blocks, too, it is so alone, and no NaN for its neighbours.
     """
     if value is stored or not value.numel():
         return
     if scale is not None:
-        _encode_blocks(
-            value.double().sqrt_().float() if second else value,
-            stored,
-            scale,
-            second,
-            noise,
-        )
-    elif noise is not None and stored.dtype == torch.bfloat16:
+        if second:
+            value = value.double().sqrt_().clamp_(max=INFINITE_ROOT).float()
+        else:
+            value = _finite_within(value, MOST_IN_BLOCKS)
+        _encode_blocks(value, stored, scale, second, noise)
+        return
+    if stored.dtype == torch.bfloat16:
+        value = _finite_within(value, MOST_BFLOAT16)
+    if noise is not None and stored.dtype == torch.bfloat16:
         stored.copy_(_dithered(value, _sixteen(noise, value, second)))
     else:
         stored.copy_(value)
+
+
+def _finite_within(value: Tensor, most: float) -> Tensor:
+    """FP32 values of which those that are finite are brought within a bound."""
+    return torch.where(value.isinf(), value, value.clamp(-most, most))
 
 
 def _encode_blocks(
@@ -183,19 +183,14 @@ def _encode_blocks(
     blocks = torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     top = blocks.abs().amax(1)
     good = top.isfinite() & (top >= _TINY)
-    half, four = (
-        stored.dtype == torch.float16,
-        stored.dtype == torch.uint8 and not roots,
-    )
+    half, four = (stored.dtype == torch.float16, stored.dtype == torch.uint8 and not roots)
     if four:
         new_scale, inverse = _four_bit_scale(top)
     elif half:
         new_scale, inverse = _half_scale(top)
     else:
         new_scale, inverse = _code_scale(top, 255 if roots else 127)
-    scale.copy_(
-        torch.where(good, new_scale, torch.where(top.isfinite(), 0.0, torch.nan))
-    )
+    scale.copy_(torch.where(good, new_scale, torch.where(top.isfinite(), 0.0, torch.nan)))
     scaled = torch.where(
         good[:, None], blocks * torch.where(good, inverse, 0.0)[:, None], 0.0
     ).view(-1)[: x.numel()]
@@ -204,14 +199,10 @@ def _encode_blocks(
     else:
         bounds = (0, 255) if roots else (-127, 127)
         stored.copy_(scaled if half else _codes(scaled, *bounds, noise))
-    if (
-        roots
-    ):  # a root is never stored as 0: dividing by it would be a step of any length
+    if roots:  # a root is never stored as 0: dividing by it would be a step of any length
         codes = stored.view(torch.int16) if half else stored
         codes.copy_(
-            torch.where(
-                good.repeat_interleave(BLOCK)[: x.numel()], codes.clamp(min=1), codes
-            )
+            torch.where(good.repeat_interleave(BLOCK)[: x.numel()], codes.clamp(min=1), codes)
         )
 
 
@@ -296,9 +287,7 @@ def join(param: Tensor, remainder: Tensor) -> Tensor:
     return torch.where((high & 0x7FFFFFFF) != 0, high + low, high).view(torch.float32)
 
 
-def split_(
-    value: Tensor, param: Tensor, remainder: Tensor, noise: Noise | None = None
-) -> None:
+def split_(value: Tensor, param: Tensor, remainder: Tensor, noise: Noise | None = None) -> None:
     """Write an FP32 main param into parameter and remainder: the parameter is the value rounded to
     nearest, ties away from zero. 16 bits hold the value itself; 8 bits its upper 24 bits, rounded
     to nearest even or stochastically.
@@ -327,6 +316,4 @@ def keep_valid(param: Tensor, remainder: Tensor) -> None:
     """
     rounded, rest = torch.empty_like(param), torch.empty_like(remainder)
     split_(join(param, remainder), rounded, rest)
-    remainder.mul_(
-        (rounded.view(torch.int16) == param.view(torch.int16)).to(remainder.dtype)
-    )
+    remainder.mul_((rounded.view(torch.int16) == param.view(torch.int16)).to(remainder.dtype))

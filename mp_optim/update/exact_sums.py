@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mp_optim.checkpoint.flat import boxes
+from mp_optim.checkpoint.shards import boxes
 from mp_optim.slots.tensor_layout import Part
-from mp_optim.update.shard_sums import Groups, reduce_over
+from mp_optim.update.sums import Groups, reduce_over
 
 _BITS = 31
 _LOW = (1 << _BITS) - 1
@@ -57,16 +57,11 @@ def blocks_of(part: Part, local: Tensor) -> list[Block]:
         flat = local.view(-1)
         found = boxes(matrices_shape(part.shape), part.start, flat.numel())
         return [
-            Block(
-                flat[box.start - part.start :][: box.numel].view(box.sizes),
-                *box.offsets,
-            )
+            Block(flat[box.start - part.start :][: box.numel].view(box.sizes), *box.offsets)
             for box in found
         ]
     if local.dim() < 2:
-        return [
-            Block(local.view(1, 1, -1), 0, 0, part.offsets[0] if part.offsets else 0)
-        ]
+        return [Block(local.view(1, 1, -1), 0, 0, part.offsets[0] if part.offsets else 0)]
     return list(_boxed(local, part.offsets, part.shape, 0))
 
 
@@ -81,9 +76,7 @@ def _boxed(
         return
     inner = math.prod(shape[1:-2])
     if local.shape[1:-2] == shape[1:-2]:
-        yield Block(
-            local.view(-1, rows, columns), matrix + offsets[0] * inner, *offsets[-2:]
-        )
+        yield Block(local.view(-1, rows, columns), matrix + offsets[0] * inner, *offsets[-2:])
         return
     for index in range(local.shape[0]):
         first = matrix + (offsets[0] + index) * inner
@@ -109,9 +102,7 @@ def pieces_of(block: Block) -> Iterator[Block]:
                 yield Block(piece, matrix, row, column)
 
 
-def _cut(
-    values: Tensor, dim: int, size: int, first: int
-) -> Iterator[tuple[Tensor, int]]:
+def _cut(values: Tensor, dim: int, size: int, first: int) -> Iterator[tuple[Tensor, int]]:
     for start in range(0, values.shape[dim], size):
         count = min(size, values.shape[dim] - start)
         yield values.narrow(dim, start, count), first + start
@@ -140,9 +131,7 @@ def bounded_sum(values: Tensor, most: float) -> Tensor:
     2^-52 of that, as two whole numbers, the first in units of 2^31; and how many are NaN, which
     count as 0. Int64, shape (3,); those of several parts may be added up."""
     is_nan = values.isnan()
-    units = (
-        values.masked_fill(is_nan, 0.0).double().mul_(2.0**52 / most).round_().long()
-    )
+    units = values.masked_fill(is_nan, 0.0).double().mul_(2.0**52 / most).round_().long()
     low = units.bitwise_and(_LOW)
     return torch.stack([(units >> _BITS).sum(), low.sum(), is_nan.sum()])
 
@@ -162,9 +151,7 @@ def total_digits(blocks: Sequence[Block], top: float, device: torch.device) -> T
     total = torch.zeros(2, dtype=torch.int64, device=device)
     for block in blocks if math.isfinite(top) else ():
         for piece in pieces_of(block):
-            total += torch.stack(
-                [digits.sum() for digits in _digits(piece.values, top)]
-            ).long()
+            total += torch.stack([digits.sum() for digits in _digits(piece.values, top)]).long()
     return total
 
 
@@ -194,19 +181,14 @@ def digits_to_values(digits: Tensor, top: float) -> Tensor:
     """Sums of digits as FP64 values, of the shape without the first dimension; NaN if ``top`` is
     not finite."""
     if not math.isfinite(top):
-        return torch.full(
-            digits.shape[1:], math.nan, dtype=torch.float64, device=digits.device
-        )
+        return torch.full(digits.shape[1:], math.nan, dtype=torch.float64, device=digits.device)
     exponent = math.frexp(top)[1]
     values = digits[0].double().mul_(2.0**_BITS).add_(digits[1].double())
     return values.mul_(2.0 ** (2 * exponent - 2 * _BITS))
 
 
 def over_shards(
-    values: Sequence[Tensor],
-    shard_groups: Sequence[Groups],
-    largest_of: bool,
-    doing: str,
+    values: Sequence[Tensor], shard_groups: Sequence[Groups], largest_of: bool, doing: str
 ) -> list[Tensor]:
     """Values of split parameters from those of their parts: one reduction for all that are split
     alike.
@@ -219,9 +201,7 @@ def over_shards(
     op = dist.ReduceOp.MAX if largest_of else dist.ReduceOp.SUM
     result = list(values)
     for groups in dict.fromkeys(filter(None, shard_groups)):
-        members = [
-            at for at, its_groups in enumerate(shard_groups) if its_groups == groups
-        ]
+        members = [at for at, its_groups in enumerate(shard_groups) if its_groups == groups]
         flat = torch.cat([values[at].reshape(-1) for at in members])
         reduce_over(groups, flat, doing, op)
         sizes = [values[at].numel() for at in members]

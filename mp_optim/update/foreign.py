@@ -10,15 +10,15 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from mp_optim.process.host_memory import as_tensor, empty_host_tensor
+from mp_optim.config.setting_checks import check_schedule
+from mp_optim.process.calls import in_own_modes
+from mp_optim.process.host_memory import as_tensor
 from mp_optim.process.leases import before_writing, is_lending
-from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import DeviceMultiplier, Slot, SlotUpdate, iter_slots
-from mp_optim.slots.group_lists import added_whole
-from mp_optim.slots.keyed_optimizer import Closure, Mode
-from mp_optim.slots.optimizer import SlotOptimizer
-from mp_optim.slots.slot_state import SlotState, State, check_state, check_step
-from mp_optim.slots.state_keys import STEP
+from mp_optim.slots.executor import Executor, Mode
+from mp_optim.slots.host_part import Place
+from mp_optim.slots.slot_state import STEP, SlotState, State, check_state, check_step
+from mp_optim.update.optimizer import SlotOptimizer
 
 
 @runtime_checkable
@@ -29,16 +29,20 @@ class _HasModes(Protocol):
     def eval(self) -> Any: ...
 
 
-class ForeignOptimizer(SlotOptimizer):
+class ForeignExecutor(Executor):
     """Slots over an optimizer that is keyed by tensors: its state moves along when a tensor is
-    replaced."""
+    replaced.
+
+    Args:
+        optimizer: not of this package; its groups are the executor's.
+    """
+
+    writes_settings = True
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self._bound: list[list[Tensor]] = []
-        super().__init__([{"params": [empty_host_tensor()]}], dict(optimizer.defaults))
-        self._live_groups = optimizer.param_groups
-        self.lists_are_known()
+        super().__init__(optimizer.param_groups)
+        self.optimizer, self.label = optimizer, type(optimizer).__name__
+        self.sizes = [len(group["params"]) for group in self.param_groups]
         self._bound = [list(group["params"]) for group in self.param_groups]
 
     @property
@@ -74,25 +78,19 @@ class ForeignOptimizer(SlotOptimizer):
     def _param(self, slot: Slot) -> Tensor:
         """The tensor at a slot, with the optimizer's state under it."""
         param: Tensor = self.param_groups[slot.group]["params"][slot.position]
-        if (
-            len(self._bound) <= slot.group
-            or self._bound[slot.group][slot.position] is not param
-        ):
+        if len(self._bound) <= slot.group or self._bound[slot.group][slot.position] is not param:
             self._rebind()
         return param
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the foreign optimizer."""
-        if not self._bound:  # torch's constructor
-            super().add_param_group(param_group)
-            return
-        with added_whole(self):
-            self.optimizer.add_param_group(param_group)
-            self.lists_are_known()
 
     def forget_groups(self, count: int) -> None:
         super().forget_groups(count)
         del self._bound[count:]
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        check_schedule(group)
+
+    def stepper_of(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
+        return self.label, "given by the caller; gets FP32 gradients"
 
     def state_of(self, slot: Slot) -> SlotState:
         param = self._param(slot)
@@ -107,9 +105,7 @@ class ForeignOptimizer(SlotOptimizer):
                 resumed, naming it.
         """
         self._rebind()  # torch's state_dict knows present tensors only
-        kept: list[Any] = [
-            *self.optimizer.state_dict().keys() - {"state", "param_groups"}
-        ]
+        kept: list[Any] = [*self.optimizer.state_dict().keys() - {"state", "param_groups"}]
         kept += [key for key in self.optimizer.state if not isinstance(key, Tensor)]
         if slots and kept:
             raise TypeError(
@@ -128,16 +124,7 @@ class ForeignOptimizer(SlotOptimizer):
                     )
 
     @in_own_modes
-    def step(self, closure: Closure | None = None) -> Any:
-        """The foreign optimizer's own step."""
-        self._rebind()
-        self._announce()
-        return self.optimizer.step(closure)
-
-    @in_own_modes
-    def step_slots(
-        self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None
-    ) -> None:
+    def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         self._rebind()
         for _, param in iter_slots(self.param_groups):
             param.grad = None
@@ -146,32 +133,23 @@ class ForeignOptimizer(SlotOptimizer):
             for update in updates
         ]
         for update, main in zip(updates, mains, strict=True):
-            assert not isinstance(
-                update.multiplier, DeviceMultiplier
-            )  # no verdict_device here
+            assert not isinstance(update.multiplier, DeviceMultiplier)  # no verdict_device here
             wide = torch.promote_types(main.dtype, torch.float32)
-            main.grad = (
-                update.grad.to(wide, copy=True).mul_(update.multiplier).to(main.dtype)
-            )
-        with self.step_mark.step(self):
-            self.step_mark.touch()
-            self._announce()
-            self.optimizer.step()
-            for update, main in zip(updates, mains, strict=True):
-                main.grad = None
-                if update.output is not None:
-                    update.output.copy_(main)
+            main.grad = update.grad.to(wide, copy=True).mul_(update.multiplier).to(main.dtype)
+        self.step_mark.touch()
+        self._announce()
+        self.optimizer.step()
+        for update, main in zip(updates, mains, strict=True):
+            main.grad = None
+            if update.output is not None:
+                update.output.copy_(main)
 
 
 class ForeignSlotState(SlotState):
     """A slot's state in an optimizer that is keyed by tensors, under the tensor at the slot."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        name: str,
-        param: Tensor,
-        group: dict[str, Any],
+        self, optimizer: torch.optim.Optimizer, name: str, param: Tensor, group: dict[str, Any]
     ) -> None:
         self._optimizer, self._name = optimizer, name
         self._param, self._group = param, group
@@ -250,9 +228,7 @@ def _leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Tensors, numbers and empty lists, and what is in lists, by key."""
     for key, value in state.items():
         if isinstance(value, list | tuple) and value:
-            yield from _leaves(
-                {f"{key}[{index}]": item for index, item in enumerate(value)}
-            )
+            yield from _leaves({f"{key}[{index}]": item for index, item in enumerate(value)})
         elif isinstance(value, Tensor | int | float | list):
             yield key, value
 
@@ -300,10 +276,9 @@ def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def as_slot_optimizer(optimizer: torch.optim.Optimizer) -> SlotOptimizer:
-    """The optimizer itself if it knows slots, else an adapter around it."""
-    return (
-        optimizer
-        if isinstance(optimizer, SlotOptimizer)
-        else ForeignOptimizer(optimizer)
-    )
+def executor_of(optimizer: torch.optim.Optimizer) -> Executor:
+    """What steps for an optimizer of this package; a new executor for any other."""
+    if isinstance(optimizer, SlotOptimizer):
+        executor: Executor = optimizer.executor
+        return executor
+    return ForeignExecutor(optimizer)

@@ -1,18 +1,31 @@
-"""What a backend is handed: parallel lists of tensors, and scalars rounded once from double."""
+"""What a backend is handed: parallel lists of tensors, scalars rounded once from double, and which
+tensors go into one launch: those that share the dtypes of all their parts, and fit each other."""
 
 from __future__ import annotations
 
 import ctypes
 import math
+from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mp_optim.slots.state_keys import AVERAGE, REMAINDER
-from mp_optim.update.codecs import Noise
+from mp_optim.config.state_forms import (
+    AVERAGE_FORMS,
+    FIRST_FORMS,
+    SECOND_FORMS,
+    blocks_of,
+    packed_bytes,
+)
+from mp_optim.slots import CachedTensorList
+from mp_optim.slots.slot_state import AVERAGE, REMAINDER, scale_key
+from mp_optim.update.codecs import Noise, is_blocked
 
 _LEAST_NORMAL = 2.0**-126
 MAIN = ""
@@ -41,6 +54,8 @@ class TensorLists:
         noise: for each tensor, to round state stochastically; None rounds to nearest.
         average_weight: what new main params weigh in their averages, an FP32 number; at 1 the
             averages become the main params.
+        prepared: where a backend may keep what it made of ``main``, ``state`` and ``output``, for
+            lists that have the same objects there; see :meth:`made_for`.
 
     A list that is a ``CachedTensorList`` may be the same one in every step.
     """
@@ -52,6 +67,13 @@ class TensorLists:
     noise: list[Noise] | None = None
     source: Mapping[str, Sequence[Tensor]] | None = None
     average_weight: float = 1.0
+    prepared: dict[str, Any] | None = None
+
+    @property
+    def made_for(self) -> tuple[Any, ...]:
+        """The lists that may be the same in every step. What is kept in ``prepared`` holds for
+        these objects alone."""
+        return self.main, *self.state.values(), self.output
 
     def take(self, indices: Sequence[int]) -> TensorLists:
         """Some of the tensors."""
@@ -66,9 +88,7 @@ class TensorLists:
             {key: some(tensors) for key, tensors in self.state.items()},
             some(self.output),
             None if self.noise is None else some(self.noise),
-            None
-            if source is None
-            else {key: some(each) for key, each in source.items()},
+            None if source is None else {key: some(each) for key, each in source.items()},
             self.average_weight,
         )
 
@@ -114,7 +134,7 @@ class StepInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Made:
+class Made:
     """Apart from the scalars themselves, so that those are what ``__slots__`` of a subclass
     lists."""
 
@@ -122,42 +142,7 @@ class _Made:
 
 
 @dataclass(frozen=True, slots=True)
-class AdamScalars(_Made):
-    """Scalars of one Adam step: FP32 values formed in double."""
-
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    eps: float
-    step_size: float
-    inv_sqrt_bias2: float
-    decay: float
-    l2: float
-
-    @classmethod
-    def at(cls, group: Mapping[str, Any], step: int) -> AdamScalars:
-        """From a param group's ``lr``, ``betas``, ``eps``, ``weight_decay`` and flags, at step
-        ``step`` >= 1."""
-        (beta1, beta2), lr = (float(b) for b in group["betas"]), float(group["lr"])
-        bias1, bias2 = _bias_corrections(group, beta1, beta2, step)
-        decay, decoupled = float(group["weight_decay"]), group["adam_w_mode"]
-        return cls(
-            fp32(beta1),
-            fp32(1 - beta1),
-            fp32(beta2),
-            fp32(1 - beta2),
-            fp32(group["eps"]),
-            fp32(lr / bias1),
-            fp32(1 / math.sqrt(bias2)),
-            fp32(lr * decay) if decoupled else 0.0,
-            0.0 if decoupled else fp32(decay),
-            given=StepInputs.at(group, step),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class StableScalars(_Made):
+class StableScalars(Made):
     """Scalars of one step of StableAdamW: those of Adam with decoupled decay, and beside them
 
     Attributes:
@@ -186,11 +171,9 @@ class StableScalars(_Made):
     def at(cls, group: Mapping[str, Any], step: int) -> StableScalars:
         """From a param group, at step ``step`` >= 1."""
         (beta1, beta2), lr = (float(b) for b in group["betas"]), float(group["lr"])
-        bias1, bias2 = _bias_corrections(group, beta1, beta2, step)
+        bias1, bias2 = bias_corrections(group, beta1, beta2, step)
         rate, decay_rate = lr / bias1, lr * float(group["weight_decay"])
-        most = bias2 / (
-            1 - beta2
-        )  # v >= (1 - beta2) g^2, so g^2 / (v / bias2) is at most this
+        most = bias2 / (1 - beta2)  # v >= (1 - beta2) g^2, so g^2 / (v / bias2) is at most this
         return cls(
             fp32(beta1),
             fp32(1 - beta1),
@@ -210,7 +193,7 @@ class StableScalars(_Made):
 
 
 @dataclass(frozen=True, slots=True)
-class LambScalars(_Made):
+class LambScalars(Made):
     """Scalars of one LAMB step."""
 
     beta1: float
@@ -229,7 +212,7 @@ class LambScalars(_Made):
     def at(cls, group: Mapping[str, Any], step: int) -> LambScalars:
         """From a param group, at step ``step`` >= 1."""
         beta1, beta2 = (float(b) for b in group["betas"])
-        bias1, bias2 = _bias_corrections(group, beta1, beta2, step)
+        bias1, bias2 = bias_corrections(group, beta1, beta2, step)
         decay, decoupled = float(group["weight_decay"]), group["adam_w_mode"]
         return cls(
             fp32(beta1),
@@ -251,56 +234,6 @@ class LambScalars(_Made):
         if not self.adapts or param_square == 0.0 or update_square == 0.0:
             return fp32(self.lr)
         return fp32(self.lr * math.sqrt(param_square) / math.sqrt(update_square))
-
-
-@dataclass(frozen=True, slots=True)
-class SgdScalars:
-    """Scalars of one SGD step; ``first`` says that the momentum buffer starts with this
-    gradient."""
-
-    lr: float
-    momentum: float
-    one_minus_dampening: float
-    decay: float
-    nesterov: bool
-    first: bool
-
-    @classmethod
-    def at(cls, group: Mapping[str, Any], step: int) -> SgdScalars:
-        """From a param group, at step ``step`` >= 1."""
-        return cls(
-            fp32(float(group["lr"])),
-            fp32(group["momentum"]),
-            fp32(1 - group["dampening"]),
-            fp32(group["weight_decay"]),
-            group["nesterov"],
-            step == 1,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LionScalars:
-    """Scalars of one Lion step."""
-
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    lr: float
-    decay: float
-
-    @classmethod
-    def at(cls, group: Mapping[str, Any], step: int) -> LionScalars:
-        """From a param group; the same at every step."""
-        (beta1, beta2), lr = (float(b) for b in group["betas"]), float(group["lr"])
-        return cls(
-            fp32(beta1),
-            fp32(1 - beta1),
-            fp32(beta2),
-            fp32(1 - beta2),
-            fp32(lr),
-            fp32(lr * float(group["weight_decay"])),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,9 +263,7 @@ class MuonScalars:
         average, average_from_end = _lerp(1 - momentum)
         ahead, ahead_from_end = _lerp(momentum)
         decay = fp32(float(group["lr"]) * float(group["weight_decay"]))
-        return cls(
-            average, ahead, decay, average_from_end, ahead_from_end, group["nesterov"]
-        )
+        return cls(average, ahead, decay, average_from_end, ahead_from_end, group["nesterov"])
 
 
 def _lerp(weight: float) -> tuple[float, bool]:
@@ -340,19 +271,193 @@ def _lerp(weight: float) -> tuple[float, bool]:
     return fp32(fp32(weight) - 1.0) if from_end else fp32(weight), from_end
 
 
-SCALARS: dict[str, Any] = {
-    "adam": AdamScalars,
-    "lamb": LambScalars,
-    "stable_adamw": StableScalars,
-    "sgd": SgdScalars,
-    "lion": LionScalars,
-}
-"""What the method of a backend that carries out a rule takes, by rule."""
-
-
-def _bias_corrections(
+def bias_corrections(
     group: Mapping[str, Any], beta1: float, beta2: float, step: int
 ) -> tuple[float, float]:
-    return (
-        (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
-    )
+    return (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
+
+
+# -- kinds of launches ---------------------------------------------------------------------------
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of gradients that kernels read."""
+_OUTPUTS: dict[tuple[torch.dtype | None, torch.dtype | None], tuple[torch.dtype | None, ...]] = {
+    (None, None): FLOATS,
+    (torch.float32, None): (None, *FLOATS),
+    (torch.bfloat16, torch.int16): (None, torch.bfloat16),
+    (torch.bfloat16, torch.int8): (None, torch.bfloat16),
+}
+"""Dtypes of outputs, by those of main params and remainders."""
+
+
+_FIRST, _SECOND, _AVERAGES = (
+    {None, *(form.dtype for form in forms)} for forms in (FIRST_FORMS, SECOND_FORMS, AVERAGE_FORMS)
+)
+
+
+class Kind(NamedTuple):
+    """Dtypes that the tensors of a launch share; None where there is no tensor."""
+
+    grad: torch.dtype
+    main: torch.dtype | None = None
+    remainder: torch.dtype | None = None
+    moment1: torch.dtype | None = None
+    moment2: torch.dtype | None = None
+    moment3: torch.dtype | None = None
+    output: torch.dtype | None = None
+    average: torch.dtype | None = None
+
+    @property
+    def moments(self) -> tuple[torch.dtype | None, ...]:
+        """Of the first, the second and the third."""
+        return self.moment1, self.moment2, self.moment3
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether there are kernels for it."""
+        return (
+            self.grad in FLOATS
+            and self.moment1 in _FIRST
+            and self.moment2 in _SECOND
+            and self.moment3 in _FIRST
+            and self.output in _OUTPUTS.get((self.main, self.remainder), ())
+            and self.average in _AVERAGES
+        )
+
+
+class Part(NamedTuple):
+    """Tensors of one kind: where they are in the lists, and the lists of them alone. A kind of
+    None: no kernel."""
+
+    indices: Sequence[int]
+    kind: Kind | None
+    lists: TensorLists
+
+
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a device the current one: the kernels launch on the current device's stream whatever
+    they are handed."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def kept_moments(lists: TensorLists, moments: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of a rule's moments, with "" in place of those that are not kept."""
+    return tuple([name if name in lists.state else "" for name in moments])
+
+
+def parts_of(lists: TensorLists, moments: tuple[str, ...]) -> list[Part]:
+    """The lists by kind; the lists themselves if all tensors are of one.
+
+    Args:
+        moments: names of the first, second and third one, "" for one that is not kept.
+    """
+    if not lists.grad:
+        return []
+    names = [*moments, "", "", ""][:3]
+    columns: list[Sequence[Tensor | None] | None] = [
+        lists.grad,
+        lists.main or None,
+        lists.state.get(REMAINDER),
+        *[lists.state[name] if name else None for name in names],
+        lists.output,
+        lists.state.get(AVERAGE),
+    ]
+    dtypes = list(map(_dtypes, columns))
+    if set(map(len, dtypes)) == {1}:
+        kind = Kind._make(chain.from_iterable(dtypes))
+        return [Part(range(len(lists.grad)), _supported(kind, lists, moments), lists)]
+    rows = [_kind(columns, index) for index in range(len(lists.grad))]
+    parts = []
+    for kind in dict.fromkeys(rows):
+        indices = [index for index, other in enumerate(rows) if other == kind]
+        part = lists.take(indices)
+        parts.append(Part(indices, _supported(kind, part, moments), part))
+    return parts
+
+
+def _dtypes(column: Sequence[Tensor | None] | None) -> set[torch.dtype | None]:
+    if column is None:
+        return {None}
+    if isinstance(column, CachedTensorList):
+        return set(column.dtypes)
+    return {None if tensor is None else tensor.dtype for tensor in column}
+
+
+def _kind(columns: Sequence[Sequence[Tensor | None] | None], index: int) -> Kind:
+    dtypes = [_dtype(column, index) for column in columns]
+    return Kind(*dtypes)  # type: ignore[arg-type]  # there always is a gradient
+
+
+def _dtype(column: Sequence[Tensor | None] | None, index: int) -> torch.dtype | None:
+    tensor = None if column is None else column[index]
+    return None if tensor is None else tensor.dtype
+
+
+def _supported(kind: Kind, lists: TensorLists, moments: tuple[str, ...]) -> Kind | None:
+    """The kind, if there are kernels for it, and scales and seeds are as they expect them."""
+    scaled = True
+    for name, dtype in zip(moments, kind.moments, strict=False):
+        scaled &= (scale_key(name) in lists.state) == (dtype is not None and is_blocked(dtype))
+    seeds = {item.seed for item in lists.noise or []}
+    rounds = kind.average != torch.bfloat16 or lists.noise is not None
+    fits = kind.is_supported and scaled and rounds
+    return kind if fits and len(seeds) <= 1 else None
+
+
+# -- whether they fit each other ------------------------------------------------------------------
+
+
+def check_fit(kind: Kind, columns: Mapping[str, CachedTensorList]) -> None:
+    """Kernels read and write as many elements as they are told, wherever they are told. So each
+    list is looked at when its addresses are first used, whatever was thought of it before.
+
+    Args:
+        columns: by the names of :class:`Kind`, ``scale1`` to ``scale3``, and each of them with
+            ``from_`` before it where present values lie elsewhere.
+
+    Raises:
+        ValueError: a tensor has not the elements or the dtype that the others of its slot ask for,
+            or its storage is smaller than it. Nothing was written.
+    """
+    sized = columns.get("main") or columns["grad"]
+    numbers = sized.sizes.tobytes()
+    for name, tensors in columns.items():
+        column = name.removeprefix("from_")
+        if column.startswith("scale"):
+            dtype, expected = torch.float32, _sizes(numbers, "blocks")
+        else:
+            dtype, expected = getattr(kind, column), sized.sizes
+            if dtype == torch.uint8 and column in _PACKED:
+                expected = _sizes(numbers, "packed")
+        fits = tensors.own_sizes == expected and tensors.dtypes <= {dtype}
+        if not fits or not tensors.stored:
+            raise ValueError(_misfit(name, tensors, expected, dtype))
+
+
+_PACKED = ("moment1", "moment3")
+"""Columns whose bytes are two codes."""
+
+
+@lru_cache(maxsize=64)
+def _sizes(numbers: bytes, form: str) -> array[int]:
+    each = blocks_of if form == "blocks" else packed_bytes
+    return array("q", map(each, array("q", numbers)))
+
+
+def _misfit(
+    name: str, tensors: Sequence[Tensor], expected: Sequence[int], dtype: torch.dtype
+) -> str:
+    """The first of the tensors that is another one than the kernels were to be told."""
+    for place, (tensor, size) in enumerate(zip(tensors, expected, strict=False)):
+        held = tensor.untyped_storage().nbytes()
+        is_misfit = (tensor.numel(), tensor.dtype) != (size, dtype)
+        if is_misfit or held < tensor.nbytes:
+            return (
+                f"tensor {place} of {len(tensors)} in column {name!r} of a kernel's call has "
+                f"{tensor.numel()} elements of {tensor.dtype} in a storage of {held} bytes, where "
+                f"its slot has {size} of {dtype}: it was given other memory or another form "
+                "(`tensor.data = ...`, `resize_`) that the optimizer was not told of, or its "
+                "parameter was; nothing was written. Put a new parameter into the param group, or "
+                "build the optimizer anew"
+            )
+    return f"column {name!r} of a kernel's call has {len(tensors)} tensors for {len(expected)}"

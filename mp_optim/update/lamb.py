@@ -5,20 +5,43 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
-
-from mp_optim.config.setting_checks import (
-    NOT_NEGATIVE,
-    check_adam_settings,
-    check_flags,
-    check_setting,
-)
-from mp_optim.slots import SlotUpdate, SlotUpdates
+from mp_optim.slots import SlotUpdate
 from mp_optim.update.backends import Backend
-from mp_optim.update.kernel_args import LambScalars, TensorLists, fp32
-from mp_optim.update.rule import RuleOptimizer
-from mp_optim.update.shard_sums import reduce_rows
-from mp_optim.update.state_format import StatePrecision
+from mp_optim.update.kernel_args import LambScalars, fp32
+from mp_optim.update.optimizer import RuleOptimizer
+from mp_optim.update.rule import Launch, Rule, Settings
+from mp_optim.update.sums import reduce_rows
+
+
+class LambRule(Rule):
+    """LAMB. The trust ratio is per parameter: nothing crosses devices, and for a sharded parameter
+    one small tensor of sums is reduced."""
+
+    name = "lamb"
+    clips = True
+    needs_numbers = False
+
+    def is_collective(self, group: Settings, update: SlotUpdate) -> bool:
+        return bool(update.shard_groups)
+
+    def effective_multiplier(
+        self, group: Settings, multiplier: float, grad_norm: float | None
+    ) -> float:
+        limit = group["max_grad_norm"]
+        if not limit or grad_norm is None or grad_norm <= limit:
+            return multiplier
+        return fp32(multiplier * limit / grad_norm)
+
+    def apply(self, launch: Launch, backend: Backend) -> None:
+        lists, multiplier = launch.lists, launch.multiplier
+        scalars = LambScalars.at(launch.settings, launch.step)
+        shard_groups = launch.updates.shard_groups
+        if any(shard_groups):
+            sums = backend.lamb_moments(lists, scalars, multiplier)
+            reduce_rows(sums, shard_groups, "adding up LAMB's norms")
+            backend.lamb_finish(lists, scalars, sums, multiplier)
+        else:
+            backend.lamb(lists, scalars, multiplier)
 
 
 class FusedLAMB(RuleOptimizer):
@@ -36,9 +59,6 @@ class FusedLAMB(RuleOptimizer):
             ``exp_avg_dtype``.
     """
 
-    rule = "lamb"
-    needs_numbers = False
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -55,52 +75,15 @@ class FusedLAMB(RuleOptimizer):
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "bias_correction": bias_correction,
-                "adam_w_mode": adam_w_mode,
-                "grad_averaging": grad_averaging,
-                "max_grad_norm": max_grad_norm,
-                "use_nvlamb": use_nvlamb,
-            },
-            backend,
-            StatePrecision(**precision),
-        )
-
-    def is_collective(self, update: SlotUpdate) -> bool:
-        return bool(update.shard_groups)
-
-    def check_settings(self, group: dict[str, Any]) -> None:
-        check_adam_settings(group)
-        check_setting("max_grad_norm", group["max_grad_norm"], NOT_NEGATIVE)
-        check_flags(group, ("grad_averaging", "use_nvlamb"))
-
-    def effective_multiplier(
-        self, group: dict[str, Any], multiplier: float, grad_norm: float | None
-    ) -> float:
-        limit = group["max_grad_norm"]
-        if not limit or grad_norm is None or grad_norm <= limit:
-            return multiplier
-        return fp32(multiplier * limit / grad_norm)
-
-    def apply(
-        self,
-        backend: Backend,
-        lists: TensorLists,
-        group: dict[str, Any],
-        step: int,
-        multiplier: float | Tensor,
-        updates: SlotUpdates,
-    ) -> None:
-        scalars = LambScalars.at(group, step)
-        if any(updates.shard_groups):
-            sums = backend.lamb_moments(lists, scalars, multiplier)
-            reduce_rows(sums, updates.shard_groups, "adding up LAMB's norms")
-            backend.lamb_finish(lists, scalars, sums, multiplier)
-        else:
-            backend.lamb(lists, scalars, multiplier)
+        settings = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "adam_w_mode": adam_w_mode,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+            "use_nvlamb": use_nvlamb,
+        }
+        super().__init__(LambRule(), params, settings, backend, precision)

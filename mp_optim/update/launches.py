@@ -13,7 +13,11 @@ from mp_optim.update.kernel_args import TensorLists
 
 
 class SharedByLaunch(NamedTuple):
-    """Updates of one group with equal keys go into one backend call."""
+    """Updates of one group with equal keys go into one backend call.
+
+    Attributes:
+        moments: keys of the moments and of their scales.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -44,10 +48,7 @@ class PlannedLaunch(NamedTuple):
 
     def copy_back(self) -> None:
         """Give what is not contiguous the values of the copies that were stepped."""
-        for tensors, stepped in (
-            (self.mains, self.lists.main),
-            (self.outputs, self.lists.output),
-        ):
+        for tensors, stepped in ((self.mains, self.lists.main), (self.outputs, self.lists.output)):
             if tensors is not stepped:
                 _copy(tensors, stepped)
 
@@ -64,9 +65,7 @@ def contiguous_outputs(outputs: Sequence[Tensor | None]) -> Sequence[Tensor | No
     not: a step that the device skips leaves them as they are."""
     if isinstance(outputs, CachedTensorList) and outputs.contiguous:
         return outputs
-    if all(
-        map(Tensor.is_contiguous, [output for output in outputs if output is not None])
-    ):
+    if all(map(Tensor.is_contiguous, [output for output in outputs if output is not None])):
         return outputs
     return [None if output is None else output.contiguous() for output in outputs]
 

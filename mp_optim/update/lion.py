@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from mp_optim.update.optimizer import RuleOptimizer
+from mp_optim.update.rule import ElementRule, Settings
 
-from mp_optim.config.setting_checks import check_betas, check_shared
-from mp_optim.slots import SlotUpdates
-from mp_optim.update.backends import Backend
-from mp_optim.update.kernel_args import LionScalars, TensorLists
-from mp_optim.update.rule import RuleOptimizer
-from mp_optim.update.state_format import StatePrecision
+
+class LionRule(ElementRule):
+    """Lion, with decoupled weight decay."""
+
+    name = "lion"
+
+    def reads_steps(self, group: Settings) -> bool:
+        return False
 
 
 class Lion(RuleOptimizer):
@@ -24,9 +27,6 @@ class Lion(RuleOptimizer):
             ``exp_avg_dtype``.
     """
 
-    rule = "lion"
-    needs_numbers = False
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -37,27 +37,5 @@ class Lion(RuleOptimizer):
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "weight_decay": weight_decay},
-            backend,
-            StatePrecision(**precision),
-        )
-
-    def reads_steps(self, group: dict[str, Any]) -> bool:
-        return False
-
-    def check_settings(self, group: dict[str, Any]) -> None:
-        check_shared(group)
-        check_betas(group["betas"])
-
-    def apply(
-        self,
-        backend: Backend,
-        lists: TensorLists,
-        group: dict[str, Any],
-        step: int,
-        multiplier: float | Tensor,
-        updates: SlotUpdates,
-    ) -> None:
-        backend.lion(lists, LionScalars.at(group, step), multiplier)
+        settings = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(LionRule(), params, settings, backend, precision)

@@ -6,15 +6,16 @@ other, so that the groups that a mesh has anyway are all that is needed.
 
 NOTE: batches overlap: while one is computed, the next one's parts come and the last one's results
 go. All ranks start the same communications in the same order, because all have the same plan
-(:mod:`mp_optim.update.matrix_owners`).
+(:func:`plan`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.ranks.missing_ranks import naming_missing_ranks, wait_for
-from mp_optim.slots.matrix_parts import Grid, MatrixParts, Part, numel_of
-from mp_optim.update.matrix_owners import Plan
+from mp_optim.slots.tensor_layout import Boxes, Grid, MatrixParts, numel_of
+from mp_optim.update.rule import Workspace
 
 Compute = Callable[[list[Tensor]], Sequence[Tensor]]
 _Pieces = dict[int, list[Tensor]]
@@ -99,20 +100,18 @@ class Exchange:
             return {}
         parts_of = {item: self._parts(item) for item in pieces}
         wholes = [
-            assembled(self._shape(item), parts_of[item], flats)
-            for item, flats in pieces.items()
+            assembled(self._shape(item), parts_of[item], flats) for item, flats in pieces.items()
         ]
         results = self.compute(wholes)
         return {
-            item: cut(whole, parts_of[item])
-            for item, whole in zip(pieces, results, strict=True)
+            item: cut(whole, parts_of[item]) for item, whole in zip(pieces, results, strict=True)
         }
 
     def _shape(self, item: int) -> tuple[int, int]:
         param = self.params[self.plan.items[item][0]]
         return param.rows, param.columns
 
-    def _parts(self, item: int) -> Sequence[Part]:
+    def _parts(self, item: int) -> Sequence[Boxes]:
         param, matrix = self.plan.items[item]
         return self.params[param].parts[matrix]
 
@@ -153,9 +152,7 @@ class Exchange:
         for item in filter(pieces.__contains__, batch):
             sent[self._owners[item][axis]] += pieces[item]
         mine = [item for item in batch if self._owners[item][axis:] == here[axis:]]
-        blocks = [
-            self._grid.block(*here[:axis], place) for place in range(group.size())
-        ]
+        blocks = [self._grid.block(*here[:axis], place) for place in range(group.size())]
         coming = [self._sizes(mine, block) for block in blocks]
         return self._hop(axis, self.sent[0].dtype, sent, coming)
 
@@ -249,9 +246,7 @@ class _Hop:
         return pieces
 
 
-def assembled(
-    shape: tuple[int, int], parts: Sequence[Part], flats: Sequence[Tensor]
-) -> Tensor:
+def assembled(shape: tuple[int, int], parts: Sequence[Boxes], flats: Sequence[Tensor]) -> Tensor:
     """A whole matrix from flattened parts."""
     if _are_in_order(parts, shape[1]):
         return torch.cat(list(flats)).view(shape)
@@ -262,7 +257,7 @@ def assembled(
     return whole
 
 
-def cut(whole: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+def cut(whole: Tensor, parts: Sequence[Boxes]) -> list[Tensor]:
     """The flattened parts of a whole matrix: the inverse of :func:`assembled`."""
     if _are_in_order(parts, whole.shape[1]):
         return list(torch.split(whole.reshape(-1), list(map(numel_of, parts))))
@@ -273,15 +268,12 @@ def cut(whole: Tensor, parts: Sequence[Part]) -> list[Tensor]:
     return flats
 
 
-def _by_box(flat: Tensor, part: Part) -> list[Tensor]:
+def _by_box(flat: Tensor, part: Boxes) -> list[Tensor]:
     pieces = torch.split(flat, [box.numel for box in part])
-    return [
-        piece.view(box.rows, box.columns)
-        for box, piece in zip(part, pieces, strict=True)
-    ]
+    return [piece.view(box.rows, box.columns) for box, piece in zip(part, pieces, strict=True)]
 
 
-def _are_in_order(parts: Sequence[Part], columns: int) -> bool:
+def _are_in_order(parts: Sequence[Boxes], columns: int) -> bool:
     """Whether the parts follow each other as the rows of a matrix do."""
     end = 0
     for box in itertools.chain.from_iterable(parts):
@@ -291,3 +283,193 @@ def _are_in_order(parts: Sequence[Part], columns: int) -> bool:
             return False
         end += box.numel
     return True
+
+
+# -- who owns which matrix: whole numbers in and out, so that every rank comes to the same plan ----
+
+BATCH_BYTES = 64 << 20
+"""Of whole matrices that a rank receives in one batch, unless one matrix is larger."""
+LEAST_BATCH_BYTES = 1 << 20
+"""What there is for a rank is cut into so large batches, at least, and otherwise into four: all but
+the first travel while another is computed."""
+_BATCHES = 4
+
+
+def newton_schulz_flops(rows: int, columns: int, steps: int, method: str = "standard") -> int:
+    """Floating-point operations of the products for one matrix, a multiplication and an addition
+    each counted.
+
+    Args:
+        method: see :func:`~mp_optim.update.newton_schulz.orthogonalize_each`.
+    """
+    short, long = sorted((rows, columns))
+    if method == "gram" and long >= 2 * short:
+        made_anew = 1 + steps // 2
+        small = 2 * made_anew + 8 * (steps - made_anew)
+        return made_anew * 4 * short * short * long + small * short**3
+    return steps * (4 * short * short * long + 2 * short**3)
+
+
+def assign(costs: Sequence[int], held: Sequence[Sequence[int]], loads: Sequence[int]) -> list[int]:
+    """The owner of each matrix: the dearest matrix left goes to the rank with least to do (Graham's
+    LPT rule), among equals to the one that has most of it.
+
+    Args:
+        costs: of each matrix.
+        held: of each matrix, how many elements each rank has.
+        loads: what each rank has to do already.
+
+    Returns:
+        Ranks. The load of none exceeds that of another by more than the largest cost, unless it did
+        before.
+    """
+    loads, owners = list(loads), [0] * len(costs)
+    for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
+        sizes = held[item]
+        owner = min(range(len(loads)), key=lambda rank: (loads[rank], -sizes[rank], rank))
+        owners[item] = owner
+        loads[owner] += costs[item]
+    return owners
+
+
+def batches(owners: Sequence[int], sizes: Sequence[int], ranks: int, limit: int) -> list[list[int]]:
+    """Matrices that travel together, so that every rank has something to compute in each batch.
+
+    Args:
+        sizes: of each matrix.
+        limit: what a rank owns in a batch is no larger, or is one matrix.
+    """
+    found: list[list[int]] = []
+    batch, filled = [0] * ranks, [0] * ranks
+    for item, (owner, size) in enumerate(zip(owners, sizes, strict=True)):
+        if filled[owner] and filled[owner] + size > limit:
+            batch[owner], filled[owner] = batch[owner] + 1, 0
+        filled[owner] += size
+        while len(found) <= batch[owner]:
+            found.append([])
+        found[batch[owner]].append(item)
+    return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who orthogonalises which matrix of several parameters.
+
+    Attributes:
+        items: the matrices, each as (parameter, matrix of its stack).
+        owners: of each, a rank of the grid. costs: of each, floating-point operations.
+        batches: which travel together, in the order of batches.
+    """
+
+    items: tuple[tuple[int, int], ...]
+    owners: tuple[int, ...]
+    costs: tuple[int, ...]
+    batches: tuple[tuple[int, ...], ...]
+
+    def loads(self, ranks: int) -> list[int]:
+        """Floating-point operations of each rank."""
+        found = [0] * ranks
+        for owner, cost in zip(self.owners, self.costs, strict=True):
+            found[owner] += cost
+        return found
+
+
+@lru_cache(maxsize=64)
+def plan(
+    params: tuple[MatrixParts, ...], flops: tuple[int, ...], loads: tuple[int, ...], width: int
+) -> Plan:
+    """The owners of all matrices of parameters whose ranks are the same.
+
+    Args:
+        flops: floating-point operations of the products for each matrix of a parameter.
+        loads: what each rank has to do already, of the same kind.
+        width: bytes of an element that travels.
+    """
+    items = [
+        (index, matrix) for index, param in enumerate(params) for matrix in range(len(param.parts))
+    ]
+    costs = [flops[index] for index, _ in items]
+    held = [params[index].sizes[matrix] for index, matrix in items]
+    owners = assign(costs, held, loads)
+    sizes = [params[index].rows * params[index].columns * width for index, _ in items]
+    ranks = params[0].grid.size
+    share = sum(sizes) // (ranks * _BATCHES)
+    limit = min(max(share, LEAST_BATCH_BYTES), BATCH_BYTES)
+    together = batches(owners, sizes, ranks, limit)
+    return Plan(tuple(items), tuple(owners), tuple(costs), tuple(map(tuple, together)))
+
+
+class MatrixOwners(Workspace):
+    """What the ranks have to do in a step, over all of an optimizer's launches, so that a later one
+    goes on where an earlier one stopped.
+
+    NOTE: only launches with split matrices are told of here: all ranks that share those have them
+    in one order, and so the same numbers.
+
+    Attributes:
+        owned, known: matrices that this rank orthogonalised in the last step, and all that it had a
+            part of.
+        flops: of the owned ones.
+        bytes_sent: to other ranks.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[Hashable] = set()
+        self._loads: dict[tuple[str, ...], list[int]] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._seen.clear()
+        self._loads.clear()
+        self.owned = self.known = self.flops = self.bytes_sent = 0
+
+    def begin(self, keys: Iterable[Hashable]) -> None:
+        """A launch begins; a step does when one of its parameters comes again.
+
+        Args:
+            keys: of the parameters whose matrices are split.
+        """
+        keys = list(keys)
+        if not self._seen.isdisjoint(keys):
+            self._reset()
+        self._seen.update(keys)
+
+    def plan(
+        self,
+        params: Sequence[MatrixParts],
+        groups: Sequence[ProcessGroup],
+        flops: Sequence[int],
+        width: int,
+    ) -> Plan:
+        """Share out the matrices of parameters whose ranks are the same (see :func:`plan`).
+
+        Args:
+            groups: that span the grid of these ranks.
+            flops, width: see :func:`plan`.
+        """
+        grid = params[0].grid
+        name = tuple(group.group_name for group in groups)
+        loads = self._loads.setdefault(name, [0] * grid.size)
+        planned = plan(tuple(params), tuple(flops), tuple(loads), width)
+        (here,) = grid.block(*(group.rank() for group in groups))
+        self._count(planned, here)
+        added = planned.loads(grid.size)
+        self._loads[name] = list(map(operator.add, loads, added))
+        return planned
+
+    def metrics(self) -> dict[str, float]:
+        """What this rank did for matrices that ranks share, in the last step."""
+        return {"muon_flops": self.flops, "bytes_exchanged": self.bytes_sent}
+
+    def __str__(self) -> str:
+        """As the end of a sentence; empty if no matrices are shared."""
+        if not self.known:
+            return ""
+        return f"; of {self.known} matrices split over ranks this one orthogonalises {self.owned}"
+
+    def _count(self, planned: Plan, rank: int) -> None:
+        costs = zip(planned.owners, planned.costs, strict=True)
+        owned = [cost for owner, cost in costs if owner == rank]
+        self.owned += len(owned)
+        self.known += len(planned.items)
+        self.flops += sum(owned)

@@ -10,54 +10,121 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.config.muon import (
-    COEFFICIENT_TYPES,
-    MATMUL_PRECISIONS,
-    NS_METHODS,
-    SCALAR_OPTIMIZERS,
-    SCALE_MODES,
-    TP_MODES,
-    coefficients,
-)
-from mp_optim.config.rules import RULES
-from mp_optim.config.setting_checks import (
-    FRACTION,
-    POSITIVE,
-    WHOLE,
-    check_adam_settings,
-    check_flags,
-    check_range,
-    check_setting,
-)
-from mp_optim.slots import SlotUpdate, SlotUpdates
-from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
-from mp_optim.slots.tensor_layout import part_of
+from mp_optim.config.rules import RULES, SCALAR_OPTIMIZERS, coefficients
+from mp_optim.slots import SlotUpdate
+from mp_optim.slots.slot_state import AVERAGE, REMAINDER, scale_key
 from mp_optim.update.adam import adam_moments, adam_unread_moments
 from mp_optim.update.backends import Backend
 from mp_optim.update.backends.interface import step_with
 from mp_optim.update.backends.native import NativeBackend
-from mp_optim.update.backends.native_muon import MuonWork, step_in_one_call
+from mp_optim.update.backends.reference import MOMENTUM
 from mp_optim.update.kernel_args import MAIN, MuonScalars, TensorLists
-from mp_optim.update.matrix_owners import MatrixOwners
-from mp_optim.update.matrix_rooms import Rooms, beside_each_other
+from mp_optim.update.matrix_exchange import MatrixOwners
+from mp_optim.update.matrix_products import Rooms, beside_each_other
 from mp_optim.update.muon_directions import (
+    MuonWork,
     Orthogonalization,
     directions,
     kernel_steps,
     runs,
+    step_in_one_call,
     whole_directions,
 )
-from mp_optim.update.muon_passes import MOMENTUM
-from mp_optim.update.rule import RuleOptimizer
-from mp_optim.update.state_format import StatePrecision
+from mp_optim.update.optimizer import RuleOptimizer
+from mp_optim.update.rule import Launch, Rule, Settings, Workspace
 
-_CHOICES = {
-    "coefficient_type": COEFFICIENT_TYPES,
-    "ns_method": NS_METHODS,
-    "scale_mode": SCALE_MODES,
-    "fp32_matmul_prec": MATMUL_PRECISIONS,
-    "tp_mode": TP_MODES,
-}
+
+class MuonRule(Rule):
+    """Muon for groups of matrices with ``optimizer="muon"``, and a scalar rule for the others.
+
+    Args:
+        scalar: ``adam`` or ``lion``.
+    """
+
+    name = "muon"
+    decides_moments = "betas"
+
+    def __init__(self, scalar: str) -> None:
+        self._scalar = scalar
+
+    @property
+    def kernels(self) -> str:
+        return self._scalar
+
+    def moments(self, group: Settings) -> tuple[str, ...]:
+        if group["optimizer"] == "adam":
+            return adam_moments(group)
+        return RULES[group["optimizer"]].moment_names
+
+    def unread_moments(self, group: Settings) -> tuple[str, ...]:
+        return adam_unread_moments(group) if group["optimizer"] == "adam" else ()
+
+    def reads_steps(self, group: Settings) -> bool:
+        return bool(group["optimizer"] == "adam")
+
+    def is_elementwise(self, group: Settings) -> bool:
+        return RULES[group["optimizer"]].reads == "elements"
+
+    def check_settings(self, group: Settings) -> None:
+        if group["optimizer"] not in ("muon", self._scalar):
+            raise ValueError(
+                f"optimizer={group['optimizer']!r}: must be 'muon' or {self._scalar!r}"
+            )
+        super().check_settings(group)
+        coefficients(group["coefficient_type"], group["num_ns_steps"])
+
+    def check_shapes(self, group: Settings, shapes: Iterable[torch.Size]) -> None:
+        if group["optimizer"] == "muon":
+            _check_matrices(group, list(shapes))
+
+    def new_workspace(self) -> Workspace:
+        return MatrixOwners()
+
+    def is_collective(self, group: Settings, update: SlotUpdate) -> bool:
+        return bool(
+            group["optimizer"] == "muon"
+            and update.layout is not None
+            and update.layout.is_shared(group["tp_mode"] == "blockwise")
+        )
+
+    def carried_out_by(
+        self, backend: Backend, why: str, group: Settings, workspace: Workspace
+    ) -> tuple[str, str]:
+        if group["optimizer"] != "muon":
+            return backend.name, why
+        return backend.name, (
+            f"{why}; muon: products of matrices are torch's, where the model's parameters lie; "
+            f"their bits may differ between devices and numbers of threads{workspace}"
+        )
+
+    def apply(self, launch: Launch, backend: Backend) -> None:
+        lists, group, multiplier = launch.lists, launch.settings, launch.multiplier
+        if group["optimizer"] != "muon":
+            step_with(backend, group["optimizer"], lists, group, launch.step, multiplier)
+            return
+        owners, updates = launch.workspace, launch.updates
+        assert isinstance(owners, MatrixOwners)
+        if AVERAGE in lists.state:  # which are taken afterwards, where they lie
+            lists = lists.in_place()
+        scalars, rule = MuonScalars.at(group), Orthogonalization.of(group)
+        owners.begin(each.slot for each in updates if self.is_collective(group, each))
+        rooms = Rooms(lists.main[0].device, rule.dtype)
+        for members, is_here in runs(lists.main, updates.layouts, rule.blockwise):
+            part = lists.take(members)
+            shapes = [main.shape for main in part.main]
+            rounded = beside_each_other(shapes, rooms, "rounded")
+            momenta = _of_momenta(part, rounded)
+            if is_here and _in_one_call(backend, rule, momenta, part, scalars, multiplier, rooms):
+                continue
+            backend.muon_momentum(momenta, scalars, float(multiplier))
+            if is_here:
+                found = whole_directions(rule, rounded, rooms)
+            else:
+                layouts = [updates[index].layout for index in members]
+                found = directions(rule, rounded, layouts, owners)
+            values, factors = zip(*found, strict=True)
+            backend.muon_apply(_of_params(part, values), scalars, factors)
+        backend.average(lists)
 
 
 class Muon(RuleOptimizer):
@@ -72,7 +139,7 @@ class Muon(RuleOptimizer):
         momentum: of the exponential average of gradients.
         nesterov: orthogonalise the average one step ahead.
         num_ns_steps, coefficient_type: the Newton-Schulz iteration (see
-            :mod:`mp_optim.config.muon`).
+            :mod:`mp_optim.config.rules`).
         ns_method: ``standard``, or ``gram``, whose steps multiply the smaller X X^T where a matrix
             is at least twice as long as wide.
         scale_mode, extra_scale_factor: of the step.
@@ -118,140 +185,27 @@ class Muon(RuleOptimizer):
             raise ValueError(
                 f"scalar_optimizer={scalar_optimizer!r}: must be one of {list(SCALAR_OPTIMIZERS)}"
             )
-        self.rule = scalar_optimizer
-        self._owners = MatrixOwners()
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "weight_decay": weight_decay,
-                "nesterov": nesterov,
-                "num_ns_steps": num_ns_steps,
-                "coefficient_type": coefficient_type,
-                "ns_method": ns_method,
-                "scale_mode": scale_mode,
-                "extra_scale_factor": extra_scale_factor,
-                "fp32_matmul_prec": fp32_matmul_prec,
-                "tp_mode": tp_mode,
-                "qkv_split_shapes": qkv_split_shapes,
-                "head_rows": head_rows,
-                "betas": betas,
-                "eps": eps,
-                "bias_correction": bias_correction,
-                "adam_w_mode": adam_w_mode,
-                "optimizer": "muon",
-            },
-            backend,
-            StatePrecision(**precision),
-        )
-
-    decides_moments = "betas"
-
-    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        if group["optimizer"] == "adam":
-            return adam_moments(group)
-        return RULES[group["optimizer"]].moment_names
-
-    def unread_moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return adam_unread_moments(group) if group["optimizer"] == "adam" else ()
-
-    def reads_steps(self, group: dict[str, Any]) -> bool:
-        return bool(group["optimizer"] == "adam")
-
-    def is_elementwise(self, group: dict[str, Any]) -> bool:
-        return RULES[group["optimizer"]].reads == "elements"
-
-    def check_settings(self, group: dict[str, Any]) -> None:
-        check_range(
-            group,
-            "optimizer",
-            group["optimizer"] in ("muon", self.rule),
-            f"'muon' or {self.rule!r}",
-        )
-        check_adam_settings(group)
-        check_setting("momentum", group["momentum"], FRACTION)
-        check_setting("extra_scale_factor", group["extra_scale_factor"], POSITIVE)
-        check_setting("num_ns_steps", group["num_ns_steps"], WHOLE)
-        check_flags(group, ("nesterov",))
-        for name, choices in _CHOICES.items():
-            check_range(group, name, group[name] in choices, f"one of {list(choices)}")
-        coefficients(group["coefficient_type"], group["num_ns_steps"])
-        check_range(
-            group,
-            "head_rows",
-            group["head_rows"] is None or int(group["head_rows"]) >= 1,
-            "a whole number >= 1, or None",
-        )
-        if group["optimizer"] == "muon":
-            _check_matrices(group, self._whole_shapes(group["params"]))
-
-    def _whole_shapes(self, params: list[Tensor]) -> list[torch.Size]:
-        """Shapes of what a group's tensors are parts of."""
-        for group, known in zip(self.param_groups, self._groups, strict=False):
-            if group["params"] is params:
-                return [part.shape for part in known.parts]
-        return [part_of(param).shape for param in params]
-
-    def is_collective(self, update: SlotUpdate) -> bool:
-        group = self.param_groups[update.slot.group]
-        return (
-            group["optimizer"] == "muon"
-            and update.layout is not None
-            and update.layout.is_shared(group["tp_mode"] == "blockwise")
-        )
-
-    def group_backend(
-        self, group: dict[str, Any], device: torch.device
-    ) -> tuple[str, str]:
-        name, why = super().group_backend(group, device)
-        if group["optimizer"] != "muon":
-            return name, why
-        return name, (
-            f"{why}; muon: products of matrices are torch's, where the model's parameters lie; "
-            f"their bits may differ between devices and numbers of threads{self._owners}"
-        )
-
-    def metrics(self) -> dict[str, float]:
-        return self._owners.metrics()
-
-    def apply(
-        self,
-        backend: Backend,
-        lists: TensorLists,
-        group: dict[str, Any],
-        step: int,
-        multiplier: float | Tensor,
-        updates: SlotUpdates,
-    ) -> None:
-        if group["optimizer"] != "muon":
-            step_with(backend, group["optimizer"], lists, group, step, multiplier)
-            return
-        if AVERAGE in lists.state:  # which are taken afterwards, where they lie
-            lists = lists.in_place()
-        scalars, rule = MuonScalars.at(group), Orthogonalization.of(group)
-        self._owners.begin(
-            update.slot for update in updates if self.is_collective(update)
-        )
-        rooms = Rooms(lists.main[0].device, rule.dtype)
-        for members, is_here in runs(lists.main, updates.layouts, rule.blockwise):
-            part = lists.take(members)
-            shapes = [main.shape for main in part.main]
-            rounded = beside_each_other(shapes, rooms, "rounded")
-            momenta = _of_momenta(part, rounded)
-            if is_here and _in_one_call(
-                backend, rule, momenta, part, scalars, multiplier, rooms
-            ):
-                continue
-            backend.muon_momentum(momenta, scalars, float(multiplier))
-            if is_here:
-                found = whole_directions(rule, rounded, rooms)
-            else:
-                layouts = [updates[index].layout for index in members]
-                found = directions(rule, rounded, layouts, self._owners)
-            values, factors = zip(*found, strict=True)
-            backend.muon_apply(_of_params(part, values), scalars, factors)
-        backend.average(lists)
+        settings = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "num_ns_steps": num_ns_steps,
+            "coefficient_type": coefficient_type,
+            "ns_method": ns_method,
+            "scale_mode": scale_mode,
+            "extra_scale_factor": extra_scale_factor,
+            "fp32_matmul_prec": fp32_matmul_prec,
+            "tp_mode": tp_mode,
+            "qkv_split_shapes": qkv_split_shapes,
+            "head_rows": head_rows,
+            "betas": betas,
+            "eps": eps,
+            "bias_correction": bias_correction,
+            "adam_w_mode": adam_w_mode,
+            "optimizer": "muon",
+        }
+        super().__init__(MuonRule(scalar_optimizer), params, settings, backend, precision)
 
 
 def _in_one_call(
@@ -305,9 +259,7 @@ def _some(
 
 def _check_matrices(group: Mapping[str, Any], shapes: Sequence[torch.Size]) -> None:
     names = (
-        group.get("param_names")
-        or group.get("fqns")
-        or [f"param{i}" for i in range(len(shapes))]
+        group.get("param_names") or group.get("fqns") or [f"param{i}" for i in range(len(shapes))]
     )
     for name, shape in zip(names, shapes, strict=True):
         if len(shape) < 2:

@@ -3,6 +3,8 @@ that are split over ranks."""
 
 from __future__ import annotations
 
+import ctypes
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -12,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mp_optim.config.muon import coefficients, scale_factor
-from mp_optim.slots.matrix_parts import MatrixParts
-from mp_optim.slots.tensor_layout import Layout
-from mp_optim.update.backends.native_products import NativeSteps
-from mp_optim.update.kernel_args import fp32
-from mp_optim.update.matrix_exchange import Exchange
-from mp_optim.update.matrix_owners import MatrixOwners, newton_schulz_flops
-from mp_optim.update.matrix_rooms import Rooms
+from mp_optim.config.rules import coefficients, scale_factor
+from mp_optim.slots.tensor_layout import Layout, MatrixParts
+from mp_optim.update.backends import native_library as lib
+from mp_optim.update.backends.native import NativeBackend, muon_values
+from mp_optim.update.chunking import mark_written
+from mp_optim.update.kernel_args import MuonScalars, TensorLists, fp32
+from mp_optim.update.matrix_exchange import Exchange, MatrixOwners, newton_schulz_flops
+from mp_optim.update.matrix_products import NativeSteps, Rooms
 from mp_optim.update.newton_schulz import orthogonalize_each, steps_in_place
 
 _DTYPES = {"medium": torch.bfloat16, "highest": torch.float32}
@@ -225,9 +227,7 @@ def _by_owners(
     return dict(zip((param.place for param in params), found, strict=True))
 
 
-def _pieces_of(
-    rule: Orthogonalization, rows: int, columns: int
-) -> list[tuple[int, int]]:
+def _pieces_of(rule: Orthogonalization, rows: int, columns: int) -> list[tuple[int, int]]:
     """The shapes of what is orthogonalised by itself in a matrix.
 
     Raises:
@@ -240,9 +240,7 @@ def _pieces_of(
         sizes, name = rule.parts, "qkv_split_shapes"
     count, left = divmod(rows, sum(sizes) or 1)
     if left:
-        raise ValueError(
-            f"{name}={sizes}: {rows} rows are not a multiple of {sum(sizes)}"
-        )
+        raise ValueError(f"{name}={sizes}: {rows} rows are not a multiple of {sum(sizes)}")
     if name == "qkv_split_shapes":
         return [(size * count, columns) for size in sizes]
     return [(sizes[0], columns)] * max(count, 1)
@@ -267,9 +265,7 @@ def whole_directions(
     if rule.parts is not None:
         return _by_parts(rule, wholes, rule.parts)
     found = orthogonalize_each(wholes, rule.polynomials, rule.method, rooms)
-    factors = {
-        shape: rule.factor(*shape) for shape in {each.shape[-2:] for each in found}
-    }
+    factors = {shape: rule.factor(*shape) for shape in {each.shape[-2:] for each in found}}
     return [Direction(each, factors[each.shape[-2:]]) for each in found]
 
 
@@ -297,15 +293,11 @@ def _heads(wholes: Sequence[Tensor], rows: int) -> list[Tensor]:
     """
     for whole in wholes:
         if whole.size(-2) % rows:
-            raise ValueError(
-                f"head_rows={rows}: {whole.size(-2)} rows are not a multiple of it"
-            )
+            raise ValueError(f"head_rows={rows}: {whole.size(-2)} rows are not a multiple of it")
     return [whole.view(-1, rows, whole.size(-1)) for whole in wholes]
 
 
-def _by_heads(
-    rule: Orthogonalization, wholes: Sequence[Tensor], rows: int
-) -> list[Direction]:
+def _by_heads(rule: Orthogonalization, wholes: Sequence[Tensor], rows: int) -> list[Direction]:
     """Each head by itself, with the scale of its shape."""
     heads = _heads(wholes, rows)
     found = orthogonalize_each(heads, rule.polynomials, rule.method)
@@ -341,3 +333,75 @@ def _cut(fused: Tensor, parts: tuple[int, ...]) -> Sequence[Tensor]:
         )
     grouped = fused.view(*stack, rows // size, size, columns)
     return torch.split(grouped, list(parts), dim=-2)
+
+
+# -- a step in one call of the kernels -------------------------------------------------------------
+#
+# Momenta, norms, Newton-Schulz steps and parameters of one matrix after the other, each of which
+# stays in a thread's caches meanwhile.
+
+_ALIGNED = 1024
+"""Of elements before a matrix in its tensor there is a multiple."""
+_spent = ctypes.c_double()
+
+
+class MuonWork(NamedTuple):
+    """What is stepped, in lists of as many tensors.
+
+    Attributes:
+        momenta, params: what each pass reads and writes; ``momenta.output`` and ``params.grad`` are
+            the tensors of ``steps``.
+        steps: of stacks in which each tensor has the matrices of ``members``.
+        members: indices of the tensors of each stack, in order.
+    """
+
+    momenta: TensorLists
+    params: TensorLists
+    steps: NativeSteps
+    members: Sequence[Sequence[int]]
+
+
+def seconds_of_products() -> float:
+    """Time that these calls have spent in products of matrices, since the process began."""
+    return _spent.value
+
+
+def step_in_one_call(
+    backend: NativeBackend,
+    work: MuonWork,
+    scalars: MuonScalars,
+    multiplier: float,
+    factors: Sequence[float],
+) -> bool:
+    """Whether it was done; if not, nothing was."""
+    places = _places(work)
+    tables = None if places is None else backend.muon_tables(work.momenta, work.params)
+    if places is None or tables is None:
+        return False
+    values, numbers = muon_values(scalars, multiplier), array("f", factors)
+    passes = lib.MuonPasses(
+        *(ctypes.pointer(table.tensors) for table in tables),
+        ctypes.pointer(values),
+        numbers.buffer_info()[0],
+        places.buffer_info()[0],
+        ctypes.pointer(_spent),
+        scalars.decay,
+    )
+    work.steps.take_within(passes)
+    mark_written(work.momenta)
+    mark_written(work.params)
+    return True
+
+
+def _places(work: MuonWork) -> array[int] | None:
+    """Tensor and first element of each matrix; None if one begins where kernels cannot."""
+    places = array("q")
+    for (stack, _), members in zip(work.steps.stacks, work.members, strict=True):
+        size = stack.size(1) * stack.size(2)
+        for index in members:
+            count = work.params.grad[index].numel() // size
+            if count > 1 and size % _ALIGNED:
+                return None
+            for matrix in range(count):
+                places.extend((index, matrix * size))
+    return places

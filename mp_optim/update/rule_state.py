@@ -1,127 +1,220 @@
-"""RuleState: the slots of a rule, and the state that is kept for each."""
+"""What a rule keeps: counts of steps and state tensors of each slot; and a slot's state as it is
+shown, checked and loaded."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mp_optim.config.rules import RULES, moment_of
-from mp_optim.process.host_memory import (
-    Form,
-    beside,
-    zeros,
-)
+from mp_optim.config.rules import moment_of
+from mp_optim.process.calls import in_own_modes
+from mp_optim.process.host_memory import Form, as_tensor, beside, zeros
 from mp_optim.process.leases import before_writing
-from mp_optim.process.torch_modes import in_own_modes
 from mp_optim.slots import (
     CachedTensorList,
+    DeviceMultiplier,
+    Multiplier,
+    ParamGroups,
     Slot,
     all_same,
     are_plain,
     local_tensor,
+    param_at,
+    slot_name,
 )
-from mp_optim.slots.group_lists import added_whole
-from mp_optim.slots.optimizer import SlotOptimizer
-from mp_optim.slots.slot_state import SlotState, State
-from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
-from mp_optim.slots.tensor_layout import Part
-from mp_optim.update.codecs import is_blocked, join, keep_valid, split_
-from mp_optim.update.group_state import GroupState
+from mp_optim.slots.slot_state import (
+    AVERAGE,
+    MASTER,
+    REMAINDER,
+    SECOND,
+    STEP,
+    SlotState,
+    State,
+    check_fits,
+    check_state,
+    check_step,
+    scale_key,
+)
+from mp_optim.slots.tensor_layout import part_of
+from mp_optim.update.codecs import is_blocked, is_packed, join, keep_valid, split_
 from mp_optim.update.kernel_args import MAIN
-from mp_optim.update.rule_slot_state import RuleSlotState
-from mp_optim.update.state_format import StatePrecision, moment_forms
-from mp_optim.update.unread_moments import stepped_without
+from mp_optim.update.rule import Rule
+from mp_optim.update.state_format import (
+    StatePrecision,
+    fitted,
+    full_precision,
+    moment_forms,
+    stepped_without,
+    unpacked,
+    without_unread,
+)
 
 
-class RuleState(SlotOptimizer):
-    """What a rule keeps: per slot ``step`` (0-d FP32 on the CPU), its moments, with
-    ``<moment>_scale`` if they are stored in blocks (as 4-bit codes they are 1-D, two codes a byte),
-    ``remainder`` if there is one, and ``averaged_param`` if averages are kept (which begins with
-    the first step).
+class GroupState:
+    """State of one param group.
 
-    Args:
-        precision: how state is stored.
+    Attributes:
+        parts: which part of a parameter each slot is.
+        steps: FP32, shape (slots,), on the CPU: how often each slot was stepped. A slot's ``step``
+            is a view of it.
+        slots: state tensors of each slot; empty until they are read.
+        mains, shapes: the tensor each slot's state was last found to fit, and its shape then.
+        steady_mains: all of them, if they are this package's own tensors and not a model's
+            parameters, whose memory others may move (``param.data = ...``).
+        last_launch: what the executor made for all of them, as long as it can be used again. It
+            keeps memory alive, so it goes with the first tensor that is given other memory.
     """
 
-    def __init__(
-        self, params: Iterable[Any], defaults: dict[str, Any], precision: StatePrecision
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        count = len(params)
+        self.parts = [part_of(param) for param in params]
+        self.steps = torch.zeros(count, dtype=torch.float32, device="cpu")
+        self.slots: list[dict[str, Tensor]] = [{} for _ in range(count)]
+        self.mains: list[Tensor | None] = [None] * count
+        self.shapes: list[torch.Size | None] = [None] * count
+        self.steady_mains: CachedTensorList | None = None
+        self.last_launch: Any = None
+        self._whole: dict[str, CachedTensorList] = {}
+        self._positions = list(range(count))
+        self._known_whole: Sequence[int] | None = None
+        self._common: tuple[float, int] | None = None
+
+    def is_whole(self, positions: Sequence[int]) -> bool:
+        """Whether these are all positions, in order. The same list is compared once."""
+        if positions is not self._known_whole and positions == self._positions:
+            self._known_whole = positions
+        return positions is self._known_whole
+
+    def tensors(self, name: str, positions: Sequence[int]) -> list[Tensor]:
+        """State tensors of that name; the same list every time as long as all slots are asked
+        for."""
+        if not self.is_whole(positions):
+            return [self.slots[position][name] for position in positions]
+        if name not in self._whole:
+            self._whole[name] = CachedTensorList(slot[name] for slot in self.slots).hold()
+        return self._whole[name]
+
+    def replaced(self) -> None:
+        """Forget lists of tensors: one of them is another tensor now."""
+        self._whole.clear()
+        self.steady_mains = self.last_launch = None
+
+    def was_stepped(self, position: int) -> bool:
+        """Whether a slot was ever stepped."""
+        # unlike item(), tolist() is no question to a device
+        return bool(self.steps[position : position + 1].tolist()[0] > 0)
+
+    def count(self, positions: Sequence[int], by: int = 1) -> None:
+        """Add a step to the given slots; -1 takes it back."""
+        if len(positions) == len(self.slots):
+            common, self._common = self._common_count(), None
+            self.steps += by
+            if common is not None:
+                self._common = common + by, self.steps._version
+        else:
+            self.steps[torch.tensor(positions, device="cpu")] += by
+
+    def counts(self, positions: Sequence[int]) -> list[float]:
+        """How often each of the given slots was stepped; of all slots a single number if it is the
+        same for all."""
+        whole = self.is_whole(positions)
+        if whole and (common := self._common_count()) is not None:
+            return [common]
+        counts: list[float] = self.steps.tolist()
+        if not whole:
+            return [counts[position] for position in positions]
+        if len(set(counts)) == 1:
+            self._common = counts[0], self.steps._version
+            return counts[:1]
+        return counts
+
+    def _common_count(self) -> float | None:
+        """The count of all slots if it is known to be the same. Slots' ``step`` are views, so torch
+        counts who writes them."""
+        if self._common is None or self._common[1] != self.steps._version:
+            return None
+        return self._common[0]
+
+
+class RuleState:
+    """What is kept for the slots of a rule: per slot ``step`` (0-d FP32 on the CPU), its moments,
+    with ``<moment>_scale`` if they are stored in blocks (as 4-bit codes they are 1-D, two codes a
+    byte), ``remainder`` if there is one, and ``averaged_param`` if averages are kept (which begins
+    with the first step).
+
+    Args:
+        rule: says what is kept.
+        precision: how it is stored.
+        param_groups: live groups of what is stepped.
+
+    Attributes:
+        groups: what is kept for each of them.
+        allocate: makes state on the host, zeroed; by default each tensor by itself.
+    """
+
+    def __init__(self, rule: Rule, precision: StatePrecision, param_groups: ParamGroups) -> None:
+        self.rule, self.precision, self.param_groups = rule, precision, param_groups
+        self.groups: list[GroupState] = []
+        self.allocate: Callable[[Sequence[Form]], list[Tensor]] | None = None
+        self._unsettled: list[tuple[GroupState, list[int], DeviceMultiplier]] = []
+
+    def name(self, slot: Slot) -> str:
+        """FQN of a slot."""
+        return slot_name(self.param_groups, slot)
+
+    def whole_shapes(self, params: list[Tensor]) -> Iterator[torch.Size]:
+        """Shapes of what a group's tensors are parts of."""
+        for group, known in zip(self.param_groups, self.groups, strict=False):
+            if group["params"] is params:
+                yield from (part.shape for part in known.parts)
+                return
+        yield from (part_of(param).shape for param in params)
+
+    # -- counts of steps --------------------------------------------------------------------------
+
+    def count(
+        self, index: int, positions: list[int], multipliers: Sequence[Multiplier] = ()
     ) -> None:
-        self.precision = precision
-        self._groups: list[GroupState] = []
-        self._allocate: Callable[[Sequence[Form]], list[Tensor]] | None = None
-        super().__init__(params, defaults)
-
-    # -- what a rule provides -------------------------------------------------------------------
-
-    rule = "custom"
-    """The rule's name in the config, where it has one."""
-
-    decides_moments = ""
-    """The setting that :meth:`moments` reads, if there is one."""
-
-    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Names of the moments the rule keeps under a group's settings."""
-        return RULES[self.rule].moment_names
-
-    def unread_moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Names of moments that the rule does without under a group's settings, though its formula
-        has them. Where a slot has one from before, it is stepped on, so that other settings find
-        it."""
-        return ()
-
-    def reads_steps(self, group: dict[str, Any]) -> bool:
-        """Whether the formula needs to know how often a slot was stepped, beyond whether it was."""
-        return True
-
-    def is_elementwise(self, group: dict[str, Any]) -> bool:
-        """Whether elements are stepped by themselves under a group's settings, so that a part of a
-        parameter can be."""
-        return self.rule in RULES and RULES[self.rule].reads == "elements"
-
-    @abstractmethod
-    def check_settings(self, group: dict[str, Any]) -> None:
-        """Raise ValueError naming the setting and its value if it is out of range."""
+        """Add a step to slots of a group. If a multiplier may say, on the device, that it was
+        skipped, :meth:`settle` takes it back."""
+        self.groups[index].count(positions)
+        waits = [value for value in set(multipliers) if isinstance(value, DeviceMultiplier)]
+        self._unsettled += [(self.groups[index], positions, value) for value in waits[:1]]
 
     def settle(self) -> None:
         """Take back the counts of steps of which only the device knew, until now, that they were
         skipped."""
+        unsettled, self._unsettled = self._unsettled, []
+        for group_state, positions, multiplier in unsettled:
+            if multiplier.skipped():
+                group_state.count(positions, -1)
 
-    # -- state ----------------------------------------------------------------------------------
+    def recover(self) -> None:
+        """A step was broken off: what it counted is loaded anew."""
+        self._unsettled = []
+        self.replaced()
 
-    @in_own_modes
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group.
+    def replaced(self) -> None:
+        """Tensors were given other memory."""
+        for group_state in self.groups:
+            group_state.replaced()
 
-        Raises:
-            ValueError: a setting is out of range, or parameters share memory, naming them.
-        """
-        with added_whole(self):
-            super().add_param_group(param_group)
-            group = self.param_groups[-1]
-            self.check_settings(group)
-            self._groups.append(GroupState(group["params"]))
-
-    def forget_groups(self, count: int) -> None:
-        super().forget_groups(count)
-        del self._groups[count:]
-
-    def state_of(self, slot: Slot) -> SlotState:
-        return RuleSlotState(self, slot)
+    # -- state ------------------------------------------------------------------------------------
 
     @in_own_modes
-    def live_state(self, slot: Slot) -> State:
+    def live(self, slot: Slot) -> State:
         """A slot's tensors, allocated where the slot is stepped now, with its count."""
         self.settle()
-        return self._present_state(slot)
+        return self.present(slot)
 
-    def _present_state(self, slot: Slot) -> State:
+    def present(self, slot: Slot) -> State:
         """The same, but that a step which the device skips may still be counted."""
-        group_state, group = self._groups[slot.group], self.param_groups[slot.group]
+        group_state, group = self.groups[slot.group], self.param_groups[slot.group]
         state = group_state.slots[slot.position]
         tensor = group["params"][slot.position]
         main = local_tensor(tensor)
@@ -137,7 +230,7 @@ class RuleState(SlotOptimizer):
         if new:
             state.update(new)
             group_state.replaced()
-        if not self._is_split(main):
+        if not self.is_split(main):
             state.pop(REMAINDER, None)  # the parameter was bfloat16 once
         if (
             group_state.mains[slot.position] is not tensor
@@ -148,50 +241,38 @@ class RuleState(SlotOptimizer):
             group_state.steady_mains = None
         return state
 
-    def step_counters(self) -> list[Tensor]:
-        """For each group how often its slots were stepped: FP32, shape (slots,), on the CPU. The
-        tensors themselves, which steps write."""
-        return [group_state.steps for group_state in self._groups]
-
-    def set_part(self, slot: Slot, part: Part) -> None:
-        self._groups[slot.group].parts[slot.position] = part
-
     def kept(self, slot: Slot) -> tuple[str, ...]:
         """Names of the moments that are kept for a slot."""
-        whole = self._groups[slot.group].parts[slot.position].shape
+        whole = self.groups[slot.group].parts[slot.position].shape
         names = self._names(slot.group, slot.position)
         return tuple(name for name in names if moment_of(name).shape(whole) is not None)
 
     def _names(self, index: int, position: int) -> tuple[str, ...]:
         """Names of a slot's moments, of whatever shape the parameter is."""
         group = self.param_groups[index]
-        names = self.moments(group)
-        state = self._groups[index].slots[position]
-        present = [name for name in self.unread_moments(group) if name in state]
+        names = self.rule.moments(group)
+        state = self.groups[index].slots[position]
+        present = [name for name in self.rule.unread_moments(group) if name in state]
         return (*present, *names) if present else names
 
-    def allocate_by(self, allocate: Callable[[Sequence[Form]], list[Tensor]]) -> None:
-        """From now on, allocate state on the host by this: it returns zeroed tensors."""
-        self._allocate = allocate
-
     def _new_state(self, forms: Sequence[Form], device: torch.device) -> list[Tensor]:
-        if forms and self._allocate is not None and device.type == "cpu":
-            return self._allocate(forms)
+        if forms and self.allocate is not None and device.type == "cpu":
+            return self.allocate(forms)
         return [zeros(*form, device) for form in forms]
 
     def forms(self, slot: Slot) -> dict[str, Form]:
         """Of all tensors that are stepped for a slot: its main param, by ``MAIN``, and its
         state."""
         param = self.stepped(slot)
-        main = param.shape, self.main_dtype(param.dtype)
+        main = param.shape, self.precision.main_dtype(param.dtype)
         return {MAIN: main, **self._state_forms(slot, main)}
 
     def _missing(self, slot: Slot, main: Tensor) -> dict[str, Form]:
         """State that a main param lacks."""
-        state = self._groups[slot.group].slots[slot.position]
+        state = self.groups[slot.group].slots[slot.position]
         forms = self._state_forms(slot, (main.shape, main.dtype))
         missing = {key: form for key, form in forms.items() if key not in state}
-        if missing and self._groups[slot.group].was_stepped(slot.position):
+        if missing and self.groups[slot.group].was_stepped(slot.position):
             # the moment of a stepped slot would have to hold gradients that are gone
             moments = self._names(slot.group, slot.position)
             late = {key for name in moments for key in (name, scale_key(name))}
@@ -200,20 +281,21 @@ class RuleState(SlotOptimizer):
 
     def deciding_setting(self, group: dict[str, Any]) -> str:
         """The setting that decides which moments are kept, for messages."""
-        name = self.decides_moments
-        return f"{name}={group[name]!r}" if name in group else self.rule
+        name = self.rule.decides_moments
+        return f"{name}={group[name]!r}" if name in group else self.rule.name
 
     def _state_forms(self, slot: Slot, main: Form) -> dict[str, Form]:
         """State of a main param."""
         main_shape, dtype = main
-        state = self._groups[slot.group].slots[slot.position]
-        whole = self._groups[slot.group].parts[slot.position].shape
+        state = self.groups[slot.group].slots[slot.position]
+        whole = self.groups[slot.group].parts[slot.position].shape
+        is_small = self.precision.is_small(whole.numel())
         forms: dict[str, Form] = {}
         for name in self._names(slot.group, slot.position):
             shape = moment_of(name).local_shape(main_shape, whole)
             if shape is None:
                 continue
-            forms |= moment_forms(name, shape, self.precision.stored_dtype(name))
+            forms |= moment_forms(name, shape, self.precision.stored_dtype(name, is_small))
         if self._is_split_dtype(dtype):
             forms[REMAINDER] = (main_shape, self.precision.remainder_dtype)
         if self.precision.ema_decay is not None:
@@ -221,7 +303,7 @@ class RuleState(SlotOptimizer):
         for key, (form, _) in forms.items():
             if key in state and state[key].shape != form:
                 raise ValueError(
-                    f"{self.slot_name(slot)}: the parameter's shape is now {tuple(main_shape)}, "
+                    f"{self.name(slot)}: the parameter's shape is now {tuple(main_shape)}, "
                     f"its {key} has {tuple(state[key].shape)}; a replacement must keep the shape"
                 )
         return forms
@@ -236,20 +318,20 @@ class RuleState(SlotOptimizer):
                     missing[key].append((slot, form))
         for key, wanted in missing.items():
             forms = [form for _, form in wanted]
-            tensors = beside(forms) if self._allocate is None else self._allocate(forms)
+            tensors = beside(forms) if self.allocate is None else self.allocate(forms)
             for (slot, _), tensor in zip(wanted, tensors or (), strict=False):
-                group_state = self._groups[slot.group]
+                group_state = self.groups[slot.group]
                 group_state.slots[slot.position].setdefault(
                     "step", group_state.steps[slot.position]
                 )
                 group_state.slots[slot.position][key] = tensor
                 group_state.replaced()
         for slot in slots:
-            self.live_state(slot)
+            self.present(slot)
 
-    def _mains(self, index: int, positions: Sequence[int]) -> CachedTensorList:
+    def mains(self, index: int, positions: Sequence[int]) -> CachedTensorList:
         """The plain tensors to step at some positions of a group, with state that fits them."""
-        params, group_state = self.param_groups[index]["params"], self._groups[index]
+        params, group_state = self.param_groups[index]["params"], self.groups[index]
         whole = group_state.is_whole(positions)
         tensors, fitting = list(params), group_state.mains
         shapes = group_state.shapes
@@ -260,21 +342,16 @@ class RuleState(SlotOptimizer):
         same = all_same(tensors, fitting)
         if same and whole and group_state.steady_mains is not None:
             return group_state.steady_mains
-        mains = CachedTensorList(
-            tensors if are_plain(tensors) else map(local_tensor, tensors)
-        )
+        mains = CachedTensorList(tensors if are_plain(tensors) else map(local_tensor, tensors))
         if not (same and list(map(Tensor.size, mains)) == shapes):
             self.allocate_state([Slot(index, position) for position in positions])
         for dtype in mains.dtypes:
             if dtype != self.precision.main_dtype(dtype):
                 position = next(
-                    p
-                    for p, main in zip(positions, mains, strict=True)
-                    if main.dtype == dtype
+                    p for p, main in zip(positions, mains, strict=True) if main.dtype == dtype
                 )
                 raise TypeError(
-                    f"{self.slot_name(Slot(index, position))} is {dtype}: {type(self).__name__} "
-                    "steps "
+                    f"{self.name(Slot(index, position))} is {dtype}: {self.rule.name} steps "
                     "float32, and bfloat16 with store_param_remainders=True; wrap it in "
                     "Float16OptimizerWithFloat16Params, or use get_megatron_optimizer"
                 )
@@ -282,21 +359,35 @@ class RuleState(SlotOptimizer):
             group_state.steady_mains = mains.hold()
         return mains
 
-    def _kept(self, index: int, positions: Sequence[int]) -> Sequence[tuple[str, ...]]:
+    def moment_keys(self, index: int, positions: Sequence[int]) -> Sequence[tuple[str, ...]]:
+        """Keys of the moments at some positions of a group, and of their scales."""
+        kept, parts = self._kept_names(index, positions), self.groups[index].parts
+        small = [False] * len(positions)
+        if self.precision.fp32_state_below:
+            is_small = self.precision.is_small
+            small = [is_small(parts[position].shape.numel()) for position in positions]
+        forms = list(zip(kept, small, strict=True))
+        keys = {form: self._with_scales(*form) for form in dict.fromkeys(forms)}
+        return list(map(keys.__getitem__, forms))
+
+    def _with_scales(self, names: tuple[str, ...], is_small: bool) -> tuple[str, ...]:
+        dtypes = (self.precision.stored_dtype(name, is_small) for name in names)
+        pairs = zip(names, dtypes, strict=True)
+        return (*names, *(scale_key(name) for name, dtype in pairs if is_blocked(dtype)))
+
+    def _kept_names(self, index: int, positions: Sequence[int]) -> Sequence[tuple[str, ...]]:
         """Names of the moments that are kept at some positions of a group."""
         group = self.param_groups[index]
-        names = self.moments(group)
+        names = self.rule.moments(group)
         if all(moment_of(name).is_always_kept for name in names):
-            if self.unread_moments(group):
+            if self.rule.unread_moments(group):
                 return [self._names(index, position) for position in positions]
             return [names] * len(positions)
         return [self.kept(Slot(index, position)) for position in positions]
 
-    def _state_tensors(
-        self, index: int, key: str, positions: Sequence[int]
-    ) -> list[Tensor]:
+    def state_tensors(self, index: int, key: str, positions: Sequence[int]) -> list[Tensor]:
         """State of that name at some positions of a group."""
-        group_state = self._groups[index]
+        group_state = self.groups[index]
         try:
             return group_state.tensors(key, positions)
         except KeyError:  # settings that need it are new
@@ -304,31 +395,28 @@ class RuleState(SlotOptimizer):
         for position in positions:
             if key not in group_state.slots[position]:
                 decided = self.deciding_setting(self.param_groups[index])
-                name = self.slot_name(Slot(index, position))
+                name = self.name(Slot(index, position))
                 raise stepped_without(f"param_groups[{index}]: {name}", key, decided)
         return group_state.tensors(key, positions)
 
-    def _stored_keys(self, names: tuple[str, ...], dtype: torch.dtype) -> list[str]:
-        """Keys of the state tensors that are stepped along with main params of a dtype."""
-        scales = [
-            scale_key(name)
-            for name in names
-            if is_blocked(self.precision.stored_dtype(name))
-        ]
+    def stored_keys(self, moments: tuple[str, ...], dtype: torch.dtype) -> list[str]:
+        """Keys of the state tensors that are stepped along with main params of a dtype.
+
+        Args:
+            moments: of :meth:`moment_keys`.
+        """
         remainder = [REMAINDER] if dtype != torch.float32 else []
         average = [] if self.precision.ema_decay is None else [AVERAGE]
-        return [*names, *scales, *remainder, *average]
+        return [*moments, *remainder, *average]
 
     # -- main params ----------------------------------------------------------------------------
-
-    def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.precision.main_dtype(dtype)
 
     def stepped(self, slot: Slot) -> Tensor:
         """The plain tensor that is stepped for a slot."""
         return local_tensor(self.param_groups[slot.group]["params"][slot.position])
 
-    def _is_split(self, main: Tensor) -> bool:
+    def is_split(self, main: Tensor) -> bool:
+        """Whether this is the upper half of a main param."""
         return self._is_split_dtype(main.dtype)
 
     def _is_split_dtype(self, dtype: torch.dtype) -> bool:
@@ -336,32 +424,109 @@ class RuleState(SlotOptimizer):
 
     @in_own_modes
     def main_param(self, slot: Slot) -> Tensor:
+        """The FP32 main param: the stepped tensor, or a copy if it is stored in parts."""
         main = self.stepped(slot)
-        return (
-            join(main, self._present_state(slot)[REMAINDER])
-            if self._is_split(main)
-            else super().main_param(slot)
-        )
+        if self.is_split(main):
+            return join(main, self.present(slot)[REMAINDER])
+        return param_at(self.param_groups, slot)
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
-        main = self.stepped(slot)
-        before_writing([main], self.live_state(slot).values())
-        if self._is_split(main):
-            split_(
-                value.to(main.device, torch.float32),
-                main,
-                self.live_state(slot)[REMAINDER],
-            )
+        """Give the main param another value of any floating dtype."""
+        main, state = self.stepped(slot), self.live(slot)
+        before_writing([main], state.values())
+        if self.is_split(main):
+            split_(value.to(main.device, torch.float32), main, state[REMAINDER])
         else:
             main.copy_(value)
 
     def written_outside(self, slot: Slot) -> None:
+        """The stepped tensor was written: a remainder may not make it another value."""
         main = self.stepped(slot)
-        if self._is_split(main):
-            remainder = self.live_state(slot)[REMAINDER]
+        if self.is_split(main):
+            remainder = self.live(slot)[REMAINDER]
             before_writing([remainder])
             keep_valid(main, remainder)
 
-    def memory_moved(self) -> None:
-        for group_state in self._groups:
-            group_state.replaced()
+
+class RuleSlotState(SlotState):
+    """A slot's state in the rule's rows."""
+
+    def __init__(self, rows: RuleState, slot: Slot) -> None:
+        self._rows, self._slot = rows, slot
+        self._name = rows.name(slot)
+
+    @cached_property
+    def _live(self) -> State:
+        return self._rows.live(self._slot)
+
+    def tensors(self) -> State:
+        return dict(self._live)
+
+    def shown(self) -> State:
+        return unpacked(self._live, self._rows.stepped(self._slot))
+
+    def full_precision(self) -> State:
+        return full_precision(self._live, self._rows.stepped(self._slot))
+
+    def in_blocks(self) -> set[str]:
+        tensors = self._live
+        return {key for key in tensors if scale_key(key) in tensors}
+
+    def fit(self, saved: State, convert: bool) -> State:
+        stepped = self._rows.stepped(self._slot)
+        live, group = self._live, self._rows.param_groups[self._slot.group]
+        if saved and STEP not in saved and not self._rows.rule.reads_steps(group):
+            # torch counts none; there is state, so it was stepped
+            saved = {key: value for key, value in saved.items() if value is not None}
+            saved[STEP] = 1.0
+        for moment in self._rows.rule.unread_moments(group):
+            decided = self._rows.deciding_setting(group)
+            shape = stepped.shape
+            saved = without_unread(self._name, moment, decided, live, shape, saved, convert)
+        return fitted(self._name, live, stepped, saved, convert)
+
+    def check(self, state: State) -> None:
+        rest, main = self._without_main(self._packed(state))
+        if main is not None:
+            check_fits(f"{self._name}.{MASTER}", self._rows.main_param(self._slot), main)
+        check_state(self._name, self._live, rest)
+        if SECOND in rest:
+            self.check_values(SECOND, rest[SECOND])
+
+    def check_values(self, key: str, values: Tensor) -> None:
+        if key == STEP:
+            check_step(self._name, values)
+        if key == SECOND and values.is_floating_point() and bool((values < 0).any()):
+            raise ValueError(
+                f"{self._name}.{SECOND}: has negative elements; it is a mean of squares"
+            )
+
+    def load(self, state: State) -> None:
+        state = self._packed(state)
+        self.check(state)
+        rest, main = self._without_main(state)
+        before_writing(self._live.values())
+        for key, tensor in self._live.items():
+            tensor.copy_(as_tensor(rest[key]))
+        if main is not None:
+            self._rows.set_main_param(self._slot, main)
+
+    def _packed(self, state: State) -> State:
+        """A state to load with 4-bit codes as codes, where it has the FP32 values they stand for,
+        and remainders in their own width."""
+        for key, tensor in self._live.items():
+            value = state.get(key)
+            is_unpacked = value is not None and scale_key(key) not in state
+            if is_packed(key, tensor.dtype) and is_unpacked:
+                return self.fit(state, convert=False)
+            if key == REMAINDER and isinstance(value, Tensor) and value.dtype == torch.int32:
+                return self.fit(state, convert=False)
+        return state
+
+    def _without_main(self, state: State) -> tuple[State, Tensor | None]:
+        """A state to load, and the FP32 main param in it that stands for a remainder."""
+        live = self._live
+        if MASTER not in state or REMAINDER not in live:
+            return state, None
+        rest = {key: value for key, value in state.items() if key != MASTER}
+        return {**rest, REMAINDER: live[REMAINDER]}, state[MASTER]

@@ -1,15 +1,18 @@
 """The class of each rule, and a config as its hyperparameters.
 
-A new rule is written in four places: a row in :mod:`mp_optim.config.rules` (what it keeps, and what
-it reads of the config), its fields in :mod:`mp_optim.config.fields`, a module with its class beside
-this one, and a line in :data:`CLASSES`. The class says what a setting may be (``check_settings``)
-and how it steps (``apply``). A rule in torch operations (``has_kernels=False`` in its row) does all
-of it there, as :mod:`mp_optim.update.muon` does; one whose backends have kernels calls
-the backend's method of its name, as :mod:`mp_optim.update.lion` does: its scalars stand in
-:mod:`mp_optim.update.kernel_args`, its formula in :mod:`mp_optim.update.backends.reference`, which
-is what carries it out until other backends have kernels for it. Those that lack some say which they
-have in :data:`mp_optim.config.capabilities.CAPABILITIES`: one that names none claims them all.
-Users find the class in ``mp_optim/__init__.py``; CONTRIBUTING.md lists the tests.
+A new rule is written in four places: a row in :mod:`mp_optim.config.rules` (what it keeps, and its
+hyperparameters), its fields in :mod:`mp_optim.config.fields`, a module beside this one, and a line
+in :data:`CLASSES`. The module has two classes. The :class:`~mp_optim.update.rule.Rule` says how it
+steps (``apply``), and what settings may be together (``check_settings``; the row has what each may
+be by itself); it keeps nothing. The torch optimizer, with the signature that users see, hands it to
+:class:`~mp_optim.update.optimizer.RuleOptimizer`. A rule in torch operations (``has_kernels=False``
+in its row) does all of the step in ``apply``, as :mod:`mp_optim.update.muon` does. One that steps
+each element by itself is an :class:`~mp_optim.update.rule.ElementRule`, as
+:mod:`mp_optim.update.lion` is: its scalars and its text stand in
+:mod:`mp_optim.update.element_rules`, its kernels in ``csrc/rules.inl`` and
+``backends/triton/kernels/rules.py``. Another one calls the methods of backends. Those that lack
+kernels say which they have in :data:`mp_optim.config.rules.CAPABILITIES`: one that names none
+claims them all. CONTRIBUTING.md lists the tests.
 """
 
 from __future__ import annotations
@@ -20,14 +23,14 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES
 from mp_optim.update.adafactor import Adafactor
 from mp_optim.update.adam import FusedAdam
+from mp_optim.update.ademamix import AdEMAMix
 from mp_optim.update.lamb import FusedLAMB
 from mp_optim.update.lion import Lion
 from mp_optim.update.muon import Muon
-from mp_optim.update.rule import RuleOptimizer
 from mp_optim.update.sgd import SGD
 from mp_optim.update.stable_adamw import StableAdamW
 
-CLASSES: dict[str, type[RuleOptimizer]] = {
+CLASSES: dict[str, type[Any]] = {
     "adam": FusedAdam,
     "lamb": FusedLAMB,
     "sgd": SGD,
@@ -35,6 +38,7 @@ CLASSES: dict[str, type[RuleOptimizer]] = {
     "muon": Muon,
     "adafactor": Adafactor,
     "stable_adamw": StableAdamW,
+    "ademamix": AdEMAMix,
 }
 assert CLASSES.keys() == RULES.keys()
 
@@ -44,12 +48,8 @@ def settings_of(config: OptimizerConfig) -> dict[str, Any]:
     rule, scalar = RULES[config.optimizer], RULES[config.elementwise_rule]
     sources = dict(rule.settings)
     if scalar is not rule:
-        sources |= {name: scalar.settings[name] for name in scalar.beside_muon}
-    settings: dict[str, Any] = {
-        "lr": config.lr,
-        "weight_decay": config.weight_decay,
-        **rule.fixed,
-    }
+        sources |= {name: scalar.settings[name] for name in scalar.overrides}
+    settings: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, **rule.fixed}
     for name, source in sources.items():
         if isinstance(source, str):
             settings[name] = getattr(config, source)
@@ -66,6 +66,7 @@ def construction_of(config: OptimizerConfig) -> dict[str, Any]:
         "backend": config.fused_backend,
         "exp_avg_dtype": config.exp_avg_dtype,
         "exp_avg_sq_dtype": config.exp_avg_sq_dtype,
+        "fp32_state_below": config.fp32_state_below,
         "store_param_remainders": config.keeps_remainders,
         "param_remainder_bits": config.param_remainder_bits,
         "stochastic_rounding": config.stochastic_rounding,

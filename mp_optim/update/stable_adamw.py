@@ -10,15 +10,76 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.config.setting_checks import check_stable_adamw_settings
-from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
+from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.slots.tensor_layout import Layout, Part
-from mp_optim.update.adam import adam_moments, adam_unread_moments
+from mp_optim.update.adam import AdamRule
 from mp_optim.update.backends import Backend
-from mp_optim.update.kernel_args import StableScalars, TensorLists
-from mp_optim.update.rule import RuleOptimizer
-from mp_optim.update.shard_sums import Groups, reduce_rows
-from mp_optim.update.state_format import StatePrecision
+from mp_optim.update.kernel_args import StableScalars
+from mp_optim.update.optimizer import RuleOptimizer
+from mp_optim.update.rule import Launch, Settings, Workspace
+from mp_optim.update.sums import Groups, reduce_rows
+
+
+class ClippedParams(Workspace):
+    """Which parameters the last step clipped."""
+
+    def __init__(self) -> None:
+        self._clipped: dict[Slot, tuple[Sequence[bool] | Tensor, int]] = {}
+
+    def metrics(self) -> dict[str, float]:
+        """Of how many parameters the last step was clipped; waits for steps on a device."""
+        flags = {
+            id(found): found.tolist() if isinstance(found, Tensor) else found
+            for found, _ in self._clipped.values()
+        }
+        clipped = sum(flags[id(found)][at] for found, at in self._clipped.values())
+        return {"update_clipped_params": clipped}
+
+    def note(
+        self, slots: Sequence[Slot], clipped: Sequence[bool] | Tensor, multiplier: float | Tensor
+    ) -> None:
+        """A launch has clipped these of its parameters."""
+        if isinstance(clipped, Tensor):
+            clipped = self._placed(clipped, slots[0], multiplier)
+        pairs = zip(repeat(clipped), range(len(slots)), strict=False)
+        self._clipped.update(zip(slots, pairs, strict=True))
+
+    def _placed(self, clipped: Tensor, first: Slot, multiplier: float | Tensor) -> Tensor:
+        """What the device says is clipped, in memory that stays, as a CUDA graph writes it again;
+        of a step that is skipped, what was there before."""
+        place, at = self._clipped.get(first, (None, 0))
+        fits = isinstance(place, Tensor) and place.shape == clipped.shape and at == 0
+        if not isinstance(place, Tensor) or not fits:
+            place = torch.zeros_like(clipped)
+        if isinstance(multiplier, Tensor) and multiplier.numel() == 2:
+            clipped = torch.where(multiplier[1:] != 0.0, place, clipped)
+        return place.copy_(clipped)
+
+
+class StableAdamWRule(AdamRule):
+    """AdamW. A parameter whose gradients are larger than its second moment knows, as a root mean
+    square over all of it, steps by so much less."""
+
+    name = "stable_adamw"
+
+    def new_workspace(self) -> Workspace:
+        return ClippedParams()
+
+    def is_collective(self, group: Settings, update: SlotUpdate) -> bool:
+        return bool(_parts_over(update.shard_groups, update.layout))
+
+    def apply(self, launch: Launch, backend: Backend) -> None:
+        lists, updates, multiplier = launch.lists, launch.updates, launch.multiplier
+        scalars = StableScalars.at(launch.settings, launch.step)
+        sums = backend.stable_adamw_sums(lists, scalars, multiplier)
+        layouts = updates.layouts or [None] * len(updates)
+        over = list(map(_parts_over, updates.shard_groups, layouts))
+        reduce_rows(sums, over, "adding up StableAdamW's sums")
+        sizes = list(map(_numel, launch.parts, layouts))
+        clipped = backend.stable_adamw_finish(lists, scalars, sums, sizes, multiplier)
+        assert isinstance(launch.workspace, ClippedParams)
+        if clipped is not None:
+            launch.workspace.note(updates.slots, clipped, multiplier)
 
 
 class StableAdamW(RuleOptimizer):
@@ -32,10 +93,6 @@ class StableAdamW(RuleOptimizer):
             ``exp_avg_dtype``.
     """
 
-    rule = "stable_adamw"
-    decides_moments = "betas"
-    needs_numbers = False
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -48,78 +105,14 @@ class StableAdamW(RuleOptimizer):
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        self._clipped: dict[Slot, tuple[Sequence[bool] | Tensor, int]] = {}
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "bias_correction": bias_correction,
-            },
-            backend,
-            StatePrecision(**precision),
-        )
-
-    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return adam_moments(group)
-
-    def unread_moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return adam_unread_moments(group)
-
-    def is_collective(self, update: SlotUpdate) -> bool:
-        return bool(_parts_over(update.shard_groups, update.layout))
-
-    def check_settings(self, group: dict[str, Any]) -> None:
-        check_stable_adamw_settings(group)
-
-    def metrics(self) -> dict[str, float]:
-        """Of how many parameters the last step was clipped; waits for steps on a device."""
-        flags = {
-            id(found): found.tolist() if isinstance(found, Tensor) else found
-            for found, _ in self._clipped.values()
+        settings = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
         }
-        clipped = sum(flags[id(found)][at] for found, at in self._clipped.values())
-        return {"update_clipped_params": clipped}
-
-    def apply(
-        self,
-        backend: Backend,
-        lists: TensorLists,
-        group: dict[str, Any],
-        step: int,
-        multiplier: float | Tensor,
-        updates: SlotUpdates,
-    ) -> None:
-        scalars = StableScalars.at(group, step)
-        sums = backend.stable_adamw_sums(lists, scalars, multiplier)
-        parts = [
-            self._groups[slot.group].parts[slot.position] for slot in updates.slots
-        ]
-        layouts = updates.layouts or [None] * len(parts)
-        over = list(map(_parts_over, updates.shard_groups, layouts))
-        reduce_rows(sums, over, "adding up StableAdamW's sums")
-        sizes = list(map(_numel, parts, layouts))
-        clipped = backend.stable_adamw_finish(lists, scalars, sums, sizes, multiplier)
-        if isinstance(clipped, Tensor):
-            clipped = self._placed(clipped, updates.slots[0], multiplier)
-        if clipped is not None:
-            pairs = zip(repeat(clipped), range(len(parts)), strict=False)
-            self._clipped.update(zip(updates.slots, pairs, strict=True))
-
-    def _placed(
-        self, clipped: Tensor, first: Slot, multiplier: float | Tensor
-    ) -> Tensor:
-        """What the device says is clipped, in memory that stays, as a CUDA graph writes it again;
-        of a step that is skipped, what was there before."""
-        place, at = self._clipped.get(first, (None, 0))
-        fits = isinstance(place, Tensor) and place.shape == clipped.shape and at == 0
-        if not isinstance(place, Tensor) or not fits:
-            place = torch.zeros_like(clipped)
-        if isinstance(multiplier, Tensor) and multiplier.numel() == 2:
-            clipped = torch.where(multiplier[1:] != 0.0, place, clipped)
-        return place.copy_(clipped)
+        super().__init__(StableAdamWRule(), params, settings, backend, precision)
 
 
 def _numel(part: Part, layout: Layout | None) -> int:

@@ -11,30 +11,30 @@ import torch
 from torch import Tensor
 
 from mp_optim.config.combinations import ROUNDS_AVERAGES
-from mp_optim.config.rules import (
-    FIRST_MOMENT_DTYPES,
-    SECOND_MOMENT_DTYPES,
-    moment_of,
-)
-from mp_optim.process.host_memory import Form, zeros
-from mp_optim.process.tensor_values import same_values
-from mp_optim.slots.slot_state import State, check_fits
-from mp_optim.slots.state_keys import (
+from mp_optim.config.rules import FIRST_MOMENT_DTYPES, SECOND_MOMENT_DTYPES, moment_of
+from mp_optim.config.state_forms import CODED, blocks_of, packed_bytes
+from mp_optim.process.host_memory import Form, same_values, zeros
+from mp_optim.process.leases import before_writing
+from mp_optim.slots import local_tensor
+from mp_optim.slots.slot_state import (
     AVERAGE,
     MASTER,
     REMAINDER,
     SECOND,
+    LayeredState,
+    SlotState,
+    State,
+    check_fits,
     is_scale,
     scale_key,
 )
 from mp_optim.update.codecs import (
-    blocks_of,
     decode,
     encode_,
+    form_of,
     is_blocked,
     is_packed,
     join,
-    packed_bytes,
     split_,
     stored_dtype,
 )
@@ -49,6 +49,8 @@ class StatePrecision:
         exp_avg_dtype: of the first moment or momentum: float32, bfloat16, float16, uint8 or uint4
             (see ``codecs``).
         exp_avg_sq_dtype: of the second moment; the same but uint4.
+        fp32_state_below: elements from which on a parameter's moments are in 8 or 4 bits; those of
+            smaller ones are FP32.
         store_param_remainders: step bfloat16 parameters as they are, beside a remainder that makes
             them FP32.
         param_remainder_bits: 16 for all of FP32, 8 for its upper 24 bits.
@@ -63,6 +65,7 @@ class StatePrecision:
 
     exp_avg_dtype: torch.dtype = torch.float32
     exp_avg_sq_dtype: torch.dtype = torch.float32
+    fp32_state_below: int = 0
     store_param_remainders: bool = False
     param_remainder_bits: int = 16
     stochastic_rounding: bool = False
@@ -74,22 +77,16 @@ class StatePrecision:
         _check_dtype("exp_avg_dtype", self.exp_avg_dtype, FIRST_MOMENT_DTYPES)
         _check_dtype("exp_avg_sq_dtype", self.exp_avg_sq_dtype, SECOND_MOMENT_DTYPES)
         if self.param_remainder_bits not in (8, 16):
-            raise ValueError(
-                f"param_remainder_bits={self.param_remainder_bits!r}: must be 16 or 8"
-            )
+            raise ValueError(f"param_remainder_bits={self.param_remainder_bits!r}: must be 16 or 8")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed!r}: must be in [0, 2**32)")
         self._check_averages()
 
     def _check_averages(self) -> None:
         if self.ema_decay is not None and not 0.0 <= self.ema_decay < 1.0:
-            raise ValueError(
-                f"ema_decay={self.ema_decay!r}: must be in [0, 1), or None"
-            )
+            raise ValueError(f"ema_decay={self.ema_decay!r}: must be in [0, 1), or None")
         if self.ema_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"ema_dtype={self.ema_dtype}: must be torch.float32 or torch.bfloat16"
-            )
+            raise ValueError(f"ema_dtype={self.ema_dtype}: must be torch.float32 or torch.bfloat16")
         if self.ema_dtype == torch.bfloat16 and not self.stochastic_rounding:
             raise ValueError(f"ema_dtype={self.ema_dtype}: {ROUNDS_AVERAGES}")
 
@@ -100,22 +97,21 @@ class StatePrecision:
             torch.float32
         } and not self.store_param_remainders
 
-    def stored_dtype(self, moment: str) -> torch.dtype:
+    def is_small(self, elements: int) -> bool:
+        """Whether a parameter of so many elements, as a whole, keeps FP32 instead of codes."""
+        return elements < self.fp32_state_below
+
+    def stored_dtype(self, moment: str, is_small: bool) -> torch.dtype:
         """Dtype of the stored tensor of a moment."""
         source = moment_of(moment).dtype_field
-        return (
-            torch.float32
-            if source is None
-            else stored_dtype(moment, getattr(self, source))
-        )
+        asked = torch.float32 if source is None else getattr(self, source)
+        if is_small and asked in CODED:
+            asked = torch.float32
+        return stored_dtype(moment, asked)
 
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype of the main param of a parameter."""
-        return (
-            dtype
-            if dtype == torch.bfloat16 and self.store_param_remainders
-            else torch.float32
-        )
+        return dtype if dtype == torch.bfloat16 and self.store_param_remainders else torch.float32
 
     def average_weight(self, step: int) -> float:
         """What a new main param weighs in its average at step ``step`` >= 1; an FP32 number."""
@@ -129,9 +125,7 @@ class StatePrecision:
         return torch.int16 if self.param_remainder_bits == 16 else torch.int8
 
 
-def _check_dtype(
-    name: str, dtype: torch.dtype, choices: tuple[torch.dtype, ...]
-) -> None:
+def _check_dtype(name: str, dtype: torch.dtype, choices: tuple[torch.dtype, ...]) -> None:
     if dtype not in choices:
         raise ValueError(f"{name}={dtype}: must be one of {list(choices)}")
 
@@ -139,12 +133,10 @@ def _check_dtype(
 def moment_forms(name: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, Form]:
     """What a moment of a shape is stored in: a tensor of that shape, or of the bytes of its 4-bit
     codes; and its scales if it has some."""
-    held = shape
-    if is_packed(name, dtype):
-        held = torch.Size([packed_bytes(shape.numel())])
-    forms = {name: (held, dtype)}
-    if is_blocked(dtype):
-        forms[scale_key(name)] = (torch.Size([blocks_of(shape.numel())]), torch.float32)
+    form, numel = form_of(name, dtype), shape.numel()
+    forms = {name: (torch.Size([form.held(numel)]) if form.packed else shape, dtype)}
+    if form.in_blocks:
+        forms[scale_key(name)] = (torch.Size([form.scales(numel)]), torch.float32)
     return forms
 
 
@@ -183,11 +175,7 @@ def unpacked(state: Mapping[str, Any], main: Tensor) -> State:
 
 
 def fitted(
-    label: str,
-    mine: Mapping[str, Any],
-    main: Tensor,
-    saved: Mapping[str, Any],
-    convert: bool,
+    label: str, mine: Mapping[str, Any], main: Tensor, saved: Mapping[str, Any], convert: bool
 ) -> State:
     """Saved state in the form of ``mine``.
 
@@ -209,16 +197,12 @@ def fitted(
         theirs, scale = saved.get(key), scale_key(key)
         if key in (REMAINDER, "step") or not isinstance(theirs, Tensor):
             continue
-        if theirs.dtype == own.dtype and _same_scales(
-            saved.get(scale), mine.get(scale)
-        ):
+        if theirs.dtype == own.dtype and _same_scales(saved.get(scale), mine.get(scale)):
             result |= {scale: saved[scale]} if scale in mine else {}
         elif _shape(key, theirs, main) == _shape(key, own, main) and _can_be_read(
             theirs, saved.get(scale), convert
         ):
-            result |= _converted(
-                f"{label}.{key}", key, mine, _decoded(saved, key, main), convert
-            )
+            result |= _converted(f"{label}.{key}", key, mine, _decoded(saved, key, main), convert)
     if REMAINDER in saved and (
         REMAINDER not in mine or mine[REMAINDER].dtype != saved[REMAINDER].dtype
     ):
@@ -260,9 +244,7 @@ def _can_be_read(saved: Tensor, scale: Any, convert: bool) -> bool:
     if saved.is_complex() or saved.is_meta:
         return False
     return (
-        scale is not None
-        or convert
-        or (saved.is_floating_point() and saved.dtype != torch.float64)
+        scale is not None or convert or (saved.is_floating_point() and saved.dtype != torch.float64)
     )
 
 
@@ -273,9 +255,7 @@ def as_master(label: str, saved: Any, convert: bool) -> Tensor:
         ValueError: it is none, or would lose bits and ``convert`` is false.
     """
     if not isinstance(saved, Tensor) or saved.is_complex() or saved.is_meta:
-        check_fits(
-            f"{label}.{MASTER}", _fp32_of(getattr(saved, "shape", torch.Size())), saved
-        )
+        check_fits(f"{label}.{MASTER}", _fp32_of(getattr(saved, "shape", torch.Size())), saved)
     narrow = saved.is_floating_point() and saved.dtype != torch.float64
     if not (narrow or convert):
         check_fits(f"{label}.{MASTER}", _fp32_of(saved.shape), saved)
@@ -295,9 +275,7 @@ def _same_scales(saved: Tensor | None, own: Tensor | None) -> bool:
 def _shape(key: str, stored: Tensor, main: Tensor) -> torch.Size:
     """The shape of a stored moment's FP32 form. Bytes of 4-bit codes have the main param's if they
     are as many as that needs."""
-    fits = is_packed(key, stored.dtype) and stored.shape == (
-        packed_bytes(main.numel()),
-    )
+    fits = is_packed(key, stored.dtype) and stored.shape == (packed_bytes(main.numel()),)
     return main.shape if fits else stored.shape
 
 
@@ -328,9 +306,7 @@ def _converted(
         name: zeros(*form, value.device)
         for name, form in moment_forms(key, value.shape, mine[key].dtype).items()
     }
-    encode_(
-        value.reshape(-1), fresh[key].view(-1), fresh.get(scale_key(key)), key == SECOND
-    )
+    encode_(value.reshape(-1), fresh[key].view(-1), fresh.get(scale_key(key)), key == SECOND)
     if not convert and not same_values(_decoded(fresh, key, value), value):
         raise ValueError(
             f"{label}: saved with values that {_said(key, mine[key])} cannot hold without loss; "
@@ -397,3 +373,111 @@ def _more_bits(label: str) -> str:
         f"{label}.{MASTER}: saved with more bits than a bfloat16 parameter and an 8-bit remainder "
         "hold; load with convert=True, or set param_remainder_bits=16"
     )
+
+
+# -- moments that a rule does without under some settings -----------------------------------------
+
+
+def without_unread(
+    label: str,
+    moment: str,
+    decided: str,
+    live: State,
+    shape: torch.Size,
+    saved: State,
+    convert: bool,
+) -> State:
+    """A saved state with a moment that nothing reads here as it is here: dropped where none is
+    kept, zeros where one is.
+
+    Args:
+        label: names the slot in messages.
+        decided: the setting that makes it needless, for messages.
+        shape: the moment's.
+        convert: drop it.
+
+    Raises:
+        ValueError: it would be dropped, and ``convert`` is false.
+    """
+    if moment in saved and moment not in live:
+        if not convert:
+            raise ValueError(
+                f"{label}: saved with {moment}, which is not kept here ({decided}); load with "
+                "convert=True, which drops it, or build the optimizer with settings that keep it"
+            )
+        dropped = (moment, scale_key(moment))
+        return {key: value for key, value in saved.items() if key not in dropped}
+    if saved and moment in live and moment not in saved:
+        device = live[moment].device
+        zeros = torch.zeros(shape, dtype=torch.float32, device=device)
+        return {**saved, moment: zeros}
+    return saved
+
+
+def stepped_without(label: str, moment: str, decided: str) -> ValueError:
+    """What to say of a stepped slot that lacks a moment: it would have to hold gradients that are
+    gone."""
+    return ValueError(
+        f"{label} was stepped without {moment}, which {decided} needs; set back what made it "
+        "needless, or give the group the new value from its first step on; nothing was stepped"
+    )
+
+
+# -- beside the FP32 main param of a parameter of fewer bits --------------------------------------
+
+
+class WithMainParam(LayeredState):
+    """The state of the layer below and, under ``master_param``, the main param.
+
+    Args:
+        name: of the slot, for messages.
+        main: the live main param.
+        missing: what to say of a saved state that has none.
+    """
+
+    def __init__(self, below: SlotState, name: str, main: Tensor, missing: str) -> None:
+        super().__init__(below)
+        self._name, self._main, self._missing = name, main, missing
+
+    def tensors(self) -> State:
+        return {**self.below.tensors(), MASTER: self._main}
+
+    def shown(self) -> State:
+        return {**self.below.shown(), MASTER: self._main}
+
+    def full_precision(self) -> State:
+        return {**self.below.full_precision(), MASTER: self._main}
+
+    def is_required(self) -> bool:
+        return True
+
+    def fit(self, saved: State, convert: bool) -> State:
+        rest, main = _split(saved)
+        fitted = self.below.fit(rest, convert)
+        if main is None:
+            return fitted
+        value = as_master(self._name, main, convert)
+        if AVERAGE in fitted and AVERAGE not in saved:  # it starts from the main param
+            fitted = {**fitted, AVERAGE: value.to(fitted[AVERAGE].dtype)}
+        return {**fitted, MASTER: value}
+
+    def check(self, state: State) -> None:
+        if MASTER not in state:
+            raise ValueError(self._missing)
+        rest, main = _split(state)
+        check_fits(f"{self._name}.{MASTER}", self._main, main)
+        self.below.check(rest)
+
+    def load(self, state: State) -> None:
+        rest, main = _split(state)
+        self.below.load(rest)
+        if main is not None:
+            before_writing([self._main])
+            self._main.copy_(main)
+
+
+def _split(state: State) -> tuple[State, Any]:
+    """A state without its main param, and that."""
+    rest = dict(state)
+    main = rest.pop(MASTER, None)
+    return rest, local_tensor(main) if isinstance(main, Tensor) else main

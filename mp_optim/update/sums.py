@@ -3,7 +3,8 @@
 The order: a tensor's elements, row-major, are cut into blocks of 1024, zero filled. A block is 8
 rows of 128 squares; rows are added one after another, the 128 sums then by halving (``x[:64] +
 x[64:]`` and so on). Block sums are added in adjacent pairs, zero filled. So a block, or any aligned
-power-of-two run of blocks, can be summed by itself.
+power-of-two run of blocks, can be summed by itself. Sums of a parameter's parts are reduced over
+the ranks that hold them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from mp_optim.ranks.missing_ranks import naming_missing_ranks, wait_for
 from mp_optim.update.chunking import piece_elements
 
 BLOCK = 1024
@@ -60,9 +64,7 @@ def combine_pieces(owners: Sequence[int], pieces: Tensor, count: int) -> Tensor:
     Returns:
         FP64, shape (count, k).
     """
-    sums = torch.zeros(
-        count, pieces.shape[-1], dtype=torch.float64, device=pieces.device
-    )
+    sums = torch.zeros(count, pieces.shape[-1], dtype=torch.float64, device=pieces.device)
     cut: dict[int, list[int]] = defaultdict(list)
     for position, owner in enumerate(owners):
         cut[owner].append(position)
@@ -84,9 +86,7 @@ def root(values: Tensor) -> Tensor:
     if values.device.type != "cpu":
         return values.sqrt()
     return torch.tensor(
-        [math.sqrt(value) for value in values.flatten().tolist()],
-        dtype=torch.float64,
-        device="cpu",
+        [math.sqrt(value) for value in values.flatten().tolist()], dtype=torch.float64, device="cpu"
     ).view_as(values)
 
 
@@ -146,17 +146,12 @@ def _add_pairs(sums: Tensor) -> Tensor:
 
 def _filled(sums: Tensor) -> Tensor:
     """Zero filled along the last dimension up to a power of two."""
-    return torch.nn.functional.pad(
-        sums, (0, _next_power(sums.shape[-1]) - sums.shape[-1])
-    )
+    return torch.nn.functional.pad(sums, (0, _next_power(sums.shape[-1]) - sums.shape[-1]))
 
 
 def _sum_large(tensor: Tensor, piece: int) -> Tensor:
     parts = [
-        _sum_batch(
-            [_row_major(tensor, start, min(start + piece, tensor.numel()))],
-            piece // BLOCK,
-        )
+        _sum_batch([_row_major(tensor, start, min(start + piece, tensor.numel()))], piece // BLOCK)
         for start in range(0, tensor.numel(), piece)
     ]
     return _add_pairs(_filled(torch.cat(parts)))
@@ -171,6 +166,39 @@ def _row_major(tensor: Tensor, start: int, stop: int) -> Tensor:
         return tensor.view(-1)[start:stop]
     row = tensor[0].numel()
     first = start // row
-    return tensor[first : -(-stop // row)].reshape(-1)[
-        start - first * row : stop - first * row
-    ]
+    return tensor[first : -(-stop // row)].reshape(-1)[start - first * row : stop - first * row]
+
+
+Groups = tuple[ProcessGroup, ...]
+
+
+def reduce_over(
+    groups: Groups, value: Tensor, doing: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    """Reduce a value in place over the ranks of one group after the other.
+
+    Args:
+        doing: what to say of it if a rank is missing.
+    """
+    for group in groups:
+        with naming_missing_ranks(group)(doing):
+            work = dist.all_reduce(value, op=op, group=group, async_op=True)
+            wait_for(work, group, value.device)
+
+
+def reduce_rows(rows: Tensor, shard_groups: Sequence[Groups], doing: str) -> None:
+    """Add up the rows of split parameters in place: one reduction for all that are split alike.
+
+    Args:
+        rows: one for each parameter.
+        doing: what to say of it if a rank is missing.
+    """
+    split: dict[Groups, list[int]] = defaultdict(list)
+    for index, groups in enumerate(shard_groups):
+        if groups:
+            split[groups].append(index)
+    for groups, indices in split.items():
+        where = index_on(rows.device, indices)
+        part = rows[where]
+        reduce_over(groups, part, doing)
+        rows[where] = part

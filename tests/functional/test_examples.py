@@ -19,11 +19,7 @@ ALONE = {
     "float8_weights": 0.3,
 }
 """Examples that return losses, and what fraction of the first one the last may be."""
-LAUNCHED = {
-    "accelerate_fsdp2": (2, 0.2),
-    "fsdp2_qwen3_moe": (2, 0.2),
-    "megatron_gpt": (0, 0.8),
-}
+LAUNCHED = {"accelerate_fsdp2": (2, 0.2), "fsdp2_qwen3_moe": (2, 0.2), "megatron_gpt": (0, 0.8)}
 """Examples with processes of their own: how many, or 0 for no launcher; and the same."""
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import mp_optim
-from mp_optim.groups.overrides import get_param_groups
+from mp_optim.groups.param_groups import get_param_groups
 from support.launch import ROOT
 from training.config import TrainConfig
 from training.loading import load_yaml
@@ -44,10 +44,7 @@ each_model = pytest.mark.parametrize("name", sorted(PUBLISHED_PARAMS))
 def config_and_model(name: str) -> tuple[TrainConfig, nn.Module]:
     config = load_yaml(FULL_SIZE / f"{name}.yaml")
     return config, build_model(
-        config.model,
-        dtype=torch.bfloat16,
-        device="meta",
-        seq_length=config.data.seq_length,
+        config.model, dtype=torch.bfloat16, device="meta", seq_length=config.data.seq_length
     )
 
 
@@ -58,15 +55,10 @@ def groups_of(name: str) -> list[dict[str, Any]]:
     return get_param_groups([model], config.optimizer, overrides)
 
 
-def count(
-    name: str, wanted: Callable[[dict[str, Any]], bool] = lambda group: True
-) -> int:
+def count(name: str, wanted: Callable[[dict[str, Any]], bool] = lambda group: True) -> int:
     """Elements of the params in the groups that are wanted."""
     return sum(
-        param.numel()
-        for group in groups_of(name)
-        if wanted(group)
-        for param in group["params"]
+        param.numel() for group in groups_of(name) if wanted(group) for param in group["params"]
     )
 
 
@@ -103,7 +95,4 @@ def test_fp32_state_is_twelve_bytes_a_param(name: str) -> None:
     config, model = config_and_model(name)
     rows = mp_optim.get_megatron_optimizer(config.optimizer, model).describe().rows
     step_counters = 4 * sum(len(group["params"]) for group in groups_of(name))
-    assert (
-        sum(row.bytes for row in rows)
-        == BYTES_OF_FP32_STATE * count(name) + step_counters
-    )
+    assert sum(row.bytes for row in rows) == BYTES_OF_FP32_STATE * count(name) + step_counters

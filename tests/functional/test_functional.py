@@ -30,9 +30,7 @@ def test_case(name: str, tmp_path: Path) -> None:
     config, options = load_case(name)
     curve = finite(run_case(name, tmp_path)) if options.same_as else uninterrupted(name)
     if options.same_as is not None:
-        assert curve == uninterrupted(options.same_as), (
-            f"not bit-identical with {options.same_as}"
-        )
+        assert curve == uninterrupted(options.same_as), f"not bit-identical with {options.same_as}"
     assert not differences(curve, load_golden(name), precision_of(config))
 
 

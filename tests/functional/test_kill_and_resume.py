@@ -26,9 +26,7 @@ STEPS = 24
 def command(case: str, output: Path, *flags: str) -> list[str]:
     """The trainer on a case, one thread, a checkpoint after every step."""
     values = (
-        (CASES / case / "model_config.yaml")
-        .read_text(encoding="utf-8")
-        .partition("\ntest:")[0]
+        (CASES / case / "model_config.yaml").read_text(encoding="utf-8").partition("\ntest:")[0]
     )
     config = output.with_suffix(".yaml")
     config.write_text(values, encoding="utf-8")
@@ -67,29 +65,20 @@ def stop_after(
 
 def config_of(case: str, output: Path) -> TrainConfig:
     config, _ = load_case(case)
-    run = dataclasses.replace(
-        config.run, steps=STEPS, save_interval=STEPS, output_dir=str(output)
-    )
+    run = dataclasses.replace(config.run, steps=STEPS, save_interval=STEPS, output_dir=str(output))
     return dataclasses.replace(config, run=run)
 
 
 def everything(case: str, output: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the run's last checkpoint."""
     config = config_of(case, output)
-    trainer = Trainer(
-        dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
-    )
+    trainer = Trainer(dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True)))
     assert trainer.step == STEPS
     states = trainer.optimizer.state_dict()["state"]
     found = {
-        f"{index}.{key}": value
-        for index, state in states.items()
-        for key, value in state.items()
+        f"{index}.{key}": value for index, state in states.items() for key, value in state.items()
     }
-    return {
-        **found,
-        **{name: param.detach() for name, param in trainer.model.named_parameters()},
-    }
+    return {**found, **{name: param.detach() for name, param in trainer.model.named_parameters()}}
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,7 @@ def test_the_notebook_trains_and_goes_on(tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(not cell.outputs and cell.execution_count is None for cell in code)
-    NotebookClient(
-        notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
+    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in code for output in cell.outputs]
     said = "".join(output.text for output in outputs if "text" in output)
     halves = re.findall(r"loss ([0-9.]+) -> ([0-9.]+)", said)

@@ -49,9 +49,7 @@ def test_a_builder_that_passes_params_by_name() -> None:
     """NeMo Automodel: ``_target_: mp_optim.AdamW``; ``foreach=False`` with tensor parallelism."""
     layers = model()
     optimizer = mp_optim.AdamW(
-        params=[{"params": list(layers.parameters()), "weight_decay": 0.0}],
-        lr=1e-2,
-        foreach=False,
+        params=[{"params": list(layers.parameters()), "weight_decay": 0.0}], lr=1e-2, foreach=False
     )
     first, last = fit(layers, optimizer)
     assert last < 0.2 * first
@@ -128,9 +126,7 @@ def check_trained(trained: Trainer) -> None:
     optimizer = trained.optimizer.optimizer  # below accelerate's
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     assert isinstance(optimizer, mp_optim.AdamW) and decays == [0.1, 0.0]
-    assert optimizer.defaults["betas"] == (0.9, 0.95) and "host" in str(
-        optimizer.describe()
-    )
+    assert optimizer.defaults["betas"] == (0.9, 0.95) and "host" in str(optimizer.describe())
     losses = [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
     assert losses[-1] < 0.2 * losses[0]
 

@@ -9,16 +9,12 @@ from typing import Any
 
 import pytest
 
-import mp_optim.torch_style as ours
+import mp_optim.torch_style.classes as ours
 from support.fp32_adamw import Fp32AdamW
 from support.launch import run_ranks
 from support.programs import PROGRAMS, program
 
-SETTINGS: dict[str, Any] = {
-    "offload": 1.0,
-    "state": "8bit",
-    "main_params": "remainder16",
-}
+SETTINGS: dict[str, Any] = {"offload": 1.0, "state": "8bit", "main_params": "remainder16"}
 # Both are AdamW in FP32, a few of whose last bits differ (2e-7 of lr a step). Where a main param
 # lies between two bfloat16 values, that now and then rounds a weight the other way (0.4 %), and
 # what follows from it is noise of bfloat16: measured 0.1 % of the first loss at most.
@@ -43,9 +39,7 @@ def test_losses_are_those_of_torchs_adamw_in_fp32(
         expected = main(str(tmp_path / "torch"), cls=Fp32AdamW, **how)
     assert len(found) == len(expected) >= 50 and found[-1] < 0.8 * found[0]
     worst = max(abs(one - two) for one, two in zip(found, expected, strict=True))
-    print(
-        f"{case}: {found[0]:.4f} -> {found[-1]:.4f}, differs by {worst / found[0]:.2%}"
-    )
+    print(f"{case}: {found[0]:.4f} -> {found[-1]:.4f}, differs by {worst / found[0]:.2%}")
     assert worst <= TOLERANCE * found[0]
 
 

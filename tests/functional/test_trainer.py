@@ -43,16 +43,9 @@ def test_flags_go_over_the_file_and_the_file_over_defaults() -> None:
             "1.0",
         ]
     )
-    assert (config.optimizer.lr, config.optimizer.optimizer_offload_fraction) == (
-        1e-3,
-        1.0,
-    )
+    assert (config.optimizer.lr, config.optimizer.optimizer_offload_fraction) == (1e-3, 1.0)
     assert config.optimizer.params_dtype is torch.bfloat16 and config.run.resume
-    assert (
-        config.optimizer.weight_decay
-        == load_yaml(QUICKSTART).optimizer.weight_decay
-        == 0.1
-    )
+    assert config.optimizer.weight_decay == load_yaml(QUICKSTART).optimizer.weight_decay == 0.1
     assert config.optimizer.adam_beta1 == OptimizerConfig().adam_beta1
     assert parse_command_line([]) == TrainConfig()
 
@@ -79,9 +72,7 @@ def test_flags_go_over_the_file_and_the_file_over_defaults() -> None:
         ("model:\n  vocab_size: 100", "vocab_size=100: at least 256"),
     ],
 )
-def test_a_bad_file_is_explained_in_one_line(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_a_bad_file_is_explained_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(SystemExit) as stopped:
@@ -112,8 +103,7 @@ run: {steps: 2, global_batch_size: 8, micro_batch_size: 2, save_interval: 2}
     together = read_records(tmp_path / "run" / "metrics.jsonl")
     alone = train(
         dataclasses.replace(
-            load_yaml(config),
-            run=dataclasses.replace(load_yaml(config).run, save_interval=None),
+            load_yaml(config), run=dataclasses.replace(load_yaml(config).run, save_interval=None)
         )
     )
     assert [record.loss for record in together] == pytest.approx(alone.losses, rel=1e-2)
@@ -121,15 +111,12 @@ run: {steps: 2, global_batch_size: 8, micro_batch_size: 2, save_interval: 2}
     saved = checkpoint.versions(tmp_path / "run" / "checkpoints")
     assert [version.name for version in saved] == ["version-1"]
     with pytest.raises(
-        ValueError,
-        match=r"run\.layout='zero1' needs several processes: start this with torchrun",
+        ValueError, match=r"run\.layout='zero1' needs several processes: start this with torchrun"
     ):
         train(parse_command_line(["--config", str(config), "--run.layout", "zero1"]))
 
 
-def test_a_run_leaves_what_it_promises(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_leaves_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, _ = load_case("moe_bf16_offload_03")
     run = dataclasses.replace(
         config.run, steps=4, save_interval=4, eval_interval=2, output_dir=str(tmp_path)
@@ -154,14 +141,9 @@ def test_a_run_leaves_what_it_promises(
         "optimizer on host",
     ):
         assert expected in printed
-    lines = [
-        json.loads(line)
-        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3] and "eval_loss" in lines[1]
-    assert [
-        record.loss for record in read_records(tmp_path / "metrics.jsonl")
-    ] == result.losses
+    assert [record.loss for record in read_records(tmp_path / "metrics.jsonl")] == result.losses
     for figure in ("loss.png", "health.png"):
         assert (tmp_path / figure).read_bytes().startswith(b"\x89PNG")
     last = lines[-1]["health"]
@@ -188,12 +170,7 @@ run: {global_batch_size: 2, micro_batch_size: 2, save_interval: 1}
 
 def small(folder: Path, *flags: str) -> TrainConfig:
     (folder / "small.yaml").write_text(SMALL, encoding="utf-8")
-    file = [
-        "--config",
-        str(folder / "small.yaml"),
-        "--run.output-dir",
-        str(folder / "run"),
-    ]
+    file = ["--config", str(folder / "small.yaml"), "--run.output-dir", str(folder / "run")]
     return parse_command_line([*file, *flags])
 
 
@@ -201,9 +178,7 @@ def test_a_run_is_extended_and_keeps_the_newest_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def rates() -> list[float]:
-        return [
-            record.lr for record in read_records(tmp_path / "run" / "metrics.jsonl")
-        ]
+        return [record.lr for record in read_records(tmp_path / "run" / "metrics.jsonl")]
 
     console = Console(width=120)
     main(small(tmp_path, "--run.steps", "4"), console)
@@ -219,9 +194,7 @@ def test_a_run_is_extended_and_keeps_the_newest_checkpoints(
         [4e-3 * (1 - step / 8) for step in range(4, 8)]
     )
     assert [version.name for version in checkpoint.versions(folder)] == ["version-8"]
-    with pytest.raises(
-        SystemExit, match=r"schedule is not that of the run.*'cosine' here"
-    ):
+    with pytest.raises(SystemExit, match=r"schedule is not that of the run.*'cosine' here"):
         main(small(tmp_path, *again, "--scheduler.lr-decay-style", "cosine"), console)
 
 

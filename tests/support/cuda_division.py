@@ -30,9 +30,7 @@ class DividesAsCuda(TorchDispatchMode):
         super().__init__()
         self.numbers: list[float] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _DIVISIONS and not isinstance(args[1], Tensor):
             self.numbers.append(float(args[1]))
             return self._multiplied(func, args)
@@ -41,13 +39,9 @@ class DividesAsCuda(TorchDispatchMode):
     def _multiplied(self, func: Any, args: Any) -> Any:
         tensors, number = args[0], args[1]
         several = isinstance(tensors, (list, tuple))
-        products = [
-            _product(each, number) for each in (tensors if several else [tensors])
-        ]
+        products = [_product(each, number) for each in (tensors if several else [tensors])]
         if func.__name__.partition(".")[0].endswith("_"):
-            for each, product in zip(
-                tensors if several else [tensors], products, strict=True
-            ):
+            for each, product in zip(tensors if several else [tensors], products, strict=True):
                 each.copy_(product)
             return tensors
         return products if several else products[0]

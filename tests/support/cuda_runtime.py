@@ -50,9 +50,7 @@ class LockingRuntime:
         if not self._call("unregister", address):
             size = self.registered.pop(address)
             # fails for what is not mapped any more
-            assert (
-                _libc.munlock(ctypes.c_void_p(address), ctypes.c_size_t(size + 1)) == 0
-            )
+            assert _libc.munlock(ctypes.c_void_p(address), ctypes.c_size_t(size + 1)) == 0
         return self.status
 
     def cudaGetErrorString(self, status: int) -> str:
@@ -87,12 +85,8 @@ def locking_runtime() -> Iterator[LockingRuntime]:
     with (
         mock.patch.object(torch.cuda, "cudart", lambda: runtime),
         mock.patch.object(torch.cuda, "synchronize", runtime.synchronize),
-        mock.patch.object(
-            torch.cuda, "is_current_stream_capturing", lambda: runtime.is_capturing
-        ),
-        mock.patch.object(
-            torch.cuda, "device", lambda place: _CurrentDevice(runtime, place)
-        ),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: runtime.is_capturing),
+        mock.patch.object(torch.cuda, "device", lambda place: _CurrentDevice(runtime, place)),
     ):
         yield runtime
 

@@ -28,9 +28,7 @@ class FakeHost:
 
     def build(self) -> None:
         for cpu in range(self.cores * self.hyperthreads):
-            siblings = range(
-                cpu % self.cores, self.cores * self.hyperthreads, self.cores
-            )
+            siblings = range(cpu % self.cores, self.cores * self.hyperthreads, self.cores)
             self.write(
                 f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list",
                 ",".join(map(str, siblings)),

@@ -154,8 +154,7 @@ def run_forked(
         job = _Job(_servers, ranks)
         in_time = job.wait(timeout)
         said = "\n".join(
-            f"-- rank {rank.number}\n{Path(rank.log).read_text()[-8000:]}"
-            for rank in ranks
+            f"-- rank {rank.number}\n{Path(rank.log).read_text()[-8000:]}" for rank in ranks
         )
     assert in_time, f"{module} took longer than {timeout} s\n{said}"
     assert not job.failed, f"exit status by rank: {job.failed}\n{said}"

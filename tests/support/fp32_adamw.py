@@ -11,12 +11,8 @@ from torch import Tensor
 class Fp32AdamW(torch.optim.Optimizer):
     """``torch.optim.AdamW`` over an FP32 copy of each parameter, which it is rounded from."""
 
-    def __init__(
-        self, params: Any, lr: float = 1e-3, weight_decay: float = 1e-2
-    ) -> None:
-        super().__init__(
-            params, {"lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.999)}
-        )
+    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.999)})
         groups = [
             {
                 "params": [param.detach().float() for param in group["params"]],
@@ -29,9 +25,7 @@ class Fp32AdamW(torch.optim.Optimizer):
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         pairs = []
-        for outer, inner in zip(
-            self.param_groups, self.inner.param_groups, strict=True
-        ):
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             pairs += zip(outer["params"], inner["params"], strict=True)
         return pairs
 
@@ -41,9 +35,7 @@ class Fp32AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for outer, inner in zip(
-            self.param_groups, self.inner.param_groups, strict=True
-        ):
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner["lr"], inner["betas"] = outer["lr"], outer["betas"]
         for param, copy in self._pairs():
             copy.grad = None if param.grad is None else param.grad.float()

@@ -51,10 +51,7 @@ class Curve:
 
     def __add__(self, other: Curve) -> Curve:
         return Curve(
-            *(
-                getattr(self, f.name) + getattr(other, f.name)
-                for f in dataclasses.fields(self)
-            )
+            *(getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self))
         )
 
 
@@ -69,9 +66,7 @@ def load_case(name: str, root: Path = CASES) -> tuple[TrainConfig, CaseOptions]:
         (root / name / "model_config.yaml").read_text(encoding="utf-8")
     )
     sections = {key: value for key, value in values.items() if key != "test"}
-    return config_from_mapping(sections, TrainConfig()), CaseOptions(
-        **values.get("test", {})
-    )
+    return config_from_mapping(sections, TrainConfig()), CaseOptions(**values.get("test", {}))
 
 
 def precision_of(config: TrainConfig) -> str:
@@ -105,9 +100,7 @@ def _train_interrupted(config: TrainConfig, at: int, output_dir: Path) -> Curve:
     scheduler = dataclasses.replace(config.scheduler, lr_decay_steps=config.run.steps)
     run = dataclasses.replace(config.run, output_dir=str(output_dir))
     first = dataclasses.replace(
-        config,
-        scheduler=scheduler,
-        run=dataclasses.replace(run, steps=at, save_interval=at),
+        config, scheduler=scheduler, run=dataclasses.replace(run, steps=at, save_interval=at)
     )
     second = dataclasses.replace(
         config, scheduler=scheduler, run=dataclasses.replace(run, resume=True)
@@ -139,14 +132,10 @@ def differences(curve: Curve, golden: Curve, precision: str) -> list[str]:
         found.append(f"loss scales {curve.loss_scales} instead of {golden.loss_scales}")
     if len(curve.losses) != len(golden.losses):
         return [*found, f"{len(curve.losses)} steps instead of {len(golden.losses)}"]
-    for step, (loss, expected) in enumerate(
-        zip(curve.losses, golden.losses, strict=True)
-    ):
+    for step, (loss, expected) in enumerate(zip(curve.losses, golden.losses, strict=True)):
         if not abs(loss - expected) <= LOSS_ATOL[precision]:
             found.append(f"step {step}: loss {loss} instead of {expected}")
-    for step, (norm, want) in enumerate(
-        zip(curve.grad_norms, golden.grad_norms, strict=True)
-    ):
+    for step, (norm, want) in enumerate(zip(curve.grad_norms, golden.grad_norms, strict=True)):
         if not _near(norm, want, GRAD_NORM_RTOL[precision]):
             found.append(f"step {step}: grad norm {norm} instead of {want}")
     return found

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from mp_optim.precision import cuda_graph, device_verdict
 from mp_optim.update import sums
-from mp_optim.update.backends.triton import backend, steps
+from mp_optim.update.backends.triton import backend, launches
 
 _READS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select")
 
@@ -28,9 +28,7 @@ class _Tape(TorchDispatchMode):
         super().__init__()
         self.played = played
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         assert name not in _READS, f"{func} while a graph is captured"
@@ -43,11 +41,7 @@ class _Tape(TorchDispatchMode):
             for leaf in tree_leaves((args, kwargs))
             if isinstance(leaf, Tensor)
         }
-        views = [
-            leaf
-            for leaf in tree_leaves(found)
-            if leaf.untyped_storage().data_ptr() in memory
-        ]
+        views = [leaf for leaf in tree_leaves(found) if leaf.untyped_storage().data_ptr() in memory]
         if not views and not name.startswith(("empty", "new_empty")):
             self.played.append(lambda: self.write(found, func(*args, **kwargs)))
         return found
@@ -87,7 +81,7 @@ class TapeGraph:
             )
             patch.setattr(device_verdict, "root", rooted)
             patch.setattr(backend, "root", rooted)
-            patch.setattr(steps, "root", rooted)
+            patch.setattr(launches, "root", rooted)
             with _Tape(self.played):
                 return work()
 

@@ -11,8 +11,7 @@ from mp_optim.update.backends.native_library import native_library
 NEED_KERNELS = [
     pytest.mark.native,
     pytest.mark.skipif(
-        native_library().handle is None,
-        reason=f"no native kernels: {native_library().why}",
+        native_library().handle is None, reason=f"no native kernels: {native_library().why}"
     ),
 ]
 

@@ -48,12 +48,7 @@ def run(*command: str, timeout: float = 240, **variables: str) -> str:
 
 def torchrun(size: int, *command: str, timeout: float = 240) -> str:
     """Run a program in several processes."""
-    launcher = (
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={size}",
-    )
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}")
     return run(*launcher, *command, timeout=timeout)
 
 
@@ -63,12 +58,8 @@ def run_ranks(worker: str, size: int, *arguments: str, timeout: float = 240) -> 
     run_forked(environment(), ROOT, module, size, arguments, timeout)
 
 
-def results_of_ranks(
-    worker: str, size: int, folder: Path, timeout: float = 240
-) -> list[Any]:
+def results_of_ranks(worker: str, size: int, folder: Path, timeout: float = 240) -> list[Any]:
     """Run a worker that saves ``rank0.pt``, ``rank1.pt``, ... in a folder; returns what each
     saved."""
     run_ranks(worker, size, str(folder), timeout=timeout)
-    return [
-        torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)
-    ]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]

@@ -57,9 +57,7 @@ class Model(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for name, shape in SHAPES.items():
             value = torch.randn(shape, generator=generator)
-            setattr(
-                self, name, nn.Parameter(value if name == "scale" else value.bfloat16())
-            )
+            setattr(self, name, nn.Parameter(value if name == "scale" else value.bfloat16()))
         self.frozen = nn.Parameter(
             torch.randn(3, generator=generator).bfloat16(), requires_grad=False
         )
@@ -89,8 +87,8 @@ class Layout:
     fraction: float | None = None
     permuted: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
-    build_optimizer: Callable[..., Any] = lambda config, model, groups: (
-        get_megatron_optimizer(config, model, param_groups=groups)
+    build_optimizer: Callable[..., Any] = lambda config, model, groups: get_megatron_optimizer(
+        config, model, param_groups=groups
     )
 
     def build(self, seed: int) -> tuple[Model, Any]:
@@ -107,23 +105,15 @@ class Layout:
             **(
                 {}
                 if self.fraction is None
-                else {
-                    "optimizer_cpu_offload": True,
-                    "optimizer_offload_fraction": self.fraction,
-                }
+                else {"optimizer_cpu_offload": True, "optimizer_offload_fraction": self.fraction}
             ),
         )
         return model, self.build_optimizer(config, model, self._groups(model))
 
     def _groups(self, model: Model) -> list[dict[str, Any]]:
-        named = [
-            (name, param)
-            for name, param in model.named_parameters()
-            if param.requires_grad
-        ]
+        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         split = [
-            [pair for pair in named if (pair[1].dim() > 1) == decays]
-            for decays in (True, False)
+            [pair for pair in named if (pair[1].dim() > 1) == decays] for decays in (True, False)
         ]
         groups = [
             {
@@ -153,12 +143,8 @@ def sharded(dim: int, mesh: DeviceMesh) -> Callable[[Model], None]:
     def place(model: Model) -> None:
         for name, param in list(model.named_parameters()):
             if param.dim() > dim:
-                value = distribute_tensor(
-                    param.detach(), mesh, [Shard(dim)], src_data_rank=None
-                )
-                setattr(
-                    model, name, nn.Parameter(value, requires_grad=param.requires_grad)
-                )
+                value = distribute_tensor(param.detach(), mesh, [Shard(dim)], src_data_rank=None)
+                setattr(model, name, nn.Parameter(value, requires_grad=param.requires_grad))
 
     return place
 
@@ -170,9 +156,7 @@ def fsdp(mesh: DeviceMesh) -> Callable[[Model], None]:
     )[1]
 
 
-def zero(
-    name: str, size: int, group: Any, strategy: str = "optim", **options: Any
-) -> Layout:
+def zero(name: str, size: int, group: Any, strategy: str = "optim", **options: Any) -> Layout:
     """Flat buckets shared out over the ranks of a group."""
     settings = {
         "use_distributed_optimizer": True,
@@ -208,9 +192,7 @@ def _up_to_four() -> list[Layout]:
         Layout("hsdp-2x2", ranks=4, place=fsdp(square), permuted=True),
         Layout("8 bits on fsdp-3", ranks=3, place=fsdp(three), form="8bit"),
         zero("zero1-2", 2, groups[2]),
-        zero(
-            "zero2-3, offload-half", 3, groups[3], strategy="optim_grads", fraction=0.5
-        ),
+        zero("zero2-3, offload-half", 3, groups[3], strategy="optim_grads", fraction=0.5),
         zero("zero1-4, groups permuted", 4, groups[4], permuted=True),
         zero("not sharded on 2", 2, groups[2], strategy="no_shard"),
         zero("bf16 moments, remainders on zero1-3", 3, groups[3], form="bf16"),
@@ -240,9 +222,7 @@ def part_of(full: Tensor, like: Tensor) -> Tensor:
     if full.shape != like.shape:
         return full
     if isinstance(like, DTensor):
-        return distribute_tensor(
-            full, like.device_mesh, like.placements, src_data_rank=None
-        )
+        return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
     if isinstance(like, FlatShard):
         return FlatShard(
             full.reshape(-1)[like.start : like.start + like.local.numel()].clone(),
@@ -263,9 +243,7 @@ def train(model: Model, optimizer: Any, steps: range) -> None:
         grads = {}
         for name, param in model.named_parameters():
             if param.requires_grad:
-                generator = torch.Generator().manual_seed(
-                    zlib.crc32(f"{name} {step}".encode())
-                )
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
                 grads[param] = part_of(
                     torch.randn(param.shape, generator=generator).to(param.dtype), param
                 )
@@ -298,11 +276,7 @@ def state_of(model: Model, optimizer: Any) -> dict[str, Tensor]:
 def whole(tensor: Tensor, group: Any) -> Tensor:
     if isinstance(tensor, FlatShard):
         return tensor.full_tensor(group)
-    return (
-        (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
-        .detach()
-        .clone()
-    )
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def put(
@@ -317,20 +291,11 @@ def put(
     index = 0
     for group, live in zip(state["param_groups"], optimizer.param_groups, strict=True):
         group.update(
-            next(
-                saved
-                for saved in settings
-                if saved["weight_decay"] == live["weight_decay"]
-            )
+            next(saved for saved in settings if saved["weight_decay"] == live["weight_decay"])
         )
         for name in group["param_names"]:
             mine = state["state"][index]
-            mine.update(
-                {
-                    key: part_of(full[f"{name}.{key}"], value)
-                    for key, value in mine.items()
-                }
-            )
+            mine.update({key: part_of(full[f"{name}.{key}"], value) for key, value in mine.items()})
             index += 1
     optimizer.load_state_dict(state, convert=True)
     return model, optimizer

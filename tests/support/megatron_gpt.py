@@ -18,13 +18,8 @@ warnings.filterwarnings("ignore", module="megatron")
 
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core import optimizer as optimizers  # noqa: E402
-from megatron.core.distributed import (  # noqa: E402
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-)
-from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
-    get_gpt_layer_local_spec,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
@@ -41,9 +36,7 @@ def without_cuda(patch: pytest.MonkeyPatch) -> None:
 class CudaIsCpu(TorchFunctionMode):
     """Tensors that are asked for on CUDA are made on the CPU: Megatron's own optimizer steps so."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.cuda:
             return args[0]
         kwargs = dict(kwargs or {})
@@ -59,9 +52,7 @@ class AdamOfGroups(torch.optim.Optimizer):
     """AdamW that counts steps in its param groups, as Transformer Engine's and apex's do. On
     torch's, Megatron's distributed optimizer does not load even what it saved itself."""
 
-    def __init__(
-        self, params: Any, lr: float, adam_w_mode: bool, **settings: Any
-    ) -> None:
+    def __init__(self, params: Any, lr: float, adam_w_mode: bool, **settings: Any) -> None:
         super().__init__(params, {"lr": lr, **settings})
 
     @torch.no_grad()
@@ -106,9 +97,7 @@ def finish() -> None:
     dist.destroy_process_group()
 
 
-def gpt(
-    precision: str = "bf16", *, experts: int = 0, distributed: bool = False
-) -> nn.Module:
+def gpt(precision: str = "bf16", *, experts: int = 0, distributed: bool = False) -> nn.Module:
     """Two layers with gated MLPs (which Megatron cuts before it saves them), or with experts."""
     dtype = DTYPES[precision]
     moe = {"num_moe_experts": experts, "moe_ffn_hidden_size": 32} if experts else {}
@@ -185,9 +174,7 @@ def _distance(model: nn.Module, step: int) -> Tensor:
     return torch.stack(distances).sum()
 
 
-def save(
-    folder: Path, model: nn.Module, optimizer: Any, metadata: dict[str, Any]
-) -> None:
+def save(folder: Path, model: nn.Module, optimizer: Any, metadata: dict[str, Any]) -> None:
     """As Megatron's training does it."""
     model_state = model.module.sharded_state_dict()
     state = {
@@ -201,11 +188,7 @@ def load(folder: Path, model: nn.Module, optimizer: Any) -> None:
     """As Megatron's training does it: in the form that the checkpoint says it has."""
     metadata = dist_checkpointing.load_content_metadata(str(folder)) or {}
     model_state = model.module.sharded_state_dict()
-    asked = optimizer.sharded_state_dict(
-        model_state, is_loading=True, metadata=metadata
-    )
-    state = dist_checkpointing.load(
-        {"model": model_state, "optimizer": asked}, str(folder)
-    )
+    asked = optimizer.sharded_state_dict(model_state, is_loading=True, metadata=metadata)
+    state = dist_checkpointing.load({"model": model_state, "optimizer": asked}, str(folder))
     model.module.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])

@@ -23,9 +23,7 @@ class TinyMoE(nn.Module):
         generator = torch.Generator().manual_seed(seed)
 
         def weight(*shape: int) -> nn.Parameter:
-            return nn.Parameter(
-                (torch.randn(*shape, generator=generator) * 0.2).to(dtype)
-            )
+            return nn.Parameter((torch.randn(*shape, generator=generator) * 0.2).to(dtype))
 
         self.embed = weight(11, 8)
         self.dense = weight(8, 8)
@@ -47,9 +45,7 @@ class TinyMoE(nn.Module):
                 torch.tanh(hidden @ self.experts["up"][e]) @ self.experts["down"][e]
                 for e in range(2)
             ]
-            hidden = sum(
-                gates[..., e : e + 1].to(hidden.dtype) * outputs[e] for e in range(2)
-            )
+            hidden = sum(gates[..., e : e + 1].to(hidden.dtype) * outputs[e] for e in range(2))
         logits = (hidden @ self.embed.t()).float() * self.scale
         return nn.functional.cross_entropy(logits[:-1], tokens[1:])
 
@@ -58,11 +54,7 @@ COMPACT: dict[str, dict[str, Any]] = {
     "bf16": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
     "fp16": {"exp_avg_dtype": "float16", "exp_avg_sq_dtype": "float16"},
     "8bit": {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"},
-    "8bit8": {
-        "exp_avg_dtype": "uint8",
-        "exp_avg_sq_dtype": "uint8",
-        "param_remainder_bits": 8,
-    },
+    "8bit8": {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8", "param_remainder_bits": 8},
     "stochastic": {
         "exp_avg_dtype": "bfloat16",
         "exp_avg_sq_dtype": "uint8",
@@ -70,6 +62,7 @@ COMPACT: dict[str, dict[str, Any]] = {
         "stochastic_rounding": True,
     },
     "4bit": {"exp_avg_dtype": "uint4", "exp_avg_sq_dtype": "uint8"},
+    "below": {"exp_avg_dtype": "uint4", "exp_avg_sq_dtype": "uint8", "fp32_state_below": 100},
     "remainder": {},
     "master": {"store_param_remainders": False, "exp_avg_dtype": "bfloat16"},
 }
@@ -80,9 +73,7 @@ def is_expert(param: Tensor, name: str) -> bool:
     return name.startswith("experts.")
 
 
-def config_for(
-    precision: str, fraction: float = 0.0, **settings: Any
-) -> OptimizerConfig:
+def config_for(precision: str, fraction: float = 0.0, **settings: Any) -> OptimizerConfig:
     precision, _, compact = precision.partition("-")
     flags: dict[str, Any] = {precision: True} if precision != "fp32" else {}
     if compact:
@@ -97,11 +88,7 @@ def config_for(
 
 
 def build(
-    precision: str,
-    fraction: float = 0.0,
-    experts: bool = True,
-    seed: int = 0,
-    **settings: Any,
+    precision: str, fraction: float = 0.0, experts: bool = True, seed: int = 0, **settings: Any
 ):
     model = TinyMoE(DTYPES[precision.split("-")[0]], experts, seed)
     optimizer = get_megatron_optimizer(
@@ -111,9 +98,7 @@ def build(
 
 
 def tokens_of(step: int) -> Tensor:
-    return torch.randint(
-        0, 11, (24,), generator=torch.Generator().manual_seed(1000 + step)
-    )
+    return torch.randint(0, 11, (24,), generator=torch.Generator().manual_seed(1000 + step))
 
 
 def train(model: nn.Module, optimizer: Any, steps: int, start: int = 0) -> list[float]:
@@ -151,9 +136,7 @@ class AdversarialTransfer:
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
         return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
 
-    def _start(
-        self, is_upload: bool, to: Sequence[Tensor], sources: Sequence[Tensor]
-    ) -> int:
+    def _start(self, is_upload: bool, to: Sequence[Tensor], sources: Sequence[Tensor]) -> int:
         for destination in to:
             destination.fill_(float("nan") if destination.is_floating_point() else 1)
         self.pending.append((is_upload, list(zip(to, sources, strict=True))))
@@ -164,9 +147,7 @@ class AdversarialTransfer:
 
     def mark(self) -> None: ...
 
-    def download(
-        self, to: Sequence[Tensor], sources: Sequence[Tensor], after: None = None
-    ) -> int:
+    def download(self, to: Sequence[Tensor], sources: Sequence[Tensor], after: None = None) -> int:
         return self._start(False, to, sources)
 
     def upload(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> int:

@@ -41,9 +41,7 @@ def bf16(x: Array) -> Array:
     return bits.astype(np.uint32).view(np.float32).reshape(x.shape)
 
 
-def _moments(
-    g: Array, m: Array, v: Array, h: dict[str, Any], weight: float
-) -> tuple[Array, Array]:
+def _moments(g: Array, m: Array, v: Array, h: dict[str, Any], weight: float) -> tuple[Array, Array]:
     b1, b2 = h["betas"]
     return m * F(b1) + g * F(weight), v * F(b2) + (g * F(1 - b2)) * g
 
@@ -85,6 +83,26 @@ def stable_adamw(
     return (p - p * decay if decay else p) - (m / u) * size, m, new
 
 
+def ademamix(
+    p: Array, g: Array, m: Array, v: Array, s: Array, t: int, h: dict[str, Any], mult: float
+) -> tuple[Array, ...]:
+    """Adam beside a slow average, whose decay's half-life and whose weight grow in a warm-up."""
+    (b1, b2, b3), half_life = h["betas"], math.log(0.5)
+    if h["beta3_warmup"]:
+        a = min(1.0, t / h["beta3_warmup"])
+        begin, end = half_life / math.log(b1), half_life / math.log(b3)
+        b3 = b3 if a == 1.0 else 0.5 ** (1 / ((1 - a) * begin + a * end))
+    alpha = h["alpha"] * (min(1.0, t / h["alpha_warmup"]) if h["alpha_warmup"] else 1.0)
+    g = g * F(mult)
+    m, s = m * F(b1) + g * F(1 - b1), s * F(b3) + g * F(1 - b3)
+    v = v * F(b2) + (g * F(1 - b2)) * g
+    d = np.sqrt(v) * F(1 / math.sqrt(1 - b2**t)) + F(h["eps"])
+    u = ((m * F(1 / (1 - b1**t)) + s * F(alpha)) / d) * F(h["lr"])
+    if h["weight_decay"]:
+        p = p - p * F(h["lr"] * h["weight_decay"])
+    return p - u, m, v, s
+
+
 def lamb(
     p: Array, g: Array, m: Array, v: Array, t: int, h: dict[str, Any], mult: float
 ) -> tuple[Array, ...]:
@@ -115,9 +133,7 @@ def sgd(
     return p - g * F(h["lr"]), m
 
 
-def lion(
-    p: Array, g: Array, m: Array, h: dict[str, Any], mult: float
-) -> tuple[Array, Array]:
+def lion(p: Array, g: Array, m: Array, h: dict[str, Any], mult: float) -> tuple[Array, Array]:
     lr, wd, (b1, b2) = h["lr"], h["weight_decay"], h["betas"]
     g = g * F(mult)
     u = np.sign(m * F(b1) + g * F(1 - b1)) * F(lr)
@@ -137,34 +153,30 @@ def split(p: Array, bits: int) -> tuple[Any, Any]:
     pattern = np.where(np.isnan(p), 0x7FC00000, pattern)
     high = (pattern + 0x8000) // 65536
     low = (pattern - high * 65536) // (256 if bits == 8 else 1)
-    return high.astype(np.uint16).view(np.int16), low.astype(
-        np.int8 if bits == 8 else np.int16
-    )
+    return high.astype(np.uint16).view(np.int16), low.astype(np.int8 if bits == 8 else np.int16)
 
 
 def join(high: Any, low: Any) -> Array:
     pattern = high.view(np.uint16).astype(np.int64) * 65536
     rest = low.astype(np.int64) * (256 if low.dtype == np.int8 else 1)
     return (
-        np.where(pattern % 2**31 == 0, pattern, pattern + rest)
-        .astype(np.uint32)
-        .view(np.float32)
+        np.where(pattern % 2**31 == 0, pattern, pattern + rest).astype(np.uint32).view(np.float32)
     )
 
 
 def quantise(x: Array, kind: str, second: bool) -> tuple[Any, Array]:
     """Codes and scales of a moment, block by block."""
-    x = np.sqrt(x) if second else x
+    if second:
+        x = np.minimum(np.sqrt(x), F(2.0**65))
+    else:
+        most = F(2.0**128 * (1 - 2.0**-11))
+        x = np.where(np.isinf(x), x, np.clip(x, -most, most))
     codes, scales = [], []
     for block in (x[start : start + 256] for start in range(0, x.size, 256)):
         top = np.max(np.abs(block))
         if kind == "half":
-            mantissa, exponent = np.frexp(
-                np.float64(top)
-            )  # top = mantissa * 2^exponent, below 1
-            carry = (
-                np.rint(mantissa * 2**11) == 2**11
-            )  # what half() would make a power of two
+            mantissa, exponent = np.frexp(np.float64(top))  # top = mantissa * 2^exponent, below 1
+            carry = np.rint(mantissa * 2**11) == 2**11  # what half() would make a power of two
             scale = np.ldexp(F(1), int(exponent) - 15 + int(carry)).astype(np.float32)
             code = (block * (F(1) / scale)).astype(np.float16)
             code = np.maximum(code, np.float16(2.0**-24)) if second else code
@@ -175,14 +187,10 @@ def quantise(x: Array, kind: str, second: bool) -> tuple[Any, Array]:
             code = np.rint(block * (F(1) / scale)).astype(np.int8)
         else:
             rough = top / F(255 if second else 127)
-            unit = np.float64(2.0) ** (
-                math.floor(math.log2(rough)) - 15
-            )  # 16 significant bits
+            unit = np.float64(2.0) ** (math.floor(math.log2(rough)) - 15)  # 16 significant bits
             scale = F(math.ceil(np.float64(rough) / unit) * unit)
             code = np.clip(
-                np.rint(block * (F(1) / scale)),
-                1 if second else -127,
-                255 if second else 127,
+                np.rint(block * (F(1) / scale)), 1 if second else -127, 255 if second else 127
             )
             code = code.astype(np.uint8 if second else np.int8)
         codes.append(code)

@@ -14,9 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mp_optim import HybridDeviceOptimizer, get_megatron_optimizer
 from mp_optim.placement.backward_jobs import BackwardJob
-from mp_optim.placement.overlap_step import OverlappedHostStepper
+from mp_optim.placement.schedule import Schedule
 from mp_optim.placement.timeline import Span
-from mp_optim.process.transfer import ImmediateTransfer
+from mp_optim.process.transfer import Transfer
 from support.models import (
     DTYPES,
     AdversarialTransfer,
@@ -30,7 +30,7 @@ from support.models import (
 MODES = ("sync", "overlap", "speculative")
 
 
-class CountingTransfer(ImmediateTransfer):
+class CountingTransfer(Transfer):
     """Knows which host buffers are alive, and their bytes."""
 
     def __init__(self) -> None:
@@ -54,10 +54,10 @@ def hybrids(optimizer: Any) -> list[HybridDeviceOptimizer]:
     ]
 
 
-def steppers(optimizer: Any) -> list[OverlappedHostStepper]:
-    """Those that work during backward."""
-    found = [hybrid.stepper for hybrid in hybrids(optimizer)]
-    return [stepper for stepper in found if isinstance(stepper, OverlappedHostStepper)]
+def schedules(optimizer: Any) -> list[Schedule]:
+    """Those that begin something during backward."""
+    found = [hybrid.stepper.schedule for hybrid in hybrids(optimizer)]
+    return [schedule for schedule in found if schedule.is_early]
 
 
 def build_mode(
@@ -82,7 +82,7 @@ def build_mode(
     else:
         optimizer = get_megatron_optimizer(config, model, expert_predicate=is_expert)
     for hybrid in hybrids(optimizer):
-        transfer = AdversarialTransfer() if adversarial else ImmediateTransfer()
+        transfer = AdversarialTransfer() if adversarial else Transfer()
         hybrid.stepper.use_transfer(transfer, bucket_bytes)
     return model, optimizer
 
@@ -90,15 +90,13 @@ def build_mode(
 def spans_of_worker(optimizer: Any, stage: str) -> list[Span]:
     """What the worker threads did of a stage for the last step, one span a bucket."""
     spans = [span for hybrid in hybrids(optimizer) for span in hybrid.timeline.last]
-    return [
-        span for span in spans if span.stage == stage and span.thread == "mp_optim-host"
-    ]
+    return [span for span in spans if span.stage == stage and span.thread == "mp_optim-host"]
 
 
 def finish_early_work(optimizer: Any) -> float:
     """Wait until nothing is left of what was begun during backward; returns the time."""
-    for stepper in steppers(optimizer):
-        stepper.worker.drain()
+    for schedule in schedules(optimizer):
+        schedule.worker.drain()
     return time.perf_counter()
 
 

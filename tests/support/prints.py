@@ -20,9 +20,7 @@ def _bits(value: Any) -> Any:
 def print_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """Parameters, buffers, state, settings and loss scale by name, of what this rank holds."""
     saved = optimizer.state_dict()
-    found = {
-        f"model.{name}": _bits(value) for name, value in model.state_dict().items()
-    }
+    found = {f"model.{name}": _bits(value) for name, value in model.state_dict().items()}
     for index, state in saved["state"].items():
         found |= {f"{index}.{key}": _bits(value) for key, value in state.items()}
     return {**found, "settings": repr({**saved, "state": None})}
@@ -30,6 +28,4 @@ def print_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Names of what is not the same."""
-    return [
-        key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
-    ]
+    return [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]

@@ -48,9 +48,7 @@ class Rank:
         os.environ.update(self.variables)
         sys.argv[1:] = self.arguments
         written = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for number, source in enumerate(
-            (os.open(os.devnull, os.O_RDONLY), written, written)
-        ):
+        for number, source in enumerate((os.open(os.devnull, os.O_RDONLY), written, written)):
             os.dup2(source, number)
         runpy.run_module(self.module, run_name="__main__", alter_sys=True)
 

@@ -12,22 +12,14 @@ from pathlib import Path
 
 import torch
 
-from support.functional import (
-    CASES,
-    Curve,
-    case_names,
-    load_case,
-    load_golden,
-    run_case,
-)
+from support.functional import CASES, Curve, case_names, load_case, load_golden, run_case
 
 
 def finite(curve: Curve) -> Curve:
     """JSON has no inf and nan; a norm that is not finite is that of a skipped step, and is written
     as null."""
     norms = [
-        norm if norm is not None and math.isfinite(norm) else None
-        for norm in curve.grad_norms
+        norm if norm is not None and math.isfinite(norm) else None for norm in curve.grad_norms
     ]
     return dataclasses.replace(curve, grad_norms=norms)
 
@@ -41,10 +33,7 @@ def regenerate(name: str) -> str:
     if options.same_as is not None:
         same = curve == load_golden(options.same_as)
         return f"{name}: {'equals' if same else 'DIFFERS FROM'} {options.same_as}"
-    values = {
-        "torch": torch.__version__.partition("+")[0],
-        "curve": dataclasses.asdict(curve),
-    }
+    values = {"torch": torch.__version__.partition("+")[0], "curve": dataclasses.asdict(curve)}
     (CASES / name / "golden_values.json").write_text(
         json.dumps(values, indent=1) + "\n", encoding="utf-8"
     )
@@ -56,12 +45,8 @@ def main(names: list[str]) -> None:
     """Cases that hold values first, then those that repeat them."""
     unknown = set(names) - set(case_names())
     if unknown:
-        sys.exit(
-            f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(case_names())}"
-        )
-    for name in sorted(
-        names or case_names(), key=lambda n: load_case(n)[1].same_as is not None
-    ):
+        sys.exit(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(case_names())}")
+    for name in sorted(names or case_names(), key=lambda n: load_case(n)[1].same_as is not None):
         print(regenerate(name), flush=True)
 
 

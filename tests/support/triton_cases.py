@@ -11,18 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
-from mp_optim.update.codecs import Noise, blocks_of, encode_, is_blocked, split_
-from mp_optim.update.kernel_args import (
-    AdamScalars,
-    LambScalars,
-    LionScalars,
-    MuonScalars,
-    SgdScalars,
-    StableScalars,
-    TensorLists,
-    fp32,
-)
+from mp_optim.config.state_forms import blocks_of
+from mp_optim.slots.slot_state import AVERAGE, REMAINDER, scale_key
+from mp_optim.update.codecs import Noise, encode_, is_blocked, split_
+from mp_optim.update.element_rules import SCALARS, TEXTS
+from mp_optim.update.kernel_args import LambScalars, MuonScalars, StableScalars, TensorLists, fp32
 from mp_optim.update.state_format import moment_forms
 
 ODD = [
@@ -63,7 +56,10 @@ KEYS = {
     "sgd": ("momentum_buffer",),
     "plain sgd": (),
     "plain adam": ("", "exp_avg_sq"),
+    "ademamix": ("exp_avg", "exp_avg_sq", "exp_avg_slow"),
+    "plain ademamix": ("", "exp_avg_sq", "exp_avg_slow"),
 }
+ADEMAMIX = {"alpha": 5.0, "alpha_warmup": 100, "beta3_warmup": None}
 PASSES = {**KEYS, "muon_momentum": ("momentum_buffer",), "muon_apply": ()}
 """Rules, and passes that are a part of one."""
 
@@ -91,22 +87,16 @@ def values(generator: torch.Generator, n: int, odd: bool) -> Tensor:
     )
     if odd and n:
         where = torch.randint(0, n, (min(n, 40),), generator=generator)
-        x[where] = torch.tensor(ODD)[
-            torch.randint(0, len(ODD), (len(where),), generator=generator)
-        ]
+        x[where] = torch.tensor(ODD)[torch.randint(0, len(ODD), (len(where),), generator=generator)]
     return x
 
 
-def lists_of(
-    seed: int, sizes: Sequence[int], keys: tuple[str, ...], case: Case
-) -> TensorLists:
+def lists_of(seed: int, sizes: Sequence[int], keys: tuple[str, ...], case: Case) -> TensorLists:
     """The same lists for the same arguments."""
     generator = torch.Generator().manual_seed(seed)
 
     def put(x: Tensor, dtype: torch.dtype) -> Tensor:
-        offset = (
-            0 if case.aligned else int(torch.randint(0, 9, (), generator=generator))
-        )
+        offset = 0 if case.aligned else int(torch.randint(0, 9, (), generator=generator))
         buffer = torch.zeros(len(x) + offset, dtype=dtype)[offset:]
         return buffer.copy_(x)
 
@@ -119,7 +109,8 @@ def lists_of(
         whole, main = main, [put(torch.zeros(n), torch.bfloat16) for n in sizes]
         for value, param, rest in zip(whole, main, state[REMAINDER], strict=True):
             split_(value, param, rest)
-    kept = [pair for pair in zip(keys, case.moments, strict=False) if pair[0]]
+    dtypes = (*case.moments, case.moments[0])
+    kept = [pair for pair in zip(keys, dtypes, strict=False) if pair[0]]
     for key, dtype in kept:
         forms = [moment_forms(key, torch.Size([n]), dtype)[key] for n in sizes]
         state[key] = [put(torch.zeros(shape), kind) for shape, kind in forms]
@@ -139,10 +130,7 @@ def lists_of(
         grads,
         state,
         outputs,
-        [
-            Noise(0x9ABCDEF1, 77 + at, STARTS[at % 4] * case.inside)
-            for at in range(len(sizes))
-        ]
+        [Noise(0x9ABCDEF1, 77 + at, STARTS[at % 4] * case.inside) for at in range(len(sizes))]
         if case.noisy
         else None,
         average_weight=fp32(0.01),
@@ -158,14 +146,12 @@ def step_with(
     multiplier: float | Tensor,
 ) -> Tensor | None:
     """One step of a rule; returns the sums of LAMB."""
-    if rule == "adam":
-        backend.adam(lists, AdamScalars.at(group, step), multiplier)
+    if rule in TEXTS:
+        if rule == "ademamix":
+            group = {**group, **ADEMAMIX, "betas": (*group["betas"], 0.9999)}
+        backend.step(rule, lists, SCALARS[rule].at(group, step), multiplier)
     elif rule == "stable_adamw":
         backend.stable_adamw(lists, StableScalars.at(group, step), multiplier)
-    elif rule == "sgd":
-        backend.sgd(lists, SgdScalars.at(group, step), multiplier)
-    elif rule == "lion":
-        backend.lion(lists, LionScalars.at(group, step), multiplier)
     elif rule == "muon_momentum":
         momenta = TensorLists([], lists.grad, lists.state, lists.output, lists.noise)
         backend.muon_momentum(momenta, MuonScalars.at(group), multiplier)

@@ -56,23 +56,14 @@ def fetch(version: str) -> Path:
     folder = folder_of(version)
     if not (folder / "triton").is_dir():
         part = folder.with_name(f"{version}.part")
-        _pip(
-            "install",
-            "--no-deps",
-            "--no-compile",
-            "--target",
-            str(part),
-            f"triton=={version}",
-        )
+        _pip("install", "--no-deps", "--no-compile", "--target", str(part), f"triton=={version}")
         part.rename(folder)
     return folder
 
 
 def compiled(version: str | None, arch: str, cache: Path) -> dict[str, dict[str, Any]]:
     """What ``support.workers.triton_ptx`` says of each kernel; None is the installed Triton."""
-    return json.loads(
-        _with(version, "-m", "support.workers.triton_ptx", arch, cache=cache)
-    )
+    return json.loads(_with(version, "-m", "support.workers.triton_ptx", arch, cache=cache))
 
 
 def said_of(version: str) -> str:
@@ -120,10 +111,7 @@ def _with(version: str | None, *command: str, cache: Path | None = None) -> str:
 
 def _pip(*arguments: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "pip", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise SystemExit(f"pip {' '.join(arguments)}: {done.stderr.strip()[-1000:]}")

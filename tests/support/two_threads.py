@@ -36,9 +36,7 @@ class Narrow:
             assert self._met.wait_for(lambda: self._inside > 0, 10.0)
 
 
-def backward_in_two_threads(
-    first: nn.Sequential, second: nn.Sequential, place: Narrow
-) -> None:
+def backward_in_two_threads(first: nn.Sequential, second: nn.Sequential, place: Narrow) -> None:
     """Backward through two stacks of layers at once. It begins in the last layer of the first one,
     and ends there, in the thread of the caller; the other one's gradients arrive while the caller
     is at the place."""

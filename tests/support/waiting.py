@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mp_optim.placement.placed import PlacedExecutor
+
 _READS = {
     Tensor.item,
     Tensor.tolist,
@@ -60,21 +62,16 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self._on_host = on_host
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The literal "cpu" is the host; a device that is handed on is the one that stands for an
         # accelerator.
         made = func in _MAKERS and (kwargs or {}).get("device") not in (None, "cpu")
-        if made and not isinstance(
-            args[0], Tensor
-        ):  # a copy from memory that is not page-locked
+        if made and not isinstance(args[0], Tensor):  # a copy from memory that is not page-locked
             raise WaitedError(f"{func.__name__} of host values on a device")
         if func in _READS:
             hosted = {tensor.untyped_storage().data_ptr() for tensor in self._on_host()}
             if any(
-                isinstance(a, Tensor) and a.untyped_storage().data_ptr() not in hosted
-                for a in args
+                isinstance(a, Tensor) and a.untyped_storage().data_ptr() not in hosted for a in args
             ):
                 raise WaitedError(
                     f"{func.__name__} of {[a.shape for a in args if isinstance(a, Tensor)]}"
@@ -83,9 +80,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Kernels(TorchDispatchMode):
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in _READING_KERNELS:
             raise WaitedError(str(func))
         return func(*args, **(kwargs or {}))
@@ -103,7 +98,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
 
     from mp_optim.precision import device_verdict
     from mp_optim.update import sums
-    from mp_optim.update.backends.triton import backend, steps
+    from mp_optim.update.backends.triton import backend, launches
 
     modes: list[Any] = []
 
@@ -112,9 +107,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
             with ExitStack() as stack:
                 if modes:
                     stack.enter_context(torch._C.DisableTorchFunction())
-                    stack.enter_context(
-                        torch.utils._python_dispatch._disable_current_modes()
-                    )
+                    stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
                 return function(*args, **kwargs)
 
         return run
@@ -139,7 +132,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
         patch.setattr(device_verdict.DeviceVerdict, "__init__", created)
         patch.setattr(device_verdict.DeviceVerdict, "settle", settled)
         patch.setattr(GridExecutor, "__call__", unwatched(GridExecutor.__call__))
-        for module in (device_verdict, backend, steps, sums):
+        for module in (device_verdict, backend, launches, sums):
             patch.setattr(module, "root", unwatched(module.root))
         with _Functions(counters) as functions, _Kernels() as kernels:
             modes[:] = [functions, kernels]
@@ -150,11 +143,8 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
 def _steps(optimizer: Any) -> Iterator[Tensor]:
     """The step counters of every rule below an optimizer."""
     for part in optimizer.chained_optimizers:
-        inner = part.inner
-        subs = (
-            [inner.sub_optimizer("device")]
-            if hasattr(inner, "sub_optimizer")
-            else [inner]
-        )
-        for sub in subs:
-            yield from sub.step_counters()
+        executor = part.executor
+        if isinstance(executor, PlacedExecutor):
+            executor = executor.part_at("device")
+        for group in executor.rows.groups:
+            yield group.steps

@@ -11,10 +11,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = (
-    -1,
-    -3,
-)  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, -3)  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>
 _NEVER = -1
 _LARGEST = 32 * 1024 * 1024
 """What the mapping threshold can be at most on a 64-bit system; larger tensors are always mapped
@@ -24,11 +21,7 @@ afresh."""
 def _glibc() -> Any:
     try:
         library = ctypes.CDLL(None)
-        return (
-            library
-            if hasattr(library, "mallopt") and hasattr(library, "malloc_trim")
-            else None
-        )
+        return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
     except (OSError, TypeError):
         return None
 

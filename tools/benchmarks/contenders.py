@@ -24,25 +24,17 @@ class Contenders:
         try:
             step = build()
             step()
-        except (
-            Exception
-        ) as error:  # whatever an opponent's import, build or first step raises
+        except Exception as error:  # whatever an opponent's import, build or first step raises
             self.missing[name] = (
-                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[
-                    :120
-                ]
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120]
             )
         else:
             self.steps[name] = step
 
 
-def tensors(
-    numel: int, count: int, dtype: torch.dtype, value: float | None = None
-) -> list[Tensor]:
+def tensors(numel: int, count: int, dtype: torch.dtype, value: float | None = None) -> list[Tensor]:
     """``count`` tensors of ``numel`` elements: random, or all of one value."""
     if value is not None:
         return [torch.full((numel,), value, dtype=dtype) for _ in range(count)]
     generator = torch.Generator().manual_seed(count)
-    return [
-        (torch.randn(numel, generator=generator) * 0.02).to(dtype) for _ in range(count)
-    ]
+    return [(torch.randn(numel, generator=generator) * 0.02).to(dtype) for _ in range(count)]

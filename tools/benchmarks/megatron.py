@@ -60,9 +60,7 @@ class _HostTorch:
 def _cuda_type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """``tensor.type()`` with the name that the tensor would have on a GPU."""
     found = _type(tensor, *args, **kwargs)
-    return (
-        found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
-    )
+    return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
 
 
 @contextmanager
@@ -92,9 +90,7 @@ def job_ended() -> Iterator[None]:
         yield
     finally:
         if dist.is_initialized():
-            importlib.import_module(
-                "megatron.core.parallel_state"
-            ).destroy_model_parallel()
+            importlib.import_module("megatron.core.parallel_state").destroy_model_parallel()
             dist.destroy_process_group()
 
 
@@ -111,9 +107,7 @@ def _model(params: Sequence[Tensor], main_grads: Sequence[Tensor]) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def megatron_step(
-    params: Sequence[Tensor], main_grads: Sequence[Tensor], *, fused: bool
-) -> Step:
+def megatron_step(params: Sequence[Tensor], main_grads: Sequence[Tensor], *, fused: bool) -> Step:
     """The whole mixed-precision step of Megatron-core over bfloat16 params, clipping on.
 
     Args:
@@ -129,9 +123,7 @@ def megatron_step(
         RuntimeError: Megatron found apex or Transformer Engine, whose Adam steps CUDA tensors only.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # it says that there is neither apex nor Transformer Engine
+        warnings.simplefilter("ignore")  # it says that there is neither apex nor Transformer Engine
         stack = importlib.import_module("megatron.core.optimizer")
     if not stack.USING_PYTORCH_OPTIMIZER:
         raise RuntimeError(
@@ -152,10 +144,7 @@ def megatron_step(
     )
     with _without_cuda():
         optimizer = stack.get_megatron_optimizer(
-            config,
-            [_model(params, main_grads)],
-            config_overrides={},
-            use_gloo_process_groups=False,
+            config, [_model(params, main_grads)], config_overrides={}, use_gloo_process_groups=False
         )
     if fused:
         for group in optimizer.param_groups:

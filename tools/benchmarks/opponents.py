@@ -19,18 +19,14 @@ LR, BETAS, EPS, DECAY, CLIP = 1e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 SETTINGS: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
 
 
-def _params(
-    tensors: Sequence[Tensor], grads: Sequence[Tensor]
-) -> list[torch.nn.Parameter]:
+def _params(tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> list[torch.nn.Parameter]:
     params = [torch.nn.Parameter(tensor) for tensor in tensors]
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
     return params
 
 
-def torch_adamw(
-    mains: Sequence[Tensor], grads: Sequence[Tensor], **kwargs: Any
-) -> Step:
+def torch_adamw(mains: Sequence[Tensor], grads: Sequence[Tensor], **kwargs: Any) -> Step:
     """``torch.optim.AdamW`` over FP32 tensors with FP32 gradients."""
     return torch.optim.AdamW(_params(mains, grads), **SETTINGS, **kwargs).step
 
@@ -53,9 +49,7 @@ def low_bit_adam(kind: str, params: Sequence[Tensor], grads: Sequence[Tensor]) -
     """
     library, name = kind.split()
     rounding = (
-        {"bf16_stochastic_round": params[0].dtype == torch.bfloat16}
-        if library == "torchao"
-        else {}
+        {"bf16_stochastic_round": params[0].dtype == torch.bfloat16} if library == "torchao" else {}
     )
     adam = getattr(importlib.import_module(f"{library}.optim"), name)
     step: Step = adam(_params(params, grads), **SETTINGS, **rounding).step

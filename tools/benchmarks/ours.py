@@ -10,12 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR
-from mp_optim import (
-    FusedAdam,
-    MegatronOptimizer,
-    OptimizerConfig,
-    get_megatron_optimizer,
-)
+from mp_optim import FusedAdam, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
 from mp_optim.update import set_host_threads
 
@@ -69,29 +64,20 @@ def threads(count: int) -> Iterator[None]:
 
 
 def our_kernel(
-    mains: list[Tensor],
-    grads: list[Tensor],
-    outputs: list[Tensor] | None,
-    **settings: Any,
+    mains: list[Tensor], grads: list[Tensor], outputs: list[Tensor] | None, **settings: Any
 ) -> Callable[[], object]:
     """``FusedAdam.step_slots``: the update alone."""
-    optimizer = FusedAdam(
-        mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **settings
-    )
+    optimizer = FusedAdam(mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **settings)
     updates = SlotUpdates.of(
         [
-            SlotUpdate(
-                Slot(0, index), grad, 0.5, None if outputs is None else outputs[index]
-            )
+            SlotUpdate(Slot(0, index), grad, 0.5, None if outputs is None else outputs[index])
             for index, grad in enumerate(grads)
         ]
     )
     return lambda: optimizer.step_slots(updates)
 
 
-def our_optimizer(
-    params: list[Tensor], grads: list[Tensor], **settings: Any
-) -> MegatronOptimizer:
+def our_optimizer(params: list[Tensor], grads: list[Tensor], **settings: Any) -> MegatronOptimizer:
     """What ``get_megatron_optimizer`` makes of params that have these gradients; clipping is on,
     all are decayed."""
     half = {torch.bfloat16: "bf16", torch.float16: "fp16"}[params[0].dtype]
@@ -114,8 +100,6 @@ def our_optimizer(
     return optimizer
 
 
-def our_step(
-    params: list[Tensor], grads: list[Tensor], **settings: Any
-) -> Callable[[], object]:
+def our_step(params: list[Tensor], grads: list[Tensor], **settings: Any) -> Callable[[], object]:
     """The whole mixed-precision step."""
     return our_optimizer(params, grads, **settings).step

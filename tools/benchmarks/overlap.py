@@ -14,11 +14,10 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from rich.progress import track
 
-from benchmarks import report
+from benchmarks import report, simulated_backward
 from benchmarks.section import Section
+from benchmarks.simulated_backward import Model, Setting
 from mp_optim import MegatronOptimizer
-from mp_optim.cli import simulated_backward
-from mp_optim.cli.simulated_backward import Model, Setting
 
 MODES = ("sync", "overlap", "speculative")
 
@@ -69,9 +68,7 @@ def measure(setting: Setting, lengths: Sequence[float], rounds: int) -> Section:
     for length in lengths:
         for run in runs.values():
             run.step.clear(), run.whole.clear(), run.hidden.clear()
-        for _ in track(
-            range(rounds), description=f"{setting.title}, {length:g}", transient=True
-        ):
+        for _ in track(range(rounds), description=f"{setting.title}, {length:g}", transient=True):
             for run in runs.values():
                 run.once(length * alone)
         for mode, run in runs.items():
@@ -92,9 +89,7 @@ def write(folder: Path, sections: Sequence[Section]) -> None:
         "machine": report.machine(),
         "sections": [dataclasses.asdict(section) for section in sections],
     }
-    (folder / "overlap.json").write_text(
-        json.dumps(values, indent=1) + "\n", encoding="utf-8"
-    )
+    (folder / "overlap.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     (folder / "overlap.md").write_text(report.tables(sections), encoding="utf-8")
     _plot(sections[0], folder / "overlap.png")
 
@@ -107,9 +102,7 @@ def _plot(section: Section, path: Path) -> None:
     for place, (mode, shade) in enumerate(shades.items()):
         rows = [section.rows[f"{mode}, backward {length}"] for length in lengths]
         heights = [group + 0.28 * (place - 1) for group in range(len(lengths))]
-        bars = axes.barh(
-            heights, [row["ms"] for row in rows], 0.26, color=shade, label=mode
-        )
+        bars = axes.barh(heights, [row["ms"] for row in rows], 0.26, color=shade, label=mode)
         texts = [f"{row['ms']:.1f} ms, {row['hidden']:.0%} hidden" for row in rows]
         axes.bar_label(bars, texts, padding=4, fontsize=8)
     axes.set_yticks(range(len(lengths)), [f"backward as\nlong as {n}" for n in lengths])

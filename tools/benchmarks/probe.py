@@ -54,9 +54,7 @@ class Probe:
         """Time contenders and probe in turn."""
         timings = alternate({**contenders, "probe": self.run}, rounds, label)
         limits = tuple(self.nbytes / seconds for seconds in timings["probe"].seconds)
-        return {
-            name: ProbedTiming(timings[name].seconds, limits) for name in contenders
-        }
+        return {name: ProbedTiming(timings[name].seconds, limits) for name in contenders}
 
 
 def memory_limit(numel: int, rounds: int) -> tuple[Section, Probe]:
@@ -73,9 +71,7 @@ def memory_limit(numel: int, rounds: int) -> tuple[Section, Probe]:
             5 * other.nbytes,
         ),
     }
-    timings = alternate(
-        {name: run for name, (run, _) in ways.items()}, rounds, "memory"
-    )
+    timings = alternate({name: run for name, (run, _) in ways.items()}, rounds, "memory")
     section = Section("Memory: GB/s of bytes asked for")
     section.take(timings, gbs=lambda name, t: ways[name][1] / t.median / 1e9)
     best = max(ways, key=lambda name: section.rows[name]["gbs"])

@@ -34,13 +34,7 @@ def _table(forms: Sequence[str], runs: Sequence[dict[str, Any]], steps: int) -> 
     for form in forms:
         found = [run["eval_loss"] for run in runs if run["form"] == form]
         mean = statistics.mean(found)
-        inside = (
-            "yes"
-            if min(base) <= mean <= max(base)
-            else "lower"
-            if mean < min(base)
-            else "no"
-        )
+        inside = "yes" if min(base) <= mean <= max(base) else "lower" if mean < min(base) else "no"
         lines.append(
             f"| {form} | {mean:.4f} | {', '.join(f'{value:.4f}' for value in found)} | {inside} |"
         )
@@ -63,7 +57,4 @@ def _draw(path: Path, forms: Sequence[str], runs: Sequence[dict[str, Any]]) -> N
 
 
 def _smooth(losses: Sequence[float], width: int = 50) -> list[float]:
-    return [
-        statistics.mean(losses[max(0, at - width + 1) : at + 1])
-        for at in range(len(losses))
-    ]
+    return [statistics.mean(losses[max(0, at - width + 1) : at + 1]) for at in range(len(losses))]

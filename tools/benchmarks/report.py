@@ -71,12 +71,7 @@ def _installed() -> dict[str, str]:
 def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
     model = next(
-        (
-            line.split(":")[1].strip()
-            for line in _cpuinfo()
-            if line.startswith("model name")
-        ),
-        "",
+        (line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), ""
     )
     return {
         "cpu": model or platform.processor() or platform.machine(),
@@ -123,9 +118,7 @@ def show(console: Console, section: Section) -> None:
 def markdown(sections: list[Section], limit: float, regime: str) -> str:
     """All sections as one document."""
     where = machine()
-    others = "".join(
-        f"{name} {version}, " for name, version in where["opponents"].items()
-    )
+    others = "".join(f"{name} {version}, " for name, version in where["opponents"].items())
     return (
         f"{where['cpu']}, {where['threads']} threads, {where['level']}, "
         f"{where['memory_access']}, torch {where['torch']}, "
@@ -146,16 +139,10 @@ def tables(sections: Sequence[Section]) -> str:
             "|---" * (len(columns) + 1) + "|",
         ]
         lines += [
-            f"| {name} | "
-            + " | ".join(_cell(key, row.get(key)) for key in columns)
-            + " |"
+            f"| {name} | " + " | ".join(_cell(key, row.get(key)) for key in columns) + " |"
             for name, row in section.rows.items()
         ]
-        lines += [
-            "",
-            *(f"Missing: {name} ({why})." for name, why in section.missing.items()),
-            "",
-        ]
+        lines += ["", *(f"Missing: {name} ({why})." for name, why in section.missing.items()), ""]
     return "\n".join(lines)
 
 
@@ -166,9 +153,7 @@ def plot(section: Section, path: Path, title: str) -> None:
     colors = ["#08519c" if name.startswith(OURS) else "#bdbdbd" for name, _ in rows]
     labels = [textwrap.fill(name, 40) for name, _ in rows]
     bars = axes.barh(labels, [row["ms"] for _, row in rows], color=colors)
-    axes.bar_label(
-        bars, [f"{row['ms']:.1f} ms" for _, row in rows], padding=4, fontsize=9
-    )
+    axes.bar_label(bars, [f"{row['ms']:.1f} ms" for _, row in rows], padding=4, fontsize=9)
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("milliseconds, less is better")
     axes.spines[["top", "right"]].set_visible(False)
@@ -187,9 +172,7 @@ def write(folder: Path, sections: list[Section], limit: float, regime: str) -> N
         "regime": regime,
         "sections": [dataclasses.asdict(section) for section in sections],
     }
-    (folder / "host.json").write_text(
-        json.dumps(values, indent=1) + "\n", encoding="utf-8"
-    )
+    (folder / "host.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     (folder / "host.md").write_text(markdown(sections, limit, regime), encoding="utf-8")
     full = next((s for s in sections if s.title.startswith("Full")), None)
     if full is not None:

@@ -24,9 +24,7 @@ from benchmarks.ours import (
 from benchmarks.probe import Probe
 from benchmarks.section import Section
 from benchmarks.timing import Timing, alternate, ratio
-from mp_optim import (
-    MegatronOptimizer,
-)
+from mp_optim import MegatronOptimizer
 
 FEW = 4
 """Pieces for contenders that are slow, and for those compared with them."""
@@ -35,10 +33,7 @@ FEW = 4
 def update_kernels(numel: int, rounds: int, probe: Probe) -> Section:
     """FP32 states, the update alone."""
     count = numel // PIECE
-    mains, grads = (
-        tensors(PIECE, count, torch.float32),
-        tensors(PIECE, count, torch.float32),
-    )
+    mains, grads = (tensors(PIECE, count, torch.float32), tensors(PIECE, count, torch.float32))
     half_grads, outputs = (
         tensors(PIECE, count, torch.bfloat16),
         tensors(PIECE, count, torch.bfloat16),
@@ -49,8 +44,7 @@ def update_kernels(numel: int, rounds: int, probe: Probe) -> Section:
         lambda: our_kernel([main.clone() for main in mains], half_grads, outputs),
     )
     field_.add(
-        f"{OURS}, FP32 gradient",
-        lambda: our_kernel([main.clone() for main in mains], grads, None),
+        f"{OURS}, FP32 gradient", lambda: our_kernel([main.clone() for main in mains], grads, None)
     )
     field_.add(
         "torch AdamW fused",
@@ -61,8 +55,7 @@ def update_kernels(numel: int, rounds: int, probe: Probe) -> Section:
         lambda: opponents.torch_adamw([m.clone() for m in mains], grads, foreach=True),
     )
     field_.add(
-        "DeepSpeedCPUAdam",
-        lambda: opponents.deepspeed_cpu_adam([m.clone() for m in mains], grads),
+        "DeepSpeedCPUAdam", lambda: opponents.deepspeed_cpu_adam([m.clone() for m in mains], grads)
     )
     timings = probe.alternate(field_.steps, rounds, "update")
     section = Section("Update kernels alone, FP32 states", missing=field_.missing)
@@ -101,9 +94,7 @@ def full_step(numel: int, rounds: int, probe: Probe) -> Section:
         section.take(
             timings,
             of_limit=lambda name, t: t.share(STEP_BYTES * count * PIECE),
-            times_ours=lambda name, t, ours=ours, timings=timings: ratio(
-                t, timings[ours]
-            ),
+            times_ours=lambda name, t, ours=ours, timings=timings: ratio(t, timings[ours]),
         )  # type: ignore[misc]
         del composite, params, grads, steps
         gc.collect()
@@ -127,9 +118,7 @@ def _add_megatron(section: Section, numel: int, rounds: int, probe: Probe) -> No
         field_.add(
             f"Megatron-core, {name}",
             lambda fused=fused, dtype=dtype: megatron.megatron_step(  # type: ignore[misc]
-                [param.clone() for param in params],
-                [grad.to(dtype) for grad in grads],
-                fused=fused,
+                [param.clone() for param in params], [grad.to(dtype) for grad in grads], fused=fused
             ),
         )
         section.missing |= field_.missing
@@ -154,9 +143,7 @@ def compact_states(numel: int, rounds: int) -> Section:
     field_ = Contenders()
 
     def build(name: str, kind: dict[str, Any]) -> Callable[[], object]:
-        optimizers[name] = our_optimizer(
-            [param.clone() for param in params], grads, **kind
-        )
+        optimizers[name] = our_optimizer([param.clone() for param in params], grads, **kind)
         return optimizers[name].step
 
     for kind_name, kind in KINDS.items():
@@ -197,20 +184,13 @@ def eight_bit(numel: int, rounds: int) -> Section:
     """The update alone with moments of 8 bits or few: ours and those of others, on a few pieces, as
     most are slow."""
     count = max(1, min(numel // PIECE, FEW))
-    mains, grads = (
-        tensors(PIECE, count, torch.float32),
-        tensors(PIECE, count, torch.float32),
-    )
+    mains, grads = (tensors(PIECE, count, torch.float32), tensors(PIECE, count, torch.float32))
     half_mains, half_grads = (
         tensors(PIECE, count, torch.bfloat16),
         tensors(PIECE, count, torch.bfloat16),
     )
     field_ = Contenders()
-    for name, dtype in (
-        ("8-bit", torch.uint8),
-        ("bf16", torch.bfloat16),
-        ("FP32", torch.float32),
-    ):
+    for name, dtype in (("8-bit", torch.uint8), ("bf16", torch.bfloat16), ("FP32", torch.float32)):
         field_.add(
             f"{OURS}, {name} moments",
             lambda dtype=dtype: our_kernel(  # type: ignore[misc]
@@ -230,9 +210,7 @@ def eight_bit(numel: int, rounds: int) -> Section:
             ),
         )
     timings = alternate(field_.steps, max(3, min(rounds, 5)), "eight bit")
-    section = Section(
-        "8-bit and other compact moments, the update alone", missing=field_.missing
-    )
+    section = Section("8-bit and other compact moments, the update alone", missing=field_.missing)
     columns: dict[str, Callable[[str, Timing], float]] = {
         "gparams": lambda _, t: count * PIECE / t.median / 1e9
     }
@@ -246,11 +224,7 @@ def many_tensors(total: int, rounds: int) -> Section:
     """As many elements in 10,000 small tensors, in a mix as of a mixture of experts, and in one."""
     small = total // 10_000
     moe = [total // 4, total // 4] + [total // 512] * 256
-    sizes = {
-        "1 tensor": [total],
-        f"10,000 of {small:,}": [small] * 10_000,
-        "MoE mix": moe,
-    }
+    sizes = {"1 tensor": [total], f"10,000 of {small:,}": [small] * 10_000, "MoE mix": moe}
     section = Section("Many tensors: ms, and how many times one tensor's")
     for name, build in {
         "full step, " + OURS: our_step,
@@ -261,15 +235,10 @@ def many_tensors(total: int, rounds: int) -> Section:
         field_ = Contenders()
         for label, numels in sizes.items():
             field_.add(
-                label,
-                lambda name=name, build=build, numels=numels: _of_sizes(
-                    name, build, numels
-                ),
+                label, lambda name=name, build=build, numels=numels: _of_sizes(name, build, numels)
             )  # type: ignore[misc]
         timings = alternate(field_.steps, max(3, rounds // 2), name)
-        section.missing |= {
-            f"{name}, {label}": why for label, why in field_.missing.items()
-        }
+        section.missing |= {f"{name}, {label}": why for label, why in field_.missing.items()}
         for label, timing in timings.items():
             section.rows[f"{name}: {label}"] = {
                 "ms": timing.median * 1e3,
@@ -306,9 +275,7 @@ def thread_scaling(numel: int, rounds: int, most: int) -> Section:
     for count in sorted({1, 2, most} | {2**k for k in range(1, 7) if 2**k <= most}):
         if count <= most:
             with threads(count):
-                timing = alternate({str(count): step}, rounds, f"{count} threads")[
-                    str(count)
-                ]
+                timing = alternate({str(count): step}, rounds, f"{count} threads")[str(count)]
             first = section.rows.get("1", {"ms": timing.median * 1e3})["ms"]
             section.rows[str(count)] = {
                 "ms": timing.median * 1e3,

@@ -39,10 +39,7 @@ def drawn(chart: str) -> str:
     column = columns_of(row, arrows)
     first = min(column.values())
     places = {
-        name: (
-            (column[name] - first) * (WIDTH + GAP_X) + 1,
-            row[name] * (HEIGHT + GAP_Y) + 1,
-        )
+        name: ((column[name] - first) * (WIDTH + GAP_X) + 1, row[name] * (HEIGHT + GAP_Y) + 1)
         for name in labels
     }
     width = max(x for x, _ in places.values()) + WIDTH + 1

@@ -25,13 +25,9 @@ def sharding_accelerator() -> Accelerator:
         transformer_cls_names_to_wrap=["Linear"],
         cpu_ram_efficient_loading=False,
     )
-    accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available(), fsdp_plugin=plugin
-    )
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available(), fsdp_plugin=plugin)
     if accelerator.distributed_type is DistributedType.MULTI_CPU:
-        vars(accelerator.state).update(
-            distributed_type=DistributedType.FSDP, fsdp_plugin=plugin
-        )
+        vars(accelerator.state).update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
     return accelerator
 
 
@@ -41,9 +37,7 @@ def main(steps: int = 40) -> list[float]:
     torch.manual_seed(0)
     teacher = nn.Linear(16, 4).to(accelerator.device)
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).bfloat16()
-    optimizer = mp_optim.AdamW(
-        model.parameters(), lr=1e-2, offload=0.5, max_grad_norm=1.0
-    )
+    optimizer = mp_optim.AdamW(model.parameters(), lr=1e-2, offload=0.5, max_grad_norm=1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     assert all(isinstance(param, DTensor) for param in model.parameters())
     torch.manual_seed(accelerator.process_index)
@@ -51,9 +45,7 @@ def main(steps: int = 40) -> list[float]:
     for _ in range(steps):
         inputs = torch.randn(64, 16, device=accelerator.device)
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(
-            model(inputs.bfloat16()).float(), teacher(inputs).detach()
-        )
+        loss = nn.functional.mse_loss(model(inputs.bfloat16()).float(), teacher(inputs).detach())
         accelerator.backward(loss)
         optimizer.step()
         losses.append(loss.item())

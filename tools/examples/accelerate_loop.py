@@ -37,9 +37,7 @@ def main(
             accelerator.save_state(folder)
         inputs = torch.randn(64, 16, generator=torch.Generator().manual_seed(batch))
         with accelerator.accumulate(model):
-            loss = nn.functional.mse_loss(
-                model(inputs.bfloat16()).float(), teacher(inputs)
-            )
+            loss = nn.functional.mse_loss(model(inputs.bfloat16()).float(), teacher(inputs))
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)

@@ -16,9 +16,7 @@ def main(steps: int = 60) -> list[float]:
     fabric.seed_everything(0, verbose=False)
     teacher = nn.Linear(16, 4).to(fabric.device)
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).bfloat16()
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=1e-2, bf16=True, clip_grad=1.0), model
-    )
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True, clip_grad=1.0), model)
     model, optimizer = fabric.setup(model, optimizer)
     losses = []
     for _ in range(steps):

@@ -16,16 +16,11 @@ def main(steps: int = 60) -> list[float]:
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     torch.manual_seed(0)
     teacher = nn.Linear(16, 4).to(device)
-    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).to(
-        device, torch.bfloat16
-    )
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).to(device, torch.bfloat16)
     quantize_weights(model, torch.float8_e4m3fn, rowwise=True)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            lr=1e-2,
-            bf16=True,
-            optimizer_cpu_offload=True,
-            optimizer_offload_fraction=0.5,
+            lr=1e-2, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5
         ),
         model,
     )
@@ -33,9 +28,7 @@ def main(steps: int = 60) -> list[float]:
     for _ in range(steps):
         inputs = torch.randn(64, 16, device=device)
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(
-            model(inputs.bfloat16()).float(), teacher(inputs).detach()
-        )
+        loss = nn.functional.mse_loss(model(inputs.bfloat16()).float(), teacher(inputs).detach())
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

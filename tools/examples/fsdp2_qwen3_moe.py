@@ -17,9 +17,7 @@ def main(steps: int = 20) -> list[float]:
     """Learn a repeating row of tokens; returns this rank's losses."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     dist.init_process_group()
-    mesh = init_device_mesh(
-        device.type, (dist.get_world_size(),), mesh_dim_names=("dp",)
-    )
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(
         Qwen3MoeConfig(

@@ -15,19 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import mp_optim
 
 SIZES = LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=2,
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
 )
 
 
 def main(
-    folder: str = "runs/hf",
-    cls: Any = mp_optim.AdamW,
-    resume: bool = False,
-    **settings: Any,
+    folder: str = "runs/hf", cls: Any = mp_optim.AdamW, resume: bool = False, **settings: Any
 ) -> list[float]:
     """Learn repeating tokens for 60 steps; returns the losses."""
     torch.manual_seed(0)
@@ -36,16 +29,9 @@ def main(
     trainer = Trainer(
         model,
         TrainingArguments(
-            folder,
-            max_steps=60,
-            save_steps=30,
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
+            folder, max_steps=60, save_steps=30, logging_steps=1, report_to=[], use_cpu=True
         ),
-        train_dataset=[
-            {"input_ids": row + n % 50, "labels": row + n % 50} for n in range(480)
-        ],
+        train_dataset=[{"input_ids": row + n % 50, "labels": row + n % 50} for n in range(480)],
         optimizer_cls_and_kwargs=(cls, {"lr": 3e-3, **settings}),
     )
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-30" if resume else None)

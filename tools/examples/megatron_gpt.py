@@ -51,10 +51,7 @@ def main(steps: int = 20) -> list[float]:
     model = build()
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            lr=1e-2,
-            bf16=True,
-            optimizer_cpu_offload=True,
-            optimizer_offload_fraction=0.5,
+            lr=1e-2, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5
         ),
         model,
     )
@@ -64,10 +61,7 @@ def main(steps: int = 20) -> list[float]:
         for param in model.parameters():
             param.main_grad = param.detach().float()
         losses.append(
-            sum(
-                0.5 * param.main_grad.square().sum().item()
-                for param in model.parameters()
-            )
+            sum(0.5 * param.main_grad.square().sum().item() for param in model.parameters())
         )
         optimizer.step()
     parallel_state.destroy_model_parallel()

@@ -31,9 +31,7 @@ def main(steps: int = 30) -> list[float]:
         LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]),
         autocast_adapter_dtype=False,
     )
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=2e-2, bf16=True, weight_decay=0.0), model
-    )
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=2e-2, bf16=True, weight_decay=0.0), model)
     print(optimizer.describe())
     row = torch.arange(16)[None] % 8
     losses = []

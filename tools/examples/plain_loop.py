@@ -15,15 +15,10 @@ def main(steps: int = 60) -> list[float]:
     torch.manual_seed(0)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     teacher = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).to(device)
-    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).to(
-        device, torch.bfloat16
-    )
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).to(device, torch.bfloat16)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            lr=1e-2,
-            bf16=True,
-            optimizer_cpu_offload=True,
-            optimizer_offload_fraction=0.5,
+            lr=1e-2, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5
         ),
         model,
     )
@@ -32,9 +27,7 @@ def main(steps: int = 60) -> list[float]:
     for _ in range(steps):
         inputs = torch.randn(64, 16, device=device)
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(
-            model(inputs.bfloat16()).float(), teacher(inputs).detach()
-        )
+        loss = nn.functional.mse_loss(model(inputs.bfloat16()).float(), teacher(inputs).detach())
         optimizer.scale_loss(loss).backward()
         optimizer.step()
         scheduler.step()

@@ -17,26 +17,18 @@ def main(phases: int = 20) -> list[float]:
     """A bandit of four arms by REINFORCE; returns the mean reward of each phase."""
     torch.manual_seed(0)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    policy = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)).to(
-        device, torch.bfloat16
-    )
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=1e-2, bf16=True, clip_grad=1.0), policy
-    )
+    policy = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)).to(device, torch.bfloat16)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True, clip_grad=1.0), policy)
     rewards = []
     for _ in range(phases):
         optimizer.offload_to_cpu()  # the rollout has the accelerator's memory to itself
         with torch.no_grad():
             states = torch.randn(256, 8, device=device, dtype=torch.bfloat16)
-            actions = torch.distributions.Categorical(
-                logits=policy(states).float()
-            ).sample()
+            actions = torch.distributions.Categorical(logits=policy(states).float()).sample()
             reward = (actions == states[:, :4].argmax(1)).float()
         optimizer.restore_from_cpu()
         optimizer.zero_grad()
-        chance = torch.distributions.Categorical(
-            logits=policy(states).float()
-        ).log_prob(actions)
+        chance = torch.distributions.Categorical(logits=policy(states).float()).log_prob(actions)
         (-(reward - reward.mean()) * chance).mean().backward()
         optimizer.step()
         rewards.append(reward.mean().item())

@@ -18,10 +18,7 @@ from mp_optim.integrations.torchtitan import MpOptimizersContainer
 
 
 def main(
-    folder: str = "runs/titan",
-    cls: str = "AdamW",
-    resume: bool = False,
-    **settings: Any,
+    folder: str = "runs/titan", cls: str = "AdamW", resume: bool = False, **settings: Any
 ) -> list[float]:
     """Fit a random teacher for 60 steps; returns the losses."""
     torch.manual_seed(0)
@@ -29,13 +26,9 @@ def main(
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)).bfloat16()
     groups = [
         ParamGroupConfig(
-            pattern="bias$",
-            optimizer_name=cls,
-            optimizer_kwargs={"lr": 1e-2, "weight_decay": 0.0},
+            pattern="bias$", optimizer_name=cls, optimizer_kwargs={"lr": 1e-2, "weight_decay": 0.0}
         ),
-        ParamGroupConfig(
-            pattern=".*", optimizer_name=cls, optimizer_kwargs={"lr": 1e-2}
-        ),
+        ParamGroupConfig(pattern=".*", optimizer_name=cls, optimizer_kwargs={"lr": 1e-2}),
     ]
     config = MpOptimizersContainer.Config(
         param_groups=groups, optimizer_factory_kwargs_by_name={cls: settings}

@@ -31,35 +31,21 @@ SIZES = LlamaConfig(
 
 
 def main(
-    folder: str = "runs/dpo",
-    cls: Any = mp_optim.AdamW,
-    resume: bool = False,
-    **settings: Any,
+    folder: str = "runs/dpo", cls: Any = mp_optim.AdamW, resume: bool = False, **settings: Any
 ) -> list[float]:
     """Prefer one end of a sentence for 60 steps; returns the losses."""
     torch.manual_seed(0)
-    words = Tokenizer(
-        models.WordLevel({word: n for n, word in enumerate(WORDS)}, "<pad>")
-    )
+    words = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, "<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokens = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"
-    )
+    tokens = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
     model = LlamaForCausalLM(SIZES).bfloat16()
     trainer = DPOTrainer(
         model,
         copy.deepcopy(model),  # the reference, which is not trained
         args=DPOConfig(
-            folder,
-            max_steps=60,
-            save_steps=30,
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
+            folder, max_steps=60, save_steps=30, logging_steps=1, report_to=[], use_cpu=True
         ),
-        train_dataset=Dataset.from_dict(
-            {key: value * 480 for key, value in PAIR.items()}
-        ),
+        train_dataset=Dataset.from_dict({key: value * 480 for key, value in PAIR.items()}),
         processing_class=tokens,
         optimizers=(cls(model.parameters(), lr=1e-3, **settings), None),
     )

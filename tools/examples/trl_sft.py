@@ -29,31 +29,17 @@ SIZES = LlamaConfig(
 
 
 def main(
-    folder: str = "runs/sft",
-    cls: Any = mp_optim.AdamW,
-    resume: bool = False,
-    **settings: Any,
+    folder: str = "runs/sft", cls: Any = mp_optim.AdamW, resume: bool = False, **settings: Any
 ) -> list[float]:
     """Learn a few sentences for 60 steps; returns the losses."""
     torch.manual_seed(0)
-    words = Tokenizer(
-        models.WordLevel({word: n for n, word in enumerate(WORDS)}, "<pad>")
-    )
+    words = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, "<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokens = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"
-    )
+    tokens = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
     texts = ["the cat sat on a mat", "a dog ran off and the cat sat"] * 240
     trainer = SFTTrainer(
         LlamaForCausalLM(SIZES).bfloat16(),
-        SFTConfig(
-            folder,
-            max_steps=60,
-            save_steps=30,
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-        ),
+        SFTConfig(folder, max_steps=60, save_steps=30, logging_steps=1, report_to=[], use_cpu=True),
         train_dataset=Dataset.from_dict({"text": texts}),
         processing_class=tokens,
         optimizer_cls_and_kwargs=(cls, {"lr": 3e-3, **settings}),

@@ -15,18 +15,12 @@ import mp_optim
 
 
 def main(
-    folder: str = "runs/vision",
-    cls: Any = mp_optim.AdamW,
-    resume: bool = False,
-    **settings: Any,
+    folder: str = "runs/vision", cls: Any = mp_optim.AdamW, resume: bool = False, **settings: Any
 ) -> list[float]:
     """Tell two textures apart for 60 steps; returns the losses."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, 16, 3, stride=2),
-        nn.GELU(),
-        nn.Conv2d(16, 2, 3),
-        nn.AdaptiveAvgPool2d(1),
+        nn.Conv2d(3, 16, 3, stride=2), nn.GELU(), nn.Conv2d(16, 2, 3), nn.AdaptiveAvgPool2d(1)
     ).to(torch.bfloat16, memory_format=torch.channels_last)
     compiled = torch.compile(model, backend="aot_eager")
     optimizer = cls(compiled.parameters(), lr=3e-3, **settings)
@@ -38,10 +32,7 @@ def main(
     losses = []
     for step in range(30 if resume else 0, 60):
         if step == 30 and not resume:
-            torch.save(
-                {name: part.state_dict() for name, part in parts.items()},
-                f"{folder}.pt",
-            )
+            torch.save({name: part.state_dict() for name, part in parts.items()}, f"{folder}.pt")
         random = torch.Generator().manual_seed(step)
         labels = torch.randint(2, (32,), generator=random)
         images = torch.randn(32, 3, 16, 16, generator=random)

@@ -29,10 +29,7 @@ class Watch:
         self.classes: dict[str, None] = {}
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if (
-            event in ("call", "return")
-            and f"{mp_optim.__name__}/" in frame.f_code.co_filename
-        ):
+        if event in ("call", "return") and f"{mp_optim.__name__}/" in frame.f_code.co_filename:
             for value in frame.f_locals.values():
                 self._look(value, 2)
 

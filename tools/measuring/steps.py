@@ -43,9 +43,7 @@ def stack(params: int, settings: dict[str, Any]) -> Any:
     return get_megatron_optimizer(config, model)
 
 
-def compare_steps(
-    heading: str, forms: dict[str, Form], params: int, rounds: int
-) -> None:
+def compare_steps(heading: str, forms: dict[str, Form], params: int, rounds: int) -> None:
     """Print milliseconds of a step of each form, and ratios to the first one's.
 
     Args:

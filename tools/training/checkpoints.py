@@ -24,9 +24,7 @@ def save(
     """Save a version, then delete all but the `keep` newest; a crash in between leaves the previous
     one in charge. Returns its folder."""
     path, extra = output_dir / _FOLDER, {"step": step, "rng": _rng_state()}
-    return mp_optim.checkpoint.save(
-        path, model, optimizer, scheduler, extra=extra, keep=keep
-    )
+    return mp_optim.checkpoint.save(path, model, optimizer, scheduler, extra=extra, keep=keep)
 
 
 def latest(output_dir: Path) -> Path | None:
@@ -37,9 +35,7 @@ def latest(output_dir: Path) -> Path | None:
     return pointer.parent / pointer.read_text(encoding="utf-8").strip()
 
 
-def load(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: object
-) -> int:
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: object) -> int:
     """Load everything in place; returns the next step to run."""
     extra = mp_optim.checkpoint.load(path, model, optimizer, scheduler)
     for name, state in extra["rng"].items():
@@ -53,11 +49,7 @@ def load(
 def _rng_state() -> dict[str, torch.Tensor]:
     """By device type: the model may draw random numbers on the host and on the accelerator."""
     states = {"cpu": torch.get_rng_state()}
-    device = (
-        torch.accelerator.current_accelerator()
-        if torch.accelerator.is_available()
-        else None
-    )
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is not None:
         states[device.type] = torch.get_device_module(device).get_rng_state()
     return states

@@ -71,15 +71,11 @@ class SchedulerConfig:
     lr_warmup_steps: int = 0
     lr_decay_steps: int | None = None
     """None: `run.steps`."""
-    lr_decay_style: Literal[
-        "constant", "linear", "cosine", "inverse-square-root", "WSD"
-    ] = "cosine"
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
     lr_warmup_init: float = 0.0
     wsd_decay_steps: int | None = None
     """None: the last fifth of the steps."""
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = (
-        "minus_sqrt"
-    )
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "minus_sqrt"
 
 
 @dataclass
@@ -125,19 +121,12 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        if (
-            self.run.micro_batch_size < 1
-            or self.run.global_batch_size % self.run.micro_batch_size
-        ):
+        if self.run.micro_batch_size < 1 or self.run.global_batch_size % self.run.micro_batch_size:
             raise ValueError(
                 f"run.global_batch_size={self.run.global_batch_size} is not a multiple of "
                 f"run.micro_batch_size={self.run.micro_batch_size}"
             )
-        for name, none in (
-            ("eval_interval", "never"),
-            ("save_interval", "never"),
-            ("keep", "all"),
-        ):
+        for name, none in (("eval_interval", "never"), ("save_interval", "never"), ("keep", "all")):
             if (number := getattr(self.run, name)) is not None and number < 1:
                 raise ValueError(f"run.{name}={number}: at least 1, or null for {none}")
         _check_model(self.model)
@@ -150,14 +139,10 @@ def _check_model(model: ModelConfig) -> None:
     it is called."""
     heads, kv_heads = model.num_heads, model.num_kv_heads or model.num_heads
     rules = {
-        f"vocab_size={model.vocab_size}: at least 256, as it reads bytes": model.vocab_size
-        >= 256,
-        f"num_heads={heads}: not a multiple of num_kv_heads={kv_heads}": heads
-        % kv_heads
-        == 0,
+        f"vocab_size={model.vocab_size}: at least 256, as it reads bytes": model.vocab_size >= 256,
+        f"num_heads={heads}: not a multiple of num_kv_heads={kv_heads}": heads % kv_heads == 0,
         f"hidden_size={model.hidden_size}: not a multiple of num_heads={heads}; "
-        "or give head_dim": model.head_dim is not None
-        or model.hidden_size % heads == 0,
+        "or give head_dim": model.head_dim is not None or model.hidden_size % heads == 0,
         f"num_experts_per_tok={model.num_experts_per_tok}: there are num_experts="
         f"{model.num_experts}": model.family == "llama"
         or model.num_experts_per_tok <= model.num_experts,

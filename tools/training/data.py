@@ -34,16 +34,12 @@ class Corpus:
 
 def load_corpus(config: DataConfig) -> Corpus:
     """The text that `config` names, cut to `max_megabytes` and split by file."""
-    return _load(
-        config.source, int(config.max_megabytes * 1e6), config.eval_every_nth_file
-    )
+    return _load(config.source, int(config.max_megabytes * 1e6), config.eval_every_nth_file)
 
 
 @functools.lru_cache(maxsize=4)
 def _load(source: str, limit: int, nth: int) -> Corpus:
-    documents = (
-        _stdlib_documents(limit) if source == "stdlib" else _synthetic_documents(limit)
-    )
+    documents = _stdlib_documents(limit) if source == "stdlib" else _synthetic_documents(limit)
     held_out = [text for i, text in enumerate(documents) if i % nth == nth - 1]
     trained = [text for i, text in enumerate(documents) if i % nth != nth - 1]
     return Corpus(_to_tensor(trained), _to_tensor(held_out or trained[-1:]))
@@ -58,9 +54,7 @@ def _stdlib_documents(limit: int) -> list[bytes]:
     sorted by path."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = sorted(
-        p
-        for p in root.rglob("*.py")
-        if not _SKIPPED_FOLDERS & set(p.relative_to(root).parts)
+        p for p in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(p.relative_to(root).parts)
     )
     topics = root / "pydoc_data" / "topics.py"
     documents, size = [], 0
@@ -77,18 +71,7 @@ def _stdlib_documents(limit: int) -> list[bytes]:
 def _synthetic_documents(limit: int) -> list[bytes]:
     """Sums in words, by integer arithmetic alone: easy to start learning, and equal bytes on every
     machine."""
-    words = [
-        "zero",
-        "one",
-        "two",
-        "three",
-        "four",
-        "five",
-        "six",
-        "seven",
-        "eight",
-        "nine",
-    ]
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     documents, size, state = [], 0, 1
     while size < limit:
         lines = []
@@ -106,8 +89,6 @@ def batch(
 ) -> tuple[Tensor, Tensor]:
     """Inputs and next-byte targets of `step`, int64 `(sequences, seq_length)` each."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    starts = torch.randint(
-        0, len(data) - seq_length - 1, (sequences, 1), generator=generator
-    )
+    starts = torch.randint(0, len(data) - seq_length - 1, (sequences, 1), generator=generator)
     window = data[starts + torch.arange(seq_length + 1)].long()
     return window[:, :-1], window[:, 1:]

@@ -40,20 +40,14 @@ class LiveProgress:
             disable=not console.is_terminal,
         )
         self._progress.start()
-        self._task = self._progress.add_task(
-            "train", total=steps, completed=first_step, numbers=""
-        )
+        self._task = self._progress.add_task("train", total=steps, completed=first_step, numbers="")
 
     def on_step(self, record: StepRecord) -> None:
         self._smooth = (
-            record.loss
-            if self._smooth is None
-            else 0.8 * self._smooth + 0.2 * record.loss
+            record.loss if self._smooth is None else 0.8 * self._smooth + 0.2 * record.loss
         )
         self._progress.update(
-            self._task,
-            completed=record.step + 1,
-            numbers=_numbers(record, self._smooth),
+            self._task, completed=record.step + 1, numbers=_numbers(record, self._smooth)
         )
         due = (
             record.step % self._every == 0
@@ -79,14 +73,10 @@ def _numbers(record: StepRecord, smooth: float) -> str:
     return text + ("  [red]skipped[/]" if record.skipped else "")
 
 
-def print_summary(
-    console: Console, result: TrainResult, history: Sequence[StepRecord]
-) -> None:
+def print_summary(console: Console, result: TrainResult, history: Sequence[StepRecord]) -> None:
     """The end of a run. `history` holds the records of the runs it resumed from as well."""
     losses = [record.loss for record in history]
-    table = Table(
-        title="Training run", title_style="bold", show_header=False, min_width=60
-    )
+    table = Table(title="Training run", title_style="bold", show_header=False, min_width=60)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("model", params_in_words(result.num_params))
@@ -98,9 +88,7 @@ def print_summary(
     )
     if result.eval_loss is not None:
         table.add_row("eval loss", f"{result.eval_loss:.3f}")
-    table.add_row(
-        "speed", f"{result.tokens_per_s:,.0f} tokens/s, {result.seconds:.1f} s"
-    )
+    table.add_row("speed", f"{result.tokens_per_s:,.0f} tokens/s, {result.seconds:.1f} s")
     table.add_row("skipped steps", str(sum(record.skipped for record in history)))
     for place, line in _places(result.description):
         table.add_row(f"optimizer on {place}", line)
@@ -111,9 +99,7 @@ def print_summary(
 
 def params_in_words(count: int) -> str:
     """Three digits of a number of parameters, with a unit."""
-    unit, letter = (
-        (1e9, "B") if count >= 1e9 else (1e6, "M") if count >= 1e6 else (1e3, "k")
-    )
+    unit, letter = (1e9, "B") if count >= 1e9 else (1e6, "M") if count >= 1e6 else (1e3, "k")
     return f"{count / unit:.3g} {letter} params"
 
 

@@ -13,11 +13,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import torch
 import tyro
 import yaml
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-)
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from training.config import TrainConfig
 
@@ -28,9 +24,7 @@ def config_from_mapping(values: Mapping[str, Any], base: T, path: str = "") -> T
     """`base` with the (nested) `values` put over it. A key that is no field raises and names the
     nearest one."""
     fields = {
-        field.name: getattr(base, field.name)
-        for field in dataclasses.fields(base)
-        if field.init
+        field.name: getattr(base, field.name) for field in dataclasses.fields(base) if field.init
     }  # type: ignore[arg-type]
     changes: dict[str, Any] = {}
     for key, value in values.items():
@@ -42,9 +36,7 @@ def config_from_mapping(values: Mapping[str, Any], base: T, path: str = "") -> T
         current = fields[key]
         if dataclasses.is_dataclass(current):
             if not isinstance(value, Mapping):
-                raise ValueError(
-                    f"{path + key!r} needs a mapping of fields, not {value!r}"
-                )
+                raise ValueError(f"{path + key!r} needs a mapping of fields, not {value!r}")
             changes[key] = config_from_mapping(value, current, f"{path}{key}.")
         else:
             changes[key] = _like(current, value, path + key)
@@ -74,17 +66,9 @@ def _like(current: object, value: Any, name: str) -> Any:
                 raise ValueError(
                     f"{name!r} needs a {type(current).__name__}, not {value!r}"
                 ) from None
-    if (
-        isinstance(current, float)
-        and isinstance(value, int)
-        and not isinstance(value, bool)
-    ):
+    if isinstance(current, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    return (
-        tuple(value)
-        if isinstance(current, tuple) and isinstance(value, list)
-        else value
-    )
+    return tuple(value) if isinstance(current, tuple) and isinstance(value, list) else value
 
 
 def load_yaml(path: str | Path, base: TrainConfig | None = None) -> TrainConfig:
@@ -94,9 +78,7 @@ def load_yaml(path: str | Path, base: TrainConfig | None = None) -> TrainConfig:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = "" if mark is None else f"line {mark.line + 1}: "
-        raise ValueError(
-            f"{line}not valid YAML: {error.problem or error.context}"
-        ) from error
+        raise ValueError(f"{line}not valid YAML: {error.problem or error.context}") from error
     if not isinstance(values, Mapping):
         raise ValueError(f"{path}: the top level has to be a mapping of sections")
     return config_from_mapping(values, base if base is not None else TrainConfig())
@@ -117,11 +99,7 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> TrainConfig:
     )
     try:
         return tyro.cli(
-            TrainConfig,
-            args=rest,
-            default=default,
-            description=description,
-            registry=_registry(),
+            TrainConfig, args=rest, default=default, description=description, registry=_registry()
         )
     except ValueError as error:
         sys.exit(str(error))
@@ -132,9 +110,7 @@ def _registry() -> ConstructorRegistry:
     registry = ConstructorRegistry()
 
     @registry.primitive_rule
-    def dtype_rule(
-        info: PrimitiveTypeInfo,
-    ) -> PrimitiveConstructorSpec[torch.dtype] | None:
+    def dtype_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[torch.dtype] | None:
         if info.type is not torch.dtype:
             return None
         return PrimitiveConstructorSpec(

@@ -65,21 +65,16 @@ class Trainer:
         """Run step `self.step` and count it, whether or not the optimizer skipped it."""
         started = time.perf_counter()
         run = self.config.run
-        batch = self._batch(
-            self.corpus.train, run.seed, self.step, run.global_batch_size
-        )
+        batch = self._batch(self.corpus.train, run.seed, self.step, run.global_batch_size)
         inputs, targets = (part.chunk(ranks.size())[ranks.rank()] for part in batch)
         lr = _reported_lr(self.optimizer)
         self.optimizer.zero_grad()
         loss = 0.0
         micro_batches = len(inputs) // run.micro_batch_size
         for number, (x, y) in enumerate(
-            zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True),
-            start=1,
+            zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True), start=1
         ):
-            with ranks.unsynchronized(
-                self.model, self.optimizer, last=number == micro_batches
-            ):
+            with ranks.unsynchronized(self.model, self.optimizer, last=number == micro_batches):
                 part = self._loss(x, y) / micro_batches
                 self.optimizer.scale_loss(part).backward()
             loss += part.item()
@@ -112,10 +107,7 @@ class Trainer:
             losses = [
                 self._loss(
                     *self._batch(
-                        self.corpus.eval,
-                        run.seed + _EVAL_SEED_OFFSET,
-                        i,
-                        run.micro_batch_size,
+                        self.corpus.eval, run.seed + _EVAL_SEED_OFFSET, i, run.micro_batch_size
                     )
                 ).item()
                 for i in range(run.eval_batches)
@@ -138,28 +130,18 @@ class Trainer:
     def _resume(self) -> None:
         found = checkpoints.latest(Path(self.config.run.output_dir))
         if found is not None:
-            self.step = checkpoints.load(
-                found, self.model, self.optimizer, self.scheduler
-            )
+            self.step = checkpoints.load(found, self.model, self.optimizer, self.scheduler)
             self.checkpoint = found
 
-    def _batch(
-        self, data: Tensor, seed: int, step: int, sequences: int
-    ) -> tuple[Tensor, Tensor]:
+    def _batch(self, data: Tensor, seed: int, step: int, sequences: int) -> tuple[Tensor, Tensor]:
         x, y = batch(
-            data,
-            seed=seed,
-            step=step,
-            sequences=sequences,
-            seq_length=self.config.data.seq_length,
+            data, seed=seed, step=step, sequences=sequences, seq_length=self.config.data.seq_length
         )
         return x.to(self.device), y.to(self.device)
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy in FP32 whatever the model's dtype."""
-        with (
-            parametrize.cached()
-        ):  # float8 weights are read once, however many experts read them
+        with parametrize.cached():  # float8 weights are read once, however many experts read them
             logits = self.model(inputs, use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
@@ -217,11 +199,7 @@ def _over_time(started: float, max_seconds: float | None) -> bool:
 def _device(name: str) -> torch.device:
     if name != "auto":
         return torch.device(name)
-    found = (
-        torch.accelerator.current_accelerator()
-        if torch.accelerator.is_available()
-        else None
-    )
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found if found is not None else torch.device("cpu")
 
 
@@ -234,7 +212,5 @@ def _reported_lr(optimizer: torch.optim.Optimizer) -> float:
     have their own."""
     groups = optimizer.param_groups
     return _as_float(
-        next((g for g in groups if not g.get("is_decoupled_lr", False)), groups[0])[
-            "lr"
-        ]
+        next((g for g in groups if not g.get("is_decoupled_lr", False)), groups[0])["lr"]
     )

@@ -32,9 +32,7 @@ _OF_HEALTH = ("skip_limit/", "param_grad_norm/", "update_")
 
 def health_of(metrics: dict[str, float]) -> dict[str, float]:
     """What a record keeps of an optimizer's metrics."""
-    return {
-        name: value for name, value in metrics.items() if name.startswith(_OF_HEALTH)
-    }
+    return {name: value for name, value in metrics.items() if name.startswith(_OF_HEALTH)}
 
 
 @dataclass
@@ -71,10 +69,7 @@ class TrainResult:
     @property
     def eval_loss(self) -> float | None:
         """The last one measured."""
-        return next(
-            (r.eval_loss for r in reversed(self.records) if r.eval_loss is not None),
-            None,
-        )
+        return next((r.eval_loss for r in reversed(self.records) if r.eval_loss is not None), None)
 
 
 class Observer(Protocol):

@@ -31,15 +31,10 @@ def _family_fields(config: ModelConfig) -> dict[str, Any]:
         return {"head_dim": config.head_dim}
     fields: dict[str, Any] = {"num_experts_per_tok": config.num_experts_per_tok}
     if config.family == "mixtral":
-        return fields | {
-            "num_local_experts": config.num_experts,
-            "head_dim": config.head_dim,
-        }
+        return fields | {"num_local_experts": config.num_experts, "head_dim": config.head_dim}
     if config.family == "olmoe":
         return fields | {"num_experts": config.num_experts}
-    fields["moe_intermediate_size"] = (
-        config.moe_intermediate_size or config.intermediate_size
-    )
+    fields["moe_intermediate_size"] = config.moe_intermediate_size or config.intermediate_size
     if config.family == "qwen3_moe":
         return fields | {
             "num_experts": config.num_experts,
@@ -60,9 +55,7 @@ def _family_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def hf_config(
-    config: ModelConfig, seq_length: int = 4096
-) -> transformers.PretrainedConfig:
+def hf_config(config: ModelConfig, seq_length: int = 4096) -> transformers.PretrainedConfig:
     """The Hugging Face config of `config`; fields left at None keep the family's default."""
     fields = {
         "vocab_size": config.vocab_size,
@@ -89,11 +82,7 @@ def params_dtype(config: OptimizerConfig) -> torch.dtype:
 
 
 def build_model(
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    seq_length: int,
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, seq_length: int
 ) -> nn.Module:
     """A randomly initialised model. Its embedding and output params are marked as Megatron marks
     them."""

@@ -33,9 +33,7 @@ def plot_losses(records: Sequence[StepRecord], path: Path, title: str) -> None:
     skipped = [r.step + 1 for r in records if r.skipped]
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150)
     axes.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="train, each step")
-    axes.plot(
-        steps, smoothed(losses), color="#08519c", linewidth=2, label="train, smoothed"
-    )
+    axes.plot(steps, smoothed(losses), color="#08519c", linewidth=2, label="train, smoothed")
     if evaluated:
         x, y = zip(*evaluated, strict=True)
         axes.plot(
@@ -49,11 +47,7 @@ def plot_losses(records: Sequence[StepRecord], path: Path, title: str) -> None:
         )
     for i, step in enumerate(skipped):
         axes.axvline(
-            step,
-            color="#969696",
-            linewidth=0.6,
-            linestyle=":",
-            label="skipped" if i == 0 else None,
+            step, color="#969696", linewidth=0.6, linestyle=":", label="skipped" if i == 0 else None
         )
     axes.set(xlabel="step", ylabel="loss (nats per byte)", xlim=(0, steps[-1]))
     axes.set_title(title, loc="left", fontsize=11)
@@ -104,9 +98,7 @@ def draw_norms(axes: Axes, records: Sequence[StepRecord]) -> None:
     limits = [(r.step + 1, r.health.get(_LIMIT, math.inf)) for r in records]
     finite = [(step, limit) for step, limit in limits if math.isfinite(limit)]
     skipped = [(r.step + 1, r.grad_norm) for r in records if r.skipped]
-    axes.semilogy(
-        *zip(*known, strict=True), color="#08519c", linewidth=0.9, label="norm"
-    )
+    axes.semilogy(*zip(*known, strict=True), color="#08519c", linewidth=0.9, label="norm")
     if finite:
         axes.semilogy(*zip(*finite, strict=True), color="#e6550d", label="limit")
     if skipped:
@@ -117,9 +109,7 @@ def draw_norms(axes: Axes, records: Sequence[StepRecord]) -> None:
 
 def draw_param_norms(axes: Axes, records: Sequence[StepRecord]) -> None:
     """The norms of those parameters that were among the largest most often."""
-    counts = Counter(
-        name for r in records for name in r.health if name.startswith(_NORM)
-    )
+    counts = Counter(name for r in records for name in r.health if name.startswith(_NORM))
     for name, _ in counts.most_common(_MOST_NAMED):
         points = [(r.step + 1, r.health.get(name, math.nan)) for r in records]
         label = name.removeprefix(_NORM).removesuffix(".weight")

@@ -19,10 +19,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "data_parallel_sharding_strategy": "no_shard",
     },
     "zero1": {"use_distributed_optimizer": True},
-    "zero2": {
-        "use_distributed_optimizer": True,
-        "data_parallel_sharding_strategy": "optim_grads",
-    },
+    "zero2": {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "optim_grads"},
     "layer_wise": {"use_layer_wise_distributed_optimizer": True},
 }
 

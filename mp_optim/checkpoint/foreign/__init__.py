@@ -3,13 +3,24 @@ and to :class:`ForeignState`, which is by parameter name; :func:`import_state` a
 :func:`export_state` connect it to an optimizer. `docs/migrate.md` shows every way.
 """
 
-from mp_optim.checkpoint.foreign.apex import from_apex
-from mp_optim.checkpoint.foreign.deepspeed import from_deepspeed, to_deepspeed
-from mp_optim.checkpoint.foreign.file import from_checkpoint, from_file, to_file
-from mp_optim.checkpoint.foreign.megatron import from_megatron
-from mp_optim.checkpoint.foreign.state import ForeignGroup, ForeignState
-from mp_optim.checkpoint.foreign.torch_format import fp32_params, from_torch, to_torch
-from mp_optim.checkpoint.foreign.transfer import export_state, import_state
+from mp_optim.checkpoint.foreign.formats import (
+    fp32_params,
+    from_apex,
+    from_deepspeed,
+    from_megatron,
+    from_torch,
+    to_deepspeed,
+    to_torch,
+)
+from mp_optim.checkpoint.foreign.state import (
+    ForeignGroup,
+    ForeignState,
+    export_state,
+    from_checkpoint,
+    from_file,
+    import_state,
+    to_file,
+)
 
 __all__ = [
     "ForeignGroup",

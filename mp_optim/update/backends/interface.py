@@ -2,7 +2,7 @@
 
 A new backend is a class with what :class:`Backend` declares, best derived from
 :class:`~mp_optim.update.backends.reference.ReferenceBackend`, which does what it leaves out; its
-name, and the rules and states it has kernels for, in :mod:`mp_optim.config.capabilities` (one that
+name, and the rules and states it has kernels for, in :mod:`mp_optim.config.rules` (one that
 names none claims all); and how it is loaded, on which devices, and whether ``auto`` may choose it,
 in :mod:`mp_optim.update.backends.selection`. ``auto`` takes only what has shown the bits of the
 reference in its self-test. A ``capturable`` one is also let into the check of
@@ -16,16 +16,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mp_optim.update.kernel_args import (
-    SCALARS,
-    AdamScalars,
-    LambScalars,
-    LionScalars,
-    MuonScalars,
-    SgdScalars,
-    StableScalars,
-    TensorLists,
-)
+from mp_optim.update.element_rules import SCALARS, TEXTS
+from mp_optim.update.kernel_args import LambScalars, MuonScalars, StableScalars, TensorLists
 
 Multiplier = Any
 """A float; or also a tensor, for backends that say so by ``takes_device_multipliers``."""
@@ -56,22 +48,16 @@ class Backend(Protocol):
     limits: str
     """What it hands to ``reference``, for reports; empty if nothing."""
 
-    def adam(
-        self, lists: TensorLists, scalars: AdamScalars, multiplier: Multiplier
-    ) -> None: ...
+    def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier) -> None:
+        """Carry out a rule of :mod:`~mp_optim.update.element_rules`, with its scalars."""
+        ...
 
-    def lamb(
-        self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier
-    ) -> None:
+    def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier) -> None:
         """The whole step, for tensors that are whole parameters."""
         ...
 
     def lamb_finish(
-        self,
-        lists: TensorLists,
-        scalars: LambScalars,
-        sums: Tensor,
-        multiplier: Multiplier,
+        self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: Multiplier
     ) -> None:
         """Take the step after :meth:`lamb_moments`, from sums of whole parameters, shape (n, 2)
         FP64."""
@@ -83,9 +69,7 @@ class Backend(Protocol):
         """Update the moments; return FP64 (sum p^2, sum u^2) per tensor, shape (n, 2)."""
         ...
 
-    def lamb_apply(
-        self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]
-    ) -> None:
+    def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
         """Take the step, each tensor with its own ratio (FP32 value)."""
         ...
 
@@ -115,17 +99,7 @@ class Backend(Protocol):
         are clipped, on the device where that is formed there, None if nothing is stepped."""
         ...
 
-    def lion(
-        self, lists: TensorLists, scalars: LionScalars, multiplier: Multiplier
-    ) -> None: ...
-
-    def sgd(
-        self, lists: TensorLists, scalars: SgdScalars, multiplier: Multiplier
-    ) -> None: ...
-
-    def muon_momentum(
-        self, lists: TensorLists, scalars: MuonScalars, multiplier: float
-    ) -> None:
+    def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
         """Update the momenta. The lists have no main params; the outputs receive what is to be
         orthogonalised."""
         ...
@@ -155,7 +129,11 @@ def step_with(
     step: int,
     multiplier: Multiplier,
 ) -> None:
-    """Let a backend carry out a rule for whole parameters: the method of the rule's name does, with
-    scalars of a param group at step ``step`` >= 1."""
-    method: Callable[..., None] = getattr(backend, rule)
-    method(lists, SCALARS[rule].at(group, step), multiplier)
+    """Let a backend carry out a rule for whole parameters, with scalars of a param group at step
+    ``step`` >= 1; a rule that reads sums by the method of its name."""
+    scalars = SCALARS[rule].at(group, step)
+    if rule in TEXTS:
+        backend.step(rule, lists, scalars, multiplier)
+    else:
+        method: Callable[..., None] = getattr(backend, rule)
+        method(lists, scalars, multiplier)

@@ -98,9 +98,7 @@ def get_access(library: lib.NativeLibrary) -> MemoryAccess:
     """The settings in use."""
     values = _Access()
     library.call("mp_access", ctypes.byref(values))
-    return MemoryAccess(
-        values.prefetch, bool(values.streaming), values.measure_prefetch
-    )
+    return MemoryAccess(values.prefetch, bool(values.streaming), values.measure_prefetch)
 
 
 # -- the choice -----------------------------------------------------------------------------------
@@ -193,9 +191,7 @@ _STREAMS: list[dict[str, Any]] = [{"streaming": False}]
 _MEASURES: list[dict[str, Any]] = [{"measure_prefetch": 0}, {"measure_prefetch": 2048}]
 
 
-def try_out(
-    library: lib.NativeLibrary, threads: int, numel: int = LARGE
-) -> MemoryAccess:
+def try_out(library: lib.NativeLibrary, threads: int, numel: int = LARGE) -> MemoryAccess:
     """The fastest settings for Adam's update and for measuring, one field after the other.
 
     Args:
@@ -221,9 +217,7 @@ def try_out(
 
 
 def _fastest(
-    library: lib.NativeLibrary,
-    contenders: Sequence[MemoryAccess],
-    run: Callable[[], None],
+    library: lib.NativeLibrary, contenders: Sequence[MemoryAccess], run: Callable[[], None]
 ) -> MemoryAccess:
     """The best of several, tried in turn; the first one if none is better by :data:`MARGIN`."""
     seconds: dict[MemoryAccess, list[float]] = {access: [] for access in contenders}
@@ -259,34 +253,22 @@ class _Scratch:
         """One step of Adam, of zeros."""
         names = ("main", "moment1", "moment2", "grad", "output")
         columns: dict[str, Any] = {
-            name: ctypes.addressof(table)
-            for name, table in zip(names, self._tables, strict=True)
+            name: ctypes.addressof(table) for name, table in zip(names, self._tables, strict=True)
         }
         dtypes = dict.fromkeys(("main_dtype", "moment1_dtype", "moment2_dtype"), 1)
-        self._call(
-            "mp_adam",
-            lib.Adam(eps=1e-8),
-            grad_dtype=2,
-            output_dtype=2,
-            **columns,
-            **dtypes,
-        )
+        scalars = (ctypes.c_float * 10)(1.0, 0.9, 0.1, 0.999, 0.001, 1e-8)
+        given = b"adam", ctypes.addressof(scalars), len(scalars)
+        self._call("mp_step", *given, grad_dtype=2, output_dtype=2, **columns, **dtypes)
 
     def measure(self) -> None:
         """Sum of squares of the gradient."""
         self._call(
-            "mp_measure",
-            self._sums,
-            None,
-            grad_dtype=2,
-            grad=ctypes.addressof(self._tables[3]),
+            "mp_measure", self._sums, None, grad_dtype=2, grad=ctypes.addressof(self._tables[3])
         )
 
     def _call(self, name: str, *arguments: Any, **columns: Any) -> None:
         tensors = lib.Tensors(count=1, numel=ctypes.addressof(self._sizes), **columns)
-        given = [
-            ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments
-        ]
+        given = [ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments]
         self._library.call(name, ctypes.byref(tensors), *given, self._threads)
 
 

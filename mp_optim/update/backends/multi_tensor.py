@@ -1,25 +1,44 @@
-"""What apex and Transformer Engine share: kernels over lists of tensors that check little of what
-they are handed.
+"""Kernels of others: torch's fused ones, and the multi-tensor ones in the extensions of NVIDIA apex
+and Transformer Engine, without their optimizer classes, which key state by tensor and keep master
+weights outside the state dict. All are within the tolerance docs/numerics.md states of
+``reference``, not equal to it.
 
-A launch goes out only after everything the kernels take for granted was looked at here: what they
-do otherwise is in docs/upstream-defects.md. Tensors are cut into pieces far below 2^31 elements,
-empty ones are left out.
+The multi-tensor kernels check little of what they are handed (docs/upstream-defects.md): a launch
+goes out only after everything they take for granted was looked at here. Tensors are cut into pieces
+far below 2^31 elements, empty ones are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import importlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mp_optim.slots.state_keys import AVERAGE
-from mp_optim.update.backends.launch_kinds import current_device
+from mp_optim.config.rules import RULES
+from mp_optim.slots.slot_state import REMAINDER
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.chunking import batches, mark_written, publish
-from mp_optim.update.kernel_args import AdamScalars, SgdScalars, TensorLists
-from mp_optim.update.stored_values import take_averages
+from mp_optim.update.chunking import (
+    batches,
+    first_moments,
+    mark_written,
+    piece_elements,
+    publish,
+    take_averages,
+)
+from mp_optim.update.element_rules import AdamScalars, SgdScalars
+from mp_optim.update.kernel_args import (
+    FLOATS,
+    Kind,
+    LambScalars,
+    TensorLists,
+    current_device,
+    kept_moments,
+    parts_of,
+)
 from mp_optim.update.sums import combine_pieces, sum_of_squares
 
 CHUNK = 2048 * 32
@@ -33,18 +52,6 @@ MOST_TENSORS = 1024
 
 KERNEL_DEVICE = "cuda"
 """Where the kernels run."""
-
-READABLE = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of gradients and outputs that the kernels read and write."""
-
-
-class Kind(NamedTuple):
-    """What the tensors of one launch share."""
-
-    grad: torch.dtype
-    output: torch.dtype | None
-    main: torch.dtype
-    state: tuple[torch.dtype, ...]
 
 
 def check_launch(
@@ -90,54 +97,26 @@ def check_launch(
                 )
 
 
-def kinds_of(lists: TensorLists) -> list[tuple[Kind, list[int]]]:
-    """The kinds that occur, and which tensors are of each; empty tensors are of none."""
-    kinds: dict[Kind, list[int]] = {}
-    for index, (main, grad, output) in enumerate(
-        zip(lists.main, lists.grad, lists.output, strict=True)
-    ):
-        state = tuple(
-            tensors[index].dtype
-            for key, tensors in lists.state.items()
-            if key != AVERAGE
-        )
-        if main.numel():
-            kind = Kind(
-                grad.dtype, None if output is None else output.dtype, main.dtype, state
-            )
-            kinds.setdefault(kind, []).append(index)
-    return list(kinds.items())
-
-
 class MultiTensorBackend(ReferenceBackend):
-    """SGD and sums of squares, which both libraries do alike; ``reference`` does what no kernel of
-    theirs can.
+    """What both libraries do alike; ``reference`` does what no kernel of theirs can.
 
     Args:
         library: the module with the ``multi_tensor_*`` functions.
     """
 
-    limits = ""
-    """What else goes to ``reference``, for people to read."""
-
     def __init__(self, library: Any) -> None:
         self.library = library
 
-    def takes(self, lists: TensorLists, kind: Kind) -> bool:
-        """Whether there are kernels for a kind; here: FP32 state, and gradients and outputs of at
-        most 32 bits."""
-        return (
-            lists.noise is None
-            and kind.grad in READABLE
-            and (kind.output is None or kind.output in READABLE)
-            and {kind.main, *kind.state} == {torch.float32}
-        )
+    def takes(self, kind: Kind) -> bool:
+        """Whether there are kernels for a kind; here: FP32 main params and state."""
+        state = {kind.main, *kind.moments, kind.remainder} - {None}
+        return state == {torch.float32}
 
-    def split(self, lists: TensorLists) -> Iterator[tuple[Kind | None, TensorLists]]:
+    def split(self, rule: str, lists: TensorLists) -> Iterator[tuple[Kind | None, TensorLists]]:
         """Parts of the lists that are of one kind each; None for what goes to ``reference``."""
-        for kind, indices in kinds_of(lists):
-            part = lists if len(indices) == len(lists.main) else lists.take(indices)
-            yield (kind if self.takes(part, kind) else None), part
+        for _, kind, part in parts_of(lists, kept_moments(lists, RULES[rule].moment_names)):
+            is_taken = kind is not None and part.noise is None and self.takes(kind)
+            yield (kind if is_taken else None), part
 
     def launch(
         self,
@@ -151,97 +130,58 @@ class MultiTensorBackend(ReferenceBackend):
         device = lists[0][0].device
         with current_device(device):
             flag = torch.zeros(1, dtype=torch.int32, device=device)
-            return getattr(self.library, name)(
-                CHUNK, flag, [list(tensors) for tensors in lists], *arguments
-            )
+            tensors = [list(each) for each in lists]
+            return getattr(self.library, name)(CHUNK, flag, tensors, *arguments)
 
     def scaled(self, grads: Sequence[Tensor], multiplier: float) -> list[Tensor]:
         """FP32(g) * multiplier in memory of its own, of one batch's size."""
         fresh = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
-        self.launch(
-            "multi_tensor_scale",
-            [grads, fresh],
-            [grads[0].dtype, torch.float32],
-            multiplier,
-        )
+        dtypes = [grads[0].dtype, torch.float32]
+        self.launch("multi_tensor_scale", [grads, fresh], dtypes, multiplier)
         return fresh
 
-    def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
-        for kind, part in self.split(lists):
-            if kind is None:
-                super().adam(part, scalars, multiplier)
+    def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> None:
+        launches: dict[str, Callable[..., None]] = {"adam": self.adam, "sgd": self.sgd}
+        for kind, part in self.split(rule, lists):
+            if kind is None or rule not in launches:
+                super().step(rule, part, scalars, multiplier)
                 continue
             for batch in batches(part, MOST_TENSORS):
-                self.adam_launch(kind, batch.lists, scalars, multiplier)
+                launches[rule](kind, batch.lists, scalars, multiplier)
                 take_averages(batch.lists)
             mark_written(part)
 
-    def adam_launch(
-        self, kind: Kind, batch: TensorLists, scalars: AdamScalars, multiplier: float
-    ) -> None:
+    def adam(self, kind: Kind, batch: TensorLists, s: AdamScalars, multiplier: float) -> None:
         """One batch of one kind."""
         raise NotImplementedError
 
-    def sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: float) -> None:
-        for kind, part in self.split(lists):
-            if kind is None:
-                super().sgd(part, scalars, multiplier)
-                continue
-            for batch in batches(part, MOST_TENSORS):
-                self._sgd_launch(kind, batch.lists, scalars, multiplier)
-            mark_written(part)
-
-    def _sgd_launch(
-        self, kind: Kind, batch: TensorLists, scalars: SgdScalars, multiplier: float
-    ) -> None:
+    def sgd(self, kind: Kind, batch: TensorLists, s: SgdScalars, multiplier: float) -> None:
         """The kernel reads a buffer even without momentum, but writes none then: any list will
         do."""
-        grads = (
-            batch.grad
-            if kind.grad == torch.float32
-            else self.scaled(batch.grad, multiplier)
-        )
+        grads = batch.grad if kind.grad == torch.float32 else self.scaled(batch.grad, multiplier)
         buffers = batch.state.get("momentum_buffer", grads)
-        self.launch(
-            "multi_tensor_sgd",
-            [grads, batch.main, buffers],
-            [torch.float32] * 3,
-            scalars.decay,
-            scalars.momentum,
-            1.0 - scalars.one_minus_dampening,
-            scalars.lr,
-            bool(scalars.nesterov),
-            bool(scalars.first),
-            False,
-            multiplier if grads is batch.grad else 1.0,
-        )
+        numbers = s.decay, s.momentum, 1.0 - s.one_minus_dampening, s.lr
+        switches = bool(s.nesterov), bool(s.first), False
+        left = multiplier if grads is batch.grad else 1.0
+        lists, dtypes = [grads, batch.main, buffers], [torch.float32] * 3
+        self.launch("multi_tensor_sgd", lists, dtypes, *numbers, *switches, left)
         publish(batch)
-        take_averages(batch)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         """FP32 norms of pieces, added up in FP64. What overflows FP32 is summed by ``reference``:
         only an inf or nan among the values may make a sum that is not finite."""
-        if not tensors or any(tensor.dtype not in READABLE for tensor in tensors):
+        if not tensors or any(tensor.dtype not in FLOATS for tensor in tensors):
             return sum_of_squares(tensors)
         owners, pieces = _flat_pieces(tensors)
-        squares = torch.zeros(
-            len(pieces), 1, dtype=torch.float64, device=tensors[0].device
-        )
+        squares = torch.zeros(len(pieces), 1, dtype=torch.float64, device=tensors[0].device)
         for dtype in dict.fromkeys(piece.dtype for piece in pieces):
-            indices = [
-                index for index, piece in enumerate(pieces) if piece.dtype == dtype
-            ]
+            indices = [index for index, piece in enumerate(pieces) if piece.dtype == dtype]
             for start in range(0, len(indices), MOST_TENSORS):
                 together = indices[start : start + MOST_TENSORS]
                 norms = self.launch(
-                    "multi_tensor_l2norm",
-                    [[pieces[i] for i in together]],
-                    [dtype],
-                    True,
+                    "multi_tensor_l2norm", [[pieces[i] for i in together]], [dtype], True
                 )[1]
-                squares[torch.tensor(together, device=squares.device), 0] = (
-                    norms.double().square()
-                )
+                squares[torch.tensor(together, device=squares.device), 0] = norms.double().square()
         sums = combine_pieces(owners, squares, len(tensors)).squeeze(1)
         if not bool(sums.isfinite().all()):
             for index in torch.nonzero(~sums.isfinite()).flatten().tolist():
@@ -250,16 +190,252 @@ class MultiTensorBackend(ReferenceBackend):
 
 
 def _flat_pieces(tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
-    """Contiguous flat pieces, and which tensor each is of."""
+    """Contiguous flat pieces, and which tensor each is of: a tensor's in order."""
     flat = [tensor.contiguous() for tensor in tensors]
-    cut = list(batches(TensorLists(flat, flat, {}, [None] * len(flat))))
-    pairs = sorted(
-        (
-            (owner, at, main)
-            for at, batch in enumerate(cut)
-            for owner, main in zip(batch.owners, batch.lists.main, strict=True)
-        ),
-        key=lambda pair: pair[:2],
+    pieces: list[tuple[int, Tensor]] = []
+    for batch in batches(TensorLists(flat, flat, {}, [None] * len(flat))):
+        pieces += zip(batch.owners, batch.lists.main, strict=True)
+    owners = [owner for owner, _ in pieces]
+    return owners, [piece for _, piece in pieces]
+
+
+def _adam_arguments(s: AdamScalars | LambScalars) -> tuple[Any, ...]:
+    """What both libraries' kernels make their own scalars of."""
+    given = s.given
+    return given.lr, s.beta1, s.beta2, s.eps, given.step
+
+
+# -- apex -----------------------------------------------------------------------------------------
+
+
+def load_apex() -> ApexBackend:
+    """Import the extension.
+
+    Raises:
+        Exception: whatever a missing or broken installation raises.
+    """
+    return ApexBackend(importlib.import_module("amp_C"))
+
+
+class ApexBackend(MultiTensorBackend):
+    """FP32 main params and moments. Gradients in 16 bits, or with a multiplier, go through FP32
+    batch by batch, as the kernels take gradients and parameters of one dtype."""
+
+    name = "apex"
+    limits = (
+        "float64 gradients, lion, and LAMB of parameters that are sharded or beyond 2^31 elements: "
+        "reference"
     )
-    owners = [owner for owner, _, _ in pairs]
-    return owners, [main for _, _, main in pairs]
+
+    def adam(self, kind: Kind, batch: TensorLists, s: AdamScalars, multiplier: float) -> None:
+        plain = kind.grad == torch.float32 and multiplier == 1.0
+        grads = batch.grad if plain else self.scaled(batch.grad, multiplier)
+        lists = [grads, batch.main, first_moments(batch), batch.state["exp_avg_sq"]]
+        switches = 0 if s.l2 else 1, int(s.given.bias_correction)
+        arguments = (*_adam_arguments(s), *switches, s.given.weight_decay)
+        self.launch("multi_tensor_adam", lists, [torch.float32] * 4, *arguments)
+        publish(batch)
+
+    def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> None:
+        for kind, part in self.split("lamb", lists):
+            sizes = [main.numel() for main in part.main]
+            fits = [kind is not None and size <= MOST_ELEMENTS for size in sizes]
+            taken = [index for index, size in enumerate(sizes) if fits[index] and size]
+            for indices in _together(part, taken):
+                self._lamb_launch(part.take(indices), scalars, multiplier)
+            mark_written(part)
+            if rest := [index for index, fit in enumerate(fits) if not fit]:
+                super().lamb(part.take(rest), scalars, multiplier)
+
+    def _lamb_launch(self, batch: TensorLists, s: LambScalars, multiplier: float) -> None:
+        """The kernel writes the direction over the gradient, so it gets a copy. A clip limit of 0
+        would make all gradients 0; a norm of 0 turns the clip off."""
+        grads, state = self.scaled(batch.grad, multiplier), batch.state
+        lists = [grads, batch.main, state["exp_avg"], state["exp_avg_sq"]]
+        norm = torch.zeros(1, dtype=torch.float32, device=batch.main[0].device)
+        switches = int(s.grad_weight != 1.0), 0 if s.l2 else 1, norm, 1.0, s.adapts
+        given = int(s.given.bias_correction), s.given.weight_decay
+        arguments = (*_adam_arguments(s), *given, *switches)
+        self.launch("multi_tensor_lamb", lists, [torch.float32] * 4, *arguments)
+        publish(batch)
+        take_averages(batch)
+
+
+def _together(lists: TensorLists, indices: list[int]) -> list[list[int]]:
+    """Runs of whole tensors of about one batch's size."""
+    runs: list[list[int]] = []
+    room = 0
+    for index in indices:
+        size = lists.main[index].numel()
+        if size > room:
+            runs.append([])
+            room = piece_elements(lists.main[index].device)
+        runs[-1].append(index)
+        room -= size
+    return runs
+
+
+# -- Transformer Engine ---------------------------------------------------------------------------
+
+_QUIET_NAN = 0x7FC0
+
+
+def load_transformer_engine() -> TransformerEngineBackend:
+    """Import the extension; its core library is loaded by the package.
+
+    Raises:
+        Exception: whatever a missing or broken installation raises (not only ImportError).
+    """
+    importlib.import_module("transformer_engine.pytorch")
+    return TransformerEngineBackend(importlib.import_module("transformer_engine_torch"))
+
+
+class TransformerEngineBackend(MultiTensorBackend):
+    """Moments both FP32 or both bfloat16; main params FP32, or bfloat16 with remainders of 16 bits.
+    Its Adam reads 16-bit gradients and writes the 16-bit parameter in the same pass; it checks
+    dtypes but neither devices nor strides."""
+
+    name = "transformer_engine"
+    limits = "float64 gradients, lamb and lion: reference"
+
+    def takes(self, kind: Kind) -> bool:
+        if super().takes(kind):
+            return True
+        mains = (kind.main, kind.remainder)
+        has_mains = mains in ((torch.float32, None), (torch.bfloat16, torch.int16))
+        moments = {kind.moment1, kind.moment2} - {None}
+        is_adams = kind.moment2 is not None and kind.moment3 is None
+        return has_mains and is_adams and moments in ({torch.float32}, {torch.bfloat16})
+
+    def adam(self, kind: Kind, batch: TensorLists, s: AdamScalars, multiplier: float) -> None:
+        grads = batch.grad if multiplier == 1.0 else self.scaled(batch.grad, multiplier)
+        first, second = first_moments(batch), batch.state["exp_avg_sq"]
+        switches = 0 if s.l2 else 1, int(s.given.bias_correction)
+        arguments = (*_adam_arguments(s), *switches, s.given.weight_decay)
+        outputs = [output for output in batch.output if output is not None]
+        name, lists = "multi_tensor_adam", [grads, batch.main, first, second]
+        if REMAINDER in batch.state:
+            name, rests = "multi_tensor_adam_param_remainder", batch.state[REMAINDER]
+            _clear_zeros(batch.main, rests)
+            lists = [*lists, rests]
+        elif outputs:
+            lists = [grads, outputs, first, second, batch.main]
+        self.launch(name, lists, [tensors[0].dtype for tensors in lists], *arguments)
+        if REMAINDER in batch.state:
+            _show_nans(batch.main, rests)
+            publish(batch)
+
+
+def _bits_of(params: list[Tensor], rests: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Copies of all parameters, as the integers of their bits, and of all remainders, each as one
+    flat tensor of a batch's size: what is done to it takes as many launches for any number of
+    tensors."""
+    return torch.cat([param.view(torch.int16) for param in params]), torch.cat(rests)
+
+
+def _give_back(values: Tensor, tensors: list[Tensor]) -> None:
+    sizes = [tensor.numel() for tensor in tensors]
+    torch._foreach_copy_(tensors, values.split_with_sizes(sizes))
+
+
+def _is_zero(bits: Tensor) -> Tensor:
+    return (bits & 0x7FFF) == 0
+
+
+def _clear_zeros(params: list[Tensor], rests: list[Tensor]) -> None:
+    """A zero has no remainder here; the kernel would borrow from it and make a NaN."""
+    high, low = _bits_of(params, rests)
+    _give_back(low.masked_fill_(_is_zero(high), 0), rests)
+
+
+def _show_nans(params: list[Tensor], rests: list[Tensor]) -> None:
+    """CUDA's NaN, 0x7fffffff, rounds to a bfloat16 zero. Nothing else leaves a negative remainder
+    beside a zero."""
+    high, low = _bits_of(params, rests)
+    hidden = _is_zero(high) & (low < 0)
+    shown = high.masked_fill_(hidden, _QUIET_NAN).view(torch.bfloat16)
+    _give_back(shown, params)
+    _give_back(low.masked_fill_(hidden, 0), rests)
+
+
+# -- torch: fed with FP32 gradients batch by batch, so that no full copy is made ------------------
+
+
+class TorchBackend(ReferenceBackend):
+    """Adam by ``torch._fused_adam(w)_``, SGD by ``torch._fused_sgd_``; LAMB is reference's."""
+
+    name = "torch"
+
+    def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> None:
+        kernels: dict[str, Callable[..., None]] = {"adam": self._adam, "sgd": self._sgd}
+        if rule in kernels:
+            kernels[rule](lists, scalars, multiplier)
+        else:
+            super().step(rule, lists, scalars, multiplier)
+
+    def _adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
+        """Torch's kernels derive the bias corrections from a step count, and ours are in the
+        scalars.
+
+        At step infinity theirs are exactly 1; ours go into lr and eps:
+        ``(lr/bias1) * m / (sqrt(v)*c + eps) = (lr/bias1/c) * m / (sqrt(v) + eps/c)``.
+        """
+        kernel: Callable[..., Any] = (
+            torch._fused_adamw_ if scalars.l2 == 0.0 else torch._fused_adam_
+        )
+        lr = scalars.step_size / scalars.inv_sqrt_bias2
+        weight_decay = scalars.l2 if scalars.l2 != 0.0 else scalars.decay / lr if lr != 0.0 else 0.0
+        for batch in (cut.lists for cut in batches(lists)):
+            settled = torch.full((), math.inf, device=batch.main[0].device)
+            kernel(
+                batch.main,
+                _scaled(batch, multiplier),
+                first_moments(batch),
+                batch.state["exp_avg_sq"],
+                [],
+                [settled] * len(batch.main),
+                lr=lr,
+                beta1=scalars.beta1,
+                beta2=scalars.beta2,
+                weight_decay=weight_decay,
+                eps=scalars.eps / scalars.inv_sqrt_bias2,
+                amsgrad=False,
+                maximize=False,
+            )
+            publish(batch)
+            take_averages(batch)
+        mark_written(lists)
+
+    def _sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: float) -> None:
+        for batch in (cut.lists for cut in batches(lists)):
+            torch._fused_sgd_(
+                batch.main,
+                _scaled(batch, multiplier),
+                batch.state.get("momentum_buffer", []),
+                weight_decay=scalars.decay,
+                momentum=scalars.momentum,
+                lr=scalars.lr,
+                dampening=1.0 - scalars.one_minus_dampening,
+                nesterov=scalars.nesterov,
+                maximize=False,
+                is_first_step=scalars.first,
+            )
+            publish(batch)
+            take_averages(batch)
+        mark_written(lists)
+
+    def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        if not tensors:
+            return torch.zeros(0, dtype=torch.float64, device="cpu")
+        # Row-major, as staged copies of gradients are: torch adds up in the order of memory.
+        norms = torch._foreach_norm(
+            [tensor.contiguous() for tensor in tensors], 2, dtype=torch.float64
+        )
+        return torch.stack(list(norms)).square()
+
+
+def _scaled(batch: TensorLists, multiplier: float) -> list[Tensor]:
+    grads = [grad.to(torch.float32, copy=True) for grad in batch.grad]
+    if multiplier != 1.0:
+        torch._foreach_mul_(grads, multiplier)
+    return grads

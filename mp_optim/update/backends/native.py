@@ -9,55 +9,52 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mp_optim.slots import CachedTensorList
-from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
+from mp_optim.config.rules import RULES
+from mp_optim.config.state_forms import BF16, FIRST_FORMS, FP16, FP32, REMAINDER_FORMS, SECOND_FORMS
+from mp_optim.slots import CachedTensorList, all_same
+from mp_optim.slots.slot_state import AVERAGE, REMAINDER, scale_key
 from mp_optim.update.backends import native_library as lib
-from mp_optim.update.backends.host_threads import thread_count
-from mp_optim.update.backends.launch_kinds import (
+from mp_optim.update.backends.memory_access import LARGE, AccessChoice
+from mp_optim.update.backends.native_library import thread_count
+from mp_optim.update.backends.reference import MOMENTUM, ReferenceBackend
+from mp_optim.update.chunking import mark_written, tell_autograd
+from mp_optim.update.codecs import Noise
+from mp_optim.update.element_rules import Step
+from mp_optim.update.kernel_args import (
     FLOATS,
+    MAIN,
     Kind,
+    LambScalars,
+    MuonScalars,
+    StableScalars,
+    TensorLists,
     check_fit,
     kept_moments,
     parts_of,
 )
-from mp_optim.update.backends.memory_access import LARGE, AccessChoice
-from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.chunking import mark_written, tell_autograd
-from mp_optim.update.codecs import Noise
-from mp_optim.update.kernel_args import (
-    MAIN,
-    AdamScalars,
-    LambScalars,
-    LionScalars,
-    MuonScalars,
-    SgdScalars,
-    StableScalars,
-    TensorLists,
-)
-from mp_optim.update.muon_passes import MOMENTUM
-from mp_optim.update.stable_steps import Step
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_CODES = {
-    None: 0,
-    torch.float32: 1,
-    torch.bfloat16: 2,
-    torch.float16: 3,
-    torch.int8: 4,
-    torch.uint8: 5,
-    torch.int16: 6,
+_FORMS = {
+    "moment1": FIRST_FORMS,
+    "moment2": SECOND_FORMS,
+    "moment3": FIRST_FORMS,
+    "remainder": REMAINDER_FORMS,
 }
-_PACKED_CODE = 7
-"""Of first moments in 4-bit codes."""
+_FLOATS = {form.dtype: form.native for form in (FP32, BF16, FP16)}
+_CODES = {
+    name: _FLOATS | {form.dtype: form.native for form in _FORMS.get(name, ())} | {None: 0}
+    for name in Kind._fields
+}
+"""Numbers of dtypes in ``csrc/api.h``, by the tensors they are of."""
 
 
 class Table:
@@ -77,28 +74,63 @@ class Table:
         self._arrays["numel"] = sized.sizes
         if noise is not None:
             self._arrays["stream"] = array("I", [item.own_stream for item in noise])
-        addresses = {
-            name: values.buffer_info()[0] for name, values in self._arrays.items()
-        }
-        dtypes = {
-            f"{name}_dtype": _CODES[dtype] for name, dtype in kind._asdict().items()
-        }
-        if kind.moment1 == torch.uint8:
-            dtypes["moment1_dtype"] = _PACKED_CODE
+        addresses = {name: values.buffer_info()[0] for name, values in self._arrays.items()}
+        dtypes = {f"{name}_dtype": _CODES[name][dtype] for name, dtype in kind._asdict().items()}
         seed = noise[0].seed if noise else 0
         count = len(steady.get("grad") or steady["main"])
         self.tensors = lib.Tensors(
-            count=count,
-            seed=seed,
-            average_weight=average_weight,
-            **addresses,
-            **dtypes,
+            count=count, seed=seed, average_weight=average_weight, **addresses, **dtypes
         )
+
+    @classmethod
+    def of_one(cls, tensors: CachedTensorList) -> Table:
+        """The view of one list, which is only read."""
+        dtype = tensors[0].dtype
+        if tensors.own_sizes != tensors.sizes or not tensors.stored:
+            return cls(Kind(dtype), {"grad": tensors})  # which says what does not fit
+        table = cls.__new__(cls)
+        table._arrays = {"grad": tensors.addresses, "numel": tensors.sizes}
+        grad, numel = (values.buffer_info()[0] for values in table._arrays.values())
+        table.tensors = lib.Tensors(
+            count=len(tensors),
+            grad=grad,
+            numel=numel,
+            grad_dtype=_CODES["grad"][dtype],
+            average_weight=1.0,
+        )
+        return table
 
     @property
     def numel(self) -> int:
         """Elements of all tensors."""
         return sum(self._arrays["numel"])
+
+    def fits(self, grads: Sequence[Tensor]) -> bool:
+        """Whether kernels may read these gradients beside the other tensors."""
+        return (
+            isinstance(grads, CachedTensorList)
+            and grads.own_sizes == self._arrays["numel"]
+            and grads.stored
+        )
+
+    def put(self, grads: CachedTensorList, average_weight: float) -> None:
+        """The same tensors with other gradients, which fit."""
+        self._arrays["grad"] = grads.addresses
+        self.tensors.grad = grads.addresses.buffer_info()[0]
+        self.tensors.average_weight = average_weight
+
+
+class _Prepared(NamedTuple):
+    """The table of a launch, kept in ``TensorLists.prepared`` until the next one.
+
+    Attributes:
+        made_for: the lists that it is of. written: their tensors that kernels write.
+    """
+
+    made_for: tuple[Any, ...]
+    grad_dtype: torch.dtype
+    table: Table
+    written: list[Tensor]
 
 
 @cache
@@ -123,49 +155,34 @@ class NativeBackend(ReferenceBackend):
         self.library = library
         self.access = access_choice()
 
-    def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
-        values = lib.Adam(multiplier=multiplier, **_fields(scalars))
-        self._run(
-            "mp_adam",
-            lists,
-            kept_moments(lists, _MOMENTS),
-            values,
-            lambda part: ReferenceBackend.adam(self, part, scalars, multiplier),
-        )
+    def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> None:
+        numbers = [multiplier, *_fields(scalars).values()]
+        given = rule.encode(), (ctypes.c_float * len(numbers))(*numbers), len(numbers)
+        if (ready := _prepared(rule, lists)) is not None:
+            self._call("mp_step", ready.table, *given)
+            tell_autograd(ready.written)
+            return
+        moments = kept_moments(lists, RULES[rule].moment_names)
+        parts = parts_of(lists, moments)
+        for _, kind, part in parts:
+            if kind is None:
+                super().step(rule, part.in_place(), scalars, multiplier)
+                continue
+            table = _table(part, kind, moments)
+            self._call("mp_step", table, *given)
+            mark_written(part)
+            if len(parts) == 1 and lists.prepared is not None:
+                written = [*part.main, *(each for each in part.output if each is not None)]
+                lists.prepared[rule] = _Prepared(lists.made_for, kind.grad, table, written)
 
-    def sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: float) -> None:
-        values = lib.Sgd(multiplier=multiplier, **_fields(scalars))
-        self._run(
-            "mp_sgd",
-            lists,
-            kept_moments(lists, ("momentum_buffer",)),
-            values,
-            lambda part: ReferenceBackend.sgd(self, part, scalars, multiplier),
-        )
-
-    def lion(self, lists: TensorLists, scalars: LionScalars, multiplier: float) -> None:
-        values = lib.Lion(multiplier=multiplier, **_fields(scalars))
-        self._run(
-            "mp_lion",
-            lists,
-            ("exp_avg",),
-            values,
-            lambda part: ReferenceBackend.lion(self, part, scalars, multiplier),
-        )
-
-    def muon_momentum(
-        self, lists: TensorLists, scalars: MuonScalars, multiplier: float
-    ) -> None:
+    def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
         values = muon_values(scalars, multiplier)
-        self._run(
-            "mp_muon_momentum",
-            lists,
-            (MOMENTUM,),
-            values,
-            lambda part: ReferenceBackend.muon_momentum(
-                self, part, scalars, multiplier
-            ),
-        )
+        for _, kind, part in parts_of(lists, (MOMENTUM,)):
+            if kind is None:
+                super().muon_momentum(part.in_place(), scalars, multiplier)
+            else:
+                self._call("mp_muon_momentum", _table(part, kind, (MOMENTUM,)), values)
+                mark_written(part)
 
     def muon_apply(
         self, lists: TensorLists, scalars: MuonScalars, factors: Sequence[float]
@@ -179,9 +196,7 @@ class NativeBackend(ReferenceBackend):
                 self._call("mp_muon_apply", _table(part, kind, ()), *to)
                 mark_written(part)
 
-    def muon_tables(
-        self, momenta: TensorLists, params: TensorLists
-    ) -> tuple[Table, Table] | None:
+    def muon_tables(self, momenta: TensorLists, params: TensorLists) -> tuple[Table, Table] | None:
         """What both passes read and write; None if kernels do not take all of it at once."""
         tables = []
         for lists, moments in ((momenta, (MOMENTUM,)), (params, ())):
@@ -191,21 +206,6 @@ class NativeBackend(ReferenceBackend):
             tables.append(_table(part, kind, moments))
         self._settle_access(tables[0])
         return tables[0], tables[1]
-
-    def _run(
-        self,
-        function: str,
-        lists: TensorLists,
-        moments: tuple[str, ...],
-        values: ctypes.Structure,
-        otherwise: Callable[[TensorLists], None],
-    ) -> None:
-        for _, kind, part in parts_of(lists, moments):
-            if kind is None:
-                otherwise(part.in_place())
-            else:
-                self._call(function, _table(part, kind, moments), values)
-                mark_written(part)
 
     def stable_adamw_sums(
         self, lists: TensorLists, scalars: StableScalars, multiplier: float
@@ -224,11 +224,7 @@ class NativeBackend(ReferenceBackend):
         return sums
 
     def stable_adamw_apply(
-        self,
-        lists: TensorLists,
-        scalars: StableScalars,
-        steps: Sequence[Step],
-        multiplier: float,
+        self, lists: TensorLists, scalars: StableScalars, steps: Sequence[Step], multiplier: float
     ) -> None:
         values = _chosen(lib.Adam, scalars, multiplier)
         moments = kept_moments(lists, _MOMENTS)
@@ -242,26 +238,20 @@ class NativeBackend(ReferenceBackend):
             self._call("mp_clipped_adamw", _table(part, kind, moments), values, to)
             mark_written(part)
 
-    def lamb_moments(
-        self, lists: TensorLists, scalars: LambScalars, multiplier: float
-    ) -> Tensor:
+    def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
         values = lib.Lamb(multiplier=multiplier, **_fields(scalars, "lr", "adapts"))
         sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device="cpu")
         for indices, kind, part in parts_of(lists, _MOMENTS):
             if kind is None:
                 squares = super().lamb_moments(part.in_place(), scalars, multiplier)
             else:
-                squares = torch.empty(
-                    len(indices), 2, dtype=torch.float64, device="cpu"
-                )
+                squares = torch.empty(len(indices), 2, dtype=torch.float64, device="cpu")
                 table = _table(part, kind._replace(output=None), _MOMENTS)
                 self._call("mp_lamb_moments", table, values, squares.data_ptr())
             sums[torch.tensor(list(indices), device="cpu")] = squares
         return sums
 
-    def lamb_apply(
-        self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]
-    ) -> None:
+    def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
         values = lib.Lamb(multiplier=1.0, **_fields(scalars, "lr", "adapts"))
         for indices, kind, part in parts_of(lists, _MOMENTS):
             part_ratios = array("f", [ratios[index] for index in indices])
@@ -288,9 +278,7 @@ class NativeBackend(ReferenceBackend):
             return self._sum_alike(steady)
         sums = torch.empty(len(steady), dtype=torch.float64, device="cpu")
         for dtype in steady.dtypes:
-            indices = [
-                index for index, tensor in enumerate(steady) if tensor.dtype == dtype
-            ]
+            indices = [index for index, tensor in enumerate(steady) if tensor.dtype == dtype]
             sums[torch.tensor(indices, device="cpu")] = self._sum_alike(
                 CachedTensorList(steady[index] for index in indices)
             )
@@ -303,24 +291,37 @@ class NativeBackend(ReferenceBackend):
         if not tensors.contiguous:
             tensors = CachedTensorList(tensor.contiguous() for tensor in tensors)
         sums = torch.empty(len(tensors), dtype=torch.float64, device="cpu")
-        self._call(
-            "mp_measure",
-            Table(Kind(tensors[0].dtype), {"grad": tensors}),
-            sums.data_ptr(),
-            None,
-        )
+        self._call("mp_measure", Table.of_one(tensors), sums.data_ptr(), None)
         return sums
 
     def _call(self, name: str, table: Table, *arguments: Any) -> None:
-        given = [
-            ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments
-        ]
-        self._settle_access(table)
+        given = [ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments]
+        if not self.access.is_settled:
+            self._settle_access(table)
         self.library.call(name, ctypes.byref(table.tensors), *given, thread_count())
 
     def _settle_access(self, table: Table) -> None:
         if not self.access.is_settled and table.numel >= LARGE:
             self.access.settle(thread_count())
+
+
+def _prepared(rule: str, lists: TensorLists) -> _Prepared | None:
+    """What the last launch of the same main params, state and outputs left, with the gradients of
+    this one; None if it cannot be used."""
+    ready: _Prepared | None = lists.prepared.get(rule) if lists.prepared else None
+    grads = lists.grad
+    if (
+        ready is None
+        or lists.noise is not None
+        or lists.source is not None
+        or not isinstance(grads, CachedTensorList)
+        or grads.dtypes != {ready.grad_dtype}
+        or not all_same(ready.made_for, lists.made_for)
+        or not ready.table.fits(grads)
+    ):
+        return None
+    ready.table.put(grads, lists.average_weight)
+    return ready
 
 
 def muon_values(scalars: MuonScalars, multiplier: float) -> ctypes.Structure:
@@ -329,11 +330,7 @@ def muon_values(scalars: MuonScalars, multiplier: float) -> ctypes.Structure:
 
 
 def _fields(scalars: Any, *without: str) -> dict[str, Any]:
-    return {
-        name: getattr(scalars, name)
-        for name in scalars.__slots__
-        if name not in without
-    }
+    return {name: getattr(scalars, name) for name in scalars.__slots__ if name not in without}
 
 
 def _chosen(
@@ -367,9 +364,7 @@ def _columns(lists: TensorLists, moments: tuple[str, ...]) -> dict[str, Sequence
     """Lists of tensors by the names of ``MpTensors``, without the outputs."""
     columns: dict[str, Sequence[Any]] = {"grad": lists.grad}
     columns |= {"main": lists.main} if lists.main else {}
-    columns |= {
-        f"moment{1 + at}": lists.state[name] for at, name in enumerate(moments) if name
-    }
+    columns |= {f"moment{1 + at}": lists.state[name] for at, name in enumerate(moments) if name}
     for key, name in ((REMAINDER, "remainder"), (AVERAGE, "average")):
         if key in lists.state:
             columns[name] = lists.state[key]

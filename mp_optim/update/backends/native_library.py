@@ -1,10 +1,12 @@
-"""Loads the compiled kernels of ``update/csrc`` and says why not where there are none. Nothing here
-knows a rule."""
+"""Loads the compiled kernels of ``update/csrc`` and says why not where there are none; and how many
+threads they run, on which cores. Nothing here knows a rule."""
 
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,11 +16,13 @@ from typing import Any
 
 import torch
 
+from mp_optim.process.host_share import HostShare, host_share
+
 ENVIRONMENT = "MP_OPTIM_NATIVE"
 """``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``;
 else the best one."""
 
-_ABI = 15
+_ABI = 16
 _STATUS = {
     1: "a null pointer, negative size or unknown dtype reached the kernels",
     2: "out of memory",
@@ -56,6 +60,9 @@ _SOURCES = (
 )
 
 
+_THIRD = ("moment3", "scale3", "from_moment3", "from_scale3")
+
+
 class Tensors(ctypes.Structure):
     """``MpTensors``: tables of pointers."""
 
@@ -69,17 +76,14 @@ class Tensors(ctypes.Structure):
         ("from_average", ctypes.c_void_p),
         ("average_dtype", ctypes.c_int32),
         ("average_weight", ctypes.c_float),
+        *zip(_THIRD, repeat(ctypes.c_void_p)),
+        ("moment3_dtype", ctypes.c_int32),
     ]
 
 
-def scalars(
-    floats: Sequence[str], integers: Sequence[str] = ()
-) -> type[ctypes.Structure]:
+def scalars(floats: Sequence[str], integers: Sequence[str] = ()) -> type[ctypes.Structure]:
     """A structure of FP32 fields followed by int32 ones."""
-    fields = [
-        *zip(floats, repeat(ctypes.c_float)),
-        *zip(integers, repeat(ctypes.c_int32)),
-    ]
+    fields = [*zip(floats, repeat(ctypes.c_float)), *zip(integers, repeat(ctypes.c_int32))]
     return type("Scalars", (ctypes.Structure,), {"_fields_": fields})
 
 
@@ -97,9 +101,7 @@ Adam = scalars(
         "l2",
     ]
 )
-Clip = scalars(
-    ["multiplier", "beta2", "one_minus_beta2", "inv_bias2", "floor", "limit"]
-)
+Clip = scalars(["multiplier", "beta2", "one_minus_beta2", "inv_bias2", "floor", "limit"])
 Lamb = scalars(
     [
         "multiplier",
@@ -114,25 +116,8 @@ Lamb = scalars(
         "l2",
     ]
 )
-Sgd = scalars(
-    ["multiplier", "lr", "momentum", "one_minus_dampening", "decay"],
-    ["nesterov", "first"],
-)
-Lion = scalars(
-    [
-        "multiplier",
-        "beta1",
-        "one_minus_beta1",
-        "beta2",
-        "one_minus_beta2",
-        "lr",
-        "decay",
-    ]
-)
-
 Muon = scalars(
-    ["multiplier", "average", "ahead"],
-    ["average_from_end", "ahead_from_end", "nesterov"],
+    ["multiplier", "average", "ahead"], ["average_from_end", "ahead_from_end", "nesterov"]
 )
 Adafactor = scalars(["keep", "weight", "squared_floor"])
 
@@ -173,10 +158,7 @@ class Product(ctypes.Structure):
 class Stack(ctypes.Structure):
     """``MpStack``: matrices, each after the one before."""
 
-    _fields_ = [
-        ("x", ctypes.c_void_p),
-        *zip(("count", "rows", "columns"), repeat(ctypes.c_int64)),
-    ]
+    _fields_ = [("x", ctypes.c_void_p), *zip(("count", "rows", "columns"), repeat(ctypes.c_int64))]
 
 
 class Steps(ctypes.Structure):
@@ -203,18 +185,11 @@ class MuonPasses(ctypes.Structure):
 
 
 _T, _P, _I = ctypes.POINTER(Tensors), ctypes.c_void_p, ctypes.c_int32
-_M, _N, _F, _D = (
-    ctypes.POINTER(Matrices),
-    ctypes.c_int64,
-    ctypes.c_float,
-    ctypes.c_double,
-)
+_M, _N, _F, _D = (ctypes.POINTER(Matrices), ctypes.c_int64, ctypes.c_float, ctypes.c_double)
 _SIGNATURES = {
-    "mp_adam": [_T, ctypes.POINTER(Adam), _I],
+    "mp_step": [_T, ctypes.c_char_p, _P, _I, _I],
     "mp_clip_sums": [_T, ctypes.POINTER(Clip), _P, _I],
     "mp_clipped_adamw": [_T, ctypes.POINTER(Adam), _P, _I],
-    "mp_sgd": [_T, ctypes.POINTER(Sgd), _I],
-    "mp_lion": [_T, ctypes.POINTER(Lion), _I],
     "mp_lamb_moments": [_T, ctypes.POINTER(Lamb), _P, _I],
     "mp_lamb_apply": [_T, ctypes.POINTER(Lamb), _P, _I],
     "mp_muon_momentum": [_T, ctypes.POINTER(Muon), _I],
@@ -234,10 +209,7 @@ _SIGNATURES = {
     "mp_product": [ctypes.POINTER(Product), _I],
     "mp_newton_schulz_room": [ctypes.POINTER(Steps), _N, _N, _I],
     "mp_newton_schulz": [ctypes.POINTER(Steps), _N, _P, _N, _P, _I],
-    "mp_muon_step": [
-        *(ctypes.POINTER(MuonPasses), ctypes.POINTER(Steps), _N),
-        *(_P, _N, _P, _I),
-    ],
+    "mp_muon_step": [*(ctypes.POINTER(MuonPasses), ctypes.POINTER(Steps), _N), *(_P, _N, _P, _I)],
     "mp_set_level": [ctypes.c_char_p],
     "mp_set_cores": [_P, _I],
     "mp_set_access": [_P],
@@ -277,9 +249,7 @@ class NativeLibrary:
     @property
     def levels(self) -> list[str]:
         """Levels that this CPU has, best first."""
-        return (
-            [] if self.handle is None else self.handle.mp_levels().decode().split(",")
-        )
+        return [] if self.handle is None else self.handle.mp_levels().decode().split(",")
 
     def set_level(self, name: str) -> None:
         """Use another level from now on. Raises ValueError if this CPU does not have it."""
@@ -303,12 +273,10 @@ def native_library() -> NativeLibrary:
     wanted = os.environ.get(ENVIRONMENT, "")
     if wanted == "off":
         return NativeLibrary(None, f"{ENVIRONMENT}=off")
-    paths = sorted(
-        Path(__file__).parents[1].glob("_native.*"), key=lambda p: len(str(p))
-    )
-    if not paths:
+    path = Path(__file__).parents[1] / "_native.so"
+    if not path.exists():
         return NativeLibrary(None, "the package was installed without a C++ compiler")
-    library = _load(paths[0])  # an earlier version's has a Python version in its name
+    library = _load(path)
     if wanted and library.handle is not None:
         library.set_level(wanted)
     return library
@@ -322,18 +290,14 @@ def _load(path: Path) -> NativeLibrary:
         return NativeLibrary(None, f"{path.name} cannot be loaded: {error}")
     if abi != _ABI:
         return NativeLibrary(
-            None,
-            f"{path.name} has interface {abi}, this version needs {_ABI}; reinstall mp_optim",
+            None, f"{path.name} has interface {abi}, this version needs {_ABI}; reinstall mp_optim"
         )
     for name, arguments in _SIGNATURES.items():
         getattr(handle, name).argtypes = arguments
         getattr(handle, name).restype = ctypes.c_int32
     for name in ("mp_product_room", "mp_newton_schulz_room"):
         getattr(handle, name).restype = ctypes.c_int64
-    handle.mp_set_parallel.argtypes, handle.mp_set_parallel.restype = (
-        [ctypes.c_void_p],
-        None,
-    )
+    handle.mp_set_parallel.argtypes, handle.mp_set_parallel.restype = ([ctypes.c_void_p], None)
     handle.mp_set_parallel(_gomp_parallel())
     handle.mp_level.restype = handle.mp_levels.restype = ctypes.c_char_p
     return NativeLibrary(handle, path.name)
@@ -352,9 +316,7 @@ def _gomp() -> ctypes.CDLL | None:
     if not maps.exists():
         return None
     loaded = {
-        line.split(maxsplit=5)[5]
-        for line in maps.read_text().splitlines()
-        if "libgomp" in line
+        line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if "libgomp" in line
     }
     torch_first = sorted(loaded, key=lambda path: ("torch" not in path, path))
     return ctypes.CDLL(torch_first[0]) if torch_first else None
@@ -368,3 +330,120 @@ def limit_openmp(threads: int) -> None:
     set_threads = getattr(_gomp(), "omp_set_num_threads", None)
     if set_threads is not None:
         set_threads(ctypes.c_int(threads))
+
+
+# -- threads of the kernels, and their cores ------------------------------------------------------
+
+
+MOST_THREADS = 4096
+"""More than any machine has cores; beyond it the operating system refuses to start them."""
+_host_threads: int | None = None
+
+
+class _Here(threading.local):
+    """What a thread was told by :func:`set_thread_share`."""
+
+    threads: int | None = None
+
+
+_here = _Here()
+
+
+def set_host_threads(threads: int | None) -> None:
+    """Threads of the kernels in this process; None for this rank's share of the host, whatever
+    torch's number is (``torchrun`` sets it to 1).
+
+    Raises:
+        ValueError: not a whole number from 1 to :data:`MOST_THREADS`; what was set before stays.
+    """
+    global _host_threads
+    _host_threads = None if threads is None else _checked(threads)
+
+
+def set_host_cores(cores: Sequence[int]) -> None:
+    """Pin the kernels' threads in this process to these cores, in turn; an empty list unpins them.
+
+    Raises:
+        ValueError: there are no native kernels to pin, or this process may not run on one of the
+            cores.
+    """
+    library = native_library()
+    if library.handle is None:
+        raise ValueError(
+            f"host_cores={tuple(cores)!r}: there are no native kernels to pin: {library.why}"
+        )
+    if cores:
+        _check_cores(cores)
+    library.set_cores(cores)
+
+
+def set_thread_share(threads: int | None) -> None:
+    """Threads of the kernels that the calling thread runs; None as everywhere.
+
+    Raises:
+        ValueError: as :func:`set_host_threads`.
+    """
+    _here.threads = None if threads is None else _checked(threads)
+
+
+def _checked(threads: Any) -> int:
+    """A number of threads that the kernels take: a plain int, whatever kind of whole number was
+    given."""
+    try:
+        number = 0 if isinstance(threads, bool) else operator.index(threads)
+    except TypeError:
+        number = 0
+    if not 1 <= number <= MOST_THREADS:
+        raise ValueError(
+            f"host_threads={threads!r}: must be a whole number from 1 to {MOST_THREADS}, or None "
+            "for this rank's share of the host's cores"
+        )
+    return number
+
+
+def _check_cores(cores: Sequence[int]) -> None:
+    given = f"host_cores={tuple(cores)!r}"
+    if not hasattr(os, "sched_getaffinity"):
+        raise ValueError(
+            f"{given}: threads cannot be pinned on this system; leave host_cores unset"
+        )
+    available = sorted(os.sched_getaffinity(0))
+    missing = [core for core in cores if core not in available]
+    if missing:
+        raise ValueError(
+            f"{given}: this process may not run on core {missing[0]}; it has {available}"
+        )
+
+
+def thread_count() -> int:
+    """Threads that the kernels may use now, in the calling thread."""
+    return _here.threads or _host_threads or host_share().threads
+
+
+def describe_threads() -> str:
+    """How many threads the kernels run here, why, and what keeps them from more."""
+    threads, share = thread_count(), host_share()
+    words = [f"host kernels: {threads} threads" if threads > 1 else "host kernels: 1 thread"]
+    if _host_threads is not None:
+        words.append(f"host_threads={_host_threads}; this rank's share is {share.threads}")
+    words.append(share.reason)
+    return "; ".join([*words, *starving(threads, share)])
+
+
+def starving(threads: int, share: HostShare) -> list[str]:
+    """Warnings about settings that leave cores of the rank's share idle, or crowd them."""
+    warnings = []
+    if threads < share.threads:
+        warnings.append(
+            f"warning: {share.threads - threads} cores of the share stay idle in the step; "
+            "unset host_threads"
+        )
+    if threads > len(share.cpus):
+        warnings.append(
+            f"warning: {threads} threads on {len(share.cpus)} cores wait for one another; "
+            "unset host_threads"
+        )
+    limit = os.environ.get("OMP_THREAD_LIMIT", "")
+    if limit.isdecimal() and 0 < int(limit) < threads:
+        warnings.append(f"warning: OMP_THREAD_LIMIT={limit} allows no more; unset it")
+    return warnings

@@ -7,104 +7,51 @@ because torch's FP32 square root on the CPU is not correctly rounded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mp_optim.update.chunking import batches
-from mp_optim.update.exact_sums import bounded_sum
-from mp_optim.update.kernel_args import (
-    AdamScalars,
-    LambScalars,
-    LionScalars,
-    MuonScalars,
-    SgdScalars,
-    StableScalars,
-    TensorLists,
-)
-from mp_optim.update.muon_passes import average_momenta, descend
-from mp_optim.update.stable_steps import Step, steps_of
-from mp_optim.update.stored_values import (
+from mp_optim.config.rules import RULES
+from mp_optim.slots.slot_state import REMAINDER, scale_key
+from mp_optim.update.chunking import (
+    batches,
+    piece_elements,
     read_mains,
     read_moment,
     take_averages,
     write_mains,
     write_moment,
 )
+from mp_optim.update.codecs import decode, encode_, join, split_
+from mp_optim.update.element_rules import (
+    TEXTS,
+    Lists,
+    Step,
+    adam_batch,
+    average,
+    average_squares,
+    bound,
+    bound_all,
+    denominators,
+    gradients,
+)
+from mp_optim.update.exact_sums import bounded_sum, bounded_value
+from mp_optim.update.kernel_args import LambScalars, MuonScalars, StableScalars, TensorLists, fp32
 from mp_optim.update.sums import combine_pieces, sum_of_squares
-
-Lists = list[Tensor]
-AnyAdam = AdamScalars | LambScalars | StableScalars
-
-
-def _gradients(batch: TensorLists, mains: Lists, multiplier: float, l2: float) -> Lists:
-    """FP32(g) * multiplier, then + l2 * p: new tensors of one batch's size."""
-    grads = [grad.to(torch.float32, copy=True) for grad in batch.grad]
-    if multiplier != 1.0:
-        torch._foreach_mul_(grads, multiplier)
-    if l2 != 0.0:
-        torch._foreach_add_(grads, torch._foreach_mul(mains, l2))
-    return grads
-
-
-def _average_first(m: Lists, grads: Lists, s: AnyAdam, weight: float) -> None:
-    """m = m*b1 + g*w."""
-    torch._foreach_mul_(m, s.beta1)
-    torch._foreach_add_(m, torch._foreach_mul(grads, weight))
-
-
-def _average_second(v: Lists, grads: Lists, s: AnyAdam) -> None:
-    """v = v*b2 + (g*(1-b2))*g."""
-    squares = torch._foreach_mul(grads, s.one_minus_beta2)
-    torch._foreach_mul_(squares, grads)
-    torch._foreach_mul_(v, s.beta2)
-    torch._foreach_add_(v, squares)
-
-
-def _denominators(v: Lists, s: AnyAdam) -> Lists:
-    """sqrt(v) * (1/sqrt(bias2)) + eps."""
-    roots = [value.double().sqrt_().float() for value in v]
-    torch._foreach_mul_(roots, s.inv_sqrt_bias2)
-    torch._foreach_add_(roots, s.eps)
-    return roots
 
 
 def _directions(batch: TensorLists, mains: Lists, s: LambScalars) -> Lists:
     """u = (m * (1/bias1)) / denominator + decay * p, of the moments as they are stored."""
-    u = torch._foreach_mul(read_moment(batch, "exp_avg"), s.inv_bias1)
-    torch._foreach_div_(u, _denominators(read_moment(batch, "exp_avg_sq"), s))
+    m = read_moment(batch, "exp_avg")
+    u = torch._foreach_mul(m, s.inv_bias1)
+    bound_all(u, m)
+    torch._foreach_div_(u, denominators(read_moment(batch, "exp_avg_sq"), s))
     if s.decay != 0.0:
         torch._foreach_add_(u, torch._foreach_mul(mains, s.decay))
     return list(u)
-
-
-def _adam_batch(
-    batch: TensorLists,
-    s: AdamScalars | StableScalars,
-    steps: Sequence[Step],
-    multiplier: float,
-    l2: float = 0.0,
-) -> None:
-    """Adam, with a ``step_size`` and a ``decay`` for each tensor."""
-    p, v = read_mains(batch), read_moment(batch, "exp_avg_sq")
-    m = grads = _gradients(batch, p, multiplier, l2)
-    if "exp_avg" in batch.state:
-        m = read_moment(batch, "exp_avg")
-        _average_first(m, grads, s, s.one_minus_beta1)
-    _average_second(v, grads, s)
-    sizes, decays = zip(*steps, strict=True)
-    updates = torch._foreach_div(m, _denominators(v, s))
-    torch._foreach_mul_(updates, sizes)
-    decayed = [(main, decay) for main, decay in zip(p, decays, strict=True) if decay]
-    if decayed:  # the others not, as 0 * inf is not 0
-        mains, rates = map(list, zip(*decayed, strict=True))
-        torch._foreach_sub_(mains, torch._foreach_mul(mains, rates))
-    torch._foreach_sub_(p, updates)
-    if "exp_avg" in batch.state:
-        write_moment(batch, "exp_avg", m)
-    write_moment(batch, "exp_avg_sq", v)
-    write_mains(batch, p)
 
 
 class ReferenceBackend:
@@ -117,15 +64,11 @@ class ReferenceBackend:
     reads_source = False
     limits = ""
 
-    def adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
-        step = (scalars.step_size, scalars.decay)
-        for cut in batches(lists):
-            steps = [step] * len(cut.owners)
-            _adam_batch(cut.lists, scalars, steps, multiplier, scalars.l2)
+    def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> None:
+        for batch in batches(lists):
+            TEXTS[rule](batch.lists, scalars, multiplier)
 
-    def stable_adamw(
-        self, lists: TensorLists, scalars: StableScalars, multiplier: float
-    ) -> None:
+    def stable_adamw(self, lists: TensorLists, scalars: StableScalars, multiplier: float) -> None:
         """Both passes of StableAdamW, for tensors that are whole parameters."""
         sums = self.stable_adamw_sums(lists, scalars, multiplier)
         sizes = [main.numel() for main in lists.main]
@@ -137,9 +80,9 @@ class ReferenceBackend:
         device = lists.main[0].device if lists.main else torch.device("cpu")
         sums = torch.zeros(len(lists.main), 3, dtype=torch.int64, device=device)
         for cut in batches(lists):
-            grads = _gradients(cut.lists, [], multiplier, 0.0)
+            grads = gradients(cut.lists, [], multiplier, 0.0)
             v = [value.clone() for value in read_moment(cut.lists, "exp_avg_sq")]
-            _average_second(v, grads, scalars)
+            average_squares(v, grads, scalars)
             torch._foreach_mul_(v, scalars.inv_bias2)
             for owner, grad, mean in zip(cut.owners, grads, v, strict=True):
                 overflown = mean.isinf().logical_and_(grad.isfinite())
@@ -164,26 +107,18 @@ class ReferenceBackend:
         return clipped
 
     def stable_adamw_apply(
-        self,
-        lists: TensorLists,
-        scalars: StableScalars,
-        steps: Sequence[Step],
-        multiplier: float,
+        self, lists: TensorLists, scalars: StableScalars, steps: Sequence[Step], multiplier: float
     ) -> None:
         """AdamW with a ``step_size`` and a ``decay`` for each tensor."""
         for cut in batches(lists):
             own = [steps[owner] for owner in cut.owners]
-            _adam_batch(cut.lists, scalars, own, multiplier)
+            adam_batch(cut.lists, scalars, own, multiplier)
 
     def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> None:
         """Both phases of LAMB, for tensors that are whole parameters."""
-        self.lamb_finish(
-            lists, scalars, self.lamb_moments(lists, scalars, multiplier), multiplier
-        )
+        self.lamb_finish(lists, scalars, self.lamb_moments(lists, scalars, multiplier), multiplier)
 
-    def lamb_moments(
-        self, lists: TensorLists, scalars: LambScalars, multiplier: float
-    ) -> Tensor:
+    def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
         owners: list[int] = []
         squares: list[Tensor] = []
         for cut in batches(lists):
@@ -193,9 +128,10 @@ class ReferenceBackend:
                 read_moment(batch, "exp_avg"),
                 read_moment(batch, "exp_avg_sq"),
             )
-            grads = _gradients(batch, p, multiplier, scalars.l2)
-            _average_first(m, grads, scalars, scalars.grad_weight)
-            _average_second(v, grads, scalars)
+            grads = gradients(batch, p, multiplier, scalars.l2)
+            average(m, grads, scalars.beta1, scalars.grad_weight)
+            bound_all(m, grads)
+            average_squares(v, grads, scalars)
             write_moment(batch, "exp_avg", m)
             write_moment(batch, "exp_avg_sq", v)
             sums = sum_of_squares([*p, *_directions(batch, p, scalars)])
@@ -212,9 +148,7 @@ class ReferenceBackend:
         """The second phase, from the sums of whole parameters."""
         self.lamb_apply(lists, scalars, [scalars.ratio(*row) for row in sums.tolist()])
 
-    def lamb_apply(
-        self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]
-    ) -> None:
+    def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
         for cut in batches(lists):
             batch = cut.lists
             p = read_mains(batch)
@@ -223,57 +157,11 @@ class ReferenceBackend:
             torch._foreach_sub_(p, u)
             write_mains(batch, p)
 
-    def sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: float) -> None:
-        for batch in (cut.lists for cut in batches(lists)):
-            p = read_mains(batch)
-            grads = _gradients(batch, p, multiplier, scalars.decay)
-            if "momentum_buffer" in batch.state:
-                buffers = read_moment(batch, "momentum_buffer")
-                grads = self._momentum(buffers, grads, scalars)
-                write_moment(batch, "momentum_buffer", buffers)
-            torch._foreach_mul_(grads, scalars.lr)
-            torch._foreach_sub_(p, grads)
-            write_mains(batch, p)
-
-    def lion(self, lists: TensorLists, scalars: LionScalars, multiplier: float) -> None:
-        for batch in (cut.lists for cut in batches(lists)):
-            p, m = read_mains(batch), read_moment(batch, "exp_avg")
-            grads = _gradients(batch, p, multiplier, 0.0)
-            blend = torch._foreach_mul(m, scalars.beta1)
-            torch._foreach_add_(
-                blend, torch._foreach_mul(grads, scalars.one_minus_beta1)
-            )
-            steps = [torch.where(u.isnan(), u, u.sign()) for u in blend]
-            torch._foreach_mul_(steps, scalars.lr)
-            if scalars.decay != 0.0:
-                torch._foreach_sub_(p, torch._foreach_mul(p, scalars.decay))
-            torch._foreach_sub_(p, steps)
-            torch._foreach_mul_(m, scalars.beta2)
-            torch._foreach_add_(m, torch._foreach_mul(grads, scalars.one_minus_beta2))
-            write_moment(batch, "exp_avg", m)
-            write_mains(batch, p)
-
     def average(self, lists: TensorLists) -> None:
         for batch in batches(lists.for_averages()):
             take_averages(batch.lists)
 
-    @staticmethod
-    def _momentum(buffers: Lists, grads: Lists, s: SgdScalars) -> Lists:
-        if s.first:
-            torch._foreach_copy_(buffers, grads)
-        else:
-            torch._foreach_mul_(buffers, s.momentum)
-            torch._foreach_add_(
-                buffers, torch._foreach_mul(grads, s.one_minus_dampening)
-            )
-        if not s.nesterov:
-            return [buffer.clone() for buffer in buffers]
-        torch._foreach_add_(grads, torch._foreach_mul(buffers, s.momentum))
-        return grads
-
-    def muon_momentum(
-        self, lists: TensorLists, scalars: MuonScalars, multiplier: float
-    ) -> None:
+    def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
         average_momenta(lists, scalars, multiplier)
 
     def muon_apply(
@@ -283,3 +171,95 @@ class ReferenceBackend:
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         return sum_of_squares(tensors)
+
+
+(MOMENTUM,) = RULES["muon"].moment_names
+
+
+# -- Muon's passes over elements, before and after the products -----------------------------------
+
+
+def average_momenta(lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
+    """See :meth:`~mp_optim.update.backends.interface.Backend.muon_momentum`."""
+    for index, output in enumerate(lists.output):
+        assert output is not None
+        output.copy_(_averaged(lists, index, scalars, multiplier).view(output.shape))
+
+
+def descend(lists: TensorLists, scalars: MuonScalars, factors: Sequence[float]) -> None:
+    """See :meth:`~mp_optim.update.backends.interface.Backend.muon_apply`."""
+    for index, (direction, factor) in enumerate(zip(lists.grad, factors, strict=True)):
+        _descend(lists, index, scalars.decay, direction.float() * factor)
+
+
+def _averaged(lists: TensorLists, index: int, scalars: MuonScalars, multiplier: float) -> Tensor:
+    """Update one momentum; returns what is to be orthogonalised, FP32, shape (n,)."""
+    grad = lists.grad[index].reshape(-1).float()
+    if multiplier != 1.0:
+        grad = grad * multiplier
+    scales = lists.state.get(scale_key(MOMENTUM))
+    stored, scale = (
+        lists.state[MOMENTUM][index].view(-1),
+        None if scales is None else scales[index],
+    )
+    momentum = decode(stored, scale, second=False, numel=grad.numel())
+    _blend(momentum, grad, scalars.average, scalars.average_from_end, out=momentum)
+    noise = None if lists.noise is None else lists.noise[index]
+    encode_(momentum, stored, scale, second=False, noise=noise)
+    if not scalars.nesterov:
+        return momentum
+    ahead = torch.empty_like(momentum)
+    _blend(grad, momentum, scalars.ahead, scalars.ahead_from_end, out=ahead)
+    return ahead
+
+
+def _blend(start: Tensor, end: Tensor, factor: float, from_end: bool, out: Tensor) -> None:
+    """One of two values plus a multiple of their difference, as ``torch.lerp`` takes it; of finite
+    values it is bounded.
+
+    Through FP64, in which the product is exact: a fused multiply-add, on devices and where there is
+    none. What is orthogonalised is rounded to bfloat16, which makes much of a last bit.
+    """
+    piece = piece_elements(out.device)
+    for at in range(0, out.numel(), piece):
+        left, right = start[at : at + piece], end[at : at + piece]
+        base, change = right if from_end else left, right - left
+        bound(change, left, right)
+        out[at : at + piece] = torch.add(base.double(), change.double(), alpha=factor)
+
+
+def _descend(lists: TensorLists, index: int, decay: float, step: Tensor) -> None:
+    """Decay one parameter, subtract its step, and write remainder and output."""
+    stored, remainders = lists.main[index], lists.state.get(REMAINDER)
+    main = stored if remainders is None else join(stored, remainders[index])
+    if decay != 0.0:
+        main.sub_(main * decay)
+    main.sub_(step)
+    if remainders is not None:
+        noise = None if lists.noise is None else lists.noise[index]
+        split_(main, stored, remainders[index], noise)
+    output = lists.output[index]
+    if output is not None:
+        output.copy_(stored)
+
+
+NOT_CLIPPED = 1.0 + 2.0**-20
+"""Mean squares up to it count as 1, as all are at the first step, but for rounding."""
+
+
+def steps_of(
+    scalars: StableScalars, sums: Sequence[Sequence[int]], sizes: Sequence[int]
+) -> tuple[list[Step], list[bool]]:
+    """The step of each parameter, and whether it is clipped; NaN if a gradient is.
+
+    Args:
+        sums: of whole parameters, as ``Backend.stable_adamw_sums`` gives them.
+        sizes: elements of whole parameters.
+    """
+    means = [
+        bounded_value(high, low, nans, scalars.limit) / max(1, size)
+        for (high, low, nans), size in zip(sums, sizes, strict=True)
+    ]
+    clips = [1.0 if mean <= NOT_CLIPPED else math.sqrt(mean) for mean in means]
+    steps = [(fp32(scalars.rate / c), fp32(scalars.decay_rate / c)) for c in clips]
+    return steps, [clip != 1.0 for clip in clips]

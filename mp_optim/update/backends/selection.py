@@ -4,7 +4,6 @@ process and device."""
 from __future__ import annotations
 
 import importlib
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,19 +11,22 @@ from functools import cache
 
 import torch
 
-from mp_optim.config.capabilities import BACKENDS, CAPABILITIES, Capability
+from mp_optim.config.rules import BACKENDS, CAPABILITIES, Capability
+from mp_optim.process.calls import warn
+from mp_optim.slots import ParamGroups, iter_slots
 from mp_optim.update.backends import multi_tensor
 from mp_optim.update.backends.interface import Backend
+from mp_optim.update.backends.multi_tensor import TorchBackend
 from mp_optim.update.backends.native import NativeBackend
-from mp_optim.update.backends.native_library import native_library
+from mp_optim.update.backends.native_library import ENVIRONMENT, native_library
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.self_test import (
     BFLOAT16_MOMENTS,
     REMAINDERS,
     SelfTest,
     prove,
+    prove_by_a_step,
 )
-from mp_optim.update.backends.torch_fused import TorchBackend
 
 _SAME_BITS = "auto: the bits are the same in every place"
 _ON_HOST = ("native", "torch", "reference")
@@ -43,11 +45,15 @@ class _Source:
         load: makes it; any exception is the reason why it is not usable.
         devices: types of the devices it serves; all if None.
         missing: what to say where the module it is made of is not installed.
+        is_proven: every release of it was held to ``reference``'s bits at every level of
+            instructions, and what it computes depends on nothing else of a machine: a step of each
+            rule is enough to see that this installation is one of these.
     """
 
     load: Callable[[], Backend]
     devices: Callable[[], tuple[str, ...]] | None = None
     missing: Mapping[str, str] | None = None
+    is_proven: bool = False
 
 
 def _native() -> Backend:
@@ -57,21 +63,9 @@ def _native() -> Backend:
     return NativeBackend(library)
 
 
-def _from_module(module: str) -> Callable[[], Backend]:
-    def load() -> Backend:
-        backend: Backend = importlib.import_module(
-            f"mp_optim.update.backends.{module}"
-        ).load()
-        return backend
-
-    return load
-
-
 def _triton() -> Backend:
     backend: Backend | None
-    backend, why = importlib.import_module(
-        "mp_optim.update.backends.triton"
-    ).triton_backend()
+    backend, why = importlib.import_module("mp_optim.update.backends.triton").triton_backend()
     if backend is None:
         raise _NotHereError(why)
     return backend
@@ -86,16 +80,14 @@ def _triton_devices() -> tuple[str, ...]:
 
 
 _SOURCES: dict[str, _Source] = {
-    "native": _Source(_native, lambda: ("cpu",)),
-    "reference": _Source(ReferenceBackend),
+    "native": _Source(_native, lambda: ("cpu",), is_proven=True),
+    "reference": _Source(ReferenceBackend, is_proven=True),
     "torch": _Source(TorchBackend),
     "triton": _Source(
-        _triton,
-        _triton_devices,
-        {"mp_optim.update.backends.triton": "not part of this version"},
+        _triton, _triton_devices, {"mp_optim.update.backends.triton": "not part of this version"}
     ),
     "apex": _Source(
-        _from_module("apex"),
+        multi_tensor.load_apex,
         _kernel_devices,
         {
             "amp_C": (
@@ -105,7 +97,7 @@ _SOURCES: dict[str, _Source] = {
         },
     ),
     "transformer_engine": _Source(
-        _from_module("transformer_engine"),
+        multi_tensor.load_transformer_engine,
         _kernel_devices,
         {
             "transformer_engine": "Transformer Engine is not installed",
@@ -129,33 +121,40 @@ def forget() -> None:
     _chosen.cache_clear()
 
 
-def proof_of(name: str, device: torch.device) -> SelfTest:
+def proof_of(name: str, device: torch.device, whole: bool = False) -> SelfTest:
     """What is known about a backend on a device: it is loaded, and takes its first step, when this
-    is first asked."""
-    return _proven(name, device)[1]
+    is first asked.
+
+    Args:
+        whole: prove all of it here, also what was proven before it was released.
+    """
+    return (_proven(name, device, True) if whole else _backend_and_proof(name, device))[1]
 
 
 @cache
-def _proven(name: str, device: torch.device) -> tuple[Backend, SelfTest]:
+def _proven(name: str, device: torch.device, whole: bool) -> tuple[Backend, SelfTest]:
     """A backend and its proof; ``reference`` stands in for one that cannot be had."""
     source = _SOURCES[name]
     try:
         backend = source.load()
-        if source.devices is not None and device.type not in source.devices():
-            none = (
-                ""
-                if device.type != "cpu" or torch.cuda.is_available()
-                else "; torch finds no CUDA device"
-            )
-            raise _NotHereError(
-                f"its kernels run on {' and '.join(source.devices())}, not on {device.type}{none}"
-            )
+        _check_device(source, device)
     except Exception as error:
-        unusable = SelfTest(
-            name, str(device), False, False, math.nan, math.nan, _why_not(error, source)
-        )
-        return ReferenceBackend(), unusable
-    return backend, prove(backend, device)
+        return ReferenceBackend(), SelfTest.unusable(name, device, _why_not(error, source))
+    return backend, (prove if whole else prove_by_a_step)(backend, device)
+
+
+def _check_device(source: _Source, device: torch.device) -> None:
+    if source.devices is None or device.type in source.devices():
+        return
+    is_missing = device.type == "cpu" and not torch.cuda.is_available()
+    none = "; torch finds no CUDA device" if is_missing else ""
+    raise _NotHereError(
+        f"its kernels run on {' and '.join(source.devices())}, not on {device.type}{none}"
+    )
+
+
+def _backend_and_proof(name: str, device: torch.device) -> tuple[Backend, SelfTest]:
+    return _proven(name, device, not _SOURCES[name].is_proven)
 
 
 def _why_not(error: Exception, source: _Source) -> str:
@@ -188,15 +187,11 @@ def _chosen(name: str, device: torch.device) -> tuple[Backend, str]:
     if name == "auto":
         return _auto(device)
     if name not in _SOURCES:
-        raise ValueError(
-            f"fused_backend={name!r} is not available; choose from {list(BACKENDS)}"
-        )
+        raise ValueError(f"fused_backend={name!r} is not available; choose from {list(BACKENDS)}")
     where = _serving_device(name, device)
-    backend, proof = _proven(name, where)
+    backend, proof = _backend_and_proof(name, where)
     if not proof.usable:
-        raise ValueError(
-            f"fused_backend={name!r} is not available: {proof.reason}; choose 'auto'"
-        )
+        raise ValueError(f"fused_backend={name!r} is not available: {proof.reason}; choose 'auto'")
     if where != device:
         other, _ = _auto(device)
         same = (
@@ -207,10 +202,7 @@ def _chosen(name: str, device: torch.device) -> tuple[Backend, str]:
         return other, f"{name} kernels run on {where.type}; {same}"
     limits = backend.limits
     return backend, "; ".join(
-        filter(
-            None,
-            (f"fused_backend={name!r}", "" if proof.exact else proof.reason, limits),
-        )
+        filter(None, (f"fused_backend={name!r}", "" if proof.exact else proof.reason, limits))
     )
 
 
@@ -222,16 +214,14 @@ def _serving_device(name: str, device: torch.device) -> torch.device:
     if devices() == ("cpu",):
         return torch.device("cpu")
     return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else device
+        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else device
     )
 
 
 def _auto(device: torch.device) -> tuple[Backend, str]:
     passed_over: list[str] = []
     for name in candidates(device):
-        backend, proof = _proven(name, device)
+        backend, proof = _backend_and_proof(name, device)
         if proof.usable and proof.exact:
             if isinstance(backend, NativeBackend):
                 return backend, f"{_SAME_BITS}; {backend.library.level}"
@@ -250,11 +240,7 @@ def check_serves(name: str, device: torch.device) -> None:
     """
     if name in _SOURCES:
         devices = _SOURCES[name].devices
-        if (
-            name != "native"
-            and devices is not None
-            and device.type not in (*devices(), "meta")
-        ):
+        if name != "native" and devices is not None and device.type not in (*devices(), "meta"):
             choose_backend(
                 name, device
             )  # where it is not usable at all, that is the better message
@@ -265,19 +251,13 @@ def check_serves(name: str, device: torch.device) -> None:
             )
 
 
-def check_forms(
-    name: str, device: torch.device, bfloat16_moments: bool, remainders: bool
-) -> None:
+def check_forms(name: str, device: torch.device, bfloat16_moments: bool, remainders: bool) -> None:
     """Refuse forms of state that this installation of a named backend has no kernels for.
 
     Raises:
         ValueError: naming the field.
     """
-    lacks = (
-        {}
-        if name not in _SOURCES
-        else proof_of(name, _serving_device(name, device)).lacks
-    )
+    lacks = {} if name not in _SOURCES else proof_of(name, _serving_device(name, device)).lacks
     for field, form, wanted in (
         ("exp_avg_dtype=torch.bfloat16", BFLOAT16_MOMENTS, bfloat16_moments),
         ("store_param_remainders=True", REMAINDERS, remainders),
@@ -296,4 +276,28 @@ def rule_note(name: str, rule: str) -> str:
         ""
         if rule in CAPABILITIES.get(name, Capability()).rules
         else f"{name} has no kernels for {rule}"
+    )
+
+
+_HOST = torch.device("cpu")
+
+
+def warn_of_missing_kernels(fused_backend: str, rule: str, groups: ParamGroups) -> None:
+    """Warn, once in a process, if a rule that has native kernels steps groups on the host without
+    them, and neither ``fused_backend`` nor the environment asks for that."""
+    if not any(param.is_cpu for _, param in iter_slots(groups)):
+        return
+    chosen = choose_backend(fused_backend, _HOST)[0].name
+    is_asked_for = chosen == fused_backend or os.environ.get(ENVIRONMENT) == "off"
+    has_kernels = rule in CAPABILITIES["native"].rules
+    if chosen != "native" and has_kernels and not is_asked_for:
+        _warn_once(proof_of("native", _HOST).reason)
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    warn(
+        f"there are no native kernels ({reason}): steps on the host take five to six times as "
+        "long, with the same bits. Install a wheel of mp_optim, or install it again where there "
+        f"is a C++ compiler (g++ or clang++); {ENVIRONMENT}=off accepts it without this warning"
     )

@@ -56,10 +56,13 @@ static void turn_row(float* __restrict__ x, const float* __restrict__ columns, i
     for (int64_t i = 0; i < n; ++i) x[i] = turned(x[i], weight * columns[i], floor);
 }
 
+// NaN stays NaN.
+MP_INLINE float at_most_largest(float x) { return x > kLargest ? kLargest : x; }
+
 static void turn_by_variance(float* __restrict__ x, float* __restrict__ variance, int64_t n, const MpAdafactor& s) {
     const float keep = s.keep, weight = s.weight, floor = s.squared_floor;
     for (int64_t i = 0; i < n; ++i) {
-        variance[i] = variance[i] * keep + x[i] * x[i] * weight;
+        variance[i] = at_most_largest(variance[i] * keep + at_most_largest(x[i] * x[i]) * weight);
         x[i] = turned(x[i], variance[i], floor);
     }
 }

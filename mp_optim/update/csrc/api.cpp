@@ -56,18 +56,22 @@ Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool
     run.grad = at(t.grad, t.grad_dtype);
     run.moment1 = at(t.moment1, t.moment1_dtype);
     run.moment2 = at(t.moment2, t.moment2_dtype);
+    run.moment3 = at(t.moment3, t.moment3_dtype);
     run.output = at(t.output, t.output_dtype);
     run.scale1 = scale_at(t.scale1);
     run.scale2 = scale_at(t.scale2);
+    run.scale3 = scale_at(t.scale3);
     run.old_main = apart ? at(t.from_main, t.main_dtype) : run.main;
     run.old_remainder = apart ? at(t.from_remainder, t.remainder_dtype) : run.remainder;
     run.old_moment1 = apart ? at(t.from_moment1, t.moment1_dtype) : run.moment1;
     run.old_moment2 = apart ? at(t.from_moment2, t.moment2_dtype) : run.moment2;
+    run.old_moment3 = apart ? at(t.from_moment3, t.moment3_dtype) : run.moment3;
     run.average = at(t.average, t.average_dtype);
     run.old_average = apart ? at(t.from_average, t.average_dtype) : run.average;
     run.average_weight = t.average_weight;
     run.old_scale1 = apart ? scale_at(t.from_scale1) : run.scale1;
     run.old_scale2 = apart ? scale_at(t.from_scale2) : run.scale2;
+    run.old_scale3 = apart ? scale_at(t.from_scale3) : run.scale3;
     run.numel = count;
     run.start = uint32_t(start);
     run.noisy = t.stream != nullptr;
@@ -133,6 +137,7 @@ void fetch_beginning(const MpTensors& t, int64_t index) {
     fetch(t.main);
     fetch(t.moment1);
     fetch(t.moment2);
+    fetch(t.moment3);
     fetch(t.output);
     fetch(t.average);
 }
@@ -255,9 +260,15 @@ const Level& level() {
 
 using namespace mp;
 
-int32_t mp_adam(const MpTensors* t, const MpAdam* s, int32_t threads) {
-    if (!t || !s || !valid(*t, true, s->beta1 != 0.0f, true, threads)) return MP_BAD_ARGUMENT;
-    return guarded([&] { elementwise(*t, threads, [&](const Run& run, int64_t) { level().adam(run, *s); }); });
+int32_t mp_step(const MpTensors* t, const char* name, const float* scalars, int32_t count, int32_t threads) {
+    if (!t || !name || !scalars) return MP_BAD_ARGUMENT;
+    const ElementRule* rule = level().rules;
+    while (rule->name && std::strcmp(rule->name, name)) ++rule;
+    if (!rule->name || rule->scalars != count) return MP_BAD_ARGUMENT;
+    const int moments = rule->moments(scalars);
+    if (!valid(*t, true, moments & 1, moments & 2, threads) || (t->count > 0 && moments & 4 && !t->moment3))
+        return MP_BAD_ARGUMENT;
+    return guarded([&] { elementwise(*t, threads, [&](const Run& run, int64_t) { rule->step(run, scalars); }); });
 }
 
 int32_t mp_clip_sums(const MpTensors* t, const MpClip* s, int64_t* sums, int32_t threads) {
@@ -281,16 +292,6 @@ int32_t mp_clipped_adamw(const MpTensors* t, const MpAdam* s, const float* steps
             level().adam(run, own);
         });
     });
-}
-
-int32_t mp_sgd(const MpTensors* t, const MpSgd* s, int32_t threads) {
-    if (!t || !s || !valid(*t, true, false, false, threads)) return MP_BAD_ARGUMENT;
-    return guarded([&] { elementwise(*t, threads, [&](const Run& run, int64_t) { level().sgd(run, *s); }); });
-}
-
-int32_t mp_lion(const MpTensors* t, const MpLion* s, int32_t threads) {
-    if (!t || !s || !valid(*t, true, true, false, threads)) return MP_BAD_ARGUMENT;
-    return guarded([&] { elementwise(*t, threads, [&](const Run& run, int64_t) { level().lion(run, *s); }); });
 }
 
 int32_t mp_lamb_moments(const MpTensors* t, const MpLamb* s, double* sums, int32_t threads) {
@@ -399,4 +400,4 @@ int32_t mp_access(MpAccess* given) {
     return MP_OK;
 }
 
-int32_t mp_abi() { return 15; }
+int32_t mp_abi() { return 16; }

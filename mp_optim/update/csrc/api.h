@@ -53,6 +53,12 @@ struct MpTensors {
     const void* const* from_average;
     int32_t average_dtype;
     float average_weight;
+    // Of rules that have a second average of gradients: in the dtypes of moment1; in its very dtype, where both are there.
+    void* const* moment3;
+    float* const* scale3;
+    const void* const* from_moment3;
+    const float* const* from_scale3;
+    int32_t moment3_dtype;
 };
 
 // Scalars of the rules, all FP32, formed in double by the caller. See docs/numerics.md for what multiplies what.
@@ -67,15 +73,6 @@ struct MpClip {
 
 struct MpLamb {
     float multiplier, beta1, grad_weight, beta2, one_minus_beta2, eps, inv_bias1, inv_sqrt_bias2, decay, l2;
-};
-
-struct MpSgd {
-    float multiplier, lr, momentum, one_minus_dampening, decay;
-    int32_t nesterov, first;
-};
-
-struct MpLion {
-    float multiplier, beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay;
 };
 
 // A difference times a factor is added to one of the two values it is of: to the second if `from_end`.
@@ -146,14 +143,13 @@ struct MpAccess {
 };
 
 // All functions return an MpStatus. `threads` >= 1 is an upper bound; results do not depend on it.
-// Without moment1 where beta1 is 0: the gradient is the first moment then.
-MP_EXPORT int32_t mp_adam(const MpTensors* tensors, const MpAdam* scalars, int32_t threads);
-MP_EXPORT int32_t mp_sgd(const MpTensors* tensors, const MpSgd* scalars, int32_t threads);
-MP_EXPORT int32_t mp_lion(const MpTensors* tensors, const MpLion* scalars, int32_t threads);
+// A rule that steps each element by itself: a row of kRules in rules.inl, which knows the order of its `count` scalars; the
+// first is what gradients are multiplied with. Moments that a rule does without under its scalars may be left out.
+MP_EXPORT int32_t mp_step(const MpTensors* tensors, const char* rule, const float* scalars, int32_t count, int32_t threads);
 // StableAdamW. sums: (count, 3), the sum of g^2 over the new second moment in units of 2^-52 `limit`, as two whole numbers, the
 // first worth 2^31; and how many quotients are NaN. Reads gradients and second moments, writes no tensor.
 MP_EXPORT int32_t mp_clip_sums(const MpTensors* tensors, const MpClip* scalars, int64_t* sums, int32_t threads);
-// mp_adam with a step_size and a decay for each tensor, (count, 2), in place of those of the scalars.
+// Adam with a step_size and a decay for each tensor, (count, 2), in place of those of the scalars.
 MP_EXPORT int32_t mp_clipped_adamw(const MpTensors* tensors, const MpAdam* scalars, const float* steps, int32_t threads);
 // sums: (count, 2) FP64, of the param before the step and of the direction.
 MP_EXPORT int32_t mp_lamb_moments(const MpTensors* tensors, const MpLamb* scalars, double* sums, int32_t threads);

@@ -1,4 +1,4 @@
-// A checksum of 16-bit elements, read once: mp_optim/update/checksums.py is its text.
+// A checksum of 16-bit elements, read once: mp_optim/update/measures.py is its text.
 #include <algorithm>
 
 #include "arguments.h"

@@ -3,10 +3,10 @@
 
 // -- chunks -------------------------------------------------------------------------------------------
 
-constexpr Stream Run::* kStreams[] = {&Run::grad,        &Run::old_main, &Run::old_remainder, &Run::old_moment1,
-                                      &Run::old_moment2, &Run::old_average, &Run::main,       &Run::remainder,
-                                      &Run::moment1,     &Run::moment2,  &Run::output,        &Run::average};
-constexpr int kStreamCount = 12, kFirstWritten = 6;
+constexpr Stream Run::* kStreams[] = {&Run::grad,        &Run::old_main,    &Run::old_remainder, &Run::old_moment1, &Run::old_moment2,
+                                      &Run::old_moment3, &Run::old_average, &Run::main,          &Run::remainder,   &Run::moment1,
+                                      &Run::moment2,     &Run::moment3,     &Run::output,        &Run::average};
+constexpr int kStreamCount = 14, kFirstWritten = 7;
 
 // The part of a run from `start` on, a multiple of kScaled.
 MP_INLINE Run part_of(const Run& run, int64_t start, int64_t numel) {
@@ -15,8 +15,10 @@ MP_INLINE Run part_of(const Run& run, int64_t start, int64_t numel) {
         if ((run.*stream).data) (part.*stream).data = (run.*stream).at(start);
     if (run.scale1) part.scale1 = run.scale1 + start / kScaled;
     if (run.scale2) part.scale2 = run.scale2 + start / kScaled;
+    if (run.scale3) part.scale3 = run.scale3 + start / kScaled;
     if (run.scale1) part.old_scale1 = run.old_scale1 + start / kScaled;
     if (run.scale2) part.old_scale2 = run.old_scale2 + start / kScaled;
+    if (run.scale3) part.old_scale3 = run.old_scale3 + start / kScaled;
     part.start = run.start + uint32_t(start);
     part.numel = numel;
     return part;
@@ -55,7 +57,7 @@ struct Tail {
 // blocks), then for what is left.
 template <class Body>
 MP_INLINE void for_whole_chunks(const Run& run, Body body) {
-    const int64_t unit = run.scale1 || run.scale2 ? kScaled : kChunk, whole = run.numel / unit * unit;
+    const int64_t unit = run.scale1 || run.scale2 || run.scale3 ? kScaled : kChunk, whole = run.numel / unit * unit;
     if (whole) {
         Run part = run;
         part.numel = whole;
@@ -74,19 +76,21 @@ MP_INLINE void fetch_ahead(const Stream& stream, int32_t dtype, int64_t i) {
     for (int64_t line = 0; line < bytes_of(dtype, kChunk); line += 64) __builtin_prefetch(from + line, to_write, 3);
 }
 
-template <class F, bool has_main>
+template <class F, class Rule>
 MP_INLINE void fetch_ahead(const Run& r, int64_t i) {
-    const int32_t main = !has_main ? MP_NONE : F::rest(r) == MP_NONE ? MP_F32 : MP_BF16;
+    const int32_t main = !Rule::kHasMain ? MP_NONE : F::rest(r) == MP_NONE ? MP_F32 : MP_BF16;
     fetch_ahead<false>(r.old_main, main, i);
     fetch_ahead<false>(r.old_remainder, F::rest(r), i);
     fetch_ahead<false>(r.grad, r.grad.dtype, i);
-    fetch_ahead<false>(r.old_moment1, F::template moment<false>(r), i);
-    fetch_ahead<false>(r.old_moment2, F::template moment<true>(r), i);
+    fetch_ahead<false>(r.old_moment1, F::template moment<1>(r), i);
+    fetch_ahead<false>(r.old_moment2, F::template moment<2>(r), i);
+    if (Rule::kThird) fetch_ahead<false>(r.old_moment3, F::template moment<3>(r), i);
     if (r.past || (r.main.data == r.old_main.data && r.moment1.data == r.old_moment1.data)) return;
     fetch_ahead<true>(r.main, main, i);
     fetch_ahead<true>(r.remainder, F::rest(r), i);
-    fetch_ahead<true>(r.moment1, F::template moment<false>(r), i);
-    fetch_ahead<true>(r.moment2, F::template moment<true>(r), i);
+    fetch_ahead<true>(r.moment1, F::template moment<1>(r), i);
+    fetch_ahead<true>(r.moment2, F::template moment<2>(r), i);
+    if (Rule::kThird) fetch_ahead<true>(r.moment3, F::template moment<3>(r), i);
 }
 
 // -- blocks -------------------------------------------------------------------------------------------
@@ -95,10 +99,11 @@ MP_INLINE const float* scale_at(const float* scales, int64_t start) {
     return scales ? scales + start / kScaled : nullptr;
 }
 
-template <bool second, class F>
+template <int which, class F>
 MP_INLINE void write_codes_here(const Run& run, Scale scale, const float* from, int64_t i) {
-    const int32_t dtype = F::template moment<second>(run);
-    char* to = (second ? run.moment2 : run.moment1).data + bytes_of(dtype, i);
+    constexpr bool second = which == 2;
+    const int32_t dtype = F::template moment<which>(run);
+    char* to = moment_of<which>(run).data + bytes_of(dtype, i);
     if (!scale.good)
         __builtin_memset(to, 0, bytes_of(dtype, kChunk));
     else if (dtype == MP_F16)
@@ -112,17 +117,17 @@ MP_INLINE void write_codes_here(const Run& run, Scale scale, const float* from, 
 }
 
 // A chunk of a moment in blocks.
-template <bool second, class F>
+template <int which, class F>
 MP_INLINE void write_codes(const Run& run, Scale scale, const float* from, int64_t i) {
     if constexpr (F::kKnown)
-        write_codes_here<second, F>(run, scale, from, i);
+        write_codes_here<which, F>(run, scale, from, i);
     else
-        outlined([&] { write_codes_here<second, F>(run, scale, from, i); });
+        outlined([&] { write_codes_here<which, F>(run, scale, from, i); });
 }
 
-template <bool second, class F>
+template <int which, class F>
 __attribute__((noinline)) static void write_block(const Run& run, Scale scale, const float* from, int64_t start) {
-    for (int64_t i = start; i < run.numel; i += kChunk) write_codes<second, F>(run, scale, from + i - start, i);
+    for (int64_t i = start; i < run.numel; i += kChunk) write_codes<which, F>(run, scale, from + i - start, i);
 }
 
 // FP32 values of moments on their way to codes.
@@ -130,70 +135,100 @@ struct Tile {
     alignas(64) float first[kScaled], second[kScaled];
 };
 
-// FP32 values of a chunk: present ones, and where new ones go.
-struct Chunk {
-    const float *grad, *main, *first, *second;
-    float *new_main, *new_first, *new_second;
+// The same of rules that have a third moment.
+struct WideTile : Tile {
+    alignas(64) float third[kScaled];
 };
 
-// Updates a chunk. Of a second moment in blocks the new value is the root; of both the largest magnitude is kept.
+// FP32 values of a chunk: present ones, and where new ones go.
+struct Chunk {
+    const float *grad, *main, *first, *second, *third;
+    float *new_main, *new_first, *new_second, *new_third;
+};
+
+// Updates a chunk. Of a second moment in blocks the new value is the root; of all the largest magnitude is kept.
 template <bool blocked1, bool blocked2, class Rule>
-MP_INLINE void update(const Rule& rule, int64_t start, const Chunk& at, u32x16& top1, u32x16& top2) {
+MP_INLINE void update(const Rule& rule, int64_t start, const Chunk& at, u32x16& top1, u32x16& top2, u32x16& top3) {
     for (int i = 0; i < kChunk; i += kLanes) {
         f32x16 g = {}, p = {}, m = {}, v = {}, root = {};
         if (Rule::kHasMain) p = load<f32x16>(at.main + i);
         if (Rule::kGrad) g = load<f32x16>(at.grad + i);
         if (Rule::kFirst) m = load<f32x16>(at.first + i);
         if (Rule::kSecond) v = load<f32x16>(at.second + i);
-        rule(g, p, m, v, root);
+        if constexpr (Rule::kThird) {
+            f32x16 slow = load<f32x16>(at.third + i);
+            rule(g, p, m, v, root, slow);
+            store(at.new_third + i, slow);
+            if (blocked1) top3 = larger(top3, as<u32x16>(slow) & 0x7fffffff);
+        } else {
+            rule(g, p, m, v, root);
+        }
         rule.look(start + i, p, m, v);
         if (Rule::kMain) store(at.new_main + i, p);
         if (Rule::kMoments && Rule::kFirst) store(at.new_first + i, m);
         if (Rule::kMoments && Rule::kSecond) store(at.new_second + i, blocked2 ? root : v);
-        if (blocked1) top1 = larger(top1, as<u32x16>(m) & 0x7fffffff);
+        if (blocked1 && Rule::kFirst) top1 = larger(top1, as<u32x16>(m) & 0x7fffffff);
         if (blocked2) top2 = larger(top2, as<u32x16>(root));  // not negative, unless it is NaN
     }
 }
 
-// A run of whole blocks, or of some chunks of one. Moments in blocks are written as codes one block behind the update: a
-// block's scale is known after its last element. They are written before main params, which wait for divisions.
+// A run of whole blocks, or of some chunks of one. Moments in blocks (`blocked1`: the first and the third) are written as
+// codes one block behind the update: a block's scale is known after its last element. They are written before main params,
+// which wait for divisions.
 template <bool blocked1, bool blocked2, class F, class Rule>
 __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rule& given, int64_t first_index) {
+    constexpr bool coded1 = blocked1 && Rule::kFirst, coded3 = blocked1 && Rule::kThird;
     const Rule rule = given;
     const Run run = given_run;
-    Tile tiles[2];
-    Scale coded1 = {}, coded2 = {};
+    std::conditional_t<Rule::kThird, WideTile, Tile> tiles[2];
+    Scale code1 = {}, code2 = {}, code3 = {};
     for (int64_t start = 0; start < run.numel; start += kScaled) {
-        Tile &tile = tiles[start / kScaled % 2], &last = tiles[1 - start / kScaled % 2];
+        auto &tile = tiles[start / kScaled % 2], &last = tiles[1 - start / kScaled % 2];
         const int64_t left = run.numel - start, n = left < kScaled ? left : kScaled;
         const float *scale1 = scale_at(run.old_scale1, start), *scale2 = scale_at(run.old_scale2, start);
-        u32x16 top1 = {}, top2 = {};
+        u32x16 top1 = {}, top2 = {}, top3 = {};
 #pragma GCC unroll 1
         for (int64_t at = 0; at < n; at += kChunk) {
             const int64_t i = start + at;
             alignas(64) float p[kChunk], g[kChunk], m[kChunk], v[kChunk];
-            if (run.prefetch) fetch_ahead<F, Rule::kHasMain>(run, i + run.prefetch);
+            if (run.prefetch) fetch_ahead<F, Rule>(run, i + run.prefetch);
             Chunk chunk = {};
             if (Rule::kHasMain) chunk.main = read_main<F>(run, i, p);
             chunk.new_main = run.past || !Rule::kHasMain ? p : place_of_main<F>(run, i, p);
             if (Rule::kGrad) chunk.grad = read_grad(run.grad, i, g);
-            if (Rule::kFirst) chunk.first = read_moment<false, F>(run, i, scale1, m);
-            if (Rule::kSecond) chunk.second = read_moment<true, F>(run, i, scale2, v);
-            chunk.new_first = blocked1 ? tile.first + at : run.past ? m : place_of_moment<false, F>(run, i, m);
-            chunk.new_second = blocked2 ? tile.second + at : run.past ? v : place_of_moment<true, F>(run, i, v);
-            update<blocked1, blocked2>(rule, first_index + i, chunk, top1, top2);
-            if (blocked1 && start > 0) write_codes<false, F>(run, coded1, last.first + at, i - kScaled);
-            if (blocked2 && start > 0) write_codes<true, F>(run, coded2, last.second + at, i - kScaled);
+            if (Rule::kFirst) chunk.first = read_moment<1, F>(run, i, scale1, m);
+            if (Rule::kSecond) chunk.second = read_moment<2, F>(run, i, scale2, v);
+            chunk.new_first = blocked1 ? tile.first + at : run.past ? m : place_of_moment<1, F>(run, i, m);
+            chunk.new_second = blocked2 ? tile.second + at : run.past ? v : place_of_moment<2, F>(run, i, v);
+            if constexpr (Rule::kThird) {
+                alignas(64) float slow[kChunk];
+                chunk.third = read_moment<3, F>(run, i, scale_at(run.old_scale3, start), slow);
+                chunk.new_third = blocked1 ? tile.third + at : run.past ? slow : place_of_moment<3, F>(run, i, slow);
+                update<blocked1, blocked2>(rule, first_index + i, chunk, top1, top2, top3);
+                if (coded3 && start > 0) write_codes<3, F>(run, code3, last.third + at, i - kScaled);
+                if (!blocked1) write_moment<3, F>(run, i, chunk.new_third);
+            } else {
+                update<blocked1, blocked2>(rule, first_index + i, chunk, top1, top2, top3);
+            }
+            if (coded1 && start > 0) write_codes<1, F>(run, code1, last.first + at, i - kScaled);
+            if (blocked2 && start > 0) write_codes<2, F>(run, code2, last.second + at, i - kScaled);
             if (Rule::kMain) write_main<F>(run, i, chunk.new_main);
-            if (Rule::kMoments && Rule::kFirst && !blocked1) write_moment<false, F>(run, i, chunk.new_first);
-            if (Rule::kMoments && Rule::kSecond && !blocked2) write_moment<true, F>(run, i, chunk.new_second);
+            if (Rule::kMoments && Rule::kFirst && !blocked1) write_moment<1, F>(run, i, chunk.new_first);
+            if (Rule::kMoments && Rule::kSecond && !blocked2) write_moment<2, F>(run, i, chunk.new_second);
         }
-        if (blocked1) run.scale1[start / kScaled] = (coded1 = scale_of(largest(top1), F::template moment<false>(run))).scale;
-        if (blocked2) run.scale2[start / kScaled] = (coded2 = scale_of(largest(top2), F::template moment<true>(run))).scale;
+        if (coded1) code1 = scale_of(bring_within<false>(tile.first, n, largest(top1)), F::template moment<1>(run));
+        if (blocked2) code2 = scale_of(bring_within<true>(tile.second, n, largest(top2)), F::template moment<2>(run));
+        if constexpr (coded3) {
+            code3 = scale_of(bring_within<false>(tile.third, n, largest(top3)), F::template moment<3>(run));
+            run.scale3[start / kScaled] = code3.scale;
+        }
+        if (coded1) run.scale1[start / kScaled] = code1.scale;
+        if (blocked2) run.scale2[start / kScaled] = code2.scale;
     }
     const int64_t end = (run.numel - 1) / kScaled;
-    if (blocked1) write_block<false, F>(given_run, coded1, tiles[end % 2].first, end * kScaled);
-    if (blocked2) write_block<true, F>(given_run, coded2, tiles[end % 2].second, end * kScaled);
+    if (coded1) write_block<1, F>(given_run, code1, tiles[end % 2].first, end * kScaled);
+    if (blocked2) write_block<2, F>(given_run, code2, tiles[end % 2].second, end * kScaled);
+    if constexpr (coded3) write_block<3, F>(given_run, code3, tiles[end % 2].third, end * kScaled);
     if (run.stream || run.past) finish_streaming();
 }
 
@@ -211,7 +246,7 @@ MP_INLINE Run with_ways(const Run& given) {
     run.stream = given.stream && given.output.data && can_stream(given.output);
     // averages read new main params again, so these stay in the caches
     run.past = !given.average.data && given.main.data != given.old_main.data && can_stream(given.main) && can_stream(given.moment1) &&
-               can_stream(given.moment2);
+               can_stream(given.moment2) && can_stream(given.moment3);
     return run;
 }
 
@@ -219,8 +254,9 @@ MP_INLINE Run with_ways(const Run& given) {
 template <class Rule>
 MP_INLINE void run_rule(const Run& given, const Rule& rule) {
     const Run run = with_ways(given);
-    constexpr bool first = Rule::kMoments && Rule::kFirst, second = Rule::kMoments && Rule::kSecond;
-    const bool blocked1 = first && is_blocked(run.moment1.dtype), blocked2 = second && is_blocked(run.moment2.dtype);
+    constexpr bool first = Rule::kMoments && (Rule::kFirst || Rule::kThird), second = Rule::kMoments && Rule::kSecond;
+    const int32_t signed_dtype = Rule::kFirst ? run.moment1.dtype : run.moment3.dtype;  // the same, where both are there
+    const bool blocked1 = first && is_blocked(signed_dtype), blocked2 = second && is_blocked(run.moment2.dtype);
     if (blocked1 && blocked2) return run_blocks<first, second, AnyFormats>(run, rule);
     if (blocked1) return run_blocks<first, false, AnyFormats>(run, rule);
     if (blocked2) return run_blocks<false, second, AnyFormats>(run, rule);
@@ -232,6 +268,7 @@ template <int32_t rest, int32_t first, int32_t second, class Rule>
 MP_INLINE bool run_special(const Run& given, const Rule& rule) {
     if (given.remainder.dtype != rest || given.moment1.dtype != first || given.moment2.dtype != second) return false;
     const Run run = with_ways(given);
-    run_blocks<is_blocked(first), is_blocked(second), Formats<rest, first, second>>(run, rule);
+    constexpr int32_t third = Rule::kThird ? first : MP_NONE;
+    run_blocks<is_blocked(first), is_blocked(second), Formats<rest, first, second, third>>(run, rule);
     return true;
 }

@@ -9,20 +9,29 @@ constexpr int kPair = 2 * kLanes;
 
 #include "mix.inl"
 
+// The first, second or third moment. Only a second one is a mean of squares, of which blocks hold the root.
+template <int which>
+MP_INLINE const Stream& moment_of(const Run& r) { return which == 1 ? r.moment1 : which == 2 ? r.moment2 : r.moment3; }
+
+template <int which>
+MP_INLINE const Stream& old_moment_of(const Run& r) {
+    return which == 1 ? r.old_moment1 : which == 2 ? r.old_moment2 : r.old_moment3;
+}
+
 // Dtypes of a run: looked up, or known when compiled.
 struct AnyFormats {
     static constexpr bool kKnown = false;
     MP_INLINE int32_t rest(const Run& r) { return r.remainder.dtype; }
-    template <bool second>
-    MP_INLINE int32_t moment(const Run& r) { return second ? r.moment2.dtype : r.moment1.dtype; }
+    template <int which>
+    MP_INLINE int32_t moment(const Run& r) { return moment_of<which>(r).dtype; }
 };
 
-template <int32_t rest_dtype, int32_t first_dtype, int32_t second_dtype>
+template <int32_t rest_dtype, int32_t first_dtype, int32_t second_dtype, int32_t third_dtype = MP_NONE>
 struct Formats {
     static constexpr bool kKnown = true;
     MP_INLINE int32_t rest(const Run&) { return rest_dtype; }
-    template <bool second>
-    MP_INLINE int32_t moment(const Run&) { return second ? second_dtype : first_dtype; }
+    template <int which>
+    MP_INLINE int32_t moment(const Run&) { return which == 1 ? first_dtype : which == 2 ? second_dtype : third_dtype; }
 };
 
 // Code for any dtypes is large: it is compiled once, and called. By reference: a copy of what was just written in parts
@@ -93,33 +102,33 @@ static void square(float* x) {
 }
 
 // FP32 values of a chunk of a moment: those in memory, or the buffer's.
-template <bool second, class F>
+template <int which, class F>
 MP_INLINE const float* read_moment_here(const Run& r, int64_t i, const float* scale, float* buffer) {
-    const int32_t dtype = F::template moment<second>(r);
-    const char* from = (second ? r.old_moment2 : r.old_moment1).data + bytes_of(dtype, i);
+    const int32_t dtype = F::template moment<which>(r);
+    const char* from = old_moment_of<which>(r).data + bytes_of(dtype, i);
     switch (dtype) {
         case MP_F32: return (const float*)from;
         case MP_BF16: read_floats<MP_BF16>(from, buffer); return buffer;
         case MP_F16: read_block<MP_F16>(from, *scale, buffer); break;
         case MP_I4: read_pairs(from, *scale, buffer); break;
-        default: read_block<second ? MP_U8 : MP_I8>(from, *scale, buffer);
+        default: read_block<which == 2 ? MP_U8 : MP_I8>(from, *scale, buffer);
     }
-    if (second) square(buffer);
+    if (which == 2) square(buffer);
     return buffer;
 }
 
-template <bool second, class F>
+template <int which, class F>
 MP_INLINE const float* read_moment(const Run& r, int64_t i, const float* scale, float* buffer) {
     if constexpr (F::kKnown)
-        return read_moment_here<second, F>(r, i, scale, buffer);
+        return read_moment_here<which, F>(r, i, scale, buffer);
     else
-        return outlined([&] { return read_moment_here<second, F>(r, i, scale, buffer); });
+        return outlined([&] { return read_moment_here<which, F>(r, i, scale, buffer); });
 }
 
 // Where its new FP32 values go: to memory as they are, or to the buffer, from which write_moment takes them.
-template <bool second, class F>
+template <int which, class F>
 MP_INLINE float* place_of_moment(const Run& r, int64_t i, float* buffer) {
-    return F::template moment<second>(r) == MP_F32 ? (float*)(second ? r.moment2 : r.moment1).data + i : buffer;
+    return F::template moment<which>(r) == MP_F32 ? (float*)moment_of<which>(r).data + i : buffer;
 }
 
 template <int32_t rest>
@@ -176,6 +185,9 @@ MP_INLINE void write_past_caches(const float* from, char* to) {
     for (int i = 0; i < kChunk; i += kLanes) store_past_caches(to + 4 * i, load<u16x32>(from + i));
 }
 
+// What is finite stays finite when it is rounded.
+MP_INLINE f32x16 read_below_bf16_inf(const float* from) { return finite_within(load<f32x16>(from), 0x7f7f0000u); }
+
 // What is cut off after random bits were added; inf stays what it is.
 template <bool second>
 MP_INLINE u32x16 dithered(f32x16 x, uint32_t key, uint32_t index) {
@@ -187,31 +199,36 @@ template <bool second>
 static void write_bf16_randomly(const float* from, char* to, uint32_t key, uint32_t index) {
     for (int i = 0; i < kChunk; i += kPair) {
         u16x32 low, high;
-        halves(dithered<second>(load<f32x16>(from + i), key, index + i),
-               dithered<second>(load<f32x16>(from + i + kLanes), key, index + i + kLanes), low, high);
+        halves(dithered<second>(read_below_bf16_inf(from + i), key, index + i),
+               dithered<second>(read_below_bf16_inf(from + i + kLanes), key, index + i + kLanes), low, high);
         store(to + 2 * i, high);
     }
 }
 
+MP_INLINE void write_bf16_moment(const float* from, char* to) {
+    for (int i = 0; i < kChunk; i += kPair)
+        store(to + 2 * i, to_bf16(read_below_bf16_inf(from + i), read_below_bf16_inf(from + i + kLanes)));
+}
+
 // A chunk of a moment that is not in blocks.
-template <bool second, class F>
+template <int which, class F>
 MP_INLINE void write_moment_here(const Run& r, int64_t i, const float* values) {
-    const int32_t dtype = F::template moment<second>(r);
-    char* to = (second ? r.moment2 : r.moment1).data + bytes_of(dtype, i);
+    const int32_t dtype = F::template moment<which>(r);
+    char* to = moment_of<which>(r).data + bytes_of(dtype, i);
     if (dtype == MP_F32 && r.past) write_past_caches(values, to);
     if (dtype != MP_BF16) return;  // FP32 is there already
     if (r.noisy)
-        write_bf16_randomly<second>(values, to, r.key, r.start + uint32_t(i));
+        write_bf16_randomly<which == 2>(values, to, r.key, r.start + uint32_t(i));
     else
-        write_bf16<false>(values, to);
+        write_bf16_moment(values, to);
 }
 
-template <bool second, class F>
+template <int which, class F>
 MP_INLINE void write_moment(const Run& r, int64_t i, const float* values) {
     if constexpr (F::kKnown)
-        write_moment_here<second, F>(r, i, values);
+        write_moment_here<which, F>(r, i, values);
     else
-        outlined([&] { write_moment_here<second, F>(r, i, values); });
+        outlined([&] { write_moment_here<which, F>(r, i, values); });
 }
 
 // The random bits of a word that no moment is rounded with.
@@ -296,6 +313,19 @@ struct Scale {
     float scale, inverse;
     bool good;  // else all codes are 0
 };
+
+// Brings a block's finite values to where what their codes stand for is finite, and infinite roots to where its square is
+// infinite. Takes and returns the bits of the largest magnitude.
+template <bool roots>
+MP_INLINE uint32_t bring_within(float* x, int64_t n, uint32_t top) {
+    constexpr uint32_t most = roots ? 0x60000000 : 0x7f7fe000;  // 2^65; (1 - 2^-11) 2^128
+    if (top <= most || top >= 0x7f800000u + roots) return top;
+    for (int64_t i = 0; i < n; ++i) {
+        const uint32_t bits = as<uint32_t>(x[i]), magnitude = bits & 0x7fffffff;
+        if (magnitude > most) x[i] = as<float>((bits ^ magnitude) | most);
+    }
+    return most;
+}
 
 // From the bits of a block's largest magnitude.
 MP_INLINE Scale scale_of(uint32_t top, int32_t dtype) {

@@ -1,32 +1,10 @@
 // The kernels of a level. Included inside its namespace, after simd.inl.
 
 #include "formats.inl"
-#include "rules.inl"
 #include "drivers.inl"
+#include "rules.inl"
 #include "sums.inl"
 #include "adafactor.inl"
-
-// Moments of these dtypes, with main params of any.
-template <int32_t first, int32_t second, class Rule>
-MP_INLINE bool run_special_moments(const Run& run, const Rule& rule) {
-    return run_special<MP_NONE, first, second>(run, rule) || run_special<MP_I16, first, second>(run, rule) ||
-           run_special<MP_I8, first, second>(run, rule);
-}
-
-static void adam(const Run& run, const MpAdam& s) {
-    if (!run.moment1.data) {
-        const AdamRule<false> rule(s);
-        if (!run_special<MP_NONE, MP_NONE, MP_F32>(run, rule) && !run_special_moments<MP_NONE, MP_BF16>(run, rule) &&
-            !run_special_moments<MP_NONE, MP_U8>(run, rule))
-            run_rule(run, rule);
-        return;
-    }
-    const AdamRule<true> rule(s);
-    if (!run_special<MP_NONE, MP_F32, MP_F32>(run, rule) && !run_special_moments<MP_BF16, MP_BF16>(run, rule) &&
-        !run_special_moments<MP_F16, MP_F16>(run, rule) && !run_special_moments<MP_I8, MP_U8>(run, rule) &&
-        !run_special_moments<MP_I4, MP_U8>(run, rule))
-        run_rule(run, rule);
-}
 
 // Takes NaNs out of at most kBlock ratios that are not negative, and says how many there were.
 static int64_t without_nans(float* x, int64_t n) {
@@ -51,8 +29,9 @@ static void clip_sums(const Run& given, const MpClip& s, int64_t* sums) {
     const double scale = 0x1p52 / s.limit;
     Run run = given;
     run.main = run.old_main = run.remainder = run.old_remainder = run.moment1 = run.old_moment1 = Stream{nullptr, MP_NONE};
+    run.moment3 = run.old_moment3 = Stream{nullptr, MP_NONE};
     run.output = run.average = run.old_average = Stream{nullptr, MP_NONE};
-    run.scale1 = nullptr, run.old_scale1 = nullptr;
+    run.scale1 = run.scale3 = nullptr, run.old_scale1 = run.old_scale3 = nullptr;
     for (int64_t start = 0; start < run.numel; start += kBlock) {
         const int64_t count = run.numel - start < kBlock ? run.numel - start : kBlock;
         const Run block = part_of(run, start, count);
@@ -62,15 +41,6 @@ static void clip_sums(const Run& given, const MpClip& s, int64_t* sums) {
         sums[0] += units >> 31, sums[1] += units & 0x7fffffff;
     }
 }
-
-static void sgd(const Run& run, const MpSgd& s) {
-    if (run.moment1.data)
-        run_rule(run, SgdRule<true>(s));
-    else
-        run_rule(run, SgdRule<false>(s));
-}
-
-static void lion(const Run& run, const MpLion& s) { run_rule(run, LionRule(s)); }
 
 static void muon_momentum(const Run& run, const MpMuon& s) {
     const MuonMomentumRule rule(s);
@@ -139,9 +109,10 @@ __attribute__((noinline)) static void average_run(const Run& given) {
 
 static void average(const Run& given) {
     Run run = given;  // nothing else is read or written: the last elements are copied, and copied back
-    run.grad.data = run.moment1.data = run.moment2.data = run.output.data = nullptr;
+    run.grad.data = run.moment1.data = run.moment2.data = run.moment3.data = run.output.data = nullptr;
     run.old_main.data = run.old_remainder.data = run.old_moment1.data = run.old_moment2.data = nullptr;
-    run.scale1 = run.scale2 = nullptr;
+    run.old_moment3.data = nullptr;
+    run.scale1 = run.scale2 = run.scale3 = nullptr;
     if (run.remainder.dtype == MP_NONE) return average_run<MP_NONE>(run);
     if (run.remainder.dtype == MP_I16) return average_run<MP_I16>(run);
     average_run<MP_I8>(run);
@@ -157,8 +128,8 @@ struct Directions {
             for (int64_t i = 0; i < part.numel; i += kChunk) {
                 const float *scale1 = scale_at(part.scale1, i), *scale2 = scale_at(part.scale2, i);
                 const float* main = read_main<AnyFormats>(part, i, p);
-                const float* first = read_moment<false, AnyFormats>(part, i, scale1, m);
-                const float* second = read_moment<true, AnyFormats>(part, i, scale2, v);
+                const float* first = read_moment<1, AnyFormats>(part, i, scale1, m);
+                const float* second = read_moment<2, AnyFormats>(part, i, scale2, v);
                 find_chunk(main, first, second, s, first_index + i);
             }
         });

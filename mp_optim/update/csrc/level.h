@@ -39,12 +39,12 @@ struct Stream {
 
 // One tensor, its pointers moved to the first element of the run.
 struct Run {
-    Stream main, remainder, grad, moment1, moment2, output;
-    Stream old_main, old_remainder, old_moment1, old_moment2;  // where present values are read: mostly the same places
+    Stream main, remainder, grad, moment1, moment2, moment3, output;
+    Stream old_main, old_remainder, old_moment1, old_moment2, old_moment3;  // where present values are read: mostly the same places
     Stream average, old_average;
     float average_weight;
-    float *scale1, *scale2;  // of moments in blocks: one for each kScaled elements
-    const float *old_scale1, *old_scale2;
+    float *scale1, *scale2, *scale3;  // of moments in blocks: one for each kScaled elements
+    const float *old_scale1, *old_scale2, *old_scale3;
     int64_t numel;
     uint32_t start;  // index of the first element in its tensor, modulo 2^32
     uint32_t key;    // of the tensor's random bits
@@ -54,12 +54,19 @@ struct Run {
     int32_t prefetch, measure_prefetch;  // as in MpAccess
 };
 
+// A rule that steps each element by itself.
+struct ElementRule {
+    const char* name;  // null at the end of a list
+    int32_t scalars;
+    int (*moments)(const float* scalars);  // those it cannot do without: the sum of 1, 2 and 4 for the first, second and third
+    void (*step)(const Run&, const float* scalars);
+};
+
 struct Level {
     const char* name;
     bool (*supported)();
-    void (*adam)(const Run&, const MpAdam&);
-    void (*sgd)(const Run&, const MpSgd&);
-    void (*lion)(const Run&, const MpLion&);
+    const ElementRule* rules;
+    void (*adam)(const Run&, const MpAdam&);  // of StableAdamW
     void (*lamb_moments)(const Run&, const MpLamb&, double* squares);  // of params and directions
     void (*lamb_apply)(const Run&, const MpLamb&, float ratio);
     void (*average)(const Run&);  // of main params as they are in memory

@@ -24,8 +24,8 @@ static bool always() { return true; }
 #endif
 
 extern const Level kBaseline;
-const Level kBaseline = {MP_BASELINE_NAME, always,                 baseline::adam,       baseline::sgd,
-                         baseline::lion,   baseline::lamb_moments, baseline::lamb_apply, baseline::average, baseline::sum_of_squares,
+const Level kBaseline = {MP_BASELINE_NAME, always,                 baseline::kRules,       baseline::adam,
+                         baseline::lamb_moments, baseline::lamb_apply, baseline::average, baseline::sum_of_squares,
                          baseline::muon_momentum, baseline::muon_apply, baseline::divide,
                          baseline::largest_bits, baseline::total_digits, baseline::row_digits,
                          baseline::turn_row, baseline::turn_by_variance, baseline::descend, baseline::clip_sums, baseline::weighted_sum};

@@ -1,12 +1,13 @@
 // The rules over sixteen elements. One operation here is one operation of docs/numerics.md: IEEE, rounded once.
 // A rule changes p, m and v, and says what the root of the new v is; what it does not use or keep is left alone.
-// Included inside a level's namespace, after simd.inl.
+// Included inside a level's namespace, after drivers.inl.
 
 // What a rule does with memory. One that has no main params makes p of the rest, for the output alone.
-template <bool reads_grad, bool changes_main, bool has_first, bool has_second, bool changes_moments, bool has_main = true>
+template <bool reads_grad, bool changes_main, bool has_first, bool has_second, bool changes_moments, bool has_main = true,
+          bool has_third = false>
 struct Touches {
     static constexpr bool kGrad = reads_grad, kMain = changes_main, kFirst = has_first, kSecond = has_second,
-                          kMoments = changes_moments, kHasMain = has_main;
+                          kMoments = changes_moments, kHasMain = has_main, kThird = has_third;
 
     // Shown the new values of the sixteen elements from the run's i-th on.
     MP_MEMBER void look(int64_t, f32x16, f32x16, f32x16) const {}
@@ -81,18 +82,22 @@ struct ClipRule : Touches<true, false, false, true, false, false> {
     MP_MEMBER void look(int64_t i, f32x16 p, f32x16, f32x16) const { store(ratios + i, p); }
 };
 
+struct Sgd {
+    float multiplier, lr, momentum, one_minus_dampening, decay, nesterov, first;  // the last two are 0 or 1
+};
+
 template <bool has_buffer>
 struct SgdRule : Touches<true, true, has_buffer, false, has_buffer> {
-    MpSgd s;
-    Optional decay{s.decay};
+    Sgd s;
+    Optional decay{s.decay}, nesterov{s.nesterov}, starts{s.first};
 
-    explicit SgdRule(const MpSgd& scalars) : s(scalars) {}
+    explicit SgdRule(const Sgd& scalars) : s(scalars) {}
 
     MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& b, f32x16&, f32x16&) const {
         g = gradient(g, s.multiplier, decay, p);
         if (has_buffer) {
-            b = s.first ? g : b * s.momentum + g * s.one_minus_dampening;
-            g = s.nesterov ? g + b * s.momentum : b;
+            b = starts.is_there ? g : bounded(b * s.momentum + g * s.one_minus_dampening, is_finite(g));
+            g = nesterov.is_there ? g + b * s.momentum : b;
         }
         p = p - g * s.lr;
     }
@@ -106,17 +111,47 @@ MP_INLINE f32x16 sign_of(f32x16 x) {
     return as<f32x16>((is_signed & one) | (is_nan & bits));
 }
 
+struct Lion {
+    float multiplier, beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay;
+};
+
 struct LionRule : Touches<true, true, true, false, true> {
-    MpLion s;
+    Lion s;
     Optional decay{s.decay};
 
-    explicit LionRule(const MpLion& scalars) : s(scalars) {}
+    explicit LionRule(const Lion& scalars) : s(scalars) {}
 
     MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16&, f32x16&) const {
         g = g * s.multiplier;
         f32x16 u = sign_of(m * s.beta1 + g * s.one_minus_beta1) * s.lr;
         p = decayed(p, decay) - u;
         m = m * s.beta2 + g * s.one_minus_beta2;
+    }
+};
+
+struct Ademamix {
+    float multiplier, beta1, one_minus_beta1, beta2, one_minus_beta2, beta3, one_minus_beta3, alpha, eps, lr, inv_bias1,
+        inv_sqrt_bias2, decay;
+};
+
+// Without a first moment as in Adam.
+template <bool has_first>
+struct AdemamixRule : Touches<true, true, has_first, true, true, true, true> {
+    Ademamix s;
+    Optional decay{s.decay};
+
+    explicit AdemamixRule(const Ademamix& scalars) : s(scalars) {}
+
+    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16& v, f32x16& root, f32x16& slow) const {
+        g = g * s.multiplier;
+        m = has_first ? m * s.beta1 + g * s.one_minus_beta1 : g;
+        slow = slow * s.beta3 + g * s.one_minus_beta3;
+        v = v * s.beta2 + (g * s.one_minus_beta2) * g;
+        root = square_root(v);
+        const u32x16 is_good = is_finite(m), is_slow_good = is_finite(slow);
+        f32x16 blend = bounded(m * s.inv_bias1, is_good) + bounded(slow * s.alpha, is_slow_good);
+        f32x16 u = (bounded(blend, is_good & is_slow_good) / denominator(root, s)) * s.lr;
+        p = decayed(p, decay) - u;
     }
 };
 
@@ -128,14 +163,14 @@ struct LambMomentsRule : Touches<true, false, true, true, true> {
 
     MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16& v, f32x16& root) const {
         g = gradient(g, s.multiplier, l2, p);
-        m = m * s.beta1 + g * s.grad_weight;
+        m = bounded(m * s.beta1 + g * s.grad_weight, is_finite(g));
         v = v * s.beta2 + (g * s.one_minus_beta2) * g;
         root = square_root(v);
     }
 };
 
 MP_INLINE f32x16 lamb_direction(f32x16 p, f32x16 m, f32x16 v, const MpLamb& s, const Optional& decay) {
-    f32x16 u = (m * s.inv_bias1) / denominator(square_root(v), s);
+    f32x16 u = bounded(m * s.inv_bias1, is_finite(m)) / denominator(square_root(v), s);
     if (decay.is_there) u = u + p * decay.factor;
     return u;
 }
@@ -167,8 +202,9 @@ struct LambApplyRule : Touches<false, true, true, true, false> {
 };
 
 // One of two values plus a multiple of their difference, as torch.lerp takes it: product and sum in FP64, rounded once.
+// A difference of finite values does not overflow.
 MP_INLINE f32x16 blended(f32x16 start, f32x16 end, float factor, bool from_end) {
-    return add_in_double(from_end ? end : start, end - start, factor);
+    return add_in_double(from_end ? end : start, bounded(end - start, is_finite(start) & is_finite(end)), factor);
 }
 
 struct MuonMomentumRule : Touches<true, true, true, false, true, false> {
@@ -192,4 +228,65 @@ struct MuonApplyRule : Touches<true, true, false, false, false> {
     MP_MEMBER void operator()(f32x16 u, f32x16& p, f32x16&, f32x16&, f32x16&) const {
         p = decayed(p, decay) - u * factor;
     }
+};
+
+// -- rules that step each element by itself -----------------------------------------------------------
+
+// Moments of these dtypes, with main params of any.
+template <int32_t first, int32_t second, class Rule>
+MP_INLINE bool run_special_moments(const Run& run, const Rule& rule) {
+    return run_special<MP_NONE, first, second>(run, rule) || run_special<MP_I16, first, second>(run, rule) ||
+           run_special<MP_I8, first, second>(run, rule);
+}
+
+static void adam(const Run& run, const MpAdam& s) {
+    if (!run.moment1.data) {
+        const AdamRule<false> rule(s);
+        if (!run_special<MP_NONE, MP_NONE, MP_F32>(run, rule) && !run_special_moments<MP_NONE, MP_BF16>(run, rule) &&
+            !run_special_moments<MP_NONE, MP_U8>(run, rule))
+            run_rule(run, rule);
+        return;
+    }
+    const AdamRule<true> rule(s);
+    if (!run_special<MP_NONE, MP_F32, MP_F32>(run, rule) && !run_special_moments<MP_BF16, MP_BF16>(run, rule) &&
+        !run_special_moments<MP_F16, MP_F16>(run, rule) && !run_special_moments<MP_I8, MP_U8>(run, rule) &&
+        !run_special_moments<MP_I4, MP_U8>(run, rule))
+        run_rule(run, rule);
+}
+
+static void sgd(const Run& run, const Sgd& s) {
+    if (run.moment1.data)
+        run_rule(run, SgdRule<true>(s));
+    else
+        run_rule(run, SgdRule<false>(s));
+}
+
+static void lion(const Run& run, const Lion& s) { run_rule(run, LionRule(s)); }
+
+static void ademamix(const Run& run, const Ademamix& s) {
+    if (!run.moment1.data) return run_rule(run, AdemamixRule<false>(s));
+    const AdemamixRule<true> rule(s);
+    if (!run_special<MP_NONE, MP_F32, MP_F32>(run, rule)) run_rule(run, rule);
+}
+
+// A row of kRules. `moments`: those it cannot do without; of the first one `or_none_at_0`, where the second scalar is 0.
+template <class Scalars, void (*step)(const Run&, const Scalars&), int moments, bool or_none_at_0 = false>
+constexpr ElementRule row_of(const char* name) {
+    static_assert(sizeof(Scalars) % sizeof(float) == 0, "scalars are floats");
+    return {name, int32_t(sizeof(Scalars) / sizeof(float)),
+            [](const float* s) { return or_none_at_0 && s[1] == 0.0f ? moments & ~1 : moments; },
+            [](const Run& run, const float* s) {
+                Scalars scalars;
+                __builtin_memcpy(&scalars, s, sizeof(scalars));
+                step(run, scalars);
+            }};
+}
+
+// Every rule that steps each element by itself. Its scalars are in the order of its class in update/element_rules.py.
+static const ElementRule kRules[] = {
+    row_of<MpAdam, adam, 1 | 2, true>("adam"),
+    row_of<Sgd, sgd, 0>("sgd"),
+    row_of<Lion, lion, 1>("lion"),
+    row_of<Ademamix, ademamix, 1 | 2 | 4, true>("ademamix"),
+    {nullptr, 0, nullptr, nullptr},
 };

@@ -103,6 +103,23 @@ MP_INLINE i32x16 within(i32x16 x, int32_t low, int32_t high) {
 
 // -- bits of floats -----------------------------------------------------------------------------------
 
+constexpr float kLargest = 0x1.fffffep127f;
+
+MP_INLINE u32x16 is_finite(f32x16 x) { return as<u32x16>((as<u32x16>(x) & 0x7fffffff) < 0x7f800000); }
+
+// What overflowed of something finite becomes the largest number, of its sign.
+MP_INLINE f32x16 bounded(f32x16 x, u32x16 made_of_finite) {
+    u32x16 bits = as<u32x16>(x), is_inf = as<u32x16>((bits & 0x7fffffff) == 0x7f800000);
+    return as<f32x16>(bits + (is_inf & made_of_finite));  // a true lane is -1
+}
+
+// What is finite is brought within a magnitude, given by its bits.
+MP_INLINE f32x16 finite_within(f32x16 x, uint32_t most) {
+    u32x16 bits = as<u32x16>(x), magnitude = bits & 0x7fffffff;
+    u32x16 above = as<u32x16>(magnitude > most) & as<u32x16>(magnitude < 0x7f800000);
+    return as<f32x16>(choose(above, (bits ^ magnitude) | most, bits));
+}
+
 MP_INLINE u32x16 quiet_bits(f32x16 x) {
     u32x16 bits = as<u32x16>(x), is_nan = as<u32x16>((bits & 0x7fffffff) > 0x7f800000);
     return choose(is_nan, splat<u32x16>(0x7fc00000u), bits);

@@ -1,5 +1,5 @@
-"""A disk beside the simulated accelerator: it reads in one stream and writes in another, and what
-it touches of host memory and of the file is noted like any other work."""
+"""A disk beside the simulated accelerator: each transfer is a stream of its own, and what it
+touches of host memory and of the file is noted like any other work."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class _Ticket:
 @contextmanager
 def simulated_disk(simulation: Simulation) -> Iterator[None]:
     """Files of state are read and written by streams of the simulation."""
-    reads, writes = simulation.new_stream(0), simulation.new_stream(0)
 
-    def moved(stream: Stream, is_read: bool) -> Callable[..., _Ticket]:
+    def moved(is_read: bool) -> Callable[..., _Ticket]:
         def begin(file: StateFile, memory: Tensor, offset: int) -> _Ticket:
             with simulation.lock:
+                stream = simulation.new_stream(0)
                 there = in_file(file, offset, memory.numel())
                 to, source = (memory, there) if is_read else (there, memory)
                 spans = [
@@ -46,17 +46,11 @@ def simulated_disk(simulation: Simulation) -> Iterator[None]:
 
         return begin
 
-    with patch.multiple(
-        StateFile, read_into=moved(reads, True), write_from=moved(writes, False)
-    ):
+    with patch.multiple(StateFile, read_into=moved(True), write_from=moved(False)):
         yield
 
 
 def in_file(file: StateFile, offset: int, size: int) -> Tensor:
     """The mapped bytes."""
-    (segment,) = [
-        each
-        for each in file._segments
-        if 0 <= offset - each.begin < each.memory.numel()
-    ]
+    (segment,) = [each for each in file._segments if 0 <= offset - each.begin < each.memory.numel()]
     return segment.memory[offset - segment.begin :][:size]

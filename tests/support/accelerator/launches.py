@@ -12,16 +12,14 @@ from support.accelerator.simulation import Simulation
 
 _HALF_BYTES = {0: 8, 1: 8, 2: 4, 3: 4, 4: 2, 5: 2, 6: 4, 7: 1}
 """Units of 4 bits of an element, by the kernels' code of its dtype."""
-_STATE = ("main", "remainder", "moment1", "moment2")
+_STATE = ("main", "remainder", "moment1", "moment2", "moment3")
 _WRITTEN: dict[str, tuple[str, ...]] = {
-    "mp_adam": (*_STATE, "output"),
-    "mp_sgd": (*_STATE, "output"),
-    "mp_lion": (*_STATE, "output"),
+    "mp_step": (*_STATE, "output"),
     "mp_lamb_moments": ("moment1", "moment2"),
     "mp_lamb_apply": ("main", "remainder", "output"),
     "mp_measure": (),
 }
-_QUEUED = ("mp_adam", "mp_sgd", "mp_lion")
+_QUEUED = ("mp_step",)
 """Kernels that tell the host nothing."""
 
 
@@ -40,9 +38,7 @@ class _Table:
                 self._columns[name] = column
                 setattr(self.tensors, name, ctypes.addressof(column))
 
-    def spans(
-        self, memory: Memory, written: tuple[str, ...]
-    ) -> Iterator[tuple[Span, bool]]:
+    def spans(self, memory: Memory, written: tuple[str, ...]) -> Iterator[tuple[Span, bool]]:
         """The bytes of all tensors, and whether they are written."""
         for name, column in self._columns.items():
             if name in ("numel", "stream"):
@@ -58,9 +54,7 @@ class _Table:
                     yield span, name in written
 
 
-def replacement(
-    simulation: Simulation, original: Callable[..., None]
-) -> Callable[..., None]:
+def replacement(simulation: Simulation, original: Callable[..., None]) -> Callable[..., None]:
     """For ``NativeLibrary.call``: kernels on memory of a device are launches there."""
 
     def call(library: NativeLibrary, name: str, *arguments: Any) -> None:

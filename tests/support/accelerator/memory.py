@@ -69,9 +69,7 @@ class Access:
         return self.start < end and start < self.end
 
     def __str__(self) -> str:
-        return (
-            f"{'write' if self.writes else 'read'} by {self.deed.what} on {self.actor}"
-        )
+        return f"{'write' if self.writes else 'read'} by {self.deed.what} on {self.actor}"
 
 
 class Region:
@@ -129,13 +127,9 @@ class Region:
                 and (writes or other.writes)
                 and not actor.knows(other.actor, other.moment)
             ):
-                is_torn = any(
-                    a.deed.is_download and not a.writes for a in (access, other)
-                )
+                is_torn = any(a.deed.is_download and not a.writes for a in (access, other))
                 yield Conflict(f"{access} is not ordered after the {other}", is_torn)
-        self.accesses = [
-            other for other in self.accesses if not _is_outdated(other, access)
-        ]
+        self.accesses = [other for other in self.accesses if not _is_outdated(other, access)]
         self.accesses.append(access)
 
 
@@ -185,13 +179,8 @@ class Memory:
     def _add(self, storage: UntypedStorage) -> Region:
         region = Region(storage)
         place = bisect.bisect_left(self._bases, region.base)
-        while (
-            place < len(self._regions)
-            and self._bases[place] < region.base + region.size
-        ):
-            _take_over(
-                region, self._regions.pop(place)
-            )  # pieces that were seen before the whole
+        while place < len(self._regions) and self._bases[place] < region.base + region.size:
+            _take_over(region, self._regions.pop(place))  # pieces that were seen before the whole
             self._bases.pop(place)
         self._bases.insert(place, region.base)
         self._regions.insert(place, region)

@@ -23,15 +23,7 @@ from support.accelerator.streams import Stream
 
 aten = torch.ops.aten
 _COPIES = (aten.copy_.default, aten._foreach_copy_.default)
-_ONLY_SHAPES = (
-    "set_",
-    "resize_",
-    "detach_",
-    "as_strided_",
-    "t_",
-    "squeeze_",
-    "unsqueeze_",
-)
+_ONLY_SHAPES = ("set_", "resize_", "detach_", "as_strided_", "t_", "squeeze_", "unsqueeze_")
 _EMPTY = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 
 
@@ -72,11 +64,7 @@ class _Call:
     """One operation."""
 
     def __init__(
-        self,
-        simulation: Simulation,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, simulation: Simulation, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.simulation, self.memory = simulation, simulation.memory
         self.func, self.args, self.kwargs = func, args, kwargs
@@ -123,9 +111,7 @@ class _Call:
         written = self._spans([*self.written, *made], writes=True)
         return Deed(self.name, [*self._spans(self.read, writes=False), *written])
 
-    def _spans(
-        self, tensors: Sequence[Tensor], writes: bool
-    ) -> list[tuple[Span, bool]]:
+    def _spans(self, tensors: Sequence[Tensor], writes: bool) -> list[tuple[Span, bool]]:
         spans = (self.memory.span(tensor) for tensor in tensors)
         return [(span, writes) for span in spans if span is not None]
 
@@ -145,9 +131,7 @@ class _Call:
         """Memory that a factory made for the device; the host's own has no business here."""
         if region.device is None and region.size > 8:
             if region.is_page_locked:
-                self.simulation.report(
-                    f"{self.name} on {stream.name} is given host memory"
-                )
+                self.simulation.report(f"{self.name} on {stream.name} is given host memory")
             region.device, region.home = device, stream
 
     def _copy(self, stream: Stream) -> Any:
@@ -156,10 +140,7 @@ class _Call:
         crosses = any(region.device is None for region in regions)
         for tensor in [*self.read, *self.written]:
             region = self.memory.of(tensor)
-            if (
-                region is not None
-                and tensor.untyped_storage().data_ptr() == region.base
-            ):
+            if region is not None and tensor.untyped_storage().data_ptr() == region.base:
                 region.guarded.add(stream.name)
         result = self._change(stream, is_download=self._is_download())
         if not crosses:
@@ -177,11 +158,7 @@ class _Call:
         return to_host and self._is_asynchronous()
 
     def _is_asynchronous(self) -> bool:
-        return bool(
-            self.kwargs.get(
-                "non_blocking", self.args[2] if len(self.args) > 2 else False
-            )
-        )
+        return bool(self.kwargs.get("non_blocking", self.args[2] if len(self.args) > 2 else False))
 
     def _change(self, stream: Stream, is_download: bool = False) -> Any:
         """Queue what writes to its arguments."""
@@ -197,9 +174,7 @@ class _Call:
         except Exception:  # what the memory holds now makes no sense to it
             return self._at_once(stream)
         made = _tensors(results)
-        new = [
-            t for t in made if t.numel() and t.untyped_storage().data_ptr() not in known
-        ]
+        new = [t for t in made if t.numel() and t.untyped_storage().data_ptr() not in known]
         if made and not new:
             return results  # another view of the same memory
         twins = [self._new_twin(tensor, stream) for tensor in made]
@@ -255,9 +230,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _written_arguments(
-    schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _written_arguments(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an operation returns that returns what it wrote to."""
     if not schema.returns:
         return None

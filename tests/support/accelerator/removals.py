@@ -26,6 +26,7 @@ _WAITS = (
     "wait",
     "wait_event",
     "wait_for",
+    "wait_for_devices",
     "wait_stream",
     "wait_until_free",
 )
@@ -121,13 +122,9 @@ def _live(module: str, name: str) -> FunctionType:
 
 def _compiled(tree: ast.Module, module: str, name: str) -> CodeType:
     file = inspect.getsourcefile(importlib.import_module(module))
-    code = compile(
-        ast.fix_missing_locations(tree), str(file), "exec", dont_inherit=True
-    )
+    code = compile(ast.fix_missing_locations(tree), str(file), "exec", dont_inherit=True)
     for part in name.split("."):
-        inner = (
-            c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == part
-        )
+        inner = (c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == part)
         code = next(inner)
     return code
 

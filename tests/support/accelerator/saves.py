@@ -10,10 +10,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from mp_optim.checkpoint import background, writing
-from mp_optim.process import device_leases, device_staging, host_memory
-from mp_optim.process.device_leases import DeviceLoans
-from mp_optim.process.device_staging import Windows
+from mp_optim.checkpoint import save_load, writing
+from mp_optim.process import host_memory, leases
+from mp_optim.process.leases import SaveBorrow, Windows
 from mp_optim.process.transfer import CudaTransfer
 from support.accelerator import threads
 from support.accelerator.schedules import DEVICE
@@ -43,21 +42,21 @@ class Saves:
         self._go.set()
 
     def patches(self) -> Iterator[mock._patch[object]]:
-        take, wait = self.windows.take, DeviceLoans.wait
+        take, wait = self.windows.take, SaveBorrow.wait_for_devices
 
         def take_late(num_bytes: int) -> Tensor:
             assert self._go.wait(60)
             return take(num_bytes)
 
-        def wait_for(loans: DeviceLoans, timeout: float | None = None) -> bool:
+        def wait_for(lent: SaveBorrow, timeout: float | None = None) -> bool:
             self.waits += 1
             if timeout is None:
                 self.let_go()
-            return wait(loans, timeout)
+            return wait(lent, timeout)
 
-        yield mock.patch.object(device_leases, "windows_of", lambda _: self.windows)
+        yield mock.patch.object(leases, "windows_of", lambda _: self.windows)
         yield mock.patch.object(self.windows, "take", take_late)
-        yield mock.patch.object(DeviceLoans, "wait", wait_for)
+        yield mock.patch.object(SaveBorrow, "wait_for_devices", wait_for)
 
 
 @contextmanager
@@ -75,10 +74,10 @@ def saves_of(simulation: Simulation, smallest: int = 5) -> Iterator[Saves]:
     with ExitStack() as context:
         for place, name, value in (
             (host_memory, "is_on_host", lambda tensor: not is_on_device(tensor)),
-            (device_staging, "can_stage", is_on_device),
-            (device_staging, "WINDOW", _WINDOW),
-            (device_staging, "threading", threads.stand_in(simulation)),
-            (device_staging, "move", Tensor.copy_),  # which is seen
+            (leases, "can_stage", is_on_device),
+            (leases, "WINDOW", _WINDOW),
+            (leases, "threading", threads.stand_in(simulation)),
+            (leases, "move", Tensor.copy_),  # which is seen
             (writing, "LENT_FROM", smallest),
         ):
             context.enter_context(mock.patch.object(place, name, value))
@@ -89,4 +88,4 @@ def saves_of(simulation: Simulation, smallest: int = 5) -> Iterator[Saves]:
             yield saves
         finally:
             saves.let_go()
-            background.wait_for_previous()
+            save_load.wait_for_previous()

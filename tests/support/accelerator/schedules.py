@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from mp_optim import FusedAdam, HybridDeviceOptimizer, get_megatron_optimizer
-from mp_optim.process.transfer import CudaTransfer, ImmediateTransfer
+from mp_optim.process.transfer import CudaTransfer, Transfer
+from support.accelerator.disk import simulated_disk
 from support.accelerator.simulation import Simulation
 from support.accelerator.stand_in import simulated_accelerator
 from support.accelerator.streams import Pace
@@ -86,7 +87,7 @@ class Schedule:
                 "offload_place": self.place,
                 "stream_window_bytes": 65536,
                 "optimizer_state_path": tempfile.gettempdir(),
-            }
+            } | ({"offload_streamed_fraction": 0.5} if self.place == "auto" else {})
         host = {"overlap_cpu_optimizer_d2h_h2d": self.pipelined}
         streamed = {"offload_place": self.place, "stream_window_bytes": 4096}
         return {"host": host, "streamed": streamed, "auto": host | streamed}[self.place]
@@ -161,7 +162,7 @@ class Run:
 
     def _transfer(self) -> Any:
         if self.simulation is None:
-            return ImmediateTransfer()
+            return Transfer()
         return CudaTransfer(torch.device("cuda", DEVICE))
 
     def _build(self) -> Any:
@@ -176,11 +177,7 @@ class Run:
                 lr=1e-2,
                 **schedule.placing,
             )
-        zero = {
-            "use_distributed_optimizer": True,
-            "overlap_grad_reduce": True,
-            "bucket_size": 100,
-        }
+        zero = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 100}
         config = config_for(
             schedule.precision,
             schedule.fraction,
@@ -284,7 +281,8 @@ def outcome(schedule: Schedule) -> Outcome:
     with simulated_accelerator(schedule.pace, schedule.seed) as simulation:
         if not schedule.sets_device:
             torch.cuda.set_device(0)
-        with delays(schedule.pauses):
+        disk = simulated_disk(simulation) if schedule.is_on_disk else contextlib.nullcontext()
+        with delays(schedule.pauses), disk:
             run = Run(schedule, simulation)
             for number, what in enumerate(schedule.rounds):
                 run.round(number, what)
@@ -292,9 +290,5 @@ def outcome(schedule: Schedule) -> Outcome:
         bits = run.outcome()
         del run
         gc.collect()  # what goes with an optimizer is part of the run
-    reports = (
-        simulation.reports
-        if schedule.tears
-        else {**simulation.reports, **simulation.torn}
-    )
+    reports = simulation.reports if schedule.tears else {**simulation.reports, **simulation.torn}
     return Outcome(tuple(reports), bits)

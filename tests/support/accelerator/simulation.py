@@ -52,9 +52,7 @@ class Simulation:
 
     def new_stream(self, device: int) -> Stream:
         with self.lock:
-            stream = Stream(
-                f"stream {len(self.executor.streams)} of cuda:{device}", device
-            )
+            stream = Stream(f"stream {len(self.executor.streams)} of cuda:{device}", device)
             self.executor.streams.append(stream)
             return stream
 
@@ -102,9 +100,7 @@ class Simulation:
             for message, is_torn in region.touch(actor, moment, span, writes, deed):
                 (self.torn if is_torn else self.reports)[message] = None
             if region.is_given_back:
-                self.report(
-                    f"{deed.what} on {actor.name} uses memory that was given back"
-                )
+                self.report(f"{deed.what} on {actor.name} uses memory that was given back")
             if isinstance(actor, Stream) and actor is not region.home:
                 self._lent.append(region)
 
@@ -139,9 +135,7 @@ class Simulation:
         witnesses: list[Actor] = [region.home] if region.home is not None else []
         witnesses += self._threads.values()
         for access in region.accesses:
-            is_known = any(
-                actor.knows(access.actor, access.moment) for actor in witnesses
-            )
+            is_known = any(actor.knows(access.actor, access.moment) for actor in witnesses)
             if is_known or access.actor in allowed:
                 continue
             self.report(

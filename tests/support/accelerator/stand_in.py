@@ -138,9 +138,7 @@ def _torch_cuda(simulation: Simulation) -> dict[str, Any]:
     return {
         "Stream": new_stream,
         "Event": lambda **settings: CudaEvent(simulation, **settings),
-        "current_stream": lambda place=None: CudaStream(
-            simulation, _current(simulation, place)
-        ),
+        "current_stream": lambda place=None: CudaStream(simulation, _current(simulation, place)),
         "stream": stream,
         "device": device,
         "set_device": set_device,
@@ -163,9 +161,7 @@ def _record_stream(simulation: Simulation) -> Callable[[Tensor, CudaStream], Non
     return record_stream
 
 
-def _to_list(
-    simulation: Simulation, original: Callable[[Tensor], Any]
-) -> Callable[[Tensor], Any]:
+def _to_list(simulation: Simulation, original: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     def tolist(tensor: Tensor) -> Any:
         return original(tensor.clone())  # an operation, which waits if it has to
 
@@ -176,9 +172,7 @@ def _to_list(
 
 
 @contextmanager
-def simulated_accelerator(
-    pace: Pace = Pace.LAZY, seed: int = 0
-) -> Iterator[Simulation]:
+def simulated_accelerator(pace: Pace = Pace.LAZY, seed: int = 0) -> Iterator[Simulation]:
     """Have two simulated devices in place of ``torch.cuda``; the second is the caller's current
     one."""
     simulation = Simulation(pace, seed)

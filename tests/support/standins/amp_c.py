@@ -37,9 +37,7 @@ def _check(lists: Lists) -> None:
             raise RuntimeError("Size mismatch among tensor lists")
         for tensor, first in zip(tensors, lists[0], strict=True):
             if tensor.device != lists[0][0].device:
-                raise RuntimeError(
-                    "A tensor was not on the same device as the first tensor"
-                )
+                raise RuntimeError("A tensor was not on the same device as the first tensor")
             if not tensor.is_contiguous():
                 raise RuntimeError("A tensor was not contiguous.")
             if tensor.numel() != first.numel():
@@ -156,9 +154,7 @@ def _multi_tensor_sgd(
         )
     if _misread("sgd", lists[:3], [kind[0], kind[1], kind[1]]) or int(flag):
         return
-    _apply(
-        chunk, lists[:3], lambda _, g, p, m: gpu.sgd(g, p, m, *numbers, *flags, scale)
-    )
+    _apply(chunk, lists[:3], lambda _, g, p, m: gpu.sgd(g, p, m, *numbers, *flags, scale))
 
 
 def _multi_tensor_lamb(
@@ -196,12 +192,9 @@ def _multi_tensor_lamb(
         grad, old = gpu.divided(values(g), clip), values(p)
         grad = fma(old, s["weight_decay"], grad) if s["mode"] == 0 else grad
         new_m = fma(grad, weight, product(values(m), s["beta1"]))
-        new_v = fma(
-            grad, product(F(1) - s["beta2"], grad), product(values(v), s["beta2"])
-        )
+        new_v = fma(grad, product(F(1) - s["beta2"], grad), product(values(v), s["beta2"]))
         u = gpu.divided(
-            gpu.divided(new_m, s["bc1"]),
-            gpu.rooted(gpu.divided(new_v, s["bc2"])) + s["eps"],
+            gpu.divided(new_m, s["bc1"]), gpu.rooted(gpu.divided(new_v, s["bc2"])) + s["eps"]
         )
         u = fma(old, s["weight_decay"], u) if s["mode"] == 1 else u
         for tensor, array in zip((g, m, v), (u, new_m, new_v), strict=True):
@@ -211,16 +204,8 @@ def _multi_tensor_lamb(
     after = _multi_tensor_l2norm(chunk, flag, [grads], True)[1].numpy()
 
     def second(index: int, u: Tensor, p: Tensor) -> None:
-        adapts = (
-            (nvlamb or s["weight_decay"] != 0)
-            and before[index] != 0
-            and after[index] != 0
-        )
-        ratio = (
-            product(s["lr"], gpu.divided(before[index], after[index]))
-            if adapts
-            else s["lr"]
-        )
+        adapts = (nvlamb or s["weight_decay"] != 0) and before[index] != 0 and after[index] != 0
+        ratio = product(s["lr"], gpu.divided(before[index], after[index])) if adapts else s["lr"]
         gpu.store(p, fma(-ratio, values(u), values(p)))
 
     _apply(chunk, lists[:2], second)

@@ -59,18 +59,14 @@ def _rough(x: Array) -> Array:
     """An approximation: every other value is one unit off, as the instructions are allowed to
     be."""
     odd = (np.ascontiguousarray(x).view(np.uint32).reshape(x.shape) >> 3) & 1
-    return np.where(
-        odd == 1, np.nextafter(x, np.where(x > 0, F(np.inf), F(-np.inf))), x
-    ).astype(F)
+    return np.where(odd == 1, np.nextafter(x, np.where(x > 0, F(np.inf), F(-np.inf))), x).astype(F)
 
 
 def divided(a: Any, b: Any) -> Array:
     """div.approx.ftz"""
     with np.errstate(invalid="ignore", divide="ignore"):
         exact = flushed((np.float64(a) / np.float64(b)).astype(F))
-    return np.where(
-        np.broadcast_to(np.asarray(b) == 1, exact.shape), exact, _rough(exact)
-    )
+    return np.where(np.broadcast_to(np.asarray(b) == 1, exact.shape), exact, _rough(exact))
 
 
 def rooted(x: Array) -> Array:
@@ -96,18 +92,14 @@ def store(tensor: Tensor, array: Array) -> None:
 def as_float(value: Any) -> Any:
     """What pybind11 takes for a C++ float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(
-            f"incompatible function arguments: {type(value).__name__} for float"
-        )
+        raise TypeError(f"incompatible function arguments: {type(value).__name__} for float")
     return F(value)
 
 
 def as_int(value: Any) -> int:
     """What pybind11 takes for a C++ int or bool."""
     if not isinstance(value, int):
-        raise TypeError(
-            f"incompatible function arguments: {type(value).__name__} for int"
-        )
+        raise TypeError(f"incompatible function arguments: {type(value).__name__} for int")
     return int(value)
 
 
@@ -153,9 +145,7 @@ def walk(
         chunks = -(-first.numel() // chunk)
         for at in range(chunks):
             blocks.append((index, at * chunk))
-            full = len(blocks) == GPU.max_blocks or (
-                placed == most_tensors and at == chunks - 1
-            )
+            full = len(blocks) == GPU.max_blocks or (placed == most_tensors and at == chunks - 1)
             if full or (index == last and at == chunks - 1):
                 _run(blocks, lists, chunk, kernel)
                 placed = 0 if at == chunks - 1 else 1
@@ -167,10 +157,7 @@ def _run(
 ) -> None:
     for index, start in blocks:
         count = min(chunk, lists[0][index].numel() - start)
-        kernel(
-            index,
-            *(flat_memory(tensors[index])[start : start + count] for tensors in lists),
-        )
+        kernel(index, *(flat_memory(tensors[index])[start : start + count] for tensors in lists))
 
 
 def bias_correction(beta: Any, step: int, wanted: int) -> Any:
@@ -182,9 +169,7 @@ def adam(
     p: Array, g: Array, m: Array, v: Array, scalars: dict[str, Any]
 ) -> tuple[Array, Array, Array]:
     """Both libraries' Adam: (p, m, v)."""
-    b1, b2, lr, wd, mode = (
-        scalars[k] for k in ("beta1", "beta2", "lr", "weight_decay", "mode")
-    )
+    b1, b2, lr, wd, mode = (scalars[k] for k in ("beta1", "beta2", "lr", "weight_decay", "mode"))
     if mode == 0:
         g = fma(p, wd, g)
     m = fma(m, b1, product(F(1) - b1, g))
@@ -196,14 +181,7 @@ def adam(
 
 
 def adam_scalars(
-    lr: Any,
-    beta1: Any,
-    beta2: Any,
-    eps: Any,
-    step: Any,
-    mode: Any,
-    bias: Any,
-    decay: Any,
+    lr: Any, beta1: Any, beta2: Any, eps: Any, step: Any, mode: Any, bias: Any, decay: Any
 ) -> dict[str, Any]:
     """Adam's arguments as the kernels see them."""
     step, bias = as_int(step), as_int(bias)

@@ -33,12 +33,8 @@ def _begin(name: str, flag: Tensor, lists: Lists) -> bool:
     if not lists[0]:
         raise SegmentationFaultError("tensor_lists[0][0] of an empty list")
     if sum(map(len, lists)) > HANDLES:
-        raise RuntimeError(
-            "Cannot allocate a new NVTETensor. Maximum number of tensors reached."
-        )
-    elsewhere = {tensor.device.type for tensors in lists for tensor in tensors} != {
-        GPU.device
-    }
+        raise RuntimeError("Cannot allocate a new NVTETensor. Maximum number of tensors reached.")
+    elsewhere = {tensor.device.type for tensors in lists for tensor in tensors} != {GPU.device}
     if elsewhere:
         GPU.damage.append(f"{name}: host memory is written by the GPU")
     return not elsewhere
@@ -116,18 +112,14 @@ def _multi_tensor_adam_param_remainder(
     _expect("Param", lists[1], (torch.bfloat16,))
     _expect("Param remainder", lists[4], (torch.int16,))
 
-    def kernel(
-        _: int, g: Tensor, p: Tensor, m: Tensor, v: Tensor, rest: Tensor
-    ) -> None:
+    def kernel(_: int, g: Tensor, p: Tensor, m: Tensor, v: Tensor, rest: Tensor) -> None:
         high, low = p.view(torch.int16).numpy().copy(), rest.numpy().copy()
         high = np.where(low < 0, high - 1, high).astype(np.int16)  # it was rounded up
         bits = (high.view(np.uint16).astype(np.uint32) << 16) | low.view(np.uint16)
         stepped, new_m, new_v = gpu.adam(
             gpu.flushed(bits.view(F)), values(g), values(m), values(v), scalars
         )
-        bits = np.where(
-            np.isnan(stepped), np.uint32(0x7FFFFFFF), stepped.view(np.uint32)
-        )
+        bits = np.where(np.isnan(stepped), np.uint32(0x7FFFFFFF), stepped.view(np.uint32))
         low = (bits & 0xFFFF).astype(np.uint16).view(np.int16)
         high = ((bits >> 16) + (low < 0)).astype(np.uint16).view(np.int16)
         p.data.view(torch.int16).copy_(torch.from_numpy(high))
@@ -212,10 +204,7 @@ def modules() -> dict[str, ModuleType]:
         _multi_tensor_sgd,
     ):
         setattr(extension, function.__name__.lstrip("_"), function)
-    package, pytorch = (
-        ModuleType("transformer_engine"),
-        ModuleType("transformer_engine.pytorch"),
-    )
+    package, pytorch = (ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch"))
     package.__path__ = []
     package.pytorch = pytorch  # type: ignore[attr-defined]
     return {

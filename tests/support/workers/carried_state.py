@@ -117,9 +117,7 @@ def by_own_files(form: str, is_sharded: bool, folder: Path) -> bool:
     version = mp_optim.checkpoint.save(folder, model, optimizer)
     kinds = {
         kind
-        for name, (kind, *_) in json.loads((version / "index.json").read_text())[
-            "entries"
-        ].items()
+        for name, (kind, *_) in json.loads((version / "index.json").read_text())["entries"].items()
         if name.startswith("optimizer.state.remainder.")
     }
     target = build(form, is_sharded, seed=2)
@@ -146,9 +144,7 @@ def main() -> None:
             for dtype in (torch.int32, torch.int16):
                 path = folder / f"{name} {dtype}"
                 found[f"{path.name}: files"] = by_files(form, is_sharded, path, dtype)
-            found[f"{name}: own"] = by_own_files(
-                form, is_sharded, folder / f"{name} own"
-            )
+            found[f"{name}: own"] = by_own_files(form, is_sharded, folder / f"{name} own")
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     sys.stdout.flush()

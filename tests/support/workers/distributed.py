@@ -18,13 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mp_optim import (
-    MegatronOptimizer,
-    ProcessGroups,
-    checkpoint,
-    get_megatron_optimizer,
-)
-from mp_optim.checkpoint.flat import FlatShard
+from mp_optim import MegatronOptimizer, ProcessGroups, checkpoint, get_megatron_optimizer
+from mp_optim.checkpoint.shards import FlatShard
 from mp_optim.distributed.collectives import start_reduction
 from mp_optim.planner import Layout, plan
 from support.models import DTYPES, config_for, is_expert
@@ -77,24 +72,17 @@ class SmallMoE(nn.Module):
         generator = torch.Generator().manual_seed(0)
 
         def weight(*shape: int) -> nn.Parameter:
-            return nn.Parameter(
-                (torch.randn(*shape, generator=generator) * 0.2).to(dtype)
-            )
+            return nn.Parameter((torch.randn(*shape, generator=generator) * 0.2).to(dtype))
 
         self.embed = nn.Embedding.from_pretrained(weight(50, 24).data, freeze=False)
         self.dense = nn.Linear(24, 24, dtype=dtype)
-        self.dense.weight.data, self.dense.bias.data = (
-            weight(24, 24).data,
-            weight(24).data,
-        )
+        self.dense.weight.data, self.dense.bias.data = (weight(24, 24).data, weight(24).data)
         self.norm = nn.LayerNorm(24)  # FP32 in a 16-bit model
         self.odd = weight(24)
         self.unused = weight(300)
         self.empty = nn.Parameter(torch.zeros(0, 8, dtype=dtype))
         self.frozen = nn.Parameter(torch.ones(24, dtype=dtype), requires_grad=False)
-        self.experts = nn.ParameterDict(
-            {"up": weight(2, 24, 40), "down": weight(2, 40, 24)}
-        )
+        self.experts = nn.ParameterDict({"up": weight(2, 24, 40), "down": weight(2, 40, 24)})
         self.head = nn.Linear(24, 50, bias=False)
         self.head.weight = self.embed.weight
 
@@ -104,24 +92,18 @@ class SmallMoE(nn.Module):
         if odd:
             hidden = hidden + self.odd
         hidden = hidden + sum(
-            torch.tanh(hidden @ self.experts["up"][e]) @ self.experts["down"][e]
-            for e in range(2)
+            torch.tanh(hidden @ self.experts["up"][e]) @ self.experts["down"][e] for e in range(2)
         )
         return nn.functional.cross_entropy(self.head(hidden).float()[:-1], tokens[1:])
 
 
 def tokens_of(step: int, rank: int, part: int) -> Tensor:
     return torch.randint(
-        0,
-        50,
-        (16,),
-        generator=torch.Generator().manual_seed(step * 100 + rank * 10 + part),
+        0, 50, (16,), generator=torch.Generator().manual_seed(step * 100 + rank * 10 + part)
     )
 
 
-def build(
-    case: Case, group: dist.ProcessGroup, **more: Any
-) -> tuple[SmallMoE, MegatronOptimizer]:
+def build(case: Case, group: dist.ProcessGroup, **more: Any) -> tuple[SmallMoE, MegatronOptimizer]:
     model = SmallMoE(DTYPES[case.precision.split("-")[0]])
     settings = {
         "use_distributed_optimizer": True,
@@ -137,10 +119,7 @@ def build(
     }
     config = config_for(case.precision, case.fraction, **settings)
     return model, get_megatron_optimizer(
-        config,
-        model,
-        expert_predicate=is_expert,
-        process_groups=ProcessGroups(dp=group),
+        config, model, expert_predicate=is_expert, process_groups=ProcessGroups(dp=group)
     )
 
 
@@ -181,9 +160,7 @@ def cases() -> list[Case]:
     for ranks in (2, 3, 4):
         found += [Case(ranks, "bf16", layout) for layout in SETTINGS]
         found += [
-            Case(ranks, "bf16", layout, fraction)
-            for layout in whole
-            for fraction in (0.5, 1.0)
+            Case(ranks, "bf16", layout, fraction) for layout in whole for fraction in (0.5, 1.0)
         ]
         found += [
             Case(ranks, "fp16", layout, fraction)
@@ -199,11 +176,7 @@ def cases() -> list[Case]:
         (3, "adam", 1.0),
         (3, "lamb", 0.0),
     ):
-        modes = (
-            ("sync", "overlap", "speculative")
-            if rule == "adam"
-            else ("sync", "overlap")
-        )
+        modes = ("sync", "overlap", "speculative") if rule == "adam" else ("sync", "overlap")
         precision, parts = ("fp16", 1) if clip else ("bf16", 2)
         found += [
             Case(ranks, precision, layout, fraction, rule, parts, clip=clip, mode=mode)
@@ -228,6 +201,7 @@ def cases() -> list[Case]:
             for fraction in (0.0, 0.5)
         ]
     found += [Case(3, "bf16-8bit", layout, 0.5, "stable_adamw") for layout in whole]
+    found += [Case(3, "bf16-8bit", layout, 0.5, "ademamix") for layout in whole]
     found += [
         Case(3, compact, layout, 0.5)
         for layout in whole
@@ -259,9 +233,7 @@ def fraction_for_all(rank: int, group: dist.ProcessGroup) -> list[float | str]:
     """Ranks with less memory than others, then too little on one."""
     found: list[float | str] = []
     for least in (160_000, 1_000):
-        model = nn.Sequential(
-            *[nn.Linear(64, 64, bias=False) for _ in range(8)]
-        ).bfloat16()
+        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)]).bfloat16()
         config = config_for(
             "bf16",
             use_distributed_optimizer=True,
@@ -287,9 +259,7 @@ EXPERT_LAYOUTS = [("no_shard", 0.0), ("optim", 0.0), ("optim_grads", 0.5)]
 
 
 def features(rank: int, step: int) -> Tensor:
-    return torch.randn(
-        12, 24, generator=torch.Generator().manual_seed(step * 10 + rank)
-    )
+    return torch.randn(12, 24, generator=torch.Generator().manual_seed(step * 10 + rank))
 
 
 class Layered(nn.Module):
@@ -324,9 +294,7 @@ def experts_on_two_ranks(
         clip_grad=0.05,
     )
     ranks = ProcessGroups(
-        dp=dist.group.WORLD,
-        expert_dp=groups["expert_dp"],
-        expert_grad_stats=groups["ep"],
+        dp=dist.group.WORLD, expert_dp=groups["expert_dp"], expert_grad_stats=groups["ep"]
     )
     if layout == "optim_grads":
         ranks = ProcessGroups.from_device_mesh(
@@ -362,10 +330,7 @@ def forgotten_groups(groups: dict[str, dist.ProcessGroup]) -> list[str]:
                 process_groups=ProcessGroups(**given),
             )
         )
-        for given in (
-            {"expert_dp": groups["expert_dp"]},
-            {"expert_grad_stats": groups["ep"]},
-        )
+        for given in ({"expert_dp": groups["expert_dp"]}, {"expert_grad_stats": groups["ep"]})
     ]
 
 
@@ -389,13 +354,8 @@ def duplicates(rank: int, layout: str, groups: dict[str, dist.ProcessGroup]) -> 
             dp=groups["expert_dp"], grad_stats=groups["ep"], tp=groups["ep"]
         ),
     )
-    model["own"].grad = torch.full(
-        (300,), [2.0, 3.0, 4.0, 5.0][rank]
-    )  # averages: 3 and 4
-    model["twin"].grad, model["shared"].grad = (
-        torch.full((300,), 6.0),
-        torch.full((300,), 100.0),
-    )
+    model["own"].grad = torch.full((300,), [2.0, 3.0, 4.0, 5.0][rank])  # averages: 3 and 4
+    model["twin"].grad, model["shared"].grad = (torch.full((300,), 6.0), torch.full((300,), 100.0))
     return optimizer.step().grad_norm
 
 
@@ -413,9 +373,7 @@ def starts_alike(rank: int, group: dist.ProcessGroup) -> str:
     return str([model.weight.unique().tolist(), model.bias.unique().tolist()])
 
 
-def sums_are_in_the_order_of_ranks(
-    rank: int, group: dist.ProcessGroup
-) -> dict[str, bool]:
+def sums_are_in_the_order_of_ranks(rank: int, group: dist.ProcessGroup) -> dict[str, bool]:
     """Against the sum as it is defined, of numbers whose order matters."""
     ranks, found = group.size(), {}
     for dtype, divisor, add in (
@@ -424,10 +382,7 @@ def sums_are_in_the_order_of_ranks(
         (torch.bfloat16, 3, True),
     ):
         every = [
-            (
-                torch.randn(ranks * 64, generator=torch.Generator().manual_seed(r))
-                * 10**r
-            ).to(dtype)
+            (torch.randn(ranks * 64, generator=torch.Generator().manual_seed(r)) * 10**r).to(dtype)
             for r in range(ranks)
         ]
         owned = torch.ones(64, dtype=dtype)
@@ -437,32 +392,25 @@ def sums_are_in_the_order_of_ranks(
         ).wait()
         mine = [grad[rank * 64 : (rank + 1) * 64].float() for grad in every]
         total = ((mine[0] + mine[1]) + mine[2] + mine[3]) / divisor
-        found[f"{dtype} {divisor}"] = torch.equal(
-            owned, (total + 1.0 if add else total).to(dtype)
-        )
+        found[f"{dtype} {divisor}"] = torch.equal(owned, (total + 1.0 if add else total).to(dtype))
     return found
 
 
 # -- state ----------------------------------------------------------------------------------------
 
 
-def resumed(
-    rank: int, layout: str, group: dist.ProcessGroup, directory: str
-) -> dict[str, Any]:
+def resumed(rank: int, layout: str, group: dist.ProcessGroup, directory: str) -> dict[str, Any]:
     """A rank's state dict, saved and loaded as plain data; and the same through a checkpoint."""
     case = Case(4, "bf16", layout, 0.5)
     model, optimizer = build(case, group)
     train(model, optimizer, case, rank, range(2))
     torch.save(
-        [model.state_dict(), optimizer.state_dict()],
-        f"{directory}/state-{layout}-{rank}.pt",
+        [model.state_dict(), optimizer.state_dict()], f"{directory}/state-{layout}-{rank}.pt"
     )
     checkpoint.save(f"{directory}/{layout}", model, optimizer)
     results = {"straight": train(model, optimizer, case, rank, range(2, 4))}
     model, optimizer = build(case, group)
-    weights, state = torch.load(
-        f"{directory}/state-{layout}-{rank}.pt", weights_only=True
-    )
+    weights, state = torch.load(f"{directory}/state-{layout}-{rank}.pt", weights_only=True)
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
     results["state_dict"] = train(model, optimizer, case, rank, range(2, 4))
@@ -470,15 +418,11 @@ def resumed(
         case = dataclasses.replace(case, layout=other)
         model, optimizer = build(case, group)
         checkpoint.load(f"{directory}/{layout}", model, optimizer)
-        results[f"checkpoint to {other}"] = train(
-            model, optimizer, case, rank, range(2, 4)
-        )
+        results[f"checkpoint to {other}"] = train(model, optimizer, case, rank, range(2, 4))
     return results
 
 
-def scaled_rows(
-    rank: int, layout: str, group: dist.ProcessGroup
-) -> tuple[list[float], str]:
+def scaled_rows(rank: int, layout: str, group: dist.ProcessGroup) -> tuple[list[float], str]:
     """Rows multiplied between two steps, whoever owns which part of them."""
     case = Case(4, "bf16", layout, 0.5)
     model, optimizer = build(case, group)
@@ -503,9 +447,7 @@ def other_ranges(group: dist.ProcessGroup) -> str:
 def whole_state(group: dist.ProcessGroup) -> bool:
     """What one process saved goes into every rank's fragments."""
     model = SmallMoE(torch.bfloat16)
-    alone = get_megatron_optimizer(
-        config_for("bf16"), model, expert_predicate=is_expert
-    )
+    alone = get_megatron_optimizer(config_for("bf16"), model, expert_predicate=is_expert)
     for param in model.parameters():
         param.grad = torch.randn(
             param.shape, generator=torch.Generator().manual_seed(param.numel())
@@ -518,9 +460,7 @@ def whole_state(group: dist.ProcessGroup) -> bool:
     return all(
         torch.equal(
             shard.local,
-            mains[name]
-            .detach()
-            .reshape(-1)[shard.start : shard.start + len(shard.local)],
+            mains[name].detach().reshape(-1)[shard.start : shard.start + len(shard.local)],
         )
         for name, shard in optimizer.named_main_params()
     )
@@ -539,25 +479,15 @@ def live_bytes() -> int:
             for item in gc.get_objects()
             if isinstance(item, Tensor) and not isinstance(item, FlatShard)
         ]
-    return sum(
-        {
-            t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors
-        }.values()
-    )
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def bytes_of(
-    layout: str, fp32_reduce: bool, group: dist.ProcessGroup
-) -> dict[str, float]:
+def bytes_of(layout: str, fp32_reduce: bool, group: dist.ProcessGroup) -> dict[str, float]:
     """What a rank holds and sends, for a model of 400 thousand parameters."""
     with torch.device("meta"):
-        meta = nn.Sequential(
-            *[nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(6)]
-        )
+        meta = nn.Sequential(*[nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(6)])
     before = live_bytes()
-    model = nn.Sequential(
-        *[nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(6)]
-    )
+    model = nn.Sequential(*[nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(6)])
     config = config_for(
         "bf16",
         use_distributed_optimizer=True,
@@ -565,9 +495,7 @@ def bytes_of(
         grad_reduce_in_fp32=fp32_reduce,
         bucket_size=100_000,
     )
-    optimizer = get_megatron_optimizer(
-        config, model, process_groups=ProcessGroups(dp=group)
-    )
+    optimizer = get_megatron_optimizer(config, model, process_groups=ProcessGroups(dp=group))
     optimizer.zero_grad()
     model(torch.ones(4, 256, dtype=torch.bfloat16)).float().sum().backward()
     optimizer.step()
@@ -603,9 +531,7 @@ def misuse(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
     found["second backward"] = error_of(loss.backward)
     model, optimizer = build(case, group)
     train(model, optimizer, case, rank, range(1))
-    found["no zero_grad"] = error_of(
-        lambda: model(tokens_of(0, rank, 0), False).backward()
-    )
+    found["no zero_grad"] = error_of(lambda: model(tokens_of(0, rank, 0), False).backward())
     optimizer.zero_grad()
     for name in ("module not called", "waited by hand"):
         optimizer.step()
@@ -613,9 +539,7 @@ def misuse(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
         if name == "waited by hand":
             optimizer.finish_param_sync()
         found[name] = error_of(
-            lambda: (
-                (model.embed(torch.tensor([1])) @ model.dense.weight).sum().backward()
-            )
+            lambda: (model.embed(torch.tensor([1])) @ model.dense.weight).sum().backward()
         )
     return found
 
@@ -637,9 +561,7 @@ def several_backwards(rank: int, group: dist.ProcessGroup) -> list[float]:
 def disagree(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
     """What rank 1 or 2 does differently, and what every rank is told."""
 
-    def built(
-        sizes: tuple[int, int], lr: float = 0.1, reverse: bool = False
-    ) -> MegatronOptimizer:
+    def built(sizes: tuple[int, int], lr: float = 0.1, reverse: bool = False) -> MegatronOptimizer:
         params = [(f"w{size}", nn.Parameter(torch.zeros(size))) for size in sizes]
         named = [
             {"params": [p], "param_names": [n], "lr": lr}
@@ -671,9 +593,7 @@ def leave(rank: int, gone: int, group: dist.ProcessGroup) -> dict[str, Any]:
     began = time.monotonic()
     if rank == gone:
         return {}
-    told = error_of(
-        lambda: train(model, optimizer, Case(4, "bf16", "optim"), rank, range(1))
-    )
+    told = error_of(lambda: train(model, optimizer, Case(4, "bf16", "optim"), rank, range(1)))
     return {"told": told, "seconds": time.monotonic() - began}
 
 
@@ -683,10 +603,7 @@ def main(directory: str) -> None:
     groups = {ranks: dist.new_group(list(range(ranks))) for ranks in (2, 3, 4)}
     halves = {
         name: [dist.new_group(list(ranks)) for ranks in both]
-        for name, both in {
-            "expert_dp": ((0, 2), (1, 3)),
-            "ep": ((0, 1), (2, 3)),
-        }.items()
+        for name, both in {"expert_dp": ((0, 2), (1, 3)), "ep": ((0, 1), (2, 3))}.items()
     }
     own = {"expert_dp": halves["expert_dp"][rank % 2], "ep": halves["ep"][rank // 2]}
     results: dict[str, Any] = {
@@ -694,16 +611,13 @@ def main(directory: str) -> None:
         for case in cases()
         if rank < case.ranks
     }
-    results["experts"] = [
-        experts_on_two_ranks(rank, *layout, own) for layout in EXPERT_LAYOUTS
-    ]
+    results["experts"] = [experts_on_two_ranks(rank, *layout, own) for layout in EXPERT_LAYOUTS]
     results["forgotten groups"] = forgotten_groups(own)
     results["duplicates"] = [
         duplicates(rank, layout, own) for layout in ("no_shard", "optim", "optim_grads")
     ]
     results["resumed"] = {
-        layout: resumed(rank, layout, groups[4], directory)
-        for layout in ("optim", "optim_grads")
+        layout: resumed(rank, layout, groups[4], directory) for layout in ("optim", "optim_grads")
     }
     results["scaled"] = [
         scaled_rows(rank, layout, groups[4])
@@ -719,9 +633,7 @@ def main(directory: str) -> None:
     results["misuse"] = misuse(rank, groups[4])
     results["several backwards"] = several_backwards(rank, groups[4])
     results["disagree"] = disagree(rank, groups[4])
-    impatient = [
-        dist.new_group([0, 1, 2, 3], timeout=timedelta(seconds=3)) for _ in range(2)
-    ]
+    impatient = [dist.new_group([0, 1, 2, 3], timeout=timedelta(seconds=3)) for _ in range(2)]
     results["late"] = leave(rank, 1, impatient[0])
     dist.barrier()
     torch.save(results, f"{directory}/rank{rank}.pt")

@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from mp_optim import (
-    MegatronOptimizer,
-    OptimizerConfig,
-    checkpoint,
-    get_megatron_optimizer,
-)
+from mp_optim import MegatronOptimizer, OptimizerConfig, checkpoint, get_megatron_optimizer
 
 SHAPES = {
     "wide": (6, 10),
@@ -34,10 +29,7 @@ BEFORE, AFTER = range(3), range(3, 5)
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": True},
-    "remainders": {
-        "bf16": True,
-        "use_precision_aware_optimizer": True,
-    },
+    "remainders": {"bf16": True, "use_precision_aware_optimizer": True},
 }
 KINDS = [
     ("adafactor", "fp32", 0.0),
@@ -58,10 +50,7 @@ ZERO: dict[str, dict[str, Any]] = {
         "data_parallel_sharding_strategy": "optim_grads",
         "bucket_size": 1000,
     },
-    "no_shard": {
-        "use_distributed_optimizer": True,
-        "data_parallel_sharding_strategy": "no_shard",
-    },
+    "no_shard": {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "no_shard"},
     "layer-wise": {"use_layer_wise_distributed_optimizer": True},
 }
 Placements = Callable[[tuple[int, ...]], Sequence[Any]]
@@ -82,10 +71,7 @@ def built(
     model: nn.Module, rule: str, precision: str, fraction: float, **settings: Any
 ) -> MegatronOptimizer:
     if fraction:
-        settings |= {
-            "optimizer_cpu_offload": True,
-            "optimizer_offload_fraction": fraction,
-        }
+        settings |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
     config = OptimizerConfig(
         optimizer=rule,
         weight_decay=0.1,
@@ -99,9 +85,7 @@ def built(
 
 def model_of(precision: str, part: Callable[[Tensor], Tensor]) -> nn.ParameterDict:
     start = values(-1, precision)
-    return nn.ParameterDict(
-        {name: nn.Parameter(part(value)) for name, value in start.items()}
-    )
+    return nn.ParameterDict({name: nn.Parameter(part(value)) for name, value in start.items()})
 
 
 def train(
@@ -119,9 +103,7 @@ def train(
             for name, param in model.items():
                 param.grad = part(grads[name])
         else:
-            terms = [
-                (param * grads[name]).float().sum() for name, param in model.items()
-            ]
+            terms = [(param * grads[name]).float().sum() for name, param in model.items()]
             torch.stack(terms).sum().backward()
         assert optimizer.step().success
     for each in optimizer.chained_optimizers:
@@ -133,18 +115,12 @@ def outcome(model: nn.ParameterDict) -> dict[str, Tensor]:
     found = {}
     for name, param in model.items():
         value = param.detach()
-        found[name] = (
-            value.full_tensor() if isinstance(value, DTensor) else value
-        ).clone()
+        found[name] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
     return found
 
 
 def single(
-    rule: str,
-    precision: str,
-    folder: str = "",
-    fraction: float = 0.0,
-    load: str = "",
+    rule: str, precision: str, folder: str = "", fraction: float = 0.0, load: str = ""
 ) -> dict[str, Tensor]:
     """The same in one process."""
     model = model_of(precision, Tensor.clone)
@@ -202,17 +178,13 @@ def run(
         mesh = DeviceMesh("cpu", torch.arange(4).view(shape))
 
         def part(value: Tensor) -> Tensor:
-            return distribute_tensor(
-                value.clone(), mesh, placements(tuple(value.shape))
-            )
+            return distribute_tensor(value.clone(), mesh, placements(tuple(value.shape)))
 
     settings = ZERO.get(layout, {})
     model = model_of(precision, part or Tensor.clone)
     optimizer = built(model, rule, precision, fraction, **settings)
     train(model, optimizer, precision, BEFORE, part)
-    checkpoint.save(
-        f"{folder}/{layout}-{rule}-{precision}-{fraction:g}", model, optimizer
-    )
+    checkpoint.save(f"{folder}/{layout}-{rule}-{precision}-{fraction:g}", model, optimizer)
     train(model, optimizer, precision, AFTER, part)
     found = {"trained": outcome(model)}
     model = model_of(precision, part or Tensor.clone)

@@ -39,9 +39,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int16)
 def tensors() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
-        f"{name}.{dtype}": torch.randint(-1000, 1000, shape, generator=generator).to(
-            dtype
-        )
+        f"{name}.{dtype}": torch.randint(-1000, 1000, shape, generator=generator).to(dtype)
         for name, shape in SHAPES.items()
         for dtype in DTYPES
     }
@@ -61,9 +59,7 @@ def flat(ranks: int, seed: int, copies: int = 1) -> Layout:
 
     def place(name: str, tensor: Tensor, rank: int) -> Tensor:
         chance = random.Random(f"{seed} {name}")
-        cuts = sorted(
-            chance.randint(0, tensor.numel()) for _ in range(ranks // copies - 1)
-        )
+        cuts = sorted(chance.randint(0, tensor.numel()) for _ in range(ranks // copies - 1))
         start, end = ([0, *cuts, tensor.numel()][rank // copies + i] for i in range(2))
         return FlatShard(tensor.reshape(-1)[start:end].clone(), tensor.shape, start)
 
@@ -74,14 +70,10 @@ def meshed(ranks: int, dim: int | None) -> Layout:
     mesh = DeviceMesh("cpu", list(range(ranks)))
 
     def place(name: str, tensor: Tensor, rank: int) -> Tensor:
-        placement = (
-            Shard(dim) if dim is not None and tensor.dim() > dim else Replicate()
-        )
+        placement = Shard(dim) if dim is not None and tensor.dim() > dim else Replicate()
         return distribute_tensor(tensor.clone(), mesh, [placement], src_data_rank=None)
 
-    return Layout(
-        f"{'replicate' if dim is None else f'shard{dim}'}-{ranks}", ranks, place
-    )
+    return Layout(f"{'replicate' if dim is None else f'shard{dim}'}-{ranks}", ranks, place)
 
 
 def layouts() -> list[Layout]:
@@ -114,21 +106,15 @@ def main(folder: str) -> None:
     every = layouts()
     for layout in every:
         if rank < layout.ranks:
-            held = {
-                name: layout.place(name, tensor, rank)
-                for name, tensor in tensors().items()
-            }
+            held = {name: layout.place(name, tensor, rank) for name, tensor in tensors().items()}
             dcp.save(
-                held,
-                checkpoint_id=f"{folder}/{layout.name}",
-                process_group=groups[layout.ranks],
+                held, checkpoint_id=f"{folder}/{layout.name}", process_group=groups[layout.ranks]
             )
     dist.barrier()
     for saved, layout in itertools.product(every, every):
         if rank < layout.ranks:
             expected = {
-                name: layout.place(name, tensor, rank)
-                for name, tensor in tensors().items()
+                name: layout.place(name, tensor, rank) for name, tensor in tensors().items()
             }
             found = {
                 name: layout.place(name, torch.full_like(tensor, -7), rank)
@@ -136,9 +122,7 @@ def main(folder: str) -> None:
             }
             kept = {name: local(tensor) for name, tensor in found.items()}
             dcp.load(
-                found,
-                checkpoint_id=f"{folder}/{saved.name}",
-                process_group=groups[layout.ranks],
+                found, checkpoint_id=f"{folder}/{saved.name}", process_group=groups[layout.ranks]
             )
             wrong += [
                 (saved.name, layout.name, name)

@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from mp_optim import (
-    MegatronOptimizer,
-    ProcessGroups,
-    checkpoint,
-    get_megatron_optimizer,
-)
+from mp_optim import MegatronOptimizer, ProcessGroups, checkpoint, get_megatron_optimizer
 from support.models import DTYPES, TinyMoE, config_for, is_expert, tokens_of, train
 
 CASES = [
@@ -114,9 +109,7 @@ def whole(value: Tensor) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
-def train_sharded(
-    rule: str, precision: str, fraction: float, directory: str
-) -> dict[str, object]:
+def train_sharded(rule: str, precision: str, fraction: float, directory: str) -> dict[str, object]:
     """Train, with a checkpoint saved and loaded in the middle; whole tensors come back."""
     model, optimizer = build_sharded(precision, fraction, optimizer=rule)
     norms, losses = [], []
@@ -159,19 +152,14 @@ def agree_between_ranks() -> dict[str, object]:
     before = model["own"].detach().clone()
     model["own"].grad = torch.full((1,), [1.0, float("nan")][rank])
     skipped = not optimizer.step().success
-    return {
-        "norm": norm,
-        "skipped": skipped and torch.equal(before, model["own"].detach()),
-    }
+    return {"norm": norm, "skipped": skipped and torch.equal(before, model["own"].detach())}
 
 
 def experts_on_one_rank() -> dict[str, object]:
     """Only the second rank has an expert; the first takes part in the experts' reductions all the
     same."""
     rank, world = dist.get_rank(), dist.group.WORLD
-    model = nn.ParameterDict(
-        {"dense" if rank == 0 else "expert": nn.Parameter(torch.zeros(1))}
-    )
+    model = nn.ParameterDict({"dense" if rank == 0 else "expert": nn.Parameter(torch.zeros(1))})
     optimizer = get_megatron_optimizer(
         config_for("fp32"),
         model,
@@ -189,8 +177,7 @@ def experts_on_one_rank() -> dict[str, object]:
 def main(directory: str) -> None:
     dist.init_process_group("gloo")
     result = {
-        str(case): train_sharded(*case, f"{directory}/{index}")
-        for index, case in enumerate(CASES)
+        str(case): train_sharded(*case, f"{directory}/{index}") for index, case in enumerate(CASES)
     }
     result["agreement"] = agree_between_ranks()
     result["experts"] = experts_on_one_rank()

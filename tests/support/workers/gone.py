@@ -30,20 +30,13 @@ def heard(work: Any) -> dict[str, Any]:
     try:
         work()
     except Exception as error:
-        return {
-            "said": f"{type(error).__name__}: {error}",
-            "seconds": time.monotonic() - begun,
-        }
+        return {"said": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - begun}
     return {"said": "nothing was raised", "seconds": time.monotonic() - begun}
 
 
 def main(folder: Path, rank: int) -> None:
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=4,
-        timeout=TIMEOUT,
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=TIMEOUT
     )
     torch.set_num_threads(1)
     model = nn.ParameterDict({name: nn.Parameter(torch.ones(100)) for name in "abcd"})
@@ -55,9 +48,7 @@ def main(folder: Path, rank: int) -> None:
         if rank == GONE:
             time.sleep(1)
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(
-            5 if rank == BUSY else 0
-        )  # longer than the others take to hear of it
+        time.sleep(5 if rank == BUSY else 0)  # longer than the others take to hear of it
         return write(self)
 
     writing.Writing.write = slow

@@ -19,9 +19,7 @@ from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
 def build() -> tuple[nn.Module, object]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)).bfloat16()
-    return model, get_megatron_optimizer(
-        OptimizerConfig(bf16=True, lr=1e-2, clip_grad=0.0), model
-    )
+    return model, get_megatron_optimizer(OptimizerConfig(bf16=True, lr=1e-2, clip_grad=0.0), model)
 
 
 def train_step(model: nn.Module, optimizer: object, step: int) -> None:
@@ -38,9 +36,7 @@ def digest(model: nn.Module, optimizer: object) -> str:
         *model.parameters(),
         *(value for state in optimizer.state.values() for value in state.values()),
     ):
-        found.update(
-            tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        )
+        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -52,22 +48,13 @@ def say(*words: object) -> None:
 
 def train_and_save(root: str, asynchronous: bool, keep: int) -> None:
     model, optimizer = build()
-    step = (
-        checkpoint.load(root, model, optimizer)["step"]
-        if checkpoint.versions(root)
-        else 0
-    )
+    step = checkpoint.load(root, model, optimizer)["step"] if checkpoint.versions(root) else 0
     while True:
         train_step(model, optimizer, step)
         step += 1
         say("begin", step, digest(model, optimizer))
         handle = checkpoint.save(
-            root,
-            model,
-            optimizer,
-            extra={"step": step},
-            asynchronous=asynchronous,
-            keep=keep,
+            root, model, optimizer, extra={"step": step}, asynchronous=asynchronous, keep=keep
         )
         if asynchronous:
             handle.wait()

@@ -23,11 +23,7 @@ STEPS, MORE = range(3), range(3, 6)
 
 def settings_of(optimizer: Any) -> list[dict[str, Any]]:
     return [
-        {
-            key: value
-            for key, value in group.items()
-            if key not in ("params", "param_names")
-        }
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
     ]
 
@@ -61,9 +57,7 @@ def save(
         extra={"from": layout.name},
         process_group=group,
     )
-    full = {
-        name: whole(value, group) for name, value in state_of(model, optimizer).items()
-    }
+    full = {name: whole(value, group) for name, value in state_of(model, optimizer).items()}
     if rank == 0:
         torch.save(full, f"{folder}/{layout.name}.pt")
 
@@ -76,18 +70,14 @@ class Expected:
         known: the layouts that were saved in the folder.
     """
 
-    def __init__(
-        self, known: list[Layout], folder: str, settings: list[dict[str, Any]]
-    ) -> None:
+    def __init__(self, known: list[Layout], folder: str, settings: list[dict[str, Any]]) -> None:
         self._settings = settings
         self._states: list[dict[str, Tensor]] = []
         self._number = {
             layout.name: self._number_of(torch.load(f"{folder}/{layout.name}.pt"))
             for layout in known
         }
-        self._found: dict[
-            tuple[int, str], tuple[dict[str, Tensor], dict[str, Tensor]]
-        ] = {}
+        self._found: dict[tuple[int, str], tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
 
     def _number_of(self, state: dict[str, Tensor]) -> int:
         for number, other in enumerate(self._states):
@@ -98,9 +88,7 @@ class Expected:
         self._states.append(state)
         return len(self._states) - 1
 
-    def states(
-        self, saved: Layout, layout: Layout
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def states(self, saved: Layout, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """A layout's state after it took what another one saved, and after the steps that
         follow."""
         key = self._number[saved.name], layout.name
@@ -183,12 +171,7 @@ def main(folder: str) -> None:
         if rank < layout.ranks:
             pairs += 1
             if found := load(
-                saved,
-                layout,
-                folder,
-                groups[layout.ranks],
-                expected,
-                through[layout.name],
+                saved, layout, folder, groups[layout.ranks], expected, through[layout.name]
             ):
                 wrong[f"{saved.name} -> {layout.name}"] = found
     with open(f"{folder}/rank{rank}.json", "w", encoding="utf-8") as file:

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from torch import nn
 
 from mp_optim import megatron
-from mp_optim.checkpoint.flat import FlatShard
+from mp_optim.checkpoint.shards import FlatShard
 from support import megatron_gpt as gpt
 
 BUCKETS = "dp_reshardable"

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from mp_optim import OptimizerConfig, ProcessGroups, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint import FlatShard
-from mp_optim.checkpoint.contents import compare, open_checkpoint
+from mp_optim.checkpoint.reading import compare, open_checkpoint
 
 warnings.filterwarnings("ignore")
 warnings.filterwarnings("error", message=".*not have the values of the loaded main")
@@ -100,9 +100,7 @@ def is_expert(param: Any, name: str) -> bool:
 
 def _chunk(config: TransformerConfig, stage: int | None) -> nn.Module:
     where: dict[str, Any] = {"ignore_virtual": False, "vp_stage": stage}
-    spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, vp_stage=stage
-    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
     model = GPTModel(
         config,
         spec,
@@ -151,9 +149,7 @@ def whole_name(part: ShardedTensor) -> str:
     if stacked and "decoder.layers." in name and not name.split(".")[2].isdigit():
         name = name.replace("decoder.layers.", f"decoder.layers.{stacked.pop(0)}.", 1)
     if stacked:
-        name = name.replace(
-            ".experts.experts.", f".experts.local_experts.{stacked.pop(0)}."
-        )
+        name = name.replace(".experts.experts.", f".experts.local_experts.{stacked.pop(0)}.")
     assert not stacked, part
     return name
 
@@ -216,12 +212,7 @@ def through(name: str, root: Path, previous: Path) -> list[Any]:
     other = build(*layout)
     checkpoint.load(root / name, *other)
     train(*other)
-    return [
-        count,
-        wrong,
-        differing,
-        same(snapshot(*other), snapshot(chunks, optimizer)),
-    ]
+    return [count, wrong, differing, same(snapshot(*other), snapshot(chunks, optimizer))]
 
 
 def main(folder: str) -> None:

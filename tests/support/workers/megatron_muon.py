@@ -12,10 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from torch import nn
@@ -34,9 +31,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.config = TransformerConfig(
-            num_layers=1, hidden_size=16, num_attention_heads=1
-        )
+        self.config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=1)
         self.first = nn.Linear(16, 16, bias=False)
         self.second = nn.Linear(16, 16, bias=False)
         self.odd = nn.Linear(16, 24, bias=False)
@@ -49,16 +44,12 @@ def wrapped(model: Net, splits: bool = True) -> Any:
     """In Megatron's DDP, which tells whole matrices as Megatron does."""
     for layer in (model.first, model.second):
         layer.weight.is_managed_by_layer_wise_optimizer = True  # type: ignore[assignment]
-    ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=splits, bucket_size=512
-    )
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=splits, bucket_size=512)
     return DistributedDataParallel(model.config, ddp, model)
 
 
 def config(optimizer: str = "dist_muon") -> OptimizerConfig:
-    return OptimizerConfig(
-        optimizer=optimizer, lr=1e-2, bf16=True, weight_decay=0.1, clip_grad=0.5
-    )
+    return OptimizerConfig(optimizer=optimizer, lr=1e-2, bf16=True, weight_decay=0.1, clip_grad=0.5)
 
 
 def grads(model: nn.Module, step: int) -> None:
@@ -84,12 +75,8 @@ def shapes(optimizer: Any) -> dict[str, list[int]]:
     """What this rank steps of each parameter."""
     of_each = {}
     for part in optimizer.stack.chained_optimizers:
-        for whole, owned in zip(
-            part.param_groups, part.shards.param_groups, strict=True
-        ):
-            for name, tensor in zip(
-                whole.get("param_names", ()), owned["params"], strict=True
-            ):
+        for whole, owned in zip(part.param_groups, part.shards.param_groups, strict=True):
+            for name, tensor in zip(whole.get("param_names", ()), owned["params"], strict=True):
                 of_each[name.removeprefix("module.")] = list(tensor.shape)
     return of_each
 
@@ -113,8 +100,7 @@ def main(folder: Path) -> None:
     alone = megatron.get_megatron_optimizer(config("muon"), [plain])
     optimizer = megatron.get_megatron_optimizer(config(), [model])
     norms = [
-        train(net, stepper, range(STEPS))
-        for net, stepper in ((plain, alone), (model, optimizer))
+        train(net, stepper, range(STEPS)) for net, stepper in ((plain, alone), (model, optimizer))
     ]
     file = str(folder / f"layer_wise_{rank}.pt")
     optimizer.save_state_dict_to_file(file)

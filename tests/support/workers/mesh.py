@@ -19,12 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from mp_optim import (
-    MegatronOptimizer,
-    OptimizerConfig,
-    checkpoint,
-    get_megatron_optimizer,
-)
+from mp_optim import MegatronOptimizer, OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.update import FusedLAMB
 
 STEPS = 4
@@ -61,9 +56,7 @@ def spread(model: Net, shape: tuple[int, ...]) -> DeviceMesh:
     """Tensor parallelism, then FSDP2 over what is left of a mesh of this shape."""
     names = ("copy", "dp", "tp")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    parallelize_module(
-        model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    )
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"] if len(shape) == 2 else mesh["copy", "dp"])
     return mesh
 
@@ -89,9 +82,9 @@ def part_of(value: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return value
     copies = [Replicate()] * like.device_mesh.ndim
-    return DTensor.from_local(
-        value, like.device_mesh, copies, run_check=False
-    ).redistribute(placements=like.placements)
+    return DTensor.from_local(value, like.device_mesh, copies, run_check=False).redistribute(
+        placements=like.placements
+    )
 
 
 def whole(value: Tensor) -> Tensor:
@@ -115,10 +108,7 @@ def steps(model: Net, rule: str) -> dict[str, Any]:
             grad.to_local()[0, 0] = math.nan
         result = optimizer.step()
         norms.append(result.grad_norm)
-    return {
-        "norms": norms,
-        "params": {name: whole(p) for name, p in model.named_parameters()},
-    }
+    return {"norms": norms, "params": {name: whole(p) for name, p in model.named_parameters()}}
 
 
 def bare_lamb(model: Net) -> dict[str, Tensor]:
@@ -140,11 +130,7 @@ class Sequence(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(8),
-            nn.Linear(8, 16),
-            nn.Linear(16, 8),
-        )
+        self.norm, self.up, self.down = (nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.up(self.norm(x))))
@@ -185,10 +171,7 @@ def sequence_parallel(mode: str | None = None, sharded: bool = True) -> dict[str
             x if mesh is None else distribute_tensor(x, mesh, [Shard(1)])
         ).square().mean().backward()
         norms.append(optimizer.step().grad_norm)
-    return {
-        "norms": norms,
-        "params": {name: whole(p) for name, p in model.named_parameters()},
-    }
+    return {"norms": norms, "params": {name: whole(p) for name, p in model.named_parameters()}}
 
 
 def early(mode: str, shape: tuple[int, ...]) -> dict[str, Tensor] | str:
@@ -215,6 +198,38 @@ def early(mode: str, shape: tuple[int, ...]) -> dict[str, Tensor] | str:
         model(x).square().mean().backward()
         optimizer.step()
     return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def released(mode: str, shape: tuple[int, ...], releases: bool) -> dict[str, Any]:
+    """Gradients on the host leave DTensors during FSDP2's backward: which of them did at each step,
+    before and after ``gradients_ready()``, and what was trained."""
+    model = Net(16)
+    if len(shape) == 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", shape))
+    else:
+        spread(model, shape)
+    optimizer = built(
+        model,
+        "adam",
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction=1.0,
+        clip_grad=0.5,
+        offload_mode=mode,
+        release_gradients=releases,
+        offload_bucket_bytes=1,
+    )
+    norms, gone = [], []
+    for step in range(4):
+        optimizer.zero_grad()
+        for part in range(1 + step % 2):
+            x = torch.randn(6, 9, generator=torch.Generator().manual_seed(10 * step + part))
+            model(x).square().mean().backward()
+        gone.append({name for name, param in model.named_parameters() if param.grad is None})
+        optimizer.gradients_ready()
+        gone.append({name for name, param in model.named_parameters() if param.grad is None})
+        norms.append(optimizer.step().grad_norm)
+    params = {name: whole(param) for name, param in model.named_parameters()}
+    return {"gone": gone, "norms": norms, "params": params}
 
 
 def checkpoints(directory: str) -> bool:
@@ -244,12 +259,7 @@ def checkpoints(directory: str) -> bool:
             for slot in optimizer.slots()
             for value in optimizer.full_slot_state(slot).values()
         ]
-        mains.append(
-            [
-                value.to_local() if isinstance(value, DTensor) else value
-                for value in state
-            ]
-        )
+        mains.append([value.to_local() if isinstance(value, DTensor) else value for value in state])
     return all(torch.equal(a, b) for a, b in zip(*mains, strict=True))
 
 
@@ -266,13 +276,17 @@ def main(directory: str) -> None:
     model = Net(13)
     spread(model, (2, 2))
     found["bare lamb"] = bare_lamb(model)
-    found["sequence"] = {
-        str(mode): sequence_parallel(mode) for mode in (None, "overlap")
-    }
+    found["sequence"] = {str(mode): sequence_parallel(mode) for mode in (None, "overlap")}
     found["early"] = {
         (mode, shape): early(mode, shape)
         for shape in ((4,), (2, 2))
         for mode in ("sync", "overlap", "speculative")
+    }
+    found["released"] = {
+        (mode, shape, releases): released(mode, shape, releases)
+        for shape in ((4,), (2, 2))
+        for mode in ("overlap", "speculative")
+        for releases in (False, True)
     }
     found["checkpoint"] = checkpoints(f"{directory}/eight_bit")
     torch.save(found, f"{directory}/rank{dist.get_rank()}.pt")

@@ -42,9 +42,7 @@ class Scenario:
     @property
     def name(self) -> str:
         gone = "+".join(map(str, self.gone))
-        return (
-            f"{self.where}-{self.how}-{gone}{'-busy' if self.busy is not None else ''}"
-        )
+        return f"{self.where}-{self.how}-{gone}{'-busy' if self.busy is not None else ''}"
 
 
 SCENARIOS = [
@@ -105,10 +103,7 @@ def objects() -> Callable[[], Any]:
     def gather() -> list[Any]:
         found: list[Any] = [None] * RANKS
         with guard("saving"):
-            call(
-                group,
-                lambda: dist.all_gather_object(found, dist.get_rank(), group=group),
-            )
+            call(group, lambda: dist.all_gather_object(found, dist.get_rank(), group=group))
         return found
 
     gather()
@@ -144,16 +139,28 @@ def run(scenario: Scenario, rank: int, port: int, folder: Path) -> None:
     _set_pg_timeout(timedelta(seconds=TIMEOUT))
     if rank in scenario.gone:
         leave(scenario.how)
-    if rank == scenario.busy:
+    if rank == scenario.busy and scenario.how == "stop":
+        outlast(scenario, rank, folder)
+    elif rank == scenario.busy:
         time.sleep(2.5)
     write(scenario, rank, folder, act)
     time.sleep(1.0)  # a program that handles the error does not end at once
     os._exit(0)
 
 
-def write(
-    scenario: Scenario, rank: int, folder: Path, act: Callable[[], object]
-) -> None:
+def outlast(scenario: Scenario, rank: int, folder: Path) -> None:
+    """Return when the other ranks that are well have ended."""
+    others = {*range(RANKS)} - {rank, *scenario.gone}
+    while not all(written(scenario, other, folder).exists() for other in others):
+        time.sleep(0.1)
+    time.sleep(2.5)
+
+
+def written(scenario: Scenario, rank: int, folder: Path) -> Path:
+    return folder / f"{scenario.name}-{rank}.json"
+
+
+def write(scenario: Scenario, rank: int, folder: Path, act: Callable[[], object]) -> None:
     """What a rank is told, and after how long."""
     began, told = time.monotonic(), "no error"
     try:
@@ -161,7 +168,7 @@ def write(
     except (RuntimeError, ValueError) as error:
         told = f"{type(error).__name__}: {error}"
     found = {"told": told, "seconds": time.monotonic() - began}
-    (folder / f"{scenario.name}-{rank}.json").write_text(json.dumps(found))
+    written(scenario, rank, folder).write_text(json.dumps(found))
 
 
 def free_port() -> int:
@@ -188,8 +195,7 @@ def start(scenario: Scenario, folder: Path) -> dict[int, int]:
 def main(folder: Path, scenarios: list[Scenario], together: int) -> None:
     for first in range(0, len(scenarios), together):
         groups = [
-            (scenario, start(scenario, folder))
-            for scenario in scenarios[first : first + together]
+            (scenario, start(scenario, folder)) for scenario in scenarios[first : first + together]
         ]
         for scenario, children in groups:
             for pid, rank in children.items():
@@ -204,10 +210,6 @@ def main(folder: Path, scenarios: list[Scenario], together: int) -> None:
 if __name__ == "__main__":
     main(
         Path(sys.argv[1]),
-        [
-            scenario
-            for scenario in (*SCENARIOS, DISAGREE)
-            if sys.argv[2] in scenario.name
-        ],
+        [scenario for scenario in (*SCENARIOS, DISAGREE) if sys.argv[2] in scenario.name],
         together=6,
     )

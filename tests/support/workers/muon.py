@@ -23,8 +23,8 @@ from mp_optim import (
     ProcessGroups,
     get_megatron_optimizer,
 )
-from mp_optim.checkpoint.flat import FlatShard
-from mp_optim.update import matrix_owners
+from mp_optim.checkpoint.shards import FlatShard
+from mp_optim.update import matrix_exchange
 from mp_optim.update.backends.native_library import NativeLibrary, Stack
 
 Shapes = dict[str, tuple[int, ...]]
@@ -61,8 +61,7 @@ def values(step: int, shapes: Shapes = SHAPES) -> dict[str, Tensor]:
     """Parameters at step -1, gradients at the others."""
     generator = torch.Generator().manual_seed(100 + step)
     return {
-        name: torch.randn(shape, generator=generator).bfloat16()
-        for name, shape in shapes.items()
+        name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()
     }
 
 
@@ -76,15 +75,10 @@ def model_of(params: dict[str, Tensor]) -> nn.Module:
 
 
 def built(
-    model: nn.Module,
-    fraction: float,
-    groups: ProcessGroups | None = None,
-    **settings: object,
+    model: nn.Module, fraction: float, groups: ProcessGroups | None = None, **settings: object
 ) -> MegatronOptimizer:
     offload = (
-        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
-        if fraction
-        else {}
+        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction} if fraction else {}
     )
     config = OptimizerConfig(
         optimizer="muon", lr=1e-2, weight_decay=0.1, bf16=True, **offload, **settings
@@ -110,18 +104,13 @@ def train(
         for name, grad in values(step).items():
             named[name].grad = part(name, grad)
         assert optimizer.step().success
-    return {
-        name: whole(name, main).clone() for name, main in optimizer.named_main_params()
-    }
+    return {name: whole(name, main).clone() for name, main in optimizer.named_main_params()}
 
 
 def single(fraction: float = 0.0, **settings: object) -> dict[str, Tensor]:
     """The same in one process."""
     return train(
-        lambda name, value: value.clone(),
-        lambda name, main: main.detach(),
-        fraction,
-        **settings,
+        lambda name, value: value.clone(), lambda name, main: main.detach(), fraction, **settings
     )
 
 
@@ -157,10 +146,7 @@ CASES: dict[str, tuple[tuple[int, ...], Callable[[str], Sequence[object]]]] = {
 
 
 def on_mesh(
-    mesh: DeviceMesh,
-    layout: Callable[[str], Sequence[object]],
-    fraction: float,
-    **settings: object,
+    mesh: DeviceMesh, layout: Callable[[str], Sequence[object]], fraction: float, **settings: object
 ) -> dict[str, Tensor]:
     return train(
         lambda name, value: distribute_tensor(value, mesh, layout(name)),
@@ -218,24 +204,15 @@ def shared(
             (named[name] * part(name, grad)).sum().backward()
     with FlopCounterMode(display=False) as counter, kernels_counted() as by_kernels:
         assert optimizer.step().success
-    mains = {
-        name: whole(name, main).clone() for name, main in optimizer.named_main_params()
-    }
+    mains = {name: whole(name, main).clone() for name, main in optimizer.named_main_params()}
     told = optimizer.metrics()["muon_flops"]
-    return {
-        "mains": mains,
-        "flops": counter.get_total_flops() + sum(by_kernels),
-        "told": told,
-    }
+    return {"mains": mains, "flops": counter.get_total_flops() + sum(by_kernels), "told": told}
 
 
 def alone(late: Sequence[str] = (), **settings: object) -> dict[str, object]:
     """The same in one process."""
     return shared(
-        lambda name, value: value.clone(),
-        lambda name, main: main.detach(),
-        late=late,
-        **settings,
+        lambda name, value: value.clone(), lambda name, main: main.detach(), late=late, **settings
     )
 
 
@@ -252,9 +229,7 @@ OWNERS: dict[str, tuple[tuple[int, ...], Callable[[str], Sequence[object]]]] = {
 }
 
 
-def on_ranks(
-    mesh: DeviceMesh, layout: Callable[[str], Sequence[object]]
-) -> dict[str, object]:
+def on_ranks(mesh: DeviceMesh, layout: Callable[[str], Sequence[object]]) -> dict[str, object]:
     """With DTensors. One step has no gradients of some."""
     return shared(
         lambda name, value: distribute_tensor(
@@ -285,9 +260,7 @@ def by_tensor_parallelism() -> dict[str, object]:
         lambda name, value: value.chunk(size, dim(name))[rank].contiguous(),
         whole,
         mark,
-        ProcessGroups(
-            grad_stats=world, tp=world, expert_grad_stats=world, expert_tp=world
-        ),
+        ProcessGroups(grad_stats=world, tp=world, expert_grad_stats=world, expert_tp=world),
         LATE,
     )
 
@@ -321,7 +294,7 @@ ZERO: dict[str, dict[str, object]] = {
 
 def shares() -> dict[str, dict[str, object]]:
     """All of them, those on two ranks included; in several batches."""
-    matrix_owners.LEAST_BATCH_BYTES = 1
+    matrix_exchange.LEAST_BATCH_BYTES = 1
     found: dict[str, dict[str, object]] = {}
     for case, (shape, layout) in OWNERS.items():
         mesh = DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape))
@@ -344,11 +317,7 @@ def tensor_parallel() -> dict[str, Tensor]:
     dims = {"fused": 0, "experts.up": 0}  # what divides by four
 
     def part(name: str, value: Tensor) -> Tensor:
-        return (
-            value.chunk(size, dims[name])[rank].clone()
-            if name in dims
-            else value.clone()
-        )
+        return value.chunk(size, dims[name])[rank].clone() if name in dims else value.clone()
 
     def mark(name: str, param: Tensor) -> None:
         if name in dims:
@@ -361,9 +330,7 @@ def tensor_parallel() -> dict[str, Tensor]:
         dist.all_gather(parts, main.detach().contiguous())
         return torch.cat(parts, dims[name])
 
-    groups = ProcessGroups(
-        grad_stats=world, tp=world, expert_grad_stats=world, expert_tp=world
-    )
+    groups = ProcessGroups(grad_stats=world, tp=world, expert_grad_stats=world, expert_tp=world)
     return train(part, whole, 0.5, groups, mark)
 
 

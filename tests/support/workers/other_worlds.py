@@ -25,10 +25,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "FP32": (ODD, {}),
     "remainders of 16 bits": (ODD, {"main_params": "remainder16"}),
     "remainders of 8 bits, bf16": (ODD, {"state": "bf16", "main_params": "remainder8"}),
-    "half on the host": (
-        ODD,
-        {"state": "bf16", "main_params": "remainder16", "offload": 0.5},
-    ),
+    "half on the host": (ODD, {"state": "bf16", "main_params": "remainder16", "offload": 0.5}),
     "8 bits, rows of blocks": (ROWS, {"state": "8bit", "main_params": "remainder16"}),
     "4 bits, rows of blocks": (ROWS, {"state": "4bit"}),
     "8 bits": (ODD, {"state": "8bit", "main_params": "remainder16"}),
@@ -44,9 +41,7 @@ class Model(nn.Module):
 
     def forward(self, seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return sum(
-            (held * torch.randn(held.shape).bfloat16()).sum() for held in self.held
-        )  # type: ignore[return-value]
+        return sum((held * torch.randn(held.shape).bfloat16()).sum() for held in self.held)  # type: ignore[return-value]
 
 
 def build(case: str, mesh: DeviceMesh, seed: int) -> tuple[nn.Module, Any]:
@@ -98,9 +93,7 @@ def main() -> None:
         if rank < 2:
             source = build(case, two, 1)
             saved = whole(*source)
-            mp_optim.checkpoint.save(
-                folder / case, *source, process_group=two.get_group()
-            )
+            mp_optim.checkpoint.save(folder / case, *source, process_group=two.get_group())
         told = [saved]
         dist.broadcast_object_list(told, src=0)
         found[f"{case}, on three"] = load(case, three, folder / case, told[0])

@@ -28,17 +28,13 @@ from mp_optim import (
     get_megatron_optimizer,
 )
 from mp_optim.checkpoint import FlatShard
-from mp_optim.checkpoint.contents import open_checkpoint
+from mp_optim.checkpoint.reading import open_checkpoint
 
 warnings.filterwarnings("ignore")
 
 CUTS: dict[str, tuple[tuple[int, ...], int | None, int]] = {
     "fused": ((16, 6), 0, 2),
-    "second": (
-        (5, 8),
-        1,
-        1,
-    ),
+    "second": ((5, 8), 1, 1),
     "inside": ((3, 12, 2), 1, 3),
     "vector": ((512,), 0, 1),
     "copied": ((7,), None, 1),
@@ -59,9 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def part_of(
-    whole: Tensor, dim: int | None, stride: int, rank: int, size: int
-) -> Tensor:
+def part_of(whole: Tensor, dim: int | None, stride: int, rank: int, size: int) -> Tensor:
     """What a rank has: its part of each block, behind each other."""
     if dim is None:
         return whole
@@ -202,9 +196,7 @@ def compact(root: Path, tp: dist.ProcessGroup) -> dict[str, Any]:
         again = build(settings, tp, (name,), seed=1)
         checkpoint.load(root / name, *again)
         whole = build(settings, None, (name,), seed=1)
-        text = message(
-            lambda name=name, whole=whole: checkpoint.load(root / name, *whole)
-        )
+        text = message(lambda name=name, whole=whole: checkpoint.load(root / name, *whole))
         found[name] = [same(snapshot(*again), snapshot(*parts)), text]
         checkpoint.load(root / name, *whole, convert=True)
         checkpoint.save(root / f"{name} whole", *whole)
@@ -258,9 +250,7 @@ def without_optimizer(root: Path, tp: dist.ProcessGroup) -> list[Any]:
     other, optimizer = build({}, None, seed=1)
     checkpoint.load(root, other, None)
     joined = all(map(torch.equal, other.parameters(), whole.parameters()))
-    twice = message(
-        lambda: checkpoint.load(root, other, optimizer, model_parallel=parallel)
-    )
+    twice = message(lambda: checkpoint.load(root, other, optimizer, model_parallel=parallel))
     return [joined, twice]
 
 
@@ -320,9 +310,7 @@ class Stage(nn.Module):
         super().__init__()
         first, last = (0, 2) if rank == 0 else (2, layers)
         first, last = (first, last) if size == 2 else (0, layers)
-        self.layers = nn.ModuleList(
-            Layer(number, range(experts)) for number in range(first, last)
-        )
+        self.layers = nn.ModuleList(Layer(number, range(experts)) for number in range(first, last))
         if last == layers:
             self.norm = numbered(99)
 
@@ -330,9 +318,7 @@ class Stage(nn.Module):
 class Layer(nn.Module):
     def __init__(self, number: int, experts: range) -> None:
         super().__init__()
-        self.local_experts = nn.ModuleList(
-            numbered(10 * number + expert) for expert in experts
-        )
+        self.local_experts = nn.ModuleList(numbered(10 * number + expert) for expert in experts)
 
 
 class Experts(nn.Module):
@@ -370,9 +356,7 @@ def names(root: Path, rank: int, world: dist.ProcessGroup) -> dict[str, Any]:
 
     def of_stage(name: str) -> str:
         layer = name.removeprefix("layers.")
-        return (
-            f"layers.{int(layer[0]) + 2 * rank}{layer[1:]}" if layer != name else name
-        )
+        return f"layers.{int(layer[0]) + 2 * rank}{layer[1:]}" if layer != name else name
 
     config = OptimizerConfig(lr=1e-2, clip_grad=0.0)
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -487,9 +471,7 @@ class Tied(nn.Module):
         weight: Any = nn.Parameter(torch.full((40, 32), fill))
         if first:
             self.embedding = nn.ParameterDict({"weight": weight})
-        self.layers = nn.ModuleList(
-            numbered(7) for _ in range(2 if first and last else 1)
-        )
+        self.layers = nn.ModuleList(numbered(7) for _ in range(2 if first and last else 1))
         if last and not first:
             self.tail = nn.Parameter(torch.full((20, 100), fill))
             self.output_layer = nn.ParameterDict({"weight": weight})

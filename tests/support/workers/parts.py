@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from mp_optim import (
     checkpoint,
     get_megatron_optimizer,
 )
-from mp_optim.distributed.bucket_plan import plan_whole
+from mp_optim.distributed.buckets import plan_whole
 from mp_optim.distributed.collectives import start_reduction
+from mp_optim.megatron.face import MegatronFace
 
 FOLDER = ""
 RANKS = 3
@@ -56,9 +58,7 @@ class Routed(nn.Module):
             self.experts.bfloat16()
 
     def forward(self, x: Tensor, used: set[int]) -> Tensor:
-        for index, (dense, expert) in enumerate(
-            zip(self.dense, self.experts, strict=True)
-        ):
+        for index, (dense, expert) in enumerate(zip(self.dense, self.experts, strict=True)):
             x = torch.tanh(dense(x))
             if index in used:
                 x = x + expert(x.to(expert.weight.dtype)).float().mean(-1, keepdim=True)
@@ -66,9 +66,7 @@ class Routed(nn.Module):
 
 
 def digest(model: nn.Module) -> str:
-    data = b"".join(
-        p.detach().float().contiguous().numpy().tobytes() for p in model.parameters()
-    )
+    data = b"".join(p.detach().float().contiguous().numpy().tobytes() for p in model.parameters())
     return hashlib.sha256(data).hexdigest()
 
 
@@ -80,12 +78,7 @@ def program(
     widths = [chance.choice((4, 16, 40)) for _ in range(chance.randint(2, 5))]
     mixed, apart = chance.random() < 0.3, chance.random() < 0.4
     strategy, overlap = chance.choice(
-        (
-            ("optim", True),
-            ("optim_grads", False),
-            ("optim_grads", True),
-            ("no_shard", True),
-        )
+        (("optim", True), ("optim_grads", False), ("optim_grads", True), ("no_shard", True))
     )
     settings = {
         "bucket_size": chance.choice((None, 256, 600)),
@@ -94,16 +87,11 @@ def program(
     }
     passes = chance.choice((1, 1, 2))
     if plain:
-        settings |= {
-            "overlap_grad_reduce": False,
-            "data_parallel_sharding_strategy": "no_shard",
-        }
+        settings |= {"overlap_grad_reduce": False, "data_parallel_sharding_strategy": "no_shard"}
     model = Routed(widths, mixed)
     ranks = (
         ProcessGroups(
-            dp=groups["dp"],
-            expert_dp=groups["expert_dp"],
-            expert_grad_stats=groups["alone"],
+            dp=groups["dp"], expert_dp=groups["expert_dp"], expert_grad_stats=groups["alone"]
         )
         if apart
         else ProcessGroups(dp=groups["dp"])
@@ -123,9 +111,7 @@ def program(
         for turn in range(passes):
             mine = random.Random(f"{seed} {step} {turn} {dist.get_rank()}")
             used = {index for index in range(len(widths)) if mine.random() < 0.5}
-            x = torch.randn(
-                4, 16, generator=torch.Generator().manual_seed(mine.randrange(2**31))
-            )
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(mine.randrange(2**31)))
             with optimizer.no_sync() if turn < passes - 1 else torch.enable_grad():
                 if mine.random() < 0.9:  # else this rank has no backward pass at all
                     model(x, used).backward()
@@ -147,9 +133,7 @@ class Uneven(nn.Module):
             return nn.Parameter(torch.randn(shape, generator=generator) * 0.3)
 
         self.table = weight((20, 3000)[seed % 2], 16)
-        self.layers = nn.ParameterList(
-            weight(16, 16) for _ in range(chance.randint(1, 5))
-        )
+        self.layers = nn.ParameterList(weight(16, 16) for _ in range(chance.randint(1, 5)))
         self.stack, self.bias, self.scale = weight(2, 16, 24), weight(16), weight()
         self.empty = nn.Parameter(torch.zeros(0, 8))
         self.frozen = nn.Parameter(torch.ones(16), requires_grad=False)
@@ -158,9 +142,7 @@ class Uneven(nn.Module):
         x = self.table[tokens] * self.frozen
         for layer in self.layers:
             x = torch.tanh(x @ layer.to(x.dtype) + self.bias)
-        return (
-            x @ self.stack
-        ).float().square().mean() * self.scale.float() + self.empty.sum()
+        return (x @ self.stack).float().square().mean() * self.scale.float() + self.empty.sum()
 
 
 WHOLE = {
@@ -212,10 +194,7 @@ def whole(seed: int, rule: str, how: str, folder: str = "") -> dict[str, Any]:
     for step in range(start, start + 2 if not folder else 4):
         optimizer.zero_grad()
         tokens = torch.randint(
-            0,
-            20,
-            (6,),
-            generator=torch.Generator().manual_seed(10 * step + dist.get_rank()),
+            0, 20, (6,), generator=torch.Generator().manual_seed(10 * step + dist.get_rank())
         )
         model(tokens).backward()
         norms.append(optimizer.step().grad_norm)
@@ -235,9 +214,7 @@ def largest_exchange(numels: list[int]) -> float:
     real = dist.all_to_all_single
 
     def counting(output: Tensor, given: Tensor, *rest: Any, **more: Any) -> Any:
-        moved.append(
-            output.numel() + (0 if given.numel() == total * 4 else given.numel())
-        )
+        moved.append(output.numel() + (0 if given.numel() == total * 4 else given.numel()))
         return real(output, given, *rest, **more)
 
     (plan,) = plan_whole(numels, RANKS)
@@ -276,9 +253,7 @@ def built(strategy: str) -> tuple[nn.Module, MegatronOptimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     config = OptimizerConfig(
-        lr=1e-2,
-        use_distributed_optimizer=True,
-        data_parallel_sharding_strategy=strategy,
+        lr=1e-2, use_distributed_optimizer=True, data_parallel_sharding_strategy=strategy
     )
     return model, get_megatron_optimizer(config, model)
 
@@ -313,7 +288,9 @@ OTHER_SETTINGS: dict[str, Any] = {
 
 
 def fsdp_disagrees(what: str) -> dict[str, Any]:
-    """The same with FSDP2, where the last rank has other settings."""
+    """The same with FSDP2, where the last rank has other settings; stepped at once, or in parts as
+    Megatron's callers may."""
+    what, _, how = what.partition(", ")
     odd = dist.get_rank() == RANKS - 1
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
@@ -322,6 +299,7 @@ def fsdp_disagrees(what: str) -> dict[str, Any]:
     if what in OTHER_SETTINGS and odd:
         settings[what] = OTHER_SETTINGS[what]
     optimizer = get_megatron_optimizer(OptimizerConfig(**settings), model)
+    take = optimizer.step if how != "in parts" else partial(_in_parts, MegatronFace(optimizer))
     seconds, told = 0.0, []
     for step in range(3):
         optimizer.zero_grad()
@@ -331,15 +309,19 @@ def fsdp_disagrees(what: str) -> dict[str, Any]:
             optimizer.param_groups[0]["lr"] = 1e-2
         if what == "gradient" and odd:
             model[2].bias.requires_grad_(False)
-        model(
-            torch.ones(3, 8)
-        ).square().mean().backward() if what != "gradient" else _give(model)
+        model(torch.ones(3, 8)).square().mean().backward() if what != "gradient" else _give(model)
         began, before = time.monotonic(), _local(model)
-        told.append(error_of(optimizer.step))
+        told.append(error_of(take))
         seconds = max(seconds, time.monotonic() - began)
         if told[-1] != "no error" and before != _local(model):
             told.append("and was stepped all the same")
     return {"told": told, "seconds": seconds}
+
+
+def _in_parts(face: MegatronFace) -> None:
+    face.prepare_grads()
+    face.clip_grad_norm(1.0)
+    face.step_with_ready_grads()
 
 
 def _give(model: nn.Module) -> None:
@@ -383,15 +365,13 @@ def main(directory: str) -> None:
     }
     found: dict[str, Any] = {}
     for seed in range(PROGRAMS):
-        found[f"program {seed}"] = [
-            program(seed, groups, plain) for plain in (True, False)
-        ]
+        found[f"program {seed}"] = [program(seed, groups, plain) for plain in (True, False)]
     found["otherwise"] = {
         (what, strategy): step_otherwise(what, strategy) for what, strategy in OTHERWISE
     }
     found["fsdp"] = {
         what: fsdp_disagrees(what)
-        for what in ("nothing", "lr", "gradient", *OTHER_SETTINGS)
+        for what in ("nothing", "lr", "lr, in parts", "gradient", *OTHER_SETTINGS)
     }
     found["twice"] = called_twice()
     global FOLDER
@@ -399,9 +379,7 @@ def main(directory: str) -> None:
     for seed, rule in KEPT_WHOLE:
         runs = {how: whole(seed, rule, how) for how in SHARED}
         for how, other in (("plain", "whole"), ("whole", "plain")):
-            runs[f"{how}, resumed"] = whole(
-                seed, rule, how, f"{directory}/{seed}-{rule}-{other}"
-            )
+            runs[f"{how}, resumed"] = whole(seed, rule, how, f"{directory}/{seed}-{rule}-{other}")
         found[f"whole {seed} {rule}"] = runs
     found["exchange"] = [
         largest_exchange(sizes) for sizes in ([100_000, 300, 5], [5000] * 7, [9000])

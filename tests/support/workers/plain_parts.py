@@ -27,9 +27,7 @@ class Cut(NamedTuple):
         if self.dim is None:
             return whole.clone()
         blocks = whole.split(self.blocks, self.dim)
-        return torch.cat(
-            [block.chunk(ranks, self.dim)[rank] for block in blocks], self.dim
-        )
+        return torch.cat([block.chunk(ranks, self.dim)[rank] for block in blocks], self.dim)
 
     def say(self, param: Any, ranks: int) -> None:
         param.tensor_model_parallel = self.dim is not None
@@ -59,18 +57,12 @@ RULES: dict[str, dict[str, Any]] = {
 }
 ZERO: dict[str, dict[str, Any]] = {
     "optim": {"use_distributed_optimizer": True},
-    "no_shard": {
-        "use_distributed_optimizer": True,
-        "data_parallel_sharding_strategy": "no_shard",
-    },
+    "no_shard": {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "no_shard"},
     "layer-wise": {"use_layer_wise_distributed_optimizer": True},
 }
 LAYOUTS = ["alone", "on the host", *ZERO]
 
-OFFLOAD: dict[str, Any] = {
-    "optimizer_cpu_offload": True,
-    "optimizer_offload_fraction": 0.5,
-}
+OFFLOAD: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
 
 
 class Refused(NamedTuple):
@@ -133,10 +125,7 @@ def train(
     """This rank's parts after some steps, each with the same gradients."""
 
     def parts(step: int) -> dict[str, Tensor]:
-        return {
-            name: CUTS[name].part(value, rank, ranks)
-            for name, value in values(step).items()
-        }
+        return {name: CUTS[name].part(value, rank, ranks) for name, value in values(step).items()}
 
     model = nn.ParameterDict(parts(-1))
     for name, param in model.items():

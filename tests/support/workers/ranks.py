@@ -69,11 +69,7 @@ def different_parameters(folder: Path, rank: int) -> bool:
 
 def grown(folder: Path, rank: int) -> bool:
     """A second save with the same ranks, when one of them holds more than at the first."""
-    for names in (
-        (["a"], ["b"]),
-        (["a"], ["b", "later"]),
-        (["a", "too"], ["b", "later"]),
-    ):
+    for names in ((["a"], ["b"]), (["a"], ["b", "later"]), (["a", "too"], ["b", "later"])):
         model, optimizer = stage(rank, names[rank], seed=rank)
         step(model, optimizer)
         checkpoint.save(folder, model, optimizer)
@@ -104,10 +100,7 @@ def in_the_background(folder: Path, layout: Any) -> bool:
     checkpoint.load(folder, *other, verify=True)
     train(*other, range(2, 6))
     found, expected = state_of(*other), state_of(model, optimizer)
-    return all(
-        torch.equal(local(found[name]), local(value))
-        for name, value in expected.items()
-    )
+    return all(torch.equal(local(found[name]), local(value)) for name, value in expected.items())
 
 
 def exported(folder: Path, layout: Any) -> bool:
@@ -117,9 +110,7 @@ def exported(folder: Path, layout: Any) -> bool:
     train(plain, reference, range(2))
     files = checkpoint.export_safetensors(folder, optimizer, max_shard_size=3000)
     found = {name: value for path in files for name, value in load_file(path).items()}
-    expected = {
-        name: main.detach().float() for name, main in reference.named_main_params()
-    }
+    expected = {name: main.detach().float() for name, main in reference.named_main_params()}
     return (
         found.keys() == expected.keys()
         and len(files) > 1
@@ -151,9 +142,7 @@ def failures(folder: Path, rank: int) -> dict[str, str]:
     """What each rank hears of a failure of one; nobody waits for ever."""
     model, optimizer = stage(rank, ["w"])
     found = {
-        "extra": message(
-            lambda: checkpoint.save(folder, model, optimizer, extra={"bad": folder})
-        )
+        "extra": message(lambda: checkpoint.save(folder, model, optimizer, extra={"bad": folder}))
     }
     write = writing.Writing.write
 
@@ -181,9 +170,7 @@ def failures(folder: Path, rank: int) -> dict[str, str]:
         )  # a rank's own expert, or its part of a whole, under the name of the other's
         part.bias.fill_(1.0)
     found["other values"] = message(lambda: checkpoint.save(folder, part, None))
-    found["left"] = str(
-        [path.name for path in folder.iterdir() if path.name == "latest"]
-    )
+    found["left"] = str([path.name for path in folder.iterdir() if path.name == "latest"])
     checkpoint.save(folder, model, optimizer)
     for name, (call, given) in CALLS.items():
         save, load = checkpoint.save, checkpoint.load
@@ -199,9 +186,7 @@ def failures(folder: Path, rank: int) -> dict[str, str]:
         )
     found["versions"] = str([path.name for path in checkpoint.versions(folder)])
     other = stage(rank, ["w"] if rank == 0 else ["w", "x"])
-    found["export"] = message(
-        lambda: checkpoint.export_safetensors(folder / "export", other[1])
-    )
+    found["export"] = message(lambda: checkpoint.export_safetensors(folder / "export", other[1]))
     found["another model"] = message(lambda: checkpoint.load(folder, *other))
     return found
 

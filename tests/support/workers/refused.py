@@ -42,9 +42,7 @@ def clear_moments(optimizer: Any, rank: int) -> None:
                 local(moment).zero_()
 
 
-def refused(
-    source: Layout, target: Layout, folder: Path, rank: int
-) -> tuple[str, list[str]]:
+def refused(source: Layout, target: Layout, folder: Path, rank: int) -> tuple[str, list[str]]:
     """What was said, and what has changed."""
     model, optimizer = source.build(1)
     train(model, optimizer, range(2))

@@ -47,10 +47,7 @@ def stages() -> tuple[nn.Module, Any]:
 
 
 def zero(strategy: str) -> Callable[[], tuple[nn.Module, Any]]:
-    settings = {
-        "use_distributed_optimizer": True,
-        "data_parallel_sharding_strategy": strategy,
-    }
+    settings = {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": strategy}
     return lambda: built(model(), settings=settings)
 
 

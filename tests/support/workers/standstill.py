@@ -10,20 +10,15 @@ import torch.distributed as dist
 from torch import nn
 
 from mp_optim import OptimizerConfig, ParamKey, get_megatron_optimizer
-from mp_optim.ranks.process_groups import ProcessGroups
+from mp_optim.ranks.agreement import ProcessGroups
 
 
 def stage(rank: int, **settings: object) -> tuple[nn.Module, object]:
-    model = nn.ParameterDict(
-        {f"stage{rank}": nn.Parameter(torch.ones(4, dtype=torch.float16))}
-    )
+    model = nn.ParameterDict({f"stage{rank}": nn.Parameter(torch.ones(4, dtype=torch.float16))})
     overrides = {ParamKey(name="stage0"): {"max_lr": 1e-3}}  # matches on one rank only
     groups = ProcessGroups(grad_stats=dist.group.WORLD)
     return model, get_megatron_optimizer(
-        OptimizerConfig(lr=0.1, fp16=True, **settings),
-        model,
-        overrides,
-        process_groups=groups,
+        OptimizerConfig(lr=0.1, fp16=True, **settings), model, overrides, process_groups=groups
     )
 
 

@@ -26,15 +26,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from mp_optim.update.backends.launch_kinds import Kind
-from mp_optim.update.backends.triton import backend, launches, piece_sums
-from mp_optim.update.backends.triton.launcher import shape_of
+from mp_optim.update.backends.triton import backend, launches
+from mp_optim.update.backends.triton.launches import shape_of
+from mp_optim.update.kernel_args import Kind
 from support.triton_cases import GROUP, PASSES, Case, lists_of, step_with
 
 PLAIN = Case(aligned=True)
-SMALL = Case(
-    rest=torch.int8, moments=(torch.int8, torch.uint8), output=None, aligned=True
-)
+SMALL = Case(rest=torch.int8, moments=(torch.int8, torch.uint8), output=None, aligned=True)
 VARIANTS: dict[str, tuple[str, Case, dict[str, Any]]] = {
     "adam": ("adam", PLAIN, {}),
     "adam, misaligned": ("adam", Case(), {}),
@@ -97,20 +95,14 @@ VARIANTS: dict[str, tuple[str, Case, dict[str, Any]]] = {
     ),
     "plain sgd": ("plain sgd", PLAIN, {"momentum": 0.0}),
     "lion": ("lion", PLAIN, {}),
+    "ademamix": ("ademamix", PLAIN, {}),
+    "ademamix, 8 bits": ("ademamix", SMALL, {}),
     "lamb": ("lamb", PLAIN, {}),
     "lamb, 8 bits": ("lamb", SMALL, {}),
-    "stable_adamw, fp16": (
-        "stable_adamw",
-        Case(torch.float16, torch.float16, aligned=True),
-        {},
-    ),
+    "stable_adamw, fp16": ("stable_adamw", Case(torch.float16, torch.float16, aligned=True), {}),
     "stable_adamw, fp32": ("stable_adamw", Case(torch.float32, None, aligned=True), {}),
     "adam, 8 bits, misaligned": ("adam", replace(SMALL, noisy=True, aligned=False), {}),
-    "adam, 4 bits, misaligned": (
-        "adam",
-        Case(moments=(torch.uint8, torch.uint8), noisy=True),
-        {},
-    ),
+    "adam, 4 bits, misaligned": ("adam", Case(moments=(torch.uint8, torch.uint8), noisy=True), {}),
     "muon, momenta": ("muon_momentum", PLAIN, {"nesterov": True}),
     "muon, bfloat16 momenta, noisy": (
         "muon_momentum",
@@ -118,11 +110,7 @@ VARIANTS: dict[str, tuple[str, Case, dict[str, Any]]] = {
         {},
     ),
     "muon, main params": ("muon_apply", PLAIN, {}),
-    "muon, remainders": (
-        "muon_apply",
-        Case(torch.float32, None, torch.int16, aligned=True),
-        {},
-    ),
+    "muon, remainders": ("muon_apply", Case(torch.float32, None, torch.int16, aligned=True), {}),
 }
 
 
@@ -158,9 +146,7 @@ def resources(cubin: bytes) -> dict[str, int]:
         file.write(cubin)
         file.flush()
         command = [str(program), "--dump-resource-usage", file.name]
-        said = subprocess.run(
-            command, capture_output=True, text=True, check=True
-        ).stdout
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)
     return {name: int(number) for name, number in found}
 
@@ -170,16 +156,12 @@ def backend_for(arch: int, compiled: list[Compiled]) -> backend.TritonBackend:
     driver.set_active(Driver(arch))
     run, available = triton.runtime.JITFunction.run, torch.cuda.is_available
 
-    def compile_only(
-        kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any
-    ) -> Any:
+    def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
         result = run(kernel, *arguments, grid=grid, warmup=True, **named)
         if result.asm["ptx"] not in [each.ptx for each in compiled]:
             used = resources(result.asm["cubin"])
             warps = result.metadata.num_warps
-            compiled.append(
-                Compiled(result.metadata.name, result.asm["ptx"], warps, used)
-            )
+            compiled.append(Compiled(result.metadata.name, result.asm["ptx"], warps, used))
         return result
 
     triton.runtime.JITFunction.run = compile_only
@@ -194,7 +176,7 @@ def wide(kernel: str, case: Case, keys: tuple[str, ...]) -> dict[str, int]:
     its elements of an unmasked tile, or chunk of a sum."""
     if not case.aligned:
         return {"ld": 0, "st": 0, "ld half": 0, "st half": 0}
-    kept = dict(zip(keys, case.moments, strict=False))
+    kept = dict(zip(keys, (*case.moments, case.moments[0]), strict=False))
     moments = [dtype for key, dtype in kept.items() if key]
     main = [torch.bfloat16, case.rest] if case.rest else [torch.float32]
     average = [] if case.average is None else [case.average]
@@ -216,7 +198,7 @@ def wide(kernel: str, case: Case, keys: tuple[str, ...]) -> dict[str, int]:
         read, written = [case.grad], []
     elif kernel == "run_sums":
         read, written = [], []
-    elements = elements_of(kernel, case, [*moments, None, None][:2])
+    elements = elements_of(kernel, case, [*moments, None, None, None][:3])
 
     def accesses(dtypes: list[torch.dtype | None], verb: str) -> dict[str, int]:
         sizes = [dtype.itemsize * elements for dtype in dtypes if dtype is not None]
@@ -231,7 +213,7 @@ def wide(kernel: str, case: Case, keys: tuple[str, ...]) -> dict[str, int]:
 def elements_of(kernel: str, case: Case, moments: list[torch.dtype | None]) -> int:
     """Elements of a thread."""
     if kernel == "chunk_sums":
-        return piece_sums.SUM_CHUNK // (32 * 4)
+        return launches.SUM_CHUNK // (32 * 4)
     main = torch.float32 if case.rest is None else torch.bfloat16
     kind = Kind(case.grad, main, case.rest, *moments, average=case.average)
     shape = shape_of(kernel, kind)
@@ -247,14 +229,8 @@ def main(arch: int) -> None:
         lists = lists_of(1, [300, 1, 5000], PASSES[rule], case)
         short = rule.split()[-1]
         for step, multiplier, lr in ((2, 1.0, 1.0), (3, 0.37, 0.5)):
-            given = (
-                torch.tensor([multiplier, 0.0])
-                if "on the device" in label
-                else multiplier
-            )
-            step_with(
-                kernels, short, lists, {**GROUP, **settings, "lr": lr}, step, given
-            )
+            given = torch.tensor([multiplier, 0.0]) if "on the device" in label else multiplier
+            step_with(kernels, short, lists, {**GROUP, **settings, "lr": lr}, step, given)
         if label in ("adam", "adam, misaligned"):
             odd = [grad for grad in lists.grad if grad.data_ptr() % 16]
             kernels.sum_of_squares(lists.grad if case.aligned else odd)

@@ -13,12 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from mp_optim import (
-    MegatronOptimizer,
-    OptimizerConfig,
-    ProcessGroups,
-    get_megatron_optimizer,
-)
+from mp_optim import MegatronOptimizer, OptimizerConfig, ProcessGroups, get_megatron_optimizer
+from mp_optim.ranks.missing_ranks import MissingRanksError
 
 RANKS, ODD = 3, 1
 LAYOUTS = ["no_shard", "optim", "fsdp2", "hsdp", "tp"]
@@ -75,8 +71,15 @@ def told_by(call: Callable[[], object]) -> str:
     try:
         call()
     except (RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
+        again = " (and again)" if isinstance(_first_of(error), MissingRanksError) else ""
+        return f"{type(error).__name__}: {error}{again}"
     return "no error"
+
+
+def _first_of(error: BaseException) -> BaseException | None:
+    """The error before that an error took the place of; not the one that it was made from."""
+    cause = error.__cause__
+    return None if cause is None else cause.__context__
 
 
 def write(layout: str, what: str) -> dict[str, Any]:
@@ -126,9 +129,7 @@ def alone(what: str) -> str:
 
 def main(folder: str) -> None:
     dist.init_process_group("gloo")
-    found: dict[str, Any] = {
-        f"{layout} {what}": write(layout, what) for layout, what in CASES
-    }
+    found: dict[str, Any] = {f"{layout} {what}": write(layout, what) for layout, what in CASES}
     for what in ALONE:
         found[what] = alone(what)
     torch.save(found, f"{folder}/rank{dist.get_rank()}.pt")

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mp_optim.checkpoint.blocks import BLOCK, is_cut, scales_of_elements
+from mp_optim.checkpoint.checked_load import as_read
 from mp_optim.checkpoint.entries import STATE
-from mp_optim.checkpoint.flat import FlatShard
-from mp_optim.checkpoint.targets import as_read
+from mp_optim.checkpoint.shards import FlatShard, is_cut, scales_of_elements
+from mp_optim.config.state_forms import BLOCK
 
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 
@@ -34,9 +34,7 @@ def test_a_flat_part_has_the_scales_of_its_elements(shape, data):
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_scales_are_cut_with_what_they_belong_to_and_only_then(cut):
-    part = FlatShard(
-        torch.ones(300 if cut else 600, dtype=torch.int8), (600,), 300 if cut else 0
-    )
+    part = FlatShard(torch.ones(300 if cut else 600, dtype=torch.int8), (600,), 300 if cut else 0)
     scales, step = torch.tensor([1.0, 2.0, 3.0]), torch.tensor(4.0)
     name = f"{STATE}exp_avg.w"
     tensors = {
@@ -47,14 +45,9 @@ def test_scales_are_cut_with_what_they_belong_to_and_only_then(cut):
     }
     found = as_read(tensors)
     assert (
-        found.keys() == tensors.keys()
-        and found[name] is part
-        and found[f"{STATE}step.w"] is step
+        found.keys() == tensors.keys() and found[name] is part and found[f"{STATE}step.w"] is step
     )
     if cut:
-        assert (
-            found[f"{STATE}exp_avg_scale.w"].flatten().tolist()
-            == [2.0] * 212 + [3.0] * 88
-        )
+        assert found[f"{STATE}exp_avg_scale.w"].flatten().tolist() == [2.0] * 212 + [3.0] * 88
     else:
         assert found[f"{STATE}exp_avg_scale.w"] is scales

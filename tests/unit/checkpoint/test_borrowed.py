@@ -10,20 +10,13 @@ import pytest
 import torch
 
 from mp_optim import HybridDeviceOptimizer, checkpoint
-from mp_optim.checkpoint import background, data_files, save_load, writing
-from mp_optim.checkpoint.contents import compare, open_checkpoint
+from mp_optim.checkpoint import save_load, writing
+from mp_optim.checkpoint.reading import compare, open_checkpoint
 from mp_optim.process import leases
 from mp_optim.process.host_share import HostShare
-from mp_optim.process.transfer import ImmediateTransfer
+from mp_optim.process.transfer import Transfer
 from support.models import build
-from support.offload import (
-    CountingTransfer,
-    build_mode,
-    differing,
-    hybrids,
-    run,
-    snapshot,
-)
+from support.offload import CountingTransfer, build_mode, differing, hybrids, run, snapshot
 
 ADAM_FORMS = ("bf16", "fp16", "fp32", "bf16-8bit8", "bf16-bf16")
 
@@ -36,10 +29,10 @@ class Reader:
         self.share, self.left = None, 0
         read_into, lend = leases.Lease.read_into, writing.lend
 
-        def count(tensors, loans):
+        def count(tensors):
             if self.share is not None:
                 self.left = int(self.share * len(tensors))
-            return lend(tensors, loans)
+            return lend(tensors)
 
         def read(lease, to):
             if self.share is not None:
@@ -68,7 +61,7 @@ def reader(monkeypatch):
     reader = Reader(monkeypatch)
     yield reader
     reader.let_go()
-    background.finish_previous()
+    save_load.finish_previous()
 
 
 def begin_both(tmp_path, model, optimizer, reader, share=0.0):
@@ -104,7 +97,7 @@ def drawn(seed, folder):
     settings = {}
     if form in ("bf16", "fp32"):
         settings["optimizer"] = chance.choice(
-            ["adam", "sgd", "lion", "adafactor", "lamb", "stable_adamw"]
+            ["adam", "sgd", "lion", "adafactor", "lamb", "stable_adamw", "ademamix"]
         )
     if mode in ("streamed", "auto"):
         settings["offload_place"] = mode
@@ -117,9 +110,7 @@ def drawn(seed, folder):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_bits_are_those_of_the_call_and_training_is_the_same(
-    tmp_path, reader, seed
-):
+def test_the_bits_are_those_of_the_call_and_training_is_the_same(tmp_path, reader, seed):
     chance, mode, form, settings = drawn(seed, tmp_path)
     fraction = chance.choice([0.6, 1.0])
     settings["adversarial"] = mode != "sync"
@@ -176,12 +167,8 @@ def scale_rows(optimizer):
     optimizer.scale_rows_(halves)
 
 
-@pytest.mark.parametrize(
-    "write", [write_all, write_mains, write_view, load_other, scale_rows]
-)
-def test_who_writes_state_beside_the_step_writes_what_is_copied(
-    tmp_path, reader, write
-):
+@pytest.mark.parametrize("write", [write_all, write_mains, write_view, load_other, scale_rows])
+def test_who_writes_state_beside_the_step_writes_what_is_copied(tmp_path, reader, write):
     model, optimizer = build("bf16", 0.5)
     run(model, optimizer, 2)
     both = begin_both(tmp_path, model, optimizer, reader)
@@ -263,9 +250,7 @@ def test_a_write_that_nobody_announced_fails_the_save(tmp_path, reader):
 def copied(monkeypatch):
     """How many bytes were copied for the save that was begun last."""
     lent, lend = [], writing.lend
-    monkeypatch.setattr(
-        writing, "lend", lambda *some: lent.append(lend(*some)) or lent[-1]
-    )
+    monkeypatch.setattr(writing, "lend", lambda *some: lent.append(lend(*some)) or lent[-1])
     return lambda: sum(lease.copied for lease in lent[-1].leases)
 
 
@@ -290,10 +275,8 @@ def test_steps_in_speculative_mode_copy_nothing(tmp_path, reader, copied, form):
         start += 8
 
 
-def test_a_third_half_that_the_system_refuses_is_copied_instead(
-    tmp_path, reader, copied
-):
-    class Refusing(ImmediateTransfer):
+def test_a_third_half_that_the_system_refuses_is_copied_instead(tmp_path, reader, copied):
+    class Refusing(Transfer):
         refuses = False
 
         def empty_host(self, num_bytes, pin):
@@ -333,9 +316,7 @@ def stream(optimizer, share):
 @pytest.mark.parametrize("steps", range(4))
 def test_halves_come_home_while_a_save_reads(tmp_path, reader, steps):
     both_places = {"offload_place": "auto", "clip_grad": 0.0}
-    alone, saving = (
-        build_mode("speculative", "bf16", 1.0, **both_places) for _ in range(2)
-    )
+    alone, saving = (build_mode("speculative", "bf16", 1.0, **both_places) for _ in range(2))
     for pair in (alone, saving):
         stream(pair[1], 0.0)
         run(*pair, 5)
@@ -352,9 +333,7 @@ def test_what_was_copied_is_given_back_and_nothing_is_copied_that_was_read(
     tmp_path, reader, monkeypatch
 ):
     lent, lend = [], writing.lend
-    monkeypatch.setattr(
-        writing, "lend", lambda *some: lent.append(lend(*some)) or lent[-1]
-    )
+    monkeypatch.setattr(writing, "lend", lambda *some: lent.append(lend(*some)) or lent[-1])
     model, optimizer = build_mode("sync", "bf16", 1.0)
     run(model, optimizer, 2)
     _, handle = begin_both(tmp_path, model, optimizer, reader, 0.5)
@@ -370,9 +349,9 @@ def test_what_was_copied_is_given_back_and_nothing_is_copied_that_was_read(
 
 
 def use_small_files(monkeypatch):
-    monkeypatch.setattr(data_files, "FILE_FROM", 1 << 10)
+    monkeypatch.setattr(writing, "FILE_FROM", 1 << 10)
     share = HostShare(tuple(range(8)), 8, None, "as the test says")
-    monkeypatch.setattr(data_files, "host_share", lambda: share)
+    monkeypatch.setattr(writing, "host_share", lambda: share)
 
 
 def test_several_files_hold_what_one_holds(tmp_path, monkeypatch):
@@ -390,18 +369,28 @@ def test_several_files_hold_what_one_holds(tmp_path, monkeypatch):
     assert differing(snapshot(*other), snapshot(model, optimizer)) == []
 
 
+def test_a_save_takes_the_threads_that_training_leaves(tmp_path, monkeypatch):
+    """A thread writes a file."""
+    model, optimizer = build("bf16", 0.5)
+    run(model, optimizer, 1)
+    use_small_files(monkeypatch)
+    waited_for = checkpoint.save(tmp_path / "a", model, optimizer)
+    beside = checkpoint.save(tmp_path / "b", model, optimizer, asynchronous=True).wait()
+    assert [len(list(saved.glob("*.distcp"))) for saved in (waited_for, beside)] == [8, 4]
+
+
 def test_a_file_that_fails_stops_the_others(tmp_path, monkeypatch):
     model, optimizer = build("bf16", 0.5)
     run(model, optimizer, 1)
     use_small_files(monkeypatch)
-    opened = data_files.Path.open
+    opened = writing.Path.open
 
     def refused(path, *arguments, **named):
         if path.name == "__0_1.distcp":
             raise OSError(28, "No space left on device", str(path))
         return opened(path, *arguments, **named)
 
-    monkeypatch.setattr(data_files.Path, "open", refused)
+    monkeypatch.setattr(writing.Path, "open", refused)
     with pytest.raises(OSError, match=r"__0_1\.distcp"):
         checkpoint.save(tmp_path, model, optimizer)
     assert list(tmp_path.iterdir()) == []

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from mp_optim import checkpoint
-from mp_optim.checkpoint import background, save_load
-from mp_optim.checkpoint.contents import compare, open_checkpoint
-from mp_optim.megatron.step_in_parts import StepInParts
+from mp_optim.checkpoint import save_load
+from mp_optim.checkpoint.reading import compare, open_checkpoint
+from mp_optim.megatron.face import MegatronFace
 from mp_optim.process import leases
 from support.accelerator.saves import saves_of
 from support.accelerator.schedules import DEVICE, Round, Run, Schedule
@@ -67,7 +67,7 @@ def on_device(schedule, folder, smallest=5):
         saves.waits = 0
         yield run, handle, saves
         saves.let_go()
-        background.wait_for_previous()
+        save_load.wait_for_previous()
     reports = {**simulation.reports, **simulation.torn}
     assert not reports, "\n".join(reports)
 
@@ -139,10 +139,10 @@ def load_other(run):
 def step_in_parts(run):
     for param in run.model.parameters():
         param.grad = run.simulation.to_device(torch.ones_like(param), DEVICE)
-    parts = StepInParts(run.optimizer)
-    parts.prepare()
-    parts.clip(1.0)
-    assert parts.step()
+    face = MegatronFace(run.optimizer)
+    face.prepare_grads()
+    face.clip_grad_norm(1.0)
+    assert face.step_with_ready_grads()
 
 
 def scale_rows(run):
@@ -192,9 +192,7 @@ WRITERS = [
 )
 def test_who_writes_beside_the_step_waits(tmp_path, write, place):
     fraction = 0.3 if write is write_what_is_handed_out else 1.0
-    schedule = Schedule(
-        fraction=fraction, mode="sync", averages=write is write_averages, **place
-    )
+    schedule = Schedule(fraction=fraction, mode="sync", averages=write is write_averages, **place)
     expected = saved_plainly(trained(schedule.plain), tmp_path / "plain")
     other_state()  # a step waits, too
     with on_device(schedule, tmp_path / "later") as (run, handle, saves):
@@ -252,10 +250,7 @@ def test_copies_that_fail_fail_the_save_and_not_the_training(tmp_path):
 
 def test_buffers_are_written_in_forward(tmp_path):
     for smallest in (5, 1 << 20):
-        with (
-            simulated_accelerator() as simulation,
-            saves_of(simulation, smallest) as saves,
-        ):
+        with simulated_accelerator() as simulation, saves_of(simulation, smallest) as saves:
             model = torch.nn.BatchNorm1d(64)
             for tensor in model.state_dict().values():
                 simulation.to_device(tensor, DEVICE)
@@ -305,9 +300,7 @@ def test_a_save_that_is_refused_brings_nothing_down(tmp_path, monkeypatch):
     with simulated_accelerator() as simulation, saves_of(simulation) as saves:
         run = trained(Schedule(mode="sync", fraction=0.3), simulation)
         copies = []
-        monkeypatch.setattr(
-            saves.windows.transfer, "download", lambda *some: copies.append(some)
-        )
+        monkeypatch.setattr(saves.windows.transfer, "download", lambda *some: copies.append(some))
 
         def refuse(*_):
             raise ValueError("ranks hold different values")

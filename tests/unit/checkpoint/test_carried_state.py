@@ -34,11 +34,7 @@ def test_the_width_of_remainders_in_state_dicts(alone):
     model, optimizer = build("bf16-remainder", 0.5)
     train(model, optimizer, 2)
     state = optimizer.state_dict()
-    dtypes = {
-        held["remainder"].dtype
-        for held in state["state"].values()
-        if "remainder" in held
-    }
+    dtypes = {held["remainder"].dtype for held in state["state"].values() if "remainder" in held}
     assert dtypes == {torch.int32}
     assert optimizer.state[model.dense]["remainder"].dtype == torch.int16
     before = print_of(model, optimizer)
@@ -47,9 +43,7 @@ def test_the_width_of_remainders_in_state_dicts(alone):
     index = list(dict(model.named_parameters())).index("dense")
     state["state"][index]["remainder"][0, 0] = 1 << 15
     after = print_of(model, optimizer)
-    with pytest.raises(
-        ValueError, match=r"dense\.remainder: has values beyond 16 bits"
-    ):
+    with pytest.raises(ValueError, match=r"dense\.remainder: has values beyond 16 bits"):
         optimizer.load_state_dict(state, convert=True)
     assert differing(after, print_of(model, optimizer)) == []
     assert differing(before, after)

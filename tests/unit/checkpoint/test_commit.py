@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mp_optim import checkpoint
-from mp_optim.checkpoint import background, commit, writing
+from mp_optim.checkpoint import commit, save_load, writing
 from support.models import build, same_bits, train
 
 
@@ -21,9 +21,7 @@ def weights(model):
 
 
 def assert_same(found, expected):
-    assert [
-        name for name, value in expected.items() if not same_bits(found[name], value)
-    ] == []
+    assert [name for name, value in expected.items() if not same_bits(found[name], value)] == []
 
 
 @pytest.fixture
@@ -48,9 +46,7 @@ def test_retention(tmp_path, trained, keep, left):
     assert [path.name for path in checkpoint.versions(tmp_path)] == [
         f"version-{number}" for number in left
     ]
-    assert checkpoint.load(tmp_path / f"version-{left[0]}", *build("bf16")) == {
-        "step": left[0] - 1
-    }
+    assert checkpoint.load(tmp_path / f"version-{left[0]}", *build("bf16")) == {"step": left[0] - 1}
 
 
 def test_keeping_none_is_refused(tmp_path, trained):
@@ -64,10 +60,7 @@ def test_going_back_to_an_older_version(tmp_path, trained):
         checkpoint.save(tmp_path, *trained, extra={"step": step}, keep=None)
     (tmp_path / "latest").write_text("version-2\n")
     assert checkpoint.load(tmp_path, *build("bf16")) == {"step": 1}
-    assert (
-        checkpoint.save(tmp_path, *trained, extra={"step": 9}, keep=2).name
-        == "version-4"
-    )
+    assert checkpoint.save(tmp_path, *trained, extra={"step": 9}, keep=2).name == "version-4"
     assert checkpoint.load(tmp_path, *build("bf16")) == {"step": 9}
 
 
@@ -114,9 +107,7 @@ def test_damage_is_found(tmp_path, trained, name):
         (content[:-1], f"{name}: {len(content) - 1}, expected {len(content)}"),
         (None, "missing"),
     ):
-        (version / name).unlink() if damage is None else (version / name).write_bytes(
-            damage
-        )
+        (version / name).unlink() if damage is None else (version / name).write_bytes(damage)
         with pytest.raises(ValueError, match=text):
             checkpoint.load(tmp_path, other, fresh)
     assert_same(weights(other), before)
@@ -125,9 +116,7 @@ def test_damage_is_found(tmp_path, trained, name):
 def test_the_manifest_lists_every_file(tmp_path, trained):
     version = checkpoint.save(tmp_path, *trained)
     manifest = json.loads((version / "manifest.json").read_text())
-    assert sorted(manifest["files"]) == sorted(
-        set(os.listdir(version)) - {"manifest.json"}
-    )
+    assert sorted(manifest["files"]) == sorted(set(os.listdir(version)) - {"manifest.json"})
     assert manifest["world_size"] == 1 and manifest["torch"] == torch.__version__
 
 
@@ -145,8 +134,7 @@ def test_errors_list_what_is_missing_unexpected_and_mis_shaped(tmp_path):
     ):
         checkpoint.load(tmp_path, module(b=3, c=(4, 2), d=1), None)
     with pytest.raises(
-        ValueError,
-        match=r"of another dtype \['model.a: saved torch.float32, expected torch.bf",
+        ValueError, match=r"of another dtype \['model.a: saved torch.float32, expected torch.bf"
     ):
         checkpoint.load(tmp_path, module(a=2, b=3, c=(4, 1)).bfloat16(), None)
     checkpoint.load(tmp_path, module(a=2, b=3, c=(4, 1)).bfloat16(), None, convert=True)
@@ -167,11 +155,7 @@ def test_the_model_alone_then_its_optimizer_follows(tmp_path, trained):
     expected = weights(model)
     assert_same(weights(other), expected)
     assert_same(
-        {
-            name: main.to(expected[name].dtype)
-            for name, main in fresh.named_main_params()
-        },
-        expected,
+        {name: main.to(expected[name].dtype) for name, main in fresh.named_main_params()}, expected
     )
     assert_same(fresh.state[other.dense], moments)
 
@@ -199,9 +183,7 @@ def test_model_chunks_and_what_is_not_a_tensor(tmp_path):
     other = [Counting(2, 2), Counting(2, 2)]
     checkpoint.load(tmp_path, other, None)
     assert [chunk.seen for chunk in other] == [3, 4]
-    assert all(
-        torch.equal(a.weight, b.weight) for a, b in zip(chunks, other, strict=True)
-    )
+    assert all(torch.equal(a.weight, b.weight) for a, b in zip(chunks, other, strict=True))
 
 
 # -- in the background ----------------------------------------------------------------------------
@@ -221,7 +203,7 @@ def gate(monkeypatch):
     yield opened
     opened.set()
     with suppress(RuntimeError):  # a failure that the test was about
-        background.finish_previous()
+        save_load.finish_previous()
 
 
 @pytest.mark.parametrize("form", ["bf16", "bf16-8bit8", "fp16"])
@@ -267,9 +249,7 @@ def test_a_failure_is_heard_once(tmp_path, monkeypatch, trained, waited):
         assert checkpoint.load(tmp_path, *build("bf16")) == {"n": 1}
     assert names(tmp_path) == ["latest", "version-1"]  # what was written of it is gone
     if not waited:
-        with pytest.raises(
-            RuntimeError, match=r"background of .*version-2 failed.*No space"
-        ):
+        with pytest.raises(RuntimeError, match=r"background of .*version-2 failed.*No space"):
             checkpoint.save(tmp_path, *trained, extra={"n": 3})
     checkpoint.save(tmp_path, *trained, extra={"n": 4})
     assert checkpoint.load(tmp_path, *build("bf16")) == {"n": 4}

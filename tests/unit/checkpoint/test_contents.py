@@ -11,27 +11,20 @@ from torch import nn
 
 import mp_optim
 from mp_optim import checkpoint
-from mp_optim.checkpoint.contents import compare, open_checkpoint
+from mp_optim.checkpoint.reading import compare, open_checkpoint
 from mp_optim.cli.command import main
 from support.models import build, same_bits, tokens_of, train
 
 
 @pytest.mark.parametrize(
     ("form", "limit", "count"),
-    [
-        ("bf16", 10**9, 1),
-        ("bf16-remainder", 1500, 3),
-        ("fp16", 1, 7),
-        ("fp32", 10**9, 1),
-    ],
+    [("bf16", 10**9, 1), ("bf16-remainder", 1500, 3), ("fp16", 1, 7), ("fp32", 10**9, 1)],
 )
 def test_exported_main_params_are_the_live_ones(tmp_path, form, limit, count):
     model, optimizer = build(form, 0.5)
     train(model, optimizer, 2)
     (tmp_path / "config.json").write_text("{}")
-    checkpoint.export_safetensors(
-        tmp_path, optimizer, max_shard_size=1
-    )  # an earlier one
+    checkpoint.export_safetensors(tmp_path, optimizer, max_shard_size=1)  # an earlier one
     files = checkpoint.export_safetensors(tmp_path, optimizer, max_shard_size=limit)
     found = {name: value for path in files for name, value in load_file(path).items()}
     expected = {name: main.detach() for name, main in optimizer.named_main_params()}
@@ -44,12 +37,9 @@ def test_exported_main_params_are_the_live_ones(tmp_path, form, limit, count):
     assert len(files) == count and index.exists() == (count > 1)
     if count > 1:
         content = json.loads(index.read_text())
-        assert content["metadata"]["total_size"] == sum(
-            value.nbytes for value in expected.values()
-        )
+        assert content["metadata"]["total_size"] == sum(value.nbytes for value in expected.values())
         assert all(
-            name in load_file(tmp_path / file)
-            for name, file in content["weight_map"].items()
+            name in load_file(tmp_path / file) for name, file in content["weight_map"].items()
         )
         assert [path.name for path in files] == [
             f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)
@@ -109,9 +99,7 @@ def test_an_export_under_made_up_names_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"group0\.param0: .* no names.*model="):
         checkpoint.export_safetensors(tmp_path / "out", optimizer)
     other, _ = unnamed(seed=1)
-    with pytest.raises(
-        ValueError, match=r"group0\.param0 of shape .* no parameter of model="
-    ):
+    with pytest.raises(ValueError, match=r"group0\.param0 of shape .* no parameter of model="):
         checkpoint.export_safetensors(tmp_path / "out", optimizer, model=other)
     assert not (tmp_path / "out").exists()
     named = build("bf16")
@@ -161,10 +149,7 @@ def test_differences_are_counted(tmp_path):
         shape=torch.ones(3),
         kind=torch.ones(2).half(),
     )
-    found = {
-        difference.name.removeprefix("model."): difference
-        for difference in compare(a, b)
-    }
+    found = {difference.name.removeprefix("model."): difference for difference in compare(a, b)}
     assert {name: difference.what for name, difference in found.items()} == {
         "same": "equal",
         "near": "values",
@@ -178,13 +163,11 @@ def test_differences_are_counted(tmp_path):
         "kind": "dtype",
     }
     numbers = {
-        name: (d.differing, d.largest, d.ulps)
-        for name, d in found.items()
-        if d.what == "values"
+        name: (d.differing, d.largest, d.ulps) for name, d in found.items() if d.what == "values"
     }
-    assert {
-        (d.differing, d.largest, d.ulps) for d in found.values() if d.what != "values"
-    } == {(0, 0.0, None)}
+    assert {(d.differing, d.largest, d.ulps) for d in found.values() if d.what != "values"} == {
+        (0, 0.0, None)
+    }
     assert math.isnan(numbers.pop("nan")[1])
     assert numbers == {
         "near": (1, 2.0**-22, 2),
@@ -214,12 +197,7 @@ def test_the_tool(tmp_path, capsys):
     train(model, optimizer, 1)
     version = checkpoint.save(tmp_path / "b", model, optimizer)
     status, text = run("list", tmp_path / "a", "--match", "embed")
-    assert (
-        status == 0
-        and "model.embed" in text
-        and "(11, 8)" in text
-        and "exp_avg_scale" in text
-    )
+    assert status == 0 and "model.embed" in text and "(11, 8)" in text and "exp_avg_scale" in text
     assert "model.dense" not in text and "version-1" in text
     assert run("diff", tmp_path / "a", tmp_path / "a")[0] == 0
     status, text = run("diff", tmp_path / "a", version)

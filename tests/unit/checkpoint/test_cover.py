@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from mp_optim import checkpoint
-from mp_optim.checkpoint.contents import open_checkpoint
-from mp_optim.checkpoint.pieces import Place
 from mp_optim.checkpoint.plans import check_cover
+from mp_optim.checkpoint.reading import open_checkpoint
+from mp_optim.checkpoint.shards import Place
+from support.forged import replaced
 from support.models import build
-from support.old_form import replaced
 from support.prints import differing, print_of
 
 SHAPE = (4, 6)
@@ -25,9 +25,7 @@ Boxes = list[tuple[tuple[int, int], tuple[int, int]]]
 WHOLE: dict[str, Boxes] = {
     "halves": [((0, 0), (2, 6)), ((2, 0), (2, 6))],
     "columns, in any order": [((0, 4), (4, 2)), ((0, 0), (4, 4))],
-    "quarters": [
-        ((row, column), (2, 3)) for row, column in ((2, 3), (0, 0), (2, 0), (0, 3))
-    ],
+    "quarters": [((row, column), (2, 3)) for row, column in ((2, 3), (0, 0), (2, 0), (0, 3))],
     "a pinwheel": [
         ((0, 0), (1, 4)),
         ((0, 4), (3, 2)),
@@ -49,10 +47,7 @@ BROKEN: dict[str, Boxes] = {
         ((row, column), (2, 3)) for row, column in ((0, 0), (0, 3), (2, 0), (1, 1))
     ],
     "one inside another": [((0, 0), (3, 6)), ((1, 0), (1, 6))],
-    "a pinwheel whose middle lies elsewhere": [
-        *WHOLE["a pinwheel"][:-1],
-        ((1, 1), (2, 2)),
-    ],
+    "a pinwheel whose middle lies elsewhere": [*WHOLE["a pinwheel"][:-1], ((1, 1), (2, 2))],
 }
 
 
@@ -108,9 +103,7 @@ def test_parts_of_ranks_that_do_not(boxes: Boxes) -> None:
 
 
 @pytest.mark.parametrize("form", ["bf16", "bf16-8bit"])
-def test_state_whose_boxes_overlap_leaves_everything_as_it_was(
-    tmp_path: Path, form: str
-) -> None:
+def test_state_whose_boxes_overlap_leaves_everything_as_it_was(tmp_path: Path, form: str) -> None:
     """Of each kind of entry the first, cut in two boxes that are the same half."""
     version = checkpoint.save(tmp_path, *build(form, seed=1))
     content: Any = (version / "index.json").read_bytes()

@@ -2,6 +2,7 @@
 harm."""
 
 import errno
+import hashlib
 import io
 import json
 import os
@@ -14,12 +15,29 @@ from hypothesis import strategies as st
 
 from mp_optim import checkpoint
 from mp_optim.checkpoint import writing
-from mp_optim.checkpoint.contents import open_checkpoint
-from mp_optim.checkpoint.manifest import BLOCK_BYTES
-from support.layouts import Layout
+from mp_optim.checkpoint.reading import open_checkpoint
+from mp_optim.checkpoint.version_files import BLOCK_BYTES
+from support.layouts import Layout, whole
 from support.layouts import train as train_layout
 from support.models import build, train
-from support.old_form import DIGESTS, digest, state_of, unpacked
+
+
+def state_of(model, optimizer):
+    """Everything there is in full precision, whole, by name."""
+    state = dict(model.state_dict())
+    for slot in optimizer.slots():
+        name = optimizer.slot_name(slot)
+        state |= {f"{name}.{key}": value for key, value in optimizer.full_slot_state(slot).items()}
+    return {name: whole(value, None) for name, value in state.items()}
+
+
+def digest(state):
+    found = hashlib.sha256()
+    for name in sorted(state):
+        found.update(
+            name.encode() + bytes(state[name].contiguous().reshape(-1).view(torch.uint8).tolist())
+        )
+    return found.hexdigest()
 
 
 class Victim:
@@ -48,11 +66,7 @@ class Victim:
         )
 
     def file(self, name):
-        return (
-            self.copy / name
-            if name == "latest"
-            else self.copy / self.version.name / name
-        )
+        return self.copy / name if name == "latest" else self.copy / self.version.name / name
 
     def load(self, **settings):
         """The error, if there was one; nothing was replaced then, and everything otherwise."""
@@ -67,11 +81,9 @@ class Victim:
         return None
 
 
-@pytest.fixture(scope="module", params=["new", "old"])
-def victim(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "old":
-        return Victim(unpacked(folder, "one"))
+@pytest.fixture(scope="module")
+def victim(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("victim")
     model, optimizer = build("bf16-8bit", 0.5)
     train(model, optimizer, 2)
     return Victim(checkpoint.save(folder / "one", model, optimizer, extra={"step": 2}))
@@ -147,28 +159,6 @@ def test_damage_in_a_block_that_is_not_read_does_not_matter(tmp_path):
         ValueError, match=rf"__0_0.distcp is damaged: bytes from {5 * BLOCK_BYTES} on"
     ):
         contents.read("model.b")
-
-
-@pytest.mark.parametrize("name", DIGESTS)
-def test_checkpoints_of_the_old_form_still_load(tmp_path, name):
-    version = unpacked(tmp_path, name)
-    assert checkpoint.verify(version) == version
-    held = (
-        build("bf16-8bit", 0.5, seed=4)
-        if name == "one"
-        else Layout("plain").build(seed=3)
-    )
-    assert checkpoint.load(version, *held) == {"step": 2}
-    assert digest(state_of(*held)) == DIGESTS[name]
-    assert len(open_checkpoint(version).entries) == (48 if name == "one" else 31)
-    again = checkpoint.save(tmp_path / "again", *held)  # and as a checkpoint of today
-    other = (
-        build("bf16-8bit", 0.5, seed=9)
-        if name == "one"
-        else Layout("plain").build(seed=4)
-    )
-    checkpoint.load(again, *other)
-    assert digest(state_of(*other)) == DIGESTS[name]
 
 
 def test_stock_torch_reads_what_is_written(tmp_path):

@@ -19,11 +19,7 @@ def ranks(folder):
 
 
 def test_every_rank_that_failed_is_named(ranks):
-    assert [rank["two fail"].count("No space left on disk") for rank in ranks] == [
-        2,
-        1,
-        1,
-    ]
+    assert [rank["two fail"].count("No space left on disk") for rank in ranks] == [2, 1, 1]
     assert "rank 1: " in ranks[0]["two fail"] and "rank 2: " in ranks[0]["two fail"]
     for rank in (1, 2):
         assert f"disk {rank}" in ranks[rank]["two fail"]

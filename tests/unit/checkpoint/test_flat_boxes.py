@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mp_optim.checkpoint.flat import FlatShard, boxes
+from mp_optim.checkpoint.shards import FlatShard, boxes
 
 
 @st.composite
@@ -30,9 +30,7 @@ def test_boxes_cover_the_range_exactly_and_in_order(case):
         part = index
         for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
             part = part.narrow(dim, offset, size)
-        assert part.reshape(-1).tolist() == list(
-            range(box.start, box.start + box.numel)
-        )
+        assert part.reshape(-1).tolist() == list(range(box.start, box.start + box.numel))
         covered += part.reshape(-1).tolist()
     assert covered == list(range(start, start + count))
     assert len(found) <= max(1, 2 * len(shape) - 1)
@@ -49,19 +47,13 @@ def test_views_are_the_memory_and_are_found_by_their_offsets(case):
         view = shard.__get_tensor_shard__(item.index)
         chunk = item.tensor_data.chunk
         view.copy_(
-            whole[
-                tuple(
-                    slice(o, o + s)
-                    for o, s in zip(chunk.offsets, chunk.sizes, strict=True)
-                )
-            ]
+            whole[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))]
         )
     assert shard.local.tolist() == list(range(start, start + count))
 
 
 @pytest.mark.parametrize(
-    ("shape", "start", "count"),
-    [((2, 3), -1, 2), ((2, 3), 5, 2), ((), 1, 1), ((2, 0), 0, 1)],
+    ("shape", "start", "count"), [((2, 3), -1, 2), ((2, 3), 5, 2), ((), 1, 1), ((2, 0), 0, 1)]
 )
 def test_a_range_outside_is_refused(shape, start, count):
     with pytest.raises(ValueError, match="not inside a tensor of shape"):
@@ -83,15 +75,8 @@ def test_copies_keep_the_range_and_arithmetic_is_refused():
         shard.to(torch.float64),
         torch.empty_like(shard).copy_(shard),
     ):
-        assert (
-            isinstance(other, FlatShard)
-            and other.shape == shard.shape
-            and other.start == 4
-        )
-        assert (
-            torch.equal(other.local.float(), shard.local)
-            and other.local is not shard.local
-        )
+        assert isinstance(other, FlatShard) and other.shape == shard.shape and other.start == 4
+        assert torch.equal(other.local.float(), shard.local) and other.local is not shard.local
     assert torch.empty_like(shard, dtype=torch.int8).local.dtype == torch.int8
     with pytest.raises(NotImplementedError, match=r"\.local"):
         shard + 1

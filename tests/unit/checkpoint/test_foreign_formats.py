@@ -67,9 +67,7 @@ def test_deepspeeds_groups_have_adams_settings_and_no_others(tmp_path, groups):
         ForeignGroup(("c",), {"lr": 0.125, "is_expert": True}),
     )
     foreign.to_deepspeed(ForeignState(own, state, None), tmp_path, groups=groups)
-    written = torch.load(tmp_path / "zero/optimizer_state.pt", weights_only=True)[
-        "param_groups"
-    ]
+    written = torch.load(tmp_path / "zero/optimizer_state.pt", weights_only=True)["param_groups"]
     if groups is None:
         assert written == [{**settings, "params": [0, 1]}, {"lr": 0.125, "params": [2]}]
     else:

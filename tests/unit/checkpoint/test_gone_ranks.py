@@ -16,16 +16,12 @@ OTHERS = [rank for rank in range(4) if rank != GONE]
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gone")
     started = [
-        start(
-            "-m", "support.workers.gone", str(folder), str(rank), stderr=subprocess.PIPE
-        )
+        start("-m", "support.workers.gone", str(folder), str(rank), stderr=subprocess.PIPE)
         for rank in range(4)
     ]
     said = [process.communicate(timeout=200)[1][-3000:] for process in started]
     assert [started[rank].returncode for rank in OTHERS] == [0] * len(OTHERS), said
-    return folder, [
-        json.loads((folder / f"rank{rank}.json").read_text()) for rank in OTHERS
-    ]
+    return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in OTHERS]
 
 
 @pytest.mark.parametrize("what", ["background", "first save", "load"])
@@ -39,13 +35,9 @@ def test_the_rank_that_is_gone_is_named_and_nobody_else(ranks, what):
 
 
 def test_groups_of_our_own_have_the_timeout_of_the_job(ranks):
-    assert [found["timeout"] for found in ranks[1]] == [TIMEOUT.total_seconds()] * len(
-        OTHERS
-    )
+    assert [found["timeout"] for found in ranks[1]] == [TIMEOUT.total_seconds()] * len(OTHERS)
 
 
 def test_the_checkpoint_before_is_whole(ranks):
-    assert [path.name for path in checkpoint.versions(ranks[0] / "saved")] == [
-        "version-1"
-    ]
+    assert [path.name for path in checkpoint.versions(ranks[0] / "saved")] == ["version-1"]
     checkpoint.verify(ranks[0] / "saved")

@@ -42,11 +42,7 @@ class Victims:
             elif said[-1][0] == "end":
                 took.append(time.monotonic() - begun)
             child = int(said[-1][1]) if said[-1][0] == "child" else child
-            if (
-                child
-                and not killed
-                and sum(words[0] == "begin" for words in said) >= saves
-            ):
+            if child and not killed and sum(words[0] == "begin" for words in said) >= saves:
                 time.sleep(moment * sorted(took)[len(took) // 2])
                 os.kill(child, signal.SIGKILL)
                 killed = True

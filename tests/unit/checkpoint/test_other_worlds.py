@@ -10,9 +10,7 @@ def test_from_two_ranks_to_one_and_three(tmp_path):
     run_ranks("other_worlds", 3, str(tmp_path), timeout=150)
     found = {}
     for rank in range(3):
-        for name, value in json.loads(
-            (tmp_path / f"rank{rank}.json").read_text()
-        ).items():
+        for name, value in json.loads((tmp_path / f"rank{rank}.json").read_text()).items():
             found.setdefault(name, []).append(value)
     assert len(found) == 16
     for name, values in found.items():

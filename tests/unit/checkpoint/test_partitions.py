@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mp_optim.slots.global_names import GlobalNames, Layer, Numbering, layer_indices
+from mp_optim.slots.model_parallel import GlobalNames, Layer, Numbering, layer_indices
 from mp_optim.slots.partition import partition
 from support.launch import run_ranks
 from support.workers.partitions import SETTINGS, part_of
@@ -24,13 +24,7 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize(
     "what",
-    [
-        "parts step as the whole",
-        "goes on to the bit",
-        "joined",
-        "cut again",
-        "exported whole",
-    ],
+    ["parts step as the whole", "goes on to the bit", "joined", "cut again", "exported whole"],
 )
 def test_two_parts_are_saved_whole(ranks, name, what):
     assert [rank["sizes"][name][what] for rank in ranks] == [True, True]
@@ -98,20 +92,14 @@ def test_experts_and_layers_are_counted_through(ranks, kind):
         whole |= {*called}
     saved = {name.removeprefix("model.") for name in entries if name.endswith("seen")}
     numbers = {name.removesuffix(".seen") for name in saved}
-    assert numbers >= {
-        name.removesuffix(".weight") for name in whole if "fc1" not in name
-    }
+    assert numbers >= {name.removesuffix(".weight") for name in whole if "fc1" not in name}
     if kind == "ep":
         fused = {f"experts.linear_fc1.weight{expert}" for expert in range(4)}
-        assert numbers == {f"local_experts.{expert}" for expert in range(4)} | {
-            "router"
-        }
+        assert numbers == {f"local_experts.{expert}" for expert in range(4)} | {"router"}
         assert fused <= whole and {f"model.{name}" for name in fused} <= {*entries}
     else:
         experts = [(layer, expert) for layer in range(3) for expert in range(4)]
-        assert numbers - {"norm"} == {
-            f"layers.{a}.local_experts.{b}" for a, b in experts
-        }
+        assert numbers - {"norm"} == {f"layers.{a}.local_experts.{b}" for a, b in experts}
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +142,7 @@ def test_parts_make_up_the_whole_once(before, blocks, after, size, data):
         assert cut.whole_shape(local) == tuple(shape)
         fused = whole.split([size * block for block in blocks], dim)
         own = [
-            each.narrow(dim, rank * block, block)
-            for each, block in zip(fused, blocks, strict=True)
+            each.narrow(dim, rank * block, block) for each, block in zip(fused, blocks, strict=True)
         ]
         expected = torch.cat(own, dim)
         index = torch.arange(expected.numel()).view(local)
@@ -170,29 +157,21 @@ def test_parts_make_up_the_whole_once(before, blocks, after, size, data):
             box = box.narrow(axis, first, count)
         for piece in cut.cuts(offsets, sizes):
             there = whole
-            for axis, (first, count) in enumerate(
-                zip(piece.offsets, piece.sizes, strict=True)
-            ):
+            for axis, (first, count) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
                 there = there.narrow(axis, first, count)
             assert torch.equal(there, box.narrow(dim, piece.begin, piece.sizes[dim]))
         found = cut.cuts([0] * len(local), local)
-        assert (
-            sum(torch.Size(piece.sizes).numel() for piece in found) == expected.numel()
-        )
+        assert sum(torch.Size(piece.sizes).numel() for piece in found) == expected.numel()
         for piece in found:
             there = rebuilt
-            for axis, (first, count) in enumerate(
-                zip(piece.offsets, piece.sizes, strict=True)
-            ):
+            for axis, (first, count) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
                 there = there.narrow(axis, first, count)
             assert (there == -1).all()
             there.copy_(expected.narrow(dim, piece.begin, piece.sizes[dim]))
     assert torch.equal(rebuilt, whole)
 
 
-@given(
-    blocks=st.integers(1, 4), length=st.integers(1, 4), size=st.sampled_from([1, 2, 4])
-)
+@given(blocks=st.integers(1, 4), length=st.integers(1, 4), size=st.sampled_from([1, 2, 4]))
 def test_a_stride_is_a_number_of_equal_blocks(blocks, length, size):
     whole = torch.arange(blocks * length * size * 3).view(-1, 3)
     for rank in range(size):
@@ -239,23 +218,14 @@ def test_lists_with_gaps_are_followed_by_what_comes_after():
 
 def test_indices_that_differ_already_stay():
     stages = [[[Layer("layers", 0)]], [[Layer("layers", 1)]], [[]]]
-    assert layer_indices(stages) == [
-        [{("layers", 0): 0}],
-        [{("layers", 1): 1}],
-        [{}],
-    ]
+    assert layer_indices(stages) == [[{("layers", 0): 0}], [{("layers", 1): 1}], [{}]]
 
 
 def test_chunks_lose_their_prefix_but_where_two_names_would_become_one():
     numbering = Numbering({("1.layers", 0): ("layers", 3)}, ("0.", "1."))
     known = ["0.norm", "1.norm", "0.first", "1.layers.0.layers.0.w"]
     names = GlobalNames(numbering, known)
-    assert [names[name] for name in known] == [
-        "0.norm",
-        "1.norm",
-        "first",
-        "layers.3.layers.0.w",
-    ]
+    assert [names[name] for name in known] == ["0.norm", "1.norm", "first", "layers.3.layers.0.w"]
     assert names["1.layers.0.extra"] == "layers.3.extra"
 
 

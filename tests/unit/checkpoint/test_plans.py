@@ -1,6 +1,7 @@
 """Plans of many ranks, made without any: what each writes, what they tell each other, and how long
-it takes."""
+it takes. And what many tensors cost one process."""
 
+import gc
 import math
 import pickle
 import random
@@ -12,13 +13,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from mp_optim.checkpoint.flat import boxes
-from mp_optim.checkpoint.index import Index, Saved, SavedBox, as_json, from_json
-from mp_optim.checkpoint.metadata import as_metadata
-from mp_optim.checkpoint.pieces import Place, whole_place
+from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint.plans import Holding, Parted, Whole, shares
-from mp_optim.checkpoint.replicas import Told, to_compare
+from mp_optim.checkpoint.ranks import ReplicaReport, to_compare
+from mp_optim.checkpoint.shards import Place, boxes, whole_place
+from mp_optim.checkpoint.version_files import (
+    Index,
+    Saved,
+    SavedBox,
+    as_json,
+    as_metadata,
+    from_json,
+)
 
 STATE = ("master_param", "exp_avg", "exp_avg_sq")
 
@@ -26,9 +34,7 @@ STATE = ("master_param", "exp_avg", "exp_avg_sq")
 def zero_1(ranks, shapes):
     """What ranks of ZeRO-1 hold: the model whole, and flat ranges of equal length of the state,
     with its steps."""
-    whole = tuple(
-        Whole(f"model.{name}", torch.bfloat16, shape) for name, shape in shapes.items()
-    )
+    whole = tuple(Whole(f"model.{name}", torch.bfloat16, shape) for name, shape in shapes.items())
     ends = list(accumulate(math.prod(shape) for shape in shapes.values()))
     cuts = [rank * ends[-1] // ranks for rank in range(ranks + 1)]
     steps, parts = [[] for _ in range(ranks)], [[] for _ in range(ranks)]
@@ -47,19 +53,12 @@ def zero_1(ranks, shapes):
                     for box in boxes(shape, first - start, last - first)
                 )
                 parts[rank] += [
-                    Parted(
-                        f"optimizer.state.{key}.{name}", torch.float32, shape, places
-                    )
+                    Parted(f"optimizer.state.{key}.{name}", torch.float32, shape, places)
                     for key in STATE
                 ]
-                steps[rank].append(
-                    Whole(f"optimizer.state.step.{name}", torch.float32, ())
-                )
+                steps[rank].append(Whole(f"optimizer.state.step.{name}", torch.float32, ()))
             rank += 1
-    return [
-        Holding((*whole, *mine), tuple(held))
-        for mine, held in zip(steps, parts, strict=True)
-    ]
+    return [Holding((*whole, *mine), tuple(held)) for mine, held in zip(steps, parts, strict=True)]
 
 
 def planned(holdings):
@@ -76,9 +75,7 @@ def written(holdings, plan):
     for rank, (holding, share) in enumerate(zip(holdings, plan, strict=True)):
         for entry in holding.whole:
             if entry.name in share.whole:
-                found.setdefault(entry.name, []).append(
-                    (whole_place(entry.shape), rank)
-                )
+                found.setdefault(entry.name, []).append((whole_place(entry.shape), rank))
         for part in holding.parts:
             for place in part.places:
                 if place not in share.left_out.get(part.name, ()):
@@ -89,19 +86,13 @@ def written(holdings, plan):
 def test_64_ranks_of_10000_parameters_are_planned_in_seconds():
     """Each element once; nobody writes much more than others; and what is told does not grow with
     the ranks."""
-    shapes = {
-        f"layers.{index}.mlp.weight": (16, 16 + index % 3) for index in range(10_000)
-    }
+    shapes = {f"layers.{index}.mlp.weight": (16, 16 + index % 3) for index in range(10_000)}
     few, many = zero_1(8, shapes), zero_1(64, shapes)
     begun = time.process_time()
     told, plan = planned(many)
     seconds = time.process_time() - begun
     found = written(many, plan)
-    entry_of = {
-        entry.name: entry
-        for holding in many
-        for entry in (*holding.whole, *holding.parts)
-    }
+    entry_of = {entry.name: entry for holding in many for entry in (*holding.whole, *holding.parts)}
     assert found.keys() == entry_of.keys()
     for name, places in found.items():
         assert sum(math.prod(place.sizes) for place, _ in places) == math.prod(
@@ -114,16 +105,12 @@ def test_64_ranks_of_10000_parameters_are_planned_in_seconds():
     assert max(loads) < 1.1 * sum(loads) / 64
     assert seconds < 10
     size = len(pickle.dumps((told, [holding.parts for holding in many])))
-    assert size < 1.2 * len(
-        pickle.dumps((planned(few)[0], [holding.parts for holding in few]))
-    )
+    assert size < 1.2 * len(pickle.dumps((planned(few)[0], [holding.parts for holding in few])))
 
 
 def test_a_rank_tells_of_whole_entries_only_if_no_other_of_its_kind_does():
     shapes = {f"p{index}": (4, 4) for index in range(50)}
-    model = tuple(
-        Whole(f"model.{name}", torch.bfloat16, shape) for name, shape in shapes.items()
-    )
+    model = tuple(Whole(f"model.{name}", torch.bfloat16, shape) for name, shape in shapes.items())
     told, plan = planned([Holding(model, ()) for _ in range(64)])
     assert len(told) == 1
     assert sorted(name for share in plan for name in share.whole) == sorted(
@@ -150,16 +137,11 @@ def layouts_of(draw):
         for begin, end in pairwise(cuts):
             place = Place(
                 tuple(begin if at == dim else 0 for at in range(len(shape))),
-                tuple(
-                    end - begin if at == dim else size for at, size in enumerate(shape)
-                ),
+                tuple(end - begin if at == dim else size for at, size in enumerate(shape)),
             )
             for rank in draw(some_ranks):
                 parts[rank].append(Parted(f"e{number}", torch.float32, shape, (place,)))
-    return [
-        Holding(tuple(mine), tuple(held))
-        for mine, held in zip(whole, parts, strict=True)
-    ]
+    return [Holding(tuple(mine), tuple(held)) for mine, held in zip(whole, parts, strict=True)]
 
 
 @given(layouts_of())
@@ -167,18 +149,14 @@ def layouts_of(draw):
 def test_every_element_is_written_once(holdings):
     _, plan = planned(holdings)
     entry_of = {
-        entry.name: entry
-        for holding in holdings
-        for entry in (*holding.whole, *holding.parts)
+        entry.name: entry for holding in holdings for entry in (*holding.whole, *holding.parts)
     }
     found = written(holdings, plan)
     assert found.keys() == entry_of.keys()
     for name, places in found.items():
         covered = torch.zeros(entry_of[name].shape, dtype=torch.int64)
         for place, _ in places:
-            covered[
-                tuple(slice(at, at + size) for at, size in zip(*place, strict=True))
-            ] += 1
+            covered[tuple(slice(at, at + size) for at, size in zip(*place, strict=True))] += 1
         assert bool((covered == 1).all()), name
 
 
@@ -200,30 +178,23 @@ def test_parts_that_are_missing_or_overlap_are_refused(holdings, chance):
         gone = part.places
         holdings = [
             Holding(
-                held.whole,
-                tuple(p for p in held.parts if (p.name, p.places) != (part.name, gone)),
+                held.whole, tuple(p for p in held.parts if (p.name, p.places) != (part.name, gone))
             )
             for held in holdings
         ]
         parts = list(holdings[rank].parts)
-    broken = [
-        *holdings[:rank],
-        Holding(holdings[rank].whole, tuple(parts)),
-        *holdings[rank + 1 :],
-    ]
+    broken = [*holdings[:rank], Holding(holdings[rank].whole, tuple(parts)), *holdings[rank + 1 :]]
     if any(p.name == part.name for held in broken for p in held.parts):
         with pytest.raises(ValueError, match=part.name):
             planned(broken)
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1)), min_size=2, max_size=8)
-)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1)), min_size=2, max_size=8))
 def test_parameters_are_compared_one_by_one_only_where_they_may_differ(ranks):
     """Ranks that hold one of four sets of names, with one of two values."""
     names = {0: ("a", "b"), 1: ("b", "c"), 2: ("d",), 3: ()}
-    told = [Told(bytes([kind]), bytes([value])) for kind, value in ranks]
-    compared = to_compare(told, {bytes([kind]): names[kind] for kind, _ in ranks})
+    reports = [ReplicaReport(bytes([kind]), bytes([value])) for kind, value in ranks]
+    compared = to_compare(reports, {bytes([kind]): names[kind] for kind, _ in ranks})
     for name in "abcd":
         holders = {(kind, value) for kind, value in ranks if name in names[kind]}
         assert (len(holders) > 1) == (name in compared)
@@ -238,11 +209,7 @@ def test_what_is_where_for_many_ranks_is_made_and_read_in_seconds():
             (16, 16),
             [
                 SavedBox(
-                    (0, 0),
-                    (16, 16),
-                    f"__{chance.randrange(1024)}_0.distcp",
-                    1024 * index,
-                    1024,
+                    (0, 0), (16, 16), f"__{chance.randrange(1024)}_0.distcp", 1024 * index, 1024
                 )
             ],
         )
@@ -257,3 +224,23 @@ def test_what_is_where_for_many_ranks_is_made_and_read_in_seconds():
     metadata = as_metadata(index, Path("x"))
     assert time.process_time() - begun < 10
     assert len(content) / len(entries) < 120 and len(metadata) / len(entries) < 250
+
+
+def test_many_small_tensors_keep_no_collector_busy(tmp_path):
+    """What a save or a load makes of small objects is gone before a collector looks for cycles."""
+    model = nn.ParameterDict({f"p{index}": nn.Parameter(torch.ones(2)) for index in range(600)})
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), model)
+    collections = []
+
+    def note(phase, told):
+        collections.append(told["generation"])
+
+    for work in (checkpoint.save, checkpoint.load):
+        collections.clear()
+        gc.callbacks.append(note)
+        try:
+            work(tmp_path, model, optimizer)
+        finally:
+            gc.callbacks.remove(note)
+        assert len(collections) <= 2 and set(collections) <= {0}  # one that begins, and ends
+        assert gc.isenabled()

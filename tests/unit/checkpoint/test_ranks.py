@@ -39,12 +39,7 @@ def test_what_two_ranks_did(ranks, what):
             0,
         ),
         ("export", "ValueError", "parameters ['x'] are not on this rank", 0),
-        (
-            "another model",
-            "ValueError",
-            "missing ['model.x', 'optimizer.state.exp_avg.x'",
-            1,
-        ),
+        ("another model", "ValueError", "missing ['model.x', 'optimizer.state.exp_avg.x'", 1),
     ],
 )
 def test_every_rank_hears_of_a_failure(ranks, what, kind, text, where):

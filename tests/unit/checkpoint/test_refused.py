@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from mp_optim import OptimizerParamScheduler, checkpoint
+from support.forged import replaced
 from support.launch import run_ranks
 from support.models import COMPACT, build, train
-from support.old_form import replaced
 from support.prints import differing, print_of
 
 LOSING = sorted(set(COMPACT) - {"remainder"})
@@ -39,9 +39,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 
 
 @pytest.mark.parametrize("form", LOSING)
-def test_state_that_would_lose_bits(
-    source: tuple[Path, dict[str, Any]], form: str
-) -> None:
+def test_state_that_would_lose_bits(source: tuple[Path, dict[str, Any]], form: str) -> None:
     path, state = source
     model, optimizer = build(f"bf16-{form}", 0.5, seed=7)
     train(model, optimizer, 1)
@@ -68,9 +66,7 @@ def halve_step(state: dict[str, Any]) -> None:
     ids=["negative second moment", "half a step"],
 )
 @pytest.mark.parametrize("form", ["bf16", "bf16-remainder", "fp32"])
-def test_values_that_no_step_leaves(
-    tmp_path: Path, form: str, damage: Any, message: str
-) -> None:
+def test_values_that_no_step_leaves(tmp_path: Path, form: str, damage: Any, message: str) -> None:
     """The last parameter has them, so everything before it fits."""
     model, optimizer = build(form)
     train(model, optimizer, 2)
@@ -217,13 +213,7 @@ REFUSALS: dict[str, Prepare] = {
 @pytest.mark.parametrize("refusal", REFUSALS)
 @pytest.mark.parametrize(
     ("form", "fraction"),
-    [
-        ("bf16", 0.0),
-        ("fp16", 0.5),
-        ("bf16-4bit", 0.5),
-        ("bf16-8bit8", 0.0),
-        ("fp32", 0.0),
-    ],
+    [("bf16", 0.0), ("fp16", 0.5), ("bf16-4bit", 0.5), ("bf16-8bit8", 0.0), ("fp32", 0.0)],
 )
 def test_what_is_known_only_by_doing(
     tmp_path: Path, form: str, fraction: float, refusal: str
@@ -237,17 +227,11 @@ def test_what_is_known_only_by_doing(
 
     checkpoint.save(tmp_path, *built(1, 3, False))
     model, optimizer, scheduler = built(7, 1, True)
-    ours = OptimizerParamScheduler(
-        optimizer, 0.0, 0.5, 0.0, 1, 9, "linear", 0, 0, 9, "constant"
-    )
+    ours = OptimizerParamScheduler(optimizer, 0.0, 0.5, 0.0, 1, 9, "linear", 0, 0, 9, "constant")
 
     def printed() -> dict[str, Any]:
         extra = None if scheduler is None else repr(vars(scheduler))
-        return {
-            **print_of(model, optimizer),
-            "scheduler": extra,
-            "ours": ours.state_dict(),
-        }
+        return {**print_of(model, optimizer), "scheduler": extra, "ours": ours.state_dict()}
 
     before = printed()
     with pytest.raises((LookupError, KeyError)):
@@ -362,8 +346,6 @@ def test_what_one_rank_alone_refuses(tmp_path: Path) -> None:
     assert found[0].keys() == found[1].keys() and len(found[0]) == 8
     for of_rank in found:
         for name, (error, changed) in of_rank.items():
-            assert re.search(
-                "cannot hold without loss|is too large|a hook refuses", error
-            ), name
+            assert re.search("cannot hold without loss|is too large|a hook refuses", error), name
             assert changed == [], name
     assert all("rank 1: " in error for error, _ in found[0].values())

@@ -19,27 +19,18 @@ import pytest
 import torch
 
 from mp_optim import checkpoint
-from mp_optim.checkpoint.contents import open_checkpoint
-from mp_optim.checkpoint.inert import load_plain
+from mp_optim.checkpoint import foreign
+from mp_optim.checkpoint.reading import open_checkpoint
+from mp_optim.checkpoint.version_files import load_plain, load_plain_file
+from mp_optim.cli import convert
+from support.forged import archive, replaced
 from support.models import build
-from support.old_form import metadata_of, replaced, unpacked
 from support.prints import differing, print_of
 
 LARGE = 1 << 30
 MOST_MIB = 64
 SIZE = b"\x8a\x05" + LARGE.to_bytes(5, "little")
 """The opcode that puts this number on the stack."""
-
-
-def archive(pickled: bytes, how: int = zipfile.ZIP_STORED, **records: bytes) -> bytes:
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", how) as file:
-        file.writestr("archive/data.pkl", pickled)
-        file.writestr("archive/byteorder", "little")
-        file.writestr("archive/version", "3\n")
-        for name, value in records.items():
-            file.writestr(f"archive/data/{name}", value)
-    return content.getvalue()
 
 
 def called(module: str, name: str, arguments: bytes = SIZE + b"\x85") -> bytes:
@@ -68,22 +59,24 @@ COMMON: dict[str, Callable[[], bytes]] = {
     "bytearray, by another": lambda: archive(by_another("bytearray")),
     "a tensor of a size": lambda: archive(called("torch", "FloatTensor")),
     "legacy": lambda: legacy(called("__builtin__", "bytearray")),
+    "memo": lambda: archive(b"\x80\x02Nr" + struct.pack("<I", (1 << 26) - 1) + b"."),
+    "memo, in words": lambda: archive(b"Np67108863\n."),
+    "bytes of a size": lambda: archive(b"\x80\x05\x96" + struct.pack("<Q", LARGE) + b"."),
+    "a string of a size": lambda: archive(b"\x80\x05\x8d" + struct.pack("<Q", LARGE) + b"."),
+    "a frame of a size": lambda: archive(b"\x80\x05\x95" + struct.pack("<Q", 1 << 40) + b"N."),
     "deflated": lambda: archive(b"\0" * LARGE, zipfile.ZIP_DEFLATED),
     "deflated elements": lambda: archive(
         pickle.dumps({}, 2), zipfile.ZIP_DEFLATED, x=b"\0" * (LARGE >> 2)
     ),
 }
 
-METADATA: dict[str, bytes] = {
-    "memo": b"\x80\x02Nr" + struct.pack("<I", (1 << 26) - 1) + b".",
-    "memo, in words": b"Np67108863\n.",
-    "bytes of a size": b"\x80\x05\x96" + struct.pack("<Q", LARGE) + b".",
-    "a string of a size": b"\x80\x05\x8d" + struct.pack("<Q", LARGE) + b".",
-    "a frame of a size": b"\x80\x05\x95" + struct.pack("<Q", 1 << 40) + b"N.",
-}
 
-
-def refused(version: Path, message: str) -> None:
+def refused(
+    path: Path,
+    message: str,
+    load: Callable[[Path, Any, Any], object] = checkpoint.load,
+    most_mib: int = MOST_MIB,
+) -> None:
     """In a process of its own, so that what it takes can be measured."""
     begin, end = os.pipe()
     child = os.fork()
@@ -92,7 +85,7 @@ def refused(version: Path, message: str) -> None:
         before, taken = print_of(model, optimizer), peak()
         said = "nothing was raised"
         try:
-            checkpoint.load(version, model, optimizer)
+            load(path, model, optimizer)
         except ValueError as error:
             said = str(error)
         except BaseException as error:
@@ -105,7 +98,7 @@ def refused(version: Path, message: str) -> None:
         said, taken, changed = json.loads(told.read() or b'["it was killed", 0, []]')
     os.waitpid(child, 0)
     assert message in said
-    assert taken < MOST_MIB << 10, f"{taken >> 10} MiB"
+    assert taken < most_mib << 10, f"{taken >> 10} MiB"
     assert changed == []
 
 
@@ -129,13 +122,64 @@ def test_what_is_beside_the_tensors(version: Path, kind: str) -> None:
     refused(version, "common.pt is damaged or no plain data")
 
 
-@pytest.mark.parametrize("kind", METADATA)
-def test_metadata_of_before(version: Path, kind: str) -> None:
-    manifest = json.loads((version / "manifest.json").read_text())
-    del manifest["files"]["index.json"]
-    (version / "manifest.json").write_text(json.dumps(manifest))
-    replaced(version, ".metadata", METADATA[kind])
-    refused(version, ".metadata is damaged or no plain data")
+FOREIGN: dict[str, Callable[[Path, Any, Any], object]] = {
+    "mp_optim": lambda path, *_: foreign.from_file(path),
+    "deepspeed": lambda path, *_: foreign.from_deepspeed(universal(path)),
+    "the step": lambda path, *_: foreign.from_deepspeed(universal(path, "step")),
+    "convert": lambda path, *_: command(path, "torch"),
+}
+
+
+def universal(path: Path, bomb: str = "exp_avg") -> Path:
+    """The folder of a universal checkpoint with this file in it."""
+    folder = path.parent / "zero" / "w"
+    folder.mkdir(parents=True)
+    for name in ("fp32", "exp_avg", "exp_avg_sq", "step"):
+        torch.save(torch.zeros(()), folder / f"{name}.pt")
+    path.rename(folder / f"{bomb}.pt")
+    return path.parent
+
+
+def command(path: Path, source_format: Any) -> None:
+    target = path.parent / "out.pt"
+    options = convert.Options(path, target, source_format)
+    convert.write(convert.read(options), options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reader"),
+    [
+        *((kind, "mp_optim") for kind in COMMON),
+        *(("legacy", reader) for reader in list(FOREIGN)[1:]),
+    ],
+)
+def test_state_of_others(tmp_path: Path, kind: str, reader: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (tmp_path / "state.pt").write_bytes(COMMON[kind]())
+    message = "is not a whole file of torch.save with nothing but plain data and tensors"
+    refused(tmp_path / "state.pt", message, FOREIGN[reader])
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "step"])
+def test_elements_of_others_that_are_not_there(tmp_path: Path, key: str) -> None:
+    tensors = {"exp_avg": torch.zeros(4), "step": torch.zeros(())}
+    tensors[key] = torch.zeros((), dtype=torch.float64).expand(LARGE)
+    group = {"params": [0], "param_names": ["w"]}
+    torch.save({"param_groups": [group], "state": {0: tensors}}, tmp_path / "state.pt")
+    refused(tmp_path / "state.pt", "1073741824", FOREIGN["convert"])
+
+
+def test_state_of_others_is_copied_once(tmp_path: Path) -> None:
+    """What is counted are pages of the file, which the system can drop, and the tensors."""
+    state = {"exp_avg": torch.ones(16 << 20)}  # 64 MiB
+    torch.save(state, tmp_path / "state.pt")
+    state.clear()
+
+    def load(path: Path, *_: Any) -> None:
+        raise ValueError(f"read {int(load_plain_file(path)['exp_avg'].sum())}")
+
+    refused(tmp_path / "state.pt", f"read {16 << 20}", load, most_mib=160)
 
 
 @pytest.mark.parametrize("name", ["index.json", "manifest.json", "latest"])
@@ -158,21 +202,7 @@ def test_tensors_larger_than_their_boxes(version: Path, dtype: str) -> None:
     refused(version, "does not hold each element of shape (1073741824,) once")
 
 
-def test_elements_of_before_that_are_deflated(tmp_path: Path) -> None:
-    old = unpacked(tmp_path, "one")
-    bomb, metadata = archive(b"\0" * LARGE, zipfile.ZIP_DEFLATED), metadata_of(old)
-    info = next(iter(metadata.storage_data.values()))
-    content = (old / info.relative_path).read_bytes()
-    info.offset, info.length = len(content), len(bomb)
-    replaced(old, info.relative_path, content + bomb)
-    replaced(old, ".metadata", pickle.dumps(metadata))
-    taken = peak()
-    with pytest.raises(ValueError, match="are no tensor"):
-        checkpoint.load(old, *build("bf16-8bit", 0.5))
-    assert peak() - taken < MOST_MIB << 10
-
-
-def test_plain_data_is_read_as_torch_reads_it() -> None:
+def test_plain_data_is_read_as_torch_reads_it(tmp_path: Path) -> None:
     data: dict[Any, Any] = {
         "numbers": [1, -(1 << 80), 2.5, True, None, 1 + 2j],
         "texts": ("a", "\N{SNOWMAN}", b"\0\xff", bytearray(b"xy"), bytearray()),
@@ -186,15 +216,14 @@ def test_plain_data_is_read_as_torch_reads_it() -> None:
     for zipped in (True, False):
         content = io.BytesIO()
         torch.save(data, content, _use_new_zipfile_serialization=zipped)
-        content.seek(0)
-        found = load_plain(content.getvalue())
-        assert repr(found) == repr(torch.load(content, weights_only=True))
-        assert found["same"].data_ptr() == found["tensors"][0].data_ptr()
+        (tmp_path / "plain.pt").write_bytes(content.getvalue())
+        for found in (load_plain(content.getvalue()), load_plain_file(tmp_path / "plain.pt")):
+            content.seek(0)
+            assert repr(found) == repr(torch.load(content, weights_only=True))
+            assert found["same"].data_ptr() == found["tensors"][0].data_ptr()
 
 
-def test_a_link_out_of_the_folder_is_not_followed(
-    version: Path, tmp_path: Path
-) -> None:
+def test_a_link_out_of_the_folder_is_not_followed(version: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("hidden")
     for path in (version / "manifest.json", version.parent / "latest"):

@@ -9,7 +9,7 @@ from torch import nn
 
 from mp_optim import checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint.commit import begin, complete_versions, publish, staging_of
-from mp_optim.checkpoint.manifest import MANIFEST
+from mp_optim.checkpoint.version_files import MANIFEST
 from mp_optim.config import OptimizerConfig
 
 
@@ -30,9 +30,7 @@ def test_versions_are_counted_and_not_sorted_as_words(tmp_path):
         == checkpoint.versions(tmp_path)
     )
     target = begin(tmp_path)
-    assert (
-        target.name == "version-201"
-    )  # also one that is not complete is not written into
+    assert target.name == "version-201"  # also one that is not complete is not written into
     assert (
         not target.exists()
         and staging_of(target).is_dir()
@@ -51,9 +49,7 @@ def test_the_oldest_go_first_and_the_new_one_counts(tmp_path, keep, left):
     target = begin(tmp_path)
     (staging_of(target) / MANIFEST).write_text("{}")
     publish(target, keep)
-    assert complete_versions(tmp_path) == [
-        tmp_path / f"version-{number}" for number in left
-    ]
+    assert complete_versions(tmp_path) == [tmp_path / f"version-{number}" for number in left]
     assert (tmp_path / "latest").read_text() == "version-4\n"
     assert not list(tmp_path.glob(".version-*"))
 
@@ -76,19 +72,13 @@ def test_a_file_of_an_export_is_filled_to_the_byte(tmp_path, limit, files):
         "c": 24,
         "d": 1,
     }  # FP32 elements; "c" needs 96 bytes, more than the smaller limits
-    model = nn.ParameterDict(
-        {name: nn.Parameter(torch.ones(size)) for name, size in sizes.items()}
-    )
+    model = nn.ParameterDict({name: nn.Parameter(torch.ones(size)) for name, size in sizes.items()})
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), model)
     written = checkpoint.export_safetensors(tmp_path, optimizer, max_shard_size=limit)
-    assert [sorted(load_file(path)) for path in written] == [
-        sorted(names) for names in files
-    ]
+    assert [sorted(load_file(path)) for path in written] == [sorted(names) for names in files]
     if len(files) > 1:
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
         assert index["metadata"]["total_size"] == 4 * sum(sizes.values())
         assert index["weight_map"] == {
-            name: path.name
-            for path, names in zip(written, files, strict=True)
-            for name in names
+            name: path.name for path, names in zip(written, files, strict=True) for name in names
         }

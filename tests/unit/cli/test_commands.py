@@ -96,10 +96,7 @@ def test_a_checkpoint_that_is_not_there(
     ],
 )
 def test_a_source_that_is_no_state(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    content: object,
-    words: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: object, words: str
 ) -> None:
     source, target = tmp_path / "file", tmp_path / "out"
     if isinstance(content, bytes):
@@ -111,17 +108,13 @@ def test_a_source_that_is_no_state(
     assert words in sentence and str(source) in sentence and not target.exists()
 
 
-def test_a_file_of_another_program(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_another_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = ("--source", written(tmp_path, b"text"), "--target", tmp_path / "out")
     for form in ("mp_optim", "torch"):
         sentence = said(capsys, "convert", "--source-format", form, *files)
         assert "is not a whole file of torch.save" in sentence
     for form in ("checkpoint", "deepspeed"):
-        assert "there is no " in said(
-            capsys, "convert", "--source-format", form, *files
-        )
+        assert "there is no " in said(capsys, "convert", "--source-format", form, *files)
 
 
 def test_a_key_that_is_not_in_the_source(
@@ -162,9 +155,7 @@ def test_a_model_that_transformers_does_not_know(
     assert "model type `nosuch`" in said(capsys, "plan", "--model", path)
 
 
-def test_a_plan_is_printed_and_written(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_is_printed_and_written(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = config.with_name("plan")
     memory = ("--gpu-memory", "1", "--host-memory", "2")
     assert main(["plan", "--model", str(config), *memory, "--output", str(output)]) == 0
@@ -179,15 +170,9 @@ def test_a_plan_is_printed_and_written(
     ("words", "form"),
     [
         (["--state", "8bit"], "8-bit moments"),
-        (
-            ["--state", "8bit", "--main-params", "remainder16"],
-            "8-bit moments, remainders",
-        ),
+        (["--state", "8bit", "--main-params", "remainder16"], "8-bit moments, remainders"),
         (["--main-params", "remainder8"], "FP32 moments, 8-bit remainders"),
-        (
-            ["--state", "4bit", "--release-gradients"],
-            "4-bit and 8-bit moments",
-        ),
+        (["--state", "4bit", "--release-gradients"], "4-bit and 8-bit moments"),
     ],
 )
 def test_a_plan_in_words_of_the_classes(
@@ -230,16 +215,6 @@ def test_names_are_whole_in_a_pipe_and_latest_may_lie_below(
     arguments = ("--source-format", "checkpoint", "--source", str(tmp_path))
     assert main(["convert", *arguments, "--target", str(tmp_path / "out")]) == 0
     checkpoint.load(tmp_path, model, optimizer)
-
-
-def test_a_step_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    size = ("--params", "1e5", "--backward-ms", "20")
-    assert main(["trace", *size, "--output", str(tmp_path / "trace")]) == 0
-    assert "of the host's work hidden under backward" in capsys.readouterr().out
-    events = json.loads((tmp_path / "trace" / "trace.json").read_text())["traceEvents"]
-    ours = [event["name"] for event in events if event.get("cat") == "mp_optim"]
-    assert {"backward", "step"} <= set(ours) and len(set(ours)) > 2
-    assert (tmp_path / "trace" / "trace.png").stat().st_size > 1000
 
 
 HELP = """

@@ -11,7 +11,7 @@ import torch
 
 from mp_optim import OptimizerConfig
 from mp_optim.cli import doctor
-from mp_optim.config.capabilities import BACKENDS
+from mp_optim.config.rules import BACKENDS
 from mp_optim.update.backends.native_library import native_library
 from support.launch import run
 
@@ -70,6 +70,7 @@ def test_it_says_why_there_are_no_native_kernels() -> None:
         "sgd,",
         "lion,",
         "stable_adamw,",
+        "ademamix,",
         "adafactor",
         "MP_OPTIM_NATIVE=off",
     ]
@@ -82,9 +83,7 @@ def test_it_says_how_many_threads_the_host_kernels_run_and_why() -> None:
     assert f"of {cores} cores, which 2 local ranks share" in text
     assert (
         "OMP_THREAD_LIMIT=1 allows no more"
-        in " ".join(
-            run_without_triton(OMP_THREAD_LIMIT="1", LOCAL_WORLD_SIZE="1").split()
-        )
+        in " ".join(run_without_triton(OMP_THREAD_LIMIT="1", LOCAL_WORLD_SIZE="1").split())
         or cores == 1
     )
 

@@ -17,22 +17,13 @@ from mp_optim import OptimizerConfig
         ({"adam_eps": -1}, "adam_eps=-1"),
         ({"optimizer": "adamm"}, "did you mean 'adam'"),
         ({"fused_backend": "refrence"}, "did you mean 'reference'"),
-        (
-            {"optimizer_offload_fraction": 3.0},
-            "optimizer_offload_fraction=3.0: must be between",
-        ),
-        (
-            {"optimizer_offload_fraction": 0.5},
-            "no effect without optimizer_cpu_offload=True",
-        ),
+        ({"optimizer_offload_fraction": 3.0}, "optimizer_offload_fraction=3.0: must be between"),
+        ({"optimizer_offload_fraction": 0.5}, "no effect without optimizer_cpu_offload=True"),
         ({"optimizer_cpu_offload": True}, "without optimizer_offload_fraction"),
         ({"lr": "fast"}, "lr='fast': must be a float"),
         ({"bf16": 1}, "bf16=1: must be a bool"),
         ({"clip_grad": None}, "clip_grad=None: must be a float"),
-        (
-            {"params_dtype": "bfloat17"},
-            "params_dtype='bfloat17': .*did you mean 'bfloat16'",
-        ),
+        ({"params_dtype": "bfloat17"}, "params_dtype='bfloat17': .*did you mean 'bfloat16'"),
         ({"params_dtype": "bf16"}, "params_dtype=torch.bfloat16: contradicts"),
         (
             {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.float64},
@@ -43,19 +34,11 @@ from mp_optim import OptimizerConfig
             "store_param_remainders=False: has no effect without use_precision_aware",
         ),
         (
-            {
-                "use_precision_aware_optimizer": True,
-                "bf16": True,
-                "fused_backend": "torch",
-            },
+            {"use_precision_aware_optimizer": True, "bf16": True, "fused_backend": "torch"},
             "store_param_remainders=True",
         ),
         (
-            {
-                "use_precision_aware_optimizer": True,
-                "bf16": True,
-                "param_remainder_bits": 12,
-            },
+            {"use_precision_aware_optimizer": True, "bf16": True, "param_remainder_bits": 12},
             "param_remainder_bits=12",
         ),
         (
@@ -87,29 +70,14 @@ from mp_optim import OptimizerConfig
             },
             "exp_avg_dtype=torch.bfloat16: fused_backend='torch'",
         ),
-        (
-            {"barrier_with_L1_time": True},
-            "barrier_with_L1_time=True: has no effect without timers",
-        ),
-        (
-            {"loss_scale": 2.0},
-            "loss_scale=2.0: has no effect without fp16=True or bf16=True",
-        ),
-        (
-            {"fp16": True, "loss_scale": 2.0, "hysteresis": 3},
-            "hysteresis=3: has no effect",
-        ),
+        ({"barrier_with_L1_time": True}, "barrier_with_L1_time=True: has no effect without timers"),
+        ({"loss_scale": 2.0}, "loss_scale=2.0: has no effect without fp16=True or bf16=True"),
+        ({"fp16": True, "loss_scale": 2.0, "hysteresis": 3}, "hysteresis=3: has no effect"),
         ({"fp16": True, "loss_scale_window": 1.5}, "loss_scale_window=1.5"),
         ({"fp16": True, "loss_scale_window": -5}, "loss_scale_window=-5"),
         ({"fp16": True, "hysteresis": 0}, "hysteresis=0"),
-        (
-            {"fp16": True, "initial_loss_scale": 0.5},
-            "min_loss_scale=1.0: must not exceed",
-        ),
-        (
-            {"sgd_momentum": 0.5},
-            "sgd_momentum=0.5: has no effect without optimizer='sgd'",
-        ),
+        ({"fp16": True, "initial_loss_scale": 0.5}, "min_loss_scale=1.0: must not exceed"),
+        ({"sgd_momentum": 0.5}, "sgd_momentum=0.5: has no effect without optimizer='sgd'"),
         ({"lamb_use_nvlamb": True}, "lamb_use_nvlamb=True"),
         ({"decoupled_min_lr": 1e-4}, "decoupled_min_lr"),
         ({"clip_grad": -1}, "clip_grad=-1"),
@@ -122,10 +90,7 @@ from mp_optim import OptimizerConfig
             "strategy='optim_grads': has no effect",
         ),
         (
-            {
-                "use_distributed_optimizer": True,
-                "data_parallel_sharding_strategy": "zero2",
-            },
+            {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "zero2"},
             "strategy='zero2': must be one of",
         ),
         (
@@ -160,10 +125,7 @@ from mp_optim import OptimizerConfig
             "grad_reduce_op='mean': must be one of",
         ),
         ({"grad_norm_skip_threshold": 0}, "grad_norm_skip_threshold=0"),
-        (
-            {"muon_momentum": 0.9},
-            "muon_momentum=0.9: has no effect without optimizer='muon'",
-        ),
+        ({"muon_momentum": 0.9}, "muon_momentum=0.9: has no effect without optimizer='muon'"),
         ({"optimizer": "muon", "muon_momentum": 1.0}, "muon_momentum=1.0: must be in"),
         (
             {"optimizer": "muon", "muon_num_ns_steps": 6},
@@ -173,15 +135,9 @@ from mp_optim import OptimizerConfig
             {"optimizer": "muon", "muon_scale_mode": "spectal"},
             "muon_scale_mode='spectal': .*did you mean 'spectral'",
         ),
-        (
-            {"optimizer": "muon", "muon_tp_mode": "distributed"},
-            "order that depends on the ranks",
-        ),
+        ({"optimizer": "muon", "muon_tp_mode": "distributed"}, "order that depends on the ranks"),
         ({"optimizer": "muon", "muon_fp32_matmul_prec": "high"}, "TF32"),
-        (
-            {"optimizer": "muon", "muon_extra_scale_factor": 0.0},
-            "muon_extra_scale_factor=0.0",
-        ),
+        ({"optimizer": "muon", "muon_extra_scale_factor": 0.0}, "muon_extra_scale_factor=0.0"),
         (
             {"optimizer": "muon", "muon_scalar_optimizer": "sgd"},
             "muon_scalar_optimizer='sgd': must be one of",
@@ -203,11 +159,7 @@ from mp_optim import OptimizerConfig
             "decoupled_weight_decay=False: has no effect",
         ),
         (
-            {
-                "optimizer": "muon",
-                "muon_scalar_optimizer": "lion",
-                "fused_backend": "apex",
-            },
+            {"optimizer": "muon", "muon_scalar_optimizer": "lion", "fused_backend": "apex"},
             "has no kernels for",
         ),
     ],
@@ -246,12 +198,7 @@ def test_defaults_are_megatrons_and_it_is_a_dataclass():
         1000,
         2,
     )
-    assert (
-        config.clip_grad,
-        config.weight_decay,
-        config.adam_beta2,
-        config.adam_eps,
-    ) == (
+    assert (config.clip_grad, config.weight_decay, config.adam_beta2, config.adam_eps) == (
         1.0,
         0.01,
         0.999,

@@ -27,11 +27,7 @@ COMPANY: list[dict[str, Any]] = [
     {"optimizer": "lamb"},
     {"optimizer": "lion"},
     {"optimizer": "muon"},
-    {
-        "optimizer": "muon",
-        "muon_coefficient_type": "simple",
-        "muon_scalar_optimizer": "lion",
-    },
+    {"optimizer": "muon", "muon_coefficient_type": "simple", "muon_scalar_optimizer": "lion"},
     {"fp16": True},
     {"fp16": True, "loss_scale": 4.0},
     {
@@ -45,11 +41,7 @@ COMPANY: list[dict[str, Any]] = [
         "optimizer_offload_fraction": 0.5,
         "offload_mode": "speculative",
     },
-    {
-        "optimizer_cpu_offload": True,
-        "optimizer_offload_fraction": "auto",
-        "gpu_memory": 2**30,
-    },
+    {"optimizer_cpu_offload": True, "optimizer_offload_fraction": "auto", "gpu_memory": 2**30},
     {"use_distributed_optimizer": True},
     {"decoupled_lr": 1e-2},
     {"min_lr": 0.0},
@@ -61,10 +53,7 @@ COMPANY: list[dict[str, Any]] = [
 BESIDE: dict[str, dict[str, Any]] = {
     "loss_scale_window": {"fp16": True},
     "bucket_size": {"use_distributed_optimizer": True},
-    "offload_bucket_bytes": {
-        "optimizer_cpu_offload": True,
-        "optimizer_offload_fraction": 0.5,
-    },
+    "offload_bucket_bytes": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
 }
 """Settings without which a field has no effect."""
 
@@ -172,24 +161,15 @@ def one_rank() -> Iterator[None]:
 
 def steps_to_finite_numbers(config: OptimizerConfig) -> None:
     torch.manual_seed(0)
-    dtype = (
-        torch.float16
-        if config.fp16
-        else torch.bfloat16
-        if config.bf16
-        else torch.float32
-    )
+    dtype = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else torch.float32
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).to(dtype)
     stack = get_megatron_optimizer(config, model)
     for _ in range(2):
         stack.zero_grad()
-        stack.scale_loss(
-            model(torch.ones(2, 4, dtype=dtype)).float().square().mean()
-        ).backward()
+        stack.scale_loss(model(torch.ones(2, 4, dtype=dtype)).float().square().mean()).backward()
         stack.step()
     assert all(
-        getattr(main, "local", main).isfinite().all()
-        for _, main in stack.named_main_params()
+        getattr(main, "local", main).isfinite().all() for _, main in stack.named_main_params()
     )
 
 
@@ -213,9 +193,7 @@ def test_nonsense_is_refused_by_name_or_does_no_harm(field: str) -> None:
                 stepped.add(kept)
                 step(config, field)
             default = next(
-                spec.default
-                for spec in dataclasses.fields(config)
-                if spec.name == field
+                spec.default for spec in dataclasses.fields(config) if spec.name == field
             )
             did_something |= getattr(config, field) != default
             if getattr(config, field) != default:
@@ -228,7 +206,7 @@ def step(config: OptimizerConfig, field: str) -> None:
         warnings.simplefilter("ignore")
         try:
             steps_to_finite_numbers(config)
-        except (TypeError, ValueError) as error:  # what only the model can know
+        except (TypeError, ValueError, OSError) as error:  # what only model or system can know
             assert field in str(error), f"{field}={getattr(config, field)!r}: {error!r}"
 
 
@@ -256,9 +234,7 @@ def step(config: OptimizerConfig, field: str) -> None:
         ("offload_bucket_bytes", "4096", 4096),
     ],
 )
-def test_what_means_the_same_is_kept_in_one_form(
-    name: str, value: Any, kept: Any
-) -> None:
+def test_what_means_the_same_is_kept_in_one_form(name: str, value: Any, kept: Any) -> None:
     company = BESIDE.get(name, {})
     found = getattr(OptimizerConfig(**{**company, name: value}), name)
     assert found == kept and type(found) is type(kept)
@@ -269,10 +245,7 @@ def test_what_means_the_same_is_kept_in_one_form(
     [
         ({"lr": "fast"}, "lr='fast': must be a float | None, not a str"),
         ({"clip_grad": "nan"}, "clip_grad='nan': must be a float, not a str"),
-        (
-            {"weight_decay": "-1e-2"},
-            "weight_decay='-1e-2': must be a finite number >= 0",
-        ),
+        ({"weight_decay": "-1e-2"}, "weight_decay='-1e-2': must be a finite number >= 0"),
         ({"hysteresis": "2.5"}, "hysteresis='2.5': must be a whole number"),
         ({"betas": 0.9}, "betas=0.9: must be 2 numbers, for adam_beta1 and adam_beta2"),
         ({"betas": (0.9, 1.0)}, "adam_beta2=1.0: must be in [0, 1)"),
@@ -280,22 +253,14 @@ def test_what_means_the_same_is_kept_in_one_form(
         ({"gpu_memory": "60 apples"}, "gpu_memory='60 apples': must be a int | None"),
         ({"gpu_memory": "60G"}, "gpu_memory='60G': must be a int | None"),
         ({"offload_bucket_bytes": "0MiB"}, "or text such as '64MiB'"),
-        (
-            {"stochastic_rounding_seed": 2.5},
-            "stochastic_rounding_seed=2.5: must be a whole number",
-        ),
-        (
-            {"lr": 10**400},
-            "lr=1000000000000000000000000000000000000000000000000000000000",
-        ),
+        ({"stochastic_rounding_seed": 2.5}, "stochastic_rounding_seed=2.5: must be a whole number"),
+        ({"lr": 10**400}, "lr=1000000000000000000000000000000000000000000000000000000000"),
         ({"optimizer": "adamw", "decoupled_weight_decay": False}, "AdamW decouples it"),
         ({"optimizer": "adam8bit"}, "exp_avg_dtype='uint8'"),
         ({"optimizer": "soap"}, "optimizer is adam"),
     ],
 )
-def test_a_wrong_kind_of_value_says_what_to_write(
-    settings: dict[str, Any], message: str
-) -> None:
+def test_a_wrong_kind_of_value_says_what_to_write(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         OptimizerConfig(**settings)
     assert message in str(caught.value)
@@ -341,10 +306,7 @@ LIKE_TORCH: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"betas": (0.8, 0.95), "eps": 1e-6},
         {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-6},
     ),
-    (
-        {"optimizer": "AdamW", "betas": [0.8, 0.95]},
-        {"adam_beta1": 0.8, "adam_beta2": 0.95},
-    ),
+    ({"optimizer": "AdamW", "betas": [0.8, 0.95]}, {"adam_beta1": 0.8, "adam_beta2": 0.95}),
     (
         {"optimizer": "lion", "betas": (0.8, 0.95)},
         {"optimizer": "lion", "lion_beta1": 0.8, "lion_beta2": 0.95},
@@ -363,11 +325,7 @@ LIKE_TORCH: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"optimizer": "adafactor", "adafactor_eps2": 1e-4},
     ),
     (
-        {
-            "optimizer_cpu_offload": True,
-            "optimizer_offload_fraction": "auto",
-            "gpu_memory": "60GB",
-        },
+        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": "auto", "gpu_memory": "60GB"},
         {
             "optimizer_cpu_offload": True,
             "optimizer_offload_fraction": "auto",
@@ -377,12 +335,8 @@ LIKE_TORCH: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "typed, meant", LIKE_TORCH, ids=lambda settings: ", ".join(settings)
-)
-def test_other_names_are_taken_as_the_field(
-    typed: dict[str, Any], meant: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("typed, meant", LIKE_TORCH, ids=lambda settings: ", ".join(settings))
+def test_other_names_are_taken_as_the_field(typed: dict[str, Any], meant: dict[str, Any]) -> None:
     assert OptimizerConfig(**typed) == OptimizerConfig(**meant)
     assert OptimizerConfig.from_dict(typed) == OptimizerConfig.from_dict(meant)
 
@@ -390,18 +344,9 @@ def test_other_names_are_taken_as_the_field(
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (
-            {"learning_rate": 1e-3, "lr": 1e-4},
-            "learning_rate=0.001 and lr=0.0001 are the same",
-        ),
-        (
-            {"max_grad_norm": 1.0, "clip_grad": 1.0},
-            "max_grad_norm=1.0 and clip_grad=1.0",
-        ),
-        (
-            {"betas": (0.9, 0.95), "adam_beta2": 0.99},
-            r"betas=\(0.9, 0.95\) and adam_beta2=0.99",
-        ),
+        ({"learning_rate": 1e-3, "lr": 1e-4}, "learning_rate=0.001 and lr=0.0001 are the same"),
+        ({"max_grad_norm": 1.0, "clip_grad": 1.0}, "max_grad_norm=1.0 and clip_grad=1.0"),
+        ({"betas": (0.9, 0.95), "adam_beta2": 0.99}, r"betas=\(0.9, 0.95\) and adam_beta2=0.99"),
         ({"optimizer": "sgd", "betas": (0.9, 0.95)}, "optimizer='sgd' has none"),
         ({"optimizer": "lion", "eps": 1e-8}, "eps=1e-08: optimizer='lion' has none"),
     ],

@@ -35,21 +35,14 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(folder):
     """What each rank found."""
-    return [
-        torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(4)
-    ]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(4)]
 
 
 def kinds():
     found = defaultdict(list)
     for case in cases():
         found[
-            case.ranks,
-            case.precision,
-            case.rule,
-            case.microbatches,
-            case.fp32_reduce,
-            case.clip,
+            case.ranks, case.precision, case.rule, case.microbatches, case.fp32_reduce, case.clip
         ].append(case)
     return found
 
@@ -63,12 +56,9 @@ def test_every_layout_and_placement_gives_the_same_bits(ranks, kind):
         for rank in range(case.ranks):
             found, reference = ranks[rank][repr(case)], ranks[rank][repr(first)]
             assert (
-                found["losses"] == reference["losses"]
-                and found["params"] == reference["params"]
+                found["losses"] == reference["losses"] and found["params"] == reference["params"]
             ), case
-            if (
-                "whole" in case.layout
-            ):  # other parts of the sum of squares: the last bits of FP64
+            if "whole" in case.layout:  # other parts of the sum of squares: the last bits of FP64
                 assert found["norms"] == pytest.approx(reference["norms"], rel=1e-14)
             else:
                 assert found["norms"] == reference["norms"], case
@@ -85,8 +75,7 @@ def test_work_on_the_host_begins_before_the_step(ranks):
     }
     assert len(hits) == 24 and sum(map(bool, hits.values())) == 4
     assert all(
-        (hits[case] > 0) == (case.mode == "speculative" and "optim" in case.layout)
-        for case in hits
+        (hits[case] > 0) == (case.mode == "speculative" and "optim" in case.layout) for case in hits
     )
 
 
@@ -114,22 +103,18 @@ def test_gradients_are_added_in_fp32_in_the_order_of_ranks(ranks):
 @pytest.mark.parametrize("size", [3, 4])
 def test_it_trains_like_one_process(ranks, size):
     model = SmallMoE(torch.float32)
-    optimizer = get_megatron_optimizer(
-        config_for("fp32"), model, expert_predicate=is_expert
-    )
+    optimizer = get_megatron_optimizer(config_for("fp32"), model, expert_predicate=is_expert)
     for step in range(STEPS):
         optimizer.zero_grad()
-        losses = [
-            model(tokens_of(step, rank, 0), rank % 2 == 1) for rank in range(size)
-        ]
+        losses = [model(tokens_of(step, rank, 0), rank % 2 == 1) for rank in range(size)]
         torch.stack(losses).mean().backward()
         model.unused.grad = torch.zeros_like(
             model.unused
         )  # nobody's gradient is zero where gradients are reduced
         norm = optimizer.step().grad_norm
-        assert ranks[0][repr(Case(size, "fp32", "optim"))]["norms"][
-            step
-        ] == pytest.approx(norm, rel=1e-6)
+        assert ranks[0][repr(Case(size, "fp32", "optim"))]["norms"][step] == pytest.approx(
+            norm, rel=1e-6
+        )
         for rank, loss in enumerate(losses):
             sharded = ranks[rank][repr(Case(size, "fp32", "optim"))]["losses"][step]
             assert sharded == pytest.approx(loss.item(), rel=1e-5)
@@ -144,9 +129,7 @@ def test_experts_on_different_ranks_train_like_one_process(ranks):
     for step in range(EXPERT_STEPS):
         optimizer.zero_grad()
         sum(
-            model.dense_loss(values)
-            + model.expert_loss(0, values)
-            + model.expert_loss(1, values)
+            model.dense_loss(values) + model.expert_loss(0, values) + model.expert_loss(1, values)
             for values in (features(rank, step) for rank in range(4))
         ).div(4).backward()
         norms.append(optimizer.step().grad_norm)
@@ -158,10 +141,7 @@ def test_experts_on_different_ranks_train_like_one_process(ranks):
             for name, value in found["params"].items():
                 torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-5)
                 assert torch.equal(value, rank["experts"][0]["params"][name]), layout
-    assert (
-        ranks[0]["experts"][1]["params"].keys()
-        != ranks[1]["experts"][1]["params"].keys()
-    )
+    assert ranks[0]["experts"][1]["params"].keys() != ranks[1]["experts"][1]["params"].keys()
 
 
 def test_experts_without_their_groups_are_refused(ranks):
@@ -194,15 +174,11 @@ def test_training_goes_on_bit_for_bit(ranks, layout):
 
 def test_one_process_loads_the_checkpoint_of_four(ranks, folder):
     model = SmallMoE(torch.bfloat16)
-    optimizer = get_megatron_optimizer(
-        config_for("bf16"), model, expert_predicate=is_expert
-    )
+    optimizer = get_megatron_optimizer(config_for("bf16"), model, expert_predicate=is_expert)
     checkpoint.load(folder / "optim", model, optimizer)
     case = Case(4, "bf16", "optim", 0.5)
     reference = SmallMoE(torch.bfloat16)
-    reference.load_state_dict(
-        torch.load(folder / "state-optim-0.pt", weights_only=True)[0]
-    )
+    reference.load_state_dict(torch.load(folder / "state-optim-0.pt", weights_only=True)[0])
     assert digest(model.state_dict()) == digest(reference.state_dict()), case
     for name, main in optimizer.named_main_params():
         param = model.get_parameter(name)
@@ -214,15 +190,12 @@ def test_one_process_loads_the_checkpoint_of_four(ranks, folder):
     shards = [state[0]["exp_avg"] for state in saved]
     whole = torch.cat([shard.local for shard in shards])
     name = optimizer.slot_name(optimizer.slots()[0])
-    assert torch.equal(
-        optimizer.state[model.get_parameter(name)]["exp_avg"].reshape(-1), whole
-    )
+    assert torch.equal(optimizer.state[model.get_parameter(name)]["exp_avg"].reshape(-1), whole)
 
 
 def test_state_of_other_ranges_is_refused_and_that_of_one_process_is_cut(ranks):
     assert all(
-        "saved elements [" in rank["other ranges"]
-        and "mp_optim.checkpoint" in rank["other ranges"]
+        "saved elements [" in rank["other ranges"] and "mp_optim.checkpoint" in rank["other ranges"]
         for rank in ranks
     )
     assert all(rank["whole state"] for rank in ranks)
@@ -243,13 +216,9 @@ def test_memory_and_traffic_follow_the_formula(ranks, layout, fp32):
         assert found["planned"] == pytest.approx(
             ranks[0]["bytes"][str((layout, fp32))]["held"], rel=0.005
         )
-        assert found["bytes_reduced"] == pytest.approx(
-            grads * found["params"], rel=0.02
-        )
+        assert found["bytes_reduced"] == pytest.approx(grads * found["params"], rel=0.02)
         sent = found["bytes_reduced"] + found["bytes_gathered"]
-        back = (
-            grads if layout == "no_shard" else 2
-        )  # gradients come back, or parameters
+        back = grads if layout == "no_shard" else 2  # gradients come back, or parameters
         assert sent == pytest.approx((grads + back) * found["params"], rel=0.02)
 
 
@@ -257,10 +226,7 @@ def test_misuse_is_an_error_that_says_what_to_do(ranks):
     for rank in ranks:
         found = rank["misuse"]
         for how in ("second backward", "no zero_grad"):
-            assert (
-                "got a gradient after the gradients of this step were reduced"
-                in found[how]
-            )
+            assert "got a gradient after the gradients of this step were reduced" in found[how]
         assert (
             "dense.weight was used without calling the module that holds it"
             in found["module not called"]
@@ -271,10 +237,7 @@ def test_misuse_is_an_error_that_says_what_to_do(ranks):
 def test_every_backward_may_be_reduced_or_only_the_last(ranks):
     for rank in ranks:
         each, last = rank["several backwards"]
-        assert (
-            each == pytest.approx(last, rel=1e-6)
-            and each == ranks[0]["several backwards"][0]
-        )
+        assert each == pytest.approx(last, rel=1e-6) and each == ranks[0]["several backwards"][0]
 
 
 def test_ranks_that_disagree_are_named_on_every_rank(ranks):
@@ -286,20 +249,14 @@ def test_ranks_that_disagree_are_named_on_every_rank(ranks):
         )
         assert "rank 2 has 'lr=0.2' where rank 0 has 'lr=0.1'" in found["config"]
         assert "rank 1 has 'group 0 position 0: w50 (50,)" in found["order"]
-        assert (
-            "rank 2 has 'lr=0.3 of the group of w50' where rank 0 has 'lr=0.1 of"
-            in found["lr"]
-        )
+        assert "rank 2 has 'lr=0.3 of the group of w50' where rank 0 has 'lr=0.1 of" in found["lr"]
 
 
 @pytest.mark.parametrize("how, gone", [("late", 1), ("dead", 3)])
 def test_a_rank_that_is_gone_is_named_and_nobody_hangs(ranks, how, gone):
     for index, rank in enumerate(ranks):
         if index != gone:
-            assert (
-                f"failed: rank {gone} of [0, 1, 2, 3] did not take part"
-                in rank[how]["told"]
-            )
+            assert f"failed: rank {gone} of [0, 1, 2, 3] did not take part" in rank[how]["told"]
             assert rank[how]["seconds"] < 20
 
 

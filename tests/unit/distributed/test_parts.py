@@ -8,14 +8,7 @@ from mp_optim.precision.device_verdict import decide_on_device
 from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
 from mp_optim.precision.verdict import decide
 from support.launch import results_of_ranks
-from support.workers.parts import (
-    KEPT_WHOLE,
-    OTHER_SETTINGS,
-    OTHERWISE,
-    PROGRAMS,
-    RANKS,
-    SHARED,
-)
+from support.workers.parts import KEPT_WHOLE, OTHER_SETTINGS, OTHERWISE, PROGRAMS, RANKS, SHARED
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +36,7 @@ def test_whole_parameters_on_one_rank_give_the_bits_of_no_sharding(ranks, seed, 
         assert len(runs) == len(SHARED) + 2
         for how, run in runs.items():
             same = runs["plain, resumed" if "resumed" in how else "plain"]
-            assert (
-                run["bits"]
-                == same["bits"]
-                == ranks[0][f"whole {seed} {rule}"][how]["bits"]
-            ), how
+            assert run["bits"] == same["bits"] == ranks[0][f"whole {seed} {rule}"][how]["bits"], how
             assert run["norms"] == pytest.approx(same["norms"], rel=1e-13), (
                 how
             )  # other parts of the sum of squares
@@ -69,9 +58,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("what, strategy", OTHERWISE)
-def test_a_rank_that_does_something_else_is_named_and_nothing_is_stepped(
-    ranks, what, strategy
-):
+def test_a_rank_that_does_something_else_is_named_and_nothing_is_stepped(ranks, what, strategy):
     for rank in ranks:
         found = rank["otherwise"][what, strategy]
         assert SAID[what] in found["told"] and found["kept"] == (what != "nothing")
@@ -82,11 +69,10 @@ def test_fsdp_ranks_with_other_settings_are_named_and_nothing_is_stepped(ranks):
     for rank in ranks:
         found = {what: run["told"] for what, run in rank["fsdp"].items()}
         assert found["nothing"] == ["no error"] * 3
-        assert found["lr"][::2] == ["no error"] * 2
-        assert (
-            f"{alike} 'lr=0.5 of the group of 0.weight' where rank 0 has 'lr=0.01"
-            in found["lr"][1]
-        )
+        for how in ("lr", "lr, in parts"):
+            assert found[how][::2] == ["no error"] * 2
+            other = "'lr=0.5 of the group of 0.weight' where rank 0 has 'lr=0.01"
+            assert f"{alike} {other}" in found[how][1]
         for name, value in OTHER_SETTINGS.items():
             for told in found[name]:
                 assert f"{alike} '{name}={value}' where rank 0 has '{name}=" in told

@@ -21,7 +21,7 @@ from mp_optim import (
     checkpoint,
     get_megatron_optimizer,
 )
-from mp_optim.distributed.bucket_plan import ALIGNMENT
+from mp_optim.distributed.buckets import ALIGNMENT
 from mp_optim.precision import WrappedOptimizer
 from support.models import config_for
 
@@ -57,28 +57,18 @@ def memory_of(view):
 
 def test_parameters_and_gradients_are_aligned_views_of_new_memory():
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
-    before = {
-        name: (value.clone(), value.data_ptr())
-        for name, value in model.state_dict().items()
-    }
+    before = {name: (value.clone(), value.data_ptr()) for name, value in model.state_dict().items()}
     optimizer = sharded(model)
-    params, grads = (
-        memory_of(view) for view in (model[0].weight, model[0].weight.main_grad)
-    )
+    params, grads = (memory_of(view) for view in (model[0].weight, model[0].weight.main_grad))
     assert isinstance(optimizer, DistributedOptimizer)
     for name, param in model.named_parameters():
-        assert (
-            torch.equal(param, before[name][0]) and param.data_ptr() != before[name][1]
-        )
+        assert torch.equal(param, before[name][0]) and param.data_ptr() != before[name][1]
         assert param.untyped_storage().data_ptr() == params.data_ptr()
         assert param.main_grad.untyped_storage().data_ptr() == grads.data_ptr()
-        assert (param.data_ptr() - params.data_ptr()) % (
-            ALIGNMENT * 4
-        ) == 0 and param.grad is None
+        assert (param.data_ptr() - params.data_ptr()) % (ALIGNMENT * 4) == 0 and param.grad is None
     model(torch.ones(1, 5)).sum().backward()
     assert all(
-        param.grad is None and param.main_grad.abs().sum() > 0
-        for param in model.parameters()
+        param.grad is None and param.main_grad.abs().sum() > 0 for param in model.parameters()
     )
     assert grads.any()
     optimizer.zero_grad()
@@ -109,9 +99,7 @@ def test_a_bucket_of_one_parameter_shares_no_memory_with_what_was_there():
     optimizer = sharded(model)
     model["only"].grad = torch.ones(4)
     optimizer.step()
-    assert torch.equal(old, torch.ones(4)) and not torch.equal(
-        model["only"], torch.ones(4)
-    )
+    assert torch.equal(old, torch.ones(4)) and not torch.equal(model["only"], torch.ones(4))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -128,30 +116,20 @@ def test_dtypes_keep_to_themselves(strategy):
         }
     )
     optimizer = sharded(model, "bf16", strategy)
-    assert [model[name].dtype for name in "abc"] == [
-        torch.bfloat16,
-        torch.float32,
-        torch.bfloat16,
-    ]
+    assert [model[name].dtype for name in "abc"] == [torch.bfloat16, torch.float32, torch.bfloat16]
     memory = {name: model[name].untyped_storage().data_ptr() for name in "abc"}
     assert memory["a"] == memory["c"] != memory["b"]
     sum(param.float().sum() for param in model.values()).backward()
     optimizer.step()
     mains = [main.detach() for _, main in optimizer.named_main_params()]
     values = [getattr(main, "local", main) for main in mains]
-    assert all(
-        value.dtype == torch.float32 and torch.equal(value, values[0])
-        for value in values
-    )
+    assert all(value.dtype == torch.float32 and torch.equal(value, values[0]) for value in values)
 
 
 @pytest.mark.parametrize(
     "param, name",
     [
-        (
-            torch.zeros(4, 3, 2, 2).contiguous(memory_format=torch.channels_last),
-            "channels_last",
-        ),
+        (torch.zeros(4, 3, 2, 2).contiguous(memory_format=torch.channels_last), "channels_last"),
         (torch.zeros(4, 3).t(), "transposed"),
         (torch.zeros(8, 8)[:, :4], "sliced"),
     ],
@@ -159,25 +137,17 @@ def test_dtypes_keep_to_themselves(strategy):
 def test_memory_formats_are_refused_and_not_lost(param, name):
     model = nn.ParameterDict({name: nn.Parameter(param)})
     strides = model[name].stride()
-    with pytest.raises(
-        ValueError, match=rf"^{name} has shape .*row-major.*\.contiguous\(\)"
-    ):
+    with pytest.raises(ValueError, match=rf"^{name} has shape .*row-major.*\.contiguous\(\)"):
         sharded(model)
     assert model[name].stride() == strides
 
 
 def test_two_parameters_in_one_memory_are_refused():
     base = torch.zeros(8)
-    model = nn.ParameterDict(
-        {"all": nn.Parameter(base), "part": nn.Parameter(base[4:])}
-    )
-    with pytest.raises(
-        ValueError, match="all and part are two parameters that share memory"
-    ):
+    model = nn.ParameterDict({"all": nn.Parameter(base), "part": nn.Parameter(base[4:])})
+    with pytest.raises(ValueError, match="all and part are two parameters that share memory"):
         sharded(model)
-    fine = nn.ParameterDict(
-        {"one": nn.Parameter(base[:4]), "other": nn.Parameter(base[4:])}
-    )
+    fine = nn.ParameterDict({"one": nn.Parameter(base[:4]), "other": nn.Parameter(base[4:])})
     sharded(fine)
 
 
@@ -215,8 +185,7 @@ def test_a_group_of_frozen_parameters_is_kept_and_left_alone(strategy):
         }
     )
     groups = [
-        {"params": [model[name]], "param_names": [name], "lr": 0.1}
-        for name in ("frozen", "some")
+        {"params": [model[name]], "param_names": [name], "lr": 0.1} for name in ("frozen", "some")
     ]
     config = config_for(
         "fp32", use_distributed_optimizer=True, data_parallel_sharding_strategy=strategy
@@ -225,32 +194,23 @@ def test_a_group_of_frozen_parameters_is_kept_and_left_alone(strategy):
     before = model["frozen"].data_ptr()
     (model["some"] * model["frozen"]).sum().backward()
     optimizer.step()
-    assert (
-        torch.equal(model["frozen"], torch.ones(3))
-        and model["frozen"].data_ptr() == before
-    )
+    assert torch.equal(model["frozen"], torch.ones(3)) and model["frozen"].data_ptr() == before
     assert not torch.equal(model["some"], torch.ones(3))
     assert [name for name, _ in optimizer.named_main_params()] == ["frozen", "some"]
     assert list(optimizer.state_dict()["state"]) == [1]
-    model["some"].requires_grad_(
-        False
-    )  # frozen later: not stepped, whatever its moments are
+    model["some"].requires_grad_(False)  # frozen later: not stepped, whatever its moments are
     before = model["some"].clone()
     optimizer.zero_grad()
     optimizer.step()
     assert torch.equal(model["some"], before)
     model["frozen"].requires_grad_(True)
-    with pytest.raises(
-        RuntimeError, match="frozen was frozen when the optimizer was built"
-    ):
+    with pytest.raises(RuntimeError, match="frozen was frozen when the optimizer was built"):
         optimizer.step()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_unused_parameter_does_not_get_its_last_gradient_again(strategy):
-    model = nn.ParameterDict(
-        {"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.ones(3))}
-    )
+    model = nn.ParameterDict({"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.ones(3))})
     optimizer = sharded(
         model,
         strategy=strategy,
@@ -274,11 +234,7 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.dense, self.frozen = (
-            nn.Embedding(6, 4),
-            nn.Linear(4, 4),
-            nn.Linear(4, 4),
-        )
+        self.embed, self.dense, self.frozen = (nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 4))
         self.head = nn.Linear(4, 6, bias=False)
         self.head.weight = self.embed.weight
         self.frozen.requires_grad_(False)
@@ -382,9 +338,7 @@ def test_groups_cannot_be_added_and_hyperparameters_flow_down():
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert torch.equal(model.weight, before)
-    assert torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: 0.5
-    ).get_last_lr() == [
+    assert torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5).get_last_lr() == [
         0.0,
         0.0,
     ]
@@ -394,28 +348,19 @@ def test_groups_cannot_be_added_and_hyperparameters_flow_down():
 def test_a_composite_is_no_wrapper_and_lacks_nothing_that_a_stack_offers(owner):
     """It has no main params of its own: whatever a precision wrapper does with them is passed
     on."""
-    assert issubclass(owner, MegatronOptimizer) and not issubclass(
-        owner, WrappedOptimizer
-    )
+    assert issubclass(owner, MegatronOptimizer) and not issubclass(owner, WrappedOptimizer)
     missing = {
-        name
-        for name in dir(owner)
-        if getattr(getattr(owner, name), "__isabstractmethod__", False)
+        name for name in dir(owner) if getattr(getattr(owner, name), "__isabstractmethod__", False)
     }
     assert missing == set()
     offered = {name for name in dir(WrappedOptimizer) if not name.startswith("_")}
-    of_wrappers = {
-        "check_param",
-        "reduces",
-    }  # asked by the layer itself
+    of_wrappers = {"check_param", "inner", "reduces"}  # asked by the layer itself
     assert offered - of_wrappers - set(dir(owner)) == set()
 
 
 def test_one_process_has_to_say_so():
     model = nn.Linear(2, 2)
-    with pytest.raises(
-        ValueError, match="DistributedDataParallel, which reduces gradients"
-    ):
+    with pytest.raises(ValueError, match="DistributedDataParallel, which reduces gradients"):
         get_megatron_optimizer(
             config_for("fp32", use_distributed_optimizer=True),
             nn.parallel.DistributedDataParallel(model),
@@ -425,12 +370,7 @@ def test_one_process_has_to_say_so():
 def test_what_is_shown():
     optimizer = sharded(nn.Linear(3, 3), "fp32", overlap_grad_reduce=True)
     assert {row.params for row in optimizer.describe().rows} == {9, 3}
-    assert {
-        "bytes_reduced",
-        "bytes_gathered",
-        "grad_norm",
-        "steps",
-    } <= optimizer.metrics().keys()
+    assert {"bytes_reduced", "bytes_gathered", "grad_norm", "steps"} <= optimizer.metrics().keys()
     state = optimizer.state_dict()["state"][0]
     assert state["exp_avg"].shape == (3, 3) and state["exp_avg"].local.shape == (9,)
 
@@ -463,10 +403,7 @@ class MegatronDDP(nn.Module):
         for param, (first, last, _) in index_map.items():
             view = self.param_data[first:last].view(param.shape)
             view.copy_(param.detach())
-            param.data, param.main_grad = (
-                view,
-                self.grad_data[first:last].view(param.shape),
-            )
+            param.data, param.main_grad = (view, self.grad_data[first:last].view(param.shape))
             param.register_post_accumulate_grad_hook(self._arrived)
         self.__dict__["buffers"] = [
             SimpleNamespace(
@@ -510,14 +447,10 @@ def test_megatrons_buffers_are_taken_as_they_are(precision):
     bare = nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3)).to(dtype)
     plain = copy.deepcopy(bare)
     model = MegatronDDP(bare)
-    given = [
-        (param.data_ptr(), param.main_grad.data_ptr()) for param in bare.parameters()
-    ]
+    given = [(param.data_ptr(), param.main_grad.data_ptr()) for param in bare.parameters()]
     optimizer = sharded(model, precision)
     reference = sharded(plain, precision, grad_reduce_in_fp32=True)
-    assert [
-        (param.data_ptr(), param.main_grad.data_ptr()) for param in bare.parameters()
-    ] == given
+    assert [(param.data_ptr(), param.main_grad.data_ptr()) for param in bare.parameters()] == given
     for _ in range(3):
         for net, stepper in ((model, optimizer), (plain, reference)):
             stepper.zero_grad()
@@ -550,8 +483,7 @@ def test_what_megatrons_buffers_decide_cannot_be_set_here():
         with pytest.raises(ValueError, match="DistributedDataParallel"):
             sharded(model, **settings)
     with pytest.raises(
-        ValueError,
-        match=r"overlap_param_gather=True differs from the model's ddp_config",
+        ValueError, match=r"overlap_param_gather=True differs from the model's ddp_config"
     ):
         sharded(model, overlap_param_gather=True)
     model.module.append(nn.Linear(3, 3))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mp_optim.distributed.bucket_plan import ALIGNMENT, plan_flat, plan_whole
+from mp_optim.distributed.buckets import ALIGNMENT, plan_flat, plan_whole
 from mp_optim.ranks.agreement import difference
 
 SIZES = st.lists(st.integers(0, 5000), max_size=12)
@@ -63,9 +63,7 @@ def test_whole_shards_own_parameters_and_are_balanced(sizes, ranks):
     if plans:
         (plan,) = plans
         for item in plan.placed:
-            assert (0, item.numel) in [
-                plan.fragment(item, rank) for rank in range(ranks)
-            ]
+            assert (0, item.numel) in [plan.fragment(item, rank) for rank in range(ranks)]
         filled = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
         assert plan.numel == filled  # no shard is padded to another's size
         assert fullest(plan) <= filled / ranks + (1 - 1 / ranks) * max(
@@ -92,7 +90,4 @@ def test_bad_arguments_are_named(ranks, bucket_size):
 def test_a_difference_names_ranks_and_lines():
     assert difference([["a", "b"], ["a", "b"]], [4, 5]) is None
     said = difference([["a", "x"], ["a", "b"], ["a", "b"], ["a"]], [4, 5, 6, 7])
-    assert (
-        said
-        == "rank 4 has 'x' where rank 5 has 'b'; rank 7 has 'nothing' where rank 5 has 'b'"
-    )
+    assert said == "rank 4 has 'x' where rank 5 has 'b'; rank 7 has 'nothing' where rank 5 has 'b'"

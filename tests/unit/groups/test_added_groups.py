@@ -7,22 +7,14 @@ from torch import nn
 from mp_optim import get_megatron_optimizer
 from support.models import config_for, same_bits
 
-SETTINGS = [
-    {},
-    {"lr": 0.5},
-    {"weight_decay": 0.0},
-    {"betas": (0.5, 0.9)},
-    {"eps": 1e-2},
-]
+SETTINGS = [{}, {"lr": 0.5}, {"weight_decay": 0.0}, {"betas": (0.5, 0.9)}, {"eps": 1e-2}]
 
 
 def model_of(count):
     generator = torch.Generator().manual_seed(0)
     return nn.ParameterDict(
         {
-            f"p{index}": nn.Parameter(
-                torch.randn(3 + index, generator=generator).bfloat16()
-            )
+            f"p{index}": nn.Parameter(torch.randn(3 + index, generator=generator).bfloat16())
             for index in range(count)
         }
     )
@@ -54,9 +46,7 @@ def trained(start, fraction, **settings):
     ]
     state = optimizer.state_dict()["state"]
     tensors = {
-        f"{index}.{key}": value
-        for index, entry in state.items()
-        for key, value in entry.items()
+        f"{index}.{key}": value for index, entry in state.items() for key, value in entry.items()
     }
     return plain, {**tensors, **{name: param.detach() for name, param in model.items()}}
 
@@ -69,6 +59,4 @@ def test_groups_added_one_at_a_time_are_those_given_at_once(rule, fraction):
         later_plain, later = trained(start, fraction, optimizer=rule)
         assert later_plain == plain
         assert later.keys() == tensors.keys()
-        assert [
-            key for key, value in tensors.items() if not same_bits(later[key], value)
-        ] == []
+        assert [key for key, value in tensors.items() if not same_bits(later[key], value)] == []

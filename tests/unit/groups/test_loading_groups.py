@@ -11,9 +11,7 @@ from support.models import config_for, same_bits
 def build(split, **second):
     """Two parameters, in a group each, or in one."""
     model = nn.ParameterDict({name: nn.Parameter(torch.ones(3)) for name in "ab"})
-    groups = [
-        {"params": [param], "param_names": [name]} for name, param in model.items()
-    ]
+    groups = [{"params": [param], "param_names": [name]} for name, param in model.items()]
     groups[1] |= second
     joint = [{"params": list(model.values()), "param_names": list(model)}]
     optimizer = get_megatron_optimizer(
@@ -26,8 +24,7 @@ def build(split, **second):
 
 
 @pytest.mark.parametrize(
-    "differing",
-    [{"lr": 0.5}, {"weight_decay": 0.0}, {"betas": (0.5, 0.9)}, {"eps": 1e-3}],
+    "differing", [{"lr": 0.5}, {"weight_decay": 0.0}, {"betas": (0.5, 0.9)}, {"eps": 1e-3}]
 )
 def test_a_group_made_of_groups_with_other_settings_is_refused(differing):
     """Whose settings would hold? Nothing is loaded."""
@@ -35,21 +32,11 @@ def test_a_group_made_of_groups_with_other_settings_is_refused(differing):
     model, optimizer = build(False)
     before = [param.detach().clone() for param in model.values()]
     moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
-    settings = {
-        key: value
-        for key, value in optimizer.param_groups[0].items()
-        if key != "params"
-    }
+    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     with pytest.raises(ValueError, match="group"):
         optimizer.load_state_dict(saved.state_dict())
     assert all(map(same_bits, model.values(), before))
-    assert all(
-        map(
-            same_bits, [state["exp_avg"] for state in optimizer.state.values()], moments
-        )
-    )
+    assert all(map(same_bits, [state["exp_avg"] for state in optimizer.state.values()], moments))
     assert settings == {
-        key: value
-        for key, value in optimizer.param_groups[0].items()
-        if key != "params"
+        key: value for key, value in optimizer.param_groups[0].items() if key != "params"
     }

@@ -15,7 +15,7 @@ from mp_optim import (
     get_mup_config_overrides,
     get_standard_config_overrides,
 )
-from mp_optim.groups.overrides import check_claims, get_param_groups
+from mp_optim.groups.param_groups import check_claims, get_param_groups
 from mp_optim.slots.param_attributes import is_expert_param
 
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
@@ -42,21 +42,13 @@ def mixtral():
 def test_hugging_face_moe_splits_into_dense_and_expert_groups(mixtral):
     groups = get_param_groups([mixtral], CONFIG, get_standard_config_overrides(CONFIG))
     experts = [
-        name
-        for group in groups
-        if group["is_expert_parallel"]
-        for name in group["param_names"]
+        name for group in groups if group["is_expert_parallel"] for name in group["param_names"]
     ]
     assert sorted(experts) == [
-        f"model.layers.{i}.mlp.experts.{w}"
-        for i in (0, 1)
-        for w in ("down_proj", "gate_up_proj")
+        f"model.layers.{i}.mlp.experts.{w}" for i in (0, 1) for w in ("down_proj", "gate_up_proj")
     ]
     no_decay = [
-        name
-        for group in groups
-        if group["weight_decay"] == 0.0
-        for name in group["param_names"]
+        name for group in groups if group["weight_decay"] == 0.0 for name in group["param_names"]
     ]
     assert no_decay and all("norm" in name for name in no_decay)
     names = [name for group in groups for name in group["param_names"]]
@@ -76,13 +68,9 @@ def test_megatron_marks_experts_by_attribute_and_shared_experts_are_dense():
 def test_decoupled_lr_for_embeddings_and_by_attribute(mixtral):
     config = OptimizerConfig(lr=1e-3, decoupled_lr=5e-3, decoupled_min_lr=1e-4)
     groups = get_param_groups([mixtral], config, get_standard_config_overrides(config))
-    decoupled = {
-        name for g in groups if g["is_decoupled_lr"] for name in g["param_names"]
-    }
+    decoupled = {name for g in groups if g["is_decoupled_lr"] for name in g["param_names"]}
     assert decoupled == {"model.embed_tokens.weight", "lm_head.weight"}
-    assert all(
-        g["lr"] == 5e-3 and g["min_lr"] == 1e-4 for g in groups if g["is_decoupled_lr"]
-    )
+    assert all(g["lr"] == 5e-3 and g["min_lr"] == 1e-4 for g in groups if g["is_decoupled_lr"])
 
 
 def test_qk_layernorm_keeps_decay_if_asked():
@@ -99,12 +87,10 @@ def test_param_key_conditions_are_alternatives():
     assert ParamKey(name="*.weight").matches(param, "a.weight")
     assert ParamKey(name=("x", "a.*")).matches(param, "a.weight")
     assert ParamKey(attr="special").matches(param, "b")
-    assert ParamKey(predicate=ParamPredicate("2d", lambda p: p.ndim == 2)).matches(
+    assert ParamKey(predicate=ParamPredicate("2d", lambda p: p.ndim == 2)).matches(param, "b")
+    assert ParamKey(with_name_predicate=ParamWithNamePredicate("b", lambda p, n: n == "b")).matches(
         param, "b"
     )
-    assert ParamKey(
-        with_name_predicate=ParamWithNamePredicate("b", lambda p, n: n == "b")
-    ).matches(param, "b")
     assert not ParamKey(name="c", attr="other").matches(param, "b")
     assert ParamKey(predicate=ParamPredicate("x", lambda p: True)) == ParamKey(
         predicate=ParamPredicate("x", lambda p: False)
@@ -112,23 +98,16 @@ def test_param_key_conditions_are_alternatives():
 
 
 def test_mup_scales_hidden_matrices_for_adam_and_vectors_for_sgd():
-    model = nn.ModuleDict(
-        {"embed_tokens": nn.Embedding(4, 4), "hidden": nn.Linear(4, 4)}
-    )
+    model = nn.ModuleDict({"embed_tokens": nn.Embedding(4, 4), "hidden": nn.Linear(4, 4)})
     groups = get_param_groups([model], CONFIG, get_mup_config_overrides(CONFIG, 4.0))
     by_name = {name: g for g in groups for name in g["param_names"]}
     assert (
-        by_name["hidden.weight"]["lr"] == 1e-3 / 4
-        and by_name["hidden.weight"]["eps"] == 1e-8 / 4
+        by_name["hidden.weight"]["lr"] == 1e-3 / 4 and by_name["hidden.weight"]["eps"] == 1e-8 / 4
     )
     assert by_name["embed_tokens.weight"]["lr"] == by_name["hidden.bias"]["lr"] == 1e-3
-    groups = get_param_groups(
-        [model], CONFIG, get_mup_config_overrides(CONFIG, 4.0, "sgd")
-    )
+    groups = get_param_groups([model], CONFIG, get_mup_config_overrides(CONFIG, 4.0, "sgd"))
     by_name = {name: g for g in groups for name in g["param_names"]}
-    assert (
-        by_name["hidden.bias"]["lr"] == 4e-3 and by_name["hidden.weight"]["lr"] == 1e-3
-    )
+    assert by_name["hidden.bias"]["lr"] == 4e-3 and by_name["hidden.weight"]["lr"] == 1e-3
     muon = dataclasses.replace(CONFIG, optimizer="muon")
     assert get_mup_config_overrides(muon, 4.0) == {}
     with pytest.raises(ValueError, match="mup_width_mult=0"):
@@ -150,9 +129,7 @@ def test_conflicts_and_inconsistencies_are_named(caplog):
     assert "matches no trainable parameter" in caplog.text
     with pytest.raises(ValueError, match="lr=None"):
         get_param_groups([model], OptimizerConfig(), None)
-    complex_model = nn.ParameterDict(
-        {"c": nn.Parameter(torch.ones(1, dtype=torch.complex64))}
-    )
+    complex_model = nn.ParameterDict({"c": nn.Parameter(torch.ones(1, dtype=torch.complex64))})
     with pytest.raises(TypeError, match=r"c is torch\.complex64"):
         get_param_groups([complex_model], CONFIG, None)
 
@@ -170,9 +147,7 @@ def test_every_trainable_parameter_is_claimed_once():
     with pytest.raises(ValueError, match="bias is in 0 param groups"):
         get_megatron_optimizer(CONFIG, model, param_groups=[{"params": [model.weight]}])
     with pytest.raises(ValueError, match="weight is in 2 param groups"):
-        check_claims(
-            [model], [{"params": list(model.parameters())}, {"params": [model.weight]}]
-        )
+        check_claims([model], [{"params": list(model.parameters())}, {"params": [model.weight]}])
 
 
 def test_a_model_with_nothing_to_train_is_refused_unless_its_groups_are_given():
@@ -207,8 +182,6 @@ def test_an_override_without_effect_is_refused(override, message):
 
 def test_lists_in_overrides_are_understood():
     groups = get_param_groups(
-        [nn.Linear(2, 2)],
-        OptimizerConfig(lr=1e-3),
-        {ParamKey(name="*"): {"betas": [0.8, 0.9]}},
+        [nn.Linear(2, 2)], OptimizerConfig(lr=1e-3), {ParamKey(name="*"): {"betas": [0.8, 0.9]}}
     )
     assert groups[0]["betas"] == (0.8, 0.9) and "min_lr" not in groups[0]

@@ -21,9 +21,7 @@ BASE = {
 
 class Holder:
     def __init__(self, *groups):
-        self.param_groups = [
-            {"lr": 0.0, "weight_decay": 0.0, **group} for group in groups or ({},)
-        ]
+        self.param_groups = [{"lr": 0.0, "weight_decay": 0.0, **group} for group in groups or ({},)]
 
 
 def at(steps, **settings):
@@ -61,19 +59,14 @@ def test_learning_rate(style, steps, expected):
     ],
 )
 def test_wsd(style, middle):
-    settings = {
-        "lr_decay_style": "WSD",
-        "wsd_decay_steps": 20,
-        "lr_wsd_decay_style": style,
-    }
+    settings = {"lr_decay_style": "WSD", "wsd_decay_steps": 20, "lr_wsd_decay_style": style}
     assert at(80, **settings)["lr"] == 1.0
     assert at(100, **settings)["lr"] == pytest.approx(0.2 + 0.8 * middle)
     assert at(110, **settings)["lr"] == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(
-    "style, expected",
-    [("linear", 0.025), ("cosine", 0.05 * (1 - math.cos(math.pi / 4)))],
+    "style, expected", [("linear", 0.025), ("cosine", 0.05 * (1 - math.cos(math.pi / 4)))]
 )
 def test_weight_decay_ramp(style, expected):
     assert at(25, wd_incr_style=style)["weight_decay"] == pytest.approx(expected)
@@ -90,10 +83,7 @@ def test_groups_have_their_own_limits_and_tensor_rates_are_filled():
     OptimizerParamScheduler(holder, **BASE).step(1000)
     first, second, third = holder.param_groups
     assert (first["lr"], first["weight_decay"]) == (0.5, 0.0)
-    assert (second["lr"], second["weight_decay"]) == (
-        pytest.approx(0.1),
-        pytest.approx(0.4),
-    )
+    assert (second["lr"], second["weight_decay"]) == (pytest.approx(0.1), pytest.approx(0.4))
     assert third["lr"] is rate and float(rate) == pytest.approx(0.2)
 
 
@@ -115,9 +105,7 @@ def test_whose_settings_win_at_load():
         scheduler = OptimizerParamScheduler(Holder(), **BASE, **flags)
         scheduler.load_state_dict(state)
         assert scheduler.max_lr == expected
-    scheduler = OptimizerParamScheduler(
-        Holder(), **BASE, use_checkpoint_opt_param_scheduler=False
-    )
+    scheduler = OptimizerParamScheduler(Holder(), **BASE, use_checkpoint_opt_param_scheduler=False)
     with pytest.raises(ValueError, match=r"max_lr=1\.0 here, 3\.0"):
         scheduler.load_state_dict(state)
 
@@ -131,11 +119,7 @@ def test_whose_settings_win_at_load():
         {"init_lr": 2.0},
         {"lr_warmup_steps": 200},
         {"end_wd": -1.0},
-        {
-            "wsd_decay_steps": 500,
-            "lr_decay_style": "WSD",
-            "lr_wsd_decay_style": "linear",
-        },
+        {"wsd_decay_steps": 500, "lr_decay_style": "WSD", "lr_wsd_decay_style": "linear"},
         {"lr_wsd_decay_style": "x", "lr_decay_style": "WSD", "wsd_decay_steps": 10},
     ],
 )
@@ -153,10 +137,7 @@ def test_override_keeps_the_groups_limits_too():
     )
     holder.param_groups[0]["max_lr"] = 1.0  # what an optimizer's state dict brings
     mine.load_state_dict(saved.state_dict())
-    assert (
-        holder.param_groups[0]["lr"] == pytest.approx(0.2 + 4.8 / 2)
-        and mine.num_steps == 60
-    )
+    assert holder.param_groups[0]["lr"] == pytest.approx(0.2 + 4.8 / 2) and mine.num_steps == 60
 
 
 def test_a_max_lr_that_no_group_follows_is_told():

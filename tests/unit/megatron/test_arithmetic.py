@@ -90,9 +90,7 @@ def test_lion_takes_its_own_betas_for_every_parameter() -> None:
     weight.is_embedding_or_output_parameter = True
     model = nn.Module()
     model.register_parameter("weight", weight)
-    config = Newest(
-        optimizer="lion", lr=1e-2, weight_decay=0.1, adam_beta1=0.1, adam_beta2=0.2
-    )
+    config = Newest(optimizer="lion", lr=1e-2, weight_decay=0.1, adam_beta1=0.1, adam_beta2=0.2)
     config.clip_grad = 0.0
     with pytest.warns(UserWarning, match="lion_beta1"):
         optimizer = megatron.get_megatron_optimizer(config, [model])

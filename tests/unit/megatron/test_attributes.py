@@ -37,9 +37,7 @@ def test_everything_that_megatron_reads_is_listed() -> None:
 
 def test_the_table_of_the_document_is_the_present_one() -> None:
     document = tool.DOCUMENT.read_text()
-    assert tool.with_table(document) == document, (
-        "run tools/megatron_attributes.py --write"
-    )
+    assert tool.with_table(document) == document, "run tools/megatron_attributes.py --write"
 
 
 def words_of_the_package() -> set[str]:

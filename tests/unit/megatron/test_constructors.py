@@ -53,9 +53,7 @@ def test_the_fp32_wrapper() -> None:
     model, other = nn.Linear(3, 3), nn.Linear(3, 3)
     other.load_state_dict(model.state_dict())
     config = core.OptimizerConfig(lr=1e-2, clip_grad=0.0)
-    wrapped = megatron.FP32Optimizer(
-        torch.optim.SGD(model.parameters(), lr=1e-2), config, None
-    )
+    wrapped = megatron.FP32Optimizer(torch.optim.SGD(model.parameters(), lr=1e-2), config, None)
     plain = torch.optim.SGD(other.parameters(), lr=1e-2)
     for net, optimizer in ((model, wrapped), (other, plain)):
         net(torch.ones(2, 3)).square().sum().backward()

@@ -17,11 +17,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
 from mp_optim.megatron import config_from_megatron
-from mp_optim.megatron.fields import (
-    DDP_FIELDS,
-    OPTIMIZER_FIELDS,
-    Kind,
-)
+from mp_optim.megatron.config import DDP_FIELDS, OPTIMIZER_FIELDS, Kind
 
 INSTALLED = Path(megatron.core.__file__).parents[2]
 CONFIGS = {"OptimizerConfig": OptimizerConfig}
@@ -65,15 +61,12 @@ def other_than(value: Any) -> Any:
     ],
     ids=lambda each: getattr(each, "name", each),
 )
-def test_a_refused_field_of_any_version_is_refused(
-    owner: tool.ConfigClass, name: str
-) -> None:
+def test_a_refused_field_of_any_version_is_refused(owner: tool.ConfigClass, name: str) -> None:
     """Also of versions that are not installed."""
     fields: dict[str, Any] = {"lr": 1e-3, "optimizer": "adam", name: False}
     of_optimizer = owner.name == "OptimizerConfig"
     theirs = dataclasses.make_dataclass(
-        owner.name,
-        [(key, Any, dataclasses.field(default=value)) for key, value in fields.items()],
+        owner.name, [(key, Any, dataclasses.field(default=value)) for key, value in fields.items()]
     )
     with pytest.raises(ValueError, match=rf"^{name}=True of Megatron's") as refusal:
         if of_optimizer:
@@ -89,9 +82,7 @@ def of_kind(kind: Kind, table: dict[str, Any], config: type) -> list[str]:
     return [name for name in table if table[name].kind is kind and name in present]
 
 
-@pytest.mark.parametrize(
-    "name", of_kind(Kind.REFUSED, OPTIMIZER_FIELDS, OptimizerConfig)
-)
+@pytest.mark.parametrize("name", of_kind(Kind.REFUSED, OPTIMIZER_FIELDS, OptimizerConfig))
 def test_a_refused_field_is_refused_with_what_the_table_says(name: str) -> None:
     config = OptimizerConfig(lr=1e-3)
     setattr(config, name, other_than(getattr(config, name)))
@@ -100,9 +91,7 @@ def test_a_refused_field_is_refused_with_what_the_table_says(name: str) -> None:
     assert OPTIMIZER_FIELDS[name].note in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    "name", of_kind(Kind.WITHOUT_EFFECT, OPTIMIZER_FIELDS, OptimizerConfig)
-)
+@pytest.mark.parametrize("name", of_kind(Kind.WITHOUT_EFFECT, OPTIMIZER_FIELDS, OptimizerConfig))
 def test_a_field_without_effect_changes_nothing(name: str) -> None:
     config = OptimizerConfig(lr=1e-3)
     plain = config_from_megatron(config)
@@ -118,18 +107,14 @@ def in_ddp(**settings: Any) -> Any:
     return SimpleNamespace(ddp_config=ddp_config)
 
 
-@pytest.mark.parametrize(
-    "name", of_kind(Kind.REFUSED, DDP_FIELDS, DistributedDataParallelConfig)
-)
+@pytest.mark.parametrize("name", of_kind(Kind.REFUSED, DDP_FIELDS, DistributedDataParallelConfig))
 def test_a_refused_field_of_ddp_is_refused(name: str) -> None:
     value = other_than(getattr(DistributedDataParallelConfig(), name))
     with pytest.raises(ValueError, match=rf"^{name}=.*DistributedDataParallelConfig"):
         config_from_megatron(OptimizerConfig(lr=1e-3), [in_ddp(**{name: value})])
 
 
-@pytest.mark.parametrize(
-    "name", of_kind(Kind.DDP, DDP_FIELDS, DistributedDataParallelConfig)
-)
+@pytest.mark.parametrize("name", of_kind(Kind.DDP, DDP_FIELDS, DistributedDataParallelConfig))
 def test_what_its_ddp_does_is_left_to_it(name: str) -> None:
     value = other_than(getattr(DistributedDataParallelConfig(), name))
     config = OptimizerConfig(lr=1e-3)
@@ -146,9 +131,7 @@ def test_shares_of_gradients_are_not_stepped_as_if_they_were_whole(ranks: int) -
     if ranks == 1:  # the only share is everything
         assert not config_from_megatron(config, [sharded]).use_distributed_optimizer
         return
-    with pytest.raises(
-        ValueError, match=r"use_distributed_optimizer=True of the model"
-    ):
+    with pytest.raises(ValueError, match=r"use_distributed_optimizer=True of the model"):
         config_from_megatron(config, [sharded])
 
 
@@ -170,9 +153,7 @@ def test_a_field_that_is_not_known_is_accepted_as_long_as_it_is_not_set() -> Non
 
 
 def test_names_and_values_that_are_called_otherwise_here() -> None:
-    theirs = OfTomorrow(
-        optimizer="muon", muon_tp_mode="distributed", muon_nesterov=True
-    )
+    theirs = OfTomorrow(optimizer="muon", muon_tp_mode="distributed", muon_nesterov=True)
     ours = config_from_megatron(theirs)
     assert ours.muon_use_nesterov and ours.muon_tp_mode == "duplicated"
 

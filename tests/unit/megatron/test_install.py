@@ -20,9 +20,7 @@ from support.models import TinyMoE, tokens_of
 
 core = pytest.importorskip("megatron.core.optimizer")
 from megatron.core import parallel_state  # noqa: E402
-from megatron.core.optimizer_param_scheduler import (  # noqa: E402
-    OptimizerParamScheduler,
-)
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
 from mp_optim import megatron  # noqa: E402
 
@@ -165,9 +163,7 @@ def scheduled(optimizer: Any, model: nn.Module) -> tuple[list[Any], list[float]]
     ],
     ids=str,
 )
-def test_a_rate_that_the_config_leaves_open_is_the_schedulers(
-    settings: dict[str, Any],
-) -> None:
+def test_a_rate_that_the_config_leaves_open_is_the_schedulers(settings: dict[str, Any]) -> None:
     """And no step is taken before there is one."""
     model, optimizer = build(lr=None, **settings)
     assert any(group["lr"] is None for group in optimizer.param_groups)
@@ -204,9 +200,7 @@ def test_process_groups_are_those_of_megatron() -> None:
         parallel_state.initialize_model_parallel()
         _, optimizer = build()
         dense, experts = optimizer.chained_optimizers
-        assert (
-            dense.process_groups.grad_stats is parallel_state.get_model_parallel_group()
-        )
+        assert dense.process_groups.grad_stats is parallel_state.get_model_parallel_group()
         assert experts.process_groups.grad_stats is not None
     finally:
         parallel_state.destroy_model_parallel()
@@ -259,9 +253,7 @@ def test_what_does_nothing_for_this_optimizer_is_left_out() -> None:
         ("reuse_grad_buf_for_mxfp8_param_ag", True, "not sharded"),
     ],
 )
-def test_what_there_is_none_of_is_refused_by_name(
-    field: str, value: Any, said: str
-) -> None:
+def test_what_there_is_none_of_is_refused_by_name(field: str, value: Any, said: str) -> None:
     theirs = core.OptimizerConfig(lr=1e-3, **{field: value})
     with pytest.raises(ValueError, match=rf"{field}=True of Megatron's.*{said}"):
         megatron.config_from_megatron(theirs)

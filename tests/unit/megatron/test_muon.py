@@ -23,9 +23,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_over_its_ddp_it_has_the_bits_of_one_process(
-    ranks: list[Any], rank: int
-) -> None:
+def test_over_its_ddp_it_has_the_bits_of_one_process(ranks: list[Any], rank: int) -> None:
     of_rank = ranks[rank]
     for name, value in of_rank["plain"].items():
         assert torch.equal(of_rank["sharded"][name], value), name
@@ -35,10 +33,7 @@ def test_over_its_ddp_it_has_the_bits_of_one_process(
 
 def test_what_its_ddp_has_laid_out_whole_is_stepped_whole(ranks: list[Any]) -> None:
     first, second = (rank["shapes"] for rank in ranks)
-    assert sorted([first["first.weight"], second["first.weight"]]) == [
-        [0, 16],
-        [16, 16],
-    ]
+    assert sorted([first["first.weight"], second["first.weight"]]) == [[0, 16], [16, 16]]
     assert first["second.weight"][0] + second["second.weight"][0] == 256
 
 
@@ -67,9 +62,7 @@ def theirs() -> Iterator[Any]:
 
 @pytest.mark.parametrize("chosen", ["adam", "muon"])
 @pytest.mark.parametrize("layer_wise", [False, True])
-def test_the_factory_of_core_0_16_gives_ours(
-    theirs: Any, chosen: str, layer_wise: bool
-) -> None:
+def test_the_factory_of_core_0_16_gives_ours(theirs: Any, chosen: str, layer_wise: bool) -> None:
     """Whatever the config says: it is asked for Muon. On one rank, layer by layer is all of it."""
     if muon.get_megatron_muon_optimizer is theirs:
         pytest.skip("this Megatron's calls get_megatron_optimizer")

@@ -35,9 +35,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_parameters_are_the_parts_that_megatron_says(
-    ranks: list[Any], layout: str
-) -> None:
+def test_parameters_are_the_parts_that_megatron_says(ranks: list[Any], layout: str) -> None:
     for rank in ranks:
         count, wrong, *_ = rank[layout]
         assert count > 10 and not wrong

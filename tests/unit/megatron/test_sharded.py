@@ -79,9 +79,7 @@ RUNS: dict[str, dict[str, Any]] = {
 ASKED = [(run, BUCKETS if "shared" in run else None) for run in RUNS]
 
 
-@pytest.mark.parametrize(
-    ("run", "sharding"), [*ASKED, ("bf16", BUCKETS), ("shared out", None)]
-)
+@pytest.mark.parametrize(("run", "sharding"), [*ASKED, ("bf16", BUCKETS), ("shared out", None)])
 def test_a_resumed_run_is_the_uninterrupted_one(
     run: str, sharding: str | None, tmp_path: Path
 ) -> None:
@@ -103,9 +101,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 
 
 @pytest.mark.parametrize("run", ["bf16", "offloaded", "shared out", "shared out, fp32"])
-def test_what_is_saved_in_the_background_is_what_it_was(
-    run: str, tmp_path: Path
-) -> None:
+def test_what_is_saved_in_the_background_is_what_it_was(run: str, tmp_path: Path) -> None:
     """Megatron writes host tensors as they are by then."""
     model, optimizer = built(**RUNS[run])
     gpt.train(model, optimizer, range(3))
@@ -114,9 +110,7 @@ def test_what_is_saved_in_the_background_is_what_it_was(
     request = dist_checkpointing.save(state, str(tmp_path), async_sharded_save=True)
     gpt.train(model, optimizer, range(3, 5))
     request.execute_sync()
-    asked = optimizer.sharded_state_dict(
-        model.module.sharded_state_dict(), is_loading=True
-    )
+    asked = optimizer.sharded_state_dict(model.module.sharded_state_dict(), is_loading=True)
     main_params = {key for key in saved if key.endswith("master_param")}
     optimizer.load_state_dict(dist_checkpointing.load(asked, str(tmp_path)))
     loaded = bits(optimizer)
@@ -173,9 +167,7 @@ class AsMegatronSavesMuon:
 
 
 @pytest.mark.parametrize("sharding", [None, RESHARDABLE])
-def test_muon_beside_a_distributed_optimizer_goes_on(
-    sharding: str | None, tmp_path: Path
-) -> None:
+def test_muon_beside_a_distributed_optimizer_goes_on(sharding: str | None, tmp_path: Path) -> None:
     settings = RUNS["muon"] if sharding is None else {**RUNS["muon"], **SHARED}
     metadata = {} if sharding is None else {TYPE: sharding}
     model, optimizer = built(**settings)
@@ -202,13 +194,9 @@ def test_muon_beside_a_distributed_optimizer_goes_on(
 
 def test_buckets_are_not_read_with_muon() -> None:
     model, optimizer = built(**RUNS["muon"], **SHARED)
-    with pytest.raises(
-        ValueError, match=r"not read with optimizer='muon'; save it again"
-    ):
+    with pytest.raises(ValueError, match=r"not read with optimizer='muon'; save it again"):
         optimizer.sharded_state_dict(
-            model.module.sharded_state_dict(),
-            is_loading=True,
-            metadata={TYPE: BUCKETS},
+            model.module.sharded_state_dict(), is_loading=True, metadata={TYPE: BUCKETS}
         )
 
 
@@ -221,9 +209,7 @@ def test_megatrons_legacy_state_goes_on_under_ours(run: str, tmp_path: Path) -> 
         model, optimizer = built(THEIRS, **settings)
         gpt.train(model, optimizer, range(3))
         torch.save([model.state_dict(), optimizer.state_dict()], path)
-        copies = [
-            param for group in optimizer.param_groups for param in group["params"]
-        ]
+        copies = [param for group in optimizer.param_groups for param in group["params"]]
         saved = sorted(copy.double().sum().item() for copy in copies)
         expected = gpt.train(model, optimizer, range(3, 6))
     model, optimizer = built(**settings)
@@ -248,9 +234,7 @@ def test_legacy_state_of_other_groups_changes_nothing() -> None:
     before = bits(optimizer)
     with pytest.raises(ValueError, match=r"no param group here is like.*wd_mult=0\.25"):
         optimizer.load_state_dict(state)
-    assert all(
-        torch.equal(value, before[key]) for key, value in bits(optimizer).items()
-    )
+    assert all(torch.equal(value, before[key]) for key, value in bits(optimizer).items())
 
 
 OURS_TO_THEM = ("bf16", "experts", "fp16", "fp32", "shared out, in buckets")
@@ -285,9 +269,7 @@ def test_the_distributed_optimizer_is_switched_on_and_off(tmp_path: Path) -> Non
     assert gpt.train(model, optimizer, range(3, 6)) == expected
 
 
-def test_experts_that_became_a_part_of_their_own_keep_their_settings(
-    tmp_path: Path,
-) -> None:
+def test_experts_that_became_a_part_of_their_own_keep_their_settings(tmp_path: Path) -> None:
     """With one expert-parallel rank Megatron has experts among the dense parameters."""
     model, optimizer = built(experts=2)
     gpt.train(model, optimizer, range(3))
@@ -313,9 +295,7 @@ def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def joined(folder: Path, name: str) -> dict[str, torch.Tensor]:
     """What two ranks had together: elements of flat ranges, or parts along a dimension."""
-    ranks = [
-        torch.load(folder / f"{name}{rank}.pt", weights_only=True) for rank in (0, 1)
-    ]
+    ranks = [torch.load(folder / f"{name}{rank}.pt", weights_only=True) for rank in (0, 1)]
     whole: dict[str, torch.Tensor] = {}
     for key, (place, first) in ranks[0].items():
         other_place, second = ranks[1][key]
@@ -356,9 +336,9 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     gpt.train(model, optimizer, range(2, 3))
     model_state = model.module.sharded_state_dict()
     asked = optimizer.sharded_state_dict(model_state, is_loading=True)
-    loaded = dist_checkpointing.load(
-        {"model": model_state, "optimizer": asked}, str(tmp_path)
-    )["optimizer"]
+    loaded = dist_checkpointing.load({"model": model_state, "optimizer": asked}, str(tmp_path))[
+        "optimizer"
+    ]
     before = bits(optimizer)
     del loaded["param_state"][len(optimizer.slots()) - 1]["exp_avg"]
     with pytest.raises(ValueError, match=r"missing \['exp_avg'\]"):

@@ -143,6 +143,18 @@ def test_gradients_that_are_not_finite_leave_nothing_to_step_with() -> None:
     assert same_bits(before, model.dense)
 
 
+def test_what_a_step_refuses_is_refused_when_gradients_are_prepared() -> None:
+    model, optimizer = build()
+    backward(model, optimizer, 0)
+    before = model.dense.detach().clone()
+    taken = optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(ValueError, match="editing the lists"):
+        optimizer.prepare_grads()
+    assert same_bits(before, model.dense)
+    optimizer.param_groups[0]["params"].append(taken)
+    assert by_parts(optimizer)[0]
+
+
 def test_a_step_that_nobody_clipped_is_refused() -> None:
     model, optimizer = build(clip_grad=1e-3)
     backward(model, optimizer, 0)
@@ -197,8 +209,7 @@ def test_megatrons_graph_around_the_step_is_left_out() -> None:
 def test_main_params_are_reloaded_from_a_checkpoint_in_full_precision() -> None:
     model, optimizer = build()
     exact = {
-        f"module.{name}": param.detach().float() + 1e-5
-        for name, param in model.named_parameters()
+        f"module.{name}": param.detach().float() + 1e-5 for name, param in model.named_parameters()
     }
     optimizer.reload_model_params(state_dict={"model": exact, "iteration": 3})
     mains = dict(optimizer.named_main_params())
@@ -236,9 +247,7 @@ def test_main_params_are_one_line_away() -> None:
         param for group in optimizer.param_groups for param in group["params"]
     ]
     assert {*optimizer.get_parameters()} <= {*model.parameters()}
-    mains = [
-        getattr(param, "main_param", param) for param in optimizer.get_parameters()
-    ]
+    mains = [getattr(param, "main_param", param) for param in optimizer.get_parameters()]
     assert {main.dtype for main in mains} == {torch.float32}
     inner = [
         param

@@ -11,21 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mp_optim import FusedAdam, FusedLAMB, HybridDeviceOptimizer, checkpoint
-from mp_optim.placement.measured_split import STEPS, MeasuredSplit, StepTime
+from mp_optim.placement.split import STEPS, Split, StepTime
 from mp_optim.planner import plan
-from mp_optim.process.page_locked import page_locked_bytes
+from mp_optim.process.host_memory import page_locked_bytes
 from mp_optim.slots.interrupted_step import BrokenOffError
-from mp_optim.update.rule import RuleOptimizer
+from mp_optim.update.executor import RuleExecutor
 from support.models import AdversarialTransfer
 from support.offload import differing, hybrids, snapshot
-from support.streamed import (
-    Model,
-    build,
-    give_gradients,
-    go_backward,
-    programs,
-    train,
-)
+from support.streamed import Model, build, give_gradients, go_backward, programs, train
 
 MODES = ("sync", "overlap", "speculative")
 SHARES = st.sampled_from([0.0, 0.2, 0.5, 0.9, 1.0])
@@ -195,7 +188,7 @@ def test_what_is_streamed_from_now_on_leaves_the_back_buffer():
 def test_a_kernel_that_raises_breaks_the_step_off(failing, monkeypatch):
     model, optimizer = build(place="auto", offload_streamed_fraction=0.5)
     train(model, optimizer, 2)
-    kernel = RuleOptimizer.carry_out
+    kernel = RuleExecutor.carry_out
     (hybrid,) = hybrids(optimizer)
     stage, stages = hybrid.timeline.stage, []
 
@@ -211,7 +204,7 @@ def test_a_kernel_that_raises_breaks_the_step_off(failing, monkeypatch):
             raise RuntimeError("mp_adam: the kernels failed")
 
     monkeypatch.setattr(hybrid.timeline, "stage", noted)
-    monkeypatch.setattr(RuleOptimizer, "carry_out", fails)
+    monkeypatch.setattr(RuleExecutor, "carry_out", fails)
     give_gradients(model, 2)
     with pytest.raises(RuntimeError, match="mp_adam: the kernels failed"):
         optimizer.step()
@@ -225,7 +218,7 @@ def test_a_kernel_that_raises_breaks_the_step_off(failing, monkeypatch):
 
 def measured(on_host, streamed, both):
     """The share that stays, if steps take so long; (seconds, seconds of the host) each."""
-    split = MeasuredSplit()
+    split = Split()
     shares = []
     for trial in (on_host, streamed, both):
         for extra in (9.0, 0.1, 0.0):  # the first step pays for what is made once
@@ -254,7 +247,7 @@ def test_what_follows_from_the_times(on_host, streamed, both, tried, stays):
 
 def test_a_first_step_that_is_the_fastest_says_nothing():
     """It has other work than those that follow."""
-    split = MeasuredSplit()
+    split = Split()
     for seconds in (0.1, 3.0, 3.0, 0.1, 1.0, 1.0):
         split.record(StepTime(seconds, 0.0 if split.share else seconds))
     assert split.share == pytest.approx(0.75)
@@ -346,9 +339,5 @@ def test_what_cannot_be_split_is_refused_by_name(fields, said):
 def test_two_classes_cannot_share_a_parameter():
     with pytest.raises(ValueError, match="FusedAdam and FusedLAMB are two"):
         HybridDeviceOptimizer(
-            Model(torch.float32).parameters(),
-            1.0,
-            FusedAdam,
-            FusedLAMB,
-            offload_place="auto",
+            Model(torch.float32).parameters(), 1.0, FusedAdam, FusedLAMB, offload_place="auto"
         )

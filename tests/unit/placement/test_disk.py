@@ -19,35 +19,22 @@ from torch import nn
 from mp_optim import (
     AdamW,
     FusedAdam,
+    FusedLAMB,
     HybridDeviceOptimizer,
     OptimizerConfig,
     checkpoint,
     get_megatron_optimizer,
 )
 from mp_optim.planner import plan
-from mp_optim.process.page_locked import page_locked_bytes
+from mp_optim.process.host_memory import page_locked_bytes
 from mp_optim.slots.interrupted_step import BrokenOffError
 from support.launch import environment, run
 from support.models import AdversarialTransfer
 from support.offload import differing, hybrids, snapshot
 from support.slow_disk import slow_disk
-from support.streamed import (
-    FORMS,
-    HALVES,
-    WHOLE,
-    Model,
-    give_gradients,
-    stepped,
-    train,
-)
+from support.streamed import FORMS, HALVES, WHOLE, Model, give_gradients, stepped, train
 
-SHAPES = {
-    "big": (3, 2801),
-    "left": (40, 20),
-    "bias": (7,),
-    "one": (1,),
-    "right": (2300,),
-}
+SHAPES = {"big": (3, 2801), "left": (40, 20), "bias": (7,), "one": (1,), "right": (2300,)}
 LARGEST = 200_000
 """Bytes that the largest parameter takes in a window, at most."""
 
@@ -74,8 +61,7 @@ def build(
     if fields.get("optimizer") != "adafactor":
         fields.setdefault("weight_decay", 0.1)
     config = OptimizerConfig(
-        **{"lr": 1e-2, **HALVES.get(dtype, {}), **fields},
-        **(offload if folder else {}),
+        **{"lr": 1e-2, **HALVES.get(dtype, {}), **fields}, **(offload if folder else {})
     )
     optimizer = get_megatron_optimizer(config, model)
     if transfer is not None:
@@ -188,11 +174,7 @@ def test_a_tensor_that_was_kept_from_an_earlier_look_is_current(tmp_path):
 
 
 def test_resumed_in_other_places_and_saved_in_the_background(tmp_path):
-    compact = {
-        "use_precision_aware_optimizer": True,
-        **FORMS["8-bit"],
-        "window": 1 << 20,
-    }
+    compact = {"use_precision_aware_optimizer": True, **FORMS["8-bit"], "window": 1 << 20}
     expected = train(*build(**compact), 7)
     places = [(None, "device"), (tmp_path / "a", "streamed"), (tmp_path / "b", "host")]
     model, optimizer = build(**compact)
@@ -270,9 +252,7 @@ def test_a_run_holds_the_bytes_that_were_planned(tmp_path, form, place, window):
     hybrid.stepper.use_transfer(transfer)
     planned = plan(model, optimizer.config)
     train(model, optimizer, 2)
-    on_disk = (
-        os.fstat(hybrid.stepper.settings.state_file.file._buffered).st_blocks * 512
-    )
+    on_disk = os.fstat(hybrid.stepper.settings.state_file.file._buffered).st_blocks * 512
     assert planned.disk.total == on_disk == sum(hybrid.stepper.disk_bytes())
     elements = sum(param.numel() for param in model.parameters())
     least = elements * (12 if form == "fp32" else 8)
@@ -299,11 +279,7 @@ def test_a_step_reads_and_writes_past_the_page_cache(tmp_path, place):
     optimizer.step()
     assert cached_bytes(hybrid) == 0
     moved = optimizer.metrics()
-    assert (
-        moved["bytes_read"]
-        == moved["bytes_written"]
-        == sum(hybrid.stepper.disk_bytes())
-    )
+    assert moved["bytes_read"] == moved["bytes_written"] == sum(hybrid.stepper.disk_bytes())
     assert moved["disk_wait_ms"] > 0
 
 
@@ -313,29 +289,19 @@ def test_what_it_says_of_itself(tmp_path):
         model, optimizer = build(tmp_path, place=place)
         train(model, optimizer, 1)
         said[place] = str(optimizer.describe())
-        assert (
-            f"a file in {tmp_path}, which has no name and is no checkpoint"
-            in said[place]
-        )
+        assert f"a file in {tmp_path}, which has no name and is no checkpoint" in said[place]
     assert re.search(r"on the host in windows of [\d,]+ bytes, 5 at", said["host"])
-    assert re.search(
-        r"on the device in windows of [\d,]+ bytes, 6 at", said["streamed"]
-    )
+    assert re.search(r"on the device in windows of [\d,]+ bytes, 6 at", said["streamed"])
 
 
 def test_memory_and_networks_are_no_local_disk(tmp_path, monkeypatch):
     mounts = tmp_path / "mountinfo"
-    lines = [
-        "1 0 8:1 / / rw - ext4 /dev/vda rw",
-        f"2 1 0:9 / {tmp_path} rw - {{}} x rw",
-    ]
-    monkeypatch.setattr("mp_optim.process.mounts._MOUNTS", mounts)
+    lines = ["1 0 8:1 / / rw - ext4 /dev/vda rw", f"2 1 0:9 / {tmp_path} rw - {{}} x rw"]
+    monkeypatch.setattr("mp_optim.process.direct_file._MOUNTS", mounts)
     for kind, said in (("nfs4", "a network's file system"), ("tmpfs", "memory")):
         mounts.write_text("\n".join(lines).format(kind))
         _, optimizer = build(tmp_path)
-        assert f"{tmp_path} is {said} ({kind}), no local disk" in str(
-            optimizer.describe()
-        )
+        assert f"{tmp_path} is {said} ({kind}), no local disk" in str(optimizer.describe())
     mounts.write_text(lines[0])
     assert "no local disk" not in str(build(tmp_path)[1].describe())
 
@@ -343,9 +309,7 @@ def test_memory_and_networks_are_no_local_disk(tmp_path, monkeypatch):
 # -- what fails -----------------------------------------------------------------------------------
 
 
-def test_a_folder_that_is_not_there_is_refused_and_one_that_goes_is_not_missed(
-    tmp_path,
-):
+def test_a_folder_that_is_not_there_is_refused_and_one_that_goes_is_not_missed(tmp_path):
     folder = tmp_path / "state"
     with pytest.raises(FileNotFoundError, match="the folder does not exist; make it"):
         build(folder)
@@ -413,9 +377,7 @@ def test_a_disk_that_fails_breaks_the_step_off(tmp_path, monkeypatch, place, cal
     assert differing(train(model, optimizer, 2, 2), expected) == []
 
 
-def test_a_disk_that_fails_before_the_first_window_breaks_nothing(
-    tmp_path, monkeypatch
-):
+def test_a_disk_that_fails_before_the_first_window_breaks_nothing(tmp_path, monkeypatch):
     model, optimizer = build(tmp_path, fraction=0.7)
     train(model, optimizer, 2)
     monkeypatch.setattr(os, "preadv", failing(os.preadv, after=0))
@@ -478,23 +440,9 @@ def test_killed_within_a_step_and_resumed_from_the_last_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        (
-            {"optimizer": "lamb", "window": 8192},
-            r"big takes \d+ bytes; set stream_window",
-        ),
-        (
-            {"optimizer": "adafactor", "window": 8192},
-            "adafactor needs whole parameters",
-        ),
+        ({"optimizer": "lamb", "window": 8192}, r"big takes \d+ bytes; set stream_window"),
+        ({"optimizer": "adafactor", "window": 8192}, "adafactor needs whole parameters"),
         ({"optimizer": "muon", "window": 8192}, "muon needs whole parameters, and big"),
-        (
-            {"offload_mode": "overlap"},
-            "offload_mode='overlap': with optimizer_state_path",
-        ),
-        (
-            {"offload_mode": "speculative"},
-            "state is on the disk between steps; use 'sync'",
-        ),
         ({"fraction": 0.0}, "optimizer_state_path=.*: has no effect without"),
         ({"pin_cpu_grads": False}, "has no effect without"),
         ({"window": 4096}, "smallest part of .* takes 18432 bytes; set stream_window"),
@@ -515,7 +463,11 @@ def test_a_path_is_text():
     ("classes", "how", "said"),
     [
         ((FusedAdam, torch.optim.AdamW), {}, "AdamW cannot be stepped in windows"),
-        ((FusedAdam, FusedAdam), {"offload_mode": "overlap"}, "use 'sync'"),
+        (
+            (FusedAdam, FusedLAMB),
+            {"offload_place": "auto"},
+            "by one class; FusedLAMB and FusedAdam are two",
+        ),
     ],
 )
 def test_the_class_below_refuses_it_too(tmp_path, classes, how, said):

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from mp_optim.process.transfer import ImmediateTransfer
+from mp_optim.process.transfer import Transfer
 from support.models import tokens_of
 from support.offload import MODES, build_mode, hybrids
 
 Event = tuple[str, Any]
 
 
-class RecordingTransfer(ImmediateTransfer):
+class RecordingTransfer(Transfer):
     """Notes marks, and which mark each download waits for."""
 
     def __init__(self, events: list[Event]) -> None:
@@ -25,9 +25,7 @@ class RecordingTransfer(ImmediateTransfer):
         self.events.append(("mark", len(self.events)))
         return self.events[-1][1]
 
-    def download(
-        self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Any = None
-    ) -> None:
+    def download(self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Any = None) -> None:
         if to and sources[0].numel() > 1:
             self.events.append(("download", after))
         super().download(to, sources)

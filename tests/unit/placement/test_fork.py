@@ -13,12 +13,13 @@ import mp_optim
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="os.fork of Linux")
 
 
-def build(folder, place):
+def build(folder, place, mode="sync"):
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(64, 100).bfloat16()) for _ in range(3)]
     settings = {"offload": 1.0, "offload_place": place}
     if folder is not None:
         settings |= {"optimizer_state_path": folder, "stream_window_bytes": "4MiB"}
+        settings["offload_mode"] = mode
     named = [(f"p{i}", param) for i, param in enumerate(params)]
     return params, mp_optim.AdamW(named, lr=0.01, **settings)
 
@@ -77,9 +78,7 @@ def writes_what_it_holds(params, optimizer, held, saved):
 
 @pytest.mark.parametrize("place", ["host", "streamed"])
 @pytest.mark.parametrize("before", [0, 1], ids=["before a step", "after a step"])
-@pytest.mark.parametrize(
-    "work", [steps, loads, scales, reads, saves, writes_what_it_holds]
-)
+@pytest.mark.parametrize("work", [steps, loads, scales, reads, saves, writes_what_it_holds])
 def test_a_forked_child_leaves_its_parents_state_alone(tmp_path, place, before, work):
     expected, alone = build(None, "host")
     params, optimizer = build(str(tmp_path), place)
@@ -104,4 +103,31 @@ def test_a_forked_child_leaves_its_parents_state_alone(tmp_path, place, before, 
     for number in range(before, 3):
         step(expected, alone, number)
         step(params, optimizer, number)
+    assert all(map(torch.equal, params, expected))
+
+
+def backward(params, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = None
+        torch.autograd.backward(param, torch.randn(param.shape, generator=generator).bfloat16())
+
+
+@pytest.mark.parametrize("work", ["step", "discard_early_work", "zero_grad"])
+@pytest.mark.parametrize(
+    ("place", "mode"), [("host", "overlap"), ("host", "speculative"), ("streamed", "overlap")]
+)
+def test_a_child_that_is_forked_between_backward_and_step(tmp_path, place, mode, work):
+    """What was begun belongs to the parent: the child waits for none of it."""
+    expected, alone = build(None, "host")
+    params, optimizer = build(str(tmp_path), place, mode)
+    for number in range(4):
+        for each in (expected, params):
+            backward(each, number)
+        if number > 1:
+            in_child = getattr(optimizer if work == "zero_grad" else optimizer.stack, work)
+            said = said_in_child(in_child)
+            assert work != "step" or ("optimizer_state_path" in said and "forked" in said)
+        alone.step()
+        optimizer.step()
     assert all(map(torch.equal, params, expected))

@@ -10,7 +10,7 @@ from torch import nn
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.planner import plan
-from mp_optim.process.page_locked import page_locked_bytes
+from mp_optim.process.host_memory import page_locked_bytes
 from support.offload import MODES, CountingTransfer, hybrids
 
 
@@ -22,9 +22,7 @@ def model_of(dtype: torch.dtype) -> nn.Module:
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
-    torch.stack(
-        [param.float().square().sum() for param in model.parameters()]
-    ).sum().backward()
+    torch.stack([param.float().square().sum() for param in model.parameters()]).sum().backward()
     optimizer.step()
 
 
@@ -56,10 +54,7 @@ def test_a_run_holds_the_bytes_that_were_planned(
     rank = plan(model, config)
     staging = rank.pinned_host.staging + rank.pageable_host.staging
     assert staging == sum(map(page_locked_bytes, planned.staging))
-    back_mains, back_state = (
-        rank.pinned_host.double_buffers,
-        rank.pageable_host.double_buffers,
-    )
+    back_mains, back_state = (rank.pinned_host.double_buffers, rank.pageable_host.double_buffers)
     assert back_mains == sum(map(page_locked_bytes, planned.back_mains))
     assert back_state == sum(planned.back_state)
     take_steps = partial(step, model, optimizer)

@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mp_optim.placement import worker as worker_module
 from mp_optim.placement.backward_jobs import BackwardJob
 from mp_optim.placement.worker import PATIENCE, Worker, WorkerError
-from mp_optim.process.transfer import ImmediateTransfer
-from mp_optim.update.rule import RuleOptimizer
+from mp_optim.process.transfer import Transfer
+from mp_optim.update.executor import RuleExecutor
 from support.launch import start
 from support.models import tokens_of
 from support.offload import (
@@ -24,8 +24,8 @@ from support.offload import (
     finish_early_work,
     hybrids,
     run,
+    schedules,
     snapshot,
-    steppers,
 )
 
 SECONDS = 5.0
@@ -35,9 +35,7 @@ each_early = pytest.mark.parametrize("mode", MODES[1:])
 def ready(mode, **settings):
     """A model and its optimizer, three steps on, and another that is as far and stays with
     ``sync``."""
-    pairs = [
-        build_mode(which, **{"clip_grad": 0.0, **settings}) for which in (mode, "sync")
-    ]
+    pairs = [build_mode(which, **{"clip_grad": 0.0, **settings}) for which in (mode, "sync")]
     for model, optimizer in pairs:
         run(model, optimizer, 3)
         optimizer.zero_grad()
@@ -68,15 +66,11 @@ def goes_on_like(pair, other):
 
 
 @each_early
-@pytest.mark.parametrize(
-    "error", [ValueError, MemoryError, SystemExit, KeyboardInterrupt]
-)
+@pytest.mark.parametrize("error", [ValueError, MemoryError, SystemExit, KeyboardInterrupt])
 def test_a_job_that_raises(mode, error, monkeypatch):
     pair, other = ready(mode)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            BackwardJob, "run", lambda job: (_ for _ in ()).throw(error("no such luck"))
-        )
+        patch.setattr(BackwardJob, "run", lambda job: (_ for _ in ()).throw(error("no such luck")))
         pair[0](tokens_of(50)).backward()
         raised = fails_in_time(*pair, "no such luck")
     assert any(name in str(raised) for name, _ in pair[0].named_parameters())
@@ -86,7 +80,7 @@ def test_a_job_that_raises(mode, error, monkeypatch):
 
 def test_a_kernel_that_raises_in_the_worker(monkeypatch):
     pair, other = ready("speculative")
-    carry_out, calls = RuleOptimizer.carry_out, []
+    carry_out, calls = RuleExecutor.carry_out, []
 
     def once(self, planned):
         calls.append(threading.current_thread().name)
@@ -95,11 +89,9 @@ def test_a_kernel_that_raises_in_the_worker(monkeypatch):
             raise RuntimeError("mp_adam: the kernels failed")
         carry_out(self, planned)
 
-    monkeypatch.setattr(RuleOptimizer, "carry_out", once)
+    monkeypatch.setattr(RuleExecutor, "carry_out", once)
     pair[0](tokens_of(50)).backward()
-    fails_in_time(
-        *pair, "work on the host during backward failed.*mp_adam: the kernels failed"
-    )
+    fails_in_time(*pair, "work on the host during backward failed.*mp_adam: the kernels failed")
     assert set(calls) == {"mp_optim-host"}
     monkeypatch.undo()
     goes_on_like(pair, other)
@@ -122,13 +114,9 @@ def test_a_kernel_that_raises_when_a_bucket_is_stepped_again(monkeypatch):
             if len(calls) == 3:
                 raise RuntimeError("mp_adam: the kernels failed")
 
-        patch.setattr(RuleOptimizer, "carry_out", third)
-        raised = fails_in_time(
-            *pair, "the step on the host failed.*as it was before this step"
-        )
-    assert len(calls) == 3 and any(
-        name in str(raised) for name, _ in pair[0].named_parameters()
-    )
+        patch.setattr(RuleExecutor, "carry_out", third)
+        raised = fails_in_time(*pair, "the step on the host failed.*as it was before this step")
+    assert len(calls) == 3 and any(name in str(raised) for name, _ in pair[0].named_parameters())
     goes_on_like(pair, other)
 
 
@@ -137,7 +125,7 @@ def test_a_kernel_that_raises_in_place_says_how_far_it_came(monkeypatch):
     run(model, optimizer, 2)
     optimizer.zero_grad()
     model(tokens_of(50)).backward()
-    carry_out, calls = RuleOptimizer.carry_out, []
+    carry_out, calls = RuleExecutor.carry_out, []
 
     def third(self, planned):
         calls.append(planned)
@@ -145,7 +133,7 @@ def test_a_kernel_that_raises_in_place_says_how_far_it_came(monkeypatch):
             raise RuntimeError("mp_adam: the kernels failed")
         carry_out(self, planned)
 
-    monkeypatch.setattr(RuleOptimizer, "carry_out", third)
+    monkeypatch.setattr(RuleExecutor, "carry_out", third)
     with pytest.raises(RuntimeError, match="already stepped: load the last checkpoint"):
         optimizer.step()
 
@@ -163,9 +151,9 @@ class Fatal:
 @each_early
 def test_a_worker_killed_between_two_jobs(mode):
     pair, other = ready(mode)
-    threads = [stepper.worker.thread for stepper in steppers(pair[1])]
-    for stepper in steppers(pair[1]):
-        stepper.worker.submit(Fatal())
+    threads = [each.worker.thread for each in schedules(pair[1])]
+    for schedule in schedules(pair[1]):
+        schedule.worker.submit(Fatal())
     for thread in threads:
         thread.join(SECONDS)
         assert not thread.is_alive()
@@ -182,8 +170,8 @@ def test_a_worker_that_is_gone_without_a_word(mode, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(BackwardJob, "run", lambda job: release.wait(SECONDS))
         pair[0](tokens_of(50)).backward()
-        for stepper in steppers(pair[1]):
-            patch.setattr(stepper.worker.thread, "is_alive", lambda: False)
+        for schedule in schedules(pair[1]):
+            patch.setattr(schedule.worker.thread, "is_alive", lambda: False)
         fails_in_time(*pair, "is gone")
         release.set()
     goes_on_like(pair, other)
@@ -195,18 +183,15 @@ def test_a_full_queue(mode, monkeypatch):
     monkeypatch.setattr(worker_module, "PATIENCE", 0.2)
     pair, other = ready(mode, experts=False, fraction=1.0)
     release = threading.Event()
-    (stepper,) = steppers(pair[1])
-    stuck = stepper.worker.thread
-    stepper.worker.submit(Job(lambda: release.wait(60)))
+    (schedule,) = schedules(pair[1])
+    stuck = schedule.worker.thread
+    schedule.worker.submit(Job(lambda: release.wait(60)))
     for _ in range(64):
-        stepper.worker.submit(Job(lambda: None))
+        schedule.worker.submit(Job(lambda: None))
     started = time.monotonic()
     pair[0](tokens_of(50)).backward()  # does not raise, and does not hang
     assert time.monotonic() - started < SECONDS
-    fails_in_time(
-        *pair,
-        "the queue of the host worker is full: 64 jobs wait and none was finished",
-    )
+    fails_in_time(*pair, "the queue of the host worker is full: 64 jobs wait and none was finished")
     goes_on_like(pair, other)  # on another thread: the one that is stuck is left alone
     assert stuck.is_alive()
     release.set()
@@ -219,9 +204,7 @@ def test_a_slow_worker_is_waited_for(monkeypatch):
     pair, other = ready("speculative", experts=False)
     run_job = BackwardJob.run
     monkeypatch.setattr(worker_module, "PATIENCE", 0.05)
-    monkeypatch.setattr(
-        BackwardJob, "run", lambda job: (time.sleep(0.15), run_job(job))
-    )
+    monkeypatch.setattr(BackwardJob, "run", lambda job: (time.sleep(0.15), run_job(job)))
     goes_on_like(pair, other)
 
 
@@ -274,7 +257,7 @@ def test_two_thousand_steps_leave_nothing_behind():
     stay bounded."""
     blocks = []
 
-    class Counted(ImmediateTransfer):
+    class Counted(Transfer):
         def empty_host(self, num_bytes, pin):
             buffer = super().empty_host(num_bytes, pin)
             blocks.append(StorageWeakRef(buffer.untyped_storage()))
@@ -283,11 +266,7 @@ def test_two_thousand_steps_leave_nothing_behind():
     def live():
         gc.collect()
         tensors = sum(isinstance(item, torch.Tensor) for item in gc.get_objects())
-        return (
-            tensors,
-            threading.active_count(),
-            sum(not block.expired() for block in blocks),
-        )
+        return (tensors, threading.active_count(), sum(not block.expired() for block in blocks))
 
     def churn(builds, steps):
         for build in range(builds):
@@ -297,9 +276,7 @@ def test_two_thousand_steps_leave_nothing_behind():
             hybrids(optimizer)[0].stepper.use_transfer(Counted())
             for step in range(steps):
                 optimizer.zero_grad()
-                (
-                    model.dense.float().sum() * (step + 1) + model.bias.float().sum()
-                ).backward()
+                (model.dense.float().sum() * (step + 1) + model.bias.float().sum()).backward()
                 if step % 5 == 1:
                     optimizer.discard_early_work()
                 elif step % 5 == 2:
@@ -318,9 +295,7 @@ def test_two_thousand_steps_leave_nothing_behind():
     before = live()
     churn(8, 250)
     after = live()
-    assert (
-        after[0] <= before[0] + 10 and after[1] <= before[1] and after[2] <= before[2]
-    ), (
+    assert after[0] <= before[0] + 10 and after[1] <= before[1] and after[2] <= before[2], (
         before,
         after,
     )
@@ -362,8 +337,6 @@ def test_the_interpreter_ends_in_the_middle_of_work(end):
     script = SCRIPT.format(end=code)
     process = start("-c", script, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.readline() == "ready\n", process.stderr.read()
-    _, errors = process.communicate(
-        timeout=240
-    )  # a hang; torch itself may take long to end
+    _, errors = process.communicate(timeout=240)  # a hang; torch itself may take long to end
     assert process.returncode in (status, 130 if status == -2 else status), errors
     assert "Fatal" not in errors

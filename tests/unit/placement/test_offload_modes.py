@@ -19,10 +19,10 @@ from mp_optim import (
     checkpoint,
     get_megatron_optimizer,
 )
-from mp_optim.placement.host_bytes import plan_buckets
+from mp_optim.placement.plan import plan_buckets
 from mp_optim.placement.speculation import SpeculationSettings, speculates_next
 from mp_optim.process.host_share import host_share
-from mp_optim.process.transfer import ImmediateTransfer
+from mp_optim.process.transfer import Transfer
 from support.models import COMPACT, config_for, same_bits, tokens_of
 from support.offload import (
     MODES,
@@ -33,9 +33,9 @@ from support.offload import (
     hybrids,
     params_of,
     run,
+    schedules,
     snapshot,
     spans_of_worker,
-    steppers,
 )
 
 EARLY = MODES[1:]
@@ -50,7 +50,7 @@ def back_buffer_bytes(hybrid):
 
 
 def counts(optimizer, name):
-    return sum(stepper.counts[f"speculation_{name}"] for stepper in steppers(optimizer))
+    return sum(each.counts[f"speculation_{name}"] for each in schedules(optimizer))
 
 
 def spikes(step):
@@ -103,9 +103,7 @@ def test_two_hundred_steps_are_the_same_bits(name):
     )
     expected, outcomes = None, None
     for mode in MODES:
-        model, optimizer = build_mode(
-            mode, precision, groups=groups, lr=1e-3, **settings
-        )
+        model, optimizer = build_mode(mode, precision, groups=groups, lr=1e-3, **settings)
         with delays([0.0, 0.0, 0.0005, 0.0, 0.001]):
             results = run(model, optimizer, 200, **case)
         now = results, snapshot(model, optimizer)
@@ -139,15 +137,12 @@ FORMS = [
         *itertools.product(FORMS, ("adam", "lamb", "sgd", "lion", "adafactor")),
         ("fp16", "stable_adamw"),
         ("bf16-stochastic", "stable_adamw"),
+        ("bf16-stochastic", "ademamix"),
     ],
 )
 def test_every_rule_and_form_of_state(precision, rule):
     """Half of the steps clip, so that buckets are swapped, stepped again and in place in turn."""
-    settings = {
-        "optimizer": rule,
-        "clip_grad": 0.16,
-        "lr": 1e-3 if rule == "lion" else 1e-2,
-    }
+    settings = {"optimizer": rule, "clip_grad": 0.16, "lr": 1e-3 if rule == "lion" else 1e-2}
     without = {"sgd": {"exp_avg_sq_dtype"}, "lion": {"exp_avg_sq_dtype"}}
     without["adafactor"] = {"exp_avg_dtype", "exp_avg_sq_dtype"}
     if "-" in precision and rule in without:
@@ -158,16 +153,11 @@ def test_every_rule_and_form_of_state(precision, rule):
         }
         if precision == "bf16-stochastic":
             form = {**form, "param_remainder_bits": 8}
-        precision, settings = (
-            "bf16",
-            {**settings, "use_precision_aware_optimizer": True, **form},
-        )
+        precision, settings = ("bf16", {**settings, "use_precision_aware_optimizer": True, **form})
     expected = None
     for mode in MODES:
         model, optimizer = build_mode(mode, precision, 0.6, **settings)
-        results = run(
-            model, optimizer, 12, scale=lambda step: 10.0 if step % 4 == 3 else 0.5
-        )
+        results = run(model, optimizer, 12, scale=lambda step: 10.0 if step % 4 == 3 else 0.5)
         now = results, snapshot(model, optimizer)
         expected = expected or now
         assert now[0] == expected[0], mode
@@ -199,9 +189,7 @@ def between(model, optimizer, what):
         model.dense = nn.Parameter(old.detach().clone())
         model.dense.grad = old.grad
         for group in optimizer.param_groups:
-            group["params"] = [
-                model.dense if param is old else param for param in group["params"]
-            ]
+            group["params"] = [model.dense if param is old else param for param in group["params"]]
     elif what == "write a parameter":
         with torch.no_grad():
             model.dense.mul_(0.5)
@@ -278,9 +266,7 @@ def test_between_backward_and_step(event, precision):
     events = ["nothing", "nothing", event, "nothing", event, "nothing"]
     expected = run_events("sync", events, precision=precision, clip_grad=0.0)
     for mode in EARLY:
-        found = run_events(
-            mode, events, [0.001, 0.0], precision=precision, clip_grad=0.0
-        )
+        found = run_events(mode, events, [0.001, 0.0], precision=precision, clip_grad=0.0)
         assert found[0] == expected[0], mode
         assert differing(found[1], expected[1]) == [], mode
         assert all(math.isfinite(loss) for loss, _ in found[0])
@@ -331,9 +317,7 @@ def test_closures(mode):
 def test_an_expert_without_gradient_does_not_stop_its_bucket():
     results = []
     for mode in MODES:
-        model, optimizer = build_mode(
-            mode, bucket_bytes=1 << 20, experts=False, fraction=1.0
-        )
+        model, optimizer = build_mode(mode, bucket_bytes=1 << 20, experts=False, fraction=1.0)
         for step in range(10):
             optimizer.zero_grad()
             hidden = model.embed[tokens_of(step)]
@@ -345,13 +329,9 @@ def test_an_expert_without_gradient_does_not_stop_its_bucket():
             optimizer.step()
         results.append(snapshot(model, optimizer))
         assert (
-            optimizer.state[model.scale]["step"] == 0
-            and optimizer.state[model.dense]["step"] == 4
+            optimizer.state[model.scale]["step"] == 0 and optimizer.state[model.dense]["step"] == 4
         )
-    assert (
-        differing(results[1], results[0]) == []
-        and differing(results[2], results[0]) == []
-    )
+    assert differing(results[1], results[0]) == [] and differing(results[2], results[0]) == []
     assert counts(optimizer, "hits") >= 3
 
 
@@ -368,9 +348,9 @@ def test_what_backward_left_behind_is_handed_over():
         offload_mode="speculative",
     )
     optimizer = get_megatron_optimizer(config, model)
-    (stepper,) = steppers(optimizer)
-    hybrids(optimizer)[0].stepper.use_transfer(ImmediateTransfer(), bucket_bytes=4800)
-    assert len(stepper.buckets) == 3
+    (schedule,) = schedules(optimizer)
+    hybrids(optimizer)[0].stepper.use_transfer(Transfer(), bucket_bytes=4800)
+    assert len(schedule.buckets) == 3
     for step in range(3):
         optimizer.zero_grad()
         sum(
@@ -396,9 +376,7 @@ def test_gradients_reduced_after_backward_are_waited_for(mode, monkeypatch):
             model(tokens_of(step)).backward()
             after_backward = finish_early_work(optimizer)
             for param in model.parameters():
-                param.grad.data.mul_(
-                    0.5
-                )  # as a reduction into the same memory, without a trace
+                param.grad.data.mul_(0.5)  # as a reduction into the same memory, without a trace
             if step > 2:
                 optimizer.gradients_ready()
             optimizer.step()
@@ -425,9 +403,7 @@ def test_only_the_last_micro_batch_starts_work(mode):
     optimizer.step()
     measured = spans_of_worker(optimizer, "host_measure")
     assert measured
-    assert all(
-        before_the_last <= span.start <= span.end <= before_step for span in measured
-    )
+    assert all(before_the_last <= span.start <= span.end <= before_step for span in measured)
     optimizer.is_last_microbatch = False
     optimizer.zero_grad()
     model(tokens_of(0)).backward()
@@ -448,10 +424,7 @@ def test_main_grads_are_seen_too():
             model(tokens_of(step)).backward()
             optimizer.step()
         results.append(snapshot(model, optimizer))
-    assert (
-        differing(results[1], results[0]) == []
-        and differing(results[2], results[0]) == []
-    )
+    assert differing(results[1], results[0]) == [] and differing(results[2], results[0]) == []
 
 
 def _into_main_grad(param):
@@ -464,10 +437,7 @@ def test_hooks_follow_parameters_and_go_with_the_optimizer():
     old = model.dense
     between(model, optimizer, "replace a parameter")
     run(model, optimizer, 3)
-    assert (
-        not old._post_accumulate_grad_hooks
-        and len(model.dense._post_accumulate_grad_hooks) == 1
-    )
+    assert not old._post_accumulate_grad_hooks and len(model.dense._post_accumulate_grad_hooks) == 1
     params = list(model.parameters())
     del optimizer
     gc.collect()
@@ -505,9 +475,7 @@ def test_the_first_step_may_fail(mode, bad):
     """Nothing was ever stepped then, and nothing is taken back."""
     results = []
     for which in ("sync", mode):
-        model, optimizer = build_mode(
-            which, clip_grad=0.0, grad_norm_skip_threshold=1e9
-        )
+        model, optimizer = build_mode(which, clip_grad=0.0, grad_norm_skip_threshold=1e9)
         before = params_of(model)
         model(tokens_of(0)).backward()
         model.dense.grad[0, 0] = bad
@@ -519,9 +487,7 @@ def test_the_first_step_may_fail(mode, bad):
 
 
 def test_a_huge_finite_gradient_that_is_skipped_leaves_no_trace():
-    model, optimizer = build_mode(
-        "speculative", clip_grad=0.0, grad_norm_skip_threshold=1e6
-    )
+    model, optimizer = build_mode("speculative", clip_grad=0.0, grad_norm_skip_threshold=1e6)
     run(model, optimizer, 3)
     before, hits = snapshot(model, optimizer), counts(optimizer, "hits")
     optimizer.zero_grad()
@@ -560,10 +526,7 @@ def test_empty_and_frozen_parameters():
             optimizer.step()
         results.append(params_of(model))
         assert not model["frozen"]._post_accumulate_grad_hooks
-    assert (
-        differing(results[1], results[0]) == []
-        and differing(results[2], results[0]) == []
-    )
+    assert differing(results[1], results[0]) == [] and differing(results[2], results[0]) == []
     assert counts(optimizer, "hits") > 0
 
 
@@ -577,9 +540,7 @@ def test_every_hyperparameter_of_every_group_reaches_the_worker():
             for index, group in enumerate(optimizer.param_groups):
                 rate = 1e-3 * (1 + index) / (1 + step)
                 group["lr"] = (
-                    group["lr"].fill_(rate)
-                    if isinstance(group["lr"], torch.Tensor)
-                    else rate
+                    group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
                 )
                 group["betas"], group["weight_decay"] = (
                     (0.9 - step / 100, 0.99 - index / 100),
@@ -614,15 +575,13 @@ def test_a_checkpoint_at_any_moment_equals_that_of_sync(tmp_path):
         checkpoint.load(tmp_path / mode, other, fresh)
         assert differing(snapshot(other, fresh), moments[-1]) == []
     for mode in EARLY:
-        assert [
-            differing(a, b) for a, b in zip(found[mode], found["sync"], strict=True)
-        ] == [[]] * 8
+        assert [differing(a, b) for a, b in zip(found[mode], found["sync"], strict=True)] == [
+            []
+        ] * 8
 
 
 def test_tensors_stay_the_same_objects_when_buffers_are_swapped():
-    model, optimizer = build_mode(
-        "speculative", experts=False, fraction=1.0, clip_grad=0.0
-    )
+    model, optimizer = build_mode("speculative", experts=False, fraction=1.0, clip_grad=0.0)
     run(model, optimizer, 2)
     main, state = model.dense.main_param, optimizer.state[model.dense]
     first = main.data_ptr()
@@ -632,9 +591,7 @@ def test_tensors_stay_the_same_objects_when_buffers_are_swapped():
     addresses.add(main.data_ptr())
     assert first in addresses and len(addresses) == 2
     again = optimizer.state[model.dense]
-    assert model.dense.main_param is main and all(
-        again[key] is state[key] for key in state
-    )
+    assert model.dense.main_param is main and all(again[key] is state[key] for key in state)
     assert same_bits(main.bfloat16(), model.dense.detach())
 
 
@@ -654,9 +611,9 @@ def test_metrics_and_description(mode):
         "bytes_down",
         "bytes_up",
     } <= metrics.keys()
-    assert metrics["host_ms"] > 0 and metrics["bytes_down"] == metrics[
-        "bytes_up"
-    ] == sum(param.nbytes for param in model.parameters())
+    assert metrics["host_ms"] > 0 and metrics["bytes_down"] == metrics["bytes_up"] == sum(
+        param.nbytes for param in model.parameters()
+    )
     if mode == "sync":
         assert metrics["hidden_ms"] == 0 and "speculation_hits" not in metrics
         return
@@ -666,9 +623,7 @@ def test_metrics_and_description(mode):
     assert f"offload_mode {mode}" in text
     assert (planned > 0) == (mode == "speculative")
     if mode == "speculative":
-        assert (
-            f"{back_buffer_bytes(hybrids(optimizer)[0]):,} bytes double buffer" in text
-        )
+        assert f"{back_buffer_bytes(hybrids(optimizer)[0]):,} bytes double buffer" in text
 
 
 def test_compact_states_halve_the_double_buffer():
@@ -685,19 +640,13 @@ def test_compact_states_halve_the_double_buffer():
 def test_stages_show_in_the_profiler():
     model, optimizer = build_mode("speculative", clip_grad=0.0)
     run(model, optimizer, 3)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU]
-    ) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run(model, optimizer, 1)
     names = {event.name for event in profile.events()}
     assert {"mp_optim::wait_worker", "mp_optim::publish"} <= names
     spans = hybrids(optimizer)[0].timeline.last
-    assert {"host_measure", "host_step", "publish", "wait_worker"} <= {
-        span.stage for span in spans
-    }
-    assert {span.thread for span in spans if span.stage == "host_step"} == {
-        "mp_optim-host"
-    }
+    assert {"host_measure", "host_step", "publish", "wait_worker"} <= {span.stage for span in spans}
+    assert {span.thread for span in spans if span.stage == "host_step"} == {"mp_optim-host"}
 
 
 def test_speculation_pauses_and_resumes():
@@ -706,9 +655,7 @@ def test_speculation_pauses_and_resumes():
     def hits_of(steps, start, scale):
         before = counts(optimizer, "hits"), counts(optimizer, "paused")
         run(model, optimizer, steps, start=start, scale=lambda step: scale)
-        return counts(optimizer, "hits") - before[0], counts(
-            optimizer, "paused"
-        ) - before[1]
+        return counts(optimizer, "hits") - before[0], counts(optimizer, "paused") - before[1]
 
     hits, paused = hits_of(10, 0, 0.1)
     assert hits > 0 and paused == 0
@@ -724,9 +671,7 @@ def test_the_rule_of_pausing():
     assert speculates_next(True, [*always, *never[2:]]) and not speculates_next(
         False, [*always, *never[3:]]
     )
-    assert speculates_next(False, [*never, *always[4:]]) and not speculates_next(
-        False, never
-    )
+    assert speculates_next(False, [*never, *always[4:]]) and not speculates_next(False, never)
 
 
 def test_buckets_hold_every_slot_once():
@@ -757,7 +702,7 @@ def test_without_a_wrapper(mode, rule):
             optimizer.step()
         results.append(params_of(model))
     assert differing(*results) == []
-    assert mode == "overlap" or optimizer.stepper.counts["speculation_hits"] > 0
+    assert mode == "overlap" or optimizer.stepper.schedule.counts["speculation_hits"] > 0
 
 
 def test_foreign_optimizers_overlap_and_do_not_speculate():
@@ -780,8 +725,7 @@ def test_foreign_optimizers_overlap_and_do_not_speculate():
         results.append(params_of(model))
     assert differing(*results) == []
     with pytest.raises(
-        ValueError,
-        match="offload_mode='speculative': AdamW cannot step into other memory",
+        ValueError, match="offload_mode='speculative': AdamW cannot step into other memory"
     ):
         HybridDeviceOptimizer(
             nn.Linear(2, 2).parameters(),
@@ -824,7 +768,7 @@ def test_settings_without_effect_are_refused(settings, text):
 
 
 def test_the_worker_leaves_cores_to_others(monkeypatch):
-    from mp_optim.placement.cores import occupy, threads_beside_backward
+    from mp_optim.placement.worker import occupy, threads_beside_backward
     from mp_optim.update.backends.native import NativeBackend
 
     class Library:

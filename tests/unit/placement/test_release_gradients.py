@@ -28,13 +28,13 @@ from support.offload import (
     hybrids,
     params_of,
     run,
+    schedules,
     snapshot,
-    steppers,
 )
 
 EARLY = ("overlap", "speculative")
 each_early = pytest.mark.parametrize("mode", EARLY)
-RULES = ("adam", "sgd", "lamb", "lion", "adafactor", "stable_adamw", "muon")
+RULES = ("adam", "sgd", "lamb", "lion", "adafactor", "stable_adamw", "ademamix", "muon")
 FORMS = ("bf16", "fp16", "fp32", *(f"bf16-{form}" for form in COMPACT))
 
 
@@ -77,19 +77,12 @@ def test_same_bits(mode, rule, micro, use_no_sync, pipelined, overflows, waits, 
             return 1e38 if overflows and step == 3 else 10.0 if step % 3 == 2 else 0.5
 
         with delays(waits):
-            return run(
-                model, optimizer, 6, micro=micro, use_no_sync=use_no_sync, scale=scale
-            )
+            return run(model, optimizer, 6, micro=micro, use_no_sync=use_no_sync, scale=scale)
 
     if rule == "muon" and mode == "speculative":
         how["fraction"] = 0.3
     same_as_sync(
-        mode,
-        run_it,
-        optimizer=rule,
-        lr=1e-3,
-        overlap_cpu_optimizer_d2h_h2d=pipelined,
-        **how,
+        mode, run_it, optimizer=rule, lr=1e-3, overlap_cpu_optimizer_d2h_h2d=pipelined, **how
     )
 
 
@@ -109,8 +102,8 @@ def test_every_form_of_state_with_two_micro_batches(mode, precision, use_no_sync
 
     optimizer = same_as_sync(mode, run_it, precision, clip_grad=0.16)
     if mode == "speculative":
-        hits = [stepper.counts["speculation_hits"] for stepper in steppers(optimizer)]
-        redone = [s.counts["speculation_redone"] for s in steppers(optimizer)]
+        hits = [schedule.counts["speculation_hits"] for schedule in schedules(optimizer)]
+        redone = [s.counts["speculation_redone"] for s in schedules(optimizer)]
         assert sum(hits) > 0 and sum(redone) > 0
 
 
@@ -186,8 +179,8 @@ def test_at_most_two_buckets_of_gradients_are_there(mode, micro, use_no_sync, wa
     peaks = {}
     for release in (False, True):
         model, optimizer, most = deep(mode, release)
-        (stepper,) = steppers(optimizer)
-        stepper.use_transfer(stepper.transfer, 4 * model[0].weight.nbytes)
+        (hybrid,), (schedule,) = hybrids(optimizer), schedules(optimizer)
+        hybrid.stepper.use_transfer(hybrid.stepper.transfer, 4 * model[0].weight.nbytes)
         with delays([wait]):
             for step in range(5):
                 if step == 3:
@@ -201,7 +194,7 @@ def test_at_most_two_buckets_of_gradients_are_there(mode, micro, use_no_sync, wa
                     else:
                         model(x).backward()
                 optimizer.step()
-        assert [len(bucket.slots) for bucket in stepper.buckets] == [2] * 6
+        assert [len(bucket.slots) for bucket in schedule.buckets] == [2] * 6
         peaks[release] = most[0]
     size = model[0].weight.nbytes
     assert peaks[False] == 12 * size
@@ -368,9 +361,7 @@ def test_grad_is_none_and_the_gradient_is_still_known(mode):
 
 
 @each_early
-@pytest.mark.parametrize(
-    "setting", [{"log_num_zeros_in_grad": True}, {"precision": "fp16"}]
-)
+@pytest.mark.parametrize("setting", [{"log_num_zeros_in_grad": True}, {"precision": "fp16"}])
 def test_zeros_and_scaled_losses(mode, setting):
     def run_it(model, optimizer):
         model.bias.register_hook(lambda grad: grad * (grad > 0))
@@ -418,9 +409,7 @@ def test_another_gradient_beside_a_released_one_is_refused(mode):
     model(tokens_of(0)).backward()
     before = params_of(model)
     model.dense.grad = torch.ones_like(model.dense)
-    with pytest.raises(
-        ValueError, match="dense: its gradient was released during backward"
-    ):
+    with pytest.raises(ValueError, match="dense: its gradient was released during backward"):
         optimizer.step()
     assert differing(params_of(model), before) == []
     model.dense.grad = None
@@ -509,9 +498,7 @@ def test_main_grad_is_refused():
 
 def test_an_optimizer_that_waits_for_step_is_refused():
     model = TinyMoE(DTYPES["bf16"])
-    inner = HybridDeviceOptimizer(
-        model.parameters(), 1.0, FusedAdam, FusedAdam, lr=1e-3
-    )
+    inner = HybridDeviceOptimizer(model.parameters(), 1.0, FusedAdam, FusedAdam, lr=1e-3)
     config = config_for("bf16", 1.0, offload_mode="overlap", release_gradients=True)
     with pytest.raises(ValueError, match="does not work during backward"):
         Float16OptimizerWithFloat16Params(inner, config)

@@ -14,17 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.placement.second_look import same_bits
+from mp_optim.placement.arrivals import same_bits
 from support.models import AdversarialTransfer
-from support.offload import (
-    MODES,
-    build_mode,
-    differing,
-    finish_early_work,
-    hybrids,
-    run,
-    snapshot,
-)
+from support.offload import MODES, build_mode, differing, finish_early_work, hybrids, run, snapshot
 
 STEPS = 12
 AfterBackward = Callable[[nn.Module, int], None]
@@ -163,16 +155,12 @@ def test_every_element_counts(count: int, start: int, dtype: torch.dtype) -> Non
 def test_memory_for_the_comparison_is_taken_when_it_is_needed() -> None:
     held = {}
     for after in (None, clip_to(math.inf)):
-        model, optimizer = build_mode(
-            "speculative", fraction=1.0, experts=False, clip_grad=0.0
-        )
+        model, optimizer = build_mode("speculative", fraction=1.0, experts=False, clip_grad=0.0)
         (hybrid,) = hybrids(optimizer)
         transfer = AdversarialTransfer()
         empty_host, sizes = transfer.empty_host, []
 
-        def counted(
-            num_bytes: int, pin: bool, sizes=sizes, empty_host=empty_host
-        ) -> Tensor:
+        def counted(num_bytes: int, pin: bool, sizes=sizes, empty_host=empty_host) -> Tensor:
             sizes.append(num_bytes)
             return empty_host(num_bytes, pin)
 
@@ -231,9 +219,7 @@ def sharded_run(
 @pytest.mark.filterwarnings("ignore:.*gradients were changed after backward")
 @pytest.mark.parametrize("adversarial", [True, False], ids=["accelerator", "host"])
 @pytest.mark.parametrize("limit", [math.inf, 1e-3])
-def test_gradients_of_fsdp_that_are_clipped_outside(
-    limit: float, adversarial: bool
-) -> None:
+def test_gradients_of_fsdp_that_are_clipped_outside(limit: float, adversarial: bool) -> None:
     expected, _, _ = sharded_run("sync", limit, adversarial)
     for mode in MODES[1:]:
         params, metrics, described = sharded_run(mode, limit, adversarial)

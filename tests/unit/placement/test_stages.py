@@ -3,12 +3,7 @@
 import pytest
 
 from mp_optim.placement import timeline as module
-from mp_optim.placement.timeline import (
-    ARITHMETIC,
-    WAIT_COPIES,
-    WAIT_WORKER,
-    StepTimeline,
-)
+from mp_optim.placement.timeline import ARITHMETIC, WAIT_COPIES, WAIT_WORKER, StepTimeline
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from mp_optim import get_megatron_optimizer
-from mp_optim.process.transfer import ImmediateTransfer
+from mp_optim.process.transfer import Transfer
 from support.models import config_for
 from support.offload import differing, hybrids, snapshot
 from support.two_threads import Narrow, backward_in_two_threads
 
 
-class NarrowTransfer(ImmediateTransfer):
+class NarrowTransfer(Transfer):
     """Notes how many threads hand buckets over at once, and how many buckets; a step makes a mark
     of its own."""
 

@@ -80,9 +80,7 @@ def test_one_that_does_not_end_is_left_alone_with_its_thread(worker, monkeypatch
 @pytest.mark.parametrize("forget", [False, True])
 def test_a_failure_is_told_once_unless_it_is_discarded(worker, forget):
     job, waiting = submit(
-        worker,
-        Job("the third bucket", error=KeyError("x"), is_free=False),
-        Job("never"),
+        worker, Job("the third bucket", error=KeyError("x"), is_free=False), Job("never")
     )
     job.free.set()
     if forget:

@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.placement import hybrid
 from mp_optim.planner import plan
-from mp_optim.process.page_locked import page_locked_bytes, power_of_two
-from mp_optim.process.transfer import ImmediateTransfer
+from mp_optim.process.host_memory import page_locked_bytes, power_of_two
+from mp_optim.process.transfer import Transfer
 from support.offload import MODES, hybrids
 
 DOCS = Path(__file__).parents[3] / "docs" / "hosts.md"
@@ -38,7 +38,7 @@ PRECISIONS = {
 }
 
 
-class ChargingTransfer(ImmediateTransfer):
+class ChargingTransfer(Transfer):
     """Charges each piece of memory that is alive: page-locked ones from 1 MiB by pages of 4 KiB,
     smaller ones by powers of two."""
 

@@ -23,6 +23,8 @@ from mp_optim.planner import (
 )
 from mp_optim.planner.memory import memory_of
 from mp_optim.planner.sweep import with_fraction
+from mp_optim.update import set_host_threads
+from mp_optim.update.backends.native_library import describe_threads
 
 GIB = 2**30
 
@@ -46,9 +48,7 @@ def models(draw: st.DrawFn) -> tuple[list[ParamSpec], OptimizerConfig]:
     kind = draw(st.sampled_from(["bf16", "fp16", "fp32"]))
     half = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
     shapes = draw(
-        st.lists(
-            st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=8
-        )
+        st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=8)
     )
     dtypes = [
         half if kind == "fp32" else draw(st.sampled_from([half, half, torch.float32]))
@@ -79,6 +79,8 @@ def models(draw: st.DrawFn) -> tuple[list[ParamSpec], OptimizerConfig]:
         }
         if rule in ("adam", "lamb"):
             settings_of["exp_avg_sq_dtype"] = draw(moment)
+        if {"uint8", "uint4"} & {settings_of["exp_avg_dtype"], settings_of.get("exp_avg_sq_dtype")}:
+            settings_of["fp32_state_below"] = draw(st.sampled_from([0, 5, 1000]))
         if kind == "bf16":
             settings_of |= draw(
                 st.sampled_from(
@@ -108,13 +110,8 @@ def test_planned_bytes_are_those_of_the_real_tensors(
     real, planned = memory_of(optimizer, config), plan(model, config)
     without = dataclasses.replace(planned.accelerator, model_params=0, grads=0)
     assert without == real.accelerator
-    assert (
-        planned.pinned_host == real.pinned_host
-        and planned.pageable_host == real.pageable_host
-    )
-    assert planned.accelerator.model_params == sum(
-        param.nbytes for param in model.parameters()
-    )
+    assert planned.pinned_host == real.pinned_host and planned.pageable_host == real.pageable_host
+    assert planned.accelerator.model_params == sum(param.nbytes for param in model.parameters())
     assert planned.accelerator.grads == sum(
         param.nbytes for param in model.parameters() if param.requires_grad
     )
@@ -151,13 +148,8 @@ def test_layouts_divide_what_they_should() -> None:
 
 def test_experts_by_number_are_divided_too() -> None:
     config = OptimizerConfig(lr=1e-3, bf16=True)
-    specs = [
-        ParamSpec(f"mlp.experts.{index}.w", (4, 4), is_expert=True)
-        for index in range(8)
-    ]
-    assert (
-        plan(specs, config, Layout(dp=4, ep=4)).accelerator.model_params == 2 * 2 * 16
-    )
+    specs = [ParamSpec(f"mlp.experts.{index}.w", (4, 4), is_expert=True) for index in range(8)]
+    assert plan(specs, config, Layout(dp=4, ep=4)).accelerator.model_params == 2 * 2 * 16
     with pytest.raises(ValueError, match="ep=3: does not divide the 8 experts"):
         plan(specs, config, Layout(dp=3, ep=3))
 
@@ -170,9 +162,7 @@ def test_experts_by_number_are_divided_too() -> None:
         ({"sharding": "zero"}, "sharding='zero'"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(
-    sizes: dict[str, object], message: str
-) -> None:
+def test_a_layout_that_cannot_be_is_refused(sizes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Layout(**sizes)  # type: ignore[arg-type]
 
@@ -183,24 +173,18 @@ def test_the_smallest_fraction_fits_and_the_next_smaller_does_not() -> None:
     limit = 10 * 2**20
     found = smallest_fraction(specs, config, gpu_memory=limit)
     assert found.accelerator.total <= limit
-    assert (
-        plan(specs, with_fraction(config, found.fraction - 1 / 64)).accelerator.total
-        > limit
-    )
+    assert plan(specs, with_fraction(config, found.fraction - 1 / 64)).accelerator.total > limit
     assert smallest_fraction(specs, config, gpu_memory=GIB).fraction == 0.0
     with pytest.raises(ValueError, match="shard the model over more ranks"):
         smallest_fraction(specs, config, gpu_memory=2**20)
     with pytest.raises(
-        ValueError,
-        match=r"host_memory=1000 bytes: .* takes [0-9.]+ (bytes|GiB) of the host",
+        ValueError, match=r"host_memory=1000 bytes: .* takes [0-9.]+ (bytes|GiB) of the host"
     ):
         smallest_fraction(specs, config, gpu_memory=limit, host_memory=1000)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_a_save_in_the_background_may_hold_a_copy_of_what_it_writes(
-    fraction: float,
-) -> None:
+def test_a_save_in_the_background_may_hold_a_copy_of_what_it_writes(fraction: float) -> None:
     model = nn.Linear(1000, 500, bias=False, dtype=torch.bfloat16)
     for decay, each in ((None, 2 + 4 + 8), (0.9, 2 + 4 + 8 + 4)):
         config = OptimizerConfig(
@@ -214,9 +198,7 @@ def test_a_save_in_the_background_may_hold_a_copy_of_what_it_writes(
         assert "a save in the background: at most 0.00" in str(plan(model, config))
 
 
-SEVEN_BILLION = [
-    ParamSpec(f"layer{index}.weight", (4096, 4096)) for index in range(402)
-]
+SEVEN_BILLION = [ParamSpec(f"layer{index}.weight", (4096, 4096)) for index in range(402)]
 
 
 @pytest.mark.parametrize("limit", [24, 12])
@@ -277,10 +259,7 @@ def test_a_sweep_is_in_order_and_falls_with_the_fraction() -> None:
     rows = sweep(specs, OptimizerConfig(lr=1e-3, bf16=True), fractions=(0.0, 0.5, 1.0))
     assert [row.plan.fraction for row in rows] == [0.0, 0.5, 1.0] * 3
     sizes = [row.plan.accelerator.total for row in rows]
-    assert (
-        sizes[0] > sizes[1] > sizes[2] == sizes[5] == sizes[8]
-        and sizes[0] > sizes[3] > sizes[6]
-    )
+    assert sizes[0] > sizes[1] > sizes[2] == sizes[5] == sizes[8] and sizes[0] > sizes[3] > sizes[6]
 
 
 def test_what_is_no_model_is_refused() -> None:
@@ -299,10 +278,7 @@ def test_back_buffers_of_main_params_are_pinned_as_they_are(pins: bool) -> None:
         pin_cpu_params=pins,
     )
     found = plan(nn.Linear(32, 32, bias=False).bfloat16(), config)
-    pinned, pageable = (
-        found.pinned_host.double_buffers,
-        found.pageable_host.double_buffers,
-    )
+    pinned, pageable = (found.pinned_host.double_buffers, found.pageable_host.double_buffers)
     assert (pinned, pageable) == ((4096, 8192) if pins else (0, 12288))
 
 
@@ -320,9 +296,7 @@ def auto(**settings: object) -> OptimizerConfig:
 
 
 def linears(count: int = 16) -> nn.Module:
-    model = nn.Sequential(
-        *(nn.Linear(32, 32, bias=False) for _ in range(count))
-    ).bfloat16()
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(count))).bfloat16()
     model[0].weight.requires_grad_(False)
     return model
 
@@ -344,10 +318,7 @@ def test_auto_keeps_as_much_on_the_accelerator_as_fits(share: float) -> None:
         less = with_fraction(chosen, chosen.optimizer_offload_fraction - 1 / 64)
         assert plan(linears(), less).accelerator.total > limit
     real = memory_of(optimizer, chosen)
-    assert (
-        dataclasses.replace(used.accelerator, model_params=0, grads=0)
-        == real.accelerator
-    )
+    assert dataclasses.replace(used.accelerator, model_params=0, grads=0) == real.accelerator
 
 
 def test_auto_heeds_overrides_attributes_and_chunks() -> None:
@@ -361,38 +332,25 @@ def test_auto_heeds_overrides_attributes_and_chunks() -> None:
 
 
 def test_auto_keeps_the_mode_where_it_offloads_and_drops_it_where_not() -> None:
-    less = get_megatron_optimizer(
-        auto(gpu_memory=100_000, offload_mode="overlap"), linears()
-    )
-    assert (
-        less.config.offload_mode == "overlap"
-        and less.config.optimizer_offload_fraction > 0
-    )
-    none = get_megatron_optimizer(
-        auto(gpu_memory=10**9, offload_mode="overlap"), linears()
-    )
+    less = get_megatron_optimizer(auto(gpu_memory=100_000, offload_mode="overlap"), linears())
+    assert less.config.offload_mode == "overlap" and less.config.optimizer_offload_fraction > 0
+    none = get_megatron_optimizer(auto(gpu_memory=10**9, offload_mode="overlap"), linears())
     assert none.config.offload_mode == "sync" and not none.config.optimizer_cpu_offload
 
 
 def test_auto_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="mp_optim"):
         optimizer = get_megatron_optimizer(auto(gpu_memory=200_000), linears())
-    assert (
-        f"'auto': {optimizer.config.optimizer_offload_fraction:g}, the least"
-        in caplog.text
-    )
+    assert f"'auto': {optimizer.config.optimizer_offload_fraction:g}, the least" in caplog.text
     caplog.clear()
     with caplog.at_level("INFO", logger="mp_optim"):
-        assert not get_megatron_optimizer(
-            auto(), linears()
-        ).config.optimizer_cpu_offload
+        assert not get_megatron_optimizer(auto(), linears()).config.optimizer_cpu_offload
     assert "the model is on the host" in caplog.text
 
 
 def test_auto_refuses_what_it_cannot_do() -> None:
     with pytest.raises(
-        ValueError,
-        match=r"gpu_memory=1000 bytes: with the whole optimizer.*'1000GiB'",
+        ValueError, match=r"gpu_memory=1000 bytes: with the whole optimizer.*'1000GiB'"
     ):
         get_megatron_optimizer(auto(gpu_memory=1000), linears())
     with pytest.raises(ValueError, match="param_groups="):
@@ -404,9 +362,14 @@ def test_auto_refuses_what_it_cannot_do() -> None:
     with pytest.raises(ValueError, match="gpu_memory=1000: has no effect"):
         OptimizerConfig(lr=1e-3, gpu_memory=1000)
     with pytest.raises(
-        ValueError,
-        match="optimizer_offload_fraction='half': must be between 0 and 1, or 'auto'",
+        ValueError, match="optimizer_offload_fraction='half': must be between 0 and 1, or 'auto'"
     ):
-        OptimizerConfig(
-            lr=1e-3, optimizer_cpu_offload=True, optimizer_offload_fraction="half"
-        )
+        OptimizerConfig(lr=1e-3, optimizer_cpu_offload=True, optimizer_offload_fraction="half")
+
+
+def test_a_plan_leaves_the_threads_of_the_process_alone() -> None:
+    """It may be of another machine, with cores that are not here."""
+    there = OptimizerConfig(lr=0.1, host_threads=3, host_cores=(100_000,))
+    set_host_threads(2)
+    plan([ParamSpec("w", (4, 4), torch.float32)], there)
+    assert "host_threads=2;" in describe_threads()

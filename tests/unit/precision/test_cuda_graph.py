@@ -21,16 +21,12 @@ from support.models import build, config_for, same_bits
 from support.waiting import no_waiting
 
 pytestmark = [
-    pytest.mark.skipif(
-        torch.cuda.is_available(), reason="the tests marked gpu do this on the GPU"
-    ),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the tests marked gpu do this on the GPU"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
 
-def small(
-    precision: str = "bf16", **settings: Any
-) -> tuple[nn.Module, MegatronOptimizer]:
+def small(precision: str = "bf16", **settings: Any) -> tuple[nn.Module, MegatronOptimizer]:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[
         precision.split("-")[0]
     ]
@@ -72,11 +68,7 @@ def give_grads(
     """New values in the same memory."""
     generator = torch.Generator().manual_seed(step)
     for param in model.values():
-        values = (
-            torch.randn(param.shape, generator=generator)
-            * 0.05
-            * optimizer.get_loss_scale()
-        )
+        values = torch.randn(param.shape, generator=generator) * 0.05 * optimizer.get_loss_scale()
         param.grad.copy_(values)
         if bad is not None:
             param.grad.view(-1)[7] = bad
@@ -86,9 +78,7 @@ LONG = {"moved": 12, "saved": 15, "loaded": 20, "added": 23, "end": 30}
 SHORT = {"moved": 5, "saved": 6, "loaded": 9, "added": 99, "end": 11}
 
 
-def story(
-    precision: str, when: dict[str, int], **settings: Any
-) -> tuple[dict[str, Any], Any]:
+def story(precision: str, when: dict[str, int], **settings: Any) -> tuple[dict[str, Any], Any]:
     """A run in which everything changes that may: rates, weight decay, gradient memory, loaded
     state, a new group."""
     model, optimizer = small(precision, **settings)
@@ -106,9 +96,7 @@ def story(
             late = nn.Parameter(torch.ones(5, dtype=model["mtp"].dtype))
             late.grad = torch.full_like(late, 0.25)
             optimizer.add_param_group({"params": [("late", late)], "lr": 0.5})
-        give_grads(
-            model, optimizer, step, {0: math.inf, 4: math.nan, 17: math.inf}.get(step)
-        )
+        give_grads(model, optimizer, step, {0: math.inf, 4: math.nan, 17: math.inf}.get(step))
         for group in optimizer.param_groups:
             group["lr"] = 0.01 / (1 + step)
             group["weight_decay"] = 0.1 if step != 9 else 0.2
@@ -118,15 +106,11 @@ def story(
             weights = {name: param.detach().clone() for name, param in model.items()}
         replays = optimizer.metrics().get("graph_replays", 0)
     state = optimizer.state_dict(full_precision=True)["state"]
-    metrics = {
-        k: v for k, v in optimizer.metrics().items() if not k.startswith("graph")
-    }
+    metrics = {k: v for k, v in optimizer.metrics().items() if not k.startswith("graph")}
     return {
         "results": [tuple(result) for result in results],
         "metrics": metrics,
-        "state": {
-            f"{i}.{k}": v.clone() for i, s in state.items() for k, v in s.items()
-        },
+        "state": {f"{i}.{k}": v.clone() for i, s in state.items() for k, v in s.items()},
         "params": {name: p.detach().clone() for name, p in model.items()},
     }, (optimizer, replays)
 
@@ -146,9 +130,7 @@ def test_steps_equal_eager_ones(precision, settings, when, monkeypatch):
     graphs.allow(monkeypatch)
     eager, _ = story(precision, when, **settings)
     assert not graphs.TapeGraph.made
-    found, (optimizer, replays) = story(
-        precision, when, optimizer_cuda_graph=True, **settings
-    )
+    found, (optimizer, replays) = story(precision, when, optimizer_cuda_graph=True, **settings)
     assert optimizer.metrics()["graph_captures"] >= 2 and replays >= when["end"] // 3
     assert "CUDA graph: replayed" in str(optimizer.describe())
     for what in ("results", "metrics"):
@@ -190,9 +172,7 @@ def test_gradients_that_move_every_time_are_stepped_eagerly_and_it_is_said(monke
             param.grad = torch.zeros_like(param)
         give_grads(model, optimizer, step)
         assert optimizer.step().success
-    assert not graphs.TapeGraph.made and "set_to_none=False" in str(
-        optimizer.describe()
-    )
+    assert not graphs.TapeGraph.made and "set_to_none=False" in str(optimizer.describe())
     assert optimizer.metrics()["steps"] == MOST_CHANGES + 3
 
 
@@ -219,8 +199,7 @@ def test_replaced_parameters_and_missing_gradients_are_seen(monkeypatch):
                 new.grad = model["whole"].grad
                 for group in optimizer.param_groups:
                     group["params"] = [
-                        new if param is model["whole"] else param
-                        for param in group["params"]
+                        new if param is model["whole"] else param for param in group["params"]
                     ]
                 model["whole"] = new
             if step == 9:
@@ -277,9 +256,7 @@ def test_what_is_copied_in_each_step_is_stepped_eagerly_and_it_is_said(monkeypat
     assert not graphs.TapeGraph.made and "not contiguous" in str(optimizer.describe())
 
 
-def test_a_step_that_cannot_be_captured_raises_and_leaves_everything_as_it_was(
-    monkeypatch,
-):
+def test_a_step_that_cannot_be_captured_raises_and_leaves_everything_as_it_was(monkeypatch):
     graphs.allow(monkeypatch)
     model, optimizer = small(optimizer_cuda_graph=True)
     for step in range(2):
@@ -298,9 +275,7 @@ def test_a_step_that_cannot_be_captured_raises_and_leaves_everything_as_it_was(
     with pytest.raises(RuntimeError, match="capturing"):
         optimizer.step()
     assert all(same_bits(param.detach(), before[name]) for name, param in model.items())
-    assert [
-        float(state["step"]) for state in optimizer.state_dict()["state"].values()
-    ] == [
+    assert [float(state["step"]) for state in optimizer.state_dict()["state"].values()] == [
         2.0,
         2.0,
     ]
@@ -334,8 +309,7 @@ def test_without_a_gpu_and_where_the_host_has_to_know_it_is_refused(monkeypatch)
         small(optimizer_cuda_graph=True)
     graphs.allow(monkeypatch)
     with pytest.raises(
-        ValueError,
-        match="optimizer_cuda_graph=True: the step needs the verdict on the host",
+        ValueError, match="optimizer_cuda_graph=True: the step needs the verdict on the host"
     ):
         build("bf16", optimizer_cuda_graph=True)
     params = [nn.Parameter(torch.ones(4))]

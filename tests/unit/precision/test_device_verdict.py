@@ -24,52 +24,23 @@ from mp_optim import (
 )
 from mp_optim.precision import MegatronOptimizer, device_verdict
 from mp_optim.precision.device_verdict import decide_on_device
-from mp_optim.precision.measure import (
-    EXCLUDED,
-    MAIN,
-    Measurement,
-    NormKey,
-    agree,
-    count_zeros,
-)
+from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement, NormKey, agree, count_zeros
 from mp_optim.precision.verdict import decide
 from mp_optim.slots import Slot
 from mp_optim.update import choose_backend
 from support.kernel_launches import KernelLaunches
-from support.models import (
-    AdversarialTransfer,
-    build,
-    config_for,
-    same_bits,
-    tokens_of,
-    train,
-)
+from support.models import AdversarialTransfer, build, config_for, same_bits, tokens_of, train
 from support.waiting import WaitedError, no_waiting
 
 pytestmark = [
-    pytest.mark.skipif(
-        torch.cuda.is_available(), reason="the tests marked gpu do this on the GPU"
-    ),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the tests marked gpu do this on the GPU"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]  # the interpreter's, for overflow and nan in numpy
 
-ODD = [
-    0.0,
-    5e-324,
-    1e-310,
-    1e-160,
-    1e-12,
-    1.0,
-    1e300,
-    1.7976931348623157e308,
-    math.inf,
-    math.nan,
-]
+ODD = [0.0, 5e-324, 1e-310, 1e-160, 1e-12, 1.0, 1e300, 1.7976931348623157e308, math.inf, math.nan]
 squares = st.one_of(st.sampled_from(ODD), st.floats(0, 1e6), st.floats(0))
 scales = st.one_of(
-    st.none(),
-    st.sampled_from([1.0, 3.0, 2.0**-20, 2.0**126, 1e-45]),
-    st.floats(1e-6, 1e12),
+    st.none(), st.sampled_from([1.0, 3.0, 2.0**-20, 2.0**126, 1e-45]), st.floats(1e-6, 1e12)
 )
 
 
@@ -96,9 +67,7 @@ def test_the_bits_are_those_of_the_host(sums, scale, clip, threshold, zeros):
         None if zeros is None else torch.tensor(float(zeros), dtype=torch.float64),
     )
     inv_scale = (
-        None
-        if scale is None
-        else torch.tensor([scale], dtype=torch.float32).double().reciprocal()
+        None if scale is None else torch.tensor([scale], dtype=torch.float32).double().reciprocal()
     )
     config = OptimizerConfig(lr=1.0, clip_grad=clip, grad_norm_skip_threshold=threshold)
     host, device = (
@@ -106,10 +75,7 @@ def test_the_bits_are_those_of_the_host(sums, scale, clip, threshold, zeros):
         decide_on_device(measurement, inv_scale, config),
     )
     found = device.settle()
-    for mine, theirs in (
-        (found.multipliers, host.multipliers),
-        (found.norms, host.norms),
-    ):
+    for mine, theirs in ((found.multipliers, host.multipliers), (found.norms, host.norms)):
         assert {name: bits(value) for name, value in mine.items()} == {
             n: bits(v) for n, v in theirs.items()
         }
@@ -118,15 +84,10 @@ def test_the_bits_are_those_of_the_host(sums, scale, clip, threshold, zeros):
         host.found_inf,
         host.num_zeros,
     )
-    assert (
-        bool(device.found_inf) == host.found_inf
-        and device.result.success == host.result.success
-    )
+    assert bool(device.found_inf) == host.found_inf and device.result.success == host.result.success
     for name, given_to_kernels in device.multipliers.items():
         multiplier, skip = given_to_kernels.values.tolist()
-        assert (
-            given_to_kernels.values.dtype == torch.float32 and bool(skip) == host.skip
-        )
+        assert given_to_kernels.values.dtype == torch.float32 and bool(skip) == host.skip
         assert host.found_inf or bits(multiplier) == bits(host.multipliers[name])
 
 
@@ -142,9 +103,7 @@ def test_settling_waits_for_the_copy_that_started_with_the_verdict(monkeypatch):
     verdict = decide_on_device(measurement, None, OptimizerConfig(lr=1.0))
     assert len(transfer.pending) == 1 and transfer.pending[0] is not None
     assert (
-        not verdict.result.is_known
-        and verdict.result.grad_norm == 2.0
-        and verdict.result.is_known
+        not verdict.result.is_known and verdict.result.grad_norm == 2.0 and verdict.result.is_known
     )
     assert transfer.pending == [None]
 
@@ -152,9 +111,7 @@ def test_settling_waits_for_the_copy_that_started_with_the_verdict(monkeypatch):
 # -- nobody waits ---------------------------------------------------------------------------------
 
 
-def small(
-    precision: str = "bf16", **settings: Any
-) -> tuple[nn.Module, MegatronOptimizer]:
+def small(precision: str = "bf16", **settings: Any) -> tuple[nn.Module, MegatronOptimizer]:
     """A transposed, an empty and an excluded parameter among others; a norm group of its own."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[
         precision.split("-")[0]
@@ -185,9 +142,7 @@ def give_grads(
     generator = torch.Generator().manual_seed(step)
     scale = float(optimizer.get_loss_scale())
     for param in model.values():
-        param.grad = (torch.randn(param.shape, generator=generator) * 0.05 * scale).to(
-            param.dtype
-        )
+        param.grad = (torch.randn(param.shape, generator=generator) * 0.05 * scale).to(param.dtype)
     if bad is not None:
         model["transposed"].grad[3, 2] = bad
 
@@ -223,9 +178,7 @@ def test_a_step_reads_nothing(precision, rule, monkeypatch):
             assert not result.is_known
             optimizer.zero_grad()
             optimizer.scale_loss(torch.ones(()))
-    assert (
-        optimizer.metrics()["steps"] == 4 and optimizer.metrics()["skipped_steps"] == 1
-    )
+    assert optimizer.metrics()["steps"] == 4 and optimizer.metrics()["skipped_steps"] == 1
 
 
 def test_a_chain_reads_nothing(monkeypatch):
@@ -245,7 +198,7 @@ def test_the_watch_would_see_somebody_who_waits(monkeypatch):
     with pytest.raises(WaitedError), no_waiting(monkeypatch, optimizer):
         _ = optimizer.step().grad_norm
     on_host, host = small()
-    monkeypatch.setattr(type(host.inner), "verdict_device", lambda self: None)
+    monkeypatch.setattr(type(host.executor), "verdict_device", lambda self: None)
     give_grads(on_host, host, 0)
     with pytest.raises(WaitedError), no_waiting(monkeypatch, host):
         host.step()
@@ -262,9 +215,7 @@ def story(precision: str, look: bool, **settings: Any) -> dict[str, Any]:
     )
     results, scales = [], []
     for step in range(7):
-        give_grads(
-            model, optimizer, step, {0: math.inf, 3: math.nan, 6: math.inf}.get(step)
-        )
+        give_grads(model, optimizer, step, {0: math.inf, 3: math.nan, 6: math.inf}.get(step))
         if step == 5:
             model["transposed"].grad.fill_(float(optimizer.get_loss_scale()) * 4)
         optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
@@ -276,9 +227,7 @@ def story(precision: str, look: bool, **settings: Any) -> dict[str, Any]:
         "results": [tuple(result) for result in results],
         "scales": scales,
         "metrics": optimizer.metrics(),
-        "state": {
-            f"{i}.{k}": v.clone() for i, s in state.items() for k, v in s.items()
-        },
+        "state": {f"{i}.{k}": v.clone() for i, s in state.items() for k, v in s.items()},
         "params": {name: p.detach().clone() for name, p in model.items()},
     }
 
@@ -298,9 +247,7 @@ def test_everything_is_as_on_the_host_path(precision, settings, monkeypatch):
     device = story(precision, False, **settings)
     looked = story(precision, True, **settings) if precision == "fp16" else device
     assert any(not success for success, _, _ in device["results"])
-    monkeypatch.setattr(
-        "mp_optim.update.rule.RuleOptimizer.verdict_device", lambda self: None
-    )
+    monkeypatch.setattr("mp_optim.update.executor.RuleExecutor.verdict_device", lambda self: None)
     host = story(precision, True, **settings)
     for found in (device, looked):
         for what in ("results", "scales", "metrics"):
@@ -349,9 +296,7 @@ def test_a_group_added_after_a_step_that_is_not_settled():
     late.grad = torch.ones_like(late)
     give_grads(model, optimizer, 1)
     assert optimizer.step().success
-    assert [
-        float(state["step"]) for state in optimizer.state_dict()["state"].values()
-    ] == [1.0] * 6
+    assert [float(state["step"]) for state in optimizer.state_dict()["state"].values()] == [1.0] * 6
 
 
 def test_parameters_without_a_gradient_are_neither_counted_nor_taken_back():
@@ -360,16 +305,8 @@ def test_parameters_without_a_gradient_are_neither_counted_nor_taken_back():
         give_grads(model, optimizer, 0, bad)
         model["whole"].grad = None
         optimizer.step()
-    steps = {
-        name: float(optimizer.state[param]["step"]) for name, param in model.items()
-    }
-    assert steps == {
-        "whole": 0.0,
-        "transposed": 2.0,
-        "empty": 2.0,
-        "shared": 2.0,
-        "mtp": 2.0,
-    }
+    steps = {name: float(optimizer.state[param]["step"]) for name, param in model.items()}
+    assert steps == {"whole": 0.0, "transposed": 2.0, "empty": 2.0, "shared": 2.0, "mtp": 2.0}
 
 
 def test_timers_and_closures_work_as_ever():
@@ -382,9 +319,7 @@ def test_timers_and_closures_work_as_ever():
         def stop(self):
             events.append("stop")
 
-    model, optimizer = small(
-        timers=lambda name, log_level: events.append(name) or Timer()
-    )
+    model, optimizer = small(timers=lambda name, log_level: events.append(name) or Timer())
     give_grads(model, optimizer, 0)
     assert optimizer.step(lambda: 5.0) == 5.0
     assert events == [
@@ -403,9 +338,7 @@ def test_timers_and_closures_work_as_ever():
 def test_who_takes_a_verdict_on_the_device():
     _, optimizer = small()
     assert optimizer.verdict_device() == torch.device("cpu")
-    assert build("bf16", fused_backend="triton")[1].verdict_device() == torch.device(
-        "cpu"
-    )
+    assert build("bf16", fused_backend="triton")[1].verdict_device() == torch.device("cpu")
     assert build("bf16", fused_backend="reference")[1].verdict_device() is None
     assert choose_backend("triton", torch.device("cpu"))[0].takes_device_multipliers
     assert not any(
@@ -413,21 +346,19 @@ def test_who_takes_a_verdict_on_the_device():
         for name in ("reference", "torch", "native")
     )
     params = [nn.Parameter(torch.ones(4)) for _ in range(2)]
-    assert (
-        FusedLAMB(params, max_grad_norm=1.0, backend="triton").verdict_device() is None
-    )
+    assert FusedLAMB(params, max_grad_norm=1.0, backend="triton").executor.verdict_device() is None
     assert FusedLAMB(
         params, max_grad_norm=0.0, backend="triton"
-    ).verdict_device() == torch.device("cpu")
+    ).executor.verdict_device() == torch.device("cpu")
     kwargs = {"lr": 0.1, "sub_optimizer_kwargs": {"backend": "triton"}}
-    assert HybridDeviceOptimizer(
-        params, 0.0, **kwargs
-    ).verdict_device() == torch.device("cpu")
-    assert HybridDeviceOptimizer(params, 0.5, **kwargs).verdict_device() is None
+    assert HybridDeviceOptimizer(params, 0.0, **kwargs).executor.verdict_device() == torch.device(
+        "cpu"
+    )
+    assert HybridDeviceOptimizer(params, 0.5, **kwargs).executor.verdict_device() is None
     assert (
         HybridDeviceOptimizer(
             params, 0.0, torch.optim.SGD, torch.optim.SGD, lr=0.1
-        ).verdict_device()
+        ).executor.verdict_device()
         is None
     )
 
@@ -451,10 +382,7 @@ def test_a_hybrid_whose_host_part_is_empty_steps_without_waiting(monkeypatch):
         optimizer.state_dict()
         with no_waiting(monkeypatch, optimizer):
             optimizer.step()
-    assert [float(s["step"]) for s in inner.state_dict()["state"].values()] == [
-        1.0,
-        1.0,
-    ]
+    assert [float(s["step"]) for s in inner.state_dict()["state"].values()] == [1.0, 1.0]
 
 
 # -- the result -----------------------------------------------------------------------------------
@@ -477,16 +405,9 @@ def test_a_result_is_a_small_tuple_that_is_read_when_it_has_to_be():
         and result[:2] == (True, 2.5)
         and list(result) == [True, 2.5, None]
     )
-    assert (
-        repr(result)
-        == "StepResult(success=True, grad_norm=2.5, num_zeros_in_grad=None)"
-    )
+    assert repr(result) == "StepResult(success=True, grad_norm=2.5, num_zeros_in_grad=None)"
     copy = pickle.loads(pickle.dumps(StepResult.later(lambda: (False, None, 3))))
-    assert (
-        copy == (False, None, 3)
-        and isinstance(copy, StepResult)
-        and copy.num_zeros_in_grad == 3
-    )
+    assert copy == (False, None, 3) and isinstance(copy, StepResult) and copy.num_zeros_in_grad == 3
     with pytest.raises(AttributeError, match="cannot be changed"):
         result.success = False
     with pytest.raises(AttributeError, match="cannot be changed"):

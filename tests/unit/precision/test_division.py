@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mp_optim import get_megatron_optimizer
 from mp_optim.distributed.collectives import divide_, finish_sum
 from mp_optim.precision.device_verdict import clip_coefficients
-from mp_optim.quantized.tensors import scaled_codes
+from mp_optim.quantized import scaled_codes
 from support.cuda_division import DividesAsCuda
 from support.models import build, config_for, same_bits, tokens_of
 
@@ -56,9 +56,7 @@ def test_quotients_are_those_of_the_host(compute: Callable[[], Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("divisor", [2, 24, 255, 257, 513, 2056, 70_001])
-def test_gradients_are_divided_by_the_whole_number(
-    dtype: torch.dtype, divisor: int
-) -> None:
+def test_gradients_are_divided_by_the_whole_number(dtype: torch.dtype, divisor: int) -> None:
     """Also where their dtype does not hold it."""
     grads = (torch.linspace(-3.0, 5.0, 5000) ** 3).to(dtype)
     expected = (grads.float() / torch.full((5000,), float(divisor))).to(dtype)
@@ -74,9 +72,7 @@ def test_clip_coefficients_are_the_hosts_to_the_last_bit() -> None:
 
 
 def state_after(precision: str, rule: str, mode: Any) -> list[Tensor]:
-    model, optimizer = build(
-        precision, optimizer=rule, clip_grad=0.3, fused_backend="reference"
-    )
+    model, optimizer = build(precision, optimizer=rule, clip_grad=0.3, fused_backend="reference")
     for step in range(4):
         optimizer.zero_grad()
         optimizer.scale_loss(model(tokens_of(step))).backward()
@@ -86,7 +82,7 @@ def state_after(precision: str, rule: str, mode: Any) -> list[Tensor]:
     return [*(param.detach() for param in model.parameters()), *states]
 
 
-RULES = ("adam", "lamb", "lion", "sgd", "adafactor", "stable_adamw", "muon")
+RULES = ("adam", "lamb", "lion", "sgd", "adafactor", "stable_adamw", "ademamix", "muon")
 CASES = [
     *((precision, rule) for precision in ("fp32", "fp16", "bf16") for rule in RULES),
     *(
@@ -114,9 +110,7 @@ def test_whole_steps_have_the_bits_of_the_host(precision: str, rule: str) -> Non
         *(("bf16-8bit", rule) for rule in ("adam", "lamb", "stable_adamw")),
     ],
 )
-def test_no_rule_divides_by_a_number_that_is_no_power_of_two(
-    precision: str, rule: str
-) -> None:
+def test_no_rule_divides_by_a_number_that_is_no_power_of_two(precision: str, rule: str) -> None:
     """Where a quotient happens to be the same, the next one is not. Sizes are odd."""
     torch.manual_seed(0)
     config = config_for(precision, optimizer=rule, fused_backend="reference")
@@ -135,10 +129,7 @@ def test_no_rule_divides_by_a_number_that_is_no_power_of_two(
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_loss_scale_lies_where_the_loss_does(precision: str) -> None:
     model = nn.Linear(
-        4,
-        4,
-        device="meta",
-        dtype=torch.bfloat16 if precision == "bf16" else torch.float16,
+        4, 4, device="meta", dtype=torch.bfloat16 if precision == "bf16" else torch.float16
     )
     optimizer = get_megatron_optimizer(config_for(precision), model)
     assert optimizer.get_loss_scale().device == torch.device("meta")

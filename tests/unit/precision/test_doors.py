@@ -14,7 +14,7 @@ from torch import nn
 import mp_optim
 from mp_optim import get_megatron_optimizer
 from mp_optim.checkpoint.foreign import export_state
-from mp_optim.checkpoint.foreign.state import MASTER
+from mp_optim.slots.slot_state import MASTER
 from support.models import build, config_for, same_bits, train
 
 FORMS = ["fp32", "bf16", "fp16", "bf16-remainder", "bf16-8bit8", "bf16-master"]
@@ -36,9 +36,7 @@ def fill(model, optimizer):
 
 
 def load_weights(model, optimizer):
-    model.load_state_dict(
-        {**model.state_dict(), "dense": torch.full_like(model.dense, 0.5)}
-    )
+    model.load_state_dict({**model.state_dict(), "dense": torch.full_like(model.dense, 0.5)})
 
 
 def new_memory(model, optimizer):
@@ -48,16 +46,12 @@ def new_memory(model, optimizer):
 def new_parameter(model, optimizer):
     new = nn.Parameter(torch.full_like(model.dense, 0.5))
     for group in optimizer.param_groups:
-        group["params"][:] = [
-            new if param is model.dense else param for param in group["params"]
-        ]
+        group["params"][:] = [new if param is model.dense else param for param in group["params"]]
     model.dense = new
 
 
 def swapped(model, optimizer):
-    torch.utils.swap_tensors(
-        model.dense, nn.Parameter(torch.full_like(model.dense, 0.5))
-    )
+    torch.utils.swap_tensors(model.dense, nn.Parameter(torch.full_like(model.dense, 0.5)))
 
 
 def reloaded(model, optimizer):
@@ -70,15 +64,7 @@ def without_a_trace(model, optimizer):
     optimizer.reload_model_params()
 
 
-WRITES = [
-    fill,
-    load_weights,
-    new_memory,
-    new_parameter,
-    swapped,
-    reloaded,
-    without_a_trace,
-]
+WRITES = [fill, load_weights, new_memory, new_parameter, swapped, reloaded, without_a_trace]
 
 # -- how state leaves: the value of `dense` as each door tells it ---------------------------------
 
@@ -107,9 +93,9 @@ def by_state_dict(model, optimizer, again, folder):
 
 def by_full_precision(model, optimizer, again, folder):
     state = copy.deepcopy(optimizer.state_dict(full_precision=True))
-    index = [
-        name for group in state["param_groups"] for name in group["param_names"]
-    ].index("dense")
+    index = [name for group in state["param_groups"] for name in group["param_names"]].index(
+        "dense"
+    )
     return state["state"][index].get("master_param", model.dense.detach().float())
 
 
@@ -181,10 +167,7 @@ def test_what_leaves_is_the_model_as_it_is_now(
     if mid_backward:  # host work may have begun
         optimizer.scale_loss(model(torch.arange(11))).backward()
     dense = door(
-        model,
-        optimizer,
-        lambda: make(precision, place, seed=3),
-        tmp_path_factory.mktemp("door"),
+        model, optimizer, lambda: make(precision, place, seed=3), tmp_path_factory.mktemp("door")
     )
     bits_kept = (
         2.0**-9 if "remainder" in precision or "8bit" in precision else 0.0
@@ -212,9 +195,7 @@ def test_training_goes_on_from_what_was_written(write, precision, place):
     st.integers(1, 3000),
     st.floats(0.0, 0.1),
 )
-def test_a_group_added_between_steps_is_stepped_alike_in_all_modes(
-    precision, rule, both, size, lr
-):
+def test_a_group_added_between_steps_is_stepped_alike_in_all_modes(precision, rule, both, size, lr):
     def run(place):
         fraction, mode = place
         torch.manual_seed(0)
@@ -231,9 +212,7 @@ def test_a_group_added_between_steps_is_stepped_alike_in_all_modes(
         )
         optimizer = get_megatron_optimizer(config, model)
         added = nn.Parameter(torch.ones(size, dtype=model.weight.dtype))
-        optimizer.add_param_group(
-            {"params": [("added", added)], "lr": 0.1, "weight_decay": 0.0}
-        )
+        optimizer.add_param_group({"params": [("added", added)], "lr": 0.1, "weight_decay": 0.0})
         seen = []
         for _ in range(2):
             optimizer.zero_grad()
@@ -245,16 +224,12 @@ def test_a_group_added_between_steps_is_stepped_alike_in_all_modes(
 
     expected = run((0.0, "sync"))
     for place in PLACES[2:]:
-        assert all(
-            same_bits(a, b) for a, b in zip(expected, run(place), strict=True)
-        ), place
+        assert all(same_bits(a, b) for a, b in zip(expected, run(place), strict=True)), place
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap", "speculative"])
 @pytest.mark.parametrize("precision", FORMS)
-def test_state_dicts_can_be_saved_at_any_step_and_tensors_bring_no_neighbours(
-    precision, mode
-):
+def test_state_dicts_can_be_saved_at_any_step_and_tensors_bring_no_neighbours(precision, mode):
     model, optimizer = make(precision, (1.0, mode))
     for step in range(4):
         train(model, optimizer, 1, start=step)
@@ -263,13 +238,9 @@ def test_state_dicts_can_be_saved_at_any_step_and_tensors_bring_no_neighbours(
         file.seek(0)
         loaded = torch.load(file, weights_only=True)["state"]
         for index, state in optimizer.state_dict()["state"].items():
-            assert all(
-                same_bits(value, loaded[index][key]) for key, value in state.items()
-            )
+            assert all(same_bits(value, loaded[index][key]) for key, value in state.items())
         moments = {
-            key: value
-            for key, value in optimizer.state[model.embed].items()
-            if key != "step"
+            key: value for key, value in optimizer.state[model.embed].items() if key != "step"
         }
         for value in moments.values():
             assert value.untyped_storage().nbytes() == value.nbytes
@@ -316,22 +287,13 @@ REFUSED = {
     "empty state": (lambda s: s["state"].clear(), "none for 7 of 7 parameters"),
     "one missing": (lambda s: s["state"].pop(1), "none for 1 of 7 parameters: dense"),
     "one empty": (lambda s: s["state"][1].clear(), "none for 1 of 7 parameters: dense"),
-    "foreign index": (
-        lambda s: s["param_groups"][0].update(params=[77, 78, 79]),
-        "no param group",
-    ),
-    "one index twice": (
-        lambda s: s["param_groups"][0].update(params=[0, 0, 2]),
-        "more than once",
-    ),
+    "foreign index": (lambda s: s["param_groups"][0].update(params=[77, 78, 79]), "no param group"),
+    "one index twice": (lambda s: s["param_groups"][0].update(params=[0, 0, 2]), "more than once"),
     "a name twice": (
         lambda s: s["param_groups"][0].update(param_names=["embed", "embed", "x"]),
         "more than once",
     ),
-    "too few names": (
-        lambda s: s["param_groups"][0].update(param_names=["embed"]),
-        "param_names",
-    ),
+    "too few names": (lambda s: s["param_groups"][0].update(param_names=["embed"]), "param_names"),
     "lr nan": (set_group(lr=NAN), "lr=nan"),
     "lr -1": (set_group(lr=-1.0), r"lr=-1\.0"),
     "lr text": (set_group(lr="x"), "lr='x'"),
@@ -386,9 +348,7 @@ def equal(a, b):
     return (
         params
         and tensors
-        and all(
-            str(a[1][key]) == str(b[1][key]) for key in ("param_groups", "grad_scaler")
-        )
+        and all(str(a[1][key]) == str(b[1][key]) for key in ("param_groups", "grad_scaler"))
     )
 
 
@@ -427,9 +387,9 @@ def test_a_checkpoint_with_an_impossible_setting_replaces_nothing(tmp_path):
     with pytest.raises(ValueError, match="lr=nan"):
         mp_optim.checkpoint.load(tmp_path, other_model, other)
     after = everything(other_model, other)
-    assert all(
-        same_bits(x, y) for x, y in zip(before[0], after[0], strict=True)
-    ) and str(before[1]) == str(after[1])
+    assert all(same_bits(x, y) for x, y in zip(before[0], after[0], strict=True)) and str(
+        before[1]
+    ) == str(after[1])
 
 
 def test_bits_are_lost_on_request_only():
@@ -444,9 +404,7 @@ def test_bits_are_lost_on_request_only():
         optimizer.load_state_dict(state)
     optimizer.load_state_dict(state, convert=True)
     assert optimizer.get_loss_scale() == 8.0
-    state["state"][1]["master_param"] = state["state"][1]["master_param"].to(
-        torch.complex64
-    )
+    state["state"][1]["master_param"] = state["state"][1]["master_param"].to(torch.complex64)
     with pytest.raises(ValueError, match="complex64"):
         optimizer.load_state_dict(state, convert=True)
 
@@ -467,9 +425,7 @@ def test_settings_are_copied_on_their_way_out_and_in():
     a.param_groups[0]["lr"].fill_(3.0)
     assert [o.param_groups[0]["lr"].item() for o in (a, b)] == [3.0, 7.0]
     for group in (state["param_groups"][0], c.param_groups[0]):
-        assert group["lr"].item() == pytest.approx(1e-2) and group["custom"] == {
-            "deep": [1]
-        }
+        assert group["lr"].item() == pytest.approx(1e-2) and group["custom"] == {"deep": [1]}
 
 
 def test_a_torch_optimizer_below_goes_back_to_having_no_state():
@@ -503,14 +459,11 @@ def test_torchs_state_dict_leaves_the_loss_scale_out_and_a_hook_brings_it_back()
     train(model, optimizer, 1)
     with pytest.raises(ValueError, match="grad_scaler"):
         set_optimizer_state_dict(model, optimizer, saved)
-    optimizer.register_load_state_dict_pre_hook(
-        lambda _, state: {**state, "grad_scaler": scaler}
-    )
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: {**state, "grad_scaler": scaler})
     with pytest.warns(UserWarning, match="written from them"):
         set_optimizer_state_dict(model, optimizer, saved)
     assert (
-        optimizer.grad_scaler.state_dict() == scaler
-        and optimizer.state[model.dense]["step"] == 2
+        optimizer.grad_scaler.state_dict() == scaler and optimizer.state[model.dense]["step"] == 2
     )
 
 
@@ -521,22 +474,16 @@ def test_groups_of_equal_settings_may_be_merged_and_keep_their_kind():
     other_model, _ = build("bf16")
     other_model.load_state_dict(model.state_dict())
     other = get_megatron_optimizer(
-        config_for("bf16", lr=0.5),
-        other_model,
-        expert_predicate=lambda param, name: False,
+        config_for("bf16", lr=0.5), other_model, expert_predicate=lambda param, name: False
     )
     assert len(other.param_groups) < len(optimizer.param_groups)
     other.load_state_dict(saved)
-    assert [group["lr"] for group in other.param_groups] == [1e-2] * len(
-        other.param_groups
-    )
+    assert [group["lr"] for group in other.param_groups] == [1e-2] * len(other.param_groups)
     assert train(other_model, other, 2, start=2) == train(model, optimizer, 2, start=2)
     optimizer.load_state_dict(other.state_dict())
     assert sum(group["is_expert_parallel"] for group in optimizer.param_groups) == 1
     saved["param_groups"][-1]["lr"] = 0.25
-    with pytest.raises(
-        ValueError, match=r"cannot be merged \(lr is \[0\.01, 0\.25\]\)"
-    ):
+    with pytest.raises(ValueError, match=r"cannot be merged \(lr is \[0\.01, 0\.25\]\)"):
         other.load_state_dict(saved)
 
 
@@ -544,31 +491,20 @@ def test_groups_of_equal_settings_may_be_merged_and_keep_their_kind():
 
 
 @pytest.mark.parametrize(
-    ("precision", "place"),
-    [*itertools.product(["bf16", "fp16", "bf16-master"], PLACES)],
+    ("precision", "place"), [*itertools.product(["bf16", "fp16", "bf16-master"], PLACES)]
 )
-def test_parameters_that_were_not_loaded_are_written_from_their_main_params(
-    precision, place
-):
+def test_parameters_that_were_not_loaded_are_written_from_their_main_params(precision, place):
     model, optimizer = make(precision, place)
     train(model, optimizer, 3)
     other_model, other = make(precision, place, seed=5)
-    half = {
-        name: value
-        for name, value in model.state_dict().items()
-        if "experts" not in name
-    }
-    other_model.load_state_dict(
-        half, strict=False
-    )  # as a framework does that renames parameters
+    half = {name: value for name, value in model.state_dict().items() if "experts" not in name}
+    other_model.load_state_dict(half, strict=False)  # as a framework does that renames parameters
     with pytest.warns(
-        UserWarning,
-        match=r"2 parameters .* experts\.(up, experts\.down|down, experts\.up)",
+        UserWarning, match=r"2 parameters .* experts\.(up, experts\.down|down, experts\.up)"
     ):
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert all(
-        same_bits(a, b)
-        for a, b in zip(model.parameters(), other_model.parameters(), strict=True)
+        same_bits(a, b) for a, b in zip(model.parameters(), other_model.parameters(), strict=True)
     )
     assert train(other_model, other, 2, start=3) == train(model, optimizer, 2, start=3)
 
@@ -582,17 +518,12 @@ def test_remainders_are_refused_beside_other_weights_before_anything_is_stepped(
     train(model, optimizer, 3)
     saved = copy.deepcopy(optimizer.state_dict())
     other_model, other = make(precision, place, seed=5)
-    half = {
-        name: value
-        for name, value in model.state_dict().items()
-        if "experts" not in name
-    }
+    half = {name: value for name, value in model.state_dict().items() if "experts" not in name}
     other_model.load_state_dict(half, strict=False)
     other.load_state_dict(saved)
     before = [param.detach().clone() for param in other_model.parameters()]
     with pytest.raises(
-        ValueError,
-        match=r"2 parameters are not the ones .* experts\..*reload_model_params",
+        ValueError, match=r"2 parameters are not the ones .* experts\..*reload_model_params"
     ):
         train(other_model, other, 1, start=3)
     for leave in (
@@ -602,12 +533,8 @@ def test_remainders_are_refused_beside_other_weights_before_anything_is_stepped(
     ):
         with pytest.raises(ValueError, match="remainders belong"):
             leave()
-    assert (
-        other.state[other_model.dense]["step"] == 3
-    )  # its own remainder is beside its parameter
-    assert all(
-        same_bits(a, b) for a, b in zip(before, other_model.parameters(), strict=True)
-    )
+    assert other.state[other_model.dense]["step"] == 3  # its own remainder is beside its parameter
+    assert all(same_bits(a, b) for a, b in zip(before, other_model.parameters(), strict=True))
     other_model.load_state_dict(
         model.state_dict()
     )  # the cure, and as good as the order that is usual

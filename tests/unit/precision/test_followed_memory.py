@@ -16,9 +16,7 @@ from support.models import config_for
 def one_param(precision: str = "bf16", **settings):
     model = nn.Module()
     model.w = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    return model, get_megatron_optimizer(
-        config_for(precision, weight_decay=0.0, **settings), model
-    )
+    return model, get_megatron_optimizer(config_for(precision, weight_decay=0.0, **settings), model)
 
 
 def step_in_place(model, optimizer):
@@ -33,14 +31,10 @@ def test_values_in_new_memory_at_an_old_address_are_followed(fraction):
     model.w.data = torch.frombuffer(memory, dtype=torch.bfloat16)
     step_in_place(model, optimizer)
     model.w.data = torch.zeros(4, dtype=torch.bfloat16)
-    memory[:] = (
-        torch.full((4,), 5.0, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
-    )
+    memory[:] = torch.full((4,), 5.0, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
     model.w.data = torch.frombuffer(memory, dtype=torch.bfloat16)
     step_in_place(model, optimizer)
-    assert (
-        model.w.eq(5.0).all() and dict(optimizer.named_main_params())["w"].eq(5.0).all()
-    )
+    assert model.w.eq(5.0).all() and dict(optimizer.named_main_params())["w"].eq(5.0).all()
 
 
 def test_weights_may_be_written_after_a_load_that_fitted_them():

@@ -127,9 +127,7 @@ def test_nothing_is_skipped_before_half_of_the_window_and_spikes_are_afterwards(
     param, optimizer = one()
     for number in range(7):
         step(param, optimizer, wave(number))
-    assert step(
-        param, optimizer, 100.0
-    ).success  # the window is not half full before it
+    assert step(param, optimizer, 100.0).success  # the window is not half full before it
     result = step(param, optimizer, 100.0)
     assert not result.success
     assert "the gradient norm is 100, over" in result.reason
@@ -182,9 +180,7 @@ def test_an_overflow_leaves_the_window_as_it_is_and_counts_apart():
 
 
 def test_without_the_rule_a_loss_may_be_reported_and_nothing_is_saved():
-    param, optimizer = one(
-        skip_step_sigma_factor=math.inf, skip_step_rolling_interval_length=128
-    )
+    param, optimizer = one(skip_step_sigma_factor=math.inf, skip_step_rolling_interval_length=128)
     optimizer.health.report_loss(1.0)
     step(param, optimizer, 1.0)
     assert "skip_step" not in optimizer.state_dict()
@@ -353,9 +349,7 @@ def test_norms_that_are_not_kept_say_how_to_keep_them():
 
 
 def test_a_skipped_step_is_said_with_the_parameters_that_did_it(caplog):
-    model, optimizer = build(
-        "fp32", log_param_grad_norms=1, grad_norm_skip_threshold=50.0
-    )
+    model, optimizer = build("fp32", log_param_grad_norms=1, grad_norm_skip_threshold=50.0)
     for param in model.parameters():
         param.grad = torch.full_like(param, 0.01)
     model.dense.grad.fill_(100.0)

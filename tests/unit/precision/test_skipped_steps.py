@@ -28,9 +28,7 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
-def small(
-    precision: str = "bf16", **settings: Any
-) -> tuple[nn.Module, MegatronOptimizer]:
+def small(precision: str = "bf16", **settings: Any) -> tuple[nn.Module, MegatronOptimizer]:
     """Two parameters, one of them with a norm group of its own."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     model = nn.ParameterDict(
@@ -115,9 +113,7 @@ def test_what_a_warning_says_is_a_line_for_the_record_with_the_parameter(caplog)
     with pytest.warns(UserWarning, match="the gradient of mtp holds an inf or nan"):
         result = optimizer.step()
     (record,) = caplog.records
-    line = (
-        f"step 1 was skipped: {result.reason} (the gradient of mtp holds an inf or nan)"
-    )
+    line = f"step 1 was skipped: {result.reason} (the gradient of mtp holds an inf or nan)"
     assert record.levelno == logging.INFO and record.getMessage() == line
     step(model, optimizer, mtp=math.nan)
     assert caplog.records[1].levelno == logging.WARNING
@@ -240,9 +236,7 @@ def test_a_verdict_of_the_device_is_said_when_it_is_settled(caplog, monkeypatch)
         (line,) = said(caplog)
     assert line == f"step 2 was skipped: {result.reason}; loss scale 4096 -> 4096"
     later = step(model, optimizer, main=math.inf)
-    optimizer.grad_scaler.present_scale.fill_(
-        3.0
-    )  # what the device has by now is not asked
+    optimizer.grad_scaler.present_scale.fill_(3.0)  # what the device has by now is not asked
     assert len(said(caplog)) == 2 and later.reason
     assert said(caplog)[2].startswith("step 4 was skipped")
     assert said(caplog)[2].endswith("; loss scale 2048 -> 1024")

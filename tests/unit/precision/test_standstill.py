@@ -33,9 +33,7 @@ def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
 
 def fp16(**settings: Any) -> tuple[nn.Module, Any]:
     model = regression(torch.float16)
-    return model, get_megatron_optimizer(
-        OptimizerConfig(lr=1e-2, fp16=True, **settings), model
-    )
+    return model, get_megatron_optimizer(OptimizerConfig(lr=1e-2, fp16=True, **settings), model)
 
 
 # -- FP16: the gradients are those of the scaled loss ---------------------------------------------
@@ -153,9 +151,7 @@ def test_the_trainer_is_told_that_it_does_not_scale(tmp_path) -> None:
 
     def losses(**settings: Any) -> list[float]:
         model = Model()
-        stack = get_megatron_optimizer(
-            OptimizerConfig(lr=1e-2, fp16=True, **settings), model
-        )
+        stack = get_megatron_optimizer(OptimizerConfig(lr=1e-2, fp16=True, **settings), model)
         arguments = TrainingArguments(
             tmp_path,
             max_steps=6,
@@ -208,11 +204,7 @@ def warned(work: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         work()
-    return [
-        str(warning.message)
-        for warning in caught
-        if issubclass(warning.category, UserWarning)
-    ]
+    return [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
@@ -238,14 +230,11 @@ def test_adapters_that_came_after_the_optimizer_are_named() -> None:
 
     model = regression(torch.float32)
     stack = get_megatron_optimizer(OptimizerConfig(lr=1e-2), model)
-    adapted = peft.get_peft_model(
-        model, peft.LoraConfig(r=2, target_modules=["0", "2"])
-    )
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0", "2"]))
     loss_of(adapted).backward()
     (message,) = warned(stack.step)
     assert (
-        "4 trainable parameters that the optimizer does not know" in message
-        and "lora_A" in message
+        "4 trainable parameters that the optimizer does not know" in message and "lora_A" in message
     )
     fresh = get_megatron_optimizer(OptimizerConfig(lr=1e-2), adapted)
     assert warned(fresh.step) == [] and fresh.metrics()["grad_norm"] > 0
@@ -280,11 +269,7 @@ def skipped(stack: Any, model: nn.Module, steps: int, look: bool = False) -> lis
         (torch.bfloat16, {"bf16": True}, 3),
         (torch.float32, {}, 3),
         (torch.float16, {"fp16": True, "loss_scale": 8.0}, 3),
-        (
-            torch.float16,
-            {"fp16": True, "initial_loss_scale": 4.0, "min_loss_scale": 4.0},
-            3,
-        ),
+        (torch.float16, {"fp16": True, "initial_loss_scale": 4.0, "min_loss_scale": 4.0}, 3),
         (torch.float16, {"fp16": True}, 1),  # at its minimum of 1 after 33 of them
     ],
 )
@@ -300,9 +285,7 @@ def test_the_1st_10th_and_100th_skipped_step_in_a_row_names_the_parameter(
     assert "100 steps in a row" in messages[-1]
 
 
-def test_a_good_step_ends_the_row_and_a_dynamic_scale_finds_its_place_in_silence() -> (
-    None
-):
+def test_a_good_step_ends_the_row_and_a_dynamic_scale_finds_its_place_in_silence() -> None:
     model, stack = fp16()
     assert skipped(stack, model, 9) == []
     model = regression()
@@ -326,10 +309,7 @@ def test_a_threshold_that_skips_everything_is_said() -> None:
             stack.step()
 
     (message,) = warned(work)
-    assert (
-        "10 steps in a row" in message
-        and "over grad_norm_skip_threshold=1e-09" in message
-    )
+    assert "10 steps in a row" in message and "over grad_norm_skip_threshold=1e-09" in message
 
 
 # -- ranks ----------------------------------------------------------------------------------------
@@ -337,9 +317,7 @@ def test_a_threshold_that_skips_everything_is_said() -> None:
 
 def test_stages_of_a_pipeline_compare_notes(tmp_path: Path) -> None:
     run_ranks("standstill", 2, str(tmp_path))
-    for rank, found in enumerate(
-        torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)
-    ):
+    for rank, found in enumerate(torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)):
         assert (
             found["norm"] == pytest.approx(math.sqrt(8))
             and found["refused"] is True
@@ -371,9 +349,7 @@ def step_of_a_model_that_got_its_values_later() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:none of the optimizer's")
-@pytest.mark.parametrize(
-    "work", [step_without_values, step_of_a_model_that_got_its_values_later]
-)
+@pytest.mark.parametrize("work", [step_without_values, step_of_a_model_that_got_its_values_later])
 def test_parameters_without_values_are_named(work: Any) -> None:
     with pytest.raises(ValueError, match=r"0.weight is on the meta device.*to_empty"):
         work()
@@ -389,12 +365,7 @@ def test_mixed_precision_of_a_model_without_any_is_said() -> None:
     adapters = regression().requires_grad_(False)
     adapters.append(nn.Linear(4, 4))
     assert (
-        warned(
-            lambda: get_megatron_optimizer(
-                OptimizerConfig(lr=1e-2, bf16=True), adapters
-            )
-        )
-        == []
+        warned(lambda: get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True), adapters)) == []
     )
 
 
@@ -406,23 +377,16 @@ def test_mixed_precision_of_a_model_without_any_is_said() -> None:
             "model is made of .'NoneType'",
         ),
         (
-            lambda: get_megatron_optimizer(
-                OptimizerConfig(lr=1e-2), regression().parameters()
-            ),
+            lambda: get_megatron_optimizer(OptimizerConfig(lr=1e-2), regression().parameters()),
             "param_groups=",
         ),
-        (
-            lambda: get_megatron_optimizer(OptimizerConfig(lr=1e-2), []),
-            "missing or empty",
-        ),
+        (lambda: get_megatron_optimizer(OptimizerConfig(lr=1e-2), []), "missing or empty"),
         (
             lambda: get_megatron_optimizer(regression().parameters(), lr=1e-3),
             r"OptimizerConfig\(lr=0.001\)",
         ),
         (
-            lambda: get_megatron_optimizer(
-                OptimizerConfig(lr=1e-2), regression(torch.float64)
-            ),
+            lambda: get_megatron_optimizer(OptimizerConfig(lr=1e-2), regression(torch.float64)),
             r"convert .*\.float\(\)",
         ),
         (
@@ -440,9 +404,7 @@ def test_a_likely_mistake_names_its_cure(work: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
-def test_gradients_that_are_clipped_outside_are_counted_and_said_once(
-    mode: str,
-) -> None:
+def test_gradients_that_are_clipped_outside_are_counted_and_said_once(mode: str) -> None:
     model = regression()
     stack = get_megatron_optimizer(
         OptimizerConfig(
@@ -458,10 +420,7 @@ def test_gradients_that_are_clipped_outside_are_counted_and_said_once(
     def work(limit: float | None) -> None:
         for seed in range(4):
             stack.zero_grad()
-            for part in (
-                2 * seed,
-                2 * seed + 1,
-            ):  # a later micro-batch is nobody's fault
+            for part in (2 * seed, 2 * seed + 1):  # a later micro-batch is nobody's fault
                 (loss_of(model, part) / 2).backward()
             finish_early_work(stack)
             if limit is not None:

@@ -15,7 +15,7 @@ from mp_optim import (
     StepResult,
     get_megatron_optimizer,
 )
-from mp_optim.precision.host_swap import HostSwap
+from mp_optim.precision.wrapped_optimizer import HostSwap
 from support.models import build, config_for, same_bits, tokens_of, train
 
 
@@ -61,11 +61,7 @@ def test_norm_threshold_skips_without_a_chain():
 def test_the_growth_step_divides_by_the_scale_of_backward():
     def run(window):
         model, optimizer = build(
-            "fp16",
-            loss_scale_window=window,
-            optimizer="sgd",
-            sgd_momentum=0.0,
-            clip_grad=0.0,
+            "fp16", loss_scale_window=window, optimizer="sgd", sgd_momentum=0.0, clip_grad=0.0
         )
         norms, scales = [], []
         for step in range(3):
@@ -81,9 +77,7 @@ def test_the_growth_step_divides_by_the_scale_of_backward():
         constant[0], rel=2e-3
     )  # FP16 rounding of differently scaled gradients
     for a, b in zip(growing[2], constant[2], strict=True):
-        assert (
-            a.float() - b.float()
-        ).abs().max() <= 2 * 2.0**-10 * b.float().abs().max()
+        assert (a.float() - b.float()).abs().max() <= 2 * 2.0**-10 * b.float().abs().max()
 
 
 def test_one_scaler_for_the_whole_chain():
@@ -92,19 +86,12 @@ def test_one_scaler_for_the_whole_chain():
     optimizer.scale_loss(model(tokens_of(0))).backward()
     model.experts["up"].grad.fill_(math.inf)
     optimizer.step()
-    assert all(
-        float(part.get_loss_scale()) == 2.0**11 for part in optimizer.chained_optimizers
-    )
+    assert all(float(part.get_loss_scale()) == 2.0**11 for part in optimizer.chained_optimizers)
 
 
 def test_global_norm_and_clip_over_the_chain():
     model, optimizer = build(
-        "fp32",
-        optimizer="sgd",
-        sgd_momentum=0.0,
-        clip_grad=0.01,
-        weight_decay=0.0,
-        lr=1.0,
+        "fp32", optimizer="sgd", sgd_momentum=0.0, clip_grad=0.01, weight_decay=0.0, lr=1.0
     )
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     model(tokens_of(0)).backward()
@@ -119,13 +106,9 @@ def test_global_norm_and_clip_over_the_chain():
 
 
 def test_separate_norm_group_is_clipped_by_its_own_norm():
-    model = nn.ParameterDict(
-        {"a": nn.Parameter(torch.zeros(4)), "b": nn.Parameter(torch.zeros(4))}
-    )
+    model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(4)), "b": nn.Parameter(torch.zeros(4))})
     model["b"].grad_norm_group = "mtp"
-    config = config_for(
-        "fp32", optimizer="sgd", sgd_momentum=0.0, lr=1.0, weight_decay=0.0
-    )
+    config = config_for("fp32", optimizer="sgd", sgd_momentum=0.0, lr=1.0, weight_decay=0.0)
     optimizer = get_megatron_optimizer(config, model)
     model["a"].grad, model["b"].grad = torch.full((4,), 0.25), torch.full((4,), 50.0)
     assert optimizer.step().grad_norm == pytest.approx(0.5)
@@ -135,9 +118,7 @@ def test_separate_norm_group_is_clipped_by_its_own_norm():
 
 
 def test_shared_params_are_checked_but_not_counted():
-    model = nn.ParameterDict(
-        {"a": nn.Parameter(torch.zeros(1)), "b": nn.Parameter(torch.zeros(1))}
-    )
+    model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(1)), "b": nn.Parameter(torch.zeros(1))})
     model["b"].shared = True
     optimizer = get_megatron_optimizer(config_for("fp32"), model)
     model["a"].grad, model["b"].grad = torch.full((1,), 3.0), torch.full((1,), 4.0)
@@ -159,19 +140,14 @@ def test_stale_gradient_is_not_stepped(fraction):
     assert same_bits(model.dense.detach(), weights)
     for key, value in optimizer.state[model.dense].items():
         assert same_bits(value, before[key])
-    assert (
-        optimizer.state[model.bias]["step"] == 3
-        and optimizer.state[model.dense]["step"] == 2
-    )
+    assert optimizer.state[model.bias]["step"] == 3 and optimizer.state[model.dense]["step"] == 2
 
 
 def test_grads_come_from_main_grad_decoupled_grad_or_grad():
     results = []
     for attribute in ("main_grad", "decoupled_grad", "grad"):
         param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-        optimizer = get_megatron_optimizer(
-            config_for("bf16"), nn.ParameterDict({"w": param})
-        )
+        optimizer = get_megatron_optimizer(config_for("bf16"), nn.ParameterDict({"w": param}))
         if attribute == "grad":
             param.grad_dtype = torch.float32
         setattr(param, attribute, torch.tensor([0.1, 0.2, 0.3]))
@@ -182,9 +158,7 @@ def test_grads_come_from_main_grad_decoupled_grad_or_grad():
 
 def test_zero_counting_and_tuple_shape():
     model = nn.ParameterDict({"w": nn.Parameter(torch.ones(4))})
-    optimizer = get_megatron_optimizer(
-        config_for("fp32", log_num_zeros_in_grad=True), model
-    )
+    optimizer = get_megatron_optimizer(config_for("fp32", log_num_zeros_in_grad=True), model)
     model["w"].grad = torch.tensor([0.0, 1.0, 0.0, 0.0])
     success, norm, zeros = result = optimizer.step()
     assert isinstance(result, StepResult) and (success, norm, zeros) == (True, 1.0, 3)
@@ -212,17 +186,14 @@ def test_awkward_parameters():
         "scalar": nn.Parameter(torch.tensor(2.0, dtype=torch.bfloat16)),
         "empty": nn.Parameter(torch.empty(0, 3, dtype=torch.bfloat16)),
         "fp32": nn.Parameter(torch.ones(3)),
-        "frozen": nn.Parameter(
-            torch.ones(3, dtype=torch.bfloat16), requires_grad=False
-        ),
+        "frozen": nn.Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=False),
     }
     results = []
     for fraction in (0.0, 1.0):
         model = nn.ParameterDict(
             {
                 k: nn.Parameter(
-                    v.detach().clone(memory_format=torch.preserve_format),
-                    v.requires_grad,
+                    v.detach().clone(memory_format=torch.preserve_format), v.requires_grad
                 )
                 for k, v in params.items()
             }
@@ -244,9 +215,7 @@ def test_awkward_parameters():
 def test_groups_added_later_are_stepped(fraction):
     _model, optimizer = build("bf16", fraction, experts=False)
     late = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
-    optimizer.add_param_group(
-        {"params": [("late", late)], "lr": 0.5, "weight_decay": 0.0}
-    )
+    optimizer.add_param_group({"params": [("late", late)], "lr": 0.5, "weight_decay": 0.0})
     late.grad = torch.ones(5, dtype=torch.bfloat16)
     optimizer.step()
     assert torch.allclose(late.detach().float(), torch.full((5,), 0.5), atol=1e-2)
@@ -263,10 +232,7 @@ def test_hyperparameters_flow_down_every_step():
         group["lr"], group["weight_decay"] = 0.0, 0.0
     before = [p.detach().clone() for p in model.parameters()]
     train(model, optimizer, 1, start=1)
-    assert all(
-        same_bits(a, b.detach())
-        for a, b in zip(before, model.parameters(), strict=True)
-    )
+    assert all(same_bits(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_a_foreign_optimizer_works_below_the_wrapper():
@@ -290,9 +256,7 @@ def test_a_foreign_optimizer_works_below_the_wrapper():
         for step in range(5):
             optimizer.zero_grad()
             model(
-                torch.randn(
-                    3, 6, generator=torch.Generator().manual_seed(step)
-                ).bfloat16()
+                torch.randn(3, 6, generator=torch.Generator().manual_seed(step)).bfloat16()
             ).float().square().mean().backward()
             optimizer.step()
         return model.weight.detach().clone()
@@ -342,8 +306,7 @@ def test_scaler_names_the_bad_argument(argument, value):
 def test_wrong_dtypes_are_refused_by_name():
     with pytest.raises(TypeError, match=r"weight is torch\.bfloat16.*bf16=True"):
         FP32Optimizer(
-            FusedAdam(list(nn.Linear(2, 2).bfloat16().named_parameters())),
-            config_for("fp32"),
+            FusedAdam(list(nn.Linear(2, 2).bfloat16().named_parameters())), config_for("fp32")
         )
     with pytest.raises(ValueError, match="set the flag"):
         get_megatron_optimizer(config_for("fp16"), nn.Linear(2, 2).bfloat16())
@@ -377,10 +340,7 @@ def test_state_that_was_moved_away_and_back_is_stepped_where_it_is_now(
 
     def state(optimizer):
         return [
-            v
-            for s in optimizer.state_dict()["state"].values()
-            for k, v in s.items()
-            if k != "step"
+            v for s in optimizer.state_dict()["state"].values() for k, v in s.items() if k != "step"
         ]
 
     def run(moves):

@@ -31,9 +31,7 @@ def one_param(precision, values, **settings):
     dtype = {"fp32": torch.float32, "fp16": torch.float16}[precision]
     model = nn.ParameterDict({"w": nn.Parameter(torch.ones(len(values), dtype=dtype))})
     optimizer = get_megatron_optimizer(config, model)
-    model["w"].grad = torch.tensor(values, dtype=dtype) * optimizer.get_loss_scale().to(
-        dtype
-    )
+    model["w"].grad = torch.tensor(values, dtype=dtype) * optimizer.get_loss_scale().to(dtype)
     return model, optimizer
 
 
@@ -41,10 +39,7 @@ def one_param(precision, values, **settings):
 def test_a_norm_at_the_threshold_is_stepped_and_one_above_it_is_not(backend):
     for threshold, is_stepped in ((5.0, True), (math.nextafter(5.0, 0.0), False)):
         model, optimizer = one_param(
-            "fp32",
-            [3.0, 4.0],
-            grad_norm_skip_threshold=threshold,
-            fused_backend=backend,
+            "fp32", [3.0, 4.0], grad_norm_skip_threshold=threshold, fused_backend=backend
         )
         result = optimizer.step()
         assert (result.success, result.grad_norm) == (is_stepped, 5.0)
@@ -74,9 +69,7 @@ def test_a_step_skipped_by_the_threshold_is_a_clean_one_to_the_loss_scale(backen
 @pytest.mark.parametrize("clip_grad", [0.0, 0.5, 2.0, 100.0])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5, 1.0, 100.0])
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_of_two_limits_on_the_norm_the_smaller_holds(
-    clip_grad, max_grad_norm, fraction
-):
+def test_of_two_limits_on_the_norm_the_smaller_holds(clip_grad, max_grad_norm, fraction):
     """LAMB's own ``max_grad_norm`` judges the gradients as they are after ``clip_grad``."""
     config = config_for("fp32", fraction, optimizer="lamb", clip_grad=clip_grad)
     model = nn.ParameterDict({"w": nn.Parameter(torch.ones(2))})
@@ -94,9 +87,7 @@ def test_of_two_limits_on_the_norm_the_smaller_holds(
 
 @pytest.mark.parametrize("form", ["bf16-remainder", "bf16-8bit8"])
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_whatever_is_written_to_a_parameter_its_main_param_still_rounds_to(
-    form, fraction
-):
+def test_whatever_is_written_to_a_parameter_its_main_param_still_rounds_to(form, fraction):
     """All 65,536 bfloat16 values, infinities among them, over remainders of any kind."""
     patterns = (
         torch.arange(-(2**15), 2**15, dtype=torch.int32)
@@ -110,9 +101,7 @@ def test_whatever_is_written_to_a_parameter_its_main_param_still_rounds_to(
             "other": nn.Parameter(torch.ones(1, dtype=torch.bfloat16)),
         }
     )
-    optimizer = get_megatron_optimizer(
-        config_for(form, fraction, lr=0.3, clip_grad=0.0), model
-    )
+    optimizer = get_megatron_optimizer(config_for(form, fraction, lr=0.3, clip_grad=0.0), model)
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
         model["w"].grad = torch.randn(len(patterns), generator=generator).bfloat16()
@@ -156,8 +145,7 @@ def test_a_parameter_renamed_before_the_step_is_rounded_with_its_new_names_noise
                 param.grad = None
             generator = torch.Generator().manual_seed(step)
             sum(
-                (param * torch.randn(600, generator=generator)).sum()
-                for _, param in params
+                (param * torch.randn(600, generator=generator)).sum() for _, param in params
             ).backward()
             if step == 3:
                 optimizer.param_groups[0]["param_names"][0] = "renamed"
@@ -190,8 +178,7 @@ def test_a_rate_that_is_written_in_place_before_the_step_is_the_steps(mode):
             optimizer.zero_grad()
             generator = torch.Generator().manual_seed(step)
             sum(
-                (param * torch.randn(600, generator=generator)).sum()
-                for param in model.values()
+                (param * torch.randn(600, generator=generator)).sum() for param in model.values()
             ).backward()
             rate.fill_(0.25 / (1 + step))
             optimizer.step()

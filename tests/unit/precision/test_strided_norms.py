@@ -10,10 +10,7 @@ from support.models import config_for, same_bits
 
 MODES = [
     {},
-    *(
-        {"fraction": 1.0, "offload_mode": mode}
-        for mode in ("sync", "overlap", "speculative")
-    ),
+    *({"fraction": 1.0, "offload_mode": mode} for mode in ("sync", "overlap", "speculative")),
 ]
 
 
@@ -32,9 +29,7 @@ def trained(backend: str, **settings):
     factors, norms = torch.randn(300, 9), []
     for step in range(6):
         optimizer.zero_grad()
-        loss = (model["strided"] * (factors + step)).sum() + (
-            model["whole"] * step
-        ).sum()
+        loss = (model["strided"] * (factors + step)).sum() + (model["whole"] * step).sum()
         (loss + (model["stepped"].sin() * step).sum()).backward()
         norms.append(torch.tensor(optimizer.step().grad_norm, dtype=torch.float64))
     return [*norms, *(param.detach() for param in model.values())]

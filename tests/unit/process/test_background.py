@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from mp_optim.process.background_calls import in_background
+from mp_optim.process.calls import in_background
 
 
 def failing() -> None:
@@ -20,9 +20,7 @@ def test_a_call_returns_or_raises_and_its_thread_serves_the_next():
         ).result(timeout=30)
         assert result == number
         threads.add(thread)
-    assert (
-        len(threads) <= 3
-    )  # one may be asked before the one that just answered is back
+    assert len(threads) <= 3  # one may be asked before the one that just answered is back
     with pytest.raises(ValueError, match="told"):
         in_background(failing).result(timeout=30)
 

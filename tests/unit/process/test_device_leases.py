@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mp_optim.process.device_leases import sums_of_bits
+from mp_optim.process.leases import sums_of_bits
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 2047, 2048, 2055, 4096, 5003])

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -52,9 +53,7 @@ ADDRESSES = st.one_of(
     st.builds(lambda base, more: max(base + more, 0), NEAR, st.integers(-70, 70)),
     st.integers(0, SIZE),
 )
-WRITES = st.lists(
-    st.tuples(ADDRESSES, ADDRESSES, st.sampled_from([0, 1, 512, 4095])), max_size=5
-)
+WRITES = st.lists(st.tuples(ADDRESSES, ADDRESSES, st.sampled_from([0, 1, 512, 4095])), max_size=5)
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -73,7 +72,7 @@ def test_any_bytes_from_any_memory_come_back(tmp_path, direct, writes):
         file = DirectFile(tmp_path, SIZE, piece_bytes=PIECE)
     assert direct or not file.direct
     expected = torch.zeros(SIZE, dtype=torch.uint8)
-    with file:
+    with closing(file):
         for seed, (one, other, shift) in enumerate(writes):
             begin, end = min(one, other, SIZE), min(max(one, other), SIZE)
             source = aligned(end - begin, shift)
@@ -93,11 +92,9 @@ def test_several_windows_are_under_way_at_once(tmp_path):
     window = PIECE // 4 + 33
     data = random_bytes(12 * window)
     parts = data.split(window)
-    with DirectFile(tmp_path, data.numel(), piece_bytes=PIECE) as file:
+    with closing(DirectFile(tmp_path, data.numel(), piece_bytes=PIECE)) as file:
         for first in range(0, 12, 3):
-            tickets = [
-                file.write_from(parts[i], i * window) for i in range(first, first + 3)
-            ]
+            tickets = [file.write_from(parts[i], i * window) for i in range(first, first + 3)]
             if first:
                 back = torch.empty(window, dtype=torch.uint8)
                 file.read_into(back, (first - 1) * window).wait()
@@ -125,7 +122,7 @@ def test_a_system_that_does_less_than_asked_is_asked_again(tmp_path, monkeypatch
         monkeypatch.setattr(os, name, functools.partial(less, getattr(os, name)))
     data, back = aligned(4 * BLOCK), aligned(4 * BLOCK)
     data.copy_(random_bytes(4 * BLOCK))
-    with DirectFile(tmp_path, 4 * BLOCK) as file:
+    with closing(DirectFile(tmp_path, 4 * BLOCK)) as file:
         file.write_from(data, 0).wait()
         file.read_into(back, 0).wait()
     assert torch.equal(back, data)
@@ -133,7 +130,7 @@ def test_a_system_that_does_less_than_asked_is_asked_again(tmp_path, monkeypatch
 
 def test_a_file_that_was_cut_is_said_so(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda file, views, offset: 0)
-    with DirectFile(tmp_path, 100) as file:
+    with closing(DirectFile(tmp_path, 100)) as file:
         ticket = file.read_into(torch.empty(10), 7)
         with pytest.raises(OSError, match=r"reading bytes 7 to 47 of .* ends early"):
             ticket.wait()
@@ -141,7 +138,7 @@ def test_a_file_that_was_cut_is_said_so(tmp_path, monkeypatch):
 
 def test_tensors_of_any_dtype_are_bytes(tmp_path):
     values = torch.randn(5000)
-    with DirectFile(tmp_path, 20_004) as file:
+    with closing(DirectFile(tmp_path, 20_004)) as file:
         file.write_from(values, 4).wait()
         back = torch.empty(5000)
         file.read_into(back, 4).wait()
@@ -156,7 +153,7 @@ def bytes_from_the_disk() -> int:
 def test_what_was_just_written_is_read_from_the_disk(tmp_path):
     """A page cache would have it."""
     window = aligned(PIECE)
-    with DirectFile(tmp_path, PIECE) as file:
+    with closing(DirectFile(tmp_path, PIECE)) as file:
         if not file.direct or _in_memory(tmp_path):
             pytest.skip("needs a disk that takes O_DIRECT")
         file.write_from(window, 0).wait()
@@ -166,16 +163,14 @@ def test_what_was_just_written_is_read_from_the_disk(tmp_path):
 
 
 def _in_memory(folder: Path) -> bool:
-    mounted = [
-        line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()
-    ]
+    mounted = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     mounts = {path: kind for path, kind in mounted if folder.is_relative_to(path)}
     return mounts[max(mounts, key=len)] in ("tmpfs", "ramfs")
 
 
 def test_a_file_system_without_direct_access_is_said_so(tmp_path, monkeypatch):
     refuse_direct(monkeypatch)
-    with DirectFile(tmp_path, 10) as file:
+    with closing(DirectFile(tmp_path, 10)) as file:
         assert not file.direct
         assert file.why == f"the file system of {tmp_path} refuses O_DIRECT"
         assert "buffered (the file system" in repr(file)
@@ -184,7 +179,7 @@ def test_a_file_system_without_direct_access_is_said_so(tmp_path, monkeypatch):
 def test_memory_of_a_transfer_that_nobody_waits_for_stays(tmp_path):
     """One thread does one after the other."""
     data = random_bytes(64 * PIECE)
-    with DirectFile(tmp_path, 64 * PIECE, threads=1, piece_bytes=PIECE) as file:
+    with closing(DirectFile(tmp_path, 64 * PIECE, threads=1, piece_bytes=PIECE)) as file:
         file.write_from(data.clone(), 0)
         back = torch.empty_like(data)
         file.read_into(back, 0).wait()
@@ -208,7 +203,7 @@ def test_a_folder_that_goes_away_takes_nothing_with_it(tmp_path):
     folder = tmp_path / "state"
     folder.mkdir()
     data = random_bytes(PIECE + 5)
-    with DirectFile(folder, data.numel()) as file:
+    with closing(DirectFile(folder, data.numel())) as file:
         file.write_from(data, 0).wait()
         shutil.rmtree(folder)
         back = torch.empty_like(data)
@@ -277,9 +272,7 @@ def test_a_limit_on_files_is_said_when_made_and_when_written(tmp_path):
     assert ended.returncode == 0, ended.stderr
     making, writing = ended.stdout.splitlines()
     for line in (making, writing):
-        assert (
-            "File too large" in line and "ulimit -f" in line and str(tmp_path) in line
-        )
+        assert "File too large" in line and "ulimit -f" in line and str(tmp_path) in line
     assert writing.startswith("writing: [Errno 27] writing bytes ")
     assert writing.endswith("True")
 
@@ -293,10 +286,8 @@ def test_a_limit_on_files_is_said_when_made_and_when_written(tmp_path):
         (torch.zeros(4, device="meta"), 0, "a contiguous tensor on the host"),
     ],
 )
-def test_windows_outside_of_the_file_and_other_tensors_are_refused(
-    tmp_path, memory, offset, said
-):
-    with DirectFile(tmp_path, 100) as file:
+def test_windows_outside_of_the_file_and_other_tensors_are_refused(tmp_path, memory, offset, said):
+    with closing(DirectFile(tmp_path, 100)) as file:
         for begin in (file.read_into, file.write_from):
             with pytest.raises(ValueError, match=said):
                 begin(memory, offset)

@@ -38,9 +38,7 @@ def test_allocations_do_not_overlap_and_are_aligned() -> None:
     )
 
 
-def test_a_system_without_huge_pages_gets_ordinary_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_system_without_huge_pages_gets_ordinary_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     assert not zeros_host(HUGE_FROM).any()
     monkeypatch.undo()
@@ -55,12 +53,7 @@ def test_a_system_without_huge_pages_gets_ordinary_memory(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_tensors_of_any_dtype(dtype: torch.dtype) -> None:
-    for shape in (
-        torch.Size([]),
-        torch.Size([0, 3]),
-        torch.Size([3, 5]),
-        torch.Size([HUGE_FROM]),
-    ):
+    for shape in (torch.Size([]), torch.Size([0, 3]), torch.Size([3, 5]), torch.Size([HUGE_FROM])):
         tensor = zeros(shape, dtype, CPU)
         assert (
             tensor.shape == shape
@@ -83,21 +76,14 @@ def test_a_block_hands_out_each_byte_once() -> None:
     assert [tensor.unique().tolist() for tensor in tensors] == [[1], [2], [3]]
     version = tensors[0]._version
     tensors[1].add_(1)
-    assert tensors[0]._version == version, (
-        "a write to one would look like a write to all"
-    )
+    assert tensors[0]._version == version, "a write to one would look like a write to all"
     with pytest.raises(ValueError, match="64 bytes asked for, 0 left"):
         block.take(torch.Size([1]), torch.float32)
 
 
 def test_only_what_is_large_together_lies_together() -> None:
     small = [(torch.Size([8]), torch.float32)] * 3
-    assert (
-        beside(small) is None
-        and beside([(torch.Size([HUGE_FROM]), torch.float32)]) is None
-    )
+    assert beside(small) is None and beside([(torch.Size([HUGE_FROM]), torch.float32)]) is None
     tensors = beside([(torch.Size([HUGE_FROM // 8]), torch.float32)] * 3)
     assert tensors is not None
-    assert {b.data_ptr() - a.data_ptr() for a, b in itertools.pairwise(tensors)} == {
-        HUGE_FROM // 2
-    }
+    assert {b.data_ptr() - a.data_ptr() for a, b in itertools.pairwise(tensors)} == {HUGE_FROM // 2}

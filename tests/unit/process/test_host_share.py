@@ -29,12 +29,7 @@ def test_the_table_in_the_docs_is_what_eight_ranks_get(host):
     text = (ROOT / "docs" / "hosts.md").read_text()
     rows = re.findall(r"^\| (\d) \| (\d) \| (\d+) \| (\S+) \|$", text, re.MULTILINE)
     found = [
-        (
-            str(rank),
-            str(share.node),
-            str(share.threads),
-            f"{share.cpus[0]}-{share.cpus[-1]}",
-        )
+        (str(rank), str(share.node), str(share.threads), f"{share.cpus[0]}-{share.cpus[-1]}")
         for rank, share in enumerate(shares(host, 8))
     ]
     assert rows == found
@@ -96,10 +91,7 @@ def test_a_job_bound_as_a_whole_is_shared(host):
 
 
 CGROUP = {
-    "v2": {
-        "proc/self/cgroup": "0::/",
-        "sys/fs/cgroup/cpu.max": "400000 100000",
-    },
+    "v2": {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "400000 100000"},
     "v2, above": {
         "proc/self/cgroup": "0::/job/step",
         "sys/fs/cgroup/job/cpu.max": "400000 100000",
@@ -160,17 +152,11 @@ def test_variables_that_are_no_numbers_of_ranks(host, text):
     dropped=st.sets(st.integers(0, 23)),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_host(
-    tmp_path_factory, cores, nodes, ranks, accelerators, hyperthreads, dropped
-):
+def test_any_host(tmp_path_factory, cores, nodes, ranks, accelerators, hyperthreads, dropped):
     """Nobody has none, and nobody has what the process may not use; cores are shared out without
     rest, and overlap only where there are too few."""
     made = FakeHost(
-        tmp_path_factory.mktemp("host"),
-        cores,
-        min(nodes, cores),
-        hyperthreads,
-        accelerators,
+        tmp_path_factory.mktemp("host"), cores, min(nodes, cores), hyperthreads, accelerators
     )
     made.build()
     usable = set(range(cores * hyperthreads)) - dropped

@@ -14,22 +14,16 @@ from unittest import mock
 import pytest
 import torch
 
-from mp_optim.process import page_locked as module
-from mp_optim.process.host_memory import cut
-from mp_optim.process.page_locked import (
+from mp_optim.process import host_memory
+from mp_optim.process.host_memory import (
     REGISTERED_FROM,
     PageLockError,
+    cut,
     page_locked,
     page_locked_bytes,
     power_of_two,
 )
-from support.cuda_runtime import (
-    LockingRuntime,
-    can_lock,
-    is_mapped,
-    locked_bytes,
-    locking_runtime,
-)
+from support.cuda_runtime import LockingRuntime, can_lock, is_mapped, locked_bytes, locking_runtime
 
 CUDA = torch.device("cuda", 1)
 SIZE = 33 * 10**6
@@ -59,9 +53,7 @@ def test_just_the_pages_of_it_are_locked(runtime: LockingRuntime, size: int) -> 
     assert locked_bytes() == before
 
 
-def test_it_is_unregistered_once_and_before_it_is_unmapped(
-    runtime: LockingRuntime,
-) -> None:
+def test_it_is_unregistered_once_and_before_it_is_unmapped(runtime: LockingRuntime) -> None:
     memory = page_locked(SIZE, CUDA)
     address = memory.data_ptr()
     part = cut(memory, 4096, torch.Size([5]), torch.float32)
@@ -78,9 +70,7 @@ def test_it_is_unregistered_once_and_before_it_is_unmapped(
     assert not is_mapped(address)
 
 
-def test_what_is_dropped_in_a_capture_is_released_after_it(
-    runtime: LockingRuntime,
-) -> None:
+def test_what_is_dropped_in_a_capture_is_released_after_it(runtime: LockingRuntime) -> None:
     """A collection of garbage may come at any time; a wait for the device would end the capture."""
     memory = page_locked(SIZE, CUDA)
     address = memory.data_ptr()
@@ -93,26 +83,20 @@ def test_what_is_dropped_in_a_capture_is_released_after_it(
     assert list(runtime.registered) == [other.data_ptr()]
 
 
-def test_allocations_start_at_different_places_of_their_huge_pages(
-    runtime: LockingRuntime,
-) -> None:
+def test_allocations_start_at_different_places_of_their_huge_pages(runtime: LockingRuntime) -> None:
     blocks = [page_locked(SIZE // 8, CUDA).fill_(value) for value in range(5)]
     assert [block.unique().tolist() for block in blocks] == [[0], [1], [2], [3], [4]]
     assert len({block.data_ptr() % (2 << 20) for block in blocks}) == 5
 
 
-def test_memory_that_cannot_be_unregistered_stays_mapped(
-    runtime: LockingRuntime,
-) -> None:
+def test_memory_that_cannot_be_unregistered_stays_mapped(runtime: LockingRuntime) -> None:
     memory = page_locked(SIZE, CUDA)
     address, runtime.status = memory.data_ptr(), 1
     del memory
     assert runtime.calls[-1] == ("unregister", address, 1) and is_mapped(address)
 
 
-@pytest.mark.parametrize(
-    "error", [AssertionError("not compiled\nmore"), RuntimeError("no driver")]
-)
+@pytest.mark.parametrize("error", [AssertionError("not compiled\nmore"), RuntimeError("no driver")])
 def test_without_a_runtime_it_says_why(error: Exception) -> None:
     text = str(error).partition("\n")[0]
     with (
@@ -126,7 +110,7 @@ def test_without_a_runtime_it_says_why(error: Exception) -> None:
 def test_a_runtime_that_refuses_leaves_nothing(runtime: LockingRuntime) -> None:
     runtime.status = 2
     with (
-        mock.patch.object(module.torch, "zeros", side_effect=RuntimeError) as kernel,
+        mock.patch.object(host_memory.torch, "zeros", side_effect=RuntimeError) as kernel,
         pytest.raises(PageLockError, match=r"^cudaHostRegister: error 2$"),
     ):
         page_locked(SIZE, CUDA)
@@ -137,14 +121,12 @@ def test_a_runtime_that_refuses_leaves_nothing(runtime: LockingRuntime) -> None:
 
 
 def test_a_system_without_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SYSTEM_HAS_IT", False)
+    monkeypatch.setattr(host_memory, "_SYSTEM_HAS_IT", False)
     with pytest.raises(PageLockError, match="cannot map memory"):
         page_locked(SIZE, CUDA)
 
 
-def test_a_forked_child_neither_has_nor_unregisters_it(
-    runtime: LockingRuntime,
-) -> None:
+def test_a_forked_child_neither_has_nor_unregisters_it(runtime: LockingRuntime) -> None:
     memory = page_locked(SIZE, CUDA)
     address = memory.data_ptr()
     child = os.fork()
@@ -163,7 +145,7 @@ IN_CHILD = """
     atexit.register(lambda: print([what for what, _, _ in runtime.calls]))  # the last to run
     import ctypes, gc, mmap, os
     import torch
-    from mp_optim.process.page_locked import page_locked
+    from mp_optim.process.host_memory import page_locked
     from support.cuda_runtime import is_mapped, locking_runtime
 
     context = locking_runtime()
@@ -212,16 +194,6 @@ def test_what_a_child_maps_where_it_was_stays() -> None:
 
 def test_what_allocators_take() -> None:
     sizes = [0, 1, 2, 3, 64, 65, REGISTERED_FROM - 1]
-    assert [power_of_two(size) for size in sizes] == [
-        0,
-        1,
-        2,
-        4,
-        64,
-        128,
-        REGISTERED_FROM,
-    ]
+    assert [power_of_two(size) for size in sizes] == [0, 1, 2, 4, 64, 128, REGISTERED_FROM]
     assert [page_locked_bytes(size) for size in sizes] == list(map(power_of_two, sizes))
-    assert (
-        page_locked_bytes(35 << 30) == 35 << 30 and power_of_two(35 << 30) == 64 << 30
-    )
+    assert page_locked_bytes(35 << 30) == 35 << 30 and power_of_two(35 << 30) == 64 << 30

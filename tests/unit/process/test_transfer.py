@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from mp_optim import FusedAdam, HybridDeviceOptimizer, get_megatron_optimizer
-from mp_optim.process.host_memory import HUGE_FROM
-from mp_optim.process.page_locked import REGISTERED_FROM, page_locked
-from mp_optim.process.transfer import CudaTransfer, ImmediateTransfer
+from mp_optim.process.host_memory import HUGE_FROM, REGISTERED_FROM, page_locked
+from mp_optim.process.transfer import CudaTransfer, Transfer
 from support.accelerator.stand_in import simulated_accelerator
 from support.cuda_runtime import LockingRuntime, can_lock, locking_runtime
 from support.models import config_for
@@ -54,8 +53,7 @@ def test_a_bucket_is_one_copy_in_each_direction(mode: str) -> None:
 # -- host memory ----------------------------------------------------------------------------------
 
 locks = pytest.mark.skipif(
-    not can_lock(2 * REGISTERED_FROM),
-    reason="needs a system that locks pages for this process",
+    not can_lock(2 * REGISTERED_FROM), reason="needs a system that locks pages for this process"
 )
 
 
@@ -128,10 +126,7 @@ NONE_AT_ALL = (
 
 @pytest.mark.parametrize("works", [True, False])
 def test_what_cannot_be_had_is_replaced_and_said_once(
-    transfer: CudaTransfer,
-    runtime: LockingRuntime,
-    monkeypatch: pytest.MonkeyPatch,
-    works: bool,
+    transfer: CudaTransfer, runtime: LockingRuntime, monkeypatch: pytest.MonkeyPatch, works: bool
 ) -> None:
     runtime.status = 2
     allocator = TorchAllocator(None if works else RuntimeError("no driver\nmore"))
@@ -154,9 +149,7 @@ def test_the_description_says_what_memory_was_not_to_be_had(
 ) -> None:
     runtime.status = 2
     model = nn.Linear(8, 8).bfloat16()
-    optimizer = get_megatron_optimizer(
-        config_for("bf16", 1.0, offload_mode=mode), model
-    )
+    optimizer = get_megatron_optimizer(config_for("bf16", 1.0, offload_mode=mode), model)
     for hybrid in hybrids(optimizer):
         hybrid.stepper.use_transfer(transfer)
     assert "page-locked" not in str(optimizer.describe())
@@ -165,7 +158,7 @@ def test_the_description_says_what_memory_was_not_to_be_had(
     assert str(optimizer.describe()).count(REFUSED) == 1
 
 
-class Registering(ImmediateTransfer):
+class Registering(Transfer):
     """Copies at once, from and to memory that is registered."""
 
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:

@@ -9,16 +9,7 @@ from support.launch import ROOT
 
 PACKAGE = ROOT / "mp_optim"
 CONSTRUCTORS = {function.__name__ for function in _device_constructors()}
-TYPED_BY_DEFAULT = {
-    "zeros",
-    "ones",
-    "empty",
-    "eye",
-    "rand",
-    "randn",
-    "linspace",
-    "logspace",
-}
+TYPED_BY_DEFAULT = {"zeros", "ones", "empty", "eye", "rand", "randn", "linspace", "logspace"}
 KERNELS = "triton/kernels/"  # ``tl.zeros`` and the like are no tensors of torch
 
 
@@ -54,17 +45,12 @@ def test_the_check_sees_what_it_is_for():
         "import torch\ntorch.zeros(3, dtype=torch.float32)\n"
         "torch.ones(2, device='cpu')\nself.zeros(1)\n"
     )
-    assert lacking(source) == [
-        "2: torch.zeros without device=",
-        "3: torch.ones without dtype=",
-    ]
+    assert lacking(source) == ["2: torch.zeros without device=", "3: torch.ones without dtype="]
     assert {"tensor", "as_tensor", "arange", "full"} <= CONSTRUCTORS
 
 
 @pytest.mark.parametrize(
-    "path",
-    sorted(PACKAGE.rglob("*.py")),
-    ids=lambda path: str(path.relative_to(PACKAGE)),
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
 )
 def test_every_tensor_says_where_it_lies(path):
     if KERNELS not in path.as_posix():

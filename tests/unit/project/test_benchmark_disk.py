@@ -2,6 +2,7 @@
 
 import benchmark_disk
 import benchmark_disk_step
+import pytest
 from benchmark_disk import Options
 
 from support.kernels import needs_kernels
@@ -27,12 +28,24 @@ def test_steps_are_compared_with_dd(tmp_path, capsys):
 
 
 @needs_kernels
-def test_a_run_under_a_limit_has_the_parameters_of_one_in_memory(tmp_path, capsys):
+def test_what_backward_hides_is_shown_for_each_mode(tmp_path, capsys):
+    options = {"folder": tmp_path, "state": 50, "window": 8}
+    benchmark_disk_step.main(benchmark_disk_step.Options("hidden", rounds=1, **options))
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["| sync", "| overlap", "| speculative"]
+    assert all(float(row[1]) > 0 for row in rows)
+    early = [int(row[3].split("%")[0]) for row in rows]
+    assert early[0] == 0 and max(early) <= 100
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_kernels
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_a_run_under_a_limit_has_the_parameters_of_one_in_memory(tmp_path, capsys, mode):
     """The state is larger than the limit."""
-    options = {"folder": tmp_path, "state": 150, "window": 4, "memory": 120, "steps": 1}
+    options = {"folder": tmp_path, "state": 150, "window": 4, "memory": 120, "steps": 3}
+    options["mode"] = mode
     benchmark_disk_step.main(benchmark_disk_step.Options("limit", **options))
     limited, free, same = capsys.readouterr().out.splitlines()
-    assert (
-        "at most" in limited and "limit none" in free and same == "the same parameters"
-    )
+    assert "at most" in limited and "limit none" in free and same == "the same parameters"
     assert int(limited.split("at most ")[1].split()[0]) < 120

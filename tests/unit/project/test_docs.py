@@ -14,15 +14,12 @@ import tyro
 from torch import nn
 
 import mp_optim
+from lab.__main__ import COMMANDS as LAB
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.cli.command import COMMANDS, main
 from support.launch import ROOT, run
 
-DOCUMENTS = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 each_document = pytest.mark.parametrize(
     "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
 )
@@ -38,12 +35,9 @@ def test_named_tests_exist(document):
 @each_document
 def test_links_and_files_exist(document):
     text = document.read_text()
-    linked = [
-        document.parent / link for link in re.findall(r"\]\((?!http|#)([^)#]+)", text)
-    ]
+    linked = [document.parent / link for link in re.findall(r"\]\((?!http|#)([^)#]+)", text)]
     named = [
-        ROOT / path
-        for path in re.findall(r"`((?:docs|mp_optim|tests|tools)/[\w/.]+\.\w+)`", text)
+        ROOT / path for path in re.findall(r"`((?:docs|mp_optim|tests|tools)/[\w/.]+\.\w+)`", text)
     ]
     assert [path for path in (*linked, *named) if not path.exists()] == []
 
@@ -53,9 +47,7 @@ def blocks_of(name, language):
 
 
 def small_model():
-    torch.manual_seed(
-        0
-    )  # of 300 seeds, 7 make weights that one small step does not move
+    torch.manual_seed(0)  # of 300 seeds, 7 make weights that one small step does not move
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).bfloat16()
 
 
@@ -67,9 +59,7 @@ def test_every_python_block_is_run_here():
     """By document, how many there are; each has a test below, those of the site's first pages and
     of clients in test_site.py, Megatron's in unit/megatron/test_install.py."""
     counts = {path: len(blocks_of(path, "python")) for path in DOCUMENTS}
-    assert {
-        str(path.relative_to(ROOT)): count for path, count in counts.items() if count
-    } == {
+    assert {str(path.relative_to(ROOT)): count for path, count in counts.items() if count} == {
         "README.md": 3,
         "docs/checkpoints.md": 2,
         "docs/settings.md": 3,
@@ -91,17 +81,11 @@ def test_every_python_block_is_run_here():
 
 def test_words_of_the_glossary_are_names_in_the_code():
     """The last column names a class, a function or a constant of the package."""
-    names = re.findall(
-        r"\| ([^|]*`) \|$", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE
-    )
+    names = re.findall(r"\| ([^|]*`) \|$", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
     code = "\n".join(path.read_text() for path in (ROOT / "mp_optim").rglob("*.py"))
     words = {word for name in names for word in re.findall(r"`(\w+)`", name)}
     assert len(words) > 30
-    unknown = [
-        w
-        for w in words
-        if not re.search(rf"^\s*((class|def) )?{w}\b *[(=:\[]", code, re.M)
-    ]
+    unknown = [w for w in words if not re.search(rf"^\s*((class|def) )?{w}\b *[(=:\[]", code, re.M)]
     assert unknown == []
 
 
@@ -116,15 +100,11 @@ def test_messages_in_troubleshooting_are_real():
                 texts.append(_constant(node))
     text = (ROOT / "docs/troubleshooting.md").read_text()
     rows = [row.split("|")[1] for row in text.splitlines() if row.startswith("|")]
-    quoted = [
-        (row, part) for row in rows for part in re.findall(r'"([^"]+ [^"]+)"', row)
-    ]
+    quoted = [(row, part) for row in rows for part in re.findall(r'"([^"]+ [^"]+)"', row)]
     ours = [part for row, part in quoted if "(torch's)" not in row]
     assert len(ours) > 20
     everything = "\n".join(texts)
-    found = (
-        part in everything or re.sub(r"\d+", "", part) in everything for part in ours
-    )
+    found = (part in everything or re.sub(r"\d+", "", part) in everything for part in ours)
     assert list(itertools.compress(ours, map(operator.not_, found))) == []
 
 
@@ -216,10 +196,7 @@ def test_the_examples_of_settings_run(capsys):
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     logits = torch.tensor([50.0, 400.0])
-    exec(
-        clip,
-        {"optimizer": optimizer, "limit": 100, "largest_logit": logits, "head_dim": 4},
-    )
+    exec(clip, {"optimizer": optimizer, "limit": 100, "largest_logit": logits, "head_dim": 4})
     halved = torch.tensor([1.0] * 4 + [0.5] * 4).view(8, 1)
     assert torch.equal(attention["query"].weight, before * halved)
 
@@ -230,9 +207,7 @@ def test_the_examples_of_health_run():
         "mp_optim": mp_optim,
         "model": model,
         "batches": [(torch.ones(2, 4, dtype=torch.bfloat16), 0.0)] * 2,
-        "loss_function": lambda outputs, target: (
-            (outputs.float() - target).square().mean()
-        ),
+        "loss_function": lambda outputs, target: (outputs.float() - target).square().mean(),
     }
     for block in blocks:
         exec(block, found)
@@ -241,19 +216,16 @@ def test_the_examples_of_health_run():
 
 
 def commands_in(document):
-    """Programs of tools/ with arguments, from blocks and from the text."""
+    """Programs of tools/ and commands of tests/lab with arguments, from blocks and the text."""
     text = document.read_text()
     lines = [
         line
         for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
         for line in block.splitlines()
     ]
-    lines += re.findall(r"`((?:python|bash|torchrun) [^`]*tools/[^`]+)`", text)
-    return [
-        line
-        for line in lines
-        if re.match(r"(python|bash|torchrun)\b.* tools/", f"{line} ")
-    ]
+    lines += re.findall(r"`((?:python|bash|torchrun) [^`]*(?:tools/|tests/lab )[^`]+)`", text)
+    ours = r"(python|bash|torchrun)\b.* (tools/|tests/lab )"
+    return [line for line in lines if re.match(ours, f"{line} ")]
 
 
 LAUNCHED = {"tools/train.py"}
@@ -265,6 +237,10 @@ def test_every_command_is_understood(document):
     """Scripts exist, and programs take the arguments that are printed."""
     for line in commands_in(document):
         words = shlex.split(line, comments=True)
+        if words[1] == "tests/lab":
+            command = importlib.import_module(LAB[words[2]][0])
+            tyro.cli(command.Options, args=words[3:])
+            continue
         index = next(i for i, word in enumerate(words) if word.startswith("tools/"))
         program, arguments = words[index], words[index + 1 :]
         assert (ROOT / program).exists(), line
@@ -289,15 +265,15 @@ def test_every_installed_command_exists(document):
 @pytest.mark.parametrize(
     ("tool", "document"),
     [
-        ("draw_layers", "docs/design.md"),
-        ("model_stream", "docs/benchmarks/streaming.md"),
-        pytest.param("settings_table", "docs/settings.md", marks=pytest.mark.slow),
-        ("offload_table", "docs/settings.md"),
+        ("tools/draw_layers.py", "docs/design.md"),
+        ("tests/lab streams", "docs/benchmarks/streaming.md"),
+        pytest.param("tools/settings_table.py", "docs/settings.md", marks=pytest.mark.slow),
+        ("tools/offload_table.py", "docs/settings.md"),
     ],
 )
 def test_generated_parts_are_up_to_date(tool, document):
-    assert run(f"tools/{tool}.py").strip() in (ROOT / document).read_text(), (
-        f"paste the output of tools/{tool}.py"
+    assert run(*tool.split()).strip() in (ROOT / document).read_text(), (
+        f"paste the output of python {tool}"
     )
 
 
@@ -307,17 +283,13 @@ class FromElsewhere:
 
     def __init__(self, model):
         params = list(model.parameters())
-        self.param_groups_master = [
-            {"params": [param.detach().float() for param in params]}
-        ]
+        self.param_groups_master = [{"params": [param.detach().float() for param in params]}]
         self._inner = {
             "state": {
                 i: {"exp_avg": torch.ones(p.shape), "exp_avg_sq": torch.ones(p.shape)}
                 for i, p in enumerate(params)
             },
-            "param_groups": [
-                {"lr": 1e-3, "step": 2, "params": list(range(len(params)))}
-            ],
+            "param_groups": [{"lr": 1e-3, "step": 2, "params": list(range(len(params)))}],
         }
 
 

@@ -10,21 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu import agreement, parts
-from gpu.parts import PARTS, Outcome, Results, Sizes, run_apart
+from lab.gpu import agreement, parts
+from lab.gpu.parts import PARTS, Outcome, Results, Sizes, run_apart
 from mp_optim.update.backends.reference import ReferenceBackend
 from support.launch import TOOLS, environment, run
 
-SMALL = (
-    "--device",
-    "cpu",
-    "--params",
-    "1e5",
-    "--hybrid-params",
-    "1e5",
-    "--rounds",
-    "3",
-)
+SMALL = ("--device", "cpu", "--params", "1e5", "--hybrid-params", "1e5", "--rounds", "3")
 MACHINE = {"device": "a GPU", "torch": "2", "date": "today"}
 SIZES = Sizes("cpu", 100_000, 100_000, 3)
 
@@ -80,14 +71,10 @@ def test_what_fails_is_one_line_and_takes_nothing_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = Results(tmp_path)
-    results.add(
-        "bits", Outcome({"title": "B", "rows": {}, "missing": {}}, "", 1.0, MACHINE)
-    )
+    results.add("bits", Outcome({"title": "B", "rows": {}, "missing": {}}, "", 1.0, MACHINE))
     monkeypatch.setitem(PARTS, "syncs", parts.Part("", "run:nothing"))
     wrong = run_apart("syncs", Sizes("nowhere", 1, 1, 1), MACHINE)
-    assert (
-        wrong.section is None and "nowhere" in wrong.cause and "\n" not in wrong.cause
-    )
+    assert wrong.section is None and "nowhere" in wrong.cause and "\n" not in wrong.cause
     results.add("syncs", wrong)
     later = Results(tmp_path)
     assert later.is_done("bits", MACHINE | {"date": "tomorrow"})
@@ -103,7 +90,7 @@ def test_a_part_that_takes_too_long_is_ended() -> None:
 
 def test_the_triton_tests_are_split_without_rest() -> None:
     program = (
-        "from gpu.suite import _collect, THIRDS, TRITON\n"
+        "from lab.gpu.suite import _collect, THIRDS, TRITON\n"
         "tests = _collect(TRITON)\n"
         "print(len(tests), sum(len(tests[third::THIRDS]) for third in range(THIRDS)))"
     )

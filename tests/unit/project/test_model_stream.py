@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streaming import report
-from streaming.machines import FORMS, GB, MACHINES, Form, Machine
-from streaming.schedules import (
+from lab.streaming import report
+from lab.streaming.machines import FORMS, GB, MACHINES, Form, Machine
+from lab.streaming.schedules import (
     IN_FLIGHT,
     WINDOW,
     Lanes,
@@ -70,9 +70,7 @@ def test_the_host_loses_no_byte_and_beats_no_lane(machine, form, params, backwar
         assert schedule.bytes_of("up") == schedule.bytes_of("down") == 2 * params
         assert schedule.bytes_of("host") == pytest.approx(params * form.on_host)
         bound = max(
-            2 * params / machine.up,
-            2 * params / machine.down,
-            memory(machine, form, 0, params),
+            2 * params / machine.up, 2 * params / machine.down, memory(machine, form, 0, params)
         )
         assert bound <= schedule.seconds * SLACK
     assert late.seconds - backward >= 2 * params / machine.up / SLACK
@@ -80,9 +78,7 @@ def test_the_host_loses_no_byte_and_beats_no_lane(machine, form, params, backwar
 
 @quickly
 @given(machines, forms, counts, counts, windows)
-def test_both_at_once_lose_no_byte_and_beat_no_lane(
-    machine, form, stream, host, window
-):
+def test_both_at_once_lose_no_byte_and_beat_no_lane(machine, form, stream, host, window):
     if machine.each_way == machine.host / 2:
         with pytest.raises(ValueError, match="takes all of the host's memory"):
             both(machine, form, stream, host, window)
@@ -114,9 +110,7 @@ def test_work_of_a_lane_is_in_order_and_at_most_three_windows_are_on_the_device(
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(machines, forms, counts, windows, st.floats(0.01, 5))
-def test_auto_is_never_slower_than_the_better_of_the_two(
-    machine, form, params, window, backward
-):
+def test_auto_is_never_slower_than_the_better_of_the_two(machine, form, params, window, backward):
     stream = streamed(machine, form, params, window).seconds
     host = on_host(machine, form, params).seconds
     split = auto(machine, form, params, window)
@@ -139,13 +133,7 @@ def test_no_split_is_much_better_than_the_one_that_is_found(machine, form):
 
 
 @quickly
-@given(
-    machines,
-    forms,
-    counts,
-    st.sampled_from(["up", "down", "host", "device"]),
-    st.floats(1, 4),
-)
+@given(machines, forms, counts, st.sampled_from(["up", "down", "host", "device"]), st.floats(1, 4))
 def test_more_bandwidth_is_never_slower(machine, form, params, rate, times):
     faster = dataclasses.replace(machine, **{rate: getattr(machine, rate) * times})
     for seconds in (

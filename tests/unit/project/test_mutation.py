@@ -1,5 +1,5 @@
-"""tools/mutate.py: what it changes, what it picks, and that it tells a test that notices from one
-that does not."""
+"""``python tests/lab mutants``: what it changes, what it picks, and that it tells a test that
+notices from one that does not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Thing:
 
 
 def test_every_fault_compiles_and_changes_what_the_module_does():
-    from mutation.operators import mutants_of
+    from lab.mutation.operators import mutants_of
 
     mutants = mutants_of("m.py", SOURCE)
     assert len({mutant.key for mutant in mutants}) == len(mutants)
@@ -75,8 +75,8 @@ def test_every_fault_compiles_and_changes_what_the_module_does():
 
 
 def test_a_sample_is_spread_evenly_over_functions_and_stays_the_same():
-    from mutation.operators import mutants_of
-    from mutation.sampling import sample
+    from lab.mutation.operators import mutants_of
+    from lab.mutation.sampling import sample
 
     mutants = [m for name in "abcd" for m in mutants_of(f"{name}.py", SOURCE)]
     picked = sample(mutants, 16, seed=5)
@@ -86,9 +86,7 @@ def test_a_sample_is_spread_evenly_over_functions_and_stays_the_same():
         2,
     }  # f, Thing.set and the module's top, of four files
     assert picked == sample(mutants, 16, seed=5) != sample(mutants, 16, seed=6)
-    assert len(set(picked)) == 16 and len(sample(mutants, 10**6, seed=0)) == len(
-        mutants
-    )
+    assert len(set(picked)) == 16 and len(sample(mutants, 10**6, seed=0)) == len(mutants)
 
 
 MODULE = """\
@@ -138,10 +136,9 @@ def test_faults_are_noticed_or_survive(tmp_path):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     subprocess.run(["git", "init", "-q", str(root)], check=True)
-    run = [sys.executable, str(ROOT / "tools/mutate.py")]
+    run = [sys.executable, str(ROOT / "tests/lab"), "mutants"]
     subprocess.run(
-        [*run, "cover", "--out", out, "--root", root, "--tests", "tests/unit"],
-        check=True,
+        [*run, "cover", "--out", out, "--root", root, "--tests", "tests/unit"], check=True
     )
     attempt = [
         *run,
@@ -158,9 +155,7 @@ def test_faults_are_noticed_or_survive(tmp_path):
     ]
     for size in ("4", "99"):  # the second goes on where the first ended
         subprocess.run([*attempt, size], check=True)
-    results = [
-        json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()
-    ]
+    results = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert (root / "mp_optim/slots/__init__.py").read_text() == MODULE
     assert {(r["function"], r["operator"]): r["status"] for r in results} == {
         ("negated", "removed sign"): "killed",

@@ -70,9 +70,7 @@ def train(model: nn.Module, optimizer: Any) -> None:
         assert not torch.equal(old, new)
 
 
-GIVEN = SimpleNamespace(
-    learning_rate=1e-5, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8
-)
+GIVEN = SimpleNamespace(learning_rate=1e-5, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8)
 """Of any program's arguments, what is asked for."""
 
 
@@ -117,9 +115,7 @@ def names(model: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("client", ["hf_trainer", "trl", "accelerate", "timm", "peft"])
-def test_the_lines_of_the_clients_run(
-    client: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lines_of_the_clients_run(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if client == "timm":  # compiling is not what is shown, and takes seconds
         monkeypatch.setattr(torch, "compile", lambda model: model)
     blocks = blocks_of(f"clients/{client}.md", "python")
@@ -147,10 +143,7 @@ def test_the_lines_of_torchtitan_run() -> None:
 
     (block,) = blocks_of("clients/torchtitan.md", "python")
     model = small_model()
-    titan = {
-        "ParamGroupConfig": ParamGroupConfig,
-        "MpOptimizersContainer": MpOptimizersContainer,
-    }
+    titan = {"ParamGroupConfig": ParamGroupConfig, "MpOptimizersContainer": MpOptimizersContainer}
     known = {**names(model), **titan}
     exec(block, known)
     train(model, known["optimizers"])
@@ -180,9 +173,7 @@ def test_the_lines_of_configs_name_what_is_there() -> None:
     built("mp_optim", settings.pop("optimizer"), lr=1e-2, **settings)
 
 
-def test_the_line_of_ms_swift_adds_the_optimizer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_line_of_ms_swift_adds_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = ModuleType("swift.optimizers")
     vars(stand_in).update(OptimizerCallback=object, optimizers_map={})
     monkeypatch.setitem(sys.modules, "swift", ModuleType("swift"))
@@ -255,9 +246,7 @@ def test_the_layers_are_drawn_without_a_program_in_the_browser() -> None:
     assert "mermaid" not in page
     names = re.findall(r"<text[^>]*>(\w+)</text>", page)
     corners = re.findall(r'<rect x="(\d+)" y="(\d+)"', page)
-    places = {
-        name: (int(x), int(y)) for name, (x, y) in zip(names, corners, strict=True)
-    }
+    places = {name: (int(x), int(y)) for name, (x, y) in zip(names, corners, strict=True)}
     assert len({*places.values()}) == len(places) > 15  # no two on one spot
     for above, below in (("api", "planner"), ("slots", "ranks"), ("groups", "slots")):
         assert places[above][1] < places[below][1]

@@ -17,22 +17,8 @@ from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer, plan
 from mp_optim.distributed.buckets import check_shardable
 from mp_optim.planner.memory import memory_of
 from mp_optim.precision import graph_step
-from mp_optim.quantized import (
-    FLOAT8_DTYPES,
-    dequantized,
-    quantize_,
-    quantize_weights,
-    scaled_codes,
-)
-from support.models import (
-    DTYPES,
-    TinyMoE,
-    config_for,
-    is_expert,
-    same_bits,
-    tokens_of,
-    train,
-)
+from mp_optim.quantized import FLOAT8_DTYPES, dequantized, quantize_, quantize_weights, scaled_codes
+from support.models import DTYPES, TinyMoE, config_for, is_expert, same_bits, tokens_of, train
 from support.offload import MODES, hybrids
 
 E4M3 = torch.float8_e4m3fn
@@ -58,8 +44,7 @@ def build(
 def everything(model: nn.Module, optimizer: object) -> dict[str, Tensor]:
     found = {name: value.detach().clone() for name, value in model.state_dict().items()}
     return found | {
-        f"main {name}": value.detach().clone()
-        for name, value in optimizer.named_main_params()
+        f"main {name}": value.detach().clone() for name, value in optimizer.named_main_params()
     }
 
 
@@ -83,12 +68,9 @@ def test_scales_are_each_blocks_largest_magnitude(
     values = torch.randn(5, 7, generator=torch.Generator().manual_seed(1)) * 10
     values[0, 0], values[3, 4] = 1e-30, 0.0
     scale, codes = scaled_codes(values, blocks, dtype)
-    assert (
-        scale.shape == blocks and codes.shape == values.shape and codes.dtype == dtype
-    )
+    assert scale.shape == blocks and codes.shape == values.shape and codes.dtype == dtype
     heights, widths = (
-        math.ceil(size / count)
-        for size, count in zip((5, 7), blocks or (1, 1), strict=True)
+        math.ceil(size / count) for size, count in zip((5, 7), blocks or (1, 1), strict=True)
     )
     top = torch.finfo(dtype).max
     for row in range(0, 5, heights):
@@ -102,8 +84,7 @@ def test_scales_are_each_blocks_largest_magnitude(
             )
             expected = (block / here).clamp(-top, top).to(dtype)
             assert same_bits(
-                codes[row : row + heights, column : column + widths].float(),
-                expected.float(),
+                codes[row : row + heights, column : column + widths].float(), expected.float()
             )
 
 
@@ -170,14 +151,10 @@ def test_every_placement_gives_the_same_bits(precision: str, optimizer: str) -> 
 def test_offload_modes_give_the_same_bits(mode: str, clip: float) -> None:
     results = []
     for which in ("sync", mode):
-        model, stack = build(
-            "bf16", 1.0, clip_grad=clip, offload_mode=which, rowwise=True
-        )
+        model, stack = build("bf16", 1.0, clip_grad=clip, offload_mode=which, rowwise=True)
         assert hybrids(stack)
         results.append((train(model, stack, 6), everything(model, stack)))
-    assert (
-        results[0][0] == results[1][0] and differing(results[0][1], results[1][1]) == []
-    )
+    assert results[0][0] == results[1][0] and differing(results[0][1], results[1][1]) == []
 
 
 @pytest.mark.parametrize("rowwise", [False, True])
@@ -203,12 +180,7 @@ def test_small_updates_add_up() -> None:
     param = next(model.parameters())
     stack = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="sgd",
-            lr=1e-3,
-            sgd_momentum=0.0,
-            weight_decay=0.0,
-            clip_grad=0.0,
-            bf16=True,
+            optimizer="sgd", lr=1e-3, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0, bf16=True
         ),
         model,
     )
@@ -255,21 +227,15 @@ def test_values_written_from_outside_are_followed(fraction: float) -> None:
                 quantize_(param, dequantized(param) * 3)
     mains = dict(stack.named_main_params())
     kept = {name: value.detach().clone() for name, value in mains.items()}
-    model.load_state_dict(
-        model.state_dict()
-    )  # the same values: main params keep their extra bits
+    model.load_state_dict(model.state_dict())  # the same values: main params keep their extra bits
     stack.zero_grad()
     stack.step()
-    assert all(
-        torch.equal(value, kept[name]) for name, value in stack.named_main_params()
-    )
+    assert all(torch.equal(value, kept[name]) for name, value in stack.named_main_params())
     model.load_state_dict(other.state_dict())
     stack.step()
     for name, param in model.named_parameters():
         if param.dtype == E4M3:
-            assert torch.equal(
-                dict(stack.named_main_params())[name], dequantized(param)
-            )
+            assert torch.equal(dict(stack.named_main_params())[name], dequantized(param))
 
 
 def test_a_parameter_may_become_float8_later() -> None:
@@ -285,9 +251,7 @@ def test_a_parameter_may_become_float8_later() -> None:
         param.grad = torch.ones(8, 8, dtype=torch.bfloat16)
         before = dequantized(param) if param is codes else param.detach().clone()
         stack.step()
-        assert not torch.equal(
-            dequantized(param) if param is codes else param.detach(), before
-        )
+        assert not torch.equal(dequantized(param) if param is codes else param.detach(), before)
 
 
 @pytest.mark.parametrize("fractions", [(0.0, 1.0), (1.0, 0.5)])
@@ -363,9 +327,7 @@ class SelfQuantized(Tensor):
         if func == torch.ops.aten.empty_like.default:
             return SelfQuantized(torch.empty_like(args[0].codes), torch.ones(()))
         assert not func._schema.is_mutable, f"{func} writes a quantised tensor"
-        plain = [
-            arg.dequantize() if isinstance(arg, SelfQuantized) else arg for arg in args
-        ]
+        plain = [arg.dequantize() if isinstance(arg, SelfQuantized) else arg for arg in args]
         return func(*plain, **(kwargs or {}))
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -403,15 +365,9 @@ def test_self_quantised_parameters_train_alike_in_every_placement(mode: str) -> 
         found = train(model, stack, 6)
         assert [param.quantised for param in ours(model)] == [6] * 4
         mains = {name: value.clone() for name, value in stack.named_main_params()}
-        expected = expected or (
-            found,
-            mains,
-            [param.dequantize() for param in ours(model)],
-        )
+        expected = expected or (found, mains, [param.dequantize() for param in ours(model)])
         assert found == expected[0] and differing(mains, expected[1]) == []
-        assert all(
-            map(torch.equal, [param.dequantize() for param in ours(model)], expected[2])
-        )
+        assert all(map(torch.equal, [param.dequantize() for param in ours(model)], expected[2]))
     assert found[-1] < found[0]
 
 
@@ -422,8 +378,7 @@ def test_main_params_start_from_the_values_that_were_quantised() -> None:
     assert all(param.initial is None for param in ours(model))
     model, stack = self_quantised()
     assert torch.equal(
-        dict(stack.named_main_params())["dense"],
-        model.dense.dequantize(dtype=torch.float32),
+        dict(stack.named_main_params())["dense"], model.dense.dequantize(dtype=torch.float32)
     )
 
 
@@ -436,16 +391,11 @@ def test_self_quantised_values_written_from_outside_are_followed() -> None:
     _replace(model, stack, same)
     stack.step()
     assert (
-        differing(
-            {name: value.clone() for name, value in stack.named_main_params()}, before
-        )
-        == []
+        differing({name: value.clone() for name, value in stack.named_main_params()}, before) == []
     )
     _replace(model, stack, SelfQuantized.make(torch.full((8, 8), 0.25)))
     stack.step()
-    assert torch.equal(
-        dict(stack.named_main_params())["dense"], torch.full((8, 8), 0.25)
-    )
+    assert torch.equal(dict(stack.named_main_params())["dense"], torch.full((8, 8), 0.25))
 
 
 def _replace(model: nn.Module, stack: object, value: SelfQuantized) -> None:
@@ -486,12 +436,9 @@ def test_a_scale_that_does_not_fit_is_named(scale: Tensor | None, text: str) -> 
 
 def test_what_cannot_be_stepped_is_refused(tmp_path) -> None:
     with pytest.raises(TypeError, match="FP32Optimizer takes float32 parameters"):
-        get_megatron_optimizer(
-            config_for("fp32"), nn.ParameterList([float8_param(8, 4)])
-        )
+        get_megatron_optimizer(config_for("fp32"), nn.ParameterList([float8_param(8, 4)]))
     with pytest.raises(
-        ValueError,
-        match=r"p is a Parameter of torch\.float8_e4m3fn: buffers hold 16 and 32 bits",
+        ValueError, match=r"p is a Parameter of torch\.float8_e4m3fn: buffers hold 16 and 32 bits"
     ):
         check_shardable([("p", float8_param(8, 4))])
     torch.distributed.init_process_group(
@@ -499,12 +446,8 @@ def test_what_cannot_be_stepped_is_refused(tmp_path) -> None:
     )
     try:
         mesh = init_device_mesh("cpu", (1,))
-        split = nn.Parameter(
-            DTensor.from_local(torch.zeros(8, 4, dtype=E4M3), mesh, [Replicate()])
-        )
-        with pytest.raises(
-            TypeError, match=r"0 is a DTensor of Tensor torch\.float8_e4m3fn"
-        ):
+        split = nn.Parameter(DTensor.from_local(torch.zeros(8, 4, dtype=E4M3), mesh, [Replicate()]))
+        with pytest.raises(TypeError, match=r"0 is a DTensor of Tensor torch\.float8_e4m3fn"):
             get_megatron_optimizer(config_for("bf16"), nn.ParameterList([split]))
     finally:
         torch.distributed.destroy_process_group()
@@ -516,13 +459,10 @@ def test_a_cuda_graph_of_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack, "verdict_device", lambda: device)
     monkeypatch.setattr(graph_step.cuda_graph, "graph_for", lambda device: None)
     monkeypatch.setattr(
-        graph_step,
-        "choose_backend",
-        lambda name, device: (SimpleNamespace(capturable=True), ""),
+        graph_step, "choose_backend", lambda name, device: (SimpleNamespace(capturable=True), "")
     )
     with pytest.raises(
-        ValueError,
-        match="optimizer_cuda_graph=True: parameters in 8 bits are quantised outside",
+        ValueError, match="optimizer_cuda_graph=True: parameters in 8 bits are quantised outside"
     ):
         graph_step.check_capturable(stack)
 
@@ -539,9 +479,7 @@ def test_a_float8_gradient_is_refused() -> None:
 def test_a_copied_model_trains_like_the_first() -> None:
     model, _ = build()
     copied = copy.deepcopy(model)
-    copied(
-        tokens_of(0)
-    )  # a parameter's own attributes are not copied; its module knows them
+    copied(tokens_of(0))  # a parameter's own attributes are not copied; its module knows them
     both = (model, copied)
     stacks = [
         get_megatron_optimizer(config_for("bf16"), which, expert_predicate=is_expert)

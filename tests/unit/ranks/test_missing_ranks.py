@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch.distributed as dist
 
-from mp_optim.ranks.presence import Address, exists, own_address
+from mp_optim.ranks.missing_ranks import Address, exists, own_address
 from support.launch import results_of_ranks, run, start
 from support.workers.missing_ranks import DISAGREE, RANKS, SCENARIOS, TIMEOUT
 
@@ -34,12 +34,13 @@ def test_the_ranks_that_are_gone_are_named_and_no_others(told, scenario):
         assert found["told"].startswith("MissingRanksError: "), found
         if scenario.how == "stop" and scenario.gone == (0,):  # it keeps the store
             assert "perhaps rank 0, has ended or is stuck" in found["told"], found
+            if rank == scenario.busy:
+                assert "ranks 2, 3 ended, perhaps because of it" in found["told"], found
         else:
             how = "stuck or doing something else" if scenario.how == "stop" else "ended"
             word = "rank" if len(scenario.gone) == 1 else "ranks"
             assert (
-                f"failed: {word} {named} of [0, 1, 2, 3] did not take part ({how})"
-                in found["told"]
+                f"failed: {word} {named} of [0, 1, 2, 3] did not take part ({how})" in found["told"]
             ), found
         waits = TIMEOUT if scenario.how == "stop" else 0.0
         if scenario.how == "stop" and scenario.busy is not None:
@@ -63,9 +64,8 @@ def test_a_failure_is_forgotten_when_the_job_begins_again(tmp_path):
 
 def test_a_process_is_there_until_it_ends():
     program = (
-        "from mp_optim.ranks.presence import own_address; import sys; print(own_address(None), "
-        "flush=True); "
-        "sys.stdin.read()"
+        "from mp_optim.ranks.missing_ranks import own_address; import sys; "
+        "print(own_address(None), flush=True); sys.stdin.read()"
     )
     with start("-c", program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         address = Address.parse(process.stdout.readline().strip())

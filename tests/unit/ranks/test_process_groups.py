@@ -21,26 +21,17 @@ def test_from_megatrons_attribute_names():
 
 
 def test_from_a_device_mesh(tmp_path):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         groups = ProcessGroups.from_device_mesh(
             dist.init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "pp", "tp"))
         )
-        assert (
-            groups.grad_stats is not None
-            and groups.dp is not None
-            and groups.tp is not None
-        )
+        assert groups.grad_stats is not None and groups.dp is not None and groups.tp is not None
         experts = ProcessGroups.from_device_mesh(
             dist.init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
         )
         assert (
-            experts.expert_dp.size()
-            == experts.dp.size()
-            == experts.expert_grad_stats.size()
-            == 1
+            experts.expert_dp.size() == experts.dp.size() == experts.expert_grad_stats.size() == 1
         )
         with pytest.raises(ValueError, match="mesh_dim_names"):
             ProcessGroups.from_device_mesh(

@@ -63,9 +63,7 @@ def test_what_does_not_fit_is_refused_before_any_slot_is_loaded():
     saved["state"][1]["exp_avg"] = torch.zeros(8)
     optimizer = CountingAdam([torch.nn.Parameter(torch.ones(size)) for size in (5, 7)])
     optimizer.calls = Counter()
-    with pytest.raises(
-        ValueError, match=r"exp_avg: saved shape \(8,\), expected \(7,\)"
-    ):
+    with pytest.raises(ValueError, match=r"exp_avg: saved shape \(8,\), expected \(7,\)"):
         optimizer.load_state_dict(saved)
     assert optimizer.calls["load"] == 0
 

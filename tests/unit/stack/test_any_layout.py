@@ -1,5 +1,5 @@
-"""Random layouts of ranks against one process: the first cases of ``tools/fuzz_ranks.py``, and that
-it sees faults."""
+"""Random layouts of ranks against one process: the first cases of ``python tests/lab layouts``, and
+that it sees faults."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import math
 
 import pytest
 
-from layout_fuzz.case import Case, Disagreement, Layer, Layout, Param, grouped
-from layout_fuzz.drawing import draw
-from layout_fuzz.pool import Pool
-from layout_fuzz.trying import Verdict, attempt
+from lab.layout_fuzz.case import Case, Disagreement, Layer, Layout, Param, grouped
+from lab.layout_fuzz.drawing import draw
+from lab.layout_fuzz.pool import Pool
+from lab.layout_fuzz.trying import Verdict, attempt
 
 LAYOUTS = 30
 ADAM = Case(
@@ -34,13 +34,11 @@ def pool():
 @pytest.mark.parametrize("first", range(0, LAYOUTS, 10))
 def test_any_layout_trains_like_one_process(pool, first):
     """Rules, dtypes, ZeRO, FSDP2, tensor, expert and pipeline parallelism, places, checkpoints
-    between them, bad gradients, ranks that disagree: ``python tools/fuzz_ranks.py --case NUMBER``
+    between them, bad gradients, ranks that disagree: ``python tests/lab layouts --case NUMBER``
     tries one again."""
     for case in map(draw, range(first, first + 10)):
         verdict = attempt(pool, case)
-        assert not verdict.faults, "\n".join(
-            (grouped(case), repr(case), *verdict.faults)
-        )
+        assert not verdict.faults, "\n".join((grouped(case), repr(case), *verdict.faults))
 
 
 @pytest.mark.parametrize(
@@ -53,14 +51,11 @@ def test_any_layout_trains_like_one_process(pool, first):
     ],
     ids=str,
 )
-def test_parameters_cut_by_any_dimension_by_tensor_parallelism_are_sharded(
-    pool, settings
-):
+def test_parameters_cut_by_any_dimension_by_tensor_parallelism_are_sharded(pool, settings):
     """Megatron's ``partition_dim`` is one of the parameter, not of the flat piece that a rank owns
     of it."""
     layers = tuple(
-        Layer(f"blocks.{dim}", (Param("w", (40, 20, 8), splits=dim),))
-        for dim in range(3)
+        Layer(f"blocks.{dim}", (Param("w", (40, 20, 8), splits=dim),)) for dim in range(3)
     )
     case = Case(
         0,
@@ -105,14 +100,10 @@ def test_remainders_saved_beside_whole_parameters_load_beside_parts(pool, kind):
 
 
 @pytest.mark.parametrize("precision", ["bf16-half", "bf16-8bit"])
-def test_momentum_in_blocks_loads_where_a_rank_owns_nothing_of_a_matrix(
-    pool, precision
-):
+def test_momentum_in_blocks_loads_where_a_rank_owns_nothing_of_a_matrix(pool, precision):
     """The scales of no elements have the shape of no rows."""
     layout = Layout(
-        "copies",
-        (("dp", 2),),
-        settings=(("use_layer_wise_distributed_optimizer", True),),
+        "copies", (("dp", 2),), settings=(("use_layer_wise_distributed_optimizer", True),)
     )
     case = ADAM.with_(
         world="threads",
@@ -128,10 +119,7 @@ def test_momentum_in_blocks_loads_where_a_rank_owns_nothing_of_a_matrix(
 def test_a_number_is_a_case():
     cases = [draw(number) for number in range(300)]
     assert cases == [draw(number) for number in range(300)]
-    assert (
-        eval(repr(cases[7]).replace("inf", "math.inf"), {**globals(), "math": math})
-        == cases[7]
-    )
+    assert eval(repr(cases[7]).replace("inf", "math.inf"), {**globals(), "math": math}) == cases[7]
     assert {case.world for case in cases} == {"threads", "processes"}
     assert {layout.kind for case in cases for layout in case.layouts} == {
         "alone",
@@ -144,7 +132,7 @@ def test_a_number_is_a_case():
 @pytest.mark.parametrize(("world", "rule"), [("threads", "adam"), ("processes", "sgd")])
 def test_one_bit_too_many_is_seen(pool, world, rule, monkeypatch):
     """Ranks that compute with another learning rate than they should, by a last bit."""
-    from layout_fuzz import alone
+    from lab.layout_fuzz import alone
 
     case = ADAM.with_(world=world, rule=rule)
     assert not attempt(pool, case).faults
@@ -152,24 +140,18 @@ def test_one_bit_too_many_is_seen(pool, world, rule, monkeypatch):
     monkeypatch.setattr(
         alone,
         "config_of",
-        lambda *given: dataclasses.replace(
-            config_of(*given), lr=2.0**-6 * (1 + 2.0**-22)
-        ),
+        lambda *given: dataclasses.replace(config_of(*given), lr=2.0**-6 * (1 + 2.0**-22)),
     )
     assert any("differ" in fault for fault in attempt(pool, case).faults)
 
 
-@pytest.mark.parametrize(
-    ("what", "said"), [("dies", "exit status -6"), ("sleeps", "Timeout")]
-)
+@pytest.mark.parametrize(("what", "said"), [("dies", "exit status -6"), ("sleeps", "Timeout")])
 def test_a_rank_that_dies_or_hangs_is_a_fault_of_its_case(what, said):
     """And the next case finds new processes."""
     with Pool(short_timeout=2.0) as fragile:
         assert not attempt(fragile, ADAM).faults
         patience, fragile.patience = fragile.patience, 4.0
-        faults = attempt(
-            fragile, ADAM.with_(disagreement=Disagreement(what, 1, 1))
-        ).faults
+        faults = attempt(fragile, ADAM.with_(disagreement=Disagreement(what, 1, 1))).faults
         assert len(faults) == 1 and said in faults[0] and "1]" in faults[0]
         assert fragile.restarts == 1
         fragile.patience = patience

@@ -1,5 +1,5 @@
-"""Any program over the public API leaves what the promises say; ``python tools/fuzz.py --minutes
-N`` tries more."""
+"""Any program over the public API leaves what the promises say; ``python tests/lab programs
+--minutes N`` tries more."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from any_program.machine import AnyProgram
+from lab.any_program.machine import AnyProgram
 
 
 @pytest.mark.repeats

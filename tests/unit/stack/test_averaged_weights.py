@@ -21,11 +21,7 @@ PLACES = {
     "half": {"fraction": 0.5},
     "overlap": {"fraction": 1.0, "offload_mode": "overlap"},
     "speculative": {"fraction": 1.0, "offload_mode": "speculative"},
-    "streamed": {
-        "fraction": 1.0,
-        "offload_place": "streamed",
-        "stream_window_bytes": 4096,
-    },
+    "streamed": {"fraction": 1.0, "offload_place": "streamed", "stream_window_bytes": 4096},
     "auto": {
         "fraction": 1.0,
         "offload_place": "auto",
@@ -45,9 +41,7 @@ FORMS = {
 
 def everything(model, optimizer):
     """Parameters and state, copied, by name."""
-    found = {
-        f"model.{name}": p.detach().clone() for name, p in model.named_parameters()
-    }
+    found = {f"model.{name}": p.detach().clone() for name, p in model.named_parameters()}
     for slot in optimizer.slots():
         for key, value in optimizer.slot_state(slot).items():
             found[f"{optimizer.slot_name(slot)}.{key}"] = value.clone()
@@ -61,15 +55,12 @@ def differing(a, b):
 
 def averages(optimizer):
     return {
-        optimizer.slot_name(slot): optimizer.slot_state(slot)[AVERAGE]
-        for slot in optimizer.slots()
+        optimizer.slot_name(slot): optimizer.slot_state(slot)[AVERAGE] for slot in optimizer.slots()
     }
 
 
 def mains(optimizer):
-    return {
-        name: main.detach().double() for name, main in optimizer.named_main_params()
-    }
+    return {name: main.detach().double() for name, main in optimizer.named_main_params()}
 
 
 # -- values ---------------------------------------------------------------------------------------
@@ -108,9 +99,7 @@ def test_200_steps_follow_a_float64_oracle(dtype):
         assert abs(float(error.mean())) < 0.05 * ulp
     else:
         assert float(error.abs().max()) <= 0.5 / (1 - decay) * 2.0 ** (exponent - 23)
-    moved = [
-        float((oracle[n] - main).abs().max()) for n, main in mains(optimizer).items()
-    ]
+    moved = [float((oracle[n] - main).abs().max()) for n, main in mains(optimizer).items()]
     assert min(moved) > 1e-3  # an average that only copies would be noticed
 
 
@@ -167,28 +156,20 @@ def test_places_backends_and_resuming_have_the_same_bits(precision, tmp_path):
 
 @pytest.mark.parametrize("place", ["device", "speculative", "streamed"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-stochastic"])
-def test_the_model_has_its_averages_in_the_block_and_its_own_bits_after_it(
-    precision, place
-):
+def test_the_model_has_its_averages_in_the_block_and_its_own_bits_after_it(precision, place):
     settings = {**PLACES[place], **FORMS[precision], "ema_decay": 0.9}
     model, optimizer = build(precision, **settings)
     train(model, optimizer, 5)
     before = everything(model, optimizer)
     with pytest.raises(KeyError), optimizer.averaged_weights():
         for name, param in model.named_parameters():
-            assert same_bits(
-                param.detach(), before[f"{name}.{AVERAGE}"].to(param.dtype)
-            )
-            assert name == "scale" or not same_bits(
-                param.detach(), before[f"model.{name}"]
-            )
+            assert same_bits(param.detach(), before[f"{name}.{AVERAGE}"].to(param.dtype))
+            assert name == "scale" or not same_bits(param.detach(), before[f"model.{name}"])
         raise KeyError
     assert differing(everything(model, optimizer), before) == []
     other, uninterrupted = build(precision, **settings)
     train(other, uninterrupted, 5)
-    assert train(model, optimizer, 2, start=5) == train(
-        other, uninterrupted, 2, start=5
-    )
+    assert train(model, optimizer, 2, start=5) == train(other, uninterrupted, 2, start=5)
     assert optimizer.metrics()["reloaded_params"] == 0
 
 
@@ -261,9 +242,7 @@ def test_torch_shaped_classes_average_parameters_of_any_dtype():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4))
     model[0].bias.requires_grad_(False)
-    optimizer = mp_optim.AdamW(
-        model.named_parameters(), lr=0.1, ema_decay=0.5, offload=0.5
-    )
+    optimizer = mp_optim.AdamW(model.named_parameters(), lr=0.1, ema_decay=0.5, offload=0.5)
     for _ in range(2):
         for param in (model[0].weight, model[1].weight):
             param.grad = torch.randn_like(param)  # the last bias is never stepped
@@ -282,9 +261,7 @@ def test_float8_weights_are_averaged_and_come_back_to_the_bit():
     torch.manual_seed(0)
     model = nn.Linear(32, 16, bias=False).bfloat16()
     quantize_weights(model)
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=0.1, bf16=True, ema_decay=0.9), model
-    )
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, bf16=True, ema_decay=0.9), model)
     for _ in range(3):
         model(torch.randn(4, 32).bfloat16()).square().mean().backward()
         optimizer.step()
@@ -293,9 +270,7 @@ def test_float8_weights_are_averaged_and_come_back_to_the_bit():
     codes, scale = param.detach().clone(), param.fp8_scale.clone()
     (average,) = averages(optimizer).values()
     with optimizer.averaged_weights():
-        assert not torch.equal(
-            codes.view(torch.uint8), param.detach().view(torch.uint8)
-        )
+        assert not torch.equal(codes.view(torch.uint8), param.detach().view(torch.uint8))
         values = dequantized(param)
         step = float(average.abs().max()) / 16  # e4m3 has 3 bits after the first
         torch.testing.assert_close(values, average, rtol=0, atol=step)
@@ -307,9 +282,7 @@ def test_float8_weights_are_averaged_and_come_back_to_the_bit():
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-remainder"])
-def test_a_checkpoint_without_averages_starts_them_from_its_main_params(
-    precision, tmp_path
-):
+def test_a_checkpoint_without_averages_starts_them_from_its_main_params(precision, tmp_path):
     model, optimizer = build(precision)
     train(model, optimizer, 3)
     checkpoint.save(tmp_path, model, optimizer)
@@ -322,9 +295,7 @@ def test_a_checkpoint_without_averages_starts_them_from_its_main_params(
     weight = torch.tensor(0.1, dtype=torch.float64).float()
     for name, main in mains(averaging).items():
         start = saved[name].float()
-        assert same_bits(
-            averages(averaging)[name], start + (main.float() - start) * weight
-        )
+        assert same_bits(averages(averaging)[name], start + (main.float() - start) * weight)
 
 
 def test_averages_that_nobody_keeps_are_dropped_if_asked_for(tmp_path):

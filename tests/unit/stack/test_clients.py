@@ -14,28 +14,18 @@ from support.models import build, same_bits, tokens_of, train
 def test_lambda_lr(fraction):
     model, optimizer = build("bf16", fraction)
     base = [group["lr"] for group in optimizer.param_groups]
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: 1.0 / (1 + step)
-    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     for step in range(3):
         train(model, optimizer, 1, start=step)
         scheduler.step()
-    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx(
-        [lr / 4 for lr in base]
-    )
-    inner = [
-        g["lr"]
-        for part in optimizer.chained_optimizers
-        for g in part.inner.param_groups
-    ]
+    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([lr / 4 for lr in base])
+    inner = [g["lr"] for part in optimizer.chained_optimizers for g in part.inner.param_groups]
     assert inner == pytest.approx([lr / 3 for lr in base])
 
 
 def test_one_cycle_lr_cycles_betas_too():
     model, optimizer = build("bf16", 0.5)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=0.02, total_steps=10
-    )
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=10)
     seen = set()
     for step in range(5):
         train(model, optimizer, 1, start=step)
@@ -60,8 +50,7 @@ def test_dcp_optimizer_state_dict(fraction, flatten):
     other_model.load_state_dict(model.state_dict())
     set_optimizer_state_dict(other_model, other, saved, options=options)
     assert all(
-        same_bits(a, b.detach())
-        for a, b in zip(expected, other_model.parameters(), strict=True)
+        same_bits(a, b.detach()) for a, b in zip(expected, other_model.parameters(), strict=True)
     )
     assert train(other_model, other, 2, start=3) == train(model, optimizer, 2, start=3)
 
@@ -85,12 +74,7 @@ def test_accelerate_prepare():
 
 def hf_training(folder, max_grad_norm, mode):
     """Twelve steps of a tiny Mixtral under the HF Trainer: trainer, optimizer, losses."""
-    from transformers import (
-        MixtralConfig,
-        MixtralForCausalLM,
-        Trainer,
-        TrainingArguments,
-    )
+    from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 
     from mp_optim import OptimizerConfig, get_megatron_optimizer
 
@@ -144,10 +128,7 @@ def hf_training(folder, max_grad_norm, mode):
 
 def test_hf_trainer(tmp_path):
     _, optimizer, losses = hf_training(tmp_path, 1.0, "sync")
-    assert (
-        losses[-1] < losses[0]
-        and (tmp_path / "checkpoint-6" / "optimizer.pt").is_file()
-    )
+    assert losses[-1] < losses[0] and (tmp_path / "checkpoint-6" / "optimizer.pt").is_file()
     assert optimizer.metrics()["steps"] == 12
 
 

@@ -28,9 +28,7 @@ def mains(optimizer):
 
 def assert_same(found, expected):
     assert found.keys() == expected.keys()
-    assert [
-        name for name, value in expected.items() if not same_bits(found[name], value)
-    ] == []
+    assert [name for name, value in expected.items() if not same_bits(found[name], value)] == []
 
 
 def state_of(optimizer):
@@ -58,11 +56,7 @@ def test_every_fraction_gives_the_same_bits_and_resumes(tmp_path, form, rule):
             model, optimizer = build(form, 1.0 - fraction, seed=9, **settings)
             checkpoint.load(tmp_path / str(index), model, optimizer)
         runs.append(
-            (
-                losses + train(model, optimizer, 3, start=3),
-                weights(model),
-                state_of(optimizer),
-            )
+            (losses + train(model, optimizer, 3, start=3), weights(model), state_of(optimizer))
         )
     assert runs[0][0][-1] < runs[0][0][0]
     for losses, params, state in runs[1:]:
@@ -78,9 +72,9 @@ def test_remainders_give_the_main_params_that_float32_ones_have():
     assert_same(mains(optimizer), mains(wide))
     state = optimizer.state[model.dense]
     assert state["remainder"].dtype == torch.int16 and "master_param" not in state
-    assert sum(
-        row.bytes for row in optimizer.describe().rows if row.place == "device"
-    ) < sum(row.bytes for row in wide.describe().rows)
+    assert sum(row.bytes for row in optimizer.describe().rows if row.place == "device") < sum(
+        row.bytes for row in wide.describe().rows
+    )
 
 
 @pytest.mark.parametrize("rule", ["adam", "lamb"])
@@ -133,9 +127,7 @@ def test_the_full_precision_form_loses_nothing(tmp_path, form, on_disk):
     train(model, optimizer, 3)
     full = optimizer.state_dict(full_precision=True)
     assert all(
-        value.dtype == torch.float32
-        for state in full["state"].values()
-        for value in state.values()
+        value.dtype == torch.float32 for state in full["state"].values() for value in state.values()
     )
     assert ["master_param" in full["state"][i] for i in (0, 3)] == [True, True]
     before = state_of(optimizer)
@@ -148,9 +140,7 @@ def test_the_full_precision_form_loses_nothing(tmp_path, form, on_disk):
         other.load_state_dict(copy.deepcopy(full), convert="stochastic" in form)
     if "stochastic" not in form:
         assert_same(state_of(other), before)
-        assert train(other_model, other, 2, start=3) == train(
-            model, optimizer, 2, start=3
-        )
+        assert train(other_model, other, 2, start=3) == train(model, optimizer, 2, start=3)
 
 
 def test_float32_states_become_compact_only_on_request(tmp_path):
@@ -185,9 +175,7 @@ def copy_of(path, form):
     return model, optimizer
 
 
-@pytest.mark.parametrize(
-    "form", ["bf16-remainder", "bf16-8bit", "bf16-8bit8", "bf16-bf16"]
-)
+@pytest.mark.parametrize("form", ["bf16-remainder", "bf16-8bit", "bf16-8bit8", "bf16-bf16"])
 def test_compact_states_become_wider_ones_without_loss(tmp_path, form):
     model, optimizer = build(form, 0.5)
     train(model, optimizer, 3)
@@ -197,9 +185,7 @@ def test_compact_states_become_wider_ones_without_loss(tmp_path, form):
     full = optimizer.full_slot_state(Slot(0, 0))
     assert_same(dict(wide.slot_state(Slot(0, 0))), full)
     if form == "bf16-remainder":
-        assert train(wide_model, wide, 2, start=3) == train(
-            model, optimizer, 2, start=3
-        )
+        assert train(wide_model, wide, 2, start=3) == train(model, optimizer, 2, start=3)
 
 
 def test_values_written_and_put_back_keep_their_remainders():
@@ -216,9 +202,7 @@ def test_values_written_and_put_back_keep_their_remainders():
     train(other_model, other, 3)
     assert train(model, optimizer, 1, start=3) == train(other_model, other, 1, start=3)
     assert_same(mains(optimizer), mains(other))
-    assert any(
-        not same_bits(before[name], value) for name, value in mains(optimizer).items()
-    )
+    assert any(not same_bits(before[name], value) for name, value in mains(optimizer).items())
 
 
 @pytest.mark.parametrize("traceless", [False, True])
@@ -246,14 +230,11 @@ def test_replaced_tensors_keep_their_remainders():
     model.dense = param
     for group in optimizer.param_groups:
         group["params"] = [
-            param if group_param.shape == (8, 8) else group_param
-            for group_param in group["params"]
+            param if group_param.shape == (8, 8) else group_param for group_param in group["params"]
         ]
     assert_same(mains(optimizer), expected)
     train(model, optimizer, 1, start=2)
-    assert not same_bits(
-        dict(optimizer.named_main_params())["dense"], expected["dense"]
-    )
+    assert not same_bits(dict(optimizer.named_main_params())["dense"], expected["dense"])
 
 
 def test_full_precision_values_can_be_loaded_into_remainders():
@@ -267,21 +248,16 @@ def test_full_precision_values_can_be_loaded_into_remainders():
 def test_stochastic_rounding_depends_on_seed_and_name_alone():
     runs = {}
     for seed, fraction in ((0, 0.0), (0, 0.7), (1, 0.0)):
-        model, optimizer = build(
-            "bf16-stochastic", fraction, stochastic_rounding_seed=seed
-        )
+        model, optimizer = build("bf16-stochastic", fraction, stochastic_rounding_seed=seed)
         train(model, optimizer, 3)
         runs[seed, fraction] = state_of(optimizer)
     assert_same(runs[0, 0.7], runs[0, 0.0])
-    assert any(
-        not torch.equal(value, runs[1, 0.0][key]) for key, value in runs[0, 0.0].items()
-    )
+    assert any(not torch.equal(value, runs[1, 0.0][key]) for key, value in runs[0, 0.0].items())
 
 
 def test_the_hybrid_optimizer_alone_keeps_remainders_too():
     params = [
-        torch.nn.Parameter(torch.full((300,), 0.5 + i, dtype=torch.bfloat16))
-        for i in range(2)
+        torch.nn.Parameter(torch.full((300,), 0.5 + i, dtype=torch.bfloat16)) for i in range(2)
     ]
     optimizer = HybridDeviceOptimizer(
         params, 0.5, lr=1e-4, sub_optimizer_kwargs={"store_param_remainders": True}
@@ -296,12 +272,7 @@ def test_the_hybrid_optimizer_alone_keeps_remainders_too():
         wide.grad = torch.full_like(wide, 0.1).bfloat16().float()
         reference.step()
     assert torch.equal(optimizer.main_param(Slot(0, 1)), wide.detach())
-    assert set(optimizer.slot_state(Slot(0, 0))) == {
-        "step",
-        "exp_avg",
-        "exp_avg_sq",
-        "remainder",
-    }
+    assert set(optimizer.slot_state(Slot(0, 0))) == {"step", "exp_avg", "exp_avg_sq", "remainder"}
 
 
 @pytest.mark.parametrize("form", ["bf16-8bit8", "bf16-remainder"])

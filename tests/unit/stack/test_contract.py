@@ -38,19 +38,14 @@ def test_outer_groups_are_live_and_hold_the_models_parameters():
 
 def test_state_is_a_view_by_current_tensor():
     model, optimizer = build("bf16", 0.5)
-    assert (
-        len(optimizer.state) == len(list(model.parameters()))
-        and model.dense in optimizer.state
-    )
+    assert len(optimizer.state) == len(list(model.parameters())) and model.dense in optimizer.state
     stranger = torch.zeros(1)
     assert stranger not in optimizer.state and "dense" not in optimizer.state
     with pytest.raises(KeyError, match="not a parameter"):
         optimizer.state[stranger]
     with pytest.raises(TypeError, match="cannot be deleted"):
         del optimizer.state[model.dense]
-    optimizer.state = {
-        model.dense: {**optimizer.state[model.dense], "exp_avg": torch.ones(8, 8)}
-    }
+    optimizer.state = {model.dense: {**optimizer.state[model.dense], "exp_avg": torch.ones(8, 8)}}
     assert optimizer.state[model.dense]["exp_avg"].eq(1).all()
 
 
@@ -59,9 +54,7 @@ def test_state_dict_hooks_run():
     seen = []
     optimizer.register_state_dict_pre_hook(lambda o: seen.append("save"))
     optimizer.register_state_dict_post_hook(lambda o, state: {**state, "mark": 1})
-    optimizer.register_load_state_dict_pre_hook(
-        lambda o, state: seen.append(state["mark"])
-    )
+    optimizer.register_load_state_dict_pre_hook(lambda o, state: seen.append(state["mark"]))
     optimizer.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert seen == ["save", 1, "loaded"]
@@ -76,27 +69,20 @@ def test_step_hooks_and_zero_grad():
     model.dense.decoupled_grad = torch.ones(8, 8)
     optimizer.zero_grad()
     assert calls == ["before", "after"]
-    assert (
-        all(p.grad is None for p in model.parameters())
-        and model.dense.decoupled_grad is None
-    )
+    assert all(p.grad is None for p in model.parameters()) and model.dense.decoupled_grad is None
 
 
 def test_tied_parameters_are_one_slot():
     def run(fraction):
         torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
-        ).bfloat16()
+        model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)).bfloat16()
         model[1].weight = model[0].weight
         optimizer = get_megatron_optimizer(config_for("bf16", fraction), model)
         assert len(optimizer.get_parameters()) == 1
         for step in range(4):
             optimizer.zero_grad()
             tokens = tokens_of(step)
-            nn.functional.cross_entropy(
-                model(tokens[:-1]).float(), tokens[1:]
-            ).backward()
+            nn.functional.cross_entropy(model(tokens[:-1]).float(), tokens[1:]).backward()
             assert optimizer.step().success
         assert next(iter(optimizer.state.values()))["step"] == 4
         return model[0].weight.detach()
@@ -122,10 +108,7 @@ def test_a_chain_grows_by_kind_and_answers_for_its_parts():
     dense, experts = optimizer.chained_optimizers
     late = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     optimizer.add_param_group({"params": [("late", late)], "is_expert_parallel": True})
-    assert (
-        len(experts.param_groups) == 2
-        and optimizer.param_groups[-1]["params"][0] is late
-    )
+    assert len(experts.param_groups) == 2 and optimizer.param_groups[-1]["params"][0] is late
     late.grad = torch.ones_like(late)
     train_loss = train(model, optimizer, 2)
     assert train_loss and optimizer.state[late]["step"] == 0  # zero_grad came first
@@ -136,9 +119,7 @@ def test_a_chain_grows_by_kind_and_answers_for_its_parts():
         n for n, _ in model.named_parameters()
     } | {"late"}
     assert optimizer.device == torch.device("cpu") and not optimizer.is_stub_optimizer
-    assert optimizer.init_state() is None and optimizer.has_separate_main(
-        optimizer.slots()[0]
-    )
+    assert optimizer.init_state() is None and optimizer.has_separate_main(optimizer.slots()[0])
     with pytest.raises(AttributeError, match="chained_optimizers"):
         _ = optimizer.optimizer
     with pytest.raises(NotImplementedError, match="stepped by step"):
@@ -194,10 +175,7 @@ def test_parameters_may_be_frozen_and_unfrozen(fraction):
     model.dense.requires_grad_(False)
     train(model, optimizer, 1, start=2)
     state = optimizer.state_dict()["state"]
-    assert (
-        len(state) == len(optimizer.slots())
-        and optimizer.state[model.dense]["step"] == 2
-    )
+    assert len(state) == len(optimizer.slots()) and optimizer.state[model.dense]["step"] == 2
     model.dense.requires_grad_(True)
     train(model, optimizer, 1, start=3)
     assert optimizer.state[model.dense]["step"] == 3
@@ -205,23 +183,17 @@ def test_parameters_may_be_frozen_and_unfrozen(fraction):
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_a_parameter_that_was_frozen_at_first_is_taken_up(fraction):
-    frozen, trained = (
-        nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2)
-    )
+    frozen, trained = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
     frozen.requires_grad_(False)
     inner = HybridDeviceOptimizer([frozen, trained], fraction, lr=0.1)
-    optimizer = Float16OptimizerWithFloat16Params(
-        inner, config_for("bf16", clip_grad=0.0)
-    )
+    optimizer = Float16OptimizerWithFloat16Params(inner, config_for("bf16", clip_grad=0.0))
     for expected in (0, 1):
         for param in (frozen, trained):
             param.grad = torch.ones_like(param) if param.requires_grad else None
         assert optimizer.step().success
         assert len(optimizer.state) == 1 + expected
         frozen.requires_grad_(True)
-    assert (
-        optimizer.state[frozen]["step"] == 1 and optimizer.state[trained]["step"] == 2
-    )
+    assert optimizer.state[frozen]["step"] == 1 and optimizer.state[trained]["step"] == 2
     assert frozen.main_param.dtype == torch.float32 and (frozen.detach() < 1).all()
 
 
@@ -251,17 +223,14 @@ def test_fp16_needs_a_loss_scale():
 def test_defaults_that_differ_by_place_have_to_be_given():
     params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     with pytest.raises(
-        ValueError,
-        match=r"weight_decay is 0\.0 by default on the device and 0\.01 on the host",
+        ValueError, match=r"weight_decay is 0\.0 by default on the device and 0\.01 on the host"
     ):
         HybridDeviceOptimizer(params, 0.5, torch.optim.AdamW, lr=0.1)
     HybridDeviceOptimizer(params, 0.5, torch.optim.AdamW, lr=0.1, weight_decay=0.0)
 
 
 def test_describe_names_what_steps():
-    inner = FusedAdam(
-        [("w", nn.Parameter(torch.ones(2, dtype=torch.bfloat16)))], backend="torch"
-    )
+    inner = FusedAdam([("w", nn.Parameter(torch.ones(2, dtype=torch.bfloat16)))], backend="torch")
     rows = Float16OptimizerWithFloat16Params(inner, config_for("bf16")).describe().rows
     assert [row.backend for row in rows] == ["torch"]
 
@@ -277,9 +246,7 @@ def test_a_config_changed_since_and_wrong_arguments_are_refused():
         get_megatron_optimizer(config_for("fp32"), nn.Linear(1, 1).parameters())
     with pytest.warns(UserWarning, match="offloads nothing"):
         get_megatron_optimizer(
-            config_for(
-                "fp32", optimizer_cpu_offload=True, optimizer_offload_fraction=0.0
-            ),
+            config_for("fp32", optimizer_cpu_offload=True, optimizer_offload_fraction=0.0),
             nn.Linear(1, 1),
         )
 
@@ -291,8 +258,7 @@ def test_a_changed_shape_is_refused_by_name():
     for group in optimizer.param_groups:
         group["params"] = [smaller if p is model.dense else p for p in group["params"]]
     with pytest.raises(
-        ValueError,
-        match=r"dense: the parameter's local shape changed from \(8, 8\) to \(4, 8\)",
+        ValueError, match=r"dense: the parameter's local shape changed from \(8, 8\) to \(4, 8\)"
     ):
         optimizer.step()
 
@@ -306,9 +272,7 @@ def test_meta_parameters_count_as_their_own_device():
 
 
 def test_without_parameters_there_is_nothing_to_do():
-    optimizer = get_megatron_optimizer(
-        config_for("bf16", 0.5), nn.Identity(), param_groups=[]
-    )
+    optimizer = get_megatron_optimizer(config_for("bf16", 0.5), nn.Identity(), param_groups=[])
     assert optimizer.is_stub_optimizer and optimizer.step() == (True, 0.0, None)
     optimizer.load_state_dict(optimizer.state_dict())
 
@@ -323,9 +287,7 @@ def test_a_plan_holds_at_least_the_fraction_and_needs_its_last_choice(sizes, fra
 
 
 shapes = st.lists(
-    st.one_of(
-        st.just(()), st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple)
-    ),
+    st.one_of(st.just(()), st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple)),
     min_size=1,
     max_size=6,
 )
@@ -336,30 +298,22 @@ shapes = st.lists(
     shapes,
     st.floats(0, 1),
     st.sampled_from(sorted(DTYPES)),
-    st.sampled_from(["adam", "lamb", "sgd", "lion", "adafactor", "stable_adamw"]),
+    st.sampled_from(["adam", "lamb", "sgd", "lion", "adafactor", "stable_adamw", "ademamix"]),
     st.integers(0, 2**16),
 )
-def test_any_shapes_give_the_same_bits_at_any_fraction(
-    shapes, fraction, precision, rule, seed
-):
+def test_any_shapes_give_the_same_bits_at_any_fraction(shapes, fraction, precision, rule, seed):
     def run(fraction):
         generator = torch.Generator().manual_seed(seed)
         model = nn.ParameterDict(
             {
-                str(i): nn.Parameter(
-                    torch.randn(shape, generator=generator).to(DTYPES[precision])
-                )
+                str(i): nn.Parameter(torch.randn(shape, generator=generator).to(DTYPES[precision]))
                 for i, shape in enumerate(shapes)
             }
         )
-        optimizer = get_megatron_optimizer(
-            config_for(precision, fraction, optimizer=rule), model
-        )
+        optimizer = get_megatron_optimizer(config_for(precision, fraction, optimizer=rule), model)
         for _ in range(2):
             for param in model.values():
-                param.grad = (
-                    torch.randn(param.shape, generator=generator).to(param.dtype) * 100
-                )
+                param.grad = torch.randn(param.shape, generator=generator).to(param.dtype) * 100
             optimizer.get_loss_scale()  # says that they are scaled
             assert optimizer.step().success
         return [p.detach() for p in model.values()]

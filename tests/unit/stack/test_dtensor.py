@@ -31,16 +31,11 @@ def test_megatron_4623_fsdp2_trains_like_one_process(ranks, case):
         loss = model(tokens_of(step))
         optimizer.scale_loss(loss).backward()
         norm = optimizer.step().grad_norm
-        assert sharded["norms"][step] == pytest.approx(
-            norm, rel=16 * ulp if step else 1e-12
-        )
+        assert sharded["norms"][step] == pytest.approx(norm, rel=16 * ulp if step else 1e-12)
         assert sharded["losses"][step] == pytest.approx(loss.item(), rel=16 * ulp)
     for name, main in optimizer.named_main_params():
         torch.testing.assert_close(
-            sharded["mains"][name],
-            main.detach(),
-            rtol=0,
-            atol=1e-2 * max(1e-4, 16 * ulp),
+            sharded["mains"][name], main.detach(), rtol=0, atol=1e-2 * max(1e-4, 16 * ulp)
         )
 
 
@@ -64,10 +59,7 @@ def test_rows_are_scaled_wherever_they_are(ranks):
 def test_ranks_agree_on_norm_and_skipping(ranks):
     for rank in ranks:
         # 2, 3 and the duplicate's 6 once
-        assert rank["agreement"] == {
-            "norm": pytest.approx(7.0, rel=1e-12),
-            "skipped": True,
-        }
+        assert rank["agreement"] == {"norm": pytest.approx(7.0, rel=1e-12), "skipped": True}
 
 
 def test_a_rank_without_experts_takes_part(ranks):

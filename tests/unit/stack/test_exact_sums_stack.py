@@ -27,9 +27,7 @@ def ranks(folder, expected):
 
 
 def differing(found, expected):
-    return [
-        name for name, value in expected.items() if not same_bits(found[name], value)
-    ]
+    return [name for name, value in expected.items() if not same_bits(found[name], value)]
 
 
 @pytest.mark.parametrize(("rule", "precision", "fraction"), worker.KINDS)

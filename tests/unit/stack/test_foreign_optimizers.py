@@ -13,7 +13,6 @@ from mp_optim import (
     HybridDeviceOptimizer,
     checkpoint,
 )
-from mp_optim.update import as_slot_optimizer
 from support.models import config_for, same_bits
 
 
@@ -22,9 +21,7 @@ def adamw(params):
 
 
 def hybrid(params):
-    return HybridDeviceOptimizer(
-        params, 0.5, torch.optim.AdamW, torch.optim.AdamW, lr=0.1
-    )
+    return HybridDeviceOptimizer(params, 0.5, torch.optim.AdamW, torch.optim.AdamW, lr=0.1)
 
 
 def wrapped(params):
@@ -35,11 +32,7 @@ def wrapped_hybrid(params):
     return FP32Optimizer(hybrid(params), config_for("fp32", clip_grad=0.0))
 
 
-def as_slots(params):
-    return as_slot_optimizer(adamw(params))
-
-
-@pytest.mark.parametrize("make", [as_slots, hybrid, wrapped, wrapped_hybrid])
+@pytest.mark.parametrize("make", [hybrid, wrapped, wrapped_hybrid])
 @pytest.mark.parametrize("order", [(1, 0, 2, 3), (1, 2, 3, 0), (3, 2, 1, 0)])
 def test_parameters_that_change_places_leave_their_state_where_it_was(make, order):
     params = [nn.Parameter(torch.full((3,), float(value))) for value in range(4)]
@@ -51,9 +44,7 @@ def test_parameters_that_change_places_leave_their_state_where_it_was(make, orde
         optimizer.step()
 
     def moments():
-        return [
-            optimizer.slot_state(slot)["exp_avg"].clone() for slot in optimizer.slots()
-        ]
+        return [optimizer.slot_state(slot)["exp_avg"].clone() for slot in optimizer.slots()]
 
     step()
     before = moments()
@@ -63,12 +54,9 @@ def test_parameters_that_change_places_leave_their_state_where_it_was(make, orde
     optimizer.step()  # nothing has a gradient: only places are followed
     assert all(map(same_bits, moments(), before))
     step()
-    assert all(
-        float(optimizer.slot_state(slot)["step"]) == 2.0 for slot in optimizer.slots()
-    )
+    assert all(float(optimizer.slot_state(slot)["step"]) == 2.0 for slot in optimizer.slots())
     expected = [
-        0.9 * moment + 0.1 * (1.0 + index)
-        for moment, index in zip(before, order, strict=True)
+        0.9 * moment + 0.1 * (1.0 + index) for moment, index in zip(before, order, strict=True)
     ]
     for found, wanted in zip(moments(), expected, strict=True):
         torch.testing.assert_close(found, wanted)
@@ -181,9 +169,7 @@ def test_state_leaves_after_a_parameter_was_replaced(make):
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
-    optimizer.param_groups[0]["params"][:] = [
-        nn.Parameter(torch.zeros(3)) for _ in params
-    ]
+    optimizer.param_groups[0]["params"][:] = [nn.Parameter(torch.zeros(3)) for _ in params]
     saved = optimizer.state_dict()["state"]
     assert all(float(state["step"]) == 1.0 for state in saved.values())
     assert len(saved) == 2

@@ -85,9 +85,7 @@ def rate(name):
 
 def on_the_host(name, params):
     cls = registry.load_optimizer(name)
-    return HybridDeviceOptimizer(
-        params, 1.0, cls, cls, param_update_in_fp32=True, lr=rate(name)
-    )
+    return HybridDeviceOptimizer(params, 1.0, cls, cls, param_update_in_fp32=True, lr=rate(name))
 
 
 def wrapped(inner, dtype):
@@ -221,15 +219,10 @@ def test_an_optimizer_without_other_weights_takes_both_calls():
     ("name", "what"),
     [("aggmo", "dict"), ("kron", "str"), ("conda", "Projector"), ("madgrad", "'k'")],
 )
-def test_what_cannot_be_kept_of_a_state_is_named_where_it_would_be_lost(
-    name, what, tmp_path
-):
+def test_what_cannot_be_kept_of_a_state_is_named_where_it_would_be_lost(name, what, tmp_path):
     optimizer, model = built(name)
     train(optimizer, model, range(2))
-    for leave in (
-        optimizer.state_dict,
-        partial(checkpoint.save, tmp_path, model, optimizer),
-    ):
+    for leave in (optimizer.state_dict, partial(checkpoint.save, tmp_path, model, optimizer)):
         with pytest.raises(TypeError, match=what):
             leave()
     train(optimizer, model, range(2, 4))

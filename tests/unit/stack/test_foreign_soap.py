@@ -28,10 +28,7 @@ def one_thread():
 
 def params_of(dtype):
     generator = torch.Generator().manual_seed(0)
-    return [
-        nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-        for shape in SHAPES
-    ]
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
 
 
 def gradients(step, dtype):
@@ -53,11 +50,7 @@ def alone(dtype, steps):
 
 def hybrid(params):
     return HybridDeviceOptimizer(
-        params,
-        offload_fraction=0.5,
-        cpu_optimizer_cls=SOAP,
-        gpu_optimizer_cls=SOAP,
-        **SETTINGS,
+        params, offload_fraction=0.5, cpu_optimizer_cls=SOAP, gpu_optimizer_cls=SOAP, **SETTINGS
     )
 
 
@@ -83,9 +76,7 @@ def test_it_steps_main_params_as_if_it_were_alone(dtype, placed):
     train(wrapped(params, dtype, placed), params, dtype, range(7))
     expected = alone(dtype, 7)
     assert all(same_bits(a.detach(), b) for a, b in zip(params, expected, strict=True))
-    assert not any(
-        same_bits(a.detach(), b) for a, b in zip(params, params_of(dtype), strict=True)
-    )
+    assert not any(same_bits(a.detach(), b) for a, b in zip(params, params_of(dtype), strict=True))
 
 
 def test_a_checkpoint_holds_all_of_its_state(tmp_path):

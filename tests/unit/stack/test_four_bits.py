@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mp_optim import HybridDeviceOptimizer, OptimizerConfig, checkpoint
-from mp_optim.config.rules import UINT4
+from mp_optim.config.state_forms import UINT4
 from mp_optim.slots import Slot
 from mp_optim.update import FusedAdam
 from support.models import build, same_bits, train
@@ -55,19 +55,11 @@ def test_it_takes_half_a_byte_and_is_shown_in_float32() -> None:
     train(model, optimizer, 2)
     param = model.experts["up"]
     state = optimizer.state[param]
-    assert set(state) == {
-        "step",
-        "exp_avg",
-        "exp_avg_sq",
-        "exp_avg_sq_scale",
-        "remainder",
-    }
+    assert set(state) == {"step", "exp_avg", "exp_avg_sq", "exp_avg_sq_scale", "remainder"}
     assert state["exp_avg"].shape == param.shape and state["exp_avg"].any()
     wide_model, wide = build("bf16-8bit")
     train(wide_model, wide, 2)
-    sizes = [
-        sum(row.bytes for row in each.describe().rows) for each in (optimizer, wide)
-    ]
+    sizes = [sum(row.bytes for row in each.describe().rows) for each in (optimizer, wide)]
     params = [p.numel() for p in model.parameters()]
     saved = sum(size - -(-size // 64) * 32 for size in params)
     assert sizes[1] - sizes[0] == saved
@@ -77,9 +69,7 @@ def test_a_state_that_was_read_can_be_written_back() -> None:
     model, optimizer = build(FORM, 1.0)
     train(model, optimizer, 2)
     before = state_of(optimizer)
-    read = {
-        key: value.clone() for key, value in optimizer.slot_state(Slot(0, 0)).items()
-    }
+    read = {key: value.clone() for key, value in optimizer.slot_state(Slot(0, 0)).items()}
     optimizer.load_slot_state(Slot(0, 0), read)
     assert_same(state_of(optimizer), before)
     read["exp_avg"] = torch.randn_like(read["exp_avg"])
@@ -98,9 +88,7 @@ def alone() -> list[torch.optim.Optimizer]:
         if fraction is None:
             found.append(FusedAdam([param], lr=1e-2, **form))
         else:
-            hybrid = HybridDeviceOptimizer(
-                [param], fraction, lr=1e-2, sub_optimizer_kwargs=form
-            )
+            hybrid = HybridDeviceOptimizer([param], fraction, lr=1e-2, sub_optimizer_kwargs=form)
             found.append(hybrid)
     return found
 
@@ -109,9 +97,7 @@ def test_an_optimizer_alone_shows_float32_and_takes_it_back() -> None:
     """As the stack does: shapes that are the parameter's, no scales, and no bit lost."""
     shown = []
     for optimizer, again in zip(alone(), alone(), strict=True):
-        param, other = (
-            each.param_groups[0]["params"][0] for each in (optimizer, again)
-        )
+        param, other = (each.param_groups[0]["params"][0] for each in (optimizer, again))
         param.grad = torch.randn(5, 130, generator=torch.Generator().manual_seed(1))
         optimizer.step()
         state = optimizer.state[param]
@@ -143,19 +129,12 @@ def test_float32_moments_become_codes_only_on_request(tmp_path: Path) -> None:
     assert_same(state_of(other), before)
     checkpoint.load(tmp_path, other_model, other, convert=True)
     slot = Slot(0, 0)
-    values, exact = (
-        each.slot_state(slot)["exp_avg"].flatten() for each in (other, optimizer)
-    )
+    values, exact = (each.slot_state(slot)["exp_avg"].flatten() for each in (other, optimizer))
     assert float((values - exact).abs().max()) <= float(exact.abs().max()) / 14 * 1.001
 
 
 def test_a_second_moment_has_no_such_form() -> None:
-    with pytest.raises(
-        ValueError, match=r"exp_avg_sq_dtype=torch\.uint4: must be one of"
-    ):
+    with pytest.raises(ValueError, match=r"exp_avg_sq_dtype=torch\.uint4: must be one of"):
         OptimizerConfig(
-            lr=1e-3,
-            bf16=True,
-            use_precision_aware_optimizer=True,
-            exp_avg_sq_dtype="uint4",
+            lr=1e-3, bf16=True, use_precision_aware_optimizer=True, exp_avg_sq_dtype="uint4"
         )

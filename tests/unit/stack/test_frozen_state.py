@@ -35,9 +35,7 @@ FORMS: dict[str, dict[str, Any]] = {
 class Run:
     """A model of two matrices with an optimizer, some of whose parameters are frozen at times."""
 
-    def __init__(
-        self, tmp_path: Path, dtype: str, rule: str = "AdamW", **settings: Any
-    ) -> None:
+    def __init__(self, tmp_path: Path, dtype: str, rule: str = "AdamW", **settings: Any) -> None:
         if "optimizer_state_path" in settings:
             settings["optimizer_state_path"] = str(tmp_path)
         self.rule, self.settings = rule, settings
@@ -109,9 +107,7 @@ def test_state_of_a_frozen_parameter_survives_any_number_of_resumes(
     dtype: str, place: str, via: str, tmp_path: Path
 ) -> None:
     ends = [
-        frozen_and_thawed(
-            Run(tmp_path, dtype, **PLACES[place]), resumes, via, tmp_path / "saved"
-        )
+        frozen_and_thawed(Run(tmp_path, dtype, **PLACES[place]), resumes, via, tmp_path / "saved")
         for resumes in (0, 1, 2)
     ]
     assert alike(ends[0], ends[1]) and alike(ends[0], ends[2])
@@ -127,9 +123,7 @@ def test_in_every_form(rule: str, form: str, via: str, tmp_path: Path) -> None:
     if rule == "SGD":
         settings = {"momentum": 0.9, **settings}
     ends = [
-        frozen_and_thawed(
-            Run(tmp_path, "bf16", rule, **settings), resumes, via, tmp_path / "saved"
-        )
+        frozen_and_thawed(Run(tmp_path, "bf16", rule, **settings), resumes, via, tmp_path / "saved")
         for resumes in (0, 2)
     ]
     assert alike(*ends)
@@ -152,9 +146,7 @@ def test_what_is_refused_shows_nothing(dtype: str, tmp_path: Path) -> None:
             run.optimizer.load_state_dict(wrong)
         now = run.optimizer.state_dict()["state"]
         assert [*now] == [1]
-        assert all(
-            same_bits(now[1][key], value) for key, value in before["state"][1].items()
-        )
+        assert all(same_bits(now[1][key], value) for key, value in before["state"][1].items())
     run.optimizer.load_state_dict(saved)
     assert [*run.optimizer.state_dict()["state"]] == [0, 1]
 

@@ -38,9 +38,7 @@ def test_fractions_give_the_same_bits_on_a_gpu(precision, rule):
     expected = run(precision, 0.0, rule)
     assert expected[0][-1] < expected[0][0]
     for fraction, overlap in ((0.3, False), (0.5, True), (1.0, True), (1.0, False)):
-        losses, params, _ = run(
-            precision, fraction, rule, overlap_cpu_optimizer_d2h_h2d=overlap
-        )
+        losses, params, _ = run(precision, fraction, rule, overlap_cpu_optimizer_d2h_h2d=overlap)
         assert losses == expected[0]
         assert all(same_bits(params[n], p) for n, p in expected[1].items())
 
@@ -77,17 +75,14 @@ def test_float8_parameters_train_alike_at_every_fraction_on_a_gpu():
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        results.append(
-            (losses, [param.detach().float().cpu() for param in model.parameters()])
-        )
+        results.append((losses, [param.detach().float().cpu() for param in model.parameters()]))
     for losses, params in results[1:]:
         assert losses == results[0][0] and all(map(same_bits, params, results[0][1]))
 
 
 def test_one_gradient_stream_gives_the_same_bits_on_cpu_and_gpu():
     weights = [
-        torch.randn(n, generator=torch.Generator().manual_seed(n))
-        for n in (1, 1000, 300_001)
+        torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (1, 1000, 300_001)
     ]
     results = []
     for device in ("cpu", "cuda"):
@@ -95,9 +90,9 @@ def test_one_gradient_stream_gives_the_same_bits_on_cpu_and_gpu():
         optimizer = FusedAdam(params, lr=1e-2, weight_decay=0.1, ema_decay=0.9)
         for step in range(20):
             for p in params:
-                p.grad = torch.randn(
-                    p.numel(), generator=torch.Generator().manual_seed(step)
-                ).to(device)
+                p.grad = torch.randn(p.numel(), generator=torch.Generator().manual_seed(step)).to(
+                    device
+                )
             optimizer.step()
         averages = [optimizer.state[p]["averaged_param"] for p in params]
         results.append([tensor.detach().cpu() for tensor in (*params, *averages)])
@@ -118,26 +113,17 @@ def test_host_memory_is_pinned_and_the_gpu_holds_no_main_params():
 @pytest.mark.usefixtures("deterministic")
 def test_offload_to_cpu_empties_the_accelerator():
     _, _, optimizer = run("bf16", 0.5, steps=1)
-    before = {
-        k: v.clone()
-        for s in optimizer.state_dict()["state"].values()
-        for k, v in s.items()
-    }
+    before = {k: v.clone() for s in optimizer.state_dict()["state"].values() for k, v in s.items()}
     optimizer.offload_to_cpu()
     assert all(
-        v.device.type == "cpu"
-        for s in optimizer.state_dict()["state"].values()
-        for v in s.values()
+        v.device.type == "cpu" for s in optimizer.state_dict()["state"].values() for v in s.values()
     )
     with pytest.raises(RuntimeError, match="restore_from_cpu"):
         optimizer.step()
     optimizer.restore_from_cpu()
-    after = {
-        k: v for s in optimizer.state_dict()["state"].values() for k, v in s.items()
-    }
+    after = {k: v for s in optimizer.state_dict()["state"].values() for k, v in s.items()}
     assert all(
-        same_bits(before[k].cpu(), after[k].cpu())
-        and before[k].device == after[k].device
+        same_bits(before[k].cpu(), after[k].cpu()) and before[k].device == after[k].device
         for k in before
     )
 
@@ -194,18 +180,12 @@ def steady(kind, **settings):
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_no_step_synchronises_and_the_bits_are_those_of_the_host_path(
-    kind, monkeypatch
-):
+def test_no_step_synchronises_and_the_bits_are_those_of_the_host_path(kind, monkeypatch):
     results, params, optimizer = steady(kind)
     graphed = steady(kind, optimizer_cuda_graph=True)
     assert graphed[2].metrics()["graph_replays"] >= 10
-    assert optimizer.verdict_device() is not None and not all(
-        success for success, _, _ in results
-    )
-    monkeypatch.setattr(
-        "mp_optim.update.rule.RuleOptimizer.verdict_device", lambda self: None
-    )
+    assert optimizer.verdict_device() is not None and not all(success for success, _, _ in results)
+    monkeypatch.setattr("mp_optim.update.executor.RuleExecutor.verdict_device", lambda self: None)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
     host = steady(kind)
     for found in ((results, params), graphed[:2]):
@@ -215,9 +195,7 @@ def test_no_step_synchronises_and_the_bits_are_those_of_the_host_path(
 
 def test_a_verdict_on_the_device_is_settled_before_the_stepping_kernels_are_done():
     model = torch.nn.Linear(8192, 8192, bias=False).bfloat16().cuda()
-    optimizer = get_megatron_optimizer(
-        config_for("bf16", fused_backend="triton"), model
-    )
+    optimizer = get_megatron_optimizer(config_for("bf16", fused_backend="triton"), model)
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step().success  # noqa: B018
     result, done = optimizer.step(), torch.cuda.Event()
@@ -228,9 +206,7 @@ def test_a_verdict_on_the_device_is_settled_before_the_stepping_kernels_are_done
 
 def test_parked_memory_is_given_back():
     model = torch.nn.Linear(4096, 4096, bias=False).bfloat16().cuda()
-    optimizer = get_megatron_optimizer(
-        config_for("bf16", fused_backend="triton"), model
-    )
+    optimizer = get_megatron_optimizer(config_for("bf16", fused_backend="triton"), model)
     model.weight.grad = torch.ones_like(model.weight)
     assert optimizer.step().success
     before = torch.cuda.memory_allocated()

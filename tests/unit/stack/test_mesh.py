@@ -37,21 +37,15 @@ def test_split_twice_trains_like_one_process(ranks, case):
         found = rank[", ".join(map(str, case))]
         assert found["norms"] == ranks[0][", ".join(map(str, case))]["norms"]
         for norm, reference in zip(found["norms"], expected["norms"], strict=True):
-            assert norm == (
-                None if reference is None else pytest.approx(reference, rel=1e-12)
-            )
+            assert norm == (None if reference is None else pytest.approx(reference, rel=1e-12))
         for name, value in expected["params"].items():
-            torch.testing.assert_close(
-                found["params"][name], value, rtol=1e-6, atol=1e-7
-            )
+            torch.testing.assert_close(found["params"][name], value, rtol=1e-6, atol=1e-7)
 
 
 def test_a_rule_without_a_wrapper_sees_whole_parameters_too(ranks):
     for name, value in mesh_worker.bare_lamb(Net(13)).items():
         for rank in ranks:
-            torch.testing.assert_close(
-                rank["bare lamb"][name], value, rtol=1e-6, atol=1e-7
-            )
+            torch.testing.assert_close(rank["bare lamb"][name], value, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("mode", ["None", "overlap"])
@@ -62,9 +56,7 @@ def test_gradients_that_are_still_to_be_added_up_are(ranks, mode):
         found = rank["sequence"][mode]
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         for name, value in expected["params"].items():
-            torch.testing.assert_close(
-                found["params"][name], value, rtol=1e-4, atol=1e-5
-            )
+            torch.testing.assert_close(found["params"][name], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
@@ -76,6 +68,21 @@ def test_work_begun_during_backward_orthogonalises_whole_matrices(ranks, shape):
         assert (
             "offload_mode='speculative': Muon steps up.weight" in refused
             and "use 'overlap'" in refused
+        )
+
+
+@pytest.mark.parametrize("mode", ["overlap", "speculative"])
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_gradients_leave_dtensors_during_backward(ranks, mode, shape):
+    """Those of a mesh that is not all of the job leave when they are said to be ready."""
+    names = {name for name, _ in Net(16).named_parameters()}
+    in_backward = names if shape == (4,) else names - {"stack"}
+    for rank in ranks:
+        kept, gone = (rank["released"][mode, shape, releases] for releases in (False, True))
+        assert kept["gone"] == [set()] * 8 and gone["gone"] == [in_backward, names] * 4
+        assert kept["norms"] == gone["norms"]
+        assert all(
+            torch.equal(value, gone["params"][name]) for name, value in kept["params"].items()
         )
 
 
@@ -116,9 +123,7 @@ def wrap(params):
 
 
 @pytest.mark.parametrize(
-    "build",
-    [wrap, lambda params: HybridDeviceOptimizer(params, 0.5)],
-    ids=["wrapped", "hybrid"],
+    "build", [wrap, lambda params: HybridDeviceOptimizer(params, 0.5)], ids=["wrapped", "hybrid"]
 )
 @pytest.mark.parametrize(
     "placement, said",
@@ -129,13 +134,9 @@ def wrap(params):
     ],
     ids=["partial", "max", "unknown"],
 )
-def test_placements_that_cannot_be_stepped_are_refused_by_name(
-    mesh, build, placement, said
-):
+def test_placements_that_cannot_be_stepped_are_refused_by_name(mesh, build, placement, said):
     param = torch.nn.Parameter(
-        DTensor.from_local(
-            torch.ones(4, 2), mesh, [Replicate(), Replicate()], run_check=False
-        )
+        DTensor.from_local(torch.ones(4, 2), mesh, [Replicate(), Replicate()], run_check=False)
     )
     param._spec = dataclasses.replace(param._spec, placements=(Replicate(), placement))
     with pytest.raises(ValueError, match=f"(?s){said}.*redistribute"):
@@ -143,15 +144,11 @@ def test_placements_that_cannot_be_stepped_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "placement",
-    [Shard(0), Shard(1), Replicate(), _StridedShard(0, split_factor=2)],
-    ids=str,
+    "placement", [Shard(0), Shard(1), Replicate(), _StridedShard(0, split_factor=2)], ids=str
 )
 def test_every_other_placement_is_stepped(mesh, placement):
     param = torch.nn.Parameter(
-        DTensor.from_local(
-            torch.ones(4, 2), mesh, [placement, Replicate()], run_check=False
-        )
+        DTensor.from_local(torch.ones(4, 2), mesh, [placement, Replicate()], run_check=False)
     )
     optimizer = wrap([("w", param)])
     param.grad = DTensor.from_local(

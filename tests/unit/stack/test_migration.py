@@ -33,8 +33,7 @@ def tree_equal(a, b):
 
 def same_state(a, b):
     return tree_equal(
-        {n: dict(s) for n, s in a.state.items()},
-        {n: dict(s) for n, s in b.state.items()},
+        {n: dict(s) for n, s in a.state.items()}, {n: dict(s) for n, s in b.state.items()}
     )
 
 
@@ -56,15 +55,11 @@ def bf16_run(optimizer_cls, steps=3, named=False, groups=1):
     masters = {name: p.detach().float().clone() for name, p in named_params}
     given = [(name, masters[name]) if named else masters[name] for name in masters]
     split = [given] if groups == 1 else [given[:3], given[3:]]
-    optimizer = optimizer_cls(
-        [{"params": part} for part in split], lr=1e-2, weight_decay=0.1
-    )
+    optimizer = optimizer_cls([{"params": part} for part in split], lr=1e-2, weight_decay=0.1)
     for step in range(steps):
         model.zero_grad()
         model(
-            torch.arange(11)[
-                torch.randperm(11, generator=torch.Generator().manual_seed(step))
-            ]
+            torch.arange(11)[torch.randperm(11, generator=torch.Generator().manual_seed(step))]
         ).backward()
         for name, param in named_params:
             masters[name].grad = param.grad.float()
@@ -81,9 +76,7 @@ def assert_imported(optimizer, model, expected, masters):
     assert set(found.names) == set(masters)
     for name, state in expected.items():
         for key, value in state.items():
-            assert same_bits(found.state[name][key].float(), value.float()), (
-                f"{name}.{key}"
-            )
+            assert same_bits(found.state[name][key].float(), value.float()), f"{name}.{key}"
         assert same_bits(found.state[name]["master_param"], masters[name])
     for name, param in model.named_parameters():
         assert same_bits(param.detach(), masters[name].to(param.dtype))
@@ -113,10 +106,7 @@ def test_torch_state_is_imported(precision, fraction):
     assert_imported(
         optimizer,
         model,
-        {
-            n: {k: v for k, v in s.items() if k != "master_param"}
-            for n, s in state.state.items()
-        },
+        {n: {k: v for k, v in s.items() if k != "master_param"} for n, s in state.state.items()},
         masters,
     )
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.1}, (
@@ -131,14 +121,10 @@ def test_exported_state_is_what_torch_continues_from():
     train(model, optimizer, 3)
     state = foreign.export_state(optimizer)
     copies = {
-        name: nn.Parameter(value.clone())
-        for name, value in foreign.fp32_params(state).items()
+        name: nn.Parameter(value.clone()) for name, value in foreign.fp32_params(state).items()
     }
     adamw = torch.optim.AdamW(
-        [
-            {"params": [(name, copies[name]) for name in group.names]}
-            for group in state.groups
-        ]
+        [{"params": [(name, copies[name]) for name in group.names]} for group in state.groups]
     )
     adamw.load_state_dict(foreign.to_torch(cloned(state)))
     assert [group["weight_decay"] for group in adamw.param_groups] == [
@@ -152,9 +138,7 @@ def test_exported_state_is_what_torch_continues_from():
     adamw.step()
     optimizer.step()
     for name, param in model.named_parameters():
-        torch.testing.assert_close(
-            copies[name].detach(), param.detach(), rtol=0, atol=1e-2 * 1e-3
-        )
+        torch.testing.assert_close(copies[name].detach(), param.detach(), rtol=0, atol=1e-2 * 1e-3)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32", "bf16-8bit"])
@@ -164,9 +148,7 @@ def test_out_and_in_again_continues_bit_for_bit(tmp_path, precision, way):
     train(model, optimizer, 3)
     state = cloned(foreign.export_state(optimizer))
     if way == "torch":
-        back = foreign.from_torch(
-            foreign.to_torch(state), masters=foreign.fp32_params(state)
-        )
+        back = foreign.from_torch(foreign.to_torch(state), masters=foreign.fp32_params(state))
     elif way == "deepspeed":
         foreign.to_deepspeed(state, tmp_path)
         back = foreign.from_deepspeed(tmp_path)
@@ -185,18 +167,14 @@ def test_out_and_in_again_continues_bit_for_bit(tmp_path, precision, way):
     if way == "file":
         assert torch.equal(fresh.get_loss_scale(), scale)
     assert train(other, fresh, 3, start=3) == expected[0]
-    assert all(
-        same_bits(p.detach(), expected[1][n]) for n, p in other.named_parameters()
-    )
+    assert all(same_bits(p.detach(), expected[1][n]) for n, p in other.named_parameters())
 
 
 def test_a_checkpoint_of_ours_is_exported_without_its_model(tmp_path):
     model, optimizer = build("bf16", 0.5)
     train(model, optimizer, 2)
     checkpoint.save(tmp_path, model, optimizer)
-    assert same_state(
-        foreign.from_checkpoint(tmp_path), foreign.export_state(optimizer)
-    )
+    assert same_state(foreign.from_checkpoint(tmp_path), foreign.export_state(optimizer))
     compact, optimizer = build("bf16-8bit")
     train(compact, optimizer, 1)
     checkpoint.save(tmp_path / "compact", compact, optimizer)
@@ -211,9 +189,7 @@ def test_a_checkpoint_of_ours_is_exported_without_its_model(tmp_path):
 
 
 def test_momentum_of_sgd_and_muon_is_state_like_any_other():
-    _, sgd, masters = bf16_run(
-        lambda groups, **kw: torch.optim.SGD(groups, momentum=0.9, **kw)
-    )
+    _, sgd, masters = bf16_run(lambda groups, **kw: torch.optim.SGD(groups, momentum=0.9, **kw))
     state = foreign.from_torch(sgd.state_dict(), list(masters), masters=masters, step=3)
     model, optimizer = build("bf16", optimizer="sgd")
     foreign.import_state(optimizer, state)
@@ -233,9 +209,7 @@ def test_momentum_of_sgd_and_muon_is_state_like_any_other():
 def test_names_that_do_not_fit_are_listed():
     _, adamw, masters = bf16_run(torch.optim.AdamW)
     names = list(masters)
-    with pytest.raises(
-        ValueError, match=r"no param_names; pass names= for its groups of \[7\]"
-    ):
+    with pytest.raises(ValueError, match=r"no param_names; pass names= for its groups of \[7\]"):
         foreign.from_torch(adamw.state_dict())
     with pytest.raises(ValueError, match=r"it has \['optimizer'\], not param_groups"):
         foreign.from_torch({"optimizer": adamw.state_dict()}, names)
@@ -249,20 +223,14 @@ def test_names_that_do_not_fit_are_listed():
     prefixed = state.renamed(lambda name: f"policy.{name}")
     _, optimizer = build("bf16")
     before = cloned(foreign.export_state(optimizer))
-    with pytest.raises(
-        ValueError, match=r"missing \['bias', .*unknown \['policy.bias'"
-    ):
+    with pytest.raises(ValueError, match=r"missing \['bias', .*unknown \['policy.bias'"):
         foreign.import_state(optimizer, prefixed)
     with pytest.raises(ValueError, match=r"would be called \['x'\]"):
         state.renamed(lambda name: "x")
     assert same_state(foreign.export_state(optimizer), before)
-    foreign.import_state(
-        optimizer, prefixed.renamed(lambda name: name.removeprefix("policy."))
-    )
+    foreign.import_state(optimizer, prefixed.renamed(lambda name: name.removeprefix("policy.")))
     imported = cloned(foreign.export_state(optimizer))
-    foreign.import_state(
-        optimizer, state.renamed(lambda name: f"module.{name}")
-    )  # as DDP has them
+    foreign.import_state(optimizer, state.renamed(lambda name: f"module.{name}"))  # as DDP has them
     assert same_state(foreign.export_state(optimizer), imported)
 
 
@@ -278,22 +246,14 @@ def test_state_that_does_not_fit_is_refused_and_nothing_is_written():
         )
 
     for wrong, reason in (
-        (
-            changed("dense", exp_avg=torch.ones(3, 3)),
-            r"dense\.exp_avg: saved shape \(3, 3\)",
-        ),
-        (
-            changed("dense", max_exp_avg_sq=torch.ones(8, 8)),
-            r"unknown \['max_exp_avg_sq'\]",
-        ),
+        (changed("dense", exp_avg=torch.ones(3, 3)), r"dense\.exp_avg: saved shape \(3, 3\)"),
+        (changed("dense", max_exp_avg_sq=torch.ones(8, 8)), r"unknown \['max_exp_avg_sq'\]"),
         (changed("dense", exp_avg=torch.ones(8, 8).double() / 3), r"torch\.float64"),
     ):
         with pytest.raises(ValueError, match=reason):
             foreign.import_state(optimizer, wrong)
     bare = foreign.from_torch(adamw.state_dict(), list(masters))
-    with pytest.raises(
-        ValueError, match=r"embed is torch\.bfloat16, .*main_from_model=True"
-    ):
+    with pytest.raises(ValueError, match=r"embed is torch\.bfloat16, .*main_from_model=True"):
         foreign.import_state(optimizer, bare)
     assert same_state(foreign.export_state(optimizer), before)
     assert all(
@@ -317,9 +277,7 @@ def test_a_parameter_that_was_never_stepped_starts_from_zero():
     train(model, optimizer, 1)
     value = model.dense.detach().clone() if list(masters)[1] == "dense" else None
     foreign.import_state(
-        optimizer,
-        foreign.from_torch(saved, list(masters), masters=None),
-        main_from_model=True,
+        optimizer, foreign.from_torch(saved, list(masters), masters=None), main_from_model=True
     )
     state = foreign.export_state(optimizer).state["dense"]
     assert float(state["step"]) == 0.0 and not state["exp_avg"].any()
@@ -338,9 +296,7 @@ def megatron_like(parts):
                 i: {"exp_avg": torch.randn(s), "exp_avg_sq": torch.rand(s)}
                 for i, (_, s, _) in enumerate(parts)
             },
-            "param_groups": [
-                {"lr": 1e-3, "step": 4, "params": list(range(len(parts)))}
-            ],
+            "param_groups": [{"lr": 1e-3, "step": 4, "params": list(range(len(parts)))}],
         },
         "grad_scaler": {
             "scale": torch.tensor([2.0**9]),
@@ -353,10 +309,7 @@ def megatron_like(parts):
 
 def test_megatrons_chain_with_fp32_parameters_and_its_loss_scale(tmp_path):
     model, optimizer = build("fp16")
-    shapes = {
-        name: (p.shape, p.dtype != torch.float32)
-        for name, p in model.named_parameters()
-    }
+    shapes = {name: (p.shape, p.dtype != torch.float32) for name, p in model.named_parameters()}
     dense = [(n, *shapes[n]) for n in shapes if not n.startswith("experts")]
     experts = [(n, *shapes[n]) for n in shapes if n.startswith("experts")]
     chain = {0: megatron_like(dense), 1: megatron_like(experts)}
@@ -371,17 +324,12 @@ def test_megatrons_chain_with_fp32_parameters_and_its_loss_scale(tmp_path):
     assert float(optimizer.get_loss_scale()) == 2.0**9
     found = foreign.export_state(optimizer).state
     for (name, _, half), index in zip(dense, range(9), strict=False):
-        assert same_bits(
-            found[name]["exp_avg"], chain[0]["optimizer"]["state"][index]["exp_avg"]
-        )
+        assert same_bits(found[name]["exp_avg"], chain[0]["optimizer"]["state"][index]["exp_avg"])
         assert float(found[name]["step"]) == 4.0
         if not half:
-            assert same_bits(
-                found[name]["master_param"], model.get_parameter(name).detach()
-            )
+            assert same_bits(found[name]["master_param"], model.get_parameter(name).detach())
     with pytest.raises(
-        ValueError,
-        match=r"has 4 FP32 copies for 5 16-bit parameters; name those .*fp32_names=",
+        ValueError, match=r"has 4 FP32 copies for 5 16-bit parameters; name those .*fp32_names="
     ):
         foreign.from_megatron(chain, names)
     with pytest.raises(ValueError, match="8 names for parts of"):
@@ -391,8 +339,7 @@ def test_megatrons_chain_with_fp32_parameters_and_its_loss_scale(tmp_path):
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None,
-    reason="megatron-core is not installed",
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
 )
 def test_real_megatron_state_is_imported(tmp_path):
     from benchmarks import megatron
@@ -400,14 +347,10 @@ def test_real_megatron_state_is_imported(tmp_path):
     generator = torch.Generator().manual_seed(0)
     shapes = {"up": (6, 4), "down": (4, 6), "bias": (6,)}
     params = {
-        name: torch.randn(shape, generator=generator).bfloat16()
-        for name, shape in shapes.items()
+        name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()
     }
     with megatron.job_ended():
-        grads = [
-            torch.randn(shape, generator=generator).bfloat16()
-            for shape in shapes.values()
-        ]
+        grads = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes.values()]
         step = megatron.megatron_step(list(params.values()), grads, fused=True)
         for _ in range(3):
             step()
@@ -421,10 +364,7 @@ def test_real_megatron_state_is_imported(tmp_path):
     saved = torch.load(tmp_path / "megatron.pt", weights_only=True)
     state = foreign.from_megatron(saved, list(shapes))  # the order of the only group
     model = nn.ParameterDict(
-        {
-            name: nn.Parameter(torch.zeros(shape).bfloat16())
-            for name, shape in shapes.items()
-        }
+        {name: nn.Parameter(torch.zeros(shape).bfloat16()) for name, shape in shapes.items()}
     )
     optimizer = get_megatron_optimizer(config_for("bf16"), model)
     foreign.import_state(optimizer, state)
@@ -433,10 +373,7 @@ def test_real_megatron_state_is_imported(tmp_path):
     assert_imported(
         optimizer,
         model,
-        {
-            n: {k: s[k] for k in ("exp_avg", "exp_avg_sq", "step")}
-            for n, s in state.state.items()
-        },
+        {n: {k: s[k] for k in ("exp_avg", "exp_avg_sq", "step")} for n, s in state.state.items()},
         masters,
     )
     assert all(same_bits(model[name].detach(), params[name]) for name in shapes), (
@@ -454,10 +391,7 @@ def apex_like():
     state, index = {}, 0
     for group in shapes:
         for shape in group:
-            state[index] = {
-                "exp_avg": torch.randn(shape),
-                "exp_avg_sq": torch.rand(shape),
-            }
+            state[index] = {"exp_avg": torch.randn(shape), "exp_avg_sq": torch.rand(shape)}
             index += 1
     groups = [
         {
@@ -489,9 +423,7 @@ def test_apex_state_and_its_masters_are_imported():
     optimizer = get_megatron_optimizer(config_for("bf16"), model)
     foreign.import_state(optimizer, state)
     of = dict(zip(names, [*masters[0], *masters[1]], strict=True))
-    assert_imported(
-        optimizer, model, dict(zip(names, saved["state"].values(), strict=True)), of
-    )
+    assert_imported(optimizer, model, dict(zip(names, saved["state"].values(), strict=True)), of)
     assert {float(s["step"]) for s in state.state.values()} == {7.0}
     with pytest.raises(ValueError, match="masters of"):
         foreign.from_apex(saved, masters[:1], names)
@@ -509,8 +441,7 @@ def write_universal(folder, params, step=5, flat=False):
         path.mkdir(parents=True)
         for key, value in states.items():
             torch.save(
-                value.flatten() if flat else {"param": value, "cat_dim": 0},
-                path / f"{key}.pt",
+                value.flatten() if flat else {"param": value, "cat_dim": 0}, path / f"{key}.pt"
             )
         if not flat:
             torch.save(step, path / "step.pt")
@@ -539,9 +470,7 @@ def test_universal_checkpoints_are_imported(tmp_path, flat):
         {n: {k: v for k, v in s.items() if k != "fp32"} for n, s in params.items()},
         {n: s["fp32"] for n, s in params.items()},
     )
-    assert {
-        float(s["step"]) for s in foreign.export_state(optimizer).state.values()
-    } == {5.0}
+    assert {float(s["step"]) for s in foreign.export_state(optimizer).state.values()} == {5.0}
 
 
 def test_universal_round_trips_and_lists_what_is_missing(tmp_path):
@@ -551,15 +480,11 @@ def test_universal_round_trips_and_lists_what_is_missing(tmp_path):
     foreign.to_deepspeed(state, tmp_path / "a")
     again = foreign.from_deepspeed(tmp_path / "a")
     foreign.to_deepspeed(again, tmp_path / "b")
-    files = sorted(
-        p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*.pt")
-    )
+    files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*.pt"))
     assert len(files) == 4 * len(state.names) + 1
     for file in files:
         if file.name != "optimizer_state.pt":
-            a, b = (
-                torch.load(tmp_path / side / file, weights_only=True) for side in "ab"
-            )
+            a, b = (torch.load(tmp_path / side / file, weights_only=True) for side in "ab")
             assert tree_equal(a, b), file
     (tmp_path / "a/zero/dense/exp_avg.pt").unlink()
     with pytest.raises(ValueError, match=r"lacks \['dense/exp_avg\.pt'\]"):
@@ -619,11 +544,7 @@ def test_sharded_parameters_take_their_part(tmp_path):
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         whole = torch.randn(4, 6)
         model = nn.ParameterDict(
-            {
-                "w": nn.Parameter(
-                    distribute_tensor(torch.zeros(4, 6).bfloat16(), mesh, [Shard(0)])
-                )
-            }
+            {"w": nn.Parameter(distribute_tensor(torch.zeros(4, 6).bfloat16(), mesh, [Shard(0)]))}
         )
         optimizer = get_megatron_optimizer(config_for("bf16"), model)
         moments = {
@@ -651,12 +572,9 @@ def test_the_command_goes_round(tmp_path, capsys):
     _, adamw, masters = bf16_run(torch.optim.AdamW)
     torch.save({"step": 3, "optimizer": adamw.state_dict()}, tmp_path / "adamw.pt")
     torch.save(masters, tmp_path / "masters.pt")
-    (tmp_path / "names.json").write_text(
-        json.dumps([f"module.{name}" for name in masters])
-    )
+    (tmp_path / "names.json").write_text(json.dumps([f"module.{name}" for name in masters]))
     torch.save(
-        {f"module.{name}": value for name, value in masters.items()},
-        tmp_path / "masters.pt",
+        {f"module.{name}": value for name, value in masters.items()}, tmp_path / "masters.pt"
     )
     command(
         "--source-format",
@@ -703,9 +621,7 @@ def test_the_command_goes_round(tmp_path, capsys):
         "--target",
         tmp_path / "torch",
     )
-    assert same_state(
-        foreign.from_file(tmp_path / "a.pt"), foreign.from_file(tmp_path / "b.pt")
-    )
+    assert same_state(foreign.from_file(tmp_path / "a.pt"), foreign.from_file(tmp_path / "b.pt"))
     last = foreign.from_torch(
         torch.load(tmp_path / "torch/optimizer.pt", weights_only=True),
         masters=torch.load(tmp_path / "torch/fp32_params.pt", weights_only=True),

@@ -6,12 +6,7 @@ import torch
 from torch import nn
 
 import mp_optim
-from mp_optim import (
-    ParamKey,
-    checkpoint,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
+from mp_optim import ParamKey, checkpoint, get_megatron_optimizer, get_standard_config_overrides
 from support.launch import results_of_ranks
 from support.models import TinyMoE, config_for, is_expert, same_bits, tokens_of, train
 from support.workers import muon as muon_worker
@@ -92,15 +87,7 @@ def test_matrices_are_muons_and_the_rest_is_adams():
 
 @pytest.mark.parametrize(
     "precision",
-    [
-        "bf16",
-        "fp16",
-        "fp32",
-        "bf16-remainder",
-        "bf16-bf16",
-        "bf16-8bit8",
-        "bf16-stochastic",
-    ],
+    ["bf16", "fp16", "fp32", "bf16-remainder", "bf16-bf16", "bf16-8bit8", "bf16-stochastic"],
 )
 def test_every_fraction_gives_the_same_bits(precision):
     runs = [outcome(*build(precision, fraction)) for fraction in (0.0, 0.5, 1.0)]
@@ -134,9 +121,7 @@ def test_a_skipped_step_touches_neither_rule():
     }
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     model(tokens_of(5)).backward()
-    model.bias.grad[0] = float(
-        "nan"
-    )  # in a parameter of Adam's; the matrices must not move either
+    model.bias.grad[0] = float("nan")  # in a parameter of Adam's; the matrices must not move either
     assert not optimizer.step().success
     assert all(same_bits(p.detach(), params[n]) for n, p in model.named_parameters())
     for saved, state in zip(before.values(), optimizer.state.values(), strict=True):
@@ -167,14 +152,9 @@ def test_overrides_choose_the_rule_and_the_scale():
         ParamKey(name="router"): {"scale_mode": "unit_rms_norm"},
     }
     optimizer = get_megatron_optimizer(config, model, overrides)
-    of = {
-        name: group for group in optimizer.param_groups for name in group["param_names"]
-    }
+    of = {name: group for group in optimizer.param_groups for name in group["param_names"]}
     assert (of["embed"]["optimizer"], of["embed"]["lr"]) == ("adam", 1e-3)
-    assert (of["router"]["scale_mode"], of["dense"]["scale_mode"]) == (
-        "unit_rms_norm",
-        "spectral",
-    )
+    assert (of["router"]["scale_mode"], of["dense"]["scale_mode"]) == ("unit_rms_norm", "spectral")
     for override, reason in (
         ({"optimizer": "lion"}, "optimizer='lion' differs"),
         ({"optimizer": "muon"}, r"bias has shape \(8,\): override optimizer='muon'"),
@@ -199,14 +179,11 @@ def test_fused_qkv_weights_are_cut_by_the_models_config():
     config = config_for("fp32", optimizer="muon")
     model = Megatron(num_attention_heads=4, num_query_groups=2, kv_channels=2)
     optimizer = get_megatron_optimizer(config, model)
-    of = {
-        name: group for group in optimizer.param_groups for name in group["param_names"]
-    }
+    of = {name: group for group in optimizer.param_groups for name in group["param_names"]}
     assert of["table.weight"]["optimizer"] == "adam"
     assert of["linear_qkv.weight"]["qkv_split_shapes"] == (4, 2, 2)
     with pytest.raises(
-        ValueError,
-        match=r"linear_qkv\.weight is a fused QKV weight and muon_split_qkv=True",
+        ValueError, match=r"linear_qkv\.weight is a fused QKV weight and muon_split_qkv=True"
     ):
         get_megatron_optimizer(config, Megatron())
     with pytest.raises(ValueError, match="16 rows, which is no multiple"):
@@ -233,10 +210,7 @@ def test_a_gate_and_the_parameters_own_word_cut_a_fused_weight(sizes, said, part
     if said:
         model.linear_qkv.weight.qkv_split_shapes = said
     optimizer = get_megatron_optimizer(config_for("fp32", optimizer="muon"), model)
-    assert {group.get("qkv_split_shapes") for group in optimizer.param_groups} == {
-        parts,
-        None,
-    }
+    assert {group.get("qkv_split_shapes") for group in optimizer.param_groups} == {parts, None}
 
 
 def trained(model, optimizer):
@@ -262,9 +236,7 @@ def test_a_matrix_marked_use_muon_false_is_the_scalar_optimizers(style, marked):
         if style == "config":
             override = {ParamKey(name=name): {"optimizer": "adam"}}
             config = config_for("fp32", optimizer="muon")
-            return model, get_megatron_optimizer(
-                config, model, {} if by_mark else override
-            )
+            return model, get_megatron_optimizer(config, model, {} if by_mark else override)
         if by_mark:
             return model, mp_optim.Muon(named.items(), lr=1e-2)
         alone = {"params": [(name, named.pop(name))], "optimizer": "adam"}
@@ -288,41 +260,28 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("case", muon_worker.CASES)
 def test_ranks_have_the_bits_of_one_process(ranks, case, fraction):
     expected = muon_worker.single()
-    found = [
-        rank[f"{case}, {fraction}"] for rank in ranks if f"{case}, {fraction}" in rank
-    ]
+    found = [rank[f"{case}, {fraction}"] for rank in ranks if f"{case}, {fraction}" in rank]
     assert len(found) == torch.Size(muon_worker.CASES[case][0]).numel()
     for mains in found:
-        assert [
-            name
-            for name, value in expected.items()
-            if not same_bits(mains[name], value)
-        ] == []
+        assert [name for name, value in expected.items() if not same_bits(mains[name], value)] == []
 
 
 def test_tensor_parallel_parts_have_the_bits_of_one_process(ranks):
     expected = muon_worker.single()
     for rank in ranks:
         assert [
-            n
-            for n, value in expected.items()
-            if not same_bits(rank["tensor parallel"][n], value)
+            n for n, value in expected.items() if not same_bits(rank["tensor parallel"][n], value)
         ] == []
 
 
 def test_a_part_without_a_partition_dim_is_refused(ranks):
-    assert (
-        "wide is tensor_model_parallel and has no partition_dim"
-        in ranks[0]["unknown partition"]
-    )
+    assert "wide is tensor_model_parallel and has no partition_dim" in ranks[0]["unknown partition"]
 
 
 def test_blockwise_orthogonalises_each_part(ranks):
     expected = muon_worker.single()
     differing = {
-        n
-        for n, value in expected.items()
-        if not same_bits(ranks[0]["blockwise"][n], value)
+        n for n, value in expected.items() if not same_bits(ranks[0]["blockwise"][n], value)
     }
     assert {"wide", "tall", "narrow"} <= differing
     assert differing.isdisjoint({"experts.up", "experts.down", "embed", "bias"})
@@ -338,9 +297,7 @@ def one_process():
 
 
 @pytest.mark.parametrize("case", SHARED)
-def test_ranks_share_out_the_products_and_have_the_bits_of_one_process(
-    ranks, one_process, case
-):
+def test_ranks_share_out_the_products_and_have_the_bits_of_one_process(ranks, one_process, case):
     """ZeRO has gradients of zeros where there are none."""
     expected = one_process[() if case in muon_worker.ZERO else muon_worker.LATE]
     found = [rank["shares"][case] for rank in ranks if case in rank["shares"]]

@@ -1,10 +1,13 @@
 """Adam with ``betas[0]`` = 0 keeps no first moment: the bits are those of one that does."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from mp_optim import AdamW, OptimizerConfig, checkpoint, get_megatron_optimizer
+from mp_optim.checkpoint import foreign
 from mp_optim.planner import plan
 from support.models import build, same_bits, train
 from support.offload import snapshot
@@ -40,9 +43,7 @@ def keys(optimizer):
 
 
 def assert_same_params(model, other):
-    for (name, param), value in zip(
-        model.named_parameters(), other.parameters(), strict=True
-    ):
+    for (name, param), value in zip(model.named_parameters(), other.parameters(), strict=True):
         assert same_bits(param.detach(), value.detach()), name
 
 
@@ -116,9 +117,7 @@ def test_checkpoints_with_and_without(tmp_path):
         train(model, optimizer, 2)
         checkpoint.save(tmp_path / folder, model, optimizer)
     model, optimizer = build("bf16", adam_beta1=0.0, seed=5)
-    with pytest.raises(
-        ValueError, match=r"unexpected .*betas\[0\] is 0; load with convert"
-    ):
+    with pytest.raises(ValueError, match=r"unexpected .*betas\[0\] is 0; load with convert"):
         checkpoint.load(tmp_path / "with", model, optimizer)
     with pytest.raises(ValueError, match="saved with exp_avg, which is not kept here"):
         optimizer.load_state_dict(with_first[1].state_dict())
@@ -139,6 +138,51 @@ def test_checkpoints_with_and_without(tmp_path):
     train(model, optimizer, 2, start=2)
     train(*without, 2, start=2)
     assert_same_params(model, without[0])
+
+
+BY = {
+    "checkpoint": lambda saved, folder, *pair: checkpoint.load(folder, *pair),
+    "state dict": lambda saved, folder, *pair: pair[1].load_state_dict(saved.state_dict()),
+    "foreign": lambda saved, folder, *pair: foreign.import_state(
+        pair[1], foreign.export_state(saved), convert=True
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """Runs with and without a first moment, by betas[0], and where they were saved."""
+    runs = {}
+    for beta1 in (0.9, 0.0):
+        folder = tmp_path_factory.mktemp("saved")
+        run = build("bf16", adam_beta1=beta1, adam_beta2=0.95)
+        train(*run, 2)
+        checkpoint.save(folder, *run)
+        ahead = build("bf16", adam_beta1=beta1, adam_beta2=0.95)
+        checkpoint.load(folder, *ahead)
+        train(*ahead, 2, start=2)
+        runs[beta1] = (*run, folder, ahead[0])
+    return runs
+
+
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("beta1", [0.9, 0.0])
+def test_betas_that_are_set_before_a_load(place, by, beta1, both, tmp_path):
+    """They say what state there is to load."""
+    model, optimizer = built(place, tmp_path, 0.9 - beta1)
+    use(optimizer, beta1)
+    saved_model, saved, folder, ahead = both[beta1]
+    if by != "foreign":  # which always has a first moment
+        before = copy.deepcopy(model)
+        with pytest.raises(ValueError, match=r"missing.*exp_avg|not kept|unexpected.*exp_avg"):
+            BY[by](*both[0.9 - beta1][1:3], model, optimizer)
+        assert optimizer.param_groups[0]["betas"] == (beta1, 0.95)
+        assert_same_params(model, before)
+    model.load_state_dict(saved_model.state_dict())
+    BY[by](saved, folder, model, optimizer)
+    train(model, optimizer, 2, start=2)
+    assert_same_params(model, ahead)
 
 
 def test_state_dicts_of_torch_and_back():

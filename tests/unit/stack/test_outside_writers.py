@@ -17,15 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import mp_optim
 from mp_optim import HybridDeviceOptimizer, OptimizerConfig, get_megatron_optimizer
 from support.models import AdversarialTransfer
-from support.offload import (
-    MODES,
-    build_mode,
-    differing,
-    finish_early_work,
-    hybrids,
-    run,
-    snapshot,
-)
+from support.offload import MODES, build_mode, differing, finish_early_work, hybrids, run, snapshot
 
 PAGE = Path(__file__).parents[3] / "docs" / "outside_writes.md"
 Writer = Callable[[Tensor], object]
@@ -44,9 +36,7 @@ def fused_sgd(tensor: Tensor) -> None:
     here = local(tensor)
     grads = [torch.ones_like(here)]
     how = {"momentum": 0, "dampening": 0, "nesterov": False, "maximize": False}
-    torch._fused_sgd_(
-        [here], grads, [], weight_decay=0, lr=0.25, is_first_step=True, **how
-    )
+    torch._fused_sgd_([here], grads, [], weight_decay=0, lr=0.25, is_first_step=True, **how)
 
 
 def fused_adamw(tensor: Tensor) -> None:
@@ -149,9 +139,7 @@ def is_followed(writer: Writer, param: nn.Parameter) -> bool:
 
 def rows_of_page() -> dict[str, tuple[str, str]]:
     """For each writer of the page what it says of plain tensors and of DTensors."""
-    rows = re.findall(
-        r"^\| (.+) \| (yes|no|-) \| (yes|no|-) \|$", PAGE.read_text(), re.M
-    )
+    rows = re.findall(r"^\| (.+) \| (yes|no|-) \| (yes|no|-) \|$", PAGE.read_text(), re.M)
     return {name: (plain, sharded) for name, plain, sharded in rows}
 
 
@@ -160,9 +148,7 @@ def test_the_page_has_every_writer() -> None:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_parameters_are_followed_where_the_page_says_so(
-    name: str, one_rank: None
-) -> None:
+def test_parameters_are_followed_where_the_page_says_so(name: str, one_rank: None) -> None:
     plain = is_followed(WRITERS[name], nn.Parameter(torch.ones(4, 4)))
     said = "yes" if plain else "no"
     if name in NEW_MEMORY:

@@ -25,7 +25,7 @@ from mp_optim import (
     OptimizerConfig,
     get_megatron_optimizer,
 )
-from mp_optim.placement.main_memory import MainMemory
+from mp_optim.placement.stepped_tensors import MainMemory
 from support.models import same_bits
 
 Named = list[tuple[str, nn.Parameter]]
@@ -78,9 +78,7 @@ FACES: dict[str, tuple[torch.dtype, Callable[[Named], Any]]] = {
     "chain": (torch.bfloat16, chain),
     "over torch's": (
         torch.float32,
-        lambda named: FP32Optimizer(
-            torch.optim.AdamW(named, lr=0.1), OptimizerConfig(lr=0.1)
-        ),
+        lambda named: FP32Optimizer(torch.optim.AdamW(named, lr=0.1), OptimizerConfig(lr=0.1)),
     ),
     "Hybrid": (
         torch.float32,
@@ -105,10 +103,7 @@ REFUSED: dict[str, tuple[Callable[[torch.dtype], dict[str, Any]], str]] = {
         lambda dtype: {"params": [("late", late(dtype))], "betas": (2.0, 0.9)},
         "betas|beta parameter",
     ),
-    "inference": (
-        lambda dtype: {"params": [("late", made_in_inference_mode())]},
-        "inference_mode",
-    ),
+    "inference": (lambda dtype: {"params": [("late", made_in_inference_mode())]}, "inference_mode"),
     "the second is float64": (
         lambda dtype: {"params": [("late", late(dtype)), ("x", late(torch.float64))]},
         r"x is (torch\.)?float64",
@@ -143,9 +138,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("face", "what"), PAIRS)
-def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was(
-    face: str, what: str
-) -> None:
+def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was(face: str, what: str) -> None:
     """Beside one that was never asked; and the next group is taken."""
     dtype, build = FACES[face]
     group, said = REFUSED[what]
@@ -186,9 +179,7 @@ def test_a_disk_that_is_full_refuses_a_group(
 
                 patch.setattr(MainMemory, "copy", full)
                 with pytest.raises(OSError, match="No space"):
-                    optimizer.add_param_group(
-                        {"params": [("late", late(torch.bfloat16))]}
-                    )
+                    optimizer.add_param_group({"params": [("late", late(torch.bfloat16))]})
         stepped(optimizer)
         ends.append(everything(optimizer, list(pair.parameters())))
     assert alike(*ends)
@@ -199,10 +190,7 @@ def test_the_parts_that_one_group_becomes_are_added_together() -> None:
     for built in (False, True):
         if built:
             stepped(optimizer)
-        named = [
-            ("matrix", late(torch.float32)),
-            ("w", optimizer.param_groups[0]["params"][0]),
-        ]
+        named = [("matrix", late(torch.float32)), ("w", optimizer.param_groups[0]["params"][0])]
         named += [("vector", nn.Parameter(torch.ones(2)))]
         with pytest.raises(ValueError, match="more than one parameter group"):
             optimizer.add_param_group({"params": named})
@@ -233,9 +221,7 @@ EDITS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("face", FACES)
-def test_edited_lists_are_named_before_anything_is_stepped(
-    face: str, edit: str
-) -> None:
+def test_edited_lists_are_named_before_anything_is_stepped(face: str, edit: str) -> None:
     dtype, build = FACES[face]
     pair = Pair(dtype)
     optimizer = stepped(build(list(pair.named_parameters())))
@@ -250,10 +236,34 @@ def test_edited_lists_are_named_before_anything_is_stepped(
         lambda: list(optimizer.state),
         lambda: optimizer.load_state_dict(saved),
     ):
-        with pytest.raises(
-            ValueError, match=r"added.* by editing the lists\. Add a group"
-        ):
+        with pytest.raises(ValueError, match=r"added.* by editing the lists\. Add a group"):
             use()
+    assert alike(before, [param.detach() for param in pair.parameters()])
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("mode", ["overlap", "speculative"])
+@pytest.mark.parametrize("cls", [mp_optim.AdamW, mp_optim.Muon])
+def test_edited_lists_are_left_to_the_step_by_the_backward_before_it(
+    cls: Any, mode: str, edit: str
+) -> None:
+    """Work during backward does not stumble over them: the step names what was done."""
+    pair = Pair(torch.float32)
+    place = {"offload": 1.0, "offload_mode": mode}
+    optimizer = cls(list(pair.named_parameters()), lr=0.1, **place)
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        torch.stack([param.square().sum() for param in pair.parameters()]).sum().backward()
+
+    for _ in range(2):
+        backward()
+        optimizer.step()
+    before = [param.detach().clone() for param in pair.parameters()]
+    EDITS[edit](optimizer.param_groups)
+    backward()
+    with pytest.raises(ValueError, match=r"added.* by editing the lists\. Add a group"):
+        optimizer.step()
     assert alike(before, [param.detach() for param in pair.parameters()])
 
 
@@ -305,15 +315,13 @@ def test_a_build_that_fails_leaves_the_groups() -> None:
 
 # -- switches of torch's --------------------------------------------------------------------------
 
-RULES = ["AdamW", "Adam", "StableAdamW", "LAMB", "Lion", "SGD", "Adafactor", "Muon"]
+RULES = ["AdamW", "Adam", "StableAdamW", "AdEMAMix", "LAMB", "Lion", "SGD", "Adafactor", "Muon"]
 SWITCHES = ["maximize", "amsgrad", "capturable", "differentiable"]
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("rule", RULES)
-def test_switches_that_are_not_here_are_refused_where_they_enter(
-    rule: str, switch: str
-) -> None:
+def test_switches_that_are_not_here_are_refused_where_they_enter(rule: str, switch: str) -> None:
     build = getattr(mp_optim, rule)
     with pytest.raises(ValueError, match=f"{switch}=True"):
         build([{"params": [("w", late(torch.float32))], switch: True}])
@@ -322,9 +330,7 @@ def test_switches_that_are_not_here_are_refused_where_they_enter(
     param = late(torch.float32)
     optimizer = stepped(build([("w", param)], lr=0.1))
     with pytest.raises(ValueError, match=f"{switch}=True"):
-        optimizer.add_param_group(
-            {"params": [("x", late(torch.float32))], switch: True}
-        )
+        optimizer.add_param_group({"params": [("x", late(torch.float32))], switch: True})
     state, before = copy.deepcopy(optimizer.state_dict()), param.detach().clone()
     state["param_groups"][0][switch] = True
     for saved in (state, {**state, "state": {}}):
@@ -339,11 +345,7 @@ def test_switches_that_are_not_here_are_refused_where_they_enter(
 
 
 def test_switches_of_torchs_that_say_how_to_step_may_be_in_groups() -> None:
-    stepped(
-        mp_optim.AdamW(
-            [{"params": [late(torch.float32)], "foreach": True, "fused": False}]
-        )
-    )
+    stepped(mp_optim.AdamW([{"params": [late(torch.float32)], "foreach": True, "fused": False}]))
 
 
 @pytest.mark.parametrize("switch", ["maximize", "amsgrad", "capturable"])
@@ -424,9 +426,7 @@ def test_what_is_refused_in_backward_is_named_by_the_step(
 
     def trained(bad: dict[str, Any]) -> Named:
         named = list(Pair(torch.bfloat16).named_parameters())
-        optimizer = megatron(
-            named, **ON_HOST, offload_mode=mode, release_gradients=releases
-        )
+        optimizer = megatron(named, **ON_HOST, offload_mode=mode, release_gradients=releases)
         (group,) = optimizer.param_groups
         for _ in range(3):
             with optimizer.no_sync():
@@ -440,6 +440,35 @@ def test_what_is_refused_in_backward_is_named_by_the_step(
                 group.update(good)
                 for name in [name for name, value in good.items() if value is None]:
                     del group[name]
+            optimizer.step()
+            optimizer.zero_grad()
+        return named
+
+    for (_, ours), (_, plain) in zip(trained(setting), trained({}), strict=True):
+        assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("setting", [{"lr": "x"}, {"betas": (0.9, "x")}, {"lr": -1.0}])
+@pytest.mark.parametrize("mode", ["overlap", "speculative"])
+def test_what_is_refused_after_work_was_begun_is_named_by_the_step(
+    mode: str, setting: dict[str, Any]
+) -> None:
+    """Work began with the settings of the first micro-batch. Reading state hands others down."""
+
+    def trained(bad: dict[str, Any]) -> Named:
+        named = list(Pair(torch.bfloat16).named_parameters())
+        optimizer = megatron(named, **ON_HOST, offload_mode=mode, offload_bucket_bytes=1)
+        (group,) = optimizer.param_groups
+        for _ in range(3):
+            sum(param.sum() for _, param in named).backward()
+            good = {name: group[name] for name in bad}
+            group.update(bad)
+            optimizer.state_dict()
+            sum((param * 2).sum() for _, param in named).backward()
+            if bad:
+                with pytest.raises((ValueError, TypeError), match=next(iter(bad))):
+                    optimizer.step()
+                group.update(good)
             optimizer.step()
             optimizer.zero_grad()
         return named

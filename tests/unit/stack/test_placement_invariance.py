@@ -31,7 +31,7 @@ def assert_same(result, expected):
 
 
 @pytest.mark.parametrize(
-    "rule", ["adam", "lamb", "sgd", "lion", "adafactor", "stable_adamw"]
+    "rule", ["adam", "lamb", "sgd", "lion", "adafactor", "stable_adamw", "ademamix"]
 )
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "moe"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
@@ -39,11 +39,7 @@ def test_every_fraction_gives_the_same_bits(precision, experts, rule):
     runs = []
     for fraction in (0.0, 0.3, 0.5, 1.0):
         model, optimizer = build(
-            precision,
-            fraction,
-            experts,
-            optimizer=rule,
-            lr=1e-3 if rule == "lion" else 1e-2,
+            precision, fraction, experts, optimizer=rule, lr=1e-3 if rule == "lion" else 1e-2
         )
         runs.append((train(model, optimizer, STEPS), final(model)))
     assert runs[0][0][-1] < runs[0][0][0]
@@ -82,11 +78,7 @@ def test_an_interrupted_save_leaves_the_previous_checkpoint(tmp_path, monkeypatc
     checkpoint.save(tmp_path, model, optimizer, extra={"step": 2})
     saved = final(model)
     train(model, optimizer, 1, start=2)
-    for broken in (
-        "save_load.write_manifest",
-        "commit.sync_directory",
-        "commit.replace_durably",
-    ):
+    for broken in ("save_load.write_manifest", "commit.sync_directory", "commit.replace_durably"):
         with monkeypatch.context() as patch:
             patch.setattr(f"mp_optim.checkpoint.{broken}", _explode)
             with pytest.raises(KeyboardInterrupt):
@@ -117,18 +109,7 @@ def test_what_cannot_be_loaded_is_refused_at_save(tmp_path):
 def test_a_refused_load_changes_nothing(tmp_path):
     def schedule(optimizer, **settings):
         return OptimizerParamScheduler(
-            optimizer,
-            0.0,
-            1e-2,
-            0.0,
-            0,
-            10,
-            "cosine",
-            0.0,
-            0.0,
-            0,
-            "constant",
-            **settings,
+            optimizer, 0.0, 1e-2, 0.0, 0, 10, "cosine", 0.0, 0.0, 0, "constant", **settings
         )
 
     model, optimizer = build("bf16")
@@ -141,9 +122,7 @@ def test_a_refused_load_changes_nothing(tmp_path):
     checkpoint.save(tmp_path, model, optimizer, schedule(optimizer))
     strict = schedule(fresh, use_checkpoint_opt_param_scheduler=False)
     strict.lr_decay_steps = 20
-    with pytest.raises(
-        ValueError, match="lr_decay_steps=20 here, 10 in the checkpoint"
-    ):
+    with pytest.raises(ValueError, match="lr_decay_steps=20 here, 10 in the checkpoint"):
         checkpoint.load(tmp_path, other, fresh, strict)
     assert all(same_bits(p.detach(), before[n]) for n, p in other.named_parameters())
     assert {float(state["step"]) for state in fresh.state.values()} == {0.0}
@@ -189,8 +168,7 @@ def test_main_params_are_born_on_the_host_once():
     _, optimizer = build("bf16", 1.0)
     for hybrid in hybrids(optimizer):
         mains = sorted(
-            (p for g in hybrid.param_groups for p in g["params"]),
-            key=torch.Tensor.data_ptr,
+            (p for g in hybrid.param_groups for p in g["params"]), key=torch.Tensor.data_ptr
         )
         assert all(main.dtype == torch.float32 for main in mains)
         for before, after in itertools.pairwise(

@@ -14,12 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import mp_optim
-from mp_optim import (
-    FusedAdam,
-    HybridDeviceOptimizer,
-    OptimizerConfig,
-    get_megatron_optimizer,
-)
+from mp_optim import FusedAdam, HybridDeviceOptimizer, OptimizerConfig, get_megatron_optimizer
 
 HOST = {"offload": 1.0}
 PLACES: dict[str, dict[str, Any]] = {
@@ -55,9 +50,7 @@ def zero_grads(optimizer: Any) -> None:
 
 def pair(dtype: torch.dtype, *shape: int) -> list[tuple[str, nn.Parameter]]:
     made = (torch.arange(64.0).to(dtype).view(*shape) for _ in range(2))
-    return [
-        (name, nn.Parameter(values)) for name, values in zip("pq", made, strict=True)
-    ]
+    return [(name, nn.Parameter(values)) for name, values in zip("pq", made, strict=True)]
 
 
 RESHAPES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -81,10 +74,7 @@ def by_backward(param: Tensor, value: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", RESHAPES)
 def test_another_shape_is_refused_by_name(
-    how: str,
-    dtype: torch.dtype,
-    gradients: Callable[[Tensor, float], None],
-    place: dict[str, Any],
+    how: str, dtype: torch.dtype, gradients: Callable[[Tensor, float], None], place: dict[str, Any]
 ) -> None:
     named = pair(dtype, 8, 8)
     optimizer = sgd(named, momentum=0.9, **place)
@@ -137,9 +127,7 @@ def test_another_layout_is_followed_as_torch_does(
                 p.data = LAYOUTS[how](p.data)
         return [p.detach(), q.detach()]
 
-    for got, expected in zip(
-        trained(mp_optim.SGD, **place), trained(torch.optim.SGD), strict=True
-    ):
+    for got, expected in zip(trained(mp_optim.SGD, **place), trained(torch.optim.SGD), strict=True):
         assert torch.equal(got, expected)
 
 
@@ -180,9 +168,7 @@ def test_a_gradient_of_another_shape_is_refused(place: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_memory_that_was_freed_is_refused(
-    dtype: torch.dtype, place: dict[str, Any]
-) -> None:
+def test_memory_that_was_freed_is_refused(dtype: torch.dtype, place: dict[str, Any]) -> None:
     for size, of_gradient in ((0, False), (8, False), (0, True)):
         named = pair(dtype, 8, 8)
         optimizer = sgd(named, **place)
@@ -197,9 +183,7 @@ def test_memory_that_was_freed_is_refused(
 # -- memory that elements share ----------------------------------------------------------------
 
 
-def test_an_expanded_parameter_is_refused_before_anything_is_stepped(
-    place: dict[str, Any],
-) -> None:
+def test_an_expanded_parameter_is_refused_before_anything_is_stepped(place: dict[str, Any]) -> None:
     first = nn.Parameter(torch.ones(4))
     wide = nn.Parameter(torch.ones(4, 1).expand(4, 4))
     optimizer = sgd([("first", first), ("wide", wide)], **place)

@@ -12,7 +12,7 @@ from mp_optim import (
     MegatronOptimizer,
     get_megatron_optimizer,
 )
-from mp_optim.checkpoint.flat import FlatShard
+from mp_optim.checkpoint.shards import FlatShard
 from mp_optim.precision.measure import EXCLUDED, MAIN
 from mp_optim.quantized import quantize_weights
 from support.models import TinyMoE, config_for, is_expert, train
@@ -41,20 +41,14 @@ def built(
     kind: str, precision: str = "bf16", fraction: float = 0.0
 ) -> tuple[nn.Module, MegatronOptimizer]:
     has_experts, settings = KINDS[kind]
-    model = TinyMoE(
-        torch.float32 if precision == "fp32" else torch.bfloat16, has_experts
-    )
+    model = TinyMoE(torch.float32 if precision == "fp32" else torch.bfloat16, has_experts)
     for name, param in model.named_parameters():
         if is_expert(param, name):
             param.allreduce = False
     model.bias.shared = True
     model.dense.grad_norm_group = "dense"
-    optimizer = get_megatron_optimizer(
-        config_for(precision, fraction, **settings), model
-    )
-    expected = (
-        ChainedOptimizer if has_experts else DistributedOptimizer if settings else None
-    )
+    optimizer = get_megatron_optimizer(config_for(precision, fraction, **settings), model)
+    expected = ChainedOptimizer if has_experts else DistributedOptimizer if settings else None
     assert expected is None or isinstance(optimizer, expected)
     assert isinstance(optimizer, MegatronOptimizer)
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -106,8 +100,7 @@ def test_the_main_param_follows_what_was_written_to_the_model(kind):
 def test_a_slot_counts_in_the_norm_that_its_parameter_names(kind):
     _, optimizer = built(kind)
     groups = {
-        optimizer.slot_name(slot): optimizer.norm_key(slot).group
-        for slot in optimizer.slots()
+        optimizer.slot_name(slot): optimizer.norm_key(slot).group for slot in optimizer.slots()
     }
     special = {"bias": EXCLUDED, "dense": "dense"}
     assert groups == {name: special.get(name, MAIN) for name in groups}
@@ -120,9 +113,7 @@ def test_no_parameters_are_quantized(kind):
 
 
 def test_a_chain_knows_of_quantized_parameters_of_any_part():
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8)).to(
-        torch.bfloat16
-    )
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8)).to(torch.bfloat16)
     model[1].weight.allreduce = False
     quantize_weights(model)
     optimizer = get_megatron_optimizer(config_for("bf16"), model)

@@ -17,11 +17,7 @@ PLACES = {
     "device": {},
     "host": {"fraction": 1.0},
     "speculative": {"fraction": 1.0, "offload_mode": "speculative"},
-    "streamed": {
-        "fraction": 1.0,
-        "offload_place": "streamed",
-        "stream_window_bytes": 4096,
-    },
+    "streamed": {"fraction": 1.0, "offload_place": "streamed", "stream_window_bytes": 4096},
 }
 
 
@@ -40,9 +36,7 @@ def mains(optimizer):
 
 @pytest.mark.parametrize("place", [*PLACES, "disk"])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-remainder", "fp16", "fp32"])
-def test_main_params_are_scaled_in_fp32_and_the_model_follows(
-    precision, place, tmp_path
-):
+def test_main_params_are_scaled_in_fp32_and_the_model_follows(precision, place, tmp_path):
     on_disk = {"fraction": 1.0, "optimizer_state_path": str(tmp_path)}
 
     def run(**fields):
@@ -58,10 +52,7 @@ def test_main_params_are_scaled_in_fp32_and_the_model_follows(
             assert same_bits(param.detach(), main.detach().to(param.dtype))
         return train(model, optimizer, 2, start=3), mains(optimizer)
 
-    (losses, found), (expected_losses, expected) = (
-        run(**PLACES.get(place, on_disk)),
-        run(),
-    )
+    (losses, found), (expected_losses, expected) = (run(**PLACES.get(place, on_disk)), run())
     assert losses == expected_losses
     assert all(same_bits(found[name], expected[name]) for name in expected)
 
@@ -128,14 +119,8 @@ def test_qk_clip_keeps_logits_below_a_limit(dtype):
     ("factors", "said"),
     [
         ({"nothing": torch.ones(3)}, "nothing is no parameter that is trained here"),
-        (
-            {"dense": torch.ones(3)},
-            r"factors of dense are torch.float32 of shape \(3,\)",
-        ),
-        (
-            {"dense": torch.ones(2, 2)},
-            "one floating-point factor is needed for each of",
-        ),
+        ({"dense": torch.ones(3)}, r"factors of dense are torch.float32 of shape \(3,\)"),
+        ({"dense": torch.ones(2, 2)}, "one floating-point factor is needed for each of"),
         ({"dense": [1.0, 2.0]}, "factors of dense are a list, not a tensor"),
         ({"dense": torch.ones(ROWS, device="meta")}, "on meta; a plain dense tensor"),
         ({"dense": torch.ones(ROWS).to_sparse()}, "layout torch.sparse_coo"),
@@ -167,9 +152,7 @@ def test_what_was_written_just_before_is_scaled(precision):
         model.dense.fill_(3.0)
     optimizer.scale_rows_({"dense": torch.full((ROWS,), 0.5)})
     for scaled in (model.dense.detach(), mains(optimizer)["dense"]):
-        torch.testing.assert_close(
-            scaled, torch.full_like(scaled, 1.5), rtol=2**-8, atol=0.0
-        )
+        torch.testing.assert_close(scaled, torch.full_like(scaled, 1.5), rtol=2**-8, atol=0.0)
 
 
 def test_factors_of_more_bits_are_those_of_fp32():

@@ -62,17 +62,9 @@ STACKS: dict[str, dict[str, Any]] = {
     },
     "reference": {"precision": "fp32", "fused_backend": "reference"},
     "torch": {"precision": "bf16", "fused_backend": "torch"},
-    "compact": {
-        "precision": "bf16-stochastic",
-        "fraction": 0.5,
-        "offload_mode": "speculative",
-    },
+    "compact": {"precision": "bf16-stochastic", "fraction": 0.5, "offload_mode": "speculative"},
     "lamb": {"precision": "bf16", "optimizer": "lamb"},
-    "muon": {
-        "precision": "bf16",
-        "optimizer": "muon",
-        "muon_fp32_matmul_prec": "highest",
-    },
+    "muon": {"precision": "bf16", "optimizer": "muon", "muon_fp32_matmul_prec": "highest"},
 }
 
 
@@ -82,9 +74,7 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
     return sum(
         (
             param.float()
-            * torch.randn(
-                param.shape, generator=generator, device="cpu", dtype=torch.float32
-            )
+            * torch.randn(param.shape, generator=generator, device="cpu", dtype=torch.float32)
         ).sum()
         for param in model.parameters()
     )
@@ -99,9 +89,7 @@ def program(stack: dict[str, Any], folder: Any, around: Surroundings) -> list[Te
     def built() -> tuple[nn.Module, Any]:
         model = TinyMoE(DTYPES[precision.split("-")[0]])
         with around():
-            optimizer = get_megatron_optimizer(
-                config_for(precision, fraction, **settings), model
-            )
+            optimizer = get_megatron_optimizer(config_for(precision, fraction, **settings), model)
             optimizer.state_dict()
         return model, optimizer
 
@@ -113,17 +101,13 @@ def program(stack: dict[str, Any], folder: Any, around: Surroundings) -> list[Te
             with around():
                 scaled = optimizer.scale_loss(loss) if step == 0 else None
             (
-                optimizer.scale_loss(loss)
-                if scaled is None or scaled.is_inference()
-                else scaled
+                optimizer.scale_loss(loss) if scaled is None or scaled.is_inference() else scaled
             ).backward()
             with around() if step != 2 else nullcontext():  # one step outside
                 result = optimizer.step()
             seen.append(
                 torch.tensor(
-                    [result.grad_norm, float(result.success)],
-                    dtype=torch.float64,
-                    device="cpu",
+                    [result.grad_norm, float(result.success)], dtype=torch.float64, device="cpu"
                 )
             )
 
@@ -141,11 +125,7 @@ def program(stack: dict[str, Any], folder: Any, around: Surroundings) -> list[Te
     for chosen, chosen_model in ((optimizer, model), (resumed, other)):
         with around():
             seen += [main.detach().clone() for _, main in chosen.named_main_params()]
-        seen += [
-            value
-            for slot in chosen.slots()
-            for value in chosen.slot_state(slot).values()
-        ]
+        seen += [value for slot in chosen.slots() for value in chosen.slot_state(slot).values()]
         seen += [param.detach() for param in chosen_model.parameters()]
     assert all(value.device.type == "cpu" for value in seen)
     return [value.clone() for value in seen]
@@ -162,9 +142,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("around", SURROUNDINGS)
 @pytest.mark.parametrize("stack", STACKS)
-def test_the_bits_are_those_of_ordinary_surroundings(
-    stack, around, undisturbed, tmp_path
-):
+def test_the_bits_are_those_of_ordinary_surroundings(stack, around, undisturbed, tmp_path):
     seen = program(STACKS[stack], tmp_path, SURROUNDINGS[around])
     assert len(seen) == len(undisturbed[stack])
     assert all(map(same_bits, seen, undisturbed[stack]))
@@ -188,12 +166,7 @@ def test_optimizers_by_themselves(make, around):
             optimizer.step()
         optimizer.step()
         results.append(
-            [
-                *params,
-                *itertools.chain(
-                    *(optimizer.state[param].values() for param in params)
-                ),
-            ]
+            [*params, *itertools.chain(*(optimizer.state[param].values() for param in params))]
         )
     assert all(map(same_bits, *results))
 
@@ -204,12 +177,7 @@ def test_a_loss_scale_grows_and_shrinks_alike(around):
     for surroundings in (nullcontext, SURROUNDINGS[around]):
         with surroundings():
             scaler = DynamicGradScaler(
-                1000.0,
-                1.0,
-                growth_factor=1.1,
-                backoff_factor=0.3,
-                growth_interval=1,
-                hysteresis=1,
+                1000.0, 1.0, growth_factor=1.1, backoff_factor=0.3, growth_interval=1, hysteresis=1
             )
             for overflow in (False, True, False):
                 scaler.update(overflow)
@@ -225,9 +193,7 @@ def test_gradients_made_in_inference_mode_are_stepped(mode):
         model = nn.Linear(6, 4).bfloat16()
         nn.init.ones_(model.weight)
         nn.init.zeros_(model.bias)
-        optimizer = get_megatron_optimizer(
-            config_for("bf16", 1.0, offload_mode=mode), model
-        )
+        optimizer = get_megatron_optimizer(config_for("bf16", 1.0, offload_mode=mode), model)
         for scale in (1.0, 2.0, 3.0):
             optimizer.zero_grad()
             model(torch.ones(2, 6).bfloat16()).sum().backward()

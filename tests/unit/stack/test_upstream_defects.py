@@ -7,12 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from mp_optim import (
-    Float16OptimizerWithFloat16Params,
-    FusedAdam,
-    FusedLAMB,
-    HybridDeviceOptimizer,
-)
+from mp_optim import Float16OptimizerWithFloat16Params, FusedAdam, FusedLAMB, HybridDeviceOptimizer
 from support.models import build, config_for, same_bits, tokens_of, train
 
 
@@ -33,9 +28,7 @@ def replace_params(model, optimizer):
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "moe"])
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_megatron_4046_4042_tensors_replaced_twice_with_save_and_load(
-    precision, fraction, experts
-):
+def test_megatron_4046_4042_tensors_replaced_twice_with_save_and_load(precision, fraction, experts):
     expected_model, expected = build(precision, fraction, experts)
     expected_losses = train(expected_model, expected, 6)
 
@@ -66,9 +59,7 @@ def test_megatron_4046_main_params_replaced_below_the_wrapper():
         for step in range(4):
             if replaced and step in (1, 2):
                 for group in hybrid.param_groups:
-                    group["params"] = [
-                        nn.Parameter(p.detach().clone()) for p in group["params"]
-                    ]
+                    group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
             for group in hybrid.param_groups:
                 for p in group["params"]:
                     p.grad = torch.ones_like(p) * (step + 1)
@@ -104,10 +95,7 @@ def test_memory_put_under_a_parameter_is_followed(precision, fraction):
             if moved:
                 param.data = param.data.clone()
         runs.append(
-            (
-                losses + train(model, optimizer, 2, start=2),
-                [p.detach() for p in model.parameters()],
-            )
+            (losses + train(model, optimizer, 2, start=2), [p.detach() for p in model.parameters()])
         )
     assert runs[0][0] == runs[1][0]
     assert all(same_bits(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
@@ -142,10 +130,7 @@ def test_colossalai_6401_lamb_with_mixed_placement_trains_like_one_place(fractio
         for step in range(3):
             for i, p in enumerate(params):
                 p.grad = (
-                    torch.randn(
-                        p.shape, generator=torch.Generator().manual_seed(10 * step + i)
-                    )
-                    * 5
+                    torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i)) * 5
                 )
             optimizer.step()
         return params, optimizer
@@ -159,9 +144,7 @@ def test_colossalai_6401_lamb_with_mixed_placement_trains_like_one_place(fractio
         assert same_bits(a.detach(), b.detach())
         assert not torch.equal(a.detach(), w)
         assert same_bits(hybrid.state[a]["exp_avg"], reference.state[b]["exp_avg"])
-        assert (
-            hybrid.state[a]["exp_avg"].abs().max() > 0 and hybrid.state[a]["step"] == 3
-        )
+        assert hybrid.state[a]["exp_avg"].abs().max() > 0 and hybrid.state[a]["step"] == 3
 
 
 def test_deepspeed_7905_every_group_keeps_its_hyperparameters():
@@ -193,10 +176,7 @@ def test_deepspeed_7948_in_place_step_does_not_meet_autograd(fraction):
     """Parameters that are views of one flat buffer: what is stepped is detached, and steps even in
     grad mode."""
     flat = torch.randn(10, requires_grad=True)
-    params = [
-        nn.Parameter(flat.detach()[2:8].view(2, 3)),
-        nn.Parameter(flat.detach()[8:]),
-    ]
+    params = [nn.Parameter(flat.detach()[2:8].view(2, 3)), nn.Parameter(flat.detach()[8:])]
     for param in params:
         param.grad = torch.ones_like(param)
     inner = HybridDeviceOptimizer(params, fraction, lr=0.1)
@@ -205,10 +185,7 @@ def test_deepspeed_7948_in_place_step_does_not_meet_autograd(fraction):
     with torch.enable_grad():
         assert optimizer.step().success
     stepped = [
-        p
-        for sub in inner.sub_optimizers
-        for group in sub.param_groups
-        for p in group["params"]
+        p for sub in inner.sub_optimizers for group in sub.param_groups for p in group["params"]
     ]
     assert len(stepped) == 2 and not any(p.requires_grad or p.grad_fn for p in stepped)
     assert not torch.equal(flat.detach()[2:], before[2:]) and torch.equal(
@@ -247,19 +224,14 @@ def test_h10_f6_missing_main_params_are_an_error():
     plain.step()
     with pytest.raises(ValueError, match="master_param is missing"):
         optimizer.load_state_dict(
-            {
-                **plain.state_dict(),
-                "param_groups": optimizer.state_dict()["param_groups"],
-            }
+            {**plain.state_dict(), "param_groups": optimizer.state_dict()["param_groups"]}
         )
 
 
 def test_h11_h17_state_stays_where_it_is_stepped():
     model, optimizer = build("bf16", 0.5)
     train(model, optimizer, 1)
-    devices = [
-        v.device for s in optimizer.state_dict()["state"].values() for v in s.values()
-    ]
+    devices = [v.device for s in optimizer.state_dict()["state"].values() for v in s.values()]
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.offload_to_cpu()
     optimizer.restore_from_cpu()
@@ -289,10 +261,7 @@ def test_h15_closure_runs_once():
             p.grad = torch.ones(2)
         return torch.tensor(7.0)
 
-    assert (
-        HybridDeviceOptimizer(params, 0.5, lr=0.1).step(closure) == 7.0
-        and len(calls) == 1
-    )
+    assert HybridDeviceOptimizer(params, 0.5, lr=0.1).step(closure) == 7.0 and len(calls) == 1
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
@@ -321,10 +290,7 @@ def test_h26_looking_at_state_never_steps():
     before = [p.detach().clone() for p in model.parameters()]
     optimizer.init_state()
     optimizer.state_dict()
-    assert all(
-        same_bits(a, p.detach())
-        for a, p in zip(before, model.parameters(), strict=True)
-    )
+    assert all(same_bits(a, p.detach()) for a, p in zip(before, model.parameters(), strict=True))
     assert {float(state["step"]) for state in optimizer.state.values()} == {0.0}
 
 
@@ -333,12 +299,9 @@ def test_reordered_groups_load_by_name():
         torch.manual_seed(3)
         params = {"a": nn.Parameter(torch.randn(3)), "b": nn.Parameter(torch.randn(3))}
         groups = [
-            {"params": [(name, params[name])], "lr": {"a": 0.1, "b": 0.2}[name]}
-            for name in order
+            {"params": [(name, params[name])], "lr": {"a": 0.1, "b": 0.2}[name]} for name in order
         ]
-        return params, Float16OptimizerWithFloat16Params(
-            FusedAdam(groups), config_for("bf16")
-        )
+        return params, Float16OptimizerWithFloat16Params(FusedAdam(groups), config_for("bf16"))
 
     params, optimizer = optimizer_over("ab")
     for p in params.values():
@@ -349,8 +312,7 @@ def test_reordered_groups_load_by_name():
     other.load_state_dict(saved)
     for name in "ab":
         assert same_bits(
-            other.state[theirs[name]]["exp_avg"],
-            optimizer.state[params[name]]["exp_avg"],
+            other.state[theirs[name]]["exp_avg"], optimizer.state[params[name]]["exp_avg"]
         )
     assert [g["lr"] for g in other.param_groups] == [0.2, 0.1]
 

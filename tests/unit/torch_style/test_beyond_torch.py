@@ -10,8 +10,8 @@ from torch import nn
 
 import mp_optim
 from mp_optim import checkpoint
-from mp_optim.checkpoint.export import export_safetensors
 from mp_optim.checkpoint.foreign import export_state, from_torch, import_state
+from mp_optim.checkpoint.foreign.formats import export_safetensors
 
 
 def model() -> nn.Module:
@@ -69,10 +69,7 @@ def test_it_says_what_is_where() -> None:
 def test_streamed_in_windows_of_a_size() -> None:
     layers, other = model(), model()
     streamed = mp_optim.AdamW(
-        layers.parameters(),
-        offload=1.0,
-        offload_place="streamed",
-        stream_window_bytes="4KiB",
+        layers.parameters(), offload=1.0, offload_place="streamed", stream_window_bytes="4KiB"
     )
     plain = mp_optim.AdamW(other.parameters())
     step(layers, streamed, 3)

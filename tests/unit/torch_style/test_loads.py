@@ -18,7 +18,7 @@ import mp_optim
 from mp_optim import checkpoint
 from support.models import same_bits
 
-RULES = ["AdamW", "Adam", "StableAdamW", "LAMB", "Lion", "SGD", "Adafactor", "Muon"]
+RULES = ["AdamW", "Adam", "StableAdamW", "AdEMAMix", "LAMB", "Lion", "SGD", "Adafactor", "Muon"]
 Named = list[tuple[str, nn.Parameter]]
 
 
@@ -71,9 +71,7 @@ def test_settings_that_cannot_be_are_refused(rule: str, steps: int) -> None:
     for key, value in (("lr", -1.0), ("weight_decay", math.nan)):
         wrong = copy.deepcopy(saved)
         wrong["param_groups"][1][key] = value
-        with pytest.raises(
-            ValueError, match=f"param group 1 of the saved state: {key}="
-        ):
+        with pytest.raises(ValueError, match=f"param group 1 of the saved state: {key}="):
             other.load_state_dict(wrong)
     with pytest.raises(ValueError, match="missing"):
         other.load_state_dict(two_groups(rule, "a", "c", (0.1, 0.2)).state_dict())
@@ -140,8 +138,7 @@ def test_what_is_no_state_dict(state_dict: Any, said: str, steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}],
+    "settings", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}]
 )
 def test_state_of_torchs_sgd_goes_on(settings: dict[str, Any]) -> None:
     here, there = named("w"), named("w")
@@ -251,7 +248,7 @@ def test_what_is_asked_in_the_middle_of_a_step_says_so(
                 use()
             said.append(caught)
 
-    inner = optimizer.stack.inner
+    inner = optimizer.stack.executor
 
     def carry_out(planned: Any, original: Any = inner.carry_out) -> None:
         if from_inside:
@@ -303,9 +300,7 @@ def test_a_window_that_cannot_be_loaded_is_refused_first(window: Any) -> None:
 
 
 @pytest.mark.parametrize("keep", [1.5, "2", True, 0, -1])
-def test_a_number_of_versions_that_is_none_is_refused_first(
-    keep: Any, tmp_path: Path
-) -> None:
+def test_a_number_of_versions_that_is_none_is_refused_first(keep: Any, tmp_path: Path) -> None:
     layer = nn.Linear(2, 2)
     for _ in range(2):
         checkpoint.save(tmp_path, layer, None, keep=None)
@@ -359,9 +354,7 @@ def test_a_choice_that_is_a_list(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.filterwarnings("ignore:float16 parameters are stepped without")
-def test_a_plain_step_after_one_with_a_grad_scaler_divides_by_nothing(
-    dtype: torch.dtype,
-) -> None:
+def test_a_plain_step_after_one_with_a_grad_scaler_divides_by_nothing(dtype: torch.dtype) -> None:
     def run(scales: bool) -> list[Tensor]:
         param = nn.Parameter(torch.ones(4, dtype=dtype))
         optimizer = mp_optim.SGD([("w", param)], lr=0.125)

@@ -43,9 +43,7 @@ def test_matrices_are_stepped_as_torch_does(adjust: str | dict[str, str]) -> Non
 
 def test_a_group_is_taken_apart_by_name() -> None:
     optimizer = mp_optim.Muon(Net().named_parameters(), lr=1e-3)
-    found = {
-        group["optimizer"]: group["param_names"] for group in optimizer.param_groups
-    }
+    found = {group["optimizer"]: group["param_names"] for group in optimizer.param_groups}
     assert found == {
         "muon": ["hidden.weight"],
         "adam": ["embed_tokens.weight", "hidden.bias", "lm_head.weight"],
@@ -86,8 +84,7 @@ def test_only_experts_of_three_dimensions_are_stacks_of_matrices() -> None:
         ("layers.0.mlp.marked", marked),
     ]
     found = {
-        group["optimizer"]: group["param_names"]
-        for group in mp_optim.Muon(named).param_groups
+        group["optimizer"]: group["param_names"] for group in mp_optim.Muon(named).param_groups
     }
     assert found["adam"] == ["conv.weight"] and len(found["muon"]) == 2
 
@@ -107,9 +104,6 @@ def test_adamws_moments_are_stored_as_asked(
     optimizer = mp_optim.Muon(net.named_parameters(), state=state)
     net(torch.arange(11)).float().square().mean().backward()
     optimizer.step()
-    adams, muons = (
-        optimizer.state[net.lm_head.weight],
-        optimizer.state[net.hidden.weight],
-    )
+    adams, muons = (optimizer.state[net.lm_head.weight], optimizer.state[net.hidden.weight])
     assert (adams["exp_avg"].dtype, adams["exp_avg_sq"].dtype) == (first, second)
     assert muons["momentum_buffer"].dtype == first

@@ -31,19 +31,14 @@ RULES = {
     mp_optim.LAMB: {"optimizer": "lamb", "adam_eps": 1e-6},
     mp_optim.Lion: {"optimizer": "lion", "lion_beta1": 0.9, "lion_beta2": 0.99},
     mp_optim.Adafactor: {"optimizer": "adafactor"},
-    mp_optim.StableAdamW: {
-        "optimizer": "stable_adamw",
-        "adam_beta2": 0.99,
-        "adam_eps": 1e-6,
-    },
+    mp_optim.StableAdamW: {"optimizer": "stable_adamw", "adam_beta2": 0.99, "adam_eps": 1e-6},
+    mp_optim.AdEMAMix: {"optimizer": "ademamix"},
 }
 
 
 def model(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(3)
-    layers = nn.Sequential(
-        nn.Linear(12, 40), nn.LayerNorm(40), nn.GELU(), nn.Linear(40, 6)
-    )
+    layers = nn.Sequential(nn.Linear(12, 40), nn.LayerNorm(40), nn.GELU(), nn.Linear(40, 6))
     return layers.to(dtype)
 
 
@@ -69,14 +64,7 @@ def train(layers: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 )
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_the_bits_of_the_factory(
-    rule: Any,
-    dtype: Any,
-    form: str,
-    main: str,
-    offload: float,
-    mode: str,
-    limit: Any,
-    decay: float,
+    rule: Any, dtype: Any, form: str, main: str, offload: float, mode: str, limit: Any, decay: float
 ) -> None:
     if rule is mp_optim.Adafactor:
         form, mode = "fp32", "sync" if mode == "speculative" else mode
@@ -120,11 +108,7 @@ def _compact(rule: Any, form: str, main: str, dtype: torch.dtype) -> dict[str, A
 def _offloaded(offload: float, how: dict[str, str]) -> dict[str, Any]:
     if not offload:
         return {}
-    return {
-        "optimizer_cpu_offload": True,
-        "optimizer_offload_fraction": offload,
-        **how,
-    }
+    return {"optimizer_cpu_offload": True, "optimizer_offload_fraction": offload, **how}
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap", "speculative"])

@@ -24,7 +24,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.overrides import TorchFunctionMode
 
 import mp_optim
-from mp_optim.torch_style.amp import AmpLossScale
+from mp_optim.torch_style.optimizer import AmpLossScale
 from mp_optim.torch_style.settings import StackSettings
 
 # FP32 against torch: an operation or two in another order, an ulp of |p| < 2 each (1.2e-7), which
@@ -82,9 +82,7 @@ def test_nothing_is_clipped_unless_asked() -> None:
     free.step()
     limited = mp_optim.SGD(params[1:], lr=1.0, max_grad_norm=1.0)
     limited.step()
-    assert params[0].norm() == 100.0 and float(params[1].norm()) == pytest.approx(
-        1.0, 1e-5
-    )
+    assert params[0].norm() == 100.0 and float(params[1].norm()) == pytest.approx(1.0, 1e-5)
     assert free.last_step.grad_norm == limited.last_step.grad_norm == 100.0
 
 
@@ -116,9 +114,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "ExponentialLR": lambda o: schedulers.ExponentialLR(o, 0.8),
     "PolynomialLR": lambda o: schedulers.PolynomialLR(o, 9, 2.0),
     "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 8),
-    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(
-        o, 4
-    ),
+    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 4),
     "CyclicLR": lambda o: schedulers.CyclicLR(o, 1e-3, 1e-2, 3, cycle_momentum=True),
     "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 1e-2, 12),
     "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
@@ -145,10 +141,7 @@ def test_every_scheduler_of_torch(name: str, rule: str) -> None:
         scheduler, rates = SCHEDULES[name](optimizer), []
         for step in range(11):
             losses(layers, optimizer, 1, step)
-            kept = [
-                (g["lr"], g.get("betas", g.get("momentum")))
-                for g in optimizer.param_groups
-            ]
+            kept = [(g["lr"], g.get("betas", g.get("momentum"))) for g in optimizer.param_groups]
             rates.append(kept)
             plateau = (1.0,) if name == "ReduceLROnPlateau" else ()
             scheduler.step(*plateau)
@@ -195,9 +188,7 @@ def test_resumes_to_the_bit(rule: str, form: dict[str, Any], named: bool) -> Non
 
 @pytest.mark.parametrize("form", ["fp32", "remainder16", "remainder8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_dtype_that_changed_since_a_save_is_named(
-    dtype: torch.dtype, form: str
-) -> None:
+def test_a_dtype_that_changed_since_a_save_is_named(dtype: torch.dtype, form: str) -> None:
     """As adapters of peft that were bfloat16, and that ``load_adapter`` makes float32."""
     layers = model(dtype)
     optimizer = mp_optim.AdamW(layers.parameters(), lr=1e-2, main_params=form)
@@ -207,9 +198,7 @@ def test_a_dtype_that_changed_since_a_save_is_named(
     widened = copy.deepcopy(layers).float()
     before = copy.deepcopy(widened.state_dict())
     resumed = mp_optim.AdamW(widened.parameters(), lr=1e-2, main_params=form)
-    with pytest.raises(
-        ValueError, match=r"was .*16.* when it was saved.* is float32 here"
-    ):
+    with pytest.raises(ValueError, match=r"was .*16.* when it was saved.* is float32 here"):
         resumed.load_state_dict(optimizer.state_dict())
     assert all(map(torch.equal, widened.state_dict().values(), before.values()))
 
@@ -223,9 +212,7 @@ def test_before_the_first_step_there_are_settings_and_no_state() -> None:
     state["param_groups"][0]["lr"] = 5e-3
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == 5e-3
-    with pytest.raises(
-        ValueError, match=r"groups of \[5\] parameters, the saved state has \[6\]"
-    ):
+    with pytest.raises(ValueError, match=r"groups of \[5\] parameters, the saved state has \[6\]"):
         mp_optim.AdamW(list(layers.parameters())[1:]).load_state_dict(state)
     params = list(layers.parameters())
     groups = [{"params": params[:2]}, {"params": params[2:]}]
@@ -402,9 +389,7 @@ def test_the_scale_changes_no_bit() -> None:
                 scaler.step(optimizer)
                 scaler.update()
             results.append((param.detach().clone(), optimizer.last_step.grad_norm))
-        assert (
-            torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
-        )
+        assert torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
 
 
 def test_fp32_gradients_are_unscaled_by_torch_and_may_be_clipped_between() -> None:
@@ -438,19 +423,14 @@ def test_what_a_grad_scaler_found_on_another_rank_skips_the_step_here() -> None:
     assert not optimizer.last_step.success and param.eq(1.0).all()
     optimizer.found_inf.zero_()
     optimizer.step()
-    assert set(optimizer.state_dict()) == {
-        "state",
-        "param_groups",
-    }  # the scaler saves itself
+    assert set(optimizer.state_dict()) == {"state", "param_groups"}  # the scaler saves itself
     assert optimizer.last_step.success and not param.eq(1.0).any()
 
 
 # -- copies ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))]
-)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
 @pytest.mark.parametrize(
     "form",
     [
@@ -473,9 +453,7 @@ def test_a_copy_goes_on_as_the_original(
         losses(layers, optimizer, steps)
         other, its_own, its_schedule = copied((layers, optimizer, schedule))
         held = [param for group in its_own.param_groups for param in group["params"]]
-        assert (
-            set(held) == set(other.parameters()) and its_schedule.optimizer is its_own
-        )
+        assert set(held) == set(other.parameters()) and its_schedule.optimizer is its_own
         its_own.param_groups[0]["lr"] = 0.5
         assert optimizer.param_groups[0]["lr"] == 1e-2
         its_own.param_groups[0]["lr"] = 1e-2
@@ -505,14 +483,11 @@ def test_defaults_are_torchs(name: str) -> None:
     if not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")
     ours, theirs = (
-        inspect.signature(getattr(library, name)).parameters
-        for library in (mp_optim, torch.optim)
+        inspect.signature(getattr(library, name)).parameters for library in (mp_optim, torch.optim)
     )
     shared = [key for key in ours if key in theirs and (name, key) not in NOT_THE_SAME]
     assert len(shared) > 4
-    found, expected = (
-        {key: of[key].default for key in shared} for of in (ours, theirs)
-    )
+    found, expected = ({key: of[key].default for key in shared} for of in (ours, theirs))
     assert found == expected
 
 
@@ -527,10 +502,7 @@ def test_defaults_are_torchs(name: str) -> None:
         ({"main_params": "fp16"}, "main_params='fp16': must be one of"),
         ({"offload": 2.0}, "offload=2.0: must be between 0 and 1"),
         ({"offload_mode": "overlap"}, "offload_mode='overlap': .*offload > 0"),
-        (
-            {"stream_window_bytes": "1MiB", "offload": 1.0},
-            "without offload_place='streamed'",
-        ),
+        ({"stream_window_bytes": "1MiB", "offload": 1.0}, "without offload_place='streamed'"),
         ({"max_grad_norm": 0.0}, "max_grad_norm=0.0: must be > 0"),
         ({"release_gradients": True}, "release_gradients=True: .*offload"),
         ({"amsgrad": True}, "amsgrad=True: there is no amsgrad"),
@@ -545,7 +517,6 @@ def test_values_that_cannot_be(settings: dict[str, Any], message: str) -> None:
 OF_OTHERS = {
     "optim_bits": "state='8bit'",
     "block_wise": "state='8bit'",
-    "min_8bit_size": "state='fp32'",
     "percentile_clipping": "max_grad_norm",
     "is_paged": "offload=1.0",
     "gpu_memory": "offload='auto'",
@@ -570,9 +541,7 @@ OF_THE_CLASSES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [*OF_OTHERS, *sorted({*CONFIG_FIELDS} - OF_THE_CLASSES)]
-)
+@pytest.mark.parametrize("name", [*OF_OTHERS, *sorted({*CONFIG_FIELDS} - OF_THE_CLASSES)])
 def test_names_of_others_are_answered_in_words_of_the_class(name: str) -> None:
     """bitsandbytes', torchao's, DeepSpeed's and the config's: where a word of the answer is none of
     the class's, it says whose it is."""
@@ -588,20 +557,14 @@ def test_names_of_others_are_answered_in_words_of_the_class(name: str) -> None:
 def test_names_that_are_not() -> None:
     with pytest.raises(TypeError, match="'learning_rate': it is called lr"):
         mp_optim.AdamW([nn.Parameter(torch.zeros(2))], learning_rate=1e-3)
-    with pytest.raises(
-        TypeError, match="'gradient_clipping'; it is called max_grad_norm"
-    ):
+    with pytest.raises(TypeError, match="'gradient_clipping'; it is called max_grad_norm"):
         mp_optim.AdamW([nn.Parameter(torch.zeros(2))], gradient_clipping=1.0)
     with pytest.raises(TypeError, match="'max_grad_nrm'; did you mean 'max_grad_norm'"):
         mp_optim.AdamW([nn.Parameter(torch.zeros(2))], max_grad_nrm=1.0)
 
 
 def test_switches_of_torchs_that_say_how_to_step() -> None:
-    for settings in (
-        {"foreach": True},
-        {"fused": True, "foreach": None},
-        {"amsgrad": False},
-    ):
+    for settings in ({"foreach": True}, {"fused": True, "foreach": None}, {"amsgrad": False}):
         mp_optim.AdamW([nn.Parameter(torch.zeros(2))], **settings)
 
 

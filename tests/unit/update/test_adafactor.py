@@ -13,21 +13,10 @@ from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.update import FusedAdam
 from mp_optim.update.adafactor import Adafactor
-from mp_optim.update.backends.host_threads import set_host_threads
-from mp_optim.update.backends.native_library import native_library
+from mp_optim.update.backends.native_library import native_library, set_host_threads
 from support.models import same_bits
 
-SHAPES = [
-    (64, 128),
-    (300, 7),
-    (1, 5),
-    (5, 1),
-    (4, 3, 6),
-    (3, 2, 3, 3),
-    (9,),
-    (),
-    (0, 4),
-]
+SHAPES = [(64, 128), (300, 7), (1, 5), (5, 1), (4, 3, 6), (3, 2, 3, 3), (9,), (), (0, 4)]
 SETTINGS = [
     {},
     {"lr": 0.1, "weight_decay": 0.1},
@@ -51,9 +40,7 @@ def stepped(rule, shape, grads, **settings):
 
 @pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.skipif(
-    not hasattr(torch.optim, "Adafactor"), reason="torch has no Adafactor yet"
-)
+@pytest.mark.skipif(not hasattr(torch.optim, "Adafactor"), reason="torch has no Adafactor yet")
 def test_it_is_torchs_adafactor(shape, settings):
     """Within an ulp of the parameter a step; state within rounding, under torch's keys and in its
     shapes."""
@@ -74,11 +61,7 @@ def paper(param, grads, lr=1e-2, decay=-0.8, eps1=2.0**-23, eps2=1e-3, d=1.0):
         weight = step**decay
         by_row, by_column = (grad**2).mean(1), (grad**2).mean(0)
         rows = by_row if rows is None else (1 - weight) * rows + weight * by_row
-        columns = (
-            by_column
-            if columns is None
-            else (1 - weight) * columns + weight * by_column
-        )
+        columns = by_column if columns is None else (1 - weight) * columns + weight * by_column
         second = np.outer(rows, columns) / max(rows.mean(), eps1)
         direction = grad / np.sqrt(np.maximum(second, eps1**2))
         direction /= max(1.0, np.sqrt((direction**2).mean()) / d)
@@ -90,9 +73,7 @@ def paper(param, grads, lr=1e-2, decay=-0.8, eps1=2.0**-23, eps2=1e-3, d=1.0):
 def test_it_is_the_papers():
     grads = [random((40, 30), 1 + step) for step in range(50)]
     ours, _ = stepped(Adafactor, (40, 30), grads)
-    expected = paper(
-        random((40, 30)).double().numpy(), [grad.double().numpy() for grad in grads]
-    )
+    expected = paper(random((40, 30)).double().numpy(), [grad.double().numpy() for grad in grads])
     assert np.abs(ours.double().numpy() - expected).max() <= 1e-3 * 1e-2
 
 
@@ -174,14 +155,8 @@ def test_large_matrices_keep_less_than_one_state():
         ({"eps": 1e-8}, "eps=1e-08: must be two numbers"),
         ({"eps": (-1.0, 1e-3)}, "eps.*=-1.0: must be a finite number >= 0"),
         ({"eps": (None, None)}, "eps.*=None: must be a finite number >= 0"),
-        (
-            {"exp_avg_dtype": torch.bfloat16},
-            "exp_avg_dtype=torch.bfloat16: adafactor keeps",
-        ),
-        (
-            {"exp_avg_sq_dtype": torch.uint8},
-            "exp_avg_sq_dtype=torch.uint8: adafactor keeps",
-        ),
+        ({"exp_avg_dtype": torch.bfloat16}, "exp_avg_dtype=torch.bfloat16: adafactor keeps"),
+        ({"exp_avg_sq_dtype": torch.uint8}, "exp_avg_sq_dtype=torch.uint8: adafactor keeps"),
     ],
 )
 def test_settings_are_checked(settings, said):
@@ -193,15 +168,9 @@ def test_settings_are_checked(settings, said):
     ("settings", "said"),
     [
         ({"adafactor_eps2": -1.0}, "adafactor_eps2=-1.0: must be a finite number >= 0"),
-        (
-            {"adafactor_beta2_decay": 0.1},
-            "adafactor_beta2_decay=0.1: must be a finite number <= 0",
-        ),
+        ({"adafactor_beta2_decay": 0.1}, "adafactor_beta2_decay=0.1: must be a finite number <= 0"),
         ({"adafactor_clip_threshold": 0.5}, "adafactor_clip_threshold=0.5: must be"),
-        (
-            {"adam_beta1": 0.5},
-            "adam_beta1=0.5: has no effect without optimizer='adam' or 'lamb'",
-        ),
+        ({"adam_beta1": 0.5}, "adam_beta1=0.5: has no effect without optimizer='adam' or 'lamb'"),
         (
             {"use_precision_aware_optimizer": True, "exp_avg_dtype": "uint8"},
             "exp_avg_dtype=torch.uint8: adafactor keeps its state in torch.float32",
@@ -229,26 +198,18 @@ def test_the_config_reaches_the_rule():
         adafactor_beta2_decay=-0.7,
     )
     group = get_megatron_optimizer(config, nn.Linear(3, 4)).param_groups[0]
-    assert (
-        group["eps"] == (1e-4, 1e-3)
-        and group["d"] == 2.0
-        and group["beta2_decay"] == -0.7
-    )
+    assert group["eps"] == (1e-4, 1e-3) and group["d"] == 2.0 and group["beta2_decay"] == -0.7
 
 
 def test_another_rules_state_is_refused():
     param = nn.Parameter(torch.ones(3, 4))
     param.grad = torch.ones(3, 4)
     adam, ours = FusedAdam([param]), Adafactor([param])
-    with pytest.raises(
-        ValueError, match=r"missing \['col_var', 'row_var'\], unknown \['exp_avg'"
-    ):
+    with pytest.raises(ValueError, match=r"missing \['col_var', 'row_var'\], unknown \['exp_avg'"):
         ours.load_state_dict({**ours.state_dict(), "state": adam.state_dict()["state"]})
     saved = ours.state_dict()
     saved["state"][0]["row_var"] = torch.ones(1, 3)
-    with pytest.raises(
-        ValueError, match=r"row_var: saved shape \(1, 3\), expected \(3, 1\)"
-    ):
+    with pytest.raises(ValueError, match=r"row_var: saved shape \(1, 3\), expected \(3, 1\)"):
         ours.load_state_dict(saved)
 
 
@@ -272,9 +233,7 @@ ODD = [0.0, -0.0, 1e-45, -1e-40, 1e-33, 65504.0, 1.0 + 2.0**-23]
 
 def needs_kernels(test):
     reason = f"no native kernels: {LIBRARY.why}"
-    return pytest.mark.native(
-        pytest.mark.skipif(LIBRARY.handle is None, reason=reason)(test)
-    )
+    return pytest.mark.native(pytest.mark.skipif(LIBRARY.handle is None, reason=reason)(test))
 
 
 @pytest.fixture(params=LIBRARY.levels or [""])
@@ -292,21 +251,15 @@ def spread(shape, seed, *odd):
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-60, 40, shape, generator=generator)
     values = torch.randn(shape, generator=generator) * torch.exp2(exponents.float())
-    chosen = torch.tensor([*ODD, *odd])[
-        torch.randint(0, 7 + len(odd), shape, generator=generator)
-    ]
+    chosen = torch.tensor([*ODD, *odd])[torch.randint(0, 7 + len(odd), shape, generator=generator)]
     return torch.where(torch.rand(shape, generator=generator) < 0.1, chosen, values)
 
 
 def assert_same(ours, theirs):
     """Equal bits; all NaNs count as equal, as IEEE does not say which one an operation makes."""
     ours, theirs = ours.float(), theirs.float()
-    same = (ours.view(torch.int32) == theirs.view(torch.int32)) | (
-        ours.isnan() & theirs.isnan()
-    )
-    assert bool(same.all()), (
-        f"{ours[~same][:4].tolist()} instead of {theirs[~same][:4].tolist()}"
-    )
+    same = (ours.view(torch.int32) == theirs.view(torch.int32)) | (ours.isnan() & theirs.isnan())
+    assert bool(same.all()), f"{ours[~same][:4].tolist()} instead of {theirs[~same][:4].tolist()}"
 
 
 def assert_native_is_reference(shapes, grads, cut=torch.clone, main=None, **settings):
@@ -324,9 +277,7 @@ def assert_native_is_reference(shapes, grads, cut=torch.clone, main=None, **sett
         for step in range(3):
             optimizer.step_slots(
                 [
-                    SlotUpdate(
-                        Slot(0, at), grads(shape, 10 + step), 0.37 if step else 1.0, out
-                    )
+                    SlotUpdate(Slot(0, at), grads(shape, 10 + step), 0.37 if step else 1.0, out)
                     for at, (shape, out) in enumerate(zip(shapes, outputs, strict=True))
                 ]
             )
@@ -355,11 +306,7 @@ ALL_SHAPES = [
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     ("dtype", "settings"),
-    zip(
-        [torch.float32, torch.bfloat16, torch.float16, torch.float64],
-        SETTINGS,
-        strict=True,
-    ),
+    zip([torch.float32, torch.bfloat16, torch.float16, torch.float64], SETTINGS, strict=True),
     ids=str,
 )
 @needs_kernels
@@ -371,15 +318,7 @@ def test_native_kernels_have_the_references_bits(level, threads, dtype, settings
 
 
 @pytest.mark.parametrize(
-    "odd",
-    [
-        (math.inf,),
-        (-math.inf,),
-        (math.nan,),
-        (3e38, -3e38),
-        (2.0**-149,),
-        (1e20, 1e-30),
-    ],
+    "odd", [(math.inf,), (-math.inf,), (math.nan,), (3e38, -3e38), (2.0**-149,), (1e20, 1e-30)]
 )
 @needs_kernels
 def test_native_kernels_have_the_references_bits_for_odd_values(level, odd):
@@ -389,9 +328,7 @@ def test_native_kernels_have_the_references_bits_for_odd_values(level, odd):
     assert_native_is_reference([(20, 70)], spread, main=spread((20, 70), 3, *odd))
     assert_native_is_reference(shapes, lambda shape, seed: torch.full(shape, odd[0]))
     assert_native_is_reference(shapes, lambda shape, seed: torch.zeros(shape))
-    assert_native_is_reference(
-        shapes, lambda shape, seed: torch.zeros(shape), eps=(0.0, 0.0)
-    )
+    assert_native_is_reference(shapes, lambda shape, seed: torch.zeros(shape), eps=(0.0, 0.0))
 
 
 @needs_kernels
@@ -423,9 +360,7 @@ def test_native_kernels_step_large_tensors_on_any_number_of_threads(level):
     grads = {seed: spread((300, 1300), seed) for seed in (10, 11, 12)}
     for threads in (2, 5):
         set_host_threads(threads)
-        assert_native_is_reference(
-            [(300, 1300), (390_000,)], lambda s, n: grads[n].view(s)
-        )
+        assert_native_is_reference([(300, 1300), (390_000,)], lambda s, n: grads[n].view(s))
 
 
 @needs_kernels
@@ -433,14 +368,11 @@ def test_native_kernels_are_shown_and_tell_autograd():
     param = nn.Parameter(random((40, 33)))
     for backend in ("auto", "native"):
         optimizer = Adafactor([param], backend=backend)
-        group = optimizer.param_groups[0]
-        assert optimizer.group_backend(group, torch.device("cpu"))[0] == "native"
+        assert optimizer.executor.stepper_of(0, "device", torch.device("cpu"))[0] == "native"
         version, param.grad = param._version, random((40, 33), 1)
         optimizer.step()
         assert param._version > version
     config = OptimizerConfig(optimizer="adafactor", lr=1e-2, fused_backend="native")
     assert "native" in str(get_megatron_optimizer(config, nn.Linear(3, 4)).describe())
     config = OptimizerConfig(optimizer="adafactor", lr=1e-2, fused_backend="reference")
-    assert "adafactor: torch op" in str(
-        get_megatron_optimizer(config, nn.Linear(3, 4)).describe()
-    )
+    assert "adafactor: torch op" in str(get_megatron_optimizer(config, nn.Linear(3, 4)).describe())

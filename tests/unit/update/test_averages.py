@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from mp_optim.slots.state_keys import AVERAGE
+from mp_optim.slots.slot_state import AVERAGE
 from mp_optim.update.rules import CLASSES
 from support.kernels import NEED_KERNELS, needs_kernels
 from support.models import same_bits
 
 BACKENDS = {
     "reference": tuple(CLASSES),
-    "native": ("adam", "lamb", "sgd", "lion", "adafactor", "stable_adamw"),
+    "native": ("adam", "lamb", "sgd", "lion", "adafactor", "stable_adamw", "ademamix"),
     "torch": ("adam", "sgd"),
     "apex": ("adam", "lamb", "sgd"),
     "transformer_engine": ("adam", "sgd"),
@@ -20,10 +20,7 @@ BACKENDS = {
 
 @pytest.mark.parametrize(
     "backend",
-    [
-        pytest.param(name, marks=NEED_KERNELS if name == "native" else [])
-        for name in BACKENDS
-    ],
+    [pytest.param(name, marks=NEED_KERNELS if name == "native" else []) for name in BACKENDS],
 )
 def test_every_rule_and_backend_keeps_to_the_formula_to_the_bit(backend, standins):
     """average + (1 - decay) * (main - average), each operation rounded to FP32; at the first step
@@ -37,21 +34,15 @@ def test_every_rule_and_backend_keeps_to_the_formula_to_the_bit(backend, standin
             dtype = torch.bfloat16 if form else torch.float32
             params = [torch.randn(shape) for shape in ((37, 5), (2, 9001), (5, 4, 3))]
             params = [nn.Parameter(param.to(dtype)) for param in params]
-            optimizer = CLASSES[rule](
-                params, lr=1e-2, backend=backend, ema_decay=0.9, **form
-            )
+            optimizer = CLASSES[rule](params, lr=1e-2, backend=backend, ema_decay=0.9, **form)
             expected = None
             for _ in range(3):
                 for param in params:
                     param.grad = torch.randn_like(param)
                 optimizer.step()
-                now = [
-                    optimizer.main_param(slot).detach() for slot in optimizer.slots()
-                ]
+                now = [optimizer.main_param(slot).detach() for slot in optimizer.slots()]
                 expected = [
-                    main.clone()
-                    if before is None
-                    else before + (main - before) * weight
+                    main.clone() if before is None else before + (main - before) * weight
                     for main, before in zip(now, expected or [None] * 3, strict=True)
                 ]
                 found = [optimizer.state[param][AVERAGE] for param in params]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mp_optim.update import checksums, set_host_threads
+from mp_optim.update import measures, set_host_threads
 from mp_optim.update.backends.native_library import NativeLibrary
 from support.kernels import needs_kernels
 
@@ -26,20 +26,18 @@ def test_kernel_and_torch_agree(monkeypatch, threads):
     matrix = any_bits(3 * 2000).view(3, 2000)
     tensors += [matrix, matrix.mT, matrix.half()]
     set_host_threads(threads)
-    by_kernel = checksums.checksums_of(tensors)
+    by_kernel = measures.checksums_of(tensors)
     set_host_threads(None)
-    monkeypatch.setattr(
-        checksums, "native_library", lambda: NativeLibrary(None, "left out")
-    )
-    assert by_kernel == checksums.checksums_of(tensors)
+    monkeypatch.setattr(measures, "native_library", lambda: NativeLibrary(None, "left out"))
+    assert by_kernel == measures.checksums_of(tensors)
 
 
 @pytest.mark.parametrize("bit", [0, 7, 15])
 @pytest.mark.parametrize("at", [0, 1023, 1024, 4999])
 def test_any_bit_counts(bit, at):
     tensor = any_bits(5000)
-    before = checksums.checksums_of([tensor])
+    before = measures.checksums_of([tensor])
     tensor.view(torch.int16)[at] ^= torch.tensor(
         1 << bit if bit < 15 else -(1 << 15), dtype=torch.int16
     )
-    assert checksums.checksums_of([tensor]) != before
+    assert measures.checksums_of([tensor]) != before

@@ -5,25 +5,16 @@ import math
 import pytest
 import torch
 
-from mp_optim.update.backends.differences import (
-    MOST_LR,
-    MOST_RELATIVE,
-    MOST_ULPS,
-    Difference,
-)
+from mp_optim.update.backends.self_test import MOST_LR, MOST_RELATIVE, MOST_ULPS, Difference
 
 
 def test_parameters_are_compared_in_units_of_the_largest_and_of_the_rate():
-    theirs = torch.tensor(
-        [1.5, 0.25, -3.0]
-    )  # the largest is in [2, 4): its last place is 2**-22
+    theirs = torch.tensor([1.5, 0.25, -3.0])  # the largest is in [2, 4): its last place is 2**-22
     ours = theirs + torch.tensor([0.0, 3 * 2.0**-22, 0.0])
     found = Difference()
     found.params(ours, theirs, 2.0**-10)
     assert (found.ulps, found.lrs, found.same) == (3.0, 3 * 2.0**-12, False)
-    assert found.excess == pytest.approx(
-        3 * 2.0**-22 / (MOST_ULPS * 2.0**-22 + MOST_LR * 2.0**-10)
-    )
+    assert found.excess == pytest.approx(3 * 2.0**-22 / (MOST_ULPS * 2.0**-22 + MOST_LR * 2.0**-10))
     found.params(theirs, theirs, 2.0**-10)  # what was worse stays
     assert (found.ulps, found.same) == (3.0, False)
 

@@ -36,10 +36,7 @@ def whole(values):
 def flat_parts(values, cuts):
     """The tensor in ranges of its elements."""
     for start, stop in itertools.pairwise([0, *cuts, values.numel()]):
-        yield (
-            Part(values.shape, None, start),
-            values.reshape(-1)[start:stop].contiguous(),
-        )
+        yield (Part(values.shape, None, start), values.reshape(-1)[start:stop].contiguous())
 
 
 def boxes(values, dim, count):
@@ -57,9 +54,7 @@ def sums(parts, shape, top):
     rows, columns, total = 0, 0, 0
     for part, local in parts:
         blocks = blocks_of(part, local)
-        by_row, by_column = row_and_column_digits(
-            blocks, top, matrices_shape(shape), CPU
-        )
+        by_row, by_column = row_and_column_digits(blocks, top, matrices_shape(shape), CPU)
         rows, columns = rows + by_row, columns + by_column
         total = total + total_digits(blocks, top, CPU)
     return rows, columns, total
@@ -106,17 +101,12 @@ def test_the_smallest_and_the_largest_numbers(value):
     values = torch.full((3, 2), value)
     top = float(largest(values))
     expected = 6 * float(values[0, 0]) ** 2
-    assert (
-        float(digits_to_values(total_digits(whole(values), top, CPU), top)) == expected
-    )
+    assert float(digits_to_values(total_digits(whole(values), top, CPU), top)) == expected
 
 
 def test_zeros_nothing_and_what_is_not_finite():
     assert float(largest(torch.zeros(0))) == float(largest(torch.zeros(3))) == 0.0
-    assert (
-        float(digits_to_values(total_digits(whole(torch.zeros(3)), 0.0, CPU), 0.0))
-        == 0.0
-    )
+    assert float(digits_to_values(total_digits(whole(torch.zeros(3)), 0.0, CPU), 0.0)) == 0.0
     for bad in (math.nan, math.inf, -math.inf):
         values = torch.tensor([1.0, bad])
         top = float(largest(values))

@@ -12,20 +12,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mp_optim.checkpoint.blocks import BLOCK
-from mp_optim.config.rules import UINT4
+from mp_optim.config.state_forms import BLOCK, UINT4
 from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion
 from mp_optim.update import chunking as batching
-from mp_optim.update.codecs import (
-    SECOND,
-    Noise,
-    decode,
-    encode_,
-    join,
-    keep_valid,
-    split_,
-)
+from mp_optim.update.codecs import SECOND, Noise, decode, encode_, join, keep_valid, split_
 from mp_optim.update.state_format import StatePrecision, moment_forms
 from support import numpy_rules as oracle
 
@@ -77,16 +68,12 @@ def stored(
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    return bool(
-        ((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all()
-    )
+    return bool(((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all())
 
 
 @given(seeds)
 @settings(max_examples=50, deadline=None)
-def test_sixteen_bits_hold_every_fp32_value_whose_bfloat16_is_not_zero(
-    seed: int,
-) -> None:
+def test_sixteen_bits_hold_every_fp32_value_whose_bfloat16_is_not_zero(seed: int) -> None:
     value = patterns(seed)
     param, remainder = split(value, torch.int16)
     assert same(join(param, remainder), torch.where(param == 0, param.float(), value))
@@ -109,14 +96,10 @@ def test_remainders_equal_numpy(seed: int) -> None:
 def test_eight_bits_hold_the_upper_24() -> None:
     value = values(0, 10_000)
     param, remainder = split(value, torch.int8)
-    assert bool(
-        ((join(param, remainder) - value).abs() <= value.abs() * 2.0**-16).all()
-    )
+    assert bool(((join(param, remainder) - value).abs() <= value.abs() * 2.0**-16).all())
     assert all(
         torch.equal(a, b)
-        for a, b in zip(
-            split(join(param, remainder), torch.int8), (param, remainder), strict=True
-        )
+        for a, b in zip(split(join(param, remainder), torch.int8), (param, remainder), strict=True)
     )
 
 
@@ -129,9 +112,7 @@ def test_a_parameter_written_by_somebody_else_is_never_far_from_its_main_param(
     written = torch.cat([torch.zeros(2048), values(2, 2048)]).bfloat16()
     found = join(written, remainder)
     assert torch.equal(found[:2048], torch.zeros(2048))
-    assert bool(
-        ((found - written.float()).abs() <= written.float().abs() * 2.0**-8).all()
-    )
+    assert bool(((found - written.float()).abs() <= written.float().abs() * 2.0**-8).all())
 
 
 def test_remainders_that_still_fit_are_kept_and_others_cleared() -> None:
@@ -154,9 +135,7 @@ def test_what_was_decoded_is_stored_as_the_same_bits(
     dtype: torch.dtype, second: bool, seed: int, n: int, decades: float
 ) -> None:
     value = values(seed, n, decades)
-    codes, scale = stored(
-        value.square().clamp(max=1e30) if second else value, dtype, second
-    )
+    codes, scale = stored(value.square().clamp(max=1e30) if second else value, dtype, second)
     decoded = decode(codes, scale, second, n)
     if not second or bool((decoded >= 2.0**-126).all()):
         again, scale_again = stored(decoded, dtype, second)
@@ -187,19 +166,37 @@ def test_codes_equal_numpy_and_err_by_half_a_step(
     kind = "half" if dtype == torch.float16 else "four" if four else "codes"
     theirs, their_scale = oracle.quantise(value.numpy(), kind, second)
     theirs = oracle.packed(theirs) if four else theirs
-    assert np.array_equal(scale.numpy(), their_scale) and np.array_equal(
-        codes.numpy(), theirs
-    )
+    assert np.array_equal(scale.numpy(), their_scale) and np.array_equal(codes.numpy(), theirs)
     x = value.sqrt() if second else value
     steps = scale.repeat_interleave(BLOCK)[:n]
     decoded = decode(codes, scale, second, n)
     error = ((decoded.sqrt() if second else decoded) - x).abs()
     if dtype == torch.float16:  # 11 bits, or half of the smallest step
-        assert bool(
-            (error <= torch.maximum(x.abs() * 2.0**-11, steps * 2.0**-24)).all()
-        )
+        assert bool((error <= torch.maximum(x.abs() * 2.0**-11, steps * 2.0**-24)).all())
     else:  # half a step; a root below half a step becomes one
         assert bool((error <= steps * (1.0 if second else 0.5) * (1 + 1e-5)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.uint8])
+@pytest.mark.parametrize("noise", [None, Noise(1, 2)])
+def test_what_is_finite_is_stored_as_something_finite(
+    dtype: torch.dtype, noise: Noise | None
+) -> None:
+    large = (3.39e38, 3.4e38, torch.finfo(torch.float32).max)
+    value = values(0, 3 * BLOCK)
+    value[5::BLOCK], value[7::BLOCK] = torch.tensor(large), -torch.tensor(large)
+    forms = moment_forms("exp_avg", value.shape, dtype)
+    codes, *scales = (torch.empty(shape, dtype=kind) for shape, kind in forms.values())
+    scale = scales[0] if scales else None
+    encode_(value, codes, scale, False, noise)
+    found = decode(codes, scale, False, value.numel())
+    assert found.isfinite().all()
+    assert found[5::BLOCK].tolist() == pytest.approx(large, rel=2.0**-6)
+    assert found[7::BLOCK].tolist() == pytest.approx([-x for x in large], rel=2.0**-6)
+    again, *_ = encoded = codes.clone(), *(each.clone() for each in scales)
+    encode_(found, again, encoded[1] if scales else None, False)
+    if noise is None:
+        assert all(map(torch.equal, encoded, (codes, *scales)))
 
 
 @pytest.mark.parametrize(("dtype", "second"), BLOCKED)
@@ -211,10 +208,12 @@ def test_blocks_that_are_not_ordinary(dtype: torch.dtype, second: bool) -> None:
     value[4 * BLOCK + 1 :] = 1e-25 if second else 1e-12
     codes, scale = stored(value, dtype, second)
     decoded = decode(codes, scale, second, value.numel())
-    assert bool(decoded[: 2 * BLOCK].isnan().all())
+    if second:  # of a large gradient: of its element alone
+        assert decoded[5] == math.inf and decoded[:BLOCK].isinf().sum() == 1
+    assert bool(decoded[BLOCK if second else 0 : 2 * BLOCK].isnan().all())
     assert not decoded[2 * BLOCK : 4 * BLOCK].any()
-    four = dtype == torch.uint8 and not second
-    assert not codes[: 4 * BLOCK // (2 if four else 1)].any()
+    per_byte = 2 if dtype == torch.uint8 and not second else 1
+    assert not codes[(BLOCK if second else 0) // per_byte : 4 * BLOCK // per_byte].any()
     assert float(decoded[4 * BLOCK]) == pytest.approx(1.0, rel=2.0**-13)
     if second:  # a root far below its block's largest is small, but not zero
         assert bool((decoded[4 * BLOCK + 1 :] > 0.0).all())
@@ -248,17 +247,10 @@ def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
     codes, scale = stored(x, torch.int8, False, Noise(1, 2))
     steps = scale.repeat_interleave(BLOCK)[: len(x)]
     error = (decode(codes, scale, False) - x) / steps
-    assert (
-        float(error.abs().max()) <= 1.0 + 1e-3
-        and abs(float(error.double().mean())) < 0.01
-    )
+    assert float(error.abs().max()) <= 1.0 + 1e-3 and abs(float(error.double().mean())) < 0.01
 
 
-@given(
-    seed=seeds,
-    n=st.integers(1, 1500),
-    decades=st.floats(0.0, 2.0),
-)
+@given(seed=seeds, n=st.integers(1, 1500), decades=st.floats(0.0, 2.0))
 @settings(max_examples=20, deadline=None)
 @example(seed=0, n=1 << 20, decades=0.0)
 def test_stochastic_four_bit_codes_stand_for_values_that_are_stored_as_the_same_codes(
@@ -288,9 +280,7 @@ def test_stochastic_remainders_are_unbiased() -> None:
 def updates(mains: list[Tensor], step: int) -> list[SlotUpdate]:
     return [
         SlotUpdate(
-            Slot(0, i),
-            values(100 * step + i, main.numel(), 0.5).view(main.shape) * 0.1,
-            0.5,
+            Slot(0, i), values(100 * step + i, main.numel(), 0.5).view(main.shape) * 0.1, 0.5
         )
         for i, main in enumerate(mains)
     ]
@@ -313,24 +303,16 @@ def test_batch_size_does_not_change_compact_state(
 ) -> None:
     found = []
     for piece in (1 << 10, 1 << 17):
-        monkeypatch.setattr(
-            batching, "piece_elements", lambda device, piece=piece: piece
-        )
+        monkeypatch.setattr(batching, "piece_elements", lambda device, piece=piece: piece)
         dtype = torch.bfloat16 if precision.store_param_remainders else torch.float32
         mains = [values(i, n, 0.3).to(dtype) for i, n in enumerate((5000, 3, 0, 1024))]
-        fields = {
-            name: getattr(precision, name) for name in precision.__dataclass_fields__
-        }
+        fields = {name: getattr(precision, name) for name in precision.__dataclass_fields__}
         extra = {"momentum": 0.9} if rule == "sgd" else {}
         optimizer = RULES[rule](mains, lr=1e-2, backend="reference", **fields, **extra)
         for step in range(3):
             optimizer.step_slots(updates(mains, step))
         found.append(
-            [
-                value.clone()
-                for i in range(4)
-                for value in optimizer.slot_state(Slot(0, i)).values()
-            ]
+            [value.clone() for i in range(4) for value in optimizer.slot_state(Slot(0, i)).values()]
             + mains
         )
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -351,20 +333,14 @@ def test_adam_with_compact_state_equals_numpy(moments: str, bits: int) -> None:
         param_remainder_bits=bits,
     )
     expected = [
-        (
-            main.float().numpy(),
-            np.zeros(main.shape, np.float32),
-            np.zeros(main.shape, np.float32),
-        )
+        (main.float().numpy(), np.zeros(main.shape, np.float32), np.zeros(main.shape, np.float32))
         for main in mains
     ]
     for step in range(3):
         grads = updates(mains, step)
         optimizer.step_slots(grads)
         stepped = [
-            oracle.adam(
-                p, g.grad.numpy(), m, v, step + 1, optimizer.param_groups[0], 0.5
-            )
+            oracle.adam(p, g.grad.numpy(), m, v, step + 1, optimizer.param_groups[0], 0.5)
             for (p, m, v), g in zip(expected, grads, strict=True)
         ]
         expected = [
@@ -388,14 +364,8 @@ def test_adam_with_compact_state_equals_numpy(moments: str, bits: int) -> None:
 @pytest.mark.parametrize(
     ("settings_", "names"),
     [
-        (
-            {"exp_avg_dtype": torch.float64},
-            "exp_avg_dtype=torch.float64: must be one of",
-        ),
-        (
-            {"exp_avg_sq_dtype": UINT4},
-            "exp_avg_sq_dtype=torch.uint4: must be one of",
-        ),
+        ({"exp_avg_dtype": torch.float64}, "exp_avg_dtype=torch.float64: must be one of"),
+        ({"exp_avg_sq_dtype": UINT4}, "exp_avg_sq_dtype=torch.uint4: must be one of"),
         ({"param_remainder_bits": 12}, "param_remainder_bits=12: must be 16 or 8"),
         ({"seed": -1}, "seed=-1"),
         (
@@ -404,8 +374,6 @@ def test_adam_with_compact_state_equals_numpy(moments: str, bits: int) -> None:
         ),
     ],
 )
-def test_forms_that_do_not_exist_are_refused(
-    settings_: dict[str, object], names: str
-) -> None:
+def test_forms_that_do_not_exist_are_refused(settings_: dict[str, object], names: str) -> None:
     with pytest.raises(ValueError, match=names):
         FusedAdam([torch.ones(1)], **settings_)

@@ -17,28 +17,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.slots import Slot, SlotUpdate
-from mp_optim.slots.state_keys import REMAINDER
-from mp_optim.update import FusedAdam, FusedLAMB, choose_backend
+from mp_optim.slots.slot_state import REMAINDER
+from mp_optim.update import FusedAdam, FusedLAMB, choose_backend, kernel_args
 from mp_optim.update import chunking as batching
-from mp_optim.update.backends import apex as apex_module
-from mp_optim.update.backends import launch_kinds, multi_tensor
-from mp_optim.update.backends.apex import ApexBackend
-from mp_optim.update.backends.differences import Difference
+from mp_optim.update.backends import multi_tensor
+from mp_optim.update.backends.interface import step_with
 from mp_optim.update.backends.multi_tensor import (
     CHUNK,
     MOST_ELEMENTS,
     MOST_TENSORS,
+    ApexBackend,
+    TransformerEngineBackend,
     check_launch,
 )
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.backends.transformer_engine import TransformerEngineBackend
+from mp_optim.update.backends.self_test import Difference
 from mp_optim.update.codecs import join
-from mp_optim.update.kernel_args import (
-    AdamScalars,
-    LambScalars,
-    SgdScalars,
-    TensorLists,
-)
+from mp_optim.update.element_rules import AdamScalars, SgdScalars
+from mp_optim.update.kernel_args import LambScalars, TensorLists
 from support.standins import amp_c, te
 from support.standins.gpu import GPU, Gpu, SegmentationFaultError
 
@@ -119,9 +115,7 @@ def test_wrong_dtypes_and_strides_go_unnoticed(standins: Gpu) -> None:
     amp_c.module().multi_tensor_adam(CHUNK, flag(), raw(made), *adam_args())
     strided = torch.zeros(20, 10).t()
     extension = te.modules()["transformer_engine_torch"]
-    extension.multi_tensor_adam(
-        CHUNK, flag(), [[strided] for _ in range(4)], *adam_args()
-    )
+    extension.multi_tensor_adam(CHUNK, flag(), [[strided] for _ in range(4)], *adam_args())
     assert len(GPU.damage) >= 2
 
 
@@ -132,9 +126,7 @@ def test_a_step_that_is_a_tensor_is_not_taken(standins: Gpu) -> None:
         )
 
 
-def test_host_memory_is_refused_by_apex_and_corrupted_by_transformer_engine(
-    standins: Gpu,
-) -> None:
+def test_host_memory_is_refused_by_apex_and_corrupted_by_transformer_engine(standins: Gpu) -> None:
     standins.device = "cuda"
     with pytest.raises(RuntimeError, match="expected input to be on cuda"):
         amp_c.module().multi_tensor_adam(CHUNK, flag(), raw(lists(5)), *adam_args())
@@ -151,8 +143,8 @@ def test_host_memory_is_refused_by_apex_and_corrupted_by_transformer_engine(
 def test_empty_tensors_never_reach_a_launch(standins: Gpu, name: str) -> None:
     for sizes in ((1000, 2000, 0), (0,), (0, 5), (5,) * 35 + (0,), (5,) * 40 + (0, 0)):
         ours, theirs = lists(*sizes), lists(*sizes)
-        backend_of(name).adam(ours, AdamScalars.at(GROUP, 1), 1.0)
-        ReferenceBackend().adam(theirs, AdamScalars.at(GROUP, 1), 1.0)
+        backend_of(name).step("adam", ours, AdamScalars.at(GROUP, 1), 1.0)
+        ReferenceBackend().step("adam", theirs, AdamScalars.at(GROUP, 1), 1.0)
         assert_close(ours, theirs)
     assert standins.damage == []
 
@@ -161,15 +153,9 @@ def test_empty_tensors_never_reach_a_launch(standins: Gpu, name: str) -> None:
 def test_empty_lists_never_reach_a_launch(standins: Gpu, name: str) -> None:
     backend = backend_of(name)
     assert backend.sum_of_squares([]).numel() == 0
-    assert backend.sum_of_squares(
-        [torch.zeros(0), torch.ones(3)]
-    ).tolist() == pytest.approx([0, 3])
-    for rule, scalars in (
-        ("adam", AdamScalars),
-        ("sgd", SgdScalars),
-        ("lamb", LambScalars),
-    ):
-        getattr(backend, rule)(lists(keys=()), scalars.at(GROUP, 1), 1.0)
+    assert backend.sum_of_squares([torch.zeros(0), torch.ones(3)]).tolist() == pytest.approx([0, 3])
+    for rule in ("adam", "sgd", "lamb"):
+        step_with(backend, rule, lists(keys=()), GROUP, 1, 1.0)
     assert standins.damage == []
 
 
@@ -180,13 +166,7 @@ def test_a_launch_holds_one_dtype_per_list(standins: Gpu, name: str) -> None:
     for backend in (backend_of(name), ReferenceBackend()):
         both = lists(40, 50, 60, 70, 80, 90)
         for index, dtype in enumerate(
-            (
-                torch.float32,
-                torch.bfloat16,
-                torch.float16,
-                torch.float64,
-                torch.bfloat16,
-            )
+            (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bfloat16)
         ):
             both.grad[index] = both.grad[index].to(dtype)
         outputs = [
@@ -198,7 +178,7 @@ def test_a_launch_holds_one_dtype_per_list(standins: Gpu, name: str) -> None:
             None,
         ]
         both = TensorLists(both.main, both.grad, both.state, outputs)
-        backend.adam(both, AdamScalars.at(GROUP, 1), 1.0)
+        backend.step("adam", both, AdamScalars.at(GROUP, 1), 1.0)
         made.append(both)
         grads = list(both.grad)
         assert backend.sum_of_squares(grads[:3]).tolist() == pytest.approx(
@@ -216,10 +196,7 @@ def test_a_launch_is_refused_for_everything_kernels_do_not_check(standins: Gpu) 
         ([], "lists of"),
         ([[], []], "lists of"),
         ([[torch.zeros(4)], []], "lists of"),
-        (
-            [[torch.zeros(4)], [torch.zeros(4, dtype=torch.bfloat16)]],
-            "a tensor is torch.bfloat16",
-        ),
+        ([[torch.zeros(4)], [torch.zeros(4, dtype=torch.bfloat16)]], "a tensor is torch.bfloat16"),
         ([[torch.zeros(4)], [torch.zeros(5)]], "5 elements beside one of 4"),
         ([[torch.zeros(0)], [torch.zeros(0)]], "0 elements"),
         ([[torch.zeros(4)], [torch.zeros(8)[::2]]], "contiguous: False"),
@@ -242,15 +219,14 @@ def test_host_tensors_are_refused_before_the_kernel(
     monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "cuda")
     calls = len(standins.calls)
     for run in (
-        lambda: backend.adam(lists(5), AdamScalars.at(GROUP, 1), 1.0),
-        lambda: backend.sgd(
-            lists(5, keys=("momentum_buffer",)), SgdScalars.at(GROUP, 1), 1.0
+        lambda: backend.step("adam", lists(5), AdamScalars.at(GROUP, 1), 1.0),
+        lambda: backend.step(
+            "sgd", lists(5, keys=("momentum_buffer",)), SgdScalars.at(GROUP, 1), 1.0
         ),
         lambda: backend.sum_of_squares([torch.ones(5)]),
     ):
         with pytest.raises(
-            ValueError,
-            match="a tensor on cpu in a launch on cpu; the kernels run on cuda",
+            ValueError, match="a tensor on cpu in a launch on cpu; the kernels run on cuda"
         ):
             run()
     assert len(standins.calls) == calls and standins.damage == []
@@ -261,21 +237,17 @@ def test_host_tensors_are_refused_before_the_kernel(
 def test_sgd_steps_bfloat16_too(standins: Gpu, name: str, grad: torch.dtype) -> None:
     """FusedSGD of both libraries sorts parameters into float16 and float32, and the rest
     nowhere."""
-    ours, theirs = (
-        lists(300, grad=grad, keys=("momentum_buffer",), output=grad) for _ in range(2)
-    )
+    ours, theirs = (lists(300, grad=grad, keys=("momentum_buffer",), output=grad) for _ in range(2))
     for step in (1, 2):
-        backend_of(name).sgd(ours, SgdScalars.at(GROUP, step), 0.5)
-        ReferenceBackend().sgd(theirs, SgdScalars.at(GROUP, step), 0.5)
+        backend_of(name).step("sgd", ours, SgdScalars.at(GROUP, step), 0.5)
+        ReferenceBackend().step("sgd", theirs, SgdScalars.at(GROUP, step), 0.5)
     assert_close(ours, theirs)
     assert torch.equal(ours.output[0], ours.main[0].to(grad))
     assert standins.calls[-1] == "multi_tensor_sgd"
 
 
 @each_library
-def test_first_step_of_a_momentum_buffer_is_per_parameter(
-    standins: Gpu, name: str
-) -> None:
+def test_first_step_of_a_momentum_buffer_is_per_parameter(standins: Gpu, name: str) -> None:
     """apex takes from the last parameter whether it is the first step of all."""
     from mp_optim.update import SGD
 
@@ -284,9 +256,7 @@ def test_first_step_of_a_momentum_buffer_is_per_parameter(
         params = [torch.ones(5), torch.ones(6)]
         optimizer = SGD(params, lr=0.1, momentum=0.9, dampening=0.5, backend=backend)
         for slots in ([0], [0, 1]):
-            optimizer.step_slots(
-                [SlotUpdate(Slot(0, i), torch.ones(5 + i)) for i in slots]
-            )
+            optimizer.step_slots([SlotUpdate(Slot(0, i), torch.ones(5 + i)) for i in slots])
         results.append(torch.cat(params))
     assert torch.allclose(*results, rtol=0, atol=1e-6)
 
@@ -336,9 +306,7 @@ def test_loaded_state_keeps_its_dtype(standins: Gpu, name: str) -> None:
     again.load_state_dict(optimizer.state_dict())
     state = again.inner.slot_state(Slot(0, 0))
     assert state["exp_avg"].dtype == torch.float32 and state["step"] == 1
-    assert torch.equal(
-        state["exp_avg"], optimizer.inner.slot_state(Slot(0, 0))["exp_avg"]
-    )
+    assert torch.equal(state["exp_avg"], optimizer.inner.slot_state(Slot(0, 0))["exp_avg"])
     again.step()
     assert standins.damage == []
 
@@ -355,13 +323,11 @@ def test_state_of_another_dtype_goes_to_reference(standins: Gpu) -> None:
                 for key, dtype in zip(("exp_avg", "exp_avg_sq"), dtypes, strict=True):
                     made.state[key] = [x.to(dtype) for x in made.state[key]]
             before = len(standins.calls)
-            backend.adam(ours, AdamScalars.at(GROUP, 1), 1.0)
-            ReferenceBackend().adam(theirs, AdamScalars.at(GROUP, 1), 1.0)
+            backend.step("adam", ours, AdamScalars.at(GROUP, 1), 1.0)
+            ReferenceBackend().step("adam", theirs, AdamScalars.at(GROUP, 1), 1.0)
             assert_close(ours, theirs)
             stepped_by_kernel = standins.calls[before:].count("multi_tensor_adam")
-            assert stepped_by_kernel == (
-                name == "transformer_engine" and len(set(dtypes)) == 1
-            )
+            assert stepped_by_kernel == (name == "transformer_engine" and len(set(dtypes)) == 1)
     assert standins.damage == []
 
 
@@ -372,16 +338,15 @@ def test_tensors_beyond_32_bit_indices(
     """Cut into pieces; but LAMB cannot be cut, as it needs the norm of the whole tensor."""
     standins.int_max = 5000
     monkeypatch.setattr(batching, "piece_elements", lambda device: 4096)
-    for module in (multi_tensor, apex_module):
-        monkeypatch.setattr(module, "MOST_ELEMENTS", 5000)
-    for rule, scalars, keys in (
-        ("adam", AdamScalars, ("exp_avg", "exp_avg_sq")),
-        ("sgd", SgdScalars, ("momentum_buffer",)),
-        ("lamb", LambScalars, ("exp_avg", "exp_avg_sq")),
+    monkeypatch.setattr(multi_tensor, "MOST_ELEMENTS", 5000)
+    for rule, keys in (
+        ("adam", ("exp_avg", "exp_avg_sq")),
+        ("sgd", ("momentum_buffer",)),
+        ("lamb", ("exp_avg", "exp_avg_sq")),
     ):
         ours, theirs = lists(12_345, 700, keys=keys), lists(12_345, 700, keys=keys)
-        getattr(backend_of(name), rule)(ours, scalars.at(GROUP, 1), 0.5)
-        getattr(ReferenceBackend(), rule)(theirs, scalars.at(GROUP, 1), 0.5)
+        step_with(backend_of(name), rule, ours, GROUP, 1, 0.5)
+        step_with(ReferenceBackend(), rule, theirs, GROUP, 1, 0.5)
         assert_close(ours, theirs)
     sums = backend_of(name).sum_of_squares([torch.ones(12_345), torch.ones(3)])
     assert sums.tolist() == pytest.approx([12_345, 3], rel=1e-5)
@@ -403,8 +368,8 @@ def test_pieces_stay_below_the_limits() -> None:
 def test_many_tensors_do_not_exhaust_handles(standins: Gpu, name: str) -> None:
     assert MOST_TENSORS * 5 < te.HANDLES
     ours, theirs = (lists(*[2] * 4010, output=torch.bfloat16) for _ in range(2))
-    backend_of(name).adam(ours, AdamScalars.at(GROUP, 1), 1.0)
-    ReferenceBackend().adam(theirs, AdamScalars.at(GROUP, 1), 1.0)
+    backend_of(name).step("adam", ours, AdamScalars.at(GROUP, 1), 1.0)
+    ReferenceBackend().step("adam", theirs, AdamScalars.at(GROUP, 1), 1.0)
     assert_close(ours, theirs)
 
 
@@ -417,10 +382,8 @@ def test_no_launch_sees_the_flag_of_another(standins: Gpu, name: str) -> None:
     ours = lists(50, grad=torch.bfloat16, keys=("momentum_buffer",))
     ours.grad[0][7] = math.inf
     before = ours.main[0].clone()
-    backend.sgd(ours, SgdScalars.at(GROUP, 1), 0.5)
-    assert ours.main[0][7] == -math.inf and not torch.equal(
-        ours.main[0][:7], before[:7]
-    )
+    backend.step("sgd", ours, SgdScalars.at(GROUP, 1), 0.5)
+    assert ours.main[0][7] == -math.inf and not torch.equal(ours.main[0][:7], before[:7])
     assert set(standins.flags) == {0} and standins.damage == []
 
 
@@ -428,19 +391,15 @@ def test_no_launch_sees_the_flag_of_another(standins: Gpu, name: str) -> None:
 def test_steps_and_rates_may_be_tensors(standins: Gpu, name: str) -> None:
     group = GROUP | {"lr": torch.tensor(0.01), "weight_decay": torch.tensor(0.1)}
     ours, theirs = lists(50), lists(50)
-    backend_of(name).adam(ours, AdamScalars.at(group, int(torch.tensor(3.0))), 1.0)
-    ReferenceBackend().adam(theirs, AdamScalars.at(GROUP, 3), 1.0)
+    backend_of(name).step("adam", ours, AdamScalars.at(group, int(torch.tensor(3.0))), 1.0)
+    ReferenceBackend().step("adam", theirs, AdamScalars.at(GROUP, 3), 1.0)
     assert_close(ours, theirs)
 
 
-def test_finite_gradients_that_overflow_fp32_norms_are_no_overflow(
-    standins: Gpu,
-) -> None:
+def test_finite_gradients_that_overflow_fp32_norms_are_no_overflow(standins: Gpu) -> None:
     """|g| > 1.8e19 makes apex's norm infinite, and the step would be skipped."""
     model = nn.Linear(4, 4, bias=False)
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=0.01, fused_backend="apex"), model
-    )
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01, fused_backend="apex"), model)
     model.weight.grad = torch.full((4, 4), 1e25)
     success, norm, _ = optimizer.step()
     assert success and norm == pytest.approx(4e25, rel=1e-5)
@@ -449,10 +408,10 @@ def test_finite_gradients_that_overflow_fp32_norms_are_no_overflow(
 @each_library
 def test_gradients_are_never_written(standins: Gpu, name: str) -> None:
     """apex's LAMB leaves its direction where the gradient was."""
-    for rule, scalars in (("lamb", LambScalars), ("adam", AdamScalars)):
+    for rule in ("lamb", "adam"):
         made = lists(50)
         before = made.grad[0].clone()
-        getattr(backend_of(name), rule)(made, scalars.at(GROUP, 1), 1.0)
+        step_with(backend_of(name), rule, made, GROUP, 1, 1.0)
         assert torch.equal(made.grad[0], before)
 
 
@@ -482,10 +441,8 @@ def test_sharded_lamb_goes_to_reference(standins: Gpu) -> None:
             patch.setattr(
                 dist, "all_reduce", lambda sums, op, group, async_op: sums[:, 0].mul_(4)
             )  # as if there were more
-            patch.setattr("mp_optim.update.shard_sums.wait_for", lambda *_: None)
-            optimizer.step_slots(
-                [SlotUpdate(Slot(0, 0), torch.ones(50), 1.0, None, (object(),))]
-            )
+            patch.setattr("mp_optim.update.sums.wait_for", lambda *_: None)
+            optimizer.step_slots([SlotUpdate(Slot(0, 0), torch.ones(50), 1.0, None, (object(),))])
         results.append(param)
     assert "multi_tensor_lamb" not in standins.calls and torch.equal(*results)
 
@@ -500,16 +457,10 @@ def test_lamb_in_fp16_moves_on_its_first_step(standins: Gpu, scale: float) -> No
         model = nn.Linear(8, 8, bias=False).half()
         before = model.weight.detach().clone()
         config = OptimizerConfig(
-            optimizer="lamb",
-            lr=0.01,
-            fp16=True,
-            initial_loss_scale=scale,
-            fused_backend=name,
+            optimizer="lamb", lr=0.01, fp16=True, initial_loss_scale=scale, fused_backend=name
         )
         optimizer = get_megatron_optimizer(config, model)
-        model.weight.grad = (
-            torch.full((8, 8), 1e-2) * optimizer.get_loss_scale()
-        ).half()
+        model.weight.grad = (torch.full((8, 8), 1e-2) * optimizer.get_loss_scale()).half()
         success, _, _ = optimizer.step()
         moved = not torch.equal(model.weight.detach(), before)
         state = optimizer.inner.slot_state(Slot(0, 0))
@@ -524,9 +475,7 @@ def test_lamb_in_fp16_moves_on_its_first_step(standins: Gpu, scale: float) -> No
 @each_library
 def test_empty_shards_count_their_steps(standins: Gpu, name: str) -> None:
     """Ranks that hold nothing of a parameter must agree with the others on the step."""
-    optimizer = FusedAdam(
-        [{"params": [torch.zeros(0)]}, {"params": [torch.ones(3)]}], backend=name
-    )
+    optimizer = FusedAdam([{"params": [torch.zeros(0)]}, {"params": [torch.ones(3)]}], backend=name)
     optimizer.step_slots(
         [SlotUpdate(Slot(0, 0), torch.zeros(0)), SlotUpdate(Slot(1, 0), torch.ones(3))]
     )
@@ -538,10 +487,7 @@ def split_lists(values: list[float], grads: list[float]) -> TensorLists:
     made = TensorLists(
         [torch.tensor(values, dtype=torch.bfloat16)],
         [torch.tensor(grads, dtype=torch.bfloat16)],
-        {
-            "exp_avg": [torch.zeros(len(values))],
-            "exp_avg_sq": [torch.zeros(len(values))],
-        },
+        {"exp_avg": [torch.zeros(len(values))], "exp_avg_sq": [torch.zeros(len(values))]},
         [None],
     )
     made.state[REMAINDER] = [torch.zeros(len(values), dtype=torch.int16)]
@@ -552,7 +498,7 @@ def test_a_nan_shows_in_the_parameter_beside_a_remainder(standins: Gpu) -> None:
     """CUDA's NaN, split by Transformer Engine, is a bfloat16 -0.0: the model would run on."""
     made = split_lists([1.0, 2.0], [math.nan, 1.0])
     te_backend = TransformerEngineBackend(te.modules()["transformer_engine_torch"])
-    te_backend.adam(made, AdamScalars.at(GROUP, 1), 1.0)
+    te_backend.step("adam", made, AdamScalars.at(GROUP, 1), 1.0)
     assert made.main[0][0].isnan() and made.main[0][1].isfinite()
     assert join(made.main[0], made.state[REMAINDER][0])[0].isnan()
     assert standins.calls[-1] == "multi_tensor_adam_param_remainder"
@@ -566,10 +512,9 @@ def test_a_zero_parameter_has_no_remainder(standins: Gpu) -> None:
     )
     for each in (made, theirs):
         each.state[REMAINDER][0].fill_(-5)
-    TransformerEngineBackend(te.modules()["transformer_engine_torch"]).adam(
-        made, AdamScalars.at(GROUP, 1), 1.0
-    )
-    ReferenceBackend().adam(theirs, AdamScalars.at(GROUP, 1), 1.0)
+    backend = TransformerEngineBackend(te.modules()["transformer_engine_torch"])
+    backend.step("adam", made, AdamScalars.at(GROUP, 1), 1.0)
+    ReferenceBackend().step("adam", theirs, AdamScalars.at(GROUP, 1), 1.0)
     found = Difference()
     found.params(
         join(made.main[0], made.state[REMAINDER][0]),
@@ -586,9 +531,7 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view:
             self.names.append(str(func))
         return func(*args, **(kwargs or {}))
@@ -614,20 +557,18 @@ def test_zeros_and_nans_take_as_many_operations_for_any_number_of_tensors(
             [None] * tensors,
         )
         with Operations() as operations:
-            TransformerEngineBackend(library).adam(made, AdamScalars.at(GROUP, 1), 1.0)
+            TransformerEngineBackend(library).step("adam", made, AdamScalars.at(GROUP, 1), 1.0)
         counted.append(operations.names)
     assert launched == [1, 2, 70]
     assert counted[0] == counted[1] == counted[2] and 0 < len(counted[0]) < 20
 
 
-def test_kernels_launch_on_the_device_of_their_tensors(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kernels_launch_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine launches on the current device's stream whatever it is handed."""
     entered: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "device", entered.append)
-    launch_kinds.current_device(torch.device("cuda", 3))
-    launch_kinds.current_device(CPU)
+    kernel_args.current_device(torch.device("cuda", 3))
+    kernel_args.current_device(CPU)
     assert entered == [torch.device("cuda", 3)]
 
 
@@ -635,9 +576,7 @@ def test_parameters_on_a_host_are_stepped_there(
     standins: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ColossalAI #6401 and #6418: nothing is copied to the GPU and updated there in a copy."""
-    monkeypatch.setattr(
-        multi_tensor, "KERNEL_DEVICE", "meta"
-    )  # any device that is not the host
+    monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "meta")  # any device that is not the host
     backend, why = choose_backend("reference", CPU)
     made = lists(50)
     before = made.main[0].clone()

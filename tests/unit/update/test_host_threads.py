@@ -8,18 +8,7 @@ import torch
 from mp_optim import FusedAdam
 from mp_optim.update import set_host_threads, set_thread_share
 
-NO_NUMBERS = [
-    2.0,
-    0,
-    -1,
-    True,
-    "2",
-    2**31,
-    10**400,
-    float("nan"),
-    torch.tensor(2.5),
-    [2],
-]
+NO_NUMBERS = [2.0, 0, -1, True, "2", 2**31, 10**400, float("nan"), torch.tensor(2.5), [2]]
 
 
 def steps() -> bool:

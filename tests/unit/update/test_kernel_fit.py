@@ -10,24 +10,20 @@ import mp_optim
 from mp_optim.slots import CachedTensorList
 from mp_optim.update.backends import choose_backend
 from mp_optim.update.backends.triton import triton_backend
-from mp_optim.update.kernel_args import AdamScalars
+from mp_optim.update.element_rules import AdamScalars
 from support.kernels import NEED_KERNELS
 from support.triton_cases import GROUP, KEYS, Case, lists_of
 
 NAMES = [
     pytest.param("native", marks=NEED_KERNELS),
     pytest.param(
-        "triton",
-        marks=pytest.mark.skipif(triton_backend()[0] is None, reason="no Triton"),
+        "triton", marks=pytest.mark.skipif(triton_backend()[0] is None, reason="no Triton")
     ),
 ]
 CASES = {
     "FP32": Case(),
     "compact": Case(
-        rest=torch.int16,
-        moments=(torch.uint8, torch.uint8),
-        average=torch.bfloat16,
-        noisy=True,
+        rest=torch.int16, moments=(torch.uint8, torch.uint8), average=torch.bfloat16, noisy=True
     ),
 }
 SIZES = [300, 1, 700]
@@ -41,12 +37,7 @@ def backend_of(name):
 
 
 def columns_of(lists):
-    return {
-        "main": lists.main,
-        "grad": lists.grad,
-        "output": lists.output,
-        **lists.state,
-    }
+    return {"main": lists.main, "grad": lists.grad, "output": lists.output, **lists.state}
 
 
 def sliced(tensor):
@@ -68,38 +59,28 @@ def test_no_kernel_is_launched_over_what_does_not_fit(name, form, trouble):
         known = {each: CachedTensorList(getattr(lists, each)) for each in OPEN}
         for tensors in known.values():
             assert tensors.dtypes and tensors.sizes
-        lists = replace(
-            lists,
-            **known,
-        )
+        lists = replace(lists, **known)
         trouble(columns_of(lists)[column][2])
         before = [t.clone() for each in columns_of(lists).values() for t in each[:2]]
         with pytest.raises(ValueError, match=r"tensor 2 of 3 in column"):
-            backend.adam(lists, scalars, 0.5)
+            backend.step("adam", lists, scalars, 0.5)
         after = [t for each in columns_of(lists).values() for t in each[:2]]
-        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), (
-            column
-        )
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), column
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_measured_only_as_they_are(name):
     grads = CachedTensorList([torch.ones(8), torch.ones(64)])
     params = CachedTensorList([torch.ones(8), torch.ones(32)])
-    with pytest.raises(
-        ValueError, match=r"tensor 1 of 2 in column 'grad'.*64 elements"
-    ):
+    with pytest.raises(ValueError, match=r"tensor 1 of 2 in column 'grad'.*64 elements"):
         backend_of(name).sum_of_squares(grads.gradients_of(params))
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(d, marks=NEED_KERNELS) for d in (torch.float32, torch.bfloat16)],
+    "dtype", [pytest.param(d, marks=NEED_KERNELS) for d in (torch.float32, torch.bfloat16)]
 )
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"offload": 1.0}, {"offload": 1.0, "offload_place": "streamed"}],
-    ids=str,
+    "settings", [{}, {"offload": 1.0}, {"offload": 1.0, "offload_place": "streamed"}], ids=str
 )
 def test_a_pruned_parameter_is_not_stepped_beyond_its_end(dtype, settings):
     """``param.data = param.data[:n]`` has the old address and version."""

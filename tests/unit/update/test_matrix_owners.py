@@ -12,12 +12,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.flop_counter import FlopCounterMode
 
 from mp_optim.slots.param_attributes import FlatRanges
-from mp_optim.slots.split_matrices import parts_of_ranges, parts_on_mesh
-from mp_optim.update.matrix_exchange import assembled, cut
-from mp_optim.update.matrix_owners import (
+from mp_optim.slots.tensor_layout import parts_of_ranges, parts_on_mesh
+from mp_optim.update.matrix_exchange import (
     MatrixOwners,
+    assembled,
     assign,
     batches,
+    cut,
     newton_schulz_flops,
     plan,
 )
@@ -49,10 +50,7 @@ def test_what_ranks_have_to_do_already_counts():
 
 
 @few
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), max_size=20),
-    st.integers(1, 40),
-)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), max_size=20), st.integers(1, 40))
 def test_every_matrix_travels_once_and_batches_are_bounded(matrices, limit):
     owners, sizes = [owner for owner, _ in matrices], [size for _, size in matrices]
     found = batches(owners, sizes, 4, limit)
@@ -93,10 +91,7 @@ def test_parts_on_a_mesh_make_up_the_matrix_on_every_rank(mesh, cuts, shape):
 
 def test_only_the_experts_that_a_rank_has_are_planned_for():
     mesh, cuts = (2, 2), (Shard(0), Shard(1))
-    counts = [
-        len(parts_on_mesh((3, 4, 6), cuts, (1,), mesh, at).parts)
-        for at in coordinates(mesh)
-    ]
+    counts = [len(parts_on_mesh((3, 4, 6), cuts, (1,), mesh, at).parts) for at in coordinates(mesh)]
     assert counts == [2, 2, 1, 1]
 
 
@@ -150,26 +145,18 @@ def test_a_later_launch_of_a_step_goes_on_where_an_earlier_one_stopped():
     owners, launched = MatrixOwners(), []
     for key in ("first", "second", "first", "second"):
         owners.begin([key])
-        launched += owners.plan(
-            [parts], [Group()], [newton_schulz_flops(8, 8, 5)], 2
-        ).owners
+        launched += owners.plan([parts], [Group()], [newton_schulz_flops(8, 8, 5)], 2).owners
     assert launched == [0, 1, 0, 1]
     assert owners.metrics()["muon_flops"] == newton_schulz_flops(8, 8, 5)
     assert "of 2 matrices split over ranks this one orthogonalises 1" in str(owners)
 
 
 def test_every_rank_comes_to_the_same_plan():
-    shapes, mesh, cuts = (
-        [(64, 32), (6, 16, 16), (32, 96)],
-        (2, 2),
-        (Shard(-2), Shard(-1)),
-    )
+    shapes, mesh, cuts = ([(64, 32), (6, 16, 16), (32, 96)], (2, 2), (Shard(-2), Shard(-1)))
     plans = []
     for at in coordinates(mesh):
         params = tuple(
-            parts_on_mesh(
-                shape, tuple(Shard(c.dim + len(shape)) for c in cuts), (0, 1), mesh, at
-            )
+            parts_on_mesh(shape, tuple(Shard(c.dim + len(shape)) for c in cuts), (0, 1), mesh, at)
             for shape in shapes
         )
         plans.append(plan(params, (9, 4, 7), (0,) * 4, 2))

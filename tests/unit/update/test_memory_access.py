@@ -55,9 +55,7 @@ def _stepped(rule: str, numel: int, seed: int) -> tuple[bytes, float]:
     for _ in range(2):
         optimizer.step_slots(updates)
     norm = global_grad_norm(updates)
-    return main.numpy().tobytes() + output.view(torch.int16).numpy().tobytes(), float(
-        norm
-    )
+    return main.numpy().tobytes() + output.view(torch.int16).numpy().tobytes(), float(norm)
 
 
 @settings(max_examples=25, deadline=None)
@@ -67,9 +65,7 @@ def _stepped(rule: str, numel: int, seed: int) -> tuple[bytes, float]:
     numel=st.sampled_from([1, 63, 1024, 70_001, (4 << 20) + 5]),
     seed=st.integers(0, 99),
 )
-def test_no_bit_depends_on_it(
-    access: MemoryAccess, rule: str, numel: int, seed: int
-) -> None:
+def test_no_bit_depends_on_it(access: MemoryAccess, rule: str, numel: int, seed: int) -> None:
     library = native_library()
     if library.handle is None:
         pytest.skip(library.why)
@@ -90,9 +86,7 @@ def test_it_is_written_as_it_is_read(access: MemoryAccess) -> None:
 
 @pytest.mark.parametrize("text", ["prefetch", "prefetch=-1", "stride=4", "prefetch=1,"])
 def test_what_cannot_be_read_is_named(text: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"MP_OPTIM_MEMORY_ACCESS=.*measure_prefetch=NUMBER"
-    ):
+    with pytest.raises(ValueError, match=r"MP_OPTIM_MEMORY_ACCESS=.*measure_prefetch=NUMBER"):
         MemoryAccess.parse(text)
 
 
@@ -123,10 +117,7 @@ class _Machine:
             )
         elif name == "mp_access":
             values = arguments[0]._obj
-            values.prefetch, values.streaming = (
-                self.access.prefetch,
-                self.access.streaming,
-            )
+            values.prefetch, values.streaming = (self.access.prefetch, self.access.streaming)
             values.measure_prefetch = self.access.measure_prefetch
         else:
             self.now += self.seconds(name, self.access)
@@ -152,17 +143,13 @@ def test_the_fastest_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.access == MemoryAccess()
 
 
-def test_the_default_stays_where_others_are_hardly_faster(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_default_stays_where_others_are_hardly_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = _Machine(lambda name, access: 1.0 + 1e-5 * access.prefetch)
     _with_clock(monkeypatch, machine)
     assert try_out(machine, threads=2, numel=1000) == MemoryAccess()  # type: ignore[arg-type]
 
 
-def test_the_default_stays_where_there_is_no_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_default_stays_where_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(*_: Any, **__: Any) -> None:
         raise RuntimeError("not enough memory")
 
@@ -206,13 +193,9 @@ for numel in (1000, {LARGE}, {LARGE}):
 """
 
 
-def test_another_make_is_tried_once_at_the_first_large_step(
-    library: NativeLibrary,
-) -> None:
+def test_another_make_is_tried_once_at_the_first_large_step(library: NativeLibrary) -> None:
     default, chosen = MemoryAccess(), MemoryAccess(0)
-    waiting = (
-        f"{default} (default; Maker with {library.level} is tried at the first step)"
-    )
+    waiting = f"{default} (default; Maker with {library.level} is tried at the first step)"
     tried = f"{chosen} (tried on Maker)"
     expected = ["1000", waiting, str(LARGE), "tried", tried, str(LARGE), tried]
     assert run("-c", _FIRST_STEPS).splitlines() == expected
@@ -221,16 +204,12 @@ def test_another_make_is_tried_once_at_the_first_large_step(
 @pytest.mark.parametrize("wanted", ["default", "prefetch=128,streaming=0"])
 def test_the_variable_decides(wanted: str, library: NativeLibrary) -> None:
     program = "from mp_optim.update.backends.native import access_choice as choice\n"
-    said = run(
-        "-c", program + "print(choice().describe())", MP_OPTIM_MEMORY_ACCESS=wanted
-    )
+    said = run("-c", program + "print(choice().describe())", MP_OPTIM_MEMORY_ACCESS=wanted)
     access = MemoryAccess() if wanted == "default" else MemoryAccess.parse(wanted)
     assert said.strip() == f"{access} (MP_OPTIM_MEMORY_ACCESS={wanted})"
 
 
-def test_a_trial_of_the_real_kernels_leaves_all_as_it_was(
-    library: NativeLibrary,
-) -> None:
+def test_a_trial_of_the_real_kernels_leaves_all_as_it_was(library: NativeLibrary) -> None:
     before = get_access(library)
     started = time.monotonic()
     assert isinstance(try_out(library, threads=1, numel=1 << 16), MemoryAccess)

@@ -43,9 +43,7 @@ def said_by(folder: Path, how: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize("how", [STACK, CLASS], ids=["stack", "class"])
-def test_missing_kernels_are_said_once_at_construction(
-    without_compiler: Path, how: str
-) -> None:
+def test_missing_kernels_are_said_once_at_construction(without_compiler: Path, how: str) -> None:
     said = said_by(without_compiler, how, MP_OPTIM_NATIVE="")
     assert said.count("there are no native kernels") == 1
     assert said.startswith("<string>"), "the warning points at the caller's line"

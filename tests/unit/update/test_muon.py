@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mp_optim.config.muon import COEFFICIENT_TYPES, coefficients, scale_factor
+from mp_optim.config.rules import COEFFICIENT_TYPES, coefficients, scale_factor
 from mp_optim.update import Muon
 from mp_optim.update.newton_schulz import orthogonalize
 
@@ -51,9 +51,7 @@ def stepped(value, grads, **settings):
     ],
     ids=["nesterov", "plain", "momentum", "spectral"],
 )
-@pytest.mark.skipif(
-    not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9"
-)
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
 def test_it_is_torchs_muon(shape, ours, torchs):
     grads = [random(*shape, seed=1 + step) for step in range(20)]
     param = nn.Parameter(random(*shape))
@@ -64,9 +62,7 @@ def test_it_is_torchs_muon(shape, ours, torchs):
     found, optimizer = stepped(random(*shape), grads, **ours)
     assert (found - param.detach()).norm() <= 1e-6 * param.detach().norm()
     momentum = next(iter(optimizer.state.values()))["momentum_buffer"]
-    torch.testing.assert_close(
-        momentum, oracle.state[param]["momentum_buffer"], rtol=0, atol=0
-    )
+    torch.testing.assert_close(momentum, oracle.state[param]["momentum_buffer"], rtol=0, atol=0)
 
 
 def in_numpy(matrix, polynomials):
@@ -87,14 +83,10 @@ def test_newton_schulz_is_the_iteration_in_fp64(shape, kind):
     for steps in (5, 10):
         polynomials = coefficients(kind, steps)
         found = orthogonalize(matrix, polynomials, torch.float32)
-        torch.testing.assert_close(
-            found.double(), in_numpy(matrix, polynomials), rtol=0, atol=2e-5
-        )
+        torch.testing.assert_close(found.double(), in_numpy(matrix, polynomials), rtol=0, atol=2e-5)
         rough = orthogonalize(matrix, polynomials, torch.bfloat16)
         assert rough.dtype == torch.bfloat16
-        assert (rough.double() - in_numpy(matrix, polynomials)).norm() < 0.1 * min(
-            shape
-        ) ** 0.5
+        assert (rough.double() - in_numpy(matrix, polynomials)).norm() < 0.1 * min(shape) ** 0.5
 
 
 @pytest.mark.parametrize("kind", COEFFICIENT_TYPES)
@@ -124,9 +116,7 @@ def test_a_stack_is_its_matrices(shape):
     grads = [random(3, *shape, seed=step) for step in range(4)]
     stack, _ = stepped(random(3, *shape, seed=9), grads)
     for index in range(3):
-        one, _ = stepped(
-            random(3, *shape, seed=9)[index], [grad[index] for grad in grads]
-        )
+        one, _ = stepped(random(3, *shape, seed=9)[index], [grad[index] for grad in grads])
         assert torch.equal(stack[index], one)
 
 
@@ -146,14 +136,8 @@ def test_fused_parts_are_stepped_by_themselves():
 
 def test_scale_modes():
     assert scale_factor("spectral", 4, 9) == scale_factor("spectral", 9, 4) == 3.0
-    assert (
-        scale_factor("unit_rms_norm", 4, 1),
-        scale_factor("unit_rms_norm", 1, 4),
-    ) == (2.0, 0.5)
-    assert (
-        scale_factor("shape_scaling", 4, 1),
-        scale_factor("shape_scaling", 1, 4),
-    ) == (2.0, 1.0)
+    assert (scale_factor("unit_rms_norm", 4, 1), scale_factor("unit_rms_norm", 1, 4)) == (2.0, 0.5)
+    assert (scale_factor("shape_scaling", 4, 1), scale_factor("shape_scaling", 1, 4)) == (2.0, 1.0)
     for mode in ("spectral", "unit_rms_norm", "shape_scaling"):
         moved = [
             stepped(
@@ -169,10 +153,7 @@ def test_scale_modes():
         ]
         values = torch.linalg.svdvals(moved[0])
         torch.testing.assert_close(
-            values,
-            torch.full((3,), 0.02 * scale_factor(mode, 12, 3)),
-            rtol=0.02,
-            atol=0,
+            values, torch.full((3,), 0.02 * scale_factor(mode, 12, 3)), rtol=0.02, atol=0
         )
         torch.testing.assert_close(moved[1], moved[0] / 2)
 
@@ -209,9 +190,7 @@ def test_state_dict_round_trips():
 def test_groups_choose_adam_for_what_is_no_matrix():
     matrix, vector = nn.Parameter(random(4, 4)), nn.Parameter(random(4))
     optimizer = Muon(
-        [{"params": [matrix]}, {"params": [vector], "optimizer": "adam"}],
-        lr=1e-2,
-        weight_decay=0.0,
+        [{"params": [matrix]}, {"params": [vector], "optimizer": "adam"}], lr=1e-2, weight_decay=0.0
     )
     twin = nn.Parameter(vector.detach().clone())
     adam = torch.optim.Adam([twin], lr=1e-2)
@@ -248,25 +227,19 @@ def test_a_bad_setting_is_named(settings, reason):
 
 def test_a_vector_is_refused_by_name():
     with pytest.raises(ValueError, match=r"bias has shape \(3,\): muon steps matrices"):
-        Muon(
-            [("weight", nn.Parameter(random(3, 3))), ("bias", nn.Parameter(random(3)))]
-        )
+        Muon([("weight", nn.Parameter(random(3, 3))), ("bias", nn.Parameter(random(3)))])
     with pytest.raises(ValueError, match="scalar_optimizer='sgd'"):
         Muon([nn.Parameter(random(2, 2))], scalar_optimizer="sgd")
 
 
 @pytest.mark.parametrize(
-    ("form", "error"),
-    [("bfloat16", 0.02), ("float16", 0.003), ("uint8", 0.05), ("uint4", 0.5)],
+    ("form", "error"), [("bfloat16", 0.02), ("float16", 0.003), ("uint8", 0.05), ("uint4", 0.5)]
 )
 def test_compact_momentum_is_near_the_full_one(form, error):
     grads = [random(16, 24, seed=step) for step in range(10)]
     full, _ = stepped(random(16, 24), grads, fp32_matmul_prec="highest")
     compact, optimizer = stepped(
-        random(16, 24),
-        grads,
-        fp32_matmul_prec="highest",
-        exp_avg_dtype=getattr(torch, form),
+        random(16, 24), grads, fp32_matmul_prec="highest", exp_avg_dtype=getattr(torch, form)
     )
     assert (compact - full).norm() < error * (full - random(16, 24)).norm()
     kept = next(iter(optimizer.state.values()))["momentum_buffer"].dtype

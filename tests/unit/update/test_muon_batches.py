@@ -8,16 +8,7 @@ from torch import Tensor, nn
 
 from mp_optim.update import Muon, newton_schulz
 
-SHAPES = [
-    (64, 128),
-    (128, 64),
-    (48, 48),
-    (37, 91),
-    (300, 91),
-    (256, 16),
-    (1, 9),
-    (9, 1),
-]
+SHAPES = [(64, 128), (128, 64), (48, 48), (37, 91), (300, 91), (256, 16), (1, 9), (9, 1)]
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
@@ -78,9 +69,7 @@ def test_a_batch_has_the_bits_of_products_of_two_matrices(dtype, steps, monkeypa
             stack[:, : rows // 2, half : 2 * half] = stack[:, : rows // 2, :half]
             stack[:, rows // 2 :, half : 2 * half] = -stack[:, rows // 2 :, :half]
             stack = stack.to(dtype)
-            expected = [
-                newton_schulz.iterate(each.clone(), polynomials) for each in stack
-            ]
+            expected = [newton_schulz.iterate(each.clone(), polynomials) for each in stack]
             (found,) = newton_schulz.orthogonalize_each([stack], polynomials)
             assert torch.equal(found, torch.stack(expected)), (count, rows, columns)
     if dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX512":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.config.muon import COEFFICIENT_TYPES, coefficients
+from mp_optim.config.rules import COEFFICIENT_TYPES, coefficients
 from mp_optim.update import Muon
 from mp_optim.update.newton_schulz import orthogonalize_each
 
@@ -134,9 +134,7 @@ def head_rows_of(config: Sizes | None, **settings) -> dict[str, int | None]:
     given = OptimizerConfig(optimizer="muon", lr=1e-3, **settings)
     stack = get_megatron_optimizer(given, [model])
     return {
-        name: group["head_rows"]
-        for group in stack.param_groups
-        for name in group["param_names"]
+        name: group["head_rows"] for group in stack.param_groups for name in group["param_names"]
     }
 
 

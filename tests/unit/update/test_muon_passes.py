@@ -17,10 +17,10 @@ from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.update import Muon
 from mp_optim.update.backends import choose_backend
 from mp_optim.update.backends.native_library import native_library
-from mp_optim.update.backends.native_muon import seconds_of_products
-from mp_optim.update.backends.native_products import has_native_products
 from mp_optim.update.backends.self_test import compare
 from mp_optim.update.backends.triton import triton_backend
+from mp_optim.update.matrix_products import has_native_products
+from mp_optim.update.muon_directions import seconds_of_products
 from support.kernels import needs_kernels
 
 MOMENTA = ["float32", "bfloat16", "float16", "uint8"]
@@ -63,8 +63,7 @@ def stepped(backend: str, form: dict[str, Any], grads: torch.dtype) -> list[Tens
     dtype = torch.float32 if bits is None else torch.bfloat16
     device = "cuda" if ON_GPU and backend == "triton" else "cpu"
     params = [
-        nn.Parameter(values(shape, at, dtype).to(device))
-        for at, shape in enumerate(form["shapes"])
+        nn.Parameter(values(shape, at, dtype).to(device)) for at, shape in enumerate(form["shapes"])
     ]
     outputs = [torch.zeros_like(param, dtype=form["output"]) for param in params]
     optimizer = Muon(
@@ -89,8 +88,7 @@ def stepped(backend: str, form: dict[str, Any], grads: torch.dtype) -> list[Tens
                 for at, shape in enumerate(form["shapes"])
             ]
         )
-    group = optimizer.param_groups[0]
-    assert optimizer.group_backend(group, torch.device(device))[0] == backend
+    assert optimizer.executor.stepper_of(0, "device", torch.device(device))[0] == backend
     state = [
         tensor
         for param in params
@@ -119,9 +117,7 @@ def forms() -> list[dict[str, Any]]:
                 "decay": [0.1, 0.0][at // 2 % 2],
                 "products": ["medium", "highest"][at // 3 % 2],
                 "multiplier": [1.0, 0.37][at % 2],
-                "output": torch.bfloat16
-                if bits
-                else [torch.float16, torch.float32][at % 2],
+                "output": torch.bfloat16 if bits else [torch.float16, torch.float32][at % 2],
             }
         )
     return made

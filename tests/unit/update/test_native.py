@@ -22,38 +22,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.config.rules import (
-    FIRST_MOMENT_DTYPES,
-    SECOND_MOMENT_DTYPES,
-    UINT4,
-)
+from mp_optim.config.rules import FIRST_MOMENT_DTYPES, SECOND_MOMENT_DTYPES
+from mp_optim.config.state_forms import UINT4, blocks_of
 from mp_optim.process.host_share import host_share
-from mp_optim.slots.state_keys import REMAINDER, scale_key
-from mp_optim.update.backends.host_threads import set_host_cores, set_host_threads
+from mp_optim.slots.slot_state import REMAINDER, scale_key
 from mp_optim.update.backends.native import NativeBackend
 from mp_optim.update.backends.native_library import (
     NativeLibrary,
     Tensors,
     native_library,
+    set_host_cores,
+    set_host_threads,
 )
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.codecs import (
-    SECOND,
-    Noise,
-    blocks_of,
-    encode_,
-    split_,
-    stored_dtype,
-)
-from mp_optim.update.kernel_args import (
-    MAIN,
-    AdamScalars,
-    LambScalars,
-    LionScalars,
-    SgdScalars,
-    StableScalars,
-    TensorLists,
-)
+from mp_optim.update.codecs import SECOND, Noise, encode_, split_, stored_dtype
+from mp_optim.update.element_rules import SCALARS, TEXTS
+from mp_optim.update.kernel_args import MAIN, LambScalars, StableScalars, TensorLists
 from mp_optim.update.state_format import moment_forms
 
 LIBRARY = native_library()
@@ -81,9 +65,7 @@ ODD = [
 
 pytestmark = [
     pytest.mark.native,
-    pytest.mark.skipif(
-        LIBRARY.handle is None, reason=f"no native kernels: {LIBRARY.why}"
-    ),
+    pytest.mark.skipif(LIBRARY.handle is None, reason=f"no native kernels: {LIBRARY.why}"),
 ]
 
 
@@ -106,9 +88,7 @@ def values(
     x = torch.randn(n, generator=generator) * torch.pow(10.0, exponents)
     if odd and n:
         where = torch.randint(0, n, (min(n, 40),), generator=generator)
-        x[where] = torch.tensor(ODD)[
-            torch.randint(0, len(ODD), (len(where),), generator=generator)
-        ]
+        x[where] = torch.tensor(ODD)[torch.randint(0, len(ODD), (len(where),), generator=generator)]
     buffer = torch.zeros(n + offset, dtype=dtype)
     buffer[offset:] = x.to(dtype)
     return buffer[offset:]
@@ -140,11 +120,7 @@ class Maker:
             kinds = torch.randint(
                 0, 3, (blocks_of(n),), generator=self.generator
             ).repeat_interleave(256)[:n]
-            value.copy_(
-                torch.where(
-                    kinds == 0, value, torch.where(kinds == 1, mild, mild * 1e-30)
-                )
-            )
+            value.copy_(torch.where(kinds == 0, value, torch.where(kinds == 1, mild, mild * 1e-30)))
         if name == SECOND:
             value.abs_()
         forms = moment_forms(name, torch.Size([n]), stored_dtype(name, dtype))
@@ -152,9 +128,7 @@ class Maker:
         encode_(value, state[name], state.get(scale_key(name)), name == SECOND)
         return state
 
-    def main(
-        self, n: int, remainder: torch.dtype | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def main(self, n: int, remainder: torch.dtype | None) -> tuple[Tensor, dict[str, Tensor]]:
         value = self.new(n, torch.float32)
         if remainder is None:
             return value, {}
@@ -178,7 +152,7 @@ def lists_of(
     maker, mains, states = Maker(seed, odd), [], []
     for n in sizes:
         main, state = maker.main(n, remainder)
-        for key, dtype in zip(keys, moments, strict=False):
+        for key, dtype in zip(keys, (*moments, moments[0]), strict=False):
             state |= maker.moment(key, n, dtype) if key else {}
         mains.append(main)
         states.append(state)
@@ -213,10 +187,7 @@ def into_other_memory(lists: TensorLists, seed: int) -> TensorLists:
         lists,
         main=[other(main) for main in lists.main],
         source={MAIN: lists.main, **lists.state},
-        state={
-            key: [other(tensor) for tensor in tensors]
-            for key, tensors in lists.state.items()
-        },
+        state={key: [other(tensor) for tensor in tensors] for key, tensors in lists.state.items()},
     )
 
 
@@ -227,9 +198,7 @@ def assert_same(a: Tensor | None, b: Tensor | None, label: str) -> None:
         return
     bits = {4: torch.int32, 2: torch.int16, 1: torch.int8, 8: torch.int64}[a.itemsize]
     same = (a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())
-    assert bool(same.all()), (
-        f"{label}: {a[~same][:4].tolist()} instead of {b[~same][:4].tolist()}"
-    )
+    assert bool(same.all()), f"{label}: {a[~same][:4].tolist()} instead of {b[~same][:4].tolist()}"
 
 
 def assert_same_lists(ours: TensorLists, theirs: TensorLists) -> None:
@@ -248,20 +217,14 @@ def run(
     step: int,
     multiplier: float,
 ) -> Tensor | None:
-    if rule == "adam":
-        backend.adam(lists, AdamScalars.at(group, step), multiplier)
+    if rule in TEXTS:
+        backend.step(rule, lists, SCALARS[rule].at(group, step), multiplier)
     elif rule == "stable_adamw":
         backend.stable_adamw(lists, StableScalars.at(group, step), multiplier)
-    elif rule == "sgd":
-        backend.sgd(lists, SgdScalars.at(group, step), multiplier)
-    elif rule == "lion":
-        backend.lion(lists, LionScalars.at(group, step), multiplier)
     else:
         scalars = LambScalars.at(group, step)
         sums = backend.lamb_moments(lists, scalars, multiplier)
-        backend.lamb_apply(
-            lists, scalars, [0.1 / (1 + index) for index in range(len(lists.main))]
-        )
+        backend.lamb_apply(lists, scalars, [0.1 / (1 + index) for index in range(len(lists.main))])
         return sums
     return None
 
@@ -274,7 +237,10 @@ KEYS = {
     "sgd": ("momentum_buffer",),
     "plain sgd": (),
     "plain adam": ("", "exp_avg_sq"),
+    "ademamix": ("exp_avg", "exp_avg_sq", "exp_avg_slow"),
+    "plain ademamix": ("", "exp_avg_sq", "exp_avg_slow"),
 }
+ADEMAMIX = {"alpha": 5.0, "alpha_warmup": 100, "beta3_warmup": None}
 sizes_of_tensors = st.lists(
     st.one_of(
         st.integers(0, 70),
@@ -291,14 +257,11 @@ sizes_of_tensors = st.lists(
 @pytest.mark.parametrize("rule", list(KEYS))
 def test_every_rule_equals_reference(rule: str, data: st.DataObject) -> None:
     sizes = data.draw(sizes_of_tensors)
-    grad, output = (
-        data.draw(st.sampled_from(DTYPES)),
-        data.draw(st.sampled_from([None, *DTYPES])),
-    )
+    grad, output = (data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from([None, *DTYPES])))
     seed, odd = data.draw(st.integers(0, 2**20)), data.draw(st.booleans())
     group = {
         "lr": data.draw(st.sampled_from([0.0, 1e-3, 0.3])),
-        "betas": (0.0 if rule == "plain adam" else 0.9, 0.999),
+        "betas": (0.0 if "plain" in rule else 0.9, 0.999),
         "eps": 1e-8,
         "weight_decay": data.draw(st.sampled_from([0.0, 0.1])),
         "bias_correction": data.draw(st.booleans()),
@@ -309,13 +272,13 @@ def test_every_rule_equals_reference(rule: str, data: st.DataObject) -> None:
         "dampening": data.draw(st.sampled_from([0.0, 0.5])),
         "nesterov": rule == "sgd" and data.draw(st.booleans()),
     }
+    if "ademamix" in rule:
+        group |= ADEMAMIX | {"betas": (*group["betas"], 0.9999)}
     multiplier = float(np.float32(data.draw(st.sampled_from([1.0, 0.37, 1e-6]))))
     step = data.draw(st.sampled_from([1, 2, 1000]))
     set_host_threads(data.draw(st.integers(1, 8)))
     moments = data.draw(
-        st.tuples(
-            st.sampled_from(FIRST_MOMENT_DTYPES), st.sampled_from(SECOND_MOMENT_DTYPES)
-        )
+        st.tuples(st.sampled_from(FIRST_MOMENT_DTYPES), st.sampled_from(SECOND_MOMENT_DTYPES))
     )
     remainder, noisy = data.draw(st.sampled_from(REMAINDERS)), data.draw(st.booleans())
     if remainder is not None and output is not None:
@@ -357,9 +320,7 @@ def test_sums_of_squares_equal_reference(
     set_host_threads(threads)
     grads = lists_of(seed, sizes, dtype, None, (), odd).grad
     assert_same(
-        NativeBackend(LIBRARY).sum_of_squares(grads),
-        REFERENCE.sum_of_squares(grads),
-        "sums",
+        NativeBackend(LIBRARY).sum_of_squares(grads), REFERENCE.sum_of_squares(grads), "sums"
     )
 
 
@@ -379,8 +340,7 @@ def test_large_tensors_do_not_depend_on_threads(n: int, threads: int) -> None:
     }
     for rule in ("adam", "lamb"):
         ours, theirs = (
-            lists_of(3, [n, 5], torch.bfloat16, torch.bfloat16, KEYS[rule], False)
-            for _ in range(2)
+            lists_of(3, [n, 5], torch.bfloat16, torch.bfloat16, KEYS[rule], False) for _ in range(2)
         )
         sums = [
             run(b, rule, ls, group, 1, 0.5)
@@ -389,21 +349,14 @@ def test_large_tensors_do_not_depend_on_threads(n: int, threads: int) -> None:
         assert_same_lists(ours, theirs)
         assert sums[0] is None or torch.equal(sums[0], sums[1])
     assert torch.equal(
-        NativeBackend(LIBRARY).sum_of_squares(ours.grad),
-        REFERENCE.sum_of_squares(theirs.grad),
+        NativeBackend(LIBRARY).sum_of_squares(ours.grad), REFERENCE.sum_of_squares(theirs.grad)
     )
 
 
 def test_streamed_outputs_are_the_same() -> None:
     """A launch of more than four million elements writes its output past the caches."""
     n = (4 << 20) + 17
-    group = {
-        "lr": 1e-2,
-        "momentum": 0.0,
-        "dampening": 0.0,
-        "nesterov": False,
-        "weight_decay": 0.0,
-    }
+    group = {"lr": 1e-2, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
     for dtype in (torch.bfloat16, torch.float16):
         ours, theirs = (lists_of(5, [n], dtype, dtype, (), True) for _ in range(2))
         for backend, lists in ((NativeBackend(LIBRARY), ours), (REFERENCE, theirs)):
@@ -411,29 +364,12 @@ def test_streamed_outputs_are_the_same() -> None:
         assert_same_lists(ours, theirs)
 
 
-def test_every_half_is_read_and_every_float_near_a_half_is_rounded_as_torch_does() -> (
-    None
-):
-    group = {
-        "lr": 1.0,
-        "momentum": 0.0,
-        "dampening": 0.0,
-        "nesterov": False,
-        "weight_decay": 0.0,
-    }
+def test_every_half_is_read_and_every_float_near_a_half_is_rounded_as_torch_does() -> None:
+    group = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
     for dtype in (torch.float16, torch.bfloat16):
-        every = (
-            torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-        )
+        every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
         main = torch.zeros(2**16)
-        run(
-            NativeBackend(LIBRARY),
-            "sgd",
-            TensorLists([main], [every], {}, [None]),
-            group,
-            1,
-            1.0,
-        )
+        run(NativeBackend(LIBRARY), "sgd", TensorLists([main], [every], {}, [None]), group, 1, 1.0)
         assert_same(main, torch.zeros(2**16) - every.float(), "read")
         exact = every.float()
         exact = exact[exact.isfinite()]
@@ -462,20 +398,11 @@ def test_zeros_are_counted() -> None:
             count=1,
             numel=numel.buffer_info()[0],
             grad=address.buffer_info()[0],
-            grad_dtype={torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}[
-                dtype
-            ],  # api.h
+            grad_dtype={torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}[dtype],  # api.h
         )
-        sums, zeros = (
-            torch.empty(1, dtype=torch.float64),
-            torch.empty(1, dtype=torch.int64),
-        )
-        LIBRARY.call(
-            "mp_measure", ctypes.byref(tensors), sums.data_ptr(), zeros.data_ptr(), 3
-        )
-        assert zeros.item() == int((grad == 0).sum()) and sums.item() == int(
-            (grad != 0).sum()
-        )
+        sums, zeros = (torch.empty(1, dtype=torch.float64), torch.empty(1, dtype=torch.int64))
+        LIBRARY.call("mp_measure", ctypes.byref(tensors), sums.data_ptr(), zeros.data_ptr(), 3)
+        assert zeros.item() == int((grad == 0).sum()) and sums.item() == int((grad != 0).sum())
 
 
 def test_fp64_gradients_and_mixed_dtypes_in_one_call() -> None:
@@ -503,10 +430,7 @@ def test_fp64_gradients_and_mixed_dtypes_in_one_call() -> None:
             return t if t is None or not clone else t.clone()
 
         return TensorLists(
-            *(
-                [copy(p.__getattribute__(name)[0]) for p in parts]
-                for name in ("main", "grad")
-            ),
+            *([copy(p.__getattribute__(name)[0]) for p in parts] for name in ("main", "grad")),
             {key: [copy(p.state[key][0]) for p in parts] for key in KEYS["adam"]},
             [copy(p.output[0]) for p in parts],
         )
@@ -538,18 +462,10 @@ def test_compact_states_do_not_depend_on_threads(
 ) -> None:
     second = torch.uint8 if dtype == UINT4 else dtype
     theirs = lists_of(
-        9,
-        [150_000, 1],
-        torch.bfloat16,
-        None,
-        KEYS["adam"],
-        False,
-        (dtype, second),
-        remainder,
-        True,
+        9, [150_000, 1], torch.bfloat16, None, KEYS["adam"], False, (dtype, second), remainder, True
     )
     run(REFERENCE, "adam", theirs, GROUP, 2, 0.5)
-    monkeypatch.setattr(ReferenceBackend, "adam", None)  # nothing is left to it
+    monkeypatch.setattr(ReferenceBackend, "step", None)  # nothing is left to it
     for threads in (1, 3, 8):
         set_host_threads(threads)
         ours = lists_of(
@@ -579,13 +495,8 @@ def test_scales_at_the_edges() -> None:
             n = 256 * len(tops)
             stored = stored_dtype("momentum_buffer", dtype)
             forms = moment_forms("momentum_buffer", torch.Size([n]), stored)
-            state = {
-                key: [torch.zeros(shape, dtype=kind)]
-                for key, (shape, kind) in forms.items()
-            }
-            grad = tops.repeat_interleave(256) * torch.linspace(-1, 1, 256).repeat(
-                len(tops)
-            )
+            state = {key: [torch.zeros(shape, dtype=kind)] for key, (shape, kind) in forms.items()}
+            grad = tops.repeat_interleave(256) * torch.linspace(-1, 1, 256).repeat(len(tops))
             lists = TensorLists([torch.zeros(n)], [grad], state, [None])
             group = {
                 "lr": 0.0,
@@ -600,15 +511,11 @@ def test_scales_at_the_edges() -> None:
         assert both[0].state["momentum_buffer_scale"][0].tolist()[1] == 0.0
 
 
-def test_what_the_kernels_do_not_read_goes_to_reference(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_the_kernels_do_not_read_goes_to_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs beside a remainder that are not bfloat16, noise of several seeds; but not noise of a
     part of a tensor."""
 
-    def lists(
-        output: torch.dtype | None = None, noise: list[Noise] | None = None
-    ) -> TensorLists:
+    def lists(output: torch.dtype | None = None, noise: list[Noise] | None = None) -> TensorLists:
         made = lists_of(
             4,
             [300, 400],
@@ -621,13 +528,13 @@ def test_what_the_kernels_do_not_read_goes_to_reference(
         )
         return TensorLists(made.main, made.grad, made.state, made.output, noise)
 
-    adam, by_reference = ReferenceBackend.adam, []
+    step, by_reference = ReferenceBackend.step, []
 
-    def counted(self: ReferenceBackend, part: TensorLists, *arguments: Any) -> None:
+    def counted(self: ReferenceBackend, rule: str, part: TensorLists, *arguments: Any) -> None:
         by_reference.append(len(part.main))
-        adam(self, part, *arguments)
+        step(self, rule, part, *arguments)
 
-    monkeypatch.setattr(ReferenceBackend, "adam", counted)
+    monkeypatch.setattr(ReferenceBackend, "step", counted)
     for make, expected in (
         (lambda: lists(torch.float32), [2]),
         (lambda: lists(noise=[Noise(1, 2), Noise(2, 2)]), [2]),
@@ -645,14 +552,7 @@ def test_what_the_kernels_do_not_read_goes_to_reference(
 def test_written_parameters_are_known_to_autograd(output: torch.dtype | None) -> None:
     """Those of the model: the outputs, or main params that are its parameters themselves."""
     lists = lists_of(
-        4,
-        [300],
-        torch.bfloat16,
-        output,
-        KEYS["adam"],
-        False,
-        (torch.uint8,) * 2,
-        torch.int16,
+        4, [300], torch.bfloat16, output, KEYS["adam"], False, (torch.uint8,) * 2, torch.int16
     )
     parameter = lists.main[0] if lists.output[0] is None else lists.output[0]
     version = parameter._version
@@ -707,8 +607,7 @@ def test_threads_are_pinned_to_cores_that_there_are() -> None:
     try:
         assert float(NativeBackend(LIBRARY).sum_of_squares(grads)[0]) == 1.2e6
         pinned = [
-            os.sched_getaffinity(int(task.name))
-            for task in Path("/proc/self/task").iterdir()
+            os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()
         ]
         assert len(available) == 1 or pinned.count({available[-1]}) >= 2
     finally:
@@ -717,9 +616,7 @@ def test_threads_are_pinned_to_cores_that_there_are() -> None:
     with pytest.raises(ValueError, match=message):
         set_host_cores([available[0], 99999])
     with pytest.raises(ValueError, match=message):
-        get_megatron_optimizer(
-            OptimizerConfig(lr=1e-3, host_cores=(99999,)), torch.nn.Linear(2, 2)
-        )
+        get_megatron_optimizer(OptimizerConfig(lr=1e-3, host_cores=(99999,)), torch.nn.Linear(2, 2))
 
 
 @pytest.mark.skipif(not STATUS.exists(), reason="needs /proc")
@@ -727,9 +624,7 @@ def test_a_step_needs_next_to_no_memory_of_its_own() -> None:
     def kibibytes(field: str) -> int:
         return int(
             next(
-                line
-                for line in STATUS.read_text().splitlines()
-                if line.startswith(field)
+                line for line in STATUS.read_text().splitlines() if line.startswith(field)
             ).split()[1]
         )
 

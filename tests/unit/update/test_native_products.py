@@ -10,20 +10,19 @@ import torch
 from torch import Tensor
 
 from mp_optim.update import Muon, set_host_threads
-from mp_optim.update.backends.native_muon import seconds_of_products
-from mp_optim.update.backends.native_products import (
+from mp_optim.update.matrix_products import (
     Chunks,
     NativeProducts,
     NativeSteps,
+    Rooms,
     has_native_products,
 )
-from mp_optim.update.matrix_rooms import Rooms
-from mp_optim.update.product_bits import kernels_of
+from mp_optim.update.muon_directions import seconds_of_products
+from mp_optim.update.newton_schulz import kernels_of
 from support.kernels import needs_kernels
 
 pytestmark = pytest.mark.skipif(
-    not has_native_products(),
-    reason="this CPU, or this level, has no products of bfloat16",
+    not has_native_products(), reason="this CPU, or this level, has no products of bfloat16"
 )
 SHAPES = [(32, 32), (64, 96), (33, 47), (100, 257), (257, 300), (160, 1100), (40, 2100)]
 
@@ -157,19 +156,9 @@ def stepped(backend: str, shapes: list[tuple[int, ...]], **settings) -> list[Ten
         ([(41, 50), (0, 64)], {}, True),
         ([(0, 64)], {}, False),
     ],
-    ids=[
-        "plain",
-        "heads",
-        "parts",
-        "a stack of odd sizes",
-        "a short side",
-        "odd",
-        "nothing",
-    ],
+    ids=["plain", "heads", "parts", "a stack of odd sizes", "a short side", "odd", "nothing"],
 )
-def test_a_step_in_one_call_has_the_bits_of_single_passes(
-    threads, shapes, settings, in_one
-):
+def test_a_step_in_one_call_has_the_bits_of_single_passes(threads, shapes, settings, in_one):
     expected = stepped("reference", shapes, **settings)
     before = seconds_of_products()
     found = stepped("native", shapes, **settings)
@@ -181,10 +170,7 @@ def test_a_step_in_one_call_has_the_bits_of_single_passes(
 def test_nothing_beside_a_result_is_written(threads):
     for rows, columns in SHAPES:
         memory = torch.full((2, rows + 2, columns), 7.0, dtype=torch.bfloat16)
-        x, factor = (
-            random(1, rows, columns).bfloat16(),
-            random(1, rows, rows).bfloat16(),
-        )
+        x, factor = (random(1, rows, columns).bfloat16(), random(1, rows, rows).bfloat16())
         for to in memory[:, 1:-1]:
             by(1024).left(factor, x, 1.0, to[None], rooms())
         assert torch.equal(memory[:, [0, -1]], torch.full_like(memory[:, [0, -1]], 7.0))

@@ -12,16 +12,9 @@ import torch
 from torch import Tensor
 
 from mp_optim.slots import Slot, SlotUpdate
-from mp_optim.update import (
-    SGD,
-    FusedAdam,
-    FusedLAMB,
-    Lion,
-    RuleOptimizer,
-    choose_backend,
-    sums,
-)
+from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, RuleOptimizer, choose_backend, sums
 from mp_optim.update import chunking as batching
+from mp_optim.update.ademamix import AdEMAMix
 from mp_optim.update.stable_adamw import StableAdamW
 from mp_optim.update.sums import sum_of_squares
 from support import numpy_rules as oracle
@@ -108,8 +101,7 @@ def test_rules_with_two_moments_equal_numpy(cls: Any, extra: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    "extra",
-    [{}, {"momentum": 0.9, "dampening": 0.1}, {"momentum": 0.9, "nesterov": True}],
+    "extra", [{}, {"momentum": 0.9, "dampening": 0.1}, {"momentum": 0.9, "nesterov": True}]
 )
 def test_sgd_equals_numpy(extra: dict[str, Any]) -> None:
     mains = tensors(0)
@@ -155,6 +147,24 @@ def test_adam_with_bfloat16_moments_equals_numpy() -> None:
         ) == (bits(p), bits(m), bits(v))
 
 
+@pytest.mark.parametrize("warmups", [{}, {"alpha_warmup": 2, "beta3_warmup": 4}])
+def test_ademamix_equals_numpy(warmups: dict[str, Any]) -> None:
+    mains = tensors(0)
+    optimizer = AdEMAMix(mains, lr=3e-3, weight_decay=0.1, **warmups)
+    kept = [tuple(np.zeros(p.shape, np.float32) for _ in range(3)) for p in mains]
+    expected = [(p.numpy().copy(), *moments) for p, moments in zip(mains, kept, strict=True)]
+    run(optimizer, 3)
+    for step in range(3):
+        expected = [
+            oracle.ademamix(p, g.numpy(), m, v, s, step + 1, optimizer.param_groups[0], 0.3)
+            for (p, m, v, s), g in zip(expected, tensors(100 + step, 0.1), strict=True)
+        ]
+    for i, values in enumerate(expected):
+        state = optimizer.slot_state(Slot(0, i))
+        ours = (mains[i], *(state[key] for key in ("exp_avg", "exp_avg_sq", "exp_avg_slow")))
+        assert list(map(bits, ours)) == list(map(bits, values)), SHAPES[i]
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_lion_equals_numpy(decay: float) -> None:
     mains = tensors(0)
@@ -167,21 +177,17 @@ def test_lion_equals_numpy(decay: float) -> None:
             for (p, m), g in zip(expected, tensors(100 + step, 0.1), strict=True)
         ]
     assert [bits(p) for p in mains] == [bits(p) for p, _ in expected]
-    assert [
-        bits(optimizer.slot_state(Slot(0, i))["exp_avg"]) for i in range(len(mains))
-    ] == [bits(m) for _, m in expected]
+    assert [bits(optimizer.slot_state(Slot(0, i))["exp_avg"]) for i in range(len(mains))] == [
+        bits(m) for _, m in expected
+    ]
 
 
 @pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])
-def test_batching_does_not_change_bits(
-    cls: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batching_does_not_change_bits(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for piece in (1 << 10, 1 << 13, 1 << 17, 1 << 24):
         for module in (batching, sums):
-            monkeypatch.setattr(
-                module, "piece_elements", lambda device, piece=piece: piece
-            )
+            monkeypatch.setattr(module, "piece_elements", lambda device, piece=piece: piece)
         mains = tensors(0)
         run(cls(mains, weight_decay=0.1), 2)
         results.append([bits(main) for main in mains])
@@ -196,17 +202,13 @@ def test_output_is_rounded_to_nearest_even_through_any_strides() -> None:
     assert output.tolist() == [[1.0, 1 + 2**-6], [2.0, -1.0]]
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_sum_of_squares_order(dtype: torch.dtype) -> None:
     strided = [torch.randn(700, 500).t(), torch.randn(1, 300, 2, 900).transpose(1, 3)]
     values = [t.to(dtype) for t in (*tensors(5), *strided)]
     expected = [oracle.naive_sum_of_squares(v.double().numpy()) for v in values]
     assert sum_of_squares(values).tolist() == expected
-    loose = (
-        choose_backend("torch", torch.device("cpu"))[0].sum_of_squares(values).tolist()
-    )
+    loose = choose_backend("torch", torch.device("cpu"))[0].sum_of_squares(values).tolist()
     assert loose == pytest.approx(expected, rel=1e-12)
 
 
@@ -243,15 +245,7 @@ def test_a_hundred_steps_stay_close_to_fp64(cls: Any, backend: str) -> None:
     for step in range(1, 101):
         grad = torch.randn(4096, generator=generator) * 0.1
         optimizer.step_slots([SlotUpdate(Slot(0, 0), grad)])
-        fp64_adam(
-            exact,
-            m,
-            v,
-            grad.double(),
-            step,
-            optimizer.param_groups[0],
-            cls is FusedLAMB,
-        )
+        fp64_adam(exact, m, v, grad.double(), step, optimizer.param_groups[0], cls is FusedLAMB)
     error = float((main - exact).abs().max()) / 1e-2
     assert error < FP64_TOLERANCE[backend]
 
@@ -264,9 +258,7 @@ def test_close_to_torch_fused(backend: str, w_mode: bool, decay: float) -> None:
     theirs = [torch.nn.Parameter(t.clone()) for t in start]
     cls = torch.optim.AdamW if w_mode else torch.optim.Adam
     other = cls(theirs, lr=1e-3, weight_decay=decay, fused=True)
-    ours = FusedAdam(
-        start, lr=1e-3, weight_decay=decay, adam_w_mode=w_mode, backend=backend
-    )
+    ours = FusedAdam(start, lr=1e-3, weight_decay=decay, adam_w_mode=w_mode, backend=backend)
     for step in range(10):
         grads = tensors(100 + step, 0.1)
         for p, g in zip(theirs, grads, strict=True):
@@ -284,11 +276,7 @@ def test_close_to_torch_fused(backend: str, w_mode: bool, decay: float) -> None:
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_l2_moments_advance_at_lr_zero(backend: str) -> None:
     main = torch.ones(5)
-    optimizer = FusedAdam(
-        [main], lr=0.0, weight_decay=0.5, adam_w_mode=False, backend=backend
-    )
+    optimizer = FusedAdam([main], lr=0.0, weight_decay=0.5, adam_w_mode=False, backend=backend)
     optimizer.step_slots([SlotUpdate(Slot(0, 0), torch.zeros(5))])
-    assert optimizer.slot_state(Slot(0, 0))["exp_avg"].tolist() == pytest.approx(
-        [0.05] * 5
-    )
+    assert optimizer.slot_state(Slot(0, 0))["exp_avg"].tolist() == pytest.approx([0.05] * 5)
     assert main.tolist() == [1.0] * 5

@@ -49,9 +49,7 @@ def test_lamb_without_decay_adapts_only_with_nvlamb():
     def ratio(**settings):
         param = nn.Parameter(torch.full((4,), 10.0))
         param.grad = torch.ones(4)
-        FusedLAMB(
-            [param], lr=LR, max_grad_norm=0.0, weight_decay=0.0, **settings
-        ).step()
+        FusedLAMB([param], lr=LR, max_grad_norm=0.0, weight_decay=0.0, **settings).step()
         return float(10.0 - param.detach()[0])
 
     assert ratio() == pytest.approx(LR, rel=1e-3)
@@ -69,11 +67,7 @@ def test_sum_of_squares_of_many_dtypes_and_layouts():
         torch.tensor([math.nan]),
     ]
     for backend in ("reference", "torch"):
-        found = (
-            choose_backend(backend, torch.device("cpu"))[0]
-            .sum_of_squares(tensors)
-            .tolist()
-        )
+        found = choose_backend(backend, torch.device("cpu"))[0].sum_of_squares(tensors).tolist()
         assert found[:4] == pytest.approx([3.0, 16.0, 9.0, 0.0], rel=1e-15)
         assert found[4] == pytest.approx(1e60, rel=1e-6)
         assert math.isinf(found[5]) and math.isnan(found[6])
@@ -82,12 +76,7 @@ def test_sum_of_squares_of_many_dtypes_and_layouts():
 def test_unknown_backend_and_bad_settings_are_named():
     with pytest.raises(ValueError, match="fused_backend='cuda'"):
         FusedAdam([nn.Parameter(torch.ones(1))], backend="cuda")
-    for settings in (
-        {"lr": -1.0},
-        {"betas": (1.0, 0.9)},
-        {"eps": -1.0},
-        {"weight_decay": -1.0},
-    ):
+    for settings in ({"lr": -1.0}, {"betas": (1.0, 0.9)}, {"eps": -1.0}, {"weight_decay": -1.0}):
         with pytest.raises(ValueError, match=next(iter(settings))):
             FusedAdam([nn.Parameter(torch.ones(1))], **settings)
     with pytest.raises(ValueError, match="nesterov"):

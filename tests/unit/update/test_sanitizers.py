@@ -21,9 +21,7 @@ COMPILER = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
 
 
 def compiler(*arguments: str) -> None:
-    built = subprocess.run(
-        [str(COMPILER), *arguments], capture_output=True, text=True, check=False
-    )
+    built = subprocess.run([str(COMPILER), *arguments], capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr[-2000:]
 
 
@@ -57,14 +55,9 @@ def test_kernels_are_clean(sanitizers: str, tmp_path: Path) -> None:
             )
         )
     compiler(
-        *flags,
-        *(str(tmp_path / f"{source.stem}.o") for source in sources),
-        "-o",
-        str(program),
+        *flags, *(str(tmp_path / f"{source.stem}.o") for source in sources), "-o", str(program)
     )
-    ran = subprocess.run(
-        [str(program)], capture_output=True, text=True, check=False, timeout=240
-    )
+    ran = subprocess.run([str(program)], capture_output=True, text=True, check=False, timeout=240)
     if (
         "unexpected memory mapping" in ran.stderr
     ):  # ThreadSanitizer and a kernel that randomises addresses widely

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from mp_optim.config.rules import KERNEL_RULES
+from mp_optim.update.backends import choose_backend
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.backends.self_test import SelfTest, prove
+from mp_optim.update.backends.self_test import RECORDED, SelfTest, digests, prove, prove_by_a_step
 from mp_optim.update.kernel_args import TensorLists
 
 CPU = torch.device("cpu")
@@ -26,13 +27,23 @@ class StandIn(ReferenceBackend):
     name = "triton"  # which claims every rule and every form of state
 
     def __init__(self, rule: str, spoil: Spoil) -> None:
-        stepped = getattr(self, rule)
+        self.spoiled, self.spoil = rule, spoil
 
-        def spoiled(lists: TensorLists, scalars: Any, multiplier: float) -> None:
-            stepped(lists, scalars, multiplier)
-            spoil(lists)
+    def _spoil(self, rule: str, lists: TensorLists) -> None:
+        if rule == self.spoiled:
+            self.spoil(lists)
 
-        setattr(self, rule, spoiled)
+    def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: Any) -> None:
+        super().step(rule, lists, scalars, multiplier)
+        self._spoil(rule, lists)
+
+    def lamb(self, lists: TensorLists, scalars: Any, multiplier: Any) -> None:
+        super().lamb(lists, scalars, multiplier)
+        self._spoil("lamb", lists)
+
+    def stable_adamw(self, lists: TensorLists, scalars: Any, multiplier: Any) -> None:
+        super().stable_adamw(lists, scalars, multiplier)
+        self._spoil("stable_adamw", lists)
 
 
 def proven(spoil: Spoil, rule: str = "adam") -> SelfTest:
@@ -117,8 +128,8 @@ def test_noise_that_is_left_out() -> None:
     class ToNearest(ReferenceBackend):
         name = "triton"
 
-        def adam(self, lists: TensorLists, scalars: Any, multiplier: Any) -> None:
-            super().adam(replace(lists, noise=None), scalars, multiplier)
+        def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: Any) -> None:
+            super().step(rule, replace(lists, noise=None), scalars, multiplier)
 
     assert not prove(ToNearest(), CPU).exact
 
@@ -140,18 +151,24 @@ class OnDevice(ReferenceBackend):
     takes_device_multipliers = True
 
     def __init__(self, deaf: str) -> None:
-        for rule in KERNEL_RULES:
-            setattr(self, rule, self._heeding(getattr(self, rule), rule == deaf))
+        self.deaf = deaf
 
-    @staticmethod
-    def _heeding(step: Callable[..., None], deaf: bool) -> Callable[..., None]:
-        def stepped(lists: TensorLists, scalars: Any, multiplier: Any) -> None:
-            if not isinstance(multiplier, Tensor):
-                step(lists, scalars, multiplier)
-            elif deaf or multiplier[1] == 0.0:
-                step(lists, scalars, float(multiplier[0]))
+    def _number(self, rule: str, multiplier: Any) -> float | None:
+        if not isinstance(multiplier, Tensor):
+            return float(multiplier)
+        return float(multiplier[0]) if rule == self.deaf or multiplier[1] == 0.0 else None
 
-        return stepped
+    def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: Any) -> None:
+        if (number := self._number(rule, multiplier)) is not None:
+            super().step(rule, lists, scalars, number)
+
+    def lamb(self, lists: TensorLists, scalars: Any, multiplier: Any) -> None:
+        if (number := self._number("lamb", multiplier)) is not None:
+            super().lamb(lists, scalars, number)
+
+    def stable_adamw(self, lists: TensorLists, scalars: Any, multiplier: Any) -> None:
+        if (number := self._number("stable_adamw", multiplier)) is not None:
+            super().stable_adamw(lists, scalars, number)
 
 
 def test_a_flag_that_is_set_changes_nothing() -> None:
@@ -159,3 +176,62 @@ def test_a_flag_that_is_set_changes_nothing() -> None:
     for rule in KERNEL_RULES:
         proof = prove(OnDevice(rule), CPU)
         assert not proof.exact and not proof.usable and "wrong" in proof.reason
+
+
+# -- by a step ------------------------------------------------------------------------------------
+
+
+def test_recorded_bits_are_those_of_reference_and_of_what_auto_takes() -> None:
+    assert (
+        digests(ReferenceBackend(), CPU) == RECORDED == digests(choose_backend("auto", CPU)[0], CPU)
+    )
+
+
+@pytest.mark.parametrize("rule", KERNEL_RULES)
+@pytest.mark.parametrize("first", [0, 256])
+def test_one_step_notices_a_bit_of_any_rule(first: int, rule: str) -> None:
+    def spoil(lists: TensorLists) -> None:
+        for main in lists.main:
+            if main.dtype == torch.float32:
+                one_bit_off(main[first:])
+
+    proof = prove_by_a_step(StandIn(rule, spoil), CPU)
+    assert proof.usable and not proof.exact and "ulp" in proof.reason
+
+
+@pytest.mark.parametrize(
+    "key", ["exp_avg", "exp_avg_sq", "exp_avg_scale", "remainder", "averaged_param"]
+)
+def test_one_step_notices_state_in_few_bits(key: str) -> None:
+    def spoil(lists: TensorLists) -> None:
+        if "remainder" in lists.state:
+            for tensor in lists.state[key]:
+                tensor[:1] += 1
+
+    stand_in = StandIn("adam", spoil)
+    assert digests(stand_in, CPU) != RECORDED
+    assert not prove_by_a_step(stand_in, CPU).exact
+
+
+def test_one_step_notices_sums() -> None:
+    class AWhole(ReferenceBackend):
+        name = "triton"
+
+        def sum_of_squares(self, tensors: Any) -> Tensor:
+            return super().sum_of_squares(
+                [tensor[: len(tensor) // 256 * 256] for tensor in tensors]
+            )
+
+    assert not prove_by_a_step(AWhole(), CPU).exact
+
+
+def test_what_is_right_by_a_step_is_proven_whole_on_demand() -> None:
+    """The whole proof knows sizes that a step does not."""
+
+    def spoil(lists: TensorLists) -> None:
+        for main in lists.main:
+            if main.dtype == torch.float32:
+                one_bit_off(main[2048:])
+
+    stand_in = StandIn("adam", spoil)
+    assert prove_by_a_step(stand_in, CPU).exact and not prove(stand_in, CPU).exact

@@ -58,9 +58,7 @@ def by_the_paper(param, steps):
     return theta, clipped
 
 
-@pytest.mark.parametrize(
-    "backend", ["reference", pytest.param("native", marks=NEED_KERNELS)]
-)
+@pytest.mark.parametrize("backend", ["reference", pytest.param("native", marks=NEED_KERNELS)])
 def test_it_is_the_papers(backend):
     """Within 1e-3 lr an element after 30 steps: p is rounded 60 times, and an ulp of it is 2.4e-5
     lr."""
@@ -149,9 +147,7 @@ def test_what_it_refuses():
     assert choose_backend("reference", torch.device("cpu"))[0].name in described
 
 
-@pytest.mark.parametrize(
-    "backend", [pytest.param("native", marks=NEED_KERNELS), "reference"]
-)
+@pytest.mark.parametrize("backend", [pytest.param("native", marks=NEED_KERNELS), "reference"])
 def test_a_nan_gradient_leaves_other_parameters_alone(backend):
     """At a rate of 0 nothing is decayed, whatever is in the parameters: 0 times inf is not 0."""
     values = torch.tensor([torch.inf, -torch.inf, -0.0, 1.0])

@@ -24,19 +24,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.checkpoint.blocks import BLOCK
 from mp_optim.config.rules import KERNEL_RULES
+from mp_optim.config.state_forms import BLOCK
 from mp_optim.slots import CachedTensorList
-from mp_optim.slots.state_keys import scale_key
+from mp_optim.slots.slot_state import scale_key
 from mp_optim.update.backends import choose_backend, proof_of
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.self_test import SIZES as PROOF_SIZES
 from mp_optim.update.backends.self_test import compare
 from mp_optim.update.backends.triton import triton_backend
 from mp_optim.update.backends.triton.backend import TritonBackend
-from mp_optim.update.backends.triton.launcher import ROWS, WIDTH
-from mp_optim.update.backends.triton.launches import CHUNK
-from mp_optim.update.backends.triton.piece_sums import SUM_CHUNK
+from mp_optim.update.backends.triton.launches import CHUNK, ROWS, SUM_CHUNK, WIDTH
 from mp_optim.update.backends.triton.tables import Column, Plan, Tables
 from mp_optim.update.codecs import Noise
 from mp_optim.update.kernel_args import LambScalars, TensorLists
@@ -51,23 +49,7 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 FIRST = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8]
 SECOND = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
 MAINS: list[torch.dtype | None] = [None, torch.int16, torch.int8]
-SIZES = [
-    0,
-    1,
-    255,
-    256,
-    257,
-    1023,
-    1024,
-    1025,
-    2047,
-    2048,
-    2049,
-    8191,
-    8192,
-    8193,
-    11_111,
-]
+SIZES = [0, 1, 255, 256, 257, 1023, 1024, 1025, 2047, 2048, 2049, 8191, 8192, 8193, 11_111]
 
 pytestmark = [
     pytest.mark.skipif(FOUND is None, reason=f"no Triton kernels: {WHY}"),
@@ -130,16 +112,11 @@ def assert_same(a: Tensor | None, b: Tensor | None, label: str) -> None:
     if a is None or b is None:
         assert a is b
         return
-    a, bits = (
-        a.cpu(),
-        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize],
-    )
+    a, bits = (a.cpu(), {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize])
     same = a.view(bits) == b.view(bits)
     if a.is_floating_point():
         same |= a.isnan() & b.isnan()
-    assert bool(same.all()), (
-        f"{label}: {a[~same][:4].tolist()} instead of {b[~same][:4].tolist()}"
-    )
+    assert bool(same.all()), f"{label}: {a[~same][:4].tolist()} instead of {b[~same][:4].tolist()}"
 
 
 def assert_same_lists(ours: TensorLists, theirs: TensorLists) -> None:
@@ -181,12 +158,7 @@ def test_sizes_around_every_boundary(rule: str, aligned: bool) -> None:
     check(
         rule,
         SIZES,
-        Case(
-            rest=torch.int8,
-            moments=(torch.int8, torch.uint8),
-            output=None,
-            aligned=aligned,
-        ),
+        Case(rest=torch.int8, moments=(torch.int8, torch.uint8), output=None, aligned=aligned),
     )
 
 
@@ -202,18 +174,11 @@ def test_dtypes_of_gradient_main_param_and_output(
 
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [*itertools.product(FIRST[:-1], SECOND), (torch.uint8, torch.uint8)],
+    ("first", "second"), [*itertools.product(FIRST[:-1], SECOND), (torch.uint8, torch.uint8)]
 )
-def test_dtypes_of_moments(
-    first: torch.dtype, second: torch.dtype, noisy: bool
-) -> None:
+def test_dtypes_of_moments(first: torch.dtype, second: torch.dtype, noisy: bool) -> None:
     for rule in ("adam", "lamb"):
-        check(
-            rule,
-            [700, 3],
-            Case(moments=(first, second), noisy=noisy, odd=first == second),
-        )
+        check(rule, [700, 3], Case(moments=(first, second), noisy=noisy, odd=first == second))
     if first == second or second == torch.uint8:
         for rule, rest in (("lion", None), ("sgd", torch.int8)):
             check(rule, [700, 3], Case(moments=(first, second), noisy=noisy, rest=rest))
@@ -248,9 +213,7 @@ def test_every_rule_equals_reference(rule: str, data: st.DataObject) -> None:
         data.draw(cases),
         seed=data.draw(st.integers(0, 2**20)),
         step=data.draw(st.sampled_from([1, 2, 1000])),
-        multiplier=float(
-            np.float32(data.draw(st.sampled_from([1.0, 0.37, 1e-6, 1e-42])))
-        ),
+        multiplier=float(np.float32(data.draw(st.sampled_from([1.0, 0.37, 1e-6, 1e-42])))),
         lr=data.draw(st.sampled_from([0.0, 1.0, 1e-3, 0.3])),
         eps=data.draw(st.sampled_from([0.0, 1e-8, 1.0])),
         weight_decay=data.draw(st.sampled_from([0.0, 0.1, 1.0])),
@@ -276,15 +239,13 @@ def test_parts_that_begin_inside_a_parameter_have_their_own_random_numbers(
     ):
         case = replace(case, noisy=True, inside=True)
         theirs = lists_of(1, [700, 3, 9000, 300], KEYS[rule], case)
-        plain = lists_of(
-            1, [700, 3, 9000, 300], KEYS[rule], replace(case, inside=False)
-        )
+        plain = lists_of(1, [700, 3, 9000, 300], KEYS[rule], replace(case, inside=False))
         step_with(REFERENCE, rule, theirs, GROUP, 2, 0.375)
         step_with(REFERENCE, rule, plain, GROUP, 2, 0.375)
         first = [lists.state["exp_avg"] for lists in (theirs, plain)]
         assert list(map(torch.equal, *first)) == [False, True, False, False]
         with monkeypatch.context() as alone:
-            for method in ("adam", "lamb_moments", "lamb_apply"):
+            for method in ("step", "lamb_moments", "lamb_apply"):
                 alone.setattr(ReferenceBackend, method, refuse_reference)
             ours = on_device(lists_of(1, [700, 3, 9000, 300], KEYS[rule], case))
             step_with(kernels(), rule, ours, GROUP, 2, 0.375)
@@ -313,9 +274,9 @@ def test_many_steps_of_compact_state() -> None:
 def test_blocks_with_zeros_denormals_and_values_that_are_no_numbers() -> None:
     """Every kind of block beside others: what one holds must not leak into another."""
     blocks = [0.0, 1e-45, 1e-40, 2.0**-100, 2.0**-101, 1.0, 3e38, math.inf, math.nan]
-    rows = torch.tensor(blocks).repeat_interleave(BLOCK).view(
-        -1, BLOCK
-    ) * torch.linspace(-1, 1, BLOCK)
+    rows = torch.tensor(blocks).repeat_interleave(BLOCK).view(-1, BLOCK) * torch.linspace(
+        -1, 1, BLOCK
+    )
     x = torch.cat([rows.flatten(), torch.tensor(ODD)])
     group = {**GROUP, "momentum": 0.5, "betas": (0.5, 0.5), "weight_decay": 0.0}
     for first, second in zip(FIRST, [*SECOND, torch.uint8], strict=True):
@@ -340,10 +301,7 @@ def test_blocks_with_zeros_denormals_and_values_that_are_no_numbers() -> None:
 def test_a_root_that_is_far_below_its_block_is_stored_as_the_smallest_code() -> None:
     for second in (torch.float16, torch.uint8):
         lists = lists_of(
-            1,
-            [BLOCK],
-            KEYS["adam"],
-            Case(torch.float32, None, None, (torch.float32, second)),
+            1, [BLOCK], KEYS["adam"], Case(torch.float32, None, None, (torch.float32, second))
         )
         lists.grad[0].fill_(1e-12)[0] = 1e6
         for key in ("exp_avg_sq", scale_key("exp_avg_sq")):
@@ -351,28 +309,17 @@ def test_a_root_that_is_far_below_its_block_is_stored_as_the_smallest_code() -> 
         lists = on_device(lists)
         step_with(kernels(), "adam", lists, GROUP, 1, 1.0)
         codes = lists.state["exp_avg_sq"][0]
-        assert (
-            codes.view(torch.int16) if second == torch.float16 else codes
-        ).min() == 1
+        assert (codes.view(torch.int16) if second == torch.float16 else codes).min() == 1
 
 
 @pytest.mark.repeats
-def test_every_half_is_read_and_every_float_near_a_half_is_rounded_as_torch_does() -> (
-    None
-):
+def test_every_half_is_read_and_every_float_near_a_half_is_rounded_as_torch_does() -> None:
     group = {**GROUP, "lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
     for dtype in (torch.float16, torch.bfloat16):
-        every = (
-            torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-        )
+        every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
         main = torch.zeros(2**16, device=DEVICE)
         step_with(
-            kernels(),
-            "sgd",
-            TensorLists([main], [every.to(DEVICE)], {}, [None]),
-            group,
-            1,
-            1.0,
+            kernels(), "sgd", TensorLists([main], [every.to(DEVICE)], {}, [None]), group, 1, 1.0
         )
         assert_same(main, torch.zeros(2**16) - every.float(), "read")
         exact = every.float()
@@ -386,9 +333,7 @@ def test_every_half_is_read_and_every_float_near_a_half_is_rounded_as_torch_does
             near.to(DEVICE, copy=True),
         )
         grads = torch.zeros(len(near), device=DEVICE)
-        step_with(
-            kernels(), "sgd", TensorLists([mains], [grads], {}, [output]), group, 1, 1.0
-        )
+        step_with(kernels(), "sgd", TensorLists([mains], [grads], {}, [output]), group, 1, 1.0)
         assert_same(output, near.to(dtype), "rounded")
 
 
@@ -397,11 +342,7 @@ def test_every_half_is_read_and_every_float_near_a_half_is_rounded_as_torch_does
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    sizes_of_tensors,
-    st.sampled_from(FLOATS),
-    st.booleans(),
-    st.booleans(),
-    st.integers(0, 2**20),
+    sizes_of_tensors, st.sampled_from(FLOATS), st.booleans(), st.booleans(), st.integers(0, 2**20)
 )
 def test_sums_of_squares_equal_reference(
     sizes: list[int], dtype: torch.dtype, odd: bool, aligned: bool, seed: int
@@ -418,8 +359,8 @@ def test_sums_of_squares_equal_reference(
 def small_chunks(monkeypatch: pytest.MonkeyPatch, no_tables_yet: None) -> None:
     """Sums of few thousand elements take several rounds."""
     monkeypatch.setattr("mp_optim.update.backends.triton.launches.CHUNK", 2048)
-    monkeypatch.setattr("mp_optim.update.backends.triton.piece_sums.SUM_CHUNK", 1024)
-    monkeypatch.setattr("mp_optim.update.backends.triton.piece_sums.RUN", 4)
+    monkeypatch.setattr("mp_optim.update.backends.triton.launches.SUM_CHUNK", 1024)
+    monkeypatch.setattr("mp_optim.update.backends.triton.launches.RUN", 4)
     monkeypatch.setattr("mp_optim.update.backends.triton.tables.RUN", 4)
 
 
@@ -443,9 +384,7 @@ def test_sums_of_mixed_dtypes_and_strides_and_of_nothing() -> None:
         torch.randn(7).bfloat16(),
     ]
     on_gpu = [tensor.to(DEVICE) for tensor in tensors]
-    assert_same(
-        kernels().sum_of_squares(on_gpu), REFERENCE.sum_of_squares(tensors), "sums"
-    )
+    assert_same(kernels().sum_of_squares(on_gpu), REFERENCE.sum_of_squares(tensors), "sums")
     assert kernels().sum_of_squares([]).shape == (0,)
     nothing = lists_of(1, [0, 0], KEYS["lamb"], Case())
     assert torch.equal(
@@ -454,9 +393,7 @@ def test_sums_of_mixed_dtypes_and_strides_and_of_nothing() -> None:
     )
 
 
-@pytest.mark.skipif(
-    DEVICE != "cpu", reason="the tables of this test are made by hand, on the CPU"
-)
+@pytest.mark.skipif(DEVICE != "cpu", reason="the tables of this test are made by hand, on the CPU")
 def test_elements_past_the_range_of_32_bits() -> None:
     from mp_optim.update.backends.triton.kernels import sums
 
@@ -481,9 +418,7 @@ def test_elements_past_the_range_of_32_bits() -> None:
     assert found.tolist() == [25.0, 9.0]
 
 
-@pytest.mark.parametrize(
-    "count", [30_000, pytest.param(2**31 + 3000, marks=pytest.mark.gpu)]
-)
+@pytest.mark.parametrize("count", [30_000, pytest.param(2**31 + 3000, marks=pytest.mark.gpu)])
 def test_both_ends_of_a_tensor_of_more_elements_than_31_bits_count(count: int) -> None:
     """A step and a sum with gradients and outputs in bfloat16; where an index wrapped around, the
     end would be stepped as the beginning. Takes 17 GB on a GPU."""
@@ -504,9 +439,7 @@ def test_both_ends_of_a_tensor_of_more_elements_than_31_bits_count(count: int) -
         [output[part].cpu() for part in parts],
     )
     group = {**GROUP, "lr": 0.5, "momentum": 0.0}
-    step_with(
-        kernels(), "sgd", TensorLists([main], [grad], {}, [output]), group, 2, 0.375
-    )
+    step_with(kernels(), "sgd", TensorLists([main], [grad], {}, [output]), group, 2, 0.375)
     step_with(REFERENCE, "sgd", theirs, group, 2, 0.375)
     for place, part in enumerate(parts):
         assert_same(main[part], theirs.main[place], "main")
@@ -524,18 +457,11 @@ def test_both_ends_of_a_tensor_of_more_elements_than_31_bits_count(count: int) -
 
 @pytest.mark.parametrize("rule", list(KEYS))
 def test_multiplier_and_skip_may_be_on_the_device(rule: str) -> None:
-    case, sizes = (
-        Case(rest=torch.int16, moments=(torch.int8, torch.bfloat16)),
-        [2500, 7],
-    )
+    case, sizes = (Case(rest=torch.int16, moments=(torch.int8, torch.bfloat16)), [2500, 7])
     short = rule.split()[-1]
     for control in ([0.37], [0.37, 0.0]):
-        ours, theirs = (
-            on_device(lists_of(1, sizes, KEYS[rule], case)) for _ in range(2)
-        )
-        step_with(
-            kernels(), short, ours, GROUP, 2, torch.tensor(control, device=DEVICE)
-        )
+        ours, theirs = (on_device(lists_of(1, sizes, KEYS[rule], case)) for _ in range(2))
+        step_with(kernels(), short, ours, GROUP, 2, torch.tensor(control, device=DEVICE))
         step_with(kernels(), short, theirs, GROUP, 2, float(np.float32(0.37)))
         assert_same_lists(ours, on_host(theirs))
     ours, theirs = (on_device(lists_of(1, sizes, KEYS[rule], case)) for _ in range(2))
@@ -550,14 +476,10 @@ def test_multiplier_and_skip_may_be_on_the_device(rule: str) -> None:
 
 
 def test_ratios_may_be_on_the_device() -> None:
-    ours, theirs = (
-        on_device(lists_of(1, [2500, 7, 9], KEYS["lamb"], Case())) for _ in range(2)
-    )
+    ours, theirs = (on_device(lists_of(1, [2500, 7, 9], KEYS["lamb"], Case())) for _ in range(2))
     scalars, ratios = LambScalars.at(GROUP, 2), [0.5, 0.25, 0.125]
     for lists in (ours, theirs):
-        lists.output[1] = torch.zeros(
-            7, dtype=torch.float16, device=DEVICE
-        )  # two kinds
+        lists.output[1] = torch.zeros(7, dtype=torch.float16, device=DEVICE)  # two kinds
     kernels().lamb_apply(ours, scalars, torch.tensor(ratios, device=DEVICE))
     kernels().lamb_apply(theirs, scalars, ratios)
     assert_same_lists(ours, on_host(theirs))
@@ -616,14 +538,7 @@ def test_fp64_gradients_and_mixed_dtypes_in_one_call() -> None:
         assert_same(assert_sums[1], assert_sums[0], "sums")
         skipped, before = on_device(joined(KEYS[rule])), on_device(joined(KEYS[rule]))
         if rule != "lamb":
-            step_with(
-                kernels(),
-                rule,
-                skipped,
-                GROUP,
-                2,
-                torch.tensor([1.0, 1.0], device=DEVICE),
-            )
+            step_with(kernels(), rule, skipped, GROUP, 2, torch.tensor([1.0, 1.0], device=DEVICE))
             assert_same_lists(skipped, on_host(before))
 
 
@@ -727,9 +642,7 @@ def test_one_odd_address_makes_a_launch_of_its_own(
     assert launched == each
 
 
-def test_one_odd_address_does_not_make_a_sum_slow(
-    launched: list[tuple[int, bool]],
-) -> None:
+def test_one_odd_address_does_not_make_a_sum_slow(launched: list[tuple[int, bool]]) -> None:
     lists = lists_of(1, [300, 20_000, 0, 5], (), Case(aligned=True))
     expected = REFERENCE.sum_of_squares(lists.grad)
     lists = on_device(with_one_odd(lists, "grad", 1))
@@ -748,9 +661,7 @@ def test_tables_of_lists_that_are_gone_are_forgotten() -> None:
     tensors = CachedTensorList([torch.zeros(3, device=device)])
     tables.column(tensors, device)
     plan = weakref.ref(tables.plan(tensors, 256, device))
-    tables.values(
-        array("i", [1]), device
-    )  # by its content, only the newest is remembered
+    tables.values(array("i", [1]), device)  # by its content, only the newest is remembered
     assert living() == before + 2 and tables.plan(tensors, 256, device) is plan()
     del tensors
     assert living() == before and plan() is None
@@ -758,9 +669,7 @@ def test_tables_of_lists_that_are_gone_are_forgotten() -> None:
 
 def test_tables_that_nobody_asks_for_are_given_up(uploads) -> None:
     tables, device, kept = Tables(remembered_bytes=1000), torch.device(DEVICE), {}
-    for first in range(
-        60
-    ):  # 20 tables of 100 bytes, each asked for again two tables later
+    for first in range(60):  # 20 tables of 100 bytes, each asked for again two tables later
         for value in (first // 3, max(0, first // 3 - 2)):
             table = tables.values(array("i", [value] * 25), device)
             kept[value] = weakref.ref(table)
@@ -802,14 +711,10 @@ def test_no_step_waits_for_the_gpu_and_a_graph_can_hold_one() -> None:
     assert_same(sums.cpu(), kernels().sum_of_squares(theirs.grad).cpu(), "sums")
 
 
-def test_what_a_graph_records_copies_nothing_from_the_host(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_graph_records_copies_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the test above, where nothing can be captured: copies would raise inside a capture."""
     control = torch.tensor([0.37, 0.0], device=DEVICE)
-    ours, theirs = (
-        on_device(lists_of(1, SIZES, KEYS["adam"], Case())) for _ in range(2)
-    )
+    ours, theirs = (on_device(lists_of(1, SIZES, KEYS["adam"], Case())) for _ in range(2))
     for lists in (ours, theirs):
         step_with(kernels(), "adam", lists, GROUP, 1, control)
         kernels().sum_of_squares(lists.grad)
@@ -925,9 +830,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return tritons.compiled(None, "90", tmp_path_factory.mktemp("triton"))
 
 
-def test_no_scalar_is_compiled_into_a_kernel(
-    compiled: dict[str, dict[str, Any]],
-) -> None:
+def test_no_scalar_is_compiled_into_a_kernel(compiled: dict[str, dict[str, Any]]) -> None:
     """Triton compiles integers that are 1 into the code; other steps and learning rates must not
     compile anew."""
     check_whole(compiled)
@@ -935,11 +838,12 @@ def test_no_scalar_is_compiled_into_a_kernel(
 
 def check_whole(compiled: dict[str, dict[str, Any]]) -> None:
     """Every kernel there is, each compiled once."""
-    assert {
-        label: len(variant["ptx"]) for label, variant in compiled.items()
-    } == dict.fromkeys(compiled, 1)
+    assert {label: len(variant["ptx"]) for label, variant in compiled.items()} == dict.fromkeys(
+        compiled, 1
+    )
     assert {variant["kernel"] for variant in compiled.values()} == {
         "adam",
+        "ademamix",
         "sgd",
         "lion",
         "lamb_moments",
@@ -953,9 +857,7 @@ def check_whole(compiled: dict[str, dict[str, Any]]) -> None:
     }
 
 
-def test_nothing_is_contracted_flushed_or_approximate(
-    compiled: dict[str, dict[str, Any]],
-) -> None:
+def test_nothing_is_contracted_flushed_or_approximate(compiled: dict[str, dict[str, Any]]) -> None:
     """``.rn`` is what keeps the assembler from contracting a multiplication with an addition."""
     check_exact(compiled)
 
@@ -982,7 +884,7 @@ def test_aligned_tensors_are_read_and_written_16_bytes_at_a_time(
         assert counts == variant["wide"], label
 
 
-ROOTED = ("adam", "lamb_moments", "lamb_apply", "clipped_adamw")
+ROOTED = ("adam", "ademamix", "lamb_moments", "lamb_apply", "clipped_adamw")
 """Kernels that divide by a root."""
 REGISTERS = 65536
 """Of a multiprocessor of sm_90; a warp is given them in steps of 8 a thread."""

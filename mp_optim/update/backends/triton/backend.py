@@ -9,46 +9,38 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from mp_optim.config.rules import RULES
 from mp_optim.slots import CachedTensorList
-from mp_optim.update.backends.launch_kinds import (
-    Part,
-    kept_moments,
-)
-from mp_optim.update.backends.triton.kernels import (
-    lamb,
-    muon,
-    rules,
-    stable_adamw,
-)
+from mp_optim.update.backends.reference import MOMENTUM
+from mp_optim.update.backends.triton.kernels import rules, two_passes
 from mp_optim.update.backends.triton.kernels.tiles import Flags
-from mp_optim.update.backends.triton.launcher import (
-    RATE,
-    row_of,
-)
 from mp_optim.update.backends.triton.launches import (
+    RATE,
     KernelLaunches,
     Launch,
     Multiplier,
+    added,
+    clipped_steps,
+    joined,
     on_host,
+    row_of,
+    sum_alike,
 )
-from mp_optim.update.backends.triton.piece_sums import added, joined, sum_alike
-from mp_optim.update.backends.triton.steps import clipped_steps
 from mp_optim.update.chunking import mark_written
 from mp_optim.update.kernel_args import (
-    AdamScalars,
     LambScalars,
-    LionScalars,
     MuonScalars,
-    SgdScalars,
+    Part,
     StableScalars,
     TensorLists,
+    kept_moments,
 )
-from mp_optim.update.muon_passes import MOMENTUM
 from mp_optim.update.sums import root
 
 OLDEST = (3, 6)
@@ -81,10 +73,7 @@ class TritonBackend(KernelLaunches):
             raise RuntimeError(
                 "torch sees no GPU, and TRITON_INTERPRET=1 was not set before Triton was imported"
             )
-        if (
-            not self.interpreted
-            and tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST
-        ):
+        if not self.interpreted and tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST:
             raise RuntimeError(
                 f"Triton {triton.__version__} takes denormals for 0 in divisions and square roots; "
                 f"{'.'.join(map(str, OLDEST))} and later do not"
@@ -95,55 +84,31 @@ class TritonBackend(KernelLaunches):
         )
         super().__init__()
 
-    def adam(
-        self, lists: TensorLists, scalars: AdamScalars, multiplier: Multiplier
-    ) -> None:
-        flags = Flags(scalars.decay != 0.0, scalars.l2 != 0.0)
-        moments = kept_moments(lists, _ADAM)
-        self.step_parts(rules.adam, lists, moments, scalars, multiplier, flags)
+    def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier) -> None:
+        kernel, flags = getattr(rules, rule), Flags.of(scalars)
+        moments = kept_moments(lists, RULES[rule].moment_names)
+        for part, numbers in self.parts(lists, moments, scalars):
+            if numbers is not None:
+                self.launch_part(kernel, part, moments, flags, numbers, multiplier)
+                mark_written(part.lists)
+            elif (value := on_host(multiplier)) is not None:
+                super().step(rule, part.lists, scalars, value)
 
-    def sgd(
-        self, lists: TensorLists, scalars: SgdScalars, multiplier: Multiplier
-    ) -> None:
-        moments = kept_moments(lists, ("momentum_buffer",))
-        flags = Flags(
-            scalars.decay != 0.0, nesterov=scalars.nesterov, first=scalars.first
-        )
-        self.step_parts(rules.sgd, lists, moments, scalars, multiplier, flags)
-
-    def lion(
-        self, lists: TensorLists, scalars: LionScalars, multiplier: Multiplier
-    ) -> None:
-        flags = Flags(scalars.decay != 0.0)
-        self.step_parts(rules.lion, lists, _ADAM[:1], scalars, multiplier, flags)
-
-    def lamb(
-        self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier
-    ) -> None:
+    def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier) -> None:
         """The whole step, for tensors that are whole parameters; their ratios are formed on the
         device."""
-        self.lamb_finish(
-            lists, scalars, self.lamb_moments(lists, scalars, multiplier), multiplier
-        )
+        self.lamb_finish(lists, scalars, self.lamb_moments(lists, scalars, multiplier), multiplier)
 
     def lamb_finish(
-        self,
-        lists: TensorLists,
-        scalars: LambScalars,
-        sums: Tensor,
-        multiplier: Multiplier,
+        self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: Multiplier
     ) -> None:
         if not lists.main:
             return
         skip = (
-            multiplier[1:]
-            if isinstance(multiplier, Tensor) and multiplier.numel() == 2
-            else None
+            multiplier[1:] if isinstance(multiplier, Tensor) and multiplier.numel() == 2 else None
         )
         numbers = self.launcher.numbers(row_of(scalars, 0), lists.main[0].device)
-        ratios = (
-            _ratios(scalars, sums, numbers) if self.launcher.launches else sums[:, 0]
-        )
+        ratios = _ratios(scalars, sums, numbers) if self.launcher.launches else sums[:, 0]
         self.lamb_apply(lists, scalars, ratios, skip)
 
     def lamb_moments(
@@ -151,9 +116,7 @@ class TritonBackend(KernelLaunches):
     ) -> Tensor:
         device = lists.main[0].device if lists.main else torch.device("cpu")
         parts = list(self.parts(lists, _ADAM, scalars))
-        part_sums = [
-            self._moments(part, numbers, scalars, multiplier) for part, numbers in parts
-        ]
+        part_sums = [self._moments(part, numbers, scalars, multiplier) for part, numbers in parts]
         if len(part_sums) == 1 and len(part_sums[0]) == len(lists.main):
             return part_sums[0]
         sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device=device)
@@ -162,27 +125,21 @@ class TritonBackend(KernelLaunches):
         return sums
 
     def _moments(
-        self,
-        part: Part,
-        numbers: Tensor | None,
-        scalars: LambScalars,
-        multiplier: Multiplier,
+        self, part: Part, numbers: Tensor | None, scalars: LambScalars, multiplier: Multiplier
     ) -> Tensor:
         device = part.lists.main[0].device
         if numbers is None or part.kind is None:
             value = on_host(multiplier)
             if value is not None:
                 return super().lamb_moments(part.lists, scalars, value)
-            return torch.zeros(
-                len(part.lists.main), 2, dtype=torch.float64, device=device
-            )
+            return torch.zeros(len(part.lists.main), 2, dtype=torch.float64, device=device)
         flags = Flags(scalars.decay != 0.0, scalars.l2 != 0.0)
         part = part._replace(kind=part.kind._replace(output=None))
         columns, plans = self.plans_of(part, _ADAM)
         total = None
         for plan, aligned in plans:
             sums = torch.empty(plan.programs, 2, dtype=torch.float64, device=device)
-            launch = Launch(lamb.lamb_moments, flags, part, plan, aligned, columns)
+            launch = Launch(two_passes.lamb_moments, flags, part, plan, aligned, columns)
             self.launch(launch, numbers, multiplier, made=sums)
             total = joined(total, added(plan, sums, self.launcher.launches))
         assert total is not None
@@ -217,9 +174,7 @@ class TritonBackend(KernelLaunches):
             else:
                 table = ratios.index_select(0, self.index(part.indices, device))
             flags = Flags(scalars.decay != 0.0)
-            self.launch_part(
-                lamb.lamb_apply, part, _ADAM, flags, numbers, 1.0, skip, table
-            )
+            self.launch_part(two_passes.lamb_apply, part, _ADAM, flags, numbers, 1.0, skip, table)
             mark_written(part.lists)
 
     def stable_adamw_sums(
@@ -237,9 +192,7 @@ class TritonBackend(KernelLaunches):
             sums.index_copy_(0, self.index(part.indices, device), found)
         return sums
 
-    def _stable_sums(
-        self, part: Part, numbers: Tensor, multiplier: Multiplier
-    ) -> Tensor:
+    def _stable_sums(self, part: Part, numbers: Tensor, multiplier: Multiplier) -> Tensor:
         device, count = part.lists.main[0].device, len(part.indices)
         sums = torch.zeros(count, 3, dtype=torch.int64, device=device)
         assert part.kind is not None
@@ -247,7 +200,7 @@ class TritonBackend(KernelLaunches):
         columns, plans = self.plans_of(part, _SECOND)
         for plan, aligned in plans:
             made = torch.empty(plan.programs, 3, dtype=torch.int64, device=device)
-            rule = stable_adamw.clip_sums
+            rule = two_passes.clip_sums
             launch = Launch(rule, Flags(), part, plan, aligned, columns)
             self.launch(launch, numbers, multiplier, made=made)
             if self.launcher.launches:
@@ -276,7 +229,7 @@ class TritonBackend(KernelLaunches):
             if len(part.indices) != len(lists.main):
                 own = steps.index_select(0, self.index(part.indices, device))
             if row is not None:
-                rule = stable_adamw.clipped_adamw
+                rule = two_passes.clipped_adamw
                 given = (row, multiplier, None, own)
                 self.launch_part(rule, part, moments, flags, *given)
                 mark_written(part.lists)
@@ -284,16 +237,16 @@ class TritonBackend(KernelLaunches):
                 super().stable_adamw_apply(part.lists, scalars, own.tolist(), value)
         return clipped
 
-    def muon_momentum(
-        self, lists: TensorLists, scalars: MuonScalars, multiplier: float
-    ) -> None:
-        flags = Flags(
-            nesterov=scalars.nesterov,
-            average_from_end=scalars.average_from_end,
-            ahead_from_end=scalars.ahead_from_end,
-        )
-        moments = (MOMENTUM,)
-        self.step_parts(muon.muon_momentum, lists, moments, scalars, multiplier, flags)
+    def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
+        flags, moments = Flags.of(scalars), (MOMENTUM,)
+        for part, numbers in self.parts(lists, moments, scalars):
+            if numbers is not None:
+                self.launch_part(
+                    two_passes.muon_momentum, part, moments, flags, numbers, multiplier
+                )
+                mark_written(part.lists)
+            elif (value := on_host(multiplier)) is not None:
+                super().muon_momentum(part.lists, scalars, value)
 
     def muon_apply(
         self, lists: TensorLists, scalars: MuonScalars, factors: Sequence[float]
@@ -305,9 +258,7 @@ class TritonBackend(KernelLaunches):
                 super().muon_apply(part.lists, scalars, own)
                 continue
             table = self.numbers_of(part, factors)
-            self.launch_part(
-                muon.muon_apply, part, (), flags, numbers, 1.0, None, table
-            )
+            self.launch_part(two_passes.muon_apply, part, (), flags, numbers, 1.0, None, table)
             mark_written(part.lists)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -317,13 +268,9 @@ class TritonBackend(KernelLaunches):
         device = steady[0].device if steady else torch.device("cpu")
         sums = torch.empty(len(steady), dtype=torch.float64, device=device)
         for dtype in steady.dtypes:
-            indices = [
-                index for index, tensor in enumerate(steady) if tensor.dtype == dtype
-            ]
+            indices = [index for index, tensor in enumerate(steady) if tensor.dtype == dtype]
             alike = CachedTensorList(steady[i] for i in indices)
-            sums.index_copy_(
-                0, self.index(indices, device), sum_alike(self.tables, alike)
-            )
+            sums.index_copy_(0, self.index(indices, device), sum_alike(self.tables, alike))
         return sums
 
 
@@ -334,6 +281,4 @@ def _ratios(scalars: LambScalars, sums: Tensor, numbers: Tensor) -> Tensor:
     if not scalars.adapts:
         return lr.expand(len(sums)).float()
     param, update = root(sums).unbind(1)
-    return torch.where(
-        (param == 0.0) | (update == 0.0), lr, param * lr / update
-    ).float()
+    return torch.where((param == 0.0) | (update == 0.0), lr, param * lr / update).float()

@@ -1,36 +1,196 @@
 """How a rule's kernel is launched: which tensors one launch takes, what it is told, and who steps
-what no kernel reads."""
+what no kernel reads; and how launches happen: at once, not at all, but noted, or inside of a CUDA
+graph.
+
+What changes from step to step (rates, bias corrections, seeds) lies in memory, in one row of
+numbers for each call of a rule. In a graph the rows are those of one table that is written before
+each replay; everything else about a launch is fixed in the graph, and is what a rehearsal compares.
+"""
 
 from __future__ import annotations
 
+import math
+import struct
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from mp_optim.update.backends.launch_kinds import (
+from mp_optim.slots import CachedTensorList
+from mp_optim.update.backends.reference import NOT_CLIPPED, ReferenceBackend
+from mp_optim.update.backends.triton.kernels import sums, tiles
+from mp_optim.update.backends.triton.kernels.tiles import Flags
+from mp_optim.update.backends.triton.tables import RUN, Plan, Tables
+from mp_optim.update.kernel_args import (
+    FLOATS,
     Kind,
+    LambScalars,
     Part,
+    StableScalars,
+    TensorLists,
+    check_fit,
     current_device,
     parts_of,
 )
-from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.backends.triton.kernels import tiles
-from mp_optim.update.backends.triton.kernels.tiles import Flags
-from mp_optim.update.backends.triton.launcher import (
-    TYPES,
-    Launcher,
-    Recording,
-    Rehearsal,
-    row_of,
-    shape_of,
-    using,
-)
-from mp_optim.update.backends.triton.tables import Plan, Tables
-from mp_optim.update.chunking import mark_written
-from mp_optim.update.kernel_args import TensorLists
+from mp_optim.update.sums import root, sum_of_squares
+
+OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
+"""Of every launch."""
+ROWS, COMPACT_ROWS = 8, 4
+"""Blocks of 256 elements in a tile: 16 elements for each of 128 threads, or 8 where state is in
+fewer bits than FP32, or averages are kept."""
+TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int16: tl.int16,
+    torch.int8: tl.int8,
+    torch.uint8: tl.uint8,
+    None: None,
+}
+SCALARS = 6
+"""Where the FP32 scalars of a rule begin in a row of int32 values, as their bits. Before them are
+the seed, what new main params weigh in their averages, and, in FP64, from :data:`RATE` on LAMB's
+lr, or StableAdamW's rate, and from :data:`DECAY_RATE` on StableAdamW's."""
+RATE, DECAY_RATE = 2, 4
+_MOST_SCALARS = 12
+WIDTH = SCALARS + _MOST_SCALARS
+"""Int32 values of a row."""
+
+
+def shape_of(rule: str, kind: Kind) -> dict[str, Any]:
+    """Tile and threads of a rule's launch, chosen by what ptxas says for sm_90: at most 128
+    registers, so that a multiprocessor holds 16 warps, and no spills. Decoding and encoding in
+    tiles of 8 blocks takes up to 244 registers; the first kernel of LAMB, whose tile is that of
+    its sums, 180 in 4 warps; one with three moments 206."""
+    state = {kind.remainder, *kind.moments}
+    is_plain = state <= {None, torch.float32} and kind.average is None
+    has_three = kind.moment3 is not None
+    rows = ROWS if is_plain and not has_three else COMPACT_ROWS
+    is_wide = rule == "lamb_moments" or has_three
+    return {"ROWS": rows, **OPTIONS} | ({"num_warps": 8} if is_wide else {})
+
+
+def row_of(scalars: Any, seed: int, average_weight: float = 1.0) -> array[int]:
+    """A call's row: the scalars are those fields that are FP32 numbers, in their order."""
+    values = [getattr(scalars, name) for name in scalars.__slots__]
+    rate = scalars.lr if isinstance(scalars, LambScalars) else 0.0
+    decay_rate = 0.0
+    if isinstance(scalars, StableScalars):
+        rate, decay_rate = scalars.rate, scalars.decay_rate
+    numbers = [value for value in values if not isinstance(value, bool)][:_MOST_SCALARS]
+    numbers += [0.0] * (_MOST_SCALARS - len(numbers))
+    layout = f"=ifdd{_MOST_SCALARS}f"
+    return array("i", struct.pack(layout, seed, average_weight, rate, decay_rate, *numbers))
+
+
+class Launcher:
+    """Launches at once."""
+
+    launches = True
+    """Whether kernels run, or are captured to run later; false where they are only noted."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+
+    def numbers(self, row: array[int], device: torch.device) -> Tensor:
+        """A row on the device, int32, shape (WIDTH,); nothing waits for it."""
+        return self._tables.upload(torch.frombuffer(row, dtype=torch.int32), device)
+
+    def launch(self, run: Callable[[], object], fixed: Sequence[Any]) -> None:
+        """Do it. ``fixed`` is what must stay the same for a graph that holds the launch."""
+        run()
+
+    def by_reference(self, what: str) -> None:
+        """A part of the step is no kernel of ours."""
+
+
+class Recording(Launcher):
+    """Launches at once as well, into a graph that is being captured: numbers are rows of a table
+    that stays."""
+
+    def __init__(self, tables: Tables, table: Tensor) -> None:
+        super().__init__(tables)
+        self._rows: Iterator[Tensor] = iter(table.unbind())
+
+    def numbers(self, row: array[int], device: torch.device) -> Tensor:
+        return next(self._rows)
+
+
+class Rehearsal(Launcher):
+    """Launches nothing.
+
+    Attributes:
+        rows: the numbers of every call, in order.
+        fixed: everything else about every launch.
+        unfit: why a graph cannot hold the step; empty if it can.
+    """
+
+    launches = False
+
+    def __init__(self, tables: Tables, device: torch.device) -> None:
+        super().__init__(tables)
+        self.rows: list[array[int]] = []
+        self.fixed: list[Sequence[Any]] = []
+        self.unfit = ""
+        self._device = device
+        self._nothing = torch.empty(0, dtype=torch.int32, device=device)
+
+    def numbers(self, row: array[int], device: torch.device) -> Tensor:
+        self.rows.append(row)
+        return self._nothing
+
+    def launch(self, run: Callable[[], object], fixed: Sequence[Any]) -> None:
+        self.fixed.append(fixed)
+
+    def by_reference(self, what: str) -> None:
+        self.unfit = what
+
+    def matches(self, other: Rehearsal) -> bool:
+        """Whether a graph of the other step is one of this step, but for the numbers."""
+        return (
+            not self.unfit
+            and len(self.rows) == len(other.rows)
+            and len(self.fixed) == len(other.fixed)
+            and all(map(_alike, self.fixed, other.fixed))
+        )
+
+    def upload(self) -> Tensor:
+        """The numbers of all calls on the device, shape (calls, WIDTH), in memory of their own;
+        nothing waits."""
+        joined = array("i", b"".join(row.tobytes() for row in self.rows))
+        if not joined:
+            return torch.empty(0, WIDTH, dtype=torch.int32, device=self._device)
+        return self._tables.upload(torch.frombuffer(joined, dtype=torch.int32), self._device).view(
+            -1, WIDTH
+        )
+
+
+def _alike(parts: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Tables are compared by identity: the same ones, kept along with the rehearsal; all else by
+    value."""
+    return len(parts) == len(others) and all(
+        a is b if isinstance(a, Tensor) or isinstance(b, Tensor) else a == b
+        for a, b in zip(parts, others, strict=True)
+    )
+
+
+@contextmanager
+def using(owner: Any, launcher: Launcher) -> Iterator[None]:
+    """Let a backend launch by another launcher for a while."""
+    before, owner.launcher = owner.launcher, launcher
+    try:
+        yield
+    finally:
+        owner.launcher = before
+
+
+# -- launches -------------------------------------------------------------------------------------
+
 
 CHUNK = 8192
 """Elements a program steps: eight blocks of 1024, so that LAMB's sums of a chunk are those of
@@ -78,24 +238,6 @@ class KernelLaunches(ReferenceBackend):
         with using(self, Recording(self.tables, table)):
             work()
 
-    def step_parts(
-        self,
-        rule: Any,
-        lists: TensorLists,
-        moments: tuple[str, ...],
-        scalars: Any,
-        multiplier: Multiplier,
-        flags: Flags,
-    ) -> None:
-        """Carry out a rule, whose kernel is called like the method of ``reference``."""
-        for part, numbers in self.parts(lists, moments, scalars):
-            if numbers is not None:
-                self.launch_part(rule, part, moments, flags, numbers, multiplier)
-                mark_written(part.lists)
-            elif (value := on_host(multiplier)) is not None:
-                by_reference = getattr(ReferenceBackend, rule.__name__)
-                by_reference(self, part.lists, scalars, value)
-
     def parts(
         self, lists: TensorLists, moments: tuple[str, ...], scalars: Any
     ) -> Iterator[tuple[Part, Tensor | None]]:
@@ -128,12 +270,7 @@ class KernelLaunches(ReferenceBackend):
         return self.tables.launch_of(part, moments, CHUNK)
 
     def launch_part(
-        self,
-        rule: Any,
-        part: Part,
-        moments: tuple[str, ...],
-        flags: Flags,
-        *given: Any,
+        self, rule: Any, part: Part, moments: tuple[str, ...], flags: Flags, *given: Any
     ) -> None:
         """Launch a rule over a part, once or twice (:meth:`Tables.plans`)."""
         columns, plans = self.plans_of(part, moments)
@@ -206,3 +343,94 @@ def on_host(multiplier: Multiplier) -> float | None:
         return multiplier
     value, *skip = multiplier.tolist()
     return None if skip and skip[0] else float(value)
+
+
+# -- sums of squares: chunk by chunk, then in the order of update/sums.py -------------------------
+
+
+SUM_CHUNK = 16384
+"""Elements a program sums."""
+
+
+def sum_alike(tables: Tables, tensors: CachedTensorList) -> Tensor:
+    """Sums of squares of tensors of one dtype."""
+    if tensors[0].dtype not in FLOATS:
+        return sum_of_squares(tensors)
+    if not tensors.contiguous:
+        tensors = CachedTensorList(tensor.contiguous() for tensor in tensors)
+    device = tensors[0].device
+    check_fit(Kind(tensors[0].dtype), {"grad": tensors})
+    column = tables.column(tensors, device)
+    total = None
+    for plan, aligned in tables.plans(tensors, SUM_CHUNK, device, column.odd):
+        squares = torch.empty(plan.programs, 1, dtype=torch.float64, device=device)
+        if plan.programs:
+            with current_device(device):
+                sums.chunk_sums[(plan.programs,)](
+                    plan.owners,
+                    plan.firsts,
+                    plan.sizes,
+                    column.values,
+                    squares,
+                    TYPE=TYPES[tensors[0].dtype],
+                    ALIGNED=aligned,
+                    CHUNK=SUM_CHUNK,
+                    **OPTIONS,
+                )
+        total = joined(total, added(plan, squares))
+    assert total is not None
+    return total[:, 0]
+
+
+def joined(first: Tensor | None, second: Tensor) -> Tensor:
+    """Sums of two plans: a tensor without programs in one of them has 0.0 there, which changes no
+    bit."""
+    return second if first is None else first + second
+
+
+def added(plan: Plan, values: Tensor, launches: bool = True) -> Tensor:
+    """From sums of chunks, shape (programs, columns), to sums of tensors; those are not written
+    without ``launches``."""
+    for each in plan.rounds:
+        results = values.new_empty(each.programs, values.shape[1])
+        if launches:
+            with current_device(values.device):
+                sums.run_sums[(each.programs,)](
+                    each.owners,
+                    each.firsts,
+                    each.starts,
+                    each.counts,
+                    values,
+                    results,
+                    COLUMNS=values.shape[1],
+                    RUN=RUN,
+                    **OPTIONS,
+                )
+        values = results
+    return values
+
+
+# -- StableAdamW's steps of single parameters, formed on the device -------------------------------
+
+
+_LIMIT = SCALARS + 8
+"""Where the limit lies in a launch's numbers."""
+
+
+def clipped_steps(sums: Tensor, counts: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """FP32 ``step_size`` and ``decay`` of each parameter, shape (n, 2), and which are clipped.
+
+    Args:
+        sums: as :meth:`~mp_optim.update.backends.interface.Backend.stable_adamw_sums` gives them.
+        counts: elements of whole parameters.
+        numbers: of the launch.
+    """
+    rate = numbers[RATE : RATE + 2].view(torch.float64)
+    decay_rate = numbers[DECAY_RATE : DECAY_RATE + 2].view(torch.float64)
+    limit = numbers[_LIMIT : _LIMIT + 1].view(torch.float32).double()
+    high, low, nans = sums.unbind(1)
+    high, low = high + (low >> 31), low & 0x7FFFFFFF
+    value = (high.double() * 2.0**31 + low.double()) * (limit * 2.0**-52)
+    mean = torch.where(nans == 0, value, math.nan) / counts.clamp(min=1).double()
+    clip = torch.where(mean <= NOT_CLIPPED, 1.0, root(mean))
+    return torch.stack([rate / clip, decay_rate / clip], 1).float(), clip != 1.0

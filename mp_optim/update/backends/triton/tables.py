@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from mp_optim.slots import CachedTensorList
-from mp_optim.slots.state_keys import AVERAGE, REMAINDER, scale_key
-from mp_optim.update.backends.launch_kinds import Kind, Part, check_fit
-from mp_optim.update.kernel_args import TensorLists
+from mp_optim.slots.slot_state import AVERAGE, REMAINDER, scale_key
+from mp_optim.update.kernel_args import Kind, Part, TensorLists, check_fit
 
 RUN = 1024
 """Sums that one program adds up."""
@@ -46,9 +45,7 @@ class Plan:
         sizes: int64, shape (tensors,).
     """
 
-    def __init__(
-        self, tables: Tables, sizes: array[int], chunk: int, device: torch.device
-    ) -> None:
+    def __init__(self, tables: Tables, sizes: array[int], chunk: int, device: torch.device) -> None:
         self._tables, self._device = tables, device
         self._chunks = [-(-size // chunk) for size in sizes]
         self.programs = sum(self._chunks)
@@ -70,9 +67,7 @@ class Round:
     """One pass over sums that lie tensor by tensor in a row: ``counts`` before, ``results`` after
     it."""
 
-    def __init__(
-        self, tables: Tables, counts: Sequence[int], device: torch.device
-    ) -> None:
+    def __init__(self, tables: Tables, counts: Sequence[int], device: torch.device) -> None:
         self.results = [max(1, -(-count // RUN)) for count in counts]
         self.programs = sum(self.results)
         self.owners, self.firsts = _shares(tables, self.results, device)
@@ -90,16 +85,12 @@ def _firsts(counts: Sequence[int]) -> list[int]:
     return list(accumulate(counts, initial=0))[:-1]
 
 
-def _shares(
-    tables: Tables, counts: Sequence[int], device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _shares(tables: Tables, counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
     owners = torch.repeat_interleave(
         torch.arange(len(counts), dtype=torch.int32, device="cpu"),
         torch.tensor(counts, dtype=torch.int64, device="cpu"),
     )
-    return tables.upload(owners, device), tables.values(
-        array("i", _firsts(counts)), device
-    )
+    return tables.upload(owners, device), tables.values(array("i", _firsts(counts)), device)
 
 
 class Tables:
@@ -117,9 +108,7 @@ class Tables:
 
     def __init__(self, remembered_bytes: int = 64 << 20) -> None:
         self._most_bytes = remembered_bytes
-        self._of_list: dict[
-            tuple[int, Hashable], tuple[weakref.ref[CachedTensorList], Any]
-        ] = {}
+        self._of_list: dict[tuple[int, Hashable], tuple[weakref.ref[CachedTensorList], Any]] = {}
         self._of_content: OrderedDict[Hashable, Any] = OrderedDict()
         self._bytes = 0
         self._captured: list[Any] = []
@@ -140,7 +129,7 @@ class Tables:
         """Addresses of the parts of all tensors, in the order in which kernels take them; and the
         plans by whether all addresses of a tensor, but for its scales, are multiples of 16."""
         lists, state, device = part.lists, part.lists.state, part.lists.grad[0].device
-        first, second = [*moments, "", ""][:2]
+        first, second, third = [*moments, "", "", ""][:3]
         assert part.kind is not None
         tensors = {
             "grad": lists.grad,
@@ -148,8 +137,10 @@ class Tables:
             "remainder": state.get(REMAINDER),
             "moment1": state.get(first),
             "moment2": state.get(second),
+            "moment3": state.get(third),
             "scale1": state.get(scale_key(first)),
             "scale2": state.get(scale_key(second)),
+            "scale3": state.get(scale_key(third)),
             "output": None if part.kind.output is None else lists.output,
             "average": state.get(AVERAGE),
         }
@@ -164,9 +155,7 @@ class Tables:
             *(column.odd for name, column in columns.items() if name in _WIDE)
         )
         plans = self.plans(there.get("main") or there["grad"], chunk, device, odd)
-        return [
-            columns[name].values if name in columns else None for name in tensors
-        ], plans
+        return [columns[name].values if name in columns else None for name in tensors], plans
 
     def streams(self, lists: TensorLists, device: torch.device) -> Tensor | None:
         """Streams of random numbers on the device, each with the tensor's place in its own."""
@@ -178,11 +167,7 @@ class Tables:
         return self.values(pairs, device)
 
     def plans(
-        self,
-        tensors: Sequence[Tensor],
-        chunk: int,
-        device: torch.device,
-        odd: frozenset[int],
+        self, tensors: Sequence[Tensor], chunk: int, device: torch.device, odd: frozenset[int]
     ) -> list[tuple[Plan, bool]]:
         """A plan for the tensors whose parts are all at multiples of 16, and one for those at the
         places ``odd``, each with whether it is the former; one that has all tensors comes alone.
@@ -210,9 +195,7 @@ class Tables:
             for place in without:
                 sizes[place] = 0
             return self._remembered(
-                (sizes.tobytes(), chunk, device),
-                device,
-                lambda: Plan(self, sizes, chunk, device),
+                (sizes.tobytes(), chunk, device), device, lambda: Plan(self, sizes, chunk, device)
             )
 
         return self._known(tensors, ("plan", chunk, device, without), device, build)

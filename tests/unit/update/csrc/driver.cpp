@@ -23,6 +23,7 @@ bool is_blocked(int dtype) { return dtype == MP_F16 || dtype == MP_I8 || dtype =
 struct Kind {
     int grad, output, moment1, moment2, remainder;
     bool noisy;
+    int moment3 = MP_NONE;
 };
 
 // A tensor of its own allocation, `offset` elements in: one element past its end is one too many.
@@ -42,7 +43,7 @@ struct Call {
     std::vector<Buffer> buffers;
     std::vector<int64_t> numel;
     std::vector<uint32_t> streams;
-    std::vector<void*> main, remainder, grad, moment1, moment2, scale1, scale2, output;
+    std::vector<void*> main, remainder, grad, moment1, moment2, moment3, scale1, scale2, scale3, output;
     MpTensors tensors{};
 
     Call(const std::vector<int64_t>& sizes, const Kind& kind) : numel(sizes) {
@@ -68,8 +69,13 @@ struct Call {
             else
                 add(moment1, n, bytes_of(kind.moment1));
             add(moment2, n, bytes_of(kind.moment2));
+            if (kind.moment3 == MP_I4)
+                add(moment3, packed_bytes(n), 1);
+            else
+                add(moment3, n, bytes_of(kind.moment3));
             add_scales(scale1, n, kind.moment1);
             add_scales(scale2, n, kind.moment2);
+            add_scales(scale3, n, kind.moment3);
             add(output, n, bytes_of(kind.output));
         }
         auto table = [](std::vector<void*>& pointers) { return pointers.empty() ? nullptr : pointers.data(); };
@@ -77,7 +83,8 @@ struct Call {
         t.count = int64_t(sizes.size());
         t.numel = numel.data();
         t.main = table(main), t.remainder = table(remainder), t.grad = table(grad), t.output = table(output);
-        t.moment1 = table(moment1), t.moment2 = table(moment2);
+        t.moment1 = table(moment1), t.moment2 = table(moment2), t.moment3 = table(moment3);
+        t.scale3 = (float* const*)table(scale3), t.moment3_dtype = kind.moment3;
         t.scale1 = (float* const*)table(scale1), t.scale2 = (float* const*)table(scale2);
         t.stream = kind.noisy ? streams.data() : nullptr;
         t.main_dtype = main_dtype, t.remainder_dtype = kind.remainder, t.grad_dtype = kind.grad;
@@ -99,19 +106,32 @@ void check(int32_t status, int32_t expected, const char* what) {
     ++failures;
 }
 
+// A rule that steps each element by itself, and its scalars.
+struct Rule {
+    const char* name;
+    std::vector<float> scalars;
+};
+
+const Rule kAdam{"adam", {0.5f, 0.9f, 0.1f, 0.99f, 0.01f, 1e-8f, 1e-3f, 1.0f, 1e-4f, 0.0f}};
+const Rule kSgd{"sgd", {0.5f, 1e-3f, 0.9f, 1.0f, 0.1f, 1.0f, 0.0f}};
+const Rule kLion{"lion", {0.5f, 0.9f, 0.1f, 0.99f, 0.01f, 1e-3f, 1e-4f}};
+const Rule kAdemamix{"ademamix", {0.5f, 0.9f, 0.1f, 0.99f, 0.01f, 0.999f, 1e-3f, 5.0f, 1e-8f, 1e-3f, 1.0f, 1.0f, 1e-4f}};
+
+int32_t step(const MpTensors* t, const Rule* rule, int32_t threads) {
+    return mp_step(t, rule->name, rule->scalars.data(), int32_t(rule->scalars.size()), threads);
+}
+
 uint64_t run_all(const std::vector<int64_t>& sizes, const Kind& kind, int threads) {
     Call call(sizes, kind);
     const MpTensors* t = &call.tensors;
     MpAdam adam{0.5f, 0.9f, 0.1f, 0.99f, 0.01f, 1e-8f, 1e-3f, 1.0f, 1e-4f, 0.0f};
     MpLamb lamb{0.5f, 0.9f, 0.1f, 0.99f, 0.01f, 1e-8f, 1.0f, 1.0f, 0.1f, 0.0f};
-    MpSgd sgd{0.5f, 1e-3f, 0.9f, 1.0f, 0.1f, 1, 0};
-    MpLion lion{0.5f, 0.9f, 0.1f, 0.99f, 0.01f, 1e-3f, 1e-4f};
     std::vector<double> sums(2 * sizes.size());
     std::vector<float> ratios(sizes.size(), 0.01f);
     std::vector<int64_t> zeros(sizes.size());
-    check(mp_adam(t, &adam, threads), MP_OK, "adam");
-    check(mp_sgd(t, &sgd, threads), MP_OK, "sgd");
-    check(mp_lion(t, &lion, threads), MP_OK, "lion");
+    check(step(t, &kAdam, threads), MP_OK, "adam");
+    check(step(t, &kSgd, threads), MP_OK, "sgd");
+    check(step(t, &kLion, threads), MP_OK, "lion");
     check(mp_lamb_moments(t, &lamb, sums.data(), threads), MP_OK, "lamb moments");
     check(mp_lamb_apply(t, &lamb, ratios.data(), threads), MP_OK, "lamb apply");
     check(mp_measure(t, sums.data(), zeros.data(), threads), MP_OK, "measure");
@@ -137,7 +157,8 @@ void run_apart(const std::vector<int64_t>& sizes, const Kind& kind, const Scalar
     auto from = [](std::vector<void*>& table) { return table.empty() ? nullptr : (const void* const*)table.data(); };
     MpTensors& t = apart.tensors;
     t.from_main = from(present.main), t.from_remainder = from(present.remainder);
-    t.from_moment1 = from(present.moment1), t.from_moment2 = from(present.moment2);
+    t.from_moment1 = from(present.moment1), t.from_moment2 = from(present.moment2), t.from_moment3 = from(present.moment3);
+    t.from_scale3 = (const float* const*)from(present.scale3);
     t.from_scale1 = (const float* const*)from(present.scale1), t.from_scale2 = (const float* const*)from(present.scale2);
     for (Buffer& buffer : apart.buffers)
         if (std::find(apart.grad.begin(), apart.grad.end(), buffer.data) == apart.grad.end())
@@ -171,11 +192,14 @@ int32_t muon(const MpTensors* given, const MpMuon* scalars, int32_t threads) {
 }
 
 void run_apart(const std::vector<int64_t>& sizes, const Kind& kind, int threads) {
-    run_apart(sizes, kind, MpAdam{0.5f, 0.9f, 0.1f, 0.99f, 0.01f, 1e-8f, 1e-3f, 1.0f, 1e-4f, 0.0f}, threads, mp_adam);
+    run_apart(sizes, kind, kAdam, threads, step);
+    Kind three = kind;
+    three.moment3 = kind.moment1;
+    run_apart(sizes, three, kAdemamix, threads, step);
     Kind one = kind;  // what a rule has no use for would be left as it is
     one.moment2 = MP_NONE;
-    run_apart(sizes, one, MpSgd{0.5f, 1e-3f, 0.9f, 1.0f, 0.1f, 1, 0}, threads, mp_sgd);
-    run_apart(sizes, one, MpLion{0.5f, 0.9f, 0.1f, 0.99f, 0.01f, 1e-3f, 1e-4f}, threads, mp_lion);
+    run_apart(sizes, one, kSgd, threads, step);
+    run_apart(sizes, one, kLion, threads, step);
     run_apart(sizes, one, MpMuon{0.5f, 0.05f, -0.05f, 0, 1, 1}, threads, muon);
 }
 
@@ -305,16 +329,16 @@ uint64_t run_muon_steps(int threads) {
 // A change to the arguments of a good call, after which they are bad.
 template <class Change>
 void bad_change(const Call& call, const char* what, Change change) {
-    MpAdam adam{};
+    Rule adam{"adam", std::vector<float>(10)};
     MpTensors bad = call.tensors;
     change(bad);
-    check(mp_adam(&bad, &adam, 1), MP_BAD_ARGUMENT, what);
+    check(step(&bad, &adam, 1), MP_BAD_ARGUMENT, what);
 }
 
 void bad_compact_arguments() {
     Call call({5, 0, 3}, {MP_F32, MP_BF16, MP_I8, MP_U8, MP_I16, true});
-    MpAdam adam{};
-    check(mp_adam(&call.tensors, &adam, 1), MP_OK, "compact");
+    Rule adam{"adam", std::vector<float>(10)};
+    check(step(&call.tensors, &adam, 1), MP_OK, "compact");
     bad_change(call, "no remainder", [](MpTensors& t) { t.remainder = nullptr; });
     bad_change(call, "a remainder of no dtype", [](MpTensors& t) { t.remainder_dtype = MP_NONE; });
     bad_change(call, "a float remainder", [](MpTensors& t) { t.remainder_dtype = MP_BF16; });
@@ -326,33 +350,37 @@ void bad_compact_arguments() {
     bad_change(call, "roots of 4 bits", [](MpTensors& t) { t.moment2_dtype = MP_I4; });
     bad_change(call, "unsigned moments", [](MpTensors& t) { t.moment1_dtype = MP_U8; });
     call.scale2[2] = nullptr;
-    check(mp_adam(&call.tensors, &adam, 1), MP_BAD_ARGUMENT, "null scales");
+    check(step(&call.tensors, &adam, 1), MP_BAD_ARGUMENT, "null scales");
 }
 
 void bad_arguments() {
-    MpAdam adam{};
+    Rule adam{"adam", std::vector<float>(10)};
     Call call({5, 0, 3}, {MP_F32, MP_BF16, MP_F32, MP_F32, MP_NONE, false});
     bad_change(call, "a bfloat16 param without a remainder", [](MpTensors& t) { t.main_dtype = MP_BF16; });
-    check(mp_adam(nullptr, &adam, 1), MP_BAD_ARGUMENT, "no tensors");
-    check(mp_adam(&call.tensors, nullptr, 1), MP_BAD_ARGUMENT, "no scalars");
-    check(mp_adam(&call.tensors, &adam, 0), MP_BAD_ARGUMENT, "no threads");
+    check(step(nullptr, &adam, 1), MP_BAD_ARGUMENT, "no tensors");
+    check(mp_step(&call.tensors, "adam", nullptr, 10, 1), MP_BAD_ARGUMENT, "no scalars");
+    check(mp_step(&call.tensors, "adam", adam.scalars.data(), 9, 1), MP_BAD_ARGUMENT, "too few scalars");
+    check(mp_step(&call.tensors, "adan", adam.scalars.data(), 10, 1), MP_BAD_ARGUMENT, "no such rule");
+    check(mp_step(&call.tensors, nullptr, adam.scalars.data(), 10, 1), MP_BAD_ARGUMENT, "no rule");
+    check(step(&call.tensors, &kAdemamix, 1), MP_BAD_ARGUMENT, "no third moment");
+    check(step(&call.tensors, &adam, 0), MP_BAD_ARGUMENT, "no threads");
     MpTensors bad = call.tensors;
     bad.grad_dtype = 9;
-    check(mp_adam(&bad, &adam, 1), MP_BAD_ARGUMENT, "unknown dtype");
+    check(step(&bad, &adam, 1), MP_BAD_ARGUMENT, "unknown dtype");
     bad = call.tensors;
     bad.moment2 = nullptr;
-    check(mp_adam(&bad, &adam, 1), MP_BAD_ARGUMENT, "missing table");
+    check(step(&bad, &adam, 1), MP_BAD_ARGUMENT, "missing table");
     bad = call.tensors;
     bad.moment1 = nullptr, bad.moment1_dtype = MP_NONE;
-    check(mp_adam(&bad, &adam, 1), MP_OK, "no first moment");
-    adam.beta1 = 0.9f;
-    check(mp_adam(&bad, &adam, 1), MP_BAD_ARGUMENT, "no first moment to average");
-    adam.beta1 = 0.0f;
+    check(step(&bad, &adam, 1), MP_OK, "no first moment");
+    adam.scalars[1] = 0.9f;
+    check(step(&bad, &adam, 1), MP_BAD_ARGUMENT, "no first moment to average");
+    adam.scalars[1] = 0.0f;
     call.main[2] = nullptr;
-    check(mp_adam(&call.tensors, &adam, 1), MP_BAD_ARGUMENT, "null tensor");
+    check(step(&call.tensors, &adam, 1), MP_BAD_ARGUMENT, "null tensor");
     call.main[2] = call.main[0];
     call.numel[0] = -1;
-    check(mp_adam(&call.tensors, &adam, 1), MP_BAD_ARGUMENT, "negative size");
+    check(step(&call.tensors, &adam, 1), MP_BAD_ARGUMENT, "negative size");
     check(mp_set_level("none"), MP_BAD_ARGUMENT, "unknown level");
 }
 

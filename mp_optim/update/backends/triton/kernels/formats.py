@@ -14,6 +14,10 @@ BLOCK = tl.constexpr(256)
 GOLDEN = tl.constexpr(0x9E3779B9)
 INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+MOST_BFLOAT16 = tl.constexpr(0x7F7F0000)  # the largest finite one
+MOST_IN_BLOCKS = tl.constexpr(0x7F7FE000)  # the bits of LARGEST: what its codes stand for is finite
+LARGEST = tl.constexpr(2.0**128 * (1.0 - 2.0**-11))
+INFINITE_ROOT = tl.constexpr(0x60000000)  # the bits of 2^65: infinite are squares of its codes
 TINY = tl.constexpr((127 - 100) << 23)  # the bits of 2^-100
 ROUNDER = tl.constexpr(
     1.5 * 2.0**23
@@ -81,6 +85,28 @@ def narrowed(value, TYPE: tl.constexpr):
     else:
         raw = value.to(TYPE)
     return raw
+
+
+@triton.jit
+def is_finite(x):
+    return (x.to(tl.int32, bitcast=True) & MAGNITUDE) < INFINITY
+
+
+@triton.jit
+def bounded(x, made_of_finite):
+    """What overflowed of something finite becomes FP32's largest number, of its sign."""
+    bits = x.to(tl.int32, bitcast=True)
+    overflown = ((bits & MAGNITUDE) == INFINITY) & made_of_finite
+    return tl.where(overflown, bits - 1, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def finite_within(value, MOST: tl.constexpr):
+    """What is finite is brought within a magnitude, given by its bits."""
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & MAGNITUDE
+    above = (magnitude > MOST) & (magnitude < INFINITY)
+    return tl.where(above, (bits ^ magnitude) | MOST, bits).to(tl.float32, bitcast=True)
 
 
 # -- random numbers -------------------------------------------------------------------------------
@@ -171,8 +197,12 @@ def write_moment(value, moment, tile, ROOT: tl.constexpr):
             value = tl.where(tile.offsets < tile.count, value, 0.0)
         raw, scale = encoded(value, tile.words, TYPE, ROOT)
         put(moment.scales, scale, tile.blocks, tl.cdiv(tile.count, BLOCK), tile.masked)
-    elif tile.words is not None and TYPE == tl.int16:
-        raw = dithered(value, sixteen_bits(tile.words, ROOT))
+    elif TYPE == tl.int16:
+        value = finite_within(value, MOST_BFLOAT16)
+        if tile.words is not None:
+            raw = dithered(value, sixteen_bits(tile.words, ROOT))
+        else:
+            raw = narrowed(value, TYPE)
     else:
         raw = narrowed(value, TYPE)
     if TYPE == tl.uint8 and not ROOT:
@@ -226,6 +256,12 @@ def encoded(value, words, TYPE: tl.constexpr, ROOT: tl.constexpr):
         value = tl.sqrt_rn(value)
     # As integers magnitudes have the order of the values, with inf above them and NaN above inf.
     top = tl.max(value.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1)
+    if ROOT:
+        top = tl.where(top == INFINITY, INFINITE_ROOT, top)
+        value = tl.minimum(value, 2.0**65)
+    else:
+        top = tl.where((top > MOST_IN_BLOCKS) & (top < INFINITY), MOST_IN_BLOCKS, top)
+        value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
     good = (top >= TINY) & (top < INFINITY)
     if TYPE == tl.float16:
         exponent = ((top + 0x1000) & INFINITY) - (14 << 23)

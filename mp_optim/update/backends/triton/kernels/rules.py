@@ -1,9 +1,12 @@
-"""Adam, SGD and Lion, each with what it does to a tile."""
+"""Rules that step each element by itself, each with what it does to a tile: a kernel is called like
+its rule, and its scalars come in the order of its class in ``update/element_rules.py``."""
 
 import triton
 import triton.language as tl
 
 from mp_optim.update.backends.triton.kernels.formats import (
+    bounded,
+    is_finite,
     read_main,
     read_moment,
     write_main,
@@ -51,6 +54,38 @@ def adam_step(tile, chunk, step_size, decay, l2, FLAGS: tl.constexpr):
 
 
 @triton.jit
+def ademamix(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    each_tile(_ademamix_tile, chunk, None, FLAGS, ROWS)
+
+
+@triton.jit
+def _ademamix_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
+    beta1, one_minus_beta1, beta2, one_minus_beta2, beta3, one_minus_beta3 = chunk.scalars[:6]
+    alpha, eps, lr, inv_bias1, inv_sqrt_bias2, decay = chunk.scalars[6:12]
+    p = read_main(chunk.main, chunk.rest, tile)
+    g = gradient(chunk, p, tile, decay, False)
+    m = g
+    if chunk.first.stored is not None:
+        m = read_moment(chunk.first, tile, False)
+        m = m * beta1 + g * one_minus_beta1
+    slow = read_moment(chunk.third, tile, False)
+    slow = slow * beta3 + g * one_minus_beta3
+    v = read_moment(chunk.second, tile, True)
+    v = v * beta2 + (g * one_minus_beta2) * g
+    blend = bounded(m * inv_bias1, is_finite(m)) + bounded(slow * alpha, is_finite(slow))
+    blend = bounded(blend, is_finite(m) & is_finite(slow))
+    u = tl.div_rn(blend, denominator(v, eps, inv_sqrt_bias2)) * lr
+    if FLAGS.has_decay:
+        p = p - p * decay
+    p = p - u
+    if chunk.first.stored is not None:
+        write_moment(m, chunk.first, tile, False)
+    write_moment(slow, chunk.third, tile, False)
+    write_moment(v, chunk.second, tile, True)
+    write_main(p, chunk, tile)
+
+
+@triton.jit
 def sgd(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
     each_tile(_sgd_tile, chunk, None, FLAGS, ROWS)
 
@@ -65,7 +100,7 @@ def _sgd_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
             b = g
         else:
             b = read_moment(chunk.first, tile, False)
-            b = b * momentum + g * one_minus_dampening
+            b = bounded(b * momentum + g * one_minus_dampening, is_finite(g))
         write_moment(b, chunk.first, tile, False)
         if FLAGS.nesterov:
             g = g + b * momentum

@@ -15,7 +15,7 @@ from mp_optim.update.backends.triton.kernels.formats import (
     widened,
 )
 
-WEIGHT = tl.constexpr(12)
+WEIGHT = tl.constexpr(1)
 """Where the weight of new main params in their averages lies among a launch's numbers."""
 
 
@@ -29,6 +29,13 @@ class Flags(NamedTuple):
     average_from_end: bool = False
     ahead_from_end: bool = False
 
+    @classmethod
+    def of(cls, scalars: Any) -> "Flags":
+        """Those of a rule's scalars: its switches, and whether there is something to decay."""
+        values = {name: getattr(scalars, name) for name in scalars.__slots__}
+        switches = {name: value for name, value in values.items() if name in cls._fields}
+        return cls(bool(values.get("decay")), bool(values.get("l2")), **switches)
+
 
 class Chunk(NamedTuple):
     """What a program works on.
@@ -37,7 +44,7 @@ class Chunk(NamedTuple):
         tensor: its place in the tables. start: the chunk's first element. count: its elements.
         streams, seed: of random numbers: for each tensor a stream, and where in it the tensor
             begins. factor: what gradients are multiplied with.
-        scalars: nine FP32 numbers of the step; what each is, the rule knows.
+        scalars: twelve FP32 numbers of the step; what each is, the rule knows.
         made: what the step itself made, or is to make, on the device.
         weight: of new main params in their averages.
         grad, main, rest, output, average: pointers to the first element; None where there is no
@@ -58,6 +65,7 @@ class Chunk(NamedTuple):
     rest: Any
     first: Moment
     second: Moment
+    third: Moment
     output: Any
     average: Any
 
@@ -83,11 +91,11 @@ def number(numbers, index):
 
 
 @triton.jit
-def nine(numbers):
-    """The scalars after the seed; those that a rule does not read are not loaded."""
-    return (number(numbers, 1), number(numbers, 2), number(numbers, 3), number(numbers, 4),
-            number(numbers, 5), number(numbers, 6), number(numbers, 7), number(numbers, 8),
-            number(numbers, 9))
+def numbers_of(numbers):
+    """The scalars of a rule; those that it does not read are not loaded."""
+    return (number(numbers, 6), number(numbers, 7), number(numbers, 8), number(numbers, 9),
+            number(numbers, 10), number(numbers, 11), number(numbers, 12), number(numbers, 13),
+            number(numbers, 14), number(numbers, 15), number(numbers, 16), number(numbers, 17))
 
 
 @triton.jit
@@ -148,6 +156,17 @@ def gradient(chunk, main, tile, l2, HAS_L2: tl.constexpr):
     return value
 
 
+@triton.jit
+def placed_moment(column, scales, tensor, start, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """An average of gradients, of which a byte may hold two codes."""
+    at = start
+    if TYPE is not None:  # on its own: up to Triton 3.7 None is not compared with a dtype
+        if TYPE == tl.uint8:
+            at = start // 2
+    values = place(column, tensor, at, TYPE, ALIGNED)
+    return Moment(values, place(scales, tensor, start // BLOCK, tl.float32, False))
+
+
 def _name(launch):
     """A launch is called like its rule."""
     return launch.constants["RULE"].__name__
@@ -155,27 +174,23 @@ def _name(launch):
 
 @triton.jit(repr=_name)
 def step(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains, rests, moments1,
-         moments2, scales1, scales2, outputs, averages, made, RULE: tl.constexpr,
+         moments2, moments3, scales1, scales2, scales3, outputs, averages, made, RULE: tl.constexpr,
          FLAGS: tl.constexpr, KIND: tl.constexpr, ON_DEVICE: tl.constexpr, ALIGNED: tl.constexpr,
          CHUNK: tl.constexpr, ROWS: tl.constexpr):
     """Let a rule step the chunk of this program."""
     tensor, start, count = located(owners, firsts, sizes, skip, CHUNK)
     seed = tl.load(numbers)
-    scalars = nine(numbers)
+    scalars = numbers_of(numbers)
     scale = factor(multiplier, ON_DEVICE)
     grad = place(grads, tensor, start, KIND.grad, ALIGNED)
     main = place(mains, tensor, start, KIND.main, ALIGNED)
     rest = place(rests, tensor, start, KIND.remainder, ALIGNED)
-    start1 = start
-    if KIND.moment1 is not None:  # on its own: up to Triton 3.7 None is not compared with a dtype
-        if KIND.moment1 == tl.uint8:  # two codes a byte
-            start1 = start // 2
-    values1 = place(moments1, tensor, start1, KIND.moment1, ALIGNED)
+    first = placed_moment(moments1, scales1, tensor, start, KIND.moment1, ALIGNED)
     values2 = place(moments2, tensor, start, KIND.moment2, ALIGNED)
-    first = Moment(values1, place(scales1, tensor, start // BLOCK, tl.float32, False))
     second = Moment(values2, place(scales2, tensor, start // BLOCK, tl.float32, False))
+    third = placed_moment(moments3, scales3, tensor, start, KIND.moment3, ALIGNED)
     output = place(outputs, tensor, start, KIND.output, ALIGNED)
     average = place(averages, tensor, start, KIND.average, ALIGNED)
     chunk = Chunk(tensor, start, count, streams, seed, scale, scalars, number(numbers, WEIGHT),
-                  made, grad, main, rest, first, second, output, average)
+                  made, grad, main, rest, first, second, third, output, average)
     RULE(chunk, FLAGS, CHUNK, ROWS)

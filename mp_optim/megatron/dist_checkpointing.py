@@ -1,0 +1,500 @@
+"""Optimizer state for ``megatron.core.dist_checkpointing``, as Megatron's own optimizers write it.
+
+Two forms are written. Without a sharding type in the metadata: that of Megatron's Float16 and FP32
+optimizers, ``optimizer.state.fp32_param.<name>`` and the moments. With one: that of its distributed
+optimizer's ``fully_reshardable``, ``optimizer.state.param.<name>``. Either has whole parameters, so
+it is loaded in any layout, and with the distributed optimizer on or off.
+
+A third is read where the model is cut into the same buckets: ``dp_reshardable``, tensors as long as
+the buckets of Megatron's DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+)
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.utils import (
+    add_prefix_for_sharding,
+    extract_sharded_tensors_and_factories,
+)
+from megatron.core.utils import to_local_if_dtensor
+from torch import Tensor, nn
+
+from mp_optim.checkpoint.shards import FlatShard
+from mp_optim.config.rules import is_elementwise
+from mp_optim.distributed.optimizer import DistributedOptimizer
+from mp_optim.megatron.saved_parts import (
+    REQUEST,
+    Settings,
+    WholeState,
+    group_settings_of,
+    groups_with_settings,
+    name_of,
+    whole_states,
+)
+from mp_optim.precision import MegatronOptimizer
+from mp_optim.slots import Slot
+from mp_optim.slots.slot_state import MASTER, State
+
+SHARDING_TYPE = "distrib_optim_sharding_type"
+"""In Megatron's metadata: in which form its distributed optimizer writes, or wrote."""
+_RESHARDABLE, _BUCKETS = "fully_reshardable", "dp_reshardable"
+_WRITTEN_AS_RESHARDABLE = (_RESHARDABLE, _BUCKETS, "fully_sharded_model_space")
+_FLOAT16_MAIN, _DISTRIBUTED_MAIN = "fp32_param", "param"
+"""What Megatron's Float16 optimizer calls a main param, and its distributed one."""
+_STATE = "param_state"
+"""Key of the tensors, by running index."""
+
+ModelTensor = Any
+"""One parameter of the model's sharded state dict: Megatron's ``ShardedTensor``, or the
+``ShardedTensorFactory`` that makes some of it."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a checkpoint's form calls things.
+
+    Attributes:
+        main: key of main params. is_distributed: Megatron's distributed optimizer reads it.
+        avoids_prefix: parts of a chain are told apart by their parameters' names alone.
+    """
+
+    main: str
+    is_distributed: bool
+    avoids_prefix: bool
+
+    @classmethod
+    def of(cls, sharding_type: str | None, metadata: Mapping[str, Any]) -> Form:
+        """The form that a sharding type and metadata ask for.
+
+        Raises:
+            ValueError: there is no such type here, naming it.
+        """
+        avoids = bool(metadata.get("chained_optim_avoid_prefix", False))
+        if sharding_type is None:
+            return cls(_FLOAT16_MAIN, False, avoids)
+        if sharding_type not in _WRITTEN_AS_RESHARDABLE:
+            raise ValueError(
+                f"{SHARDING_TYPE}={sharding_type!r}: state is saved and loaded as "
+                f"{_RESHARDABLE!r} (--dist-ckpt-optim-fully-reshardable)"
+            )
+        return cls(_DISTRIBUTED_MAIN, True, avoids)
+
+    def key(self, part: MegatronOptimizer, slot: Slot, key: str) -> str:
+        """What a state tensor is called. In Megatron's layer-wise optimizer main params of Muon's
+        matrices are called as in its Float16 optimizer, all others as in a distributed one."""
+        if key != MASTER:
+            return key
+        is_float16 = name_of(part, slot)[1].dtype != torch.float32
+        is_muons = part.param_groups[slot.group].get("optimizer") == "muon"
+        return _FLOAT16_MAIN if is_muons and is_float16 else self.main
+
+
+def kept_parts(stack: MegatronOptimizer, elsewhere: Sequence[Sequence[Settings]]) -> list[int]:
+    """Which parts Megatron has too: the first, and those with parameters on some rank."""
+    return [
+        index
+        for index, part in enumerate(stack.chained_optimizers)
+        if index == 0 or not part.is_stub_optimizer or elsewhere[index]
+    ]
+
+
+# -- what is saved
+
+
+def sharded_state_dict(
+    stack: MegatronOptimizer,
+    model_sharded_state_dict: Any,
+    elsewhere: Sequence[Sequence[Settings]],
+    metadata: dict[str, Any],
+    sharding_type: str | None,
+) -> dict[Any, Any]:
+    """What ``dist_checkpointing.save`` takes. Collective if some part is distributed.
+
+    Args:
+        elsewhere: for each part, the groups that only other ranks have.
+        metadata: the sharding type in it becomes that which is written.
+
+    Raises:
+        ValueError: a parameter is not in the model's state dict, its state has not the parameter's
+            shape, or parameters were stepped a different number of times; naming it.
+        BrokenOffError: the last step or load was broken off half-way.
+    """
+    stack.step_mark.check("sharded_state_dict")
+    form = Form.of(sharding_type or metadata.get(SHARDING_TYPE), metadata)
+    stack.init_state()
+    if SHARDING_TYPE in metadata:
+        metadata[SHARDING_TYPE] = _RESHARDABLE
+    step = _common_step(stack)
+    kept = kept_parts(stack, elsewhere)
+    saved: dict[Any, Any] = {}
+    for index in kept:
+        part = stack.chained_optimizers[index]
+        saved[index] = _saved_part(part, model_sharded_state_dict, elsewhere[index], form, step)
+        if len(kept) > 1 and not form.avoids_prefix:
+            add_prefix_for_sharding(saved[index], f"chained_{index}.")
+    return saved if len(saved) > 1 else next(iter(saved.values()))
+
+
+def _common_step(stack: MegatronOptimizer) -> float | None:
+    """How often every slot was stepped; None without any that is stepped.
+
+    Raises:
+        ValueError: not all as often, naming two.
+    """
+    first: tuple[str, float] | None = None
+    for slot in stack.slots():
+        state = stack.slot_state(slot)
+        if "step" not in state:
+            continue
+        step = float(state["step"])
+        first = first or (stack.slot_name(slot), step)
+        if step != first[1]:
+            raise ValueError(
+                f"{first[0]} was stepped {first[1]:g} times, {stack.slot_name(slot)} {step:g}: "
+                "Megatron's form has one number for all; save with --ckpt-format torch, or with "
+                "mp_optim.checkpoint.save(root, model, optimizer)"
+            )
+    return None if first is None else first[1]
+
+
+def _saved_part(
+    part: MegatronOptimizer,
+    model_sharded_state_dict: Any,
+    elsewhere: Sequence[Settings],
+    form: Form,
+    step: float | None,
+) -> dict[str, Any]:
+    live = zip(group_settings_of(part), part.param_groups, strict=True)
+    groups = [*(settings for settings, group in live if group["params"]), *elsewhere]
+    stepped = {} if step is None else {"step": int(step)}
+    inner: dict[str, Any] = {"param_groups": [{**group, **stepped} for group in groups]}
+    if not form.is_distributed:
+        inner["state"] = {} if step is None else {"common_step": _step_tensor(step)}
+    is_float16 = part.config.fp16 or part.config.bf16
+    saved: dict[str, Any] = {"optimizer": inner} if is_float16 or form.is_distributed else inner
+    if tensors := dict(_saved_tensors(part, model_sharded_state_dict, form)):
+        saved[_STATE] = tensors
+    if part.grad_scaler is not None:
+        saved["grad_scaler"] = part.grad_scaler.state_dict()
+    if form.is_distributed:
+        saved["param_state_sharding_type"] = _RESHARDABLE
+    return saved
+
+
+def _step_tensor(step: float) -> Tensor:
+    return torch.tensor(step, dtype=torch.float32, device="cpu")
+
+
+def _saved_tensors(
+    part: MegatronOptimizer, model_sharded_state_dict: Any, form: Form
+) -> Iterator[tuple[int, dict[str, ModelTensor]]]:
+    of_model = _model_tensors(model_sharded_state_dict, part)
+    pairs = zip(whole_states(part), of_model, strict=True)
+    for index, (whole, model_tensor) in enumerate(pairs):
+        state = _checked(part, whole.slot, _with_main(part, whole, form))
+        tensors = {}
+        for key, value in state.items():
+            called = form.key(part, whole.slot, key)
+            tensors[called] = _state_tensor(model_tensor, called, value, only_here=whole.only_here)
+        if tensors:
+            yield index, tensors
+
+
+def _with_main(part: MegatronOptimizer, whole: WholeState, form: Form) -> State:
+    """A slot's tensors; Megatron's distributed optimizer has a main param of FP32 parameters
+    too."""
+    state = {key: value for key, value in whole.state.items() if key != "step"}
+    _, param = name_of(part, whole.slot)
+    if form.is_distributed and param.dtype == torch.float32 and MASTER not in state:
+        state[MASTER] = param.detach().clone()
+        return state if state.keys() != {MASTER} or not whole.only_here else {}
+    return state
+
+
+def _checked(part: MegatronOptimizer, slot: Slot, state: State) -> State:
+    for key in state:
+        if not is_elementwise(key):
+            raise ValueError(
+                f"{part.slot_name(slot)}.{key} has not the shape of the parameter, and Megatron's "
+                "form has no place for such state; save with --ckpt-format torch, or with "
+                "mp_optim.checkpoint.save(root, model, optimizer)"
+            )
+    return state
+
+
+# -- tensors placed as the model's own are
+
+
+def _model_tensors(model_sharded_state_dict: Any, part: MegatronOptimizer) -> list[ModelTensor]:
+    """The model's sharded tensor of each parameter of a part: it says where in the whole model this
+    rank's are, whatever the parallelism.
+
+    Raises:
+        ValueError: it has none, naming the parameter.
+    """
+    named = [name_of(part, slot) for slot in part.slots()]
+    if not named:
+        return []
+    sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+    by_id: dict[int, ModelTensor] = {id(entry.data): entry for entry in nested_values(sharded)}
+    found: list[ModelTensor] = []
+    for name, param in named:
+        key = id(to_local_if_dtensor(param))
+        if key not in by_id:
+            raise ValueError(
+                f"{name} is not in the model's sharded state dict, so nothing says where in the "
+                "model it is: pass model.sharded_state_dict() as it comes (its tensors have to be "
+                "the parameters themselves, keep_vars=True)"
+            )
+        found.append(by_id[key])
+    return found
+
+
+def _state_tensor(
+    model_tensor: ModelTensor, key: str, value: Tensor, *, only_here: bool = False
+) -> ModelTensor:
+    """A state tensor of a parameter, placed as the parameter is.
+
+    Args:
+        key: of the state, as Megatron calls it. value: of the local parameter's shape.
+        only_here: no other data-parallel rank saves it, so this one has to.
+    """
+    sharded = make_sharded_optimizer_tensor(model_tensor, value, prefix=f"optimizer.state.{key}")
+    if not only_here:
+        return sharded
+    place = sharded.replica_id  # its last coordinate is the data-parallel one
+    return replace(sharded, replica_id=(*place[:-1], 0) if isinstance(place, tuple) else 0)
+
+
+# -- what is asked for
+
+
+def requested_state_dict(
+    stack: MegatronOptimizer,
+    model_sharded_state_dict: Any,
+    elsewhere: Sequence[Sequence[Settings]],
+    metadata: Mapping[str, Any],
+    sharding_type: str | None,
+    chunks: Sequence[nn.Module],
+) -> dict[Any, Any]:
+    """What ``dist_checkpointing.load`` fills. The tensors are new ones, on the host: the stack
+    takes them over when all have been checked.
+
+    Raises:
+        ValueError: a parameter is not in the model's state dict, or the checkpoint has a form that
+            is not read here; naming it.
+    """
+    kept = kept_parts(stack, elsewhere)
+    stack.init_state()
+    kind = sharding_type or metadata.get(SHARDING_TYPE)
+    form, in_buckets = Form.of(kind, metadata), kind == _BUCKETS
+    tensors: dict[int, dict[str, Any]] = {}
+    request = LocalNonpersistentObject({"in_buckets": in_buckets})
+    asked: dict[Any, Any] = {_STATE: tensors, REQUEST: request}
+    first = 0
+    for index, part in enumerate(stack.chained_optimizers):
+        if index in kept:
+            prefix = f"chained_{index}." if len(kept) > 1 else ""
+            if in_buckets:
+                asked[index], of_part = _requested_buckets(part, chunks, prefix)
+            else:
+                of_part = dict(_requested_tensors(part, model_sharded_state_dict, form))
+                if prefix and not form.avoids_prefix:
+                    add_prefix_for_sharding(of_part, prefix)
+            tensors.update({first + number: of_part[number] for number in of_part})
+        first += len(part.slots())
+    return asked
+
+
+def _requested_tensors(
+    part: MegatronOptimizer, model_sharded_state_dict: Any, form: Form
+) -> Iterator[tuple[int, dict[str, ModelTensor]]]:
+    of_model = _model_tensors(model_sharded_state_dict, part)
+    for index, (slot, model_tensor) in enumerate(zip(part.slots(), of_model, strict=True)):
+        state = part.full_slot_state(slot)
+        keys = _checked(part, slot, {key: state[key] for key in state if key != "step"})
+        tensors = {}
+        for key in keys:
+            called = form.key(part, slot, key)
+            tensors[called] = _state_tensor(model_tensor, called, _empty(part, slot, key))
+        if tensors:
+            yield index, tensors
+
+
+def _empty(part: MegatronOptimizer, slot: Slot, key: str) -> Tensor:
+    """Room for what is loaded. What a checkpoint has no elements for (vocabulary that is padded
+    otherwise) keeps the model's values, and moments of zero."""
+    _, param = name_of(part, slot)
+    if key == MASTER:
+        return param.detach().to("cpu", torch.float32, copy=True)
+    return torch.zeros(param.shape, dtype=torch.float32, device="cpu")
+
+
+# -- buckets
+
+
+class BucketPlace(NamedTuple):
+    """Where Megatron's buffers have a parameter.
+
+    Attributes:
+        key: of the bucket's tensors. numel: their length, without padding at the end.
+        start: of the parameter in them.
+    """
+
+    key: str
+    numel: int
+    start: int
+
+
+def _requested_buckets(
+    part: MegatronOptimizer, chunks: Sequence[nn.Module], prefix: str
+) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """What is asked for of a part: its settings, and the tensors by running index in it.
+
+    Raises:
+        ValueError: there are no buckets here, Megatron keeps Muon's matrices otherwise, or a
+            parameter is in none.
+    """
+    if part.config.optimizer == "muon":
+        raise ValueError(
+            f"the checkpoint has Megatron's {_BUCKETS!r}, which is not read with optimizer='muon'; "
+            "save it again with --dist-ckpt-optim-fully-reshardable"
+        )
+    if not isinstance(part, DistributedOptimizer) or not chunks:
+        raise ValueError(
+            f"the checkpoint has Megatron's {_BUCKETS!r}, which is read with "
+            "use_distributed_optimizer=True and the model in Megatron's DistributedDataParallel "
+            "as it was saved; to load it otherwise, save it again with "
+            "--dist-ckpt-optim-fully-reshardable"
+        )
+    ranks, dp = part.process_groups.grad_stats, part.process_groups.dp
+    assert dp is not None  # its constructor asks for it
+    domain = f"optimizer.distributed.dp_group_idx_{0 if ranks is None else ranks.rank()}"
+    is_expert = any(group.get("is_expert_parallel") for group in part.param_groups)
+    places = dict(_places(chunks, domain, expert=is_expert))
+    tensors: dict[int, dict[str, Any]] = {}
+    for number, slot in enumerate(part.slots()):
+        name, param = name_of(part, slot)
+        if id(param) not in places:
+            raise ValueError(f"{name} is in no buffer of the model's DistributedDataParallel")
+        tensors[number] = dict(_bucket_tensors(part, slot, places[id(param)]))
+    keys = ["optimizer", *(["grad_scaler"] if part.grad_scaler is not None else [])]
+    copy = (0, 0, dp.rank())
+    settings = {
+        key: ShardedObject(f"{domain}.{key}", None, (1,), (0,), replica_id=copy) for key in keys
+    }
+    if prefix:
+        add_prefix_for_sharding(settings, prefix)
+        add_prefix_for_sharding(tensors, prefix)
+    return settings, tensors
+
+
+def _places(
+    chunks: Sequence[Any], domain: str, *, expert: bool
+) -> Iterator[tuple[int, BucketPlace]]:
+    """By a parameter's id."""
+    attribute = "expert_parallel_buffers" if expert else "buffers"
+    buffers = chain.from_iterable(getattr(chunk, attribute) for chunk in chunks)
+    for number, buffer in enumerate(buffers):
+        dtypes = buffer.param_dtype, buffer.grad_dtype
+        for param, (start, _, bucket_id) in buffer.param_index_map.items():
+            bucket = buffer.buckets[bucket_id]
+            key = f"{domain}.gbuf_idx_{number}.dtype_{dtypes}.bucket_idx_{bucket_id}"
+            yield (id(param), BucketPlace(key, bucket.numel_unpadded, start - bucket.offset))
+
+
+def _bucket_tensors(
+    part: MegatronOptimizer, slot: Slot, place: BucketPlace
+) -> Iterator[tuple[str, Any]]:
+    """A tensor for each key, of the elements that this rank has; none if it has no elements."""
+    for key, value in part.full_slot_state(slot).items():
+        if key == "step":
+            continue
+        start, count = 0, value.numel()
+        if isinstance(value, FlatShard):
+            start, count = value.start, value.local.numel()
+        if count:
+            called = _DISTRIBUTED_MAIN if key == MASTER else key
+            data = torch.zeros(count, dtype=torch.float32, device="cpu")
+            yield (
+                called,
+                ShardedTensor(
+                    f"{place.key}.{called}",
+                    data,
+                    data.dtype,
+                    tuple(data.shape),
+                    (place.numel,),
+                    (place.start + start,),
+                    axis_fragmentations=None,
+                    replica_id=(0, 0, 0),
+                ),
+            )
+
+
+# -- what was loaded
+
+
+def plain_state_dict(stack: MegatronOptimizer, loaded: Mapping[Any, Any]) -> dict[str, Any]:
+    """What ``dist_checkpointing.load`` returned, as a plain state dict for the stack's
+    ``load_state_dict``, which checks it as a whole before anything is written.
+
+    Raises:
+        ValueError: param groups do not match, or nothing says how many steps were taken.
+    """
+    numbered = sorted(key for key in loaded if isinstance(key, int))
+    parts: list[Mapping[str, Any]] = [loaded[key] for key in numbered] or [loaded]
+    # an FP32 optimizer has its param groups at the top
+    inner: list[Mapping[str, Any]] = [part.get("optimizer", part) for part in parts]
+    groups = [group for part in inner for group in part.get("param_groups", ())]
+    step = _loaded_step(inner, groups)
+    state: dict[int, State] = {}
+    for index, slot in enumerate(stack.slots()):
+        if "step" not in stack.slot_state(slot):
+            continue  # never trained
+        tensors = dict(loaded.get(_STATE, {}).get(index, {}))
+        for main in {_FLOAT16_MAIN, _DISTRIBUTED_MAIN} & tensors.keys():
+            tensors[MASTER] = tensors.pop(main)
+        if loaded[REQUEST]["in_buckets"]:
+            live = stack.full_slot_state(slot)
+            keys = [key for key in live if key != "step"]
+            tensors = {key: _as_shard(live[key], tensors.get(key)) for key in keys}
+        state[index] = {"step": _step_tensor(step), **tensors}
+    plain = {"state": state, "param_groups": groups_with_settings(stack, groups)}
+    scalers = [part["grad_scaler"] for part in parts if part.get("grad_scaler")]
+    return {**plain, "grad_scaler": scalers[0]} if scalers else plain
+
+
+def _loaded_step(parts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> float:
+    """The steps taken: Megatron says so in one of two places, and for optimizers that need no
+    number in none, which is taken as 1."""
+    for part in parts:
+        common = part.get("state", {}).get("common_step")
+        if common is not None:
+            return float(common)
+    steps = [group["step"] for group in groups if group.get("step") is not None]
+    return float(max(steps, default=1))
+
+
+def _as_shard(live: Any, elements: Tensor | None) -> Any:
+    """Loaded elements in the form in which a stack shows what it has of a parameter.
+
+    Args:
+        live: the stack's own tensor. elements: flat; None if this rank has none.
+    """
+    local = live.local if isinstance(live, FlatShard) else live
+    value = local.detach().float() if elements is None else elements.to(local.device)
+    if isinstance(live, FlatShard):
+        return FlatShard(value.reshape(-1), live.shape, live.start)
+    return value.view(live.shape)

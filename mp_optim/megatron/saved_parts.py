@@ -1,0 +1,251 @@
+"""The parts of a stack as Megatron saves them: settings of param groups, known by what they are and
+not by their order, and state of which data-parallel ranks have parts, put together on one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mp_optim.checkpoint.shards import FlatShard
+from mp_optim.distributed.optimizer import DistributedOptimizer
+from mp_optim.precision import MegatronOptimizer
+from mp_optim.slots import Slot, param_at
+from mp_optim.slots.slot_state import State
+from mp_optim.slots.state_dict import plain_groups
+
+Settings = dict[str, Any]
+Range = tuple[int, int]
+"""First element of a flattened parameter that a rank has, and how many it has."""
+
+REQUEST = "mp_optim_request"
+"""Key in a state dict that ``dist_checkpointing`` loads: how it was asked for."""
+_KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""Settings that tell groups apart in every version of Megatron."""
+_OF_THIS_RANK = ("params", "param_names", "param_checksums", "fqns")
+_NOT_IDENTITY = ("lr", "weight_decay", "step", *_OF_THIS_RANK)
+"""What changes as training goes on, or differs between ranks, and so tells nothing apart."""
+
+
+# -- settings of param groups
+
+
+def group_settings_of(part: MegatronOptimizer) -> list[Settings]:
+    """The settings of a part's groups, without its parameters."""
+    return [
+        {key: value for key, value in group.items() if key not in _OF_THIS_RANK}
+        for group in plain_groups(part.param_groups)
+    ]
+
+
+def groups_elsewhere(stack: MegatronOptimizer) -> list[list[Settings]]:
+    """For each part, groups that only other ranks have (experts, say, of other pipeline stages).
+    Collective over all processes, as Megatron's factory is."""
+    here = [group_settings_of(part) for part in stack.chained_optimizers]
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [[] for _ in here]
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, here)
+    elsewhere: list[list[Settings]] = []
+    for index, groups in enumerate(here):
+        of_ranks = [of_rank[index] for of_rank in everywhere if index < len(of_rank)]
+        elsewhere.append(_not_among(groups, of_ranks))
+    return elsewhere
+
+
+def _not_among(here: Sequence[Settings], of_ranks: Sequence[Sequence[Settings]]) -> list[Settings]:
+    """Groups of some rank that are of no kind that is here; each once."""
+    known = [_identity(group) for group in here]
+    others: list[Settings] = []
+    for groups in of_ranks:
+        for group in groups:
+            identity = _identity(group)
+            # a rank without parameters has a group that says nothing
+            if identity not in known and all(key in group for key in _KIND):
+                known.append(identity)
+                others.append(group)
+    return others
+
+
+def groups_with_settings(
+    stack: MegatronOptimizer, saved: Sequence[Mapping[str, Any]]
+) -> list[Settings]:
+    """The stack's groups, each with the settings of the saved one that is of its kind."""
+    groups = plain_groups(stack.param_groups)
+    for group in groups:
+        if group["params"]:
+            group.update(matched_settings(group, saved))
+    return groups
+
+
+def matched_settings(live: Settings, saved: Sequence[Mapping[str, Any]]) -> Settings:
+    """The settings that a group takes from saved ones: of the group of its kind, and of those the
+    one that is most like it. Experts are a kind of their own only in some layouts, so for want of
+    it a dense group will do, and the other way round.
+
+    Raises:
+        ValueError: there is none of its kind, or two are as like it; naming the settings.
+    """
+    wanted = _identity(live).items()
+    exact = [group for group in saved if same_kind(group, live)]
+    kind = exact or [group for group in saved if _without_experts(group) == _without_experts(live)]
+    if not kind:
+        raise ValueError(
+            f"no saved param group has {_kind_in_words(live)}; saved are "
+            f"{'; '.join(map(_kind_in_words, saved)) or 'none'}"
+        )
+    if "optimizer" in live:  # beside Muon, Megatron names only the scalar optimizer
+        rule = live["optimizer"]
+        kind = [group for group in kind if group.get("optimizer", "muon") == rule] or kind
+    likeness = [sum(_plain(group.get(key)) == value for key, value in wanted) for group in kind]
+    best = [group for group, like in zip(kind, likeness, strict=True) if like == max(likeness)]
+    shared = live.keys() - set(_OF_THIS_RANK)
+    taken = [{key: group[key] for key in shared & group.keys()} for group in best]
+    if any(settings != taken[0] for settings in taken[1:]):
+        raise ValueError(
+            f"{len(best)} saved param groups have {_kind_in_words(live)}, and none is more like "
+            "the present one than the others"
+        )
+    return taken[0]
+
+
+def _identity(group: Mapping[str, Any]) -> Settings:
+    return {key: _plain(value) for key, value in group.items() if key not in _NOT_IDENTITY}
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """NeMo keeps some of them under ``pre_<name>``."""
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in _KIND)
+
+
+def same_kind(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two groups have the settings that tell groups apart in common."""
+    return _kind(group) == _kind(other)
+
+
+def _without_experts(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return _kind({**group, "is_expert_parallel": None})
+
+
+def _kind_in_words(group: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in zip(_KIND, _kind(group), strict=True))
+
+
+# -- state over all data-parallel ranks
+
+
+@dataclass(frozen=True)
+class WholeState:
+    """A slot's state over all of its parameter on this model-parallel rank.
+
+    Attributes:
+        state: FP32 tensors on their own memory, and ``step``. Only ``step`` if another
+            data-parallel rank has been given the rest.
+        only_here: no other data-parallel rank has it.
+    """
+
+    slot: Slot
+    state: State
+    only_here: bool = False
+
+
+def whole_states(part: MegatronOptimizer, rank: int | None = None) -> Iterator[WholeState]:
+    """The state of every slot of a part that has any; copies, so that the next step does not write
+    what is still being saved. Collective over its data-parallel ranks if it is distributed.
+
+    Args:
+        rank: which of these ranks is given what they share out; by default, of each parameter, the
+            rank that has most of it: most parameters are on one rank whole.
+    """
+    if not isinstance(part, DistributedOptimizer):
+        yield from (WholeState(slot, _copied_state(part, slot)) for slot in part.slots())
+        return
+    group = part.process_groups.dp
+    assert group is not None  # its constructor asks for it
+    ranges: list[Any] = [None] * group.size()
+    dist.all_gather_object(ranges, [_range(part, slot) for slot in part.slots()], group=group)
+    for slot, *of_ranks in zip(part.slots(), *ranges, strict=True):
+        state = _copied_state(part, slot)
+        if any(of_rank is None for of_rank in of_ranks):
+            yield WholeState(slot, state)  # every rank steps all of it
+            continue
+        counts = [count for _, count in of_ranks]
+        receiver = counts.index(max(counts)) if rank is None else rank
+        yield _put_together(slot, state, of_ranks, receiver, group)
+
+
+def flat_shard_of(state: State) -> FlatShard | None:
+    """A tensor of a slot of which this rank has only some elements; None if it has all."""
+    return next((value for value in state.values() if isinstance(value, FlatShard)), None)
+
+
+def _range(part: MegatronOptimizer, slot: Slot) -> Range | None:
+    shard = flat_shard_of(part.slot_state(slot))
+    return None if shard is None else (shard.start, shard.local.numel())
+
+
+def _copied_state(part: MegatronOptimizer, slot: Slot) -> State:
+    """A slot's state in FP32; not the live tensors on the host, for what saves in the background
+    copies from accelerators only."""
+    state = dict(part.full_slot_state(slot))
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.device.type == "cpu":
+            state[key] = value.detach().clone()
+    return state
+
+
+def _put_together(
+    slot: Slot, state: State, ranges: Sequence[Range], rank: int, group: ProcessGroup
+) -> WholeState:
+    shards = {key: value for key, value in state.items() if isinstance(value, FlatShard)}
+    rest = {key: value for key, value in state.items() if key not in shards}
+    is_here, holders = group.rank() == rank, [count for _, count in ranges if count]
+    gathered: list[Tensor] = []
+    if len(holders) > 1 or (holders and not ranges[rank][1]):
+        gathered = _gather(list(shards.values()), ranges, rank, group)
+    elif is_here:
+        gathered = [shard.local.view(shard.shape) for shard in shards.values()]
+    whole = dict(zip(shards, gathered, strict=True)) if is_here else {}
+    return WholeState(slot, {**rest, **whole}, only_here=True)
+
+
+def _gather(
+    shards: Sequence[FlatShard], ranges: Sequence[Range], rank: int, group: ProcessGroup
+) -> list[Tensor]:
+    """The whole tensors of some shards of one range, on one rank; nothing on the others."""
+    is_nccl = "nccl" in str(dist.get_backend(group))
+    device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+    largest = max(count for _, count in ranges)
+    sent = torch.zeros(len(shards), largest, dtype=torch.float32, device=device)
+    for row, shard in zip(sent, shards, strict=True):
+        row[: shard.local.numel()].copy_(shard.local)
+    is_here = group.rank() == rank
+    received = [torch.empty_like(sent) for _ in ranges] if is_here else None
+    dist.gather(sent, received, dist.get_global_rank(group, rank), group=group)
+    if received is None:
+        return []
+    return [_joined(shard, row, received, ranges) for row, shard in enumerate(shards)]
+
+
+def _joined(
+    shard: FlatShard, row: int, received: Sequence[Tensor], ranges: Sequence[Range]
+) -> Tensor:
+    whole = torch.empty(shard.shape.numel(), dtype=torch.float32, device=shard.device)
+    for (start, count), of_rank in zip(ranges, received, strict=True):
+        whole[start : start + count].copy_(of_rank[row, :count])
+    return whole.view(shard.shape)
+
+
+def name_of(part: MegatronOptimizer, slot: Slot) -> tuple[str, Tensor]:
+    """A slot's name and parameter."""
+    return part.slot_name(slot), param_at(part.param_groups, slot)

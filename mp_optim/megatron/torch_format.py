@@ -1,0 +1,216 @@
+"""State of ``--ckpt-format torch``: what every data-parallel rank has alike in the state dict, and
+the state that these ranks share out in a file of its own, written by the first of them.
+
+What Megatron's Float16 optimizer saved there is read, too: FP32 copies and moments by position in
+its param groups.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mp_optim.checkpoint.foreign.formats import from_megatron
+from mp_optim.checkpoint.foreign.state import import_state
+from mp_optim.checkpoint.shards import FlatShard
+from mp_optim.distributed.optimizer import DistributedOptimizer
+from mp_optim.megatron.saved_parts import (
+    flat_shard_of,
+    group_settings_of,
+    groups_with_settings,
+    matched_settings,
+    name_of,
+    same_kind,
+    whole_states,
+)
+from mp_optim.precision import MegatronOptimizer
+from mp_optim.slots import Slot
+from mp_optim.slots.slot_state import State
+from mp_optim.slots.state_dict import plain_groups
+
+APART = "parameter_state_apart"
+"""Marks a state dict whose state is in a file of :func:`save_parameter_state`."""
+_FORMAT = "mp_optim parameter state 1"
+_COPIES = "fp32_from_fp16_params"
+
+
+# -- state that data-parallel ranks share out
+
+
+def is_shared_out(stack: MegatronOptimizer) -> bool:
+    """Whether data-parallel ranks have different parts of the state."""
+    return any(isinstance(part, DistributedOptimizer) for part in stack.chained_optimizers)
+
+
+def common_state_dict(stack: MegatronOptimizer) -> dict[str, Any]:
+    """Settings and loss scale: what a distributed stack has alike on all data-parallel ranks."""
+    parts = stack.chained_optimizers
+    groups = [group for part in parts for group in group_settings_of(part)]
+    common: dict[str, Any] = {APART: True, "param_groups": groups}
+    if stack.grad_scaler is not None:
+        common["grad_scaler"] = stack.grad_scaler.state_dict()
+    return common
+
+
+def load_common(stack: MegatronOptimizer, common: Mapping[str, Any]) -> None:
+    """Load what :func:`common_state_dict` made; state stays as it is.
+
+    Raises:
+        ValueError: it does not fit this optimizer; nothing was loaded.
+    """
+    plain = stack.state_dict()
+    plain["param_groups"] = groups_with_settings(stack, common["param_groups"])
+    if common.get("grad_scaler"):
+        plain["grad_scaler"] = common["grad_scaler"]
+    stack.load_state_dict(plain)
+
+
+def save_parameter_state(stack: MegatronOptimizer, filename: str) -> None:
+    """Write the state of all slots, whole and in FP32. Collective over each part's data-parallel
+    ranks; a rank that is the first of some part's writes the file of that name."""
+    stack.step_mark.check("save_parameter_state")
+    stack.init_state()
+    states: list[dict[str, State] | None] = []
+    for part in stack.chained_optimizers:
+        named: dict[str, State] = {}
+        for whole in whole_states(part, 0):
+            named[part.slot_name(whole.slot)] = whole.state
+        states.append(named if _is_first(part) else None)
+    if any(state is not None for state in states):
+        partial = f"{filename}.partial"
+        torch.save({"format": _FORMAT, "parts": states}, partial)
+        os.replace(partial, filename)
+
+
+def load_parameter_state(stack: MegatronOptimizer, filename: str) -> None:
+    """Load what :func:`save_parameter_state` wrote, in any number of data-parallel ranks. Each
+    part's first rank reads its file and hands the others their elements.
+
+    Raises:
+        ValueError: it is another file, or does not fit this optimizer; nothing was loaded.
+    """
+    first = [_is_first(part) for part in stack.chained_optimizers]
+    parts = _read(filename) if any(first) else [None] * len(first)
+    state: dict[int, State] = {}
+    for part, named in zip(stack.chained_optimizers, parts, strict=True):
+        for own in _handed_out(part, named):
+            state[len(state)] = own
+    plain = {"state": state, "param_groups": plain_groups(stack.param_groups)}
+    if stack.grad_scaler is not None:
+        plain["grad_scaler"] = stack.grad_scaler.state_dict()
+    stack.load_state_dict(plain)
+
+
+def _is_first(part: MegatronOptimizer) -> bool:
+    group = part.process_groups.dp if isinstance(part, DistributedOptimizer) else None
+    return group is None or group.rank() == 0
+
+
+def _read(filename: str) -> list[dict[str, State] | None]:
+    saved = torch.load(filename, map_location="cpu", mmap=True, weights_only=True)
+    if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
+        raise ValueError(
+            f"{filename} was not written by this optimizer: Megatron's own distributed optimizer "
+            "writes its buckets there. Load it with Megatron's, save with --ckpt-format torch_dist "
+            "--dist-ckpt-optim-fully-reshardable, and load that"
+        )
+    parts: list[dict[str, State] | None] = saved["parts"]
+    return parts
+
+
+def _handed_out(part: MegatronOptimizer, named: Mapping[str, State] | None) -> Iterator[State]:
+    """The state of one slot after the other, of each what this rank has."""
+    group = part.process_groups.dp if isinstance(part, DistributedOptimizer) else None
+    for slot in part.slots():
+        name = part.slot_name(slot)
+        sent: list[Any] = [None if named is None else named.get(name, {})]
+        if group is not None and group.size() > 1:
+            dist.broadcast_object_list(sent, dist.get_global_rank(group, 0), group=group)
+        yield _own_elements(part, slot, sent[0])
+
+
+def _own_elements(part: MegatronOptimizer, slot: Slot, whole: State) -> State:
+    shard = flat_shard_of(part.slot_state(slot))
+    if shard is None:
+        return whole
+    stop = shard.start + shard.local.numel()
+    own: State = dict(whole)
+    for key, value in whole.items():
+        if isinstance(value, torch.Tensor) and value.shape == shard.shape and key != "step":
+            elements = value.reshape(-1)[shard.start : stop].clone()
+            own[key] = FlatShard(elements, shard.shape, shard.start)
+    return own
+
+
+# -- what Megatron's Float16 optimizer saved
+
+
+def is_positional(state_dict: Any) -> bool:
+    """Whether Megatron's Float16 optimizer wrote this, alone or in a chain."""
+    return any(_COPIES in part for part in _positional_parts(state_dict))
+
+
+def load_positional(stack: MegatronOptimizer, state_dict: Any, *, convert: bool = False) -> None:
+    """Load it into a stack over the same parameters, with the settings of its param groups.
+
+    Args:
+        convert: round state to the dtypes configured here also where that loses bits.
+
+    Raises:
+        ValueError: parts, param groups or shapes do not fit; nothing was loaded.
+    """
+    saved = _positional_parts(state_dict)
+    parts = [part for part in stack.chained_optimizers if not part.is_stub_optimizer]
+    if len(saved) != len(parts):
+        raise ValueError(
+            f"the state dict has {len(saved)} parts, this optimizer {len(parts)}: expert-parallel "
+            "ranks are as many as when it was saved with --ckpt-format torch, or save with "
+            "--ckpt-format torch_dist"
+        )
+    names: list[str] = []
+    for part, of_part in zip(parts, saved, strict=True):
+        names += _names(part, of_part["optimizer"]["param_groups"])
+    groups = [group for part in saved for group in part["optimizer"]["param_groups"]]
+    live = [group for group in stack.param_groups if group["params"]]
+    settings = [matched_settings(group, groups) for group in live]
+    named = [name_of(stack, slot) for slot in stack.slots()]
+    without_copy = [name for name, param in named if param.dtype == torch.float32]
+    foreign = from_megatron(saved, names, fp32_names=without_copy)
+    import_state(stack, foreign, convert=convert)
+    for group, of_group in zip(live, settings, strict=True):
+        group.update(of_group)
+
+
+def _positional_parts(state_dict: Any) -> list[Mapping[str, Any]]:
+    """What is saved of each part of a chain, or of the only optimizer."""
+    if not isinstance(state_dict, Mapping):
+        return list(state_dict)
+    numbered = sorted(key for key in state_dict if isinstance(key, int))
+    return [state_dict[key] for key in numbered] or [state_dict]
+
+
+def _names(part: MegatronOptimizer, saved: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Names of a part's parameters in the order of the saved groups."""
+    left = {index: group for index, group in enumerate(part.param_groups) if group["params"]}
+    for group in saved:
+        count = len(group["params"])
+        if not count:
+            continue
+        alike = [
+            index
+            for index, live in left.items()
+            if len(live["params"]) == count and same_kind(live, group)
+        ]
+        if not alike:
+            raise ValueError(
+                f"no param group here is like the saved one of {count} parameters with "
+                f"wd_mult={group.get('wd_mult')!r}, lr_mult={group.get('lr_mult')!r}: the model "
+                "or its overrides were others"
+            )
+        del left[alike[0]]
+        for position in range(count):
+            yield part.slot_name(Slot(alike[0], position))

@@ -1,0 +1,355 @@
+"""Lanes: a source and a site. The slots of a lane are stepped window by window."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from mp_optim.placement.double_buffer import BackLaunch
+from mp_optim.placement.plan import DiskBytes, HostBytes, HostSlot
+from mp_optim.placement.settings import HostStepSettings
+from mp_optim.placement.sites import DeviceRing, HostSite, Site
+from mp_optim.placement.sources import FileSource, LentWindows, MemorySource, Source
+from mp_optim.placement.state_file import blocks_bytes
+from mp_optim.placement.timeline import WAIT_COPIES
+from mp_optim.placement.windows import (
+    GRAD,
+    IN_FLIGHT,
+    OUTPUT,
+    SMALLEST_WINDOW,
+    Tensors,
+    Window,
+    cut_windows,
+    held_by,
+    launches_of,
+)
+from mp_optim.process.host_memory import aligned_bytes
+from mp_optim.slots import Slot, SlotUpdates
+from mp_optim.slots.host_part import Place, TransferBytes
+from mp_optim.slots.slot_state import AVERAGE, REMAINDER
+from mp_optim.update.executor import RuleExecutor
+from mp_optim.update.kernel_args import MAIN
+from mp_optim.update.launches import PlannedLaunch
+
+
+class _Flow(NamedTuple):
+    """A step's windows, from where they rest to where they are stepped and back."""
+
+    launches: Sequence[PlannedLaunch]
+    windows: Sequence[Window]
+    lent: LentWindows
+    site: Site
+
+
+class WindowLane:
+    """Steps slots in windows that a source lends, on the host or on the device.
+
+    Args:
+        rule: the optimizer of the slots.
+        place: where they are stepped.
+        label: of some slots, for errors and the timeline.
+    """
+
+    def __init__(
+        self,
+        rule: RuleExecutor,
+        place: Place,
+        settings: HostStepSettings,
+        label: Callable[[Sequence[Slot]], str],
+    ) -> None:
+        self.place, self._rule, self._label = place, rule, label
+        self._is_host = place == "host"
+        self._stage = "host_step" if self._is_host else "stream_step"
+        self._lag = HostSite.lag if self._is_host else DeviceRing.lag
+        self._slots: Sequence[HostSlot] = ()
+        self._carries_grads = False
+        self._moved = TransferBytes()
+        self._ahead = TransferBytes()
+        self.use(settings)
+
+    def use(self, settings: HostStepSettings) -> None:
+        """Lend and copy by other settings from now on."""
+        self._transfer, self._timeline = settings.transfer, settings.timeline
+        self._most = settings.window_bytes
+        self._sizes: list[int] = []
+        self.source: Source = MemorySource()
+        if settings.state_file is not None:
+            self.source = FileSource(
+                settings.state_file,
+                self._transfer,
+                settings.pin_mains,
+                self._timeline,
+                self._is_host,
+            )
+
+    def cut(
+        self, slots: Sequence[HostSlot], may_come: Sequence[HostSlot], carries_grads: bool
+    ) -> None:
+        """Step these slots from now on.
+
+        Args:
+            may_come: those that may be stepped here, later.
+            carries_grads: gradients of streamed slots may wait on the host.
+
+        Raises:
+            ValueError: a part that cannot be cut is larger than a window.
+        """
+        self._slots, self._carries_grads, self._sizes = slots, carries_grads, []
+        self.source.forget()
+        if self._most < SMALLEST_WINDOW:
+            raise ValueError(
+                f"stream_window_bytes={self._most}: must be at least {SMALLEST_WINDOW}"
+            )
+        largest = max(may_come, key=self._smallest, default=None)
+        if largest is not None and (size := self._smallest(largest)) > self._most:
+            self._refuse(largest.slot, size)
+
+    def _refuse(self, slot: Slot, size: int) -> None:
+        group = self._rule.param_groups[slot.group]
+        rule, name = group.get("optimizer", self._rule.rule.name), self._rule.slot_name(slot)
+        what = f"{rule} needs whole parameters, and {name}"
+        if self._may_cut(slot):
+            what = f"the smallest part of {name}"
+        raise ValueError(
+            f"stream_window_bytes={self._most}: {what} takes {size} bytes; set "
+            "stream_window_bytes to at least that"
+        )
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def _may_cut(self, slot: Slot) -> bool:
+        return self._rule.is_elementwise(self._rule.param_groups[slot.group])
+
+    def _along_bytes(self, slot: HostSlot, numel: int) -> int:
+        """What comes along with some elements, at most: a gradient in FP32, and to the host an
+        output; room for them is planned on any device."""
+        if not (self._is_host or self._carries_grads):
+            return 0
+        size = aligned_bytes(numel, torch.float32)
+        return size + aligned_bytes(numel, slot.dtype) if self._is_host else size
+
+    def _slot_bytes(self, slot: HostSlot) -> int:
+        """What a slot takes in a window."""
+        size = self.source.form.forms_bytes(self._rule.forms(slot.slot).values())
+        return size + self._along_bytes(slot, slot.numel)
+
+    def _smallest(self, slot: HostSlot) -> int:
+        """Bytes of the smallest part of a slot that can be stepped by itself."""
+        whole = self._slot_bytes(slot)
+        if not self._may_cut(slot.slot):
+            return whole
+        forms = self._rule.forms(slot.slot).items()
+        elements, size = self.source.form.cuts({key: dtype for key, (_, dtype) in forms})
+        return min(whole, size + self._along_bytes(slot, elements))
+
+    def sizes_for(self, slots: Sequence[HostSlot]) -> list[int]:
+        """Bytes of each window that there is at a time, if these slots are stepped here."""
+        sizes = list(map(self._slot_bytes, slots))
+        least = max(map(self._smallest, slots), default=0)
+        return self.source.window_sizes(sizes, least, self._most, self._lag)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The same for the slots of now."""
+        self.resize()
+        return self._sizes
+
+    def resize(self) -> None:
+        """Find the sizes, in the caller's thread: the worker's finds them known."""
+        if not self._sizes:
+            self._sizes = self.sizes_for(self._slots)
+            self.source.resize(self._sizes)
+
+    def device_bytes(self, slots: Sequence[HostSlot]) -> int:
+        """Device memory that is held within ``step()`` if these slots are stepped here."""
+        return 0 if self._is_host or not slots else sum(self.sizes_for(slots)[:IN_FLIGHT])
+
+    def host_bytes(self, slots: Sequence[HostSlot]) -> tuple[int, ...]:
+        """The pieces of host memory that windows take then."""
+        return self.source.host_bytes(self.sizes_for(slots)) if slots else ()
+
+    def note(self) -> str:
+        """How the slots are stepped, in words."""
+        count, sizes = len(self._slots), self.sizes
+        if isinstance(self.source, MemorySource):
+            return (
+                f"streamed: {count} parameters are stepped on the device from host memory, in "
+                f"windows of {sizes[0]:,} bytes, {len(sizes)} at a time in step()"
+            )
+        size = sum(disk_bytes(self._rule, [slot.slot for slot in self._slots], 1))
+        return (
+            f"on disk: main params and state of {count} parameters, {size:,} bytes, lie in a file "
+            f"in {self.source.file.folder}, which has no name and is no checkpoint, and are "
+            f"stepped on the {'host' if self._is_host else 'device'} in windows of {sizes[0]:,} "
+            f"bytes, {len(sizes)} at a time in host memory"
+        )
+
+    # -- in step ----------------------------------------------------------------------------------
+
+    def steps(
+        self,
+        updates: SlotUpdates,
+        on_host: Collection[Slot],
+        grad_norm: float | None,
+        step_device: Callable[[], None],
+    ) -> Generator[float, None, None]:
+        """Step, window by window, at the caller's pace; all is stepped at the end.
+
+        Args:
+            on_host: slots whose gradients are in host memory.
+            step_device: called when the first window is on its way.
+
+        Yields:
+            Which share of the windows is stepped, or queued on the device; first 0.0, as soon as
+            ``step_device`` was called.
+        """
+        self._moved = TransferBytes()
+        launches = self._rule.plan(updates, grad_norm)
+        may_cut = [self._rule.is_elementwise(each.settings) for each in launches]
+        along = partial(self._along, on_host)
+        windows = cut_windows(launches, self.source.form, self.sizes[0], may_cut, along)
+        if not windows:
+            step_device()
+            return
+        site = self._site(windows, updates, on_host)
+        lent = self.source.lend(windows)
+        flow = _Flow(launches, windows, lent, site)
+        try:
+            yield from self._stream(flow, step_device)
+            for number in range(max(0, len(windows) - site.lag), len(windows)):
+                lent.store(number)
+        finally:
+            # NOTE: the host memory of the windows is read and written by the disk until here.
+            lent.finish()
+        for launch in launches:
+            launch.copy_back()
+            self._rule.count(launch)
+        self._moved = TransferBytes(site.down, site.up, lent.read, lent.written)
+
+    def take_moved(self) -> TransferBytes:
+        """Bytes that the last step moved, and steps ahead since the step before."""
+        moved, ahead = self._moved, self._ahead
+        self._moved, self._ahead = TransferBytes(), TransferBytes()
+        return TransferBytes(
+            moved.down, moved.up, moved.read + ahead.read, moved.written + ahead.written
+        )
+
+    def _along(self, on_host: Collection[Slot], launch: PlannedLaunch, index: int) -> Tensors:
+        """What has to be copied to where a tensor of a launch is stepped, and from there."""
+        grad, output = launch.lists.grad[index], launch.lists.output[index]
+        is_down = launch.updates.slots[index] in on_host
+        if not self._is_host:
+            return {GRAD: grad} if is_down else {}
+        if self._transfer.is_same_place:
+            return {}
+        written = {} if output is None else {OUTPUT: output}
+        return written if is_down else {GRAD: grad, **written}
+
+    def _site(
+        self, windows: Sequence[Window], updates: SlotUpdates, on_host: Collection[Slot]
+    ) -> Site:
+        if self._is_host:
+            return HostSite(self._transfer, windows)
+        like = updates.grads[0]
+        if updates.slots[0] in on_host and (output := updates.outputs[0]) is not None:
+            like = output
+        return DeviceRing(self._transfer, self.sizes[:IN_FLIGHT], like)
+
+    def _stream(self, flow: _Flow, step_device: Callable[[], None]) -> Iterator[float]:
+        """Step all windows, and what lies on the device while the first one comes."""
+        site, lent, count = flow.site, flow.lent, len(flow.windows)
+        try:
+            coming = lent.fetch(0)
+            resident = site.bring(coming)
+            step_device()
+            yield 0.0
+            self._rule.step_mark.touch()
+            for number in range(count):
+                window, stepped = coming, resident
+                self._take_back(flow, number - site.lag)
+                site.arrive()
+                if number + 1 < count:
+                    coming = lent.fetch(number + 1)
+                    resident = site.bring(coming)
+                with self._timeline.stage(self._stage, self._label_of(flow, window)):
+                    for launch in launches_of(flow.launches, window, stepped):
+                        self._rule.carry_out(launch)
+                site.send_back(number, window, stepped)
+                yield (number + 1) / count
+        finally:
+            # NOTE: the site's memory and the host's are read and written by copies until here.
+            with self._timeline.stage(WAIT_COPIES):
+                site.wait()
+
+    def _take_back(self, flow: _Flow, number: int) -> None:
+        if number >= 0:
+            with self._timeline.stage(WAIT_COPIES):
+                flow.site.wait_for(number)
+            flow.lent.store(number)
+
+    def _label_of(self, flow: _Flow, window: Window) -> str:
+        slots = [flow.launches[p.launch].updates.slots[p.index] for p in window]
+        return self._label(slots)
+
+    # -- ahead of the step ------------------------------------------------------------------------
+
+    def step_ahead(self, launches: Sequence[BackLaunch], label: str) -> None:
+        """Step launches of host slots, whose gradients and outputs are in host memory, from the
+        file into their spare there. From any thread, while nothing else is lent."""
+        assert isinstance(self.source, FileSource) and self._is_host
+        planned = [launch.planned for launch in launches]
+        may_cut = [self._rule.is_elementwise(each.settings) for each in planned]
+        windows = cut_windows(planned, self.source.form, self.sizes[0], may_cut, _nothing_along)
+        into = partial(held_by, [launch.target for launch in launches])
+        lent = self.source.lend_ahead(windows, into)
+        try:
+            for number in range(len(windows)):
+                window = lent.fetch(number)
+                with self._timeline.stage(self._stage, label):
+                    resident = [piece.held for piece in window]
+                    for launch in launches_of(planned, window, resident):
+                        self._rule.carry_out(launch)
+                lent.store(number)
+        finally:
+            lent.finish()
+        self._ahead.read += lent.read
+        self._ahead.written += lent.written
+
+
+def _nothing_along(launch: PlannedLaunch, index: int) -> Tensors:
+    return {}
+
+
+# -- what state takes -----------------------------------------------------------------------------
+
+
+def state_bytes(rule: RuleExecutor, slots: Iterable[Slot]) -> HostBytes:
+    """Host memory of the state of some slots, each kind of it in one piece."""
+    sizes: Counter[str] = Counter()
+    for slot in slots:
+        for key, (shape, dtype) in rule.forms(slot).items():
+            sizes[key] += aligned_bytes(shape.numel(), dtype)
+    others = (MAIN, REMAINDER, AVERAGE)
+    return HostBytes(
+        (),
+        moments=tuple(size for key, size in sizes.items() if key not in others),
+        remainders=tuple(sizes[key] for key in (REMAINDER,) if key in sizes),
+        averages=tuple(sizes[key] for key in (AVERAGE,) if key in sizes),
+    )
+
+
+_KINDS = {MAIN: "main_params", REMAINDER: "main_params", AVERAGE: "averages"}
+
+
+def disk_bytes(rule: RuleExecutor, slots: Iterable[Slot], times: int) -> DiskBytes:
+    """What main params and state of some slots take in a file, so many times."""
+    sizes: Counter[str] = Counter()
+    for slot in slots:
+        for key, (shape, dtype) in rule.forms(slot).items():
+            size = blocks_bytes(shape.numel() * dtype.itemsize)
+            sizes[_KINDS.get(key, "moments")] += times * size
+    return DiskBytes(**sizes)

@@ -1,0 +1,479 @@
+"""When offloaded slots are stepped: what is begun during backward, what ``step()`` takes over, and
+what it does again.
+
+With ``offload_mode="sync"`` nothing is begun. With ``overlap`` gradients come down and are
+measured; with ``speculative`` they are also stepped, into a spare, as if nothing were going to be
+clipped or skipped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from mp_optim.placement.arrivals import Arrivals, BackwardOrder, SecondLook
+from mp_optim.placement.backward_jobs import BackwardJob, Bucket, ReleasedGrads
+from mp_optim.placement.settings import HostStepSettings
+from mp_optim.placement.speculation import Ahead, same_launches, warn_of_changed
+from mp_optim.placement.staging import Buckets, BucketStep, Staging
+from mp_optim.placement.timeline import WAIT_WORKER
+from mp_optim.placement.worker import Worker, WorkerError
+from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
+from mp_optim.slots.host_part import Claim, GradientSource
+from mp_optim.update import choose_backend
+from mp_optim.update.launches import PlannedLaunch
+
+
+class HostOwner(Protocol):
+    """What stepping asks of the optimizer that offloaded slots are a part of."""
+
+    def bind_tensors(self) -> None:
+        """Make the host's optimizer have the tensors and settings of now."""
+
+    def check_groups(self) -> None:
+        """Raise ValueError, naming group and setting, if a hyperparameter cannot be."""
+
+    def stop_watching(self) -> None:
+        """Another layer reports gradients from now on."""
+
+    def on_host(self, update: SlotUpdate) -> SlotUpdate | None:
+        """An update in terms of the host's optimizer; None if the slot is not offloaded."""
+
+
+class NoSource:
+    """Of an optimizer that nothing wraps: there is no loss scale, and settings are its own."""
+
+    def push_hyperparams(self) -> None: ...
+
+    def predicted_multiplier(self) -> float:
+        return 1.0
+
+    def sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
+        return choose_backend("auto", grads[0].device)[0].sum_of_squares(grads)
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What holds from the first gradient to the end of ``step()``.
+
+    Attributes:
+        speculates: whether gradients are stepped as soon as they are down.
+        multiplier: with which.
+    """
+
+    speculates: bool
+    multiplier: float
+
+
+class Schedule:
+    """What is begun during backward; with ``sync`` nothing.
+
+    Args:
+        label: of some slots, for errors and the timeline.
+        new_iteration: called with the first gradient of a backward; whether it is speculated on.
+        lost_memory: called when the worker may write for ever to memory that it was given: the
+            next buckets get others.
+
+    Attributes:
+        worker: the thread.
+        buckets: of all lanes, in the order in which their gradients are expected.
+        counts: how many buckets were published as they had been speculated on, how many were
+            stepped again, in how many steps speculation paused, and of how many buckets the
+            gradients were changed after backward.
+        released: gradients that are here only.
+        ahead: steps into the spare, if that is speculated on.
+        is_last_microbatch, releases: see :class:`~mp_optim.slots.host_part.HostPart`.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        owner: HostOwner,
+        settings: HostStepSettings,
+        label: Callable[[Sequence[Slot]], str],
+        new_iteration: Callable[[bool], None],
+        lost_memory: Callable[[], None],
+    ) -> None:
+        self.mode, self.is_early = mode, mode != "sync"
+        self.counts = Counter(
+            speculation_hits=0, speculation_redone=0, speculation_paused=0, speculation_stale=0
+        )
+        self.worker = Worker("mp_optim-host", capacity=64, set_up=settings.set_up)
+        self.released = ReleasedGrads(self.worker)
+        self.buckets: list[Bucket] = []
+        self.ahead: Ahead | None = None
+        self.source: GradientSource = NoSource()
+        self.is_last_microbatch, self.releases = True, False
+        self.order = BackwardOrder()
+        self.iteration: Iteration | None = None
+        self._owner, self._label = owner, label
+        self._new_iteration, self._lost_memory = new_iteration, lost_memory
+        self._transfer, self._timeline = settings.transfer, settings.timeline
+        self._reporting = threading.Lock()
+        self._arrivals = Arrivals()
+        self._bucket_of: dict[Slot, Bucket] = {}
+        self._failure: WorkerError | None = None
+        self._is_collected = False
+
+    def cut(self, lanes: Sequence[tuple[Buckets, bool]], settings: HostStepSettings) -> None:
+        """Have these buckets of each lane from now on, and whether their gradients come down though
+        they stay on the device. Nothing may be begun."""
+        self._transfer = settings.transfer
+        self.buckets = []
+        for buckets, comes_down in lanes:
+            is_ahead = self.mode == "speculative" and buckets.has_outputs
+            for index in range(len(buckets.plan.buckets)):
+                self.buckets.append(Bucket(buckets, index, comes_down, is_ahead))
+        self._bucket_of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
+        grads = [
+            staging.capacity // (1 + buckets.has_outputs)
+            for buckets, _ in lanes
+            for staging in buckets.staging
+        ]
+        make = partial(Staging, settings.transfer, max(grads, default=0), settings.pin_staging)
+        self.released.use_landings(make)
+        self._second_look = SecondLook(settings.transfer, make)
+
+    # -- during backward --------------------------------------------------------------------------
+
+    @property
+    def _may_compare(self) -> bool:
+        """Whether ``step()`` compares gradients whose writes are not counted with what came
+        down."""
+        return self._transfer.is_same_place or self.mode == "speculative"
+
+    def report(self, update: SlotUpdate, claim: Claim | None, writes_are_counted: bool) -> None:
+        """See :meth:`~mp_optim.slots.host_part.HostPart.on_grad_ready`."""
+        # NOTE: backward has a thread for each device that has parameters, and one for the CPU.
+        with self._reporting:
+            on_host = self._owner.on_host(update)
+            if on_host is not None:
+                self._arrivals.note(on_host.slot, writes_are_counted)
+                self._take(on_host, claim)
+
+    def _take(self, on_host: SlotUpdate, claim: Claim | None) -> None:
+        slot = on_host.slot
+        self._is_collected = False
+        if (bucket := self._bucket_of.get(slot)) is None:
+            self._try((slot,), lambda: None)  # nothing but what the iteration begins with
+            return
+        if bucket.job is not None and slot in bucket.job.versions:
+            bucket.cancel()  # another micro-batch: what was begun is of no use
+        if self._failure is not None:
+            return
+        if self.is_last_microbatch:
+            self.order.note(slot)
+        elif not self.releases:
+            return
+        if not (self.releases or bucket.comes_down):
+            self._try((slot,), lambda: None)
+            return
+        if self._arrivals.is_uncounted(slot) and not (self.releases or self._may_compare):
+            return  # what came down now would come down again
+        if self.released.has_waiting(bucket, slot):
+            # further ones are added in their turn
+            self._try(bucket.slots, partial(self._begin_releasing, bucket))
+        self.released.claim(on_host, claim)
+        if bucket.add(on_host):
+            self._try(bucket.slots, partial(self._begin_up_to, bucket))
+
+    def _try(self, slots: Sequence[Slot], begin: Callable[[], None]) -> None:
+        """Begin work on some slots; what goes wrong is kept for :meth:`collect`."""
+        try:
+            self._iteration_of_now()
+        except (TypeError, ValueError):
+            return  # of settings that cannot be: the step says so, before anything is stepped
+        try:
+            begin()
+        except WorkerError as error:
+            self._failure = error
+        except Exception as error:
+            if not self.releases and self._settings_are_refused():
+                return  # they came after the first of some micro-batches
+            self._failure = WorkerError(
+                f"{self._label(slots)}: work on the host during backward could not be "
+                f"begun: {error!r}. The optimizer is as it was before this step"
+            )
+            self._failure.__cause__ = error
+
+    def _settings_are_refused(self) -> bool:
+        try:
+            self._owner.check_groups()
+        except (TypeError, ValueError):
+            return True
+        return False
+
+    def _begin_up_to(self, bucket: Bucket) -> None:
+        """Hand a complete bucket to the worker, and before it those that backward has left behind:
+        they lack gradients that will not come."""
+        of_lane = [each for each in self.buckets if each.lane is bucket.lane]
+        for earlier in of_lane[: max(0, bucket.index - 1)]:
+            if earlier.waiting and earlier.job is None:
+                self._begin(earlier)
+        self._begin(bucket)
+
+    def _iteration_of_now(self) -> Iteration:
+        if self.iteration is None:
+            self.source.push_hyperparams()
+            self._owner.check_groups()
+            self._owner.bind_tensors()
+            multiplier = self.source.predicted_multiplier()
+            speculates = self.ahead is not None and self.ahead.is_on and self.order.is_known
+            self.iteration = Iteration(speculates, multiplier)
+            try:
+                self._new_iteration(speculates)
+            except Exception as error:
+                self._failure = WorkerError(
+                    f"work on the disk during backward could not be begun: {error!r}. The "
+                    "optimizer is as it was before this step"
+                )
+                self._failure.__cause__ = error
+        return self.iteration
+
+    def _begun_with(self, waiting: Sequence[SlotUpdate]) -> SlotUpdates:
+        """The updates as they are expected to be stepped."""
+        multiplier = self._iteration_of_now().multiplier
+        updates = SlotUpdates.of(waiting)
+        return replace(updates, multipliers=[multiplier] * len(updates))
+
+    def _begin_releasing(self, bucket: Bucket) -> None:
+        """Hand what can be released of a bucket to the worker, and release it."""
+        if not (waiting := self.released.take_from(bucket)):
+            return
+        updates = self._begun_with(waiting)
+        room = self.released.room_for(updates, bucket)
+        is_last = self.is_last_microbatch
+        job = BackwardJob(
+            self._label(updates.slots),
+            room.memory,
+            updates,
+            room.staged,
+            self._arrivals.versions(updates),
+            self._launches(bucket, room.staged) if is_last and room.in_place else (),
+            self.source.sum_of_squares,
+            self._timeline,
+            is_last,
+            room.landing,
+            releases=True,
+            step_ahead=self._step_ahead,
+        )
+        self.released.begin(job)
+        bucket.hand_over(job)
+        self.worker.submit(job)
+        self.released.release(updates.slots, room.staged.grads)
+
+    def _begin(self, bucket: Bucket) -> None:
+        if self.releases:
+            self._begin_releasing(bucket)
+            return
+        if not (waiting := bucket.take_waiting()):
+            return
+        updates = self._begun_with(waiting)
+        # Elsewhere the host cannot compare what it has with what is there at the step.
+        versions = self._arrivals.versions(updates, with_bits=not self._transfer.is_same_place)
+        # NOTE: a cancelled job of this bucket may still run, and write to the same staging memory.
+        # Nothing is written here; jobs of one bucket run one after the other.
+        staged = bucket.staged(updates).put_into(updates)
+        job = BackwardJob(
+            self._label(updates.slots),
+            bucket.staging,
+            updates,
+            staged,
+            versions,
+            self._launches(bucket, staged),
+            self.source.sum_of_squares,
+            self._timeline,
+            step_ahead=self._step_ahead,
+        )
+        bucket.hand_over(job)
+        self.worker.submit(job)
+
+    def _launches(self, bucket: Bucket, staged: SlotUpdates) -> Sequence[Any]:
+        """What the worker steps as soon as the gradients are down."""
+        if self.ahead is None or not bucket.is_ahead or not self._iteration_of_now().speculates:
+            return ()
+        return self.ahead.predicted(bucket.index, staged)
+
+    @property
+    def _step_ahead(self) -> Callable[[Sequence[Any], str], None] | None:
+        return None if self.ahead is None else self.ahead.run
+
+    # -- between backward and step ----------------------------------------------------------------
+
+    def collect(self) -> None:
+        """See :meth:`~mp_optim.slots.host_part.HostPart.collect`."""
+        if self._is_collected or not self.is_early:
+            return
+        self._timeline.begin_step()
+        try:
+            if self.released.lost:
+                raise WorkerError(self.released.lost)
+            self._finish_jobs()
+        except WorkerError as error:
+            self.released.lose(error)
+            self.discard()
+            if self.released.lost:
+                raise WorkerError(self.released.lost) from error
+            raise
+        self._arrivals.forget_sums()
+        for bucket in self.buckets:
+            bucket.take_back()
+            self._arrivals.measured(bucket.job, self._transfer.is_same_place)
+        self._is_collected = True
+
+    def _finish_jobs(self) -> None:
+        """Have all done that was begun, and added what came last to what is held."""
+        for bucket in filter(self.released.has_held, self.buckets):
+            self._try(bucket.slots, partial(self._begin_releasing, bucket))
+        if self._failure is not None:
+            raise self._failure
+        with self._timeline.stage(WAIT_WORKER):
+            self.worker.drain()
+        self.released.finish()
+        for bucket in self.buckets:
+            if bucket.job is not None:
+                bucket.job.gave_up_grads()
+
+    def sum_of_squares(self, grad: Tensor) -> float | None:
+        """Of a gradient that was measured and is the same; else None."""
+        return self._arrivals.sum_of_squares(grad)
+
+    def distrust(self, slot: Slot) -> None:
+        """Main param or state of a slot may be written without a trace."""
+        if (bucket := self._bucket_of.get(slot)) is not None:
+            bucket.distrust()
+
+    def forget_released(self) -> None:
+        """See :meth:`~mp_optim.slots.host_part.HostPart.forget_released`."""
+        if not self.released:
+            return
+        self.released.forget()
+        for bucket in self.buckets:
+            bucket.staging.is_kept = False
+        if self.iteration is not None or self._failure is not None:
+            self.discard()
+
+    def discard(self) -> None:
+        """Drop what was begun."""
+        if self.released.held:
+            try:
+                self._finish_jobs()
+            except WorkerError as error:
+                self.released.lose(error)
+        # NOTE: a worker that is stuck keeps the memory that it may still write to, so the buckets
+        # get others.
+        if not self.worker.discard():
+            self._lost_memory()
+        self._failure = None
+        self.end_iteration()
+        self._timeline.end_step()
+
+    def end_iteration(self) -> None:
+        """What was begun is of no use any more. The worker is drained."""
+        for bucket in self.buckets:
+            bucket.release()
+        self._arrivals.forget_sums()
+        self.iteration, self._is_collected = None, False
+
+    # -- in step ----------------------------------------------------------------------------------
+
+    def judge(self, steps: Sequence[BucketStep], buckets: Sequence[Bucket]) -> None:
+        """Find out what of these buckets' steps came down during backward, and is the same."""
+        stale = 0
+        for step in steps:
+            bucket = buckets[step.bucket]
+            bucket.expect(step.updates.slots)
+            step.downloaded = self.released.put_in_place(step.updates, step.staged)
+            job = self._job_of(bucket)
+            # Where its tensors did not fit these updates, others were made just now.
+            if job is None or job.staged.grads is not step.staged.grads:
+                continue
+            arrived, updates = self._arrivals, step.updates
+            if self._transfer.is_same_place and not job.releases:
+                step.is_downloaded = arrived.is_as_staged(job, updates)
+                stale += not step.is_downloaded and arrived.is_complete(job, updates)
+                continue
+            step.is_downloaded = arrived.is_fresh(job, updates)
+            may_be = not step.is_downloaded and not job.releases
+            step.was_written = may_be and arrived.is_complete(job, updates)
+        self._count_changed(stale)
+
+    def gradients_on_host(self, routes: Iterable[tuple[Bucket, SlotUpdates]]) -> dict[Slot, Tensor]:
+        """Gradients that windows find in host memory: those that were released, and those that came
+        down and are the same.
+
+        Args:
+            routes: the step's updates by bucket.
+        """
+        found: dict[Slot, Tensor] = {}
+        for bucket, updates in routes:
+            bucket.expect(updates.slots)
+            for slot, grad in zip(updates.slots, updates.grads, strict=True):
+                if self.released.is_held(slot, grad):
+                    found[slot] = grad
+            job = self._job_of(bucket)
+            # Gradients in host memory are read where they are, whoever wrote them since.
+            is_copied = job is not None and not (job.releases or self._transfer.is_same_place)
+            if job is not None and is_copied and self._arrivals.is_fresh(job, updates):
+                found.update(zip(updates.slots, job.staged.grads, strict=True))
+        return found
+
+    def _job_of(self, bucket: Bucket) -> BackwardJob | None:
+        job = bucket.job
+        return None if job is None or job.result is None else job
+
+    def _look_again(self, steps: Sequence[BucketStep], gradients: Any) -> list[BucketStep]:
+        """Those of some buckets whose gradients were written and are what they were; see
+        :meth:`SecondLook.compare`. The others are counted."""
+        written = [step for step in steps if step.was_written]
+        if not written:
+            return []
+        with self._timeline.stage("compare"):
+            same = self._second_look.compare(written, gradients)
+        self._count_changed(same.count(False))
+        return list(itertools.compress(written, same))
+
+    def hits(
+        self,
+        steps: Sequence[BucketStep],
+        buckets: Sequence[Bucket],
+        planned: Mapping[int, Sequence[PlannedLaunch]],
+        gradients: Any,
+    ) -> set[int]:
+        """The buckets whose spares hold this step; they are counted, and those that were stepped
+        from the same gradients to something else."""
+        hoped = []
+        for step in steps:
+            bucket = buckets[step.bucket]
+            begun = () if bucket.job is None else bucket.job.back
+            if bucket.holds_step and same_launches(begun, planned[step.bucket]):
+                hoped.append(step)
+            else:
+                self.counts["speculation_redone"] += step.is_downloaded and bucket.was_stepped
+        found = {step.bucket for step in hoped if step.is_downloaded}
+        found |= {step.bucket for step in self._look_again(hoped, gradients)}
+        self.counts["speculation_hits"] += len(found)
+        return found
+
+    def _count_changed(self, changed: int) -> None:
+        """The gradients of so many buckets are others than were worked on."""
+        self.counts["speculation_stale"] += changed
+        if changed:
+            warn_of_changed(self.mode, is_first=self.counts["speculation_stale"] == changed)
+
+    def notes_on_dtensors(self) -> Iterator[str]:
+        """What a user should know of gradients of DTensors."""
+        if self._arrivals.any_uncounted and not (self.releases or self._transfer.is_same_place):
+            when = "in step(), too," if self._may_compare else "in step()"
+            yield (
+                f"host: gradients of DTensors (FSDP2) come down {when} because torch does not "
+                "count all writes to them; release_gradients=True brings them down in backward "
+                "alone"
+            )

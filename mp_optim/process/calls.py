@@ -1,0 +1,130 @@
+"""How calls of the package run: in modes of torch that it sets, in the background, without the
+garbage collector; and warnings that point at the caller's line."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import queue
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# -- modes of torch -------------------------------------------------------------------------------
+#
+# None that a caller is in may show in what the package makes: a state tensor allocated inside
+# ``torch.inference_mode()`` could never be stepped outside of it, and one that autograd sees would
+# keep a graph alive.
+
+
+def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
+    """Run a public call of the package without autograd and outside of inference mode, whatever its
+    caller is in."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        had_grad = torch.is_grad_enabled()
+        # by hand: an interrupt in the wrong place would make no_grad() leave autograd off for good
+        try:
+            if torch.is_inference_mode_enabled():
+                # leaving inference mode turns autograd on
+                with torch.inference_mode(False), torch.no_grad():
+                    return function(*args, **kwargs)
+            torch._C._set_grad_enabled(False)
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(had_grad)
+
+    return call
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which products on a device keep the dtype of their factors."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+# -- warnings -------------------------------------------------------------------------------------
+
+_INSIDE = (str(Path(__file__).parents[1]), str(Path(torch.__file__ or "").parent))
+
+
+def warn(message: str) -> None:
+    """Warn from the innermost line that is neither this package's nor torch's, which wraps
+    ``step``."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+# -- the background -------------------------------------------------------------------------------
+#
+# Calls that may never return, made by threads that wait for the next one afterwards. A daemon
+# thread that exits while the interpreter shuts down can abort the process; one that waits for work
+# is simply gone with it. So these never end.
+
+_Call = tuple[Future[Any], Callable[[], Any]]
+_idle: list[tuple[int, queue.SimpleQueue[_Call]]] = []
+"""Threads that wait, by their process and their queue."""
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Begin a call in a thread of its own; what it returns or raises is the future's."""
+    result: Future[T] = Future()
+    while _idle:
+        pid, calls = _idle.pop()
+        if pid == os.getpid():  # a forked child has none of its parent's threads
+            break
+    else:
+        calls = queue.SimpleQueue()
+        name = "mp_optim-background"
+        threading.Thread(target=_serve, args=(calls,), name=name, daemon=True).start()
+    calls.put((result, work))
+    return result
+
+
+def _serve(calls: queue.SimpleQueue[_Call]) -> None:
+    pid = os.getpid()
+    while True:
+        _carry_out(*calls.get())
+        _idle.append((pid, calls))
+
+
+def _carry_out(result: Future[T], work: Callable[[], T]) -> None:
+    try:
+        result.set_result(work())
+    except BaseException as error:  # the caller that waits for it raises it
+        result.set_exception(error)
+
+
+# -- the garbage collector ------------------------------------------------------------------------
+#
+# Every few hundred new objects it searches for cycles, now and then among all objects of the
+# process; plans and indices of thousands of entries have no cycles, and half of their time would
+# go into that. Saves and loads have them die before they end, so that a collector that is switched
+# on again never sees them: what it has seen come and stay brings its search of everything nearer.
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No automatic collections meanwhile, if there were any before; also a decorator."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

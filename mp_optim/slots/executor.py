@@ -1,0 +1,220 @@
+"""Executors: what steps the tensors at some slots, and keeps their state.
+
+An executor is no torch optimizer. It has the groups of one (what is stepped, and the settings), and
+a torch optimizer is its face: it adds groups, shows state, and calls :meth:`Executor.step_slots`.
+What wraps such an optimizer takes its executor over; the face stays, to be looked at.
+
+There are three kinds: a rule of this package (``update/executor.py``), any torch optimizer
+(``update/foreign.py``), and one that hands slots to others in their places
+(``placement/placed.py``).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mp_optim.process.host_memory import beside, zeros
+from mp_optim.process.leases import before_writing
+from mp_optim.slots import ParamGroups, Slot, SlotUpdate, iter_slots, param_at, slot_name
+from mp_optim.slots.host_part import HostPart, Place
+from mp_optim.slots.interrupted_step import StepMark
+from mp_optim.slots.slot_state import SlotState
+from mp_optim.slots.tensor_layout import Part
+
+Mode = Literal["train", "eval"]
+
+
+class Executor:
+    """Steps slots, each from a gradient it is given.
+
+    NOTE: it checks no settings and enters no step mark by itself: the outermost optimizer does so
+    once for all of a step (:meth:`check_groups`, :class:`StepMark`), before :meth:`step_slots`.
+
+    Args:
+        param_groups: live groups, to which a face adds.
+
+    Attributes:
+        label: the class that users know it by, for messages.
+        sizes: parameters of each group, as they were added.
+        step_mark: remembers steps that were broken off; the outermost optimizer's.
+    """
+
+    writes_settings = False
+    """Whether a step may write into the groups: learning rates, counts of steps."""
+
+    def __init__(self, param_groups: ParamGroups) -> None:
+        self.param_groups = param_groups
+        self.label = type(self).__name__
+        self.sizes: list[int] = []
+        self.step_mark = StepMark()
+        self._reserved: Iterator[Tensor] = iter(())
+
+    def slots(self) -> list[Slot]:
+        """All slots in order."""
+        return [slot for slot, _ in iter_slots(self.param_groups)]
+
+    def slot_name(self, slot: Slot) -> str:
+        """FQN of a slot, for messages."""
+        return slot_name(self.param_groups, slot)
+
+    # -- groups -----------------------------------------------------------------------------------
+
+    def group_added(self) -> None:
+        """The last group is new.
+
+        Raises:
+            ValueError: a setting is out of range, or a parameter cannot be stepped.
+        """
+        self.sizes.append(len(self.param_groups[-1]["params"]))
+
+    def forget_groups(self, count: int) -> None:
+        """Take back groups that were added after the first ``count``, however far adding them had
+        come."""
+        del self.param_groups[count:], self.sizes[count:]
+
+    def all_groups(self) -> list[ParamGroups]:
+        """The groups here and in executors below: a setting of one is a setting of all."""
+        return [self.param_groups]
+
+    def use_mark(self, mark: StepMark) -> None:
+        """Tell of broken-off steps by this mark, which belongs to the layer above."""
+        self.step_mark = mark
+
+    def recover(self) -> None:
+        """A step was broken off: forget what it left under way. Values are loaded after this."""
+
+    # -- settings ---------------------------------------------------------------------------------
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        """Raise ValueError naming a setting of a param group, and its value, if it cannot be
+        stepped with."""
+
+    def check_groups(self) -> None:
+        """Raise ValueError, naming group and setting, if a hyperparameter is out of range; nothing
+        has been stepped."""
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
+        """Step the given slots, and only those.
+
+        Args:
+            updates: gradients and outputs; each slot at most once.
+            grad_norm: global L2 norm of the gradients after their multipliers, for rules that clip
+                by it themselves (LAMB's ``max_grad_norm``). None if it was not computed.
+        """
+
+    def verdict_device(self) -> torch.device | None:
+        """The one device on which every slot is stepped by kernels that read multipliers there;
+        None if :meth:`step_slots` needs numbers."""
+        return None
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether there are other weights for evaluation (``train()`` and ``eval()``, as
+        Schedule-Free has them)."""
+        return False
+
+    def switch_mode(self, mode: Mode) -> None:
+        """Have the weights that are trained, or those to evaluate."""
+
+    # -- places -----------------------------------------------------------------------------------
+
+    @property
+    def host(self) -> HostPart | None:
+        """What steps slots on the host, if there is such a part."""
+        return None
+
+    def place(self, slot: Slot) -> Place:
+        """Where a slot is stepped."""
+        return "device"
+
+    def set_part(self, slot: Slot, part: Part) -> None:
+        """Say which part of a parameter a slot's tensor is, where the tensor does not say so
+        itself."""
+
+    @abstractmethod
+    def stepper_of(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
+        """Name of what steps the slots of a group that are in a place, and why.
+
+        Args:
+            device: of the model's parameters.
+        """
+
+    def metrics(self) -> dict[str, float]:
+        """What was counted in the last step, by names as of ``optimizer.metrics()``."""
+        return {}
+
+    # -- state ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def state_of(self, slot: Slot) -> SlotState:
+        """A slot's state."""
+
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        """Allocate the state of some slots together."""
+        for slot in slots:
+            self.state_of(slot).tensors()
+
+    def memory_moved(self) -> None:
+        """Main params and state were given other memory (``tensor.data = ...``); forget where it
+        was."""
+
+    # -- main params: what is stepped. FP32 tensors, unless a subclass says otherwise -------------
+
+    def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of the tensor that is stepped for a parameter of a dtype."""
+        return torch.float32
+
+    def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
+        """Replace a slot's tensor by the one that will be stepped, and return it.
+
+        Args:
+            slot: which parameter.
+            source: local model parameter (any floating dtype); its values are copied, unless it has
+                the dtype to step already and is stepped where it lies, in which case it is used
+                itself.
+        """
+        main, dtype = source, self.main_dtype(source.dtype)
+        if source.dtype != dtype:
+            main = _main_memory(self._reserved, source, dtype).copy_(source)
+        self.param_groups[slot.group]["params"][slot.position] = main
+        return main
+
+    def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
+        """Calls of :meth:`new_main_param` will follow, with these arguments: let main params be
+        contiguous."""
+        forms = []
+        for _, source in coming:
+            dtype = self.main_dtype(source.dtype)
+            if source.device.type == "cpu" and source.dtype != dtype:
+                forms.append((source.shape, dtype))
+        self._reserved = iter(beside(forms) or ())
+
+    def main_param(self, slot: Slot) -> Tensor:
+        """The FP32 main param: the stepped tensor, or a copy if it is stored in parts."""
+        return param_at(self.param_groups, slot)
+
+    def set_main_param(self, slot: Slot, value: Tensor) -> None:
+        """Give the main param another value of any floating dtype."""
+        main = param_at(self.param_groups, slot)
+        before_writing([main])
+        main.copy_(value)
+
+    def written_outside(self, slot: Slot) -> None:
+        """The stepped tensor was replaced or written from outside; make state agree that
+        depends on its value."""
+
+
+def _main_memory(reserved: Iterator[Tensor], source: Tensor, dtype: torch.dtype) -> Tensor:
+    coming = next(reserved, None) if source.device.type == "cpu" else None
+    form = source.shape, dtype
+    if coming is not None and (coming.shape, coming.dtype) == form:
+        return coming
+    return zeros(*form, source.device)

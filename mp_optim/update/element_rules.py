@@ -1,0 +1,347 @@
+"""Rules that step each element by itself: the scalars of a step, and its text in torch operations.
+
+A rule's row in :mod:`mp_optim.config.rules` names its moments in the order in which kernels take
+them. Its scalars are the fields of a class here, in the order in which kernels take them: native's
+after the multiplier of the gradients, switches as 0 and 1; Triton's without switches, which are
+compiled in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.update.chunking import read_mains, read_moment, write_mains, write_moment
+from mp_optim.update.kernel_args import (
+    LambScalars,
+    Made,
+    StableScalars,
+    StepInputs,
+    TensorLists,
+    bias_corrections,
+    fp32,
+)
+
+Lists = list[Tensor]
+Step = tuple[float, float]
+"""``step_size`` and ``decay`` of a parameter, FP32 values."""
+
+
+# -- scalars --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AdamScalars(Made):
+    """Scalars of one Adam step: FP32 values formed in double."""
+
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    eps: float
+    step_size: float
+    inv_sqrt_bias2: float
+    decay: float
+    l2: float
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> AdamScalars:
+        """From a param group's ``lr``, ``betas``, ``eps``, ``weight_decay`` and flags, at step
+        ``step`` >= 1."""
+        beta1, beta2 = map(float, group["betas"])
+        lr = float(group["lr"])
+        bias1, bias2 = bias_corrections(group, beta1, beta2, step)
+        decay, decoupled = float(group["weight_decay"]), group["adam_w_mode"]
+        return cls(
+            fp32(beta1),
+            fp32(1 - beta1),
+            fp32(beta2),
+            fp32(1 - beta2),
+            fp32(group["eps"]),
+            fp32(lr / bias1),
+            fp32(1 / math.sqrt(bias2)),
+            fp32(lr * decay) if decoupled else 0.0,
+            0.0 if decoupled else fp32(decay),
+            given=StepInputs.at(group, step),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SgdScalars:
+    """Scalars of one SGD step; ``first`` says that the momentum buffer starts with this
+    gradient."""
+
+    lr: float
+    momentum: float
+    one_minus_dampening: float
+    decay: float
+    nesterov: bool
+    first: bool
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> SgdScalars:
+        """From a param group, at step ``step`` >= 1."""
+        return cls(
+            fp32(float(group["lr"])),
+            fp32(group["momentum"]),
+            fp32(1 - group["dampening"]),
+            fp32(group["weight_decay"]),
+            group["nesterov"],
+            step == 1,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LionScalars:
+    """Scalars of one Lion step."""
+
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    lr: float
+    decay: float
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> LionScalars:
+        """From a param group; the same at every step."""
+        beta1, beta2 = map(float, group["betas"])
+        lr = float(group["lr"])
+        return cls(
+            fp32(beta1),
+            fp32(1 - beta1),
+            fp32(beta2),
+            fp32(1 - beta2),
+            fp32(lr),
+            fp32(lr * float(group["weight_decay"])),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AdemamixScalars:
+    """Scalars of one step of AdEMAMix."""
+
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    beta3: float
+    one_minus_beta3: float
+    alpha: float
+    eps: float
+    lr: float
+    inv_bias1: float
+    inv_sqrt_bias2: float
+    decay: float
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> AdemamixScalars:
+        """From a param group, at step ``step`` >= 1: ``alpha`` and the slow average's decay are
+        those that their warm-ups have reached."""
+        beta1, beta2, beta3 = map(float, group["betas"])
+        lr = float(group["lr"])
+        beta3 = slow_decay(beta1, beta3, _progress(group["beta3_warmup"], step))
+        return cls(
+            fp32(beta1),
+            fp32(1 - beta1),
+            fp32(beta2),
+            fp32(1 - beta2),
+            fp32(beta3),
+            fp32(1 - beta3),
+            fp32(float(group["alpha"]) * _progress(group["alpha_warmup"], step)),
+            fp32(group["eps"]),
+            fp32(lr),
+            fp32(1 / (1 - beta1**step)),
+            fp32(1 / math.sqrt(1 - beta2**step)),
+            fp32(lr * float(group["weight_decay"])),
+        )
+
+
+def _progress(steps: int | None, step: int) -> float:
+    """How much of a warm-up of so many steps is over, at most 1."""
+    return 1.0 if steps is None else min(1.0, step / steps)
+
+
+def slow_decay(start: float, end: float, progress: float) -> float:
+    """From the decay ``start`` to ``end``, linearly in 1 / log(decay), as half-lives go: the
+    schedule of the paper. A decay of 0 has a half-life of 0."""
+    if progress == 1.0 or end == 0.0:
+        return end
+    begun = 0.0 if start == 0.0 else (1.0 - progress) / math.log(start)
+    return math.exp(1.0 / (begun + progress / math.log(end)))
+
+
+SCALARS: dict[str, Any] = {
+    "adam": AdamScalars,
+    "sgd": SgdScalars,
+    "lion": LionScalars,
+    "ademamix": AdemamixScalars,
+    "lamb": LambScalars,
+    "stable_adamw": StableScalars,
+}
+"""What carries out a rule takes these, by rule."""
+
+
+# -- text -----------------------------------------------------------------------------------------
+#
+# Every operation is one IEEE operation in FP32, rounded once: see ``backends/reference.py``.
+
+_LARGEST = torch.finfo(torch.float32).max
+AnyAdam = AdamScalars | LambScalars | StableScalars | AdemamixScalars
+
+
+def gradients(batch: TensorLists, mains: Lists, multiplier: float, l2: float) -> Lists:
+    """FP32(g) * multiplier, then + l2 * p: new tensors of one batch's size."""
+    grads = [grad.to(torch.float32, copy=True) for grad in batch.grad]
+    if multiplier != 1.0:
+        torch._foreach_mul_(grads, multiplier)
+    if l2 != 0.0:
+        torch._foreach_add_(grads, torch._foreach_mul(mains, l2))
+    return grads
+
+
+def average(m: Lists, grads: Lists, keep: float, weight: float) -> None:
+    """m = m*keep + g*weight."""
+    torch._foreach_mul_(m, keep)
+    torch._foreach_add_(m, torch._foreach_mul(grads, weight))
+
+
+def bound(value: Tensor, *made_of: Tensor) -> None:
+    """What overflowed, of something finite, becomes FP32's largest number of its sign."""
+    overflown = value.isinf()
+    for part in made_of:
+        overflown.logical_and_(part.isfinite())
+    value.copy_(torch.where(overflown, value.clamp(-_LARGEST, _LARGEST), value))
+
+
+def bound_all(values: Sequence[Tensor], made_of: Lists) -> None:
+    """The same of many, each made of one."""
+    for value, part in zip(values, made_of, strict=True):
+        bound(value, part)
+
+
+def average_squares(v: Lists, grads: Lists, s: AnyAdam) -> None:
+    """v = v*b2 + (g*(1-b2))*g."""
+    squares = torch._foreach_mul(grads, s.one_minus_beta2)
+    torch._foreach_mul_(squares, grads)
+    torch._foreach_mul_(v, s.beta2)
+    torch._foreach_add_(v, squares)
+
+
+def denominators(v: Lists, s: AnyAdam) -> Lists:
+    """sqrt(v) * (1/sqrt(bias2)) + eps."""
+    roots = [value.double().sqrt_().float() for value in v]
+    torch._foreach_mul_(roots, s.inv_sqrt_bias2)
+    torch._foreach_add_(roots, s.eps)
+    return roots
+
+
+def _descend(p: Lists, steps: Sequence[Tensor], decay: float) -> None:
+    """p = (p - decay*p) - step; without decay where that is 0, as 0 * inf is not 0."""
+    if decay != 0.0:
+        torch._foreach_sub_(p, torch._foreach_mul(p, decay))
+    torch._foreach_sub_(p, list(steps))
+
+
+def adam_batch(
+    batch: TensorLists,
+    s: AdamScalars | StableScalars,
+    steps: Sequence[Step],
+    multiplier: float,
+    l2: float = 0.0,
+) -> None:
+    """Adam, with a ``step_size`` and a ``decay`` for each tensor."""
+    p, v = read_mains(batch), read_moment(batch, "exp_avg_sq")
+    m = grads = gradients(batch, p, multiplier, l2)
+    if "exp_avg" in batch.state:
+        m = read_moment(batch, "exp_avg")
+        average(m, grads, s.beta1, s.one_minus_beta1)
+    average_squares(v, grads, s)
+    sizes, decays = zip(*steps, strict=True)
+    updates = torch._foreach_div(m, denominators(v, s))
+    torch._foreach_mul_(updates, sizes)
+    decayed = [(main, decay) for main, decay in zip(p, decays, strict=True) if decay]
+    if decayed:  # the others not, as 0 * inf is not 0
+        mains, rates = map(list, zip(*decayed, strict=True))
+        torch._foreach_sub_(mains, torch._foreach_mul(mains, rates))
+    torch._foreach_sub_(p, updates)
+    if "exp_avg" in batch.state:
+        write_moment(batch, "exp_avg", m)
+    write_moment(batch, "exp_avg_sq", v)
+    write_mains(batch, p)
+
+
+def _adam(batch: TensorLists, s: AdamScalars, multiplier: float) -> None:
+    adam_batch(batch, s, [(s.step_size, s.decay)] * len(batch.main), multiplier, s.l2)
+
+
+def _sgd(batch: TensorLists, s: SgdScalars, multiplier: float) -> None:
+    p = read_mains(batch)
+    grads = gradients(batch, p, multiplier, s.decay)
+    if "momentum_buffer" in batch.state:
+        buffers = read_moment(batch, "momentum_buffer")
+        if s.first:
+            torch._foreach_copy_(buffers, grads)
+        else:
+            average(buffers, grads, s.momentum, s.one_minus_dampening)
+            bound_all(buffers, grads)
+        if s.nesterov:
+            torch._foreach_add_(grads, torch._foreach_mul(buffers, s.momentum))
+        else:
+            torch._foreach_copy_(grads, buffers)
+        write_moment(batch, "momentum_buffer", buffers)
+    torch._foreach_mul_(grads, s.lr)
+    torch._foreach_sub_(p, grads)
+    write_mains(batch, p)
+
+
+def _lion(batch: TensorLists, s: LionScalars, multiplier: float) -> None:
+    p, m = read_mains(batch), read_moment(batch, "exp_avg")
+    grads = gradients(batch, p, multiplier, 0.0)
+    blend = torch._foreach_mul(m, s.beta1)
+    torch._foreach_add_(blend, torch._foreach_mul(grads, s.one_minus_beta1))
+    steps = [torch.where(u.isnan(), u, u.sign()) for u in blend]
+    torch._foreach_mul_(steps, s.lr)
+    _descend(p, steps, s.decay)
+    average(m, grads, s.beta2, s.one_minus_beta2)
+    write_moment(batch, "exp_avg", m)
+    write_mains(batch, p)
+
+
+def _ademamix(batch: TensorLists, s: AdemamixScalars, multiplier: float) -> None:
+    p, v = read_mains(batch), read_moment(batch, "exp_avg_sq")
+    slow = read_moment(batch, "exp_avg_slow")
+    m = grads = gradients(batch, p, multiplier, 0.0)
+    if "exp_avg" in batch.state:
+        m = read_moment(batch, "exp_avg")
+        average(m, grads, s.beta1, s.one_minus_beta1)
+    average(slow, grads, s.beta3, s.one_minus_beta3)
+    average_squares(v, grads, s)
+    steps, far = list(torch._foreach_mul(m, s.inv_bias1)), torch._foreach_mul(slow, s.alpha)
+    bound_all(steps, m)
+    bound_all(far, slow)
+    torch._foreach_add_(steps, far)
+    for step, one, other in zip(steps, m, slow, strict=True):
+        bound(step, one, other)
+    torch._foreach_div_(steps, denominators(v, s))
+    torch._foreach_mul_(steps, s.lr)
+    _descend(p, steps, s.decay)
+    if "exp_avg" in batch.state:
+        write_moment(batch, "exp_avg", m)
+    write_moment(batch, "exp_avg_sq", v)
+    write_moment(batch, "exp_avg_slow", slow)
+    write_mains(batch, p)
+
+
+TEXTS: dict[str, Callable[[TensorLists, Any, float], None]] = {
+    "adam": _adam,
+    "sgd": _sgd,
+    "lion": _lion,
+    "ademamix": _ademamix,
+}
+"""A step of each rule, for a batch."""

@@ -1,0 +1,470 @@
+"""RuleExecutor: steps slots by a rule of this package, many in a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mp_optim.config.rules import refusal
+from mp_optim.process.host_memory import Form
+from mp_optim.process.leases import before_writing, is_lending
+from mp_optim.slots import (
+    CachedTensorList,
+    DeviceMultiplier,
+    Multiplier,
+    ParamGroups,
+    Slot,
+    SlotUpdate,
+    SlotUpdates,
+    all_same,
+    stream_of,
+)
+from mp_optim.slots.executor import Executor
+from mp_optim.slots.host_part import Place
+from mp_optim.slots.slot_state import SlotState
+from mp_optim.slots.tensor_layout import Part
+from mp_optim.update.backends import Backend, check_forms, choose_backend, rule_note
+from mp_optim.update.codecs import Noise, mix
+from mp_optim.update.kernel_args import TensorLists
+from mp_optim.update.launches import PlannedLaunch, SharedByLaunch, contiguous, contiguous_outputs
+from mp_optim.update.rule import Launch, Rule
+from mp_optim.update.rule_state import GroupState, RuleSlotState, RuleState
+from mp_optim.update.state_format import StatePrecision
+
+_HOST = torch.device("cpu")
+_NO_SETTINGS = ("params", "param_names", "fqns")
+_MOST_SHARES = 4096
+"""Selections of slots whose shares are kept."""
+
+
+class Share(NamedTuple):
+    """The slots of a step that are in one group: which of the updates, and at which positions."""
+
+    group: int
+    members: list[int]
+    positions: list[int]
+
+
+class _Steady(NamedTuple):
+    """The last launch of a group, for as long as what it was made from stays: only gradients, step
+    and multiplier are new then.
+
+    Attributes:
+        checked: settings of the group. outputs: as they were given.
+    """
+
+    share: Share
+    mains: CachedTensorList
+    checked: dict[str, Any]
+    outputs: Sequence[Tensor | None]
+    planned: PlannedLaunch
+
+
+class RuleExecutor(Executor):
+    """Steps FP32 tensors, and bfloat16 ones beside remainders, by a rule.
+
+    Args:
+        rule: without state. precision: how what it keeps is stored.
+        backend: ``fused_backend`` of the config.
+
+    Attributes:
+        rows: what is kept for the slots.
+        workspace: what the rule notes from launch to launch.
+
+    Raises:
+        ValueError: the backend is not usable, has no kernels for the rule, or does not store state
+            so.
+    """
+
+    def __init__(
+        self, param_groups: ParamGroups, rule: Rule, precision: StatePrecision, backend: str
+    ) -> None:
+        super().__init__(param_groups)
+        choose_backend(backend, _HOST)
+        check_backend(backend, rule.kernels, precision)
+        self.rule, self.workspace, self._backend = rule, rule.new_workspace(), backend
+        self.rows = RuleState(rule, precision, param_groups)
+        self._shares: dict[int, tuple[Sequence[Slot], list[Share]]] = {}
+        self._plain: Backend | None = None  # one that has kernels for the rule
+        self._checked: dict[int, dict[str, Any]] = {}
+        self._values: dict[int, list[Any]] = {}
+
+    # -- groups and settings ----------------------------------------------------------------------
+
+    def group_added(self) -> None:
+        super().group_added()
+        group = self.param_groups[-1]
+        self.check_settings(group)
+        self.rows.groups.append(GroupState(group["params"]))
+
+    def forget_groups(self, count: int) -> None:
+        super().forget_groups(count)
+        del self.rows.groups[count:]
+        self._shares.clear()
+        for index in [index for index in self._checked if index >= count]:
+            del self._checked[index]
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        self.rule.check_settings(group)
+        self.rule.check_shapes(group, self.rows.whole_shapes(group["params"]))
+
+    def check_groups(self) -> None:
+        """See the base class; looks again only at what was changed."""
+        for index, group in enumerate(self.param_groups):
+            values = list(group.values())
+            if index in self._checked and all_same(values, self._values[index]):
+                continue
+            now = {key: value for key, value in group.items() if key not in _NO_SETTINGS}
+            if any(isinstance(value, Tensor) for value in now.values()):
+                self._checked.pop(index, None)  # it can be written in place
+            elif self._checked.get(index) == now:
+                self._values[index] = values
+                continue
+            try:
+                self.check_settings(group)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"param_groups[{index}]: {error}; nothing was stepped") from error
+            if not any(isinstance(value, Tensor) for value in now.values()):
+                self._checked[index], self._values[index] = now, values
+
+    def is_collective(self, update: SlotUpdate) -> bool:
+        """Whether stepping a slot is a collective of the ranks that hold its parts."""
+        return self.rule.is_collective(self.param_groups[update.slot.group], update)
+
+    def is_elementwise(self, group: dict[str, Any]) -> bool:
+        """Whether a part of a parameter can be stepped under a group's settings."""
+        return self.rule.is_elementwise(group)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
+        self.rows.settle()
+        # All launches are formed before the first is carried out: what does not fit is found while
+        # nothing is stepped.
+        planned = [
+            (share, part, list(self._plan_group(share, part, group, grad_norm)))
+            for share, part, group in self._shares_of(SlotUpdates.of(updates))
+        ]
+        self.step_mark.touch()
+        for share, part, launches in planned:
+            for launch in launches:
+                self.carry_out(launch)
+            self.rows.count(share.group, share.positions, part.multipliers)
+
+    def plan(
+        self, updates: Sequence[SlotUpdate], grad_norm: float | None = None
+    ) -> list[PlannedLaunch]:
+        """What :meth:`step_slots` would do now, with settings of its own: later changes of a group
+        do not reach it.
+
+        Nothing is stepped or counted; state is allocated.
+        """
+        self.check_groups()  # NOTE: backward plans with settings that came after its first check
+        self.rows.settle()
+        return [
+            planned
+            for share, part, group in self._shares_of(SlotUpdates.of(updates))
+            for planned in self._plan_group(share, part, settings_now(group), grad_norm)
+        ]
+
+    def count(self, planned: PlannedLaunch) -> None:
+        """Add a step to the slots of a launch that was carried out apart from
+        :meth:`step_slots`."""
+        self.rows.count(planned.group, planned.positions)
+
+    def moved(self, planned: PlannedLaunch) -> None:
+        """The tensors of a launch's slots have other memory now."""
+        self.rows.groups[planned.group].replaced()
+
+    def recover(self) -> None:
+        self.rows.recover()
+
+    def _shares_of(
+        self, columns: SlotUpdates
+    ) -> Iterator[tuple[Share, SlotUpdates, dict[str, Any]]]:
+        """The updates by group, with the group."""
+        slots, shares = self._shares.get(id(columns.slots), ((), []))
+        if slots is not columns.slots:
+            shares = _by_group(columns.slots)
+        if isinstance(columns.slots, tuple):  # a list may hold others at the next step
+            if len(self._shares) >= _MOST_SHARES:
+                self._shares.clear()
+            self._shares[id(columns.slots)] = columns.slots, shares
+        for share in shares:
+            part = columns if len(shares) == 1 else columns.take(share.members)
+            yield share, part, self.param_groups[share.group]
+
+    def _plan_group(
+        self, share: Share, updates: SlotUpdates, settings: dict[str, Any], grad_norm: float | None
+    ) -> Iterator[PlannedLaunch]:
+        index, positions = share.group, share.positions
+        rows = self.rows
+        mains = rows.mains(index, positions)
+        multipliers = {
+            value: self._multiplier(settings, value, grad_norm)
+            for value in set(updates.multipliers)
+        }
+        counts = rows.groups[index].counts(positions)
+        is_common = len(multipliers) == 1 and len(set(counts)) == 1
+        if is_common:
+            multiplier = multipliers[updates.multipliers[0]]
+            steady = self._steady(share, mains, updates, settings)
+            if steady is not None:
+                yield self._again(steady, updates, counts[0], multiplier)
+                return
+        kept = rows.moment_keys(index, positions)
+        if is_common and all(len(each) == 1 for each in (mains.devices, mains.dtypes, set(kept))):
+            launch = SharedByLaunch(mains[0].device, mains[0].dtype, counts[0], multiplier, kept[0])
+            planned = self._planned(index, launch, updates, positions, mains, settings)
+            self._keep(share, planned, updates.outputs, settings)
+            yield planned
+            return
+        if len(counts) < len(positions):
+            counts = counts * len(positions)
+        values = [multipliers[value] for value in updates.multipliers]
+        launches = [
+            SharedByLaunch(main.device, main.dtype, count, value, names)
+            for main, count, value, names in zip(mains, counts, values, kept, strict=True)
+        ]
+        for launch in dict.fromkeys(launches):
+            members = [i for i, other in enumerate(launches) if other == launch]
+            yield self._planned(
+                index,
+                launch,
+                updates.take(members),
+                [positions[member] for member in members],
+                CachedTensorList(map(mains.__getitem__, members)),
+                settings,
+            )
+
+    def _multiplier(
+        self, settings: dict[str, Any], value: Multiplier, grad_norm: float | None
+    ) -> Multiplier:
+        if isinstance(value, DeviceMultiplier) or not self.rule.clips:
+            return value
+        return self.rule.effective_multiplier(settings, value, grad_norm)
+
+    def _steady(
+        self, share: Share, mains: CachedTensorList, updates: SlotUpdates, settings: dict[str, Any]
+    ) -> PlannedLaunch | None:
+        """The last launch of a group, if it was made from all that this one is made from, but for
+        gradients.
+
+        NOTE: ``mains`` is the same list only while main params and state keep their memory
+        (``RuleState.mains``), checked settings are the same object while they are equal
+        (:meth:`check_groups`). A plan for other threads has settings of its own, and is made anew.
+        """
+        last: _Steady | None = self.rows.groups[share.group].last_launch
+        if (
+            last is not None
+            and last.share is share
+            and last.mains is mains
+            and last.outputs is updates.outputs
+            and last.checked is self._checked.get(share.group)
+            and settings is self.param_groups[share.group]
+        ):
+            return last.planned
+        return None
+
+    def _keep(
+        self,
+        share: Share,
+        planned: PlannedLaunch,
+        outputs: Sequence[Tensor | None],
+        settings: dict[str, Any],
+    ) -> None:
+        """Keep a launch for the next step, if all that it is made of but gradients may stay: not
+        copies of what is not contiguous, nor tensors whose memory others may move."""
+        known, checked = self.rows.groups[share.group], self._checked.get(share.group)
+        lists, mains = planned.lists, planned.mains
+        stays = lists.main is mains and lists.output is planned.outputs
+        is_own = settings is not self.param_groups[share.group]
+        if stays and checked is not None and mains is known.steady_mains and not is_own:
+            known.last_launch = _Steady(share, mains, checked, outputs, planned)
+
+    def _again(
+        self, last: PlannedLaunch, updates: SlotUpdates, step: float, multiplier: Multiplier
+    ) -> PlannedLaunch:
+        """A launch of the same main params and state, with other gradients."""
+        known, launch = last.lists, last.launch._replace(step=step, multiplier=multiplier)
+        precision, grads = self.rows.precision, CachedTensorList.of(updates.grads)
+        lists = TensorLists(
+            known.main,
+            grads if grads.contiguous else contiguous(grads),
+            known.state,
+            known.output,
+            self._noise(launch, updates) if precision.stochastic_rounding else None,
+            None,
+            1.0 if precision.ema_decay is None else precision.average_weight(int(step) + 1),
+            known.prepared,
+        )
+        return last._replace(launch=launch, updates=updates, lists=lists)
+
+    def _planned(
+        self,
+        index: int,
+        launch: SharedByLaunch,
+        updates: SlotUpdates,
+        positions: list[int],
+        mains: CachedTensorList,
+        settings: dict[str, Any],
+    ) -> PlannedLaunch:
+        outputs, rows = updates.outputs, self.rows
+        if not isinstance(outputs, CachedTensorList):
+            outputs = list(outputs)
+        lists = TensorLists(
+            main=contiguous(mains),
+            grad=contiguous(CachedTensorList.of(updates.grads)),
+            state={
+                key: rows.state_tensors(index, key, positions)
+                for key in rows.stored_keys(launch.moments, launch.dtype)
+            },
+            output=contiguous_outputs(outputs),
+            noise=self._noise(launch, updates),
+            average_weight=rows.precision.average_weight(int(launch.step) + 1),
+            prepared={},
+        )
+        return PlannedLaunch(index, positions, settings, launch, updates, mains, outputs, lists)
+
+    def _noise(self, launch: SharedByLaunch, updates: SlotUpdates) -> list[Noise] | None:
+        """Random bits that depend on seed, step and parameter alone."""
+        precision = self.rows.precision
+        if not precision.stochastic_rounding:
+            return None
+        seed = mix(precision.seed ^ mix(int(launch.step) + 1))
+        streams = [
+            stream_of(self.slot_name(slot)) if stream is None else stream
+            for slot, stream in zip(updates.slots, updates.streams, strict=True)
+        ]
+        return [Noise(seed, stream & 0xFFFFFFFF, stream >> 32) for stream in streams]
+
+    def carry_out(self, planned: PlannedLaunch) -> None:
+        """Step the tensors of a launch. Reads nothing of this object that a step changes, so any
+        thread may do it."""
+        launch, lists = planned.launch, planned.lists
+        if is_lending():
+            before_writing(planned.mains, lists.main, *lists.state.values())
+        backend, _ = self.backend_for(launch.device)
+        if not backend.reads_source:
+            lists = lists.in_place()
+        multiplier = launch.multiplier
+        known = self.rows.groups[planned.group]
+        is_whole = known.is_whole(planned.positions)
+        parts = known.parts if is_whole else [known.parts[p] for p in planned.positions]
+        work = Launch(
+            lists,
+            planned.settings,
+            int(launch.step) + 1,
+            multiplier.values if isinstance(multiplier, DeviceMultiplier) else multiplier,
+            planned.updates,
+            parts,
+            self.workspace,
+        )
+        self.rule.apply(work, backend)
+        if lists.main is not planned.mains or lists.output is not planned.outputs:
+            planned.copy_back()
+
+    # -- backends ---------------------------------------------------------------------------------
+
+    def backend_for(self, device: torch.device) -> tuple[Backend, str]:
+        """What carries the rule out on a device, and why."""
+        backend, why = choose_backend(self._backend, device)
+        if backend is self._plain:
+            return backend, why
+        if note := rule_note(backend.name, self.rule.kernels):
+            return choose_backend("reference", device)[0], f"{why}; {note}"
+        self._plain = backend
+        return backend, why
+
+    def stepper_of(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
+        found = self.backend_for(_HOST if place == "host" else device)
+        return self.rule.carried_out_by(*found, self.param_groups[group], self.workspace)
+
+    def verdict_device(self) -> torch.device | None:
+        first = next((group["params"][0] for group in self.param_groups if group["params"]), None)
+        if self.rule.needs_numbers or first is None:
+            return None
+        if not self.backend_for(first.device)[0].takes_device_multipliers:
+            return None  # thousands of parameters need not be asked
+        if any(group.get("max_grad_norm") for group in self.param_groups):
+            return None
+        devices = {param.device for group in self.param_groups for param in group["params"]}
+        return devices.pop() if len(devices) == 1 else None
+
+    def metrics(self) -> dict[str, float]:
+        return self.workspace.metrics()
+
+    # -- state and main params --------------------------------------------------------------------
+
+    def state_of(self, slot: Slot) -> SlotState:
+        return RuleSlotState(self.rows, slot)
+
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        self.rows.settle()
+        self.rows.allocate_state(slots)
+
+    def allocate_by(self, allocate: Callable[[Sequence[Form]], list[Tensor]]) -> None:
+        """From now on, allocate state on the host by this: it returns zeroed tensors."""
+        self.rows.allocate = allocate
+
+    def forms(self, slot: Slot) -> dict[str, Form]:
+        """Of all tensors that are stepped for a slot: its main param, by ``MAIN``, and its
+        state."""
+        return self.rows.forms(slot)
+
+    def set_part(self, slot: Slot, part: Part) -> None:
+        self.rows.groups[slot.group].parts[slot.position] = part
+
+    def memory_moved(self) -> None:
+        self.rows.replaced()
+
+    def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.rows.precision.main_dtype(dtype)
+
+    def main_param(self, slot: Slot) -> Tensor:
+        return self.rows.main_param(slot)
+
+    def set_main_param(self, slot: Slot, value: Tensor) -> None:
+        self.rows.set_main_param(slot, value)
+
+    def written_outside(self, slot: Slot) -> None:
+        self.rows.written_outside(slot)
+
+
+def check_backend(backend: str, kernels: str, how: StatePrecision) -> None:
+    """Raise ValueError, naming the field, if a backend has no kernels for a rule, or does not store
+    state so."""
+    refused = refusal(
+        backend,
+        kernels,
+        (how.exp_avg_dtype, how.exp_avg_sq_dtype),
+        how.param_remainder_bits if how.store_param_remainders else None,
+        how.stochastic_rounding,
+    )
+    if refused is not None:
+        field, reason = refused
+        value = backend if field == "fused_backend" else getattr(how, field)
+        raise ValueError(f"{field}={value!r}: {reason}")
+    check_forms(backend, _HOST, how.exp_avg_dtype == torch.bfloat16, how.store_param_remainders)
+
+
+def settings_now(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's settings as plain values that stay what they are."""
+    return {
+        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in group.items()
+        if key not in _NO_SETTINGS
+    }
+
+
+def _by_group(slots: Iterable[Slot]) -> list[Share]:
+    """The shares of all groups that occur, in the order in which they do."""
+    shares: dict[int, Share] = {}
+    for index, slot in enumerate(slots):
+        share = shares.setdefault(slot.group, Share(slot.group, [], []))
+        share.members.append(index)
+        share.positions.append(slot.position)
+    return list(shares.values())

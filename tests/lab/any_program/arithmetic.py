@@ -1,0 +1,310 @@
+"""docs/numerics.md in numpy: rounding, sums, forms of state and rules, on flat FP32 arrays.
+
+Written from that page, apart from the package. Every operation is one IEEE operation in FP32 unless
+it says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+F = np.float32
+
+BLOCK = 256
+TINY_BLOCK = 2.0**-100
+QUIET_NAN = 0x7FC00000
+MOST_BFLOAT16 = 2.0**128 * (1 - 2.0**-8)
+MOST_IN_BLOCKS = 2.0**128 * (1 - 2.0**-11)
+INFINITE_ROOT = 2.0**65
+LARGEST = np.finfo(F).max
+
+
+# -- rounding -------------------------------------------------------------------------------------
+
+
+def fp32(value: float) -> float:
+    """A double rounded to FP32."""
+    return float(F(value))
+
+
+def rounded(x: Array, dtype: str) -> Array:
+    """FP32 values rounded to a dtype's, to nearest even."""
+    if dtype == "fp16":
+        return x.astype(np.float16).astype(F)
+    return to_bfloat16(x) if dtype == "bf16" else x.copy()
+
+
+def to_bfloat16(x: Array) -> Array:
+    bits = np.ascontiguousarray(x).view(np.uint32).astype(np.uint64)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return np.where(np.isnan(x), F(np.nan), bits.astype(np.uint32).view(F))
+
+
+def same_bits(a: Array, b: Array) -> bool:
+    """Whether FP32 arrays are the same bits, where any two NaNs are."""
+    if a.shape != b.shape:
+        return False
+    same = np.ascontiguousarray(a).view(np.uint32) == np.ascontiguousarray(b).view(np.uint32)
+    return bool(np.all(same | (np.isnan(a) & np.isnan(b))))
+
+
+# -- sums -----------------------------------------------------------------------------------------
+
+
+def sum_of_squares(x: Array) -> float:
+    """FP64: blocks of 8 rows of 128, rows one after another, the 128 by halving, blocks in adjacent
+    pairs."""
+    flat = x.astype(np.float64)
+    blocks = max(1, -(-flat.size // 1024))
+    padded = np.zeros(blocks * 1024)
+    padded[: flat.size] = flat
+    rows = (padded * padded).reshape(blocks, 8, 128)
+    total = rows[:, 0]
+    for row in range(1, 8):
+        total = total + rows[:, row]
+    while total.shape[1] > 1:
+        half = total.shape[1] // 2
+        total = total[:, :half] + total[:, half:]
+    return in_pairs([float(value) for value in total[:, 0]])
+
+
+def in_pairs(values: Sequence[float]) -> float:
+    """A sum by adjacent pairs, zero filled."""
+    left = list(values) or [0.0]
+    while len(left) > 1:
+        left += [0.0] * (len(left) % 2)
+        left = [left[i] + left[i + 1] for i in range(0, len(left), 2)]
+    return left[0]
+
+
+# -- moments as they are stored -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A moment: codes (or FP32 values), and a scale for each block if the form has them."""
+
+    form: str
+    codes: Array
+    scales: Array | None
+    second: bool
+
+    def values(self) -> Array:
+        """In FP32."""
+        if self.scales is None:
+            return self.codes
+        x = self.codes * np.repeat(self.scales, BLOCK)[: self.codes.size]
+        return x * x if self.second else x
+
+
+def stored(x: Array, form: str, second: bool) -> Stored:
+    """A moment in one of the forms float32, bfloat16, float16, uint8."""
+    if form == "float32":
+        return Stored(form, x, None, second)
+    if form == "bfloat16":
+        return Stored(form, to_bfloat16(_finite_within(x, MOST_BFLOAT16)), None, second)
+    if second:
+        roots = np.minimum(np.sqrt(x.astype(np.float64)), INFINITE_ROOT).astype(F)
+    else:
+        roots = _finite_within(x, MOST_IN_BLOCKS)
+    blocks = [
+        _block(roots[start : start + BLOCK], form, second) for start in range(0, x.size, BLOCK)
+    ]
+    codes = np.concatenate([np.zeros(0, F), *(codes for codes, _ in blocks)])
+    return Stored(form, codes, np.array([scale for _, scale in blocks], F), second)
+
+
+def _finite_within(x: Array, most: float) -> Array:
+    """What is finite is brought within a bound."""
+    return np.where(np.isinf(x), x, np.clip(x, F(-most), F(most)))
+
+
+def _block(x: Array, form: str, second: bool) -> tuple[Array, float]:
+    top = float(np.max(np.abs(x)))
+    if not math.isfinite(top):
+        return np.zeros_like(x), math.nan
+    if top < TINY_BLOCK:
+        return np.zeros_like(x), 0.0
+    if form == "float16":
+        scale = F(2.0 ** (math.frexp(_to_11_bits(top))[1] - 1 - 14))
+        codes = (x * (F(1) / scale)).astype(np.float16)
+        codes = np.maximum(codes, np.float16(2.0**-24)) if second else codes
+        return codes.astype(F), float(scale)
+    levels = 255 if second else 127
+    rough = np.array([F(top) / F(levels)])
+    scale = ((rough.view(np.uint32) + np.uint32(0xFF)) & np.uint32(0xFFFFFF00)).view(F)[0]
+    codes = np.clip(np.rint(x * (F(1) / scale)), 1 if second else -127, levels)
+    return codes.astype(F) + F(0), float(scale)  # integers have one zero
+
+
+def _to_11_bits(x: float) -> float:
+    """Rounded to nearest, ties up."""
+    unit = 2.0 ** (math.frexp(x)[1] - 11)
+    return math.floor(x / unit + 0.5) * unit
+
+
+# -- main params as bfloat16 and a remainder ------------------------------------------------------
+
+
+def split(x: Array, bits: int) -> tuple[Array, Array]:
+    """FP32 values as bfloat16 values, rounded to nearest with ties away from zero, and integers."""
+    pattern = np.ascontiguousarray(x).view(np.uint32).astype(np.int64)
+    if bits == 8:
+        nearest_even = (pattern + 0x7F + ((pattern >> 8) & 1)) & ~0xFF
+        pattern = np.where(np.isfinite(x), nearest_even, pattern)
+    pattern = np.where(np.isnan(x), QUIET_NAN, pattern)
+    high = ((pattern + 0x8000) >> 16) & 0xFFFF
+    low = pattern - (((pattern + 0x8000) >> 16) << 16)
+    return _from_high(high), low >> 8 if bits == 8 else low
+
+
+def join(param: Array, remainder: Array, bits: int) -> Array:
+    """The FP32 values again; a zero has no remainder."""
+    pattern = np.ascontiguousarray(param).view(np.uint32).astype(np.int64)
+    whole = pattern + (remainder << 8 if bits == 8 else remainder)
+    found = np.where(pattern & 0x7FFFFFFF, whole, pattern)
+    return (found & 0xFFFFFFFF).astype(np.uint32).view(F)
+
+
+def _from_high(high: Array) -> Array:
+    return (high << 16).astype(np.uint32).view(F)
+
+
+# -- rules ----------------------------------------------------------------------------------------
+
+MOMENTS = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "lamb": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+    "lion": ("exp_avg",),
+    "ademamix": ("exp_avg", "exp_avg_sq", "exp_avg_slow"),
+    "foreign": ("buffer",),
+}
+
+State = dict[str, Stored]
+
+
+def stepped(
+    rule: str, p: Array, g: Array, state: State, t: int, h: Mapping[str, Any], multiplier: float
+) -> tuple[Array, State]:
+    """A parameter and its moments after step ``t``, with the settings ``h`` of its group."""
+    with np.errstate(all="ignore"):
+        g = g.astype(F) * F(multiplier)
+        return _RULES[rule](p, g, state, t, h)
+
+
+def _bounded(x: Array, made_of: Array) -> Array:
+    """What overflowed of something finite is FP32's largest number."""
+    return np.where(np.isinf(x) & np.isfinite(made_of), np.copysign(LARGEST, x), x)
+
+
+def _kept(state: State, **values: Array) -> State:
+    return {
+        name: stored(value, state[name].form, state[name].second)
+        for name, value in values.items()
+        if name in state
+    }
+
+
+def _moments(g: Array, state: State, h: Mapping[str, Any], weight: float) -> tuple[Array, Array]:
+    b1, b2 = h["betas"][:2]
+    v = state["exp_avg_sq"].values()
+    m = state["exp_avg"].values() if "exp_avg" in state else np.zeros_like(v)
+    return m * F(b1) + g * F(weight), v * F(b2) + (g * F(1 - b2)) * g
+
+
+def _corrections(h: Mapping[str, Any], t: int) -> tuple[float, float]:
+    b1, b2 = h["betas"][:2]
+    return (1 - b1**t, 1 - b2**t) if h.get("bias_correction", True) else (1.0, 1.0)
+
+
+def _denominator(v: Array, h: Mapping[str, Any], t: int) -> Array:
+    roots = np.sqrt(v.astype(np.float64)).astype(F)
+    return roots * F(1 / math.sqrt(_corrections(h, t)[1])) + F(h["eps"])
+
+
+def _with_l2(p: Array, g: Array, h: Mapping[str, Any]) -> Array:
+    l2 = F(h["weight_decay"])
+    return g if h["adam_w_mode"] or l2 == 0 else g + p * l2
+
+
+def _decayed(p: Array, h: Mapping[str, Any]) -> Array:
+    decay = F(h["lr"] * h["weight_decay"])
+    return p if decay == 0 else p - p * decay
+
+
+def _adam(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tuple[Array, State]:
+    m, v = _moments(_with_l2(p, g, h), state, h, 1 - h["betas"][0])
+    u = (m / _denominator(v, h, t)) * F(h["lr"] / _corrections(h, t)[0])
+    p = _decayed(p, h) if h["adam_w_mode"] else p
+    return p - u, _kept(state, exp_avg=m, exp_avg_sq=v)
+
+
+def _lamb(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tuple[Array, State]:
+    """The direction is taken from the moments as they are stored."""
+    g = _with_l2(p, g, h)
+    m, v = _moments(g, state, h, 1 - h["betas"][0] if h["grad_averaging"] else 1.0)
+    state = _kept(state, exp_avg=_bounded(m, g), exp_avg_sq=v)
+    m = state["exp_avg"].values()
+    direction = _bounded(m * F(1 / _corrections(h, t)[0]), m)
+    u = direction / _denominator(state["exp_avg_sq"].values(), h, t)
+    decay = F(h["weight_decay"]) if h["adam_w_mode"] else F(0)
+    u = u if decay == 0 else u + p * decay
+    pp, uu = sum_of_squares(p), sum_of_squares(u)
+    adapts = (h["use_nvlamb"] or decay != 0) and pp != 0 and uu != 0
+    ratio = np.float64(h["lr"]) * np.sqrt(pp) / np.sqrt(uu) if adapts else h["lr"]
+    return p - u * F(ratio), state
+
+
+def _sgd(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tuple[Array, State]:
+    decay, momentum = F(h["weight_decay"]), F(h["momentum"])
+    g = g if decay == 0 else g + p * decay
+    if "momentum_buffer" not in state:
+        return p - g * F(h["lr"]), state
+    b = g
+    if t > 1:
+        b = state["momentum_buffer"].values() * momentum + g * F(1 - h["dampening"])
+        b = _bounded(b, g)
+    g = g + b * momentum if h["nesterov"] else b
+    return p - g * F(h["lr"]), _kept(state, momentum_buffer=b)
+
+
+def _lion(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tuple[Array, State]:
+    b1, b2 = h["betas"]
+    m = state["exp_avg"].values()
+    u = np.sign(m * F(b1) + g * F(1 - b1)) * F(h["lr"])
+    return _decayed(p, h) - u, _kept(state, exp_avg=m * F(b2) + g * F(1 - b2))
+
+
+def _ademamix(
+    p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]
+) -> tuple[Array, State]:
+    b1, _, b3 = h["betas"]
+    m, v = _moments(g, state, h, 1 - b1)
+    done = min(1.0, t / (h["beta3_warmup"] or 1))
+    if done < 1.0:  # 1 / log(beta) grows linearly, from 0 where beta is 0
+        b3 = math.exp(1 / ((0.0 if b1 == 0 else (1 - done) / math.log(b1)) + done / math.log(b3)))
+    alpha = h["alpha"] * min(1.0, t / (h["alpha_warmup"] or 1))
+    s = state["exp_avg_slow"].values() * F(b3) + g * F(1 - b3)
+    near, far = _bounded(m * F(1 / _corrections(h, t)[0]), m), _bounded(s * F(alpha), s)
+    u = (_bounded(near + far, m + s * F(0)) / _denominator(v, h, t)) * F(h["lr"])
+    return _decayed(p, h) - u, _kept(state, exp_avg=m, exp_avg_sq=v, exp_avg_slow=s)
+
+
+def _foreign(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tuple[Array, State]:
+    """``foreigner.Counting``."""
+    b = state["buffer"].values() if state else np.zeros_like(p)
+    b = b * F(0.5) + g
+    state = {"buffer": stored(b, "float32", False)}
+    return p - b * F(h["lr"] * h["rate"]), state
+
+
+_RULES = {"adam": _adam, "lamb": _lamb, "sgd": _sgd, "lion": _lion, "foreign": _foreign}
+_RULES["ademamix"] = _ademamix

@@ -1,0 +1,74 @@
+"""Calls that a signal ends half-way: they are done, undone, or the optimizer says so and is made
+whole by a load."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+
+from lab.any_program.oracle import Oracle
+from lab.any_program.subject import Subject
+from mp_optim.slots.interrupted_step import BrokenOffError
+
+
+@contextmanager
+def signal_at(line: int) -> Iterator[None]:
+    """A KeyboardInterrupt before so many lines of the package have been carried out."""
+    left = line
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal left
+        if "mp_optim" not in frame.f_code.co_filename:
+            return None
+        left -= event == "line"
+        if left < 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def interrupted(
+    subject: Subject, oracle: Oracle, call: Callable[[], Any], then: Oracle, line: int
+) -> Oracle:
+    """Carry out a call that a signal may end; returns what the optimizer holds afterwards, which
+    is what it was, or what it would be.
+
+    Args:
+        then: what the oracle holds after the call.
+    """
+    weights = copy.deepcopy(subject.model.state_dict())
+    state = copy.deepcopy(subject.optimizer.state_dict())
+    try:
+        with signal_at(line):
+            call()
+        return then
+    except KeyboardInterrupt:
+        torch.set_grad_enabled(True)  # a signal in the door that leaves torch's modes
+    try:
+        found = subject.optimizer.state_dict()
+    except BrokenOffError:
+        subject.model.load_state_dict(weights)
+        subject.optimizer.load_state_dict(state)
+        subject.check_state_dict(oracle, subject.optimizer.state_dict())
+        return oracle
+    for held in (oracle, then):
+        try:
+            subject.check_state_dict(held, found)
+            subject.check_model(held)
+            return held
+        except AssertionError as error:
+            last = error
+    raise AssertionError(f"half of a call is done, and nothing says so: {last}")

@@ -1,0 +1,150 @@
+"""What a program has and how it begins and ends: a model, its optimizer, and the oracle that says
+what they have to be."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from hypothesis.stateful import RuleBasedStateMachine, initialize
+from torch import nn
+from torch.amp import GradScaler
+
+from lab.any_program import leaving, stepping
+from lab.any_program.oracle import Oracle, Slot
+from lab.any_program.setups import Param, Setup, setups
+from lab.any_program.starting import predicted
+from lab.any_program.subject import (
+    Model,
+    Subject,
+    as_tensor,
+    dtype_of,
+    name_of,
+    need,
+    random_values,
+)
+from mp_optim import OptimizerParamScheduler
+from mp_optim.update import set_host_threads
+
+
+class Program(RuleBasedStateMachine):
+    """A program over the public API. A subclass has the operations.
+
+    Attributes:
+        without: operations that are left out, or ``operation:kind``.
+        counts: operations carried out by all programs, and programs.
+        on_failure: called with the error and the program so far, when a program fails.
+    """
+
+    without: ClassVar[frozenset[str]] = frozenset()
+    counts: ClassVar[Counter[str]] = Counter()
+    on_failure: ClassVar[Callable[[Exception, list[str]], None] | None] = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.failed = False
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Take note of a failure; warnings are not what is looked for."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        except Exception as error:
+            self.failed = True
+            if type(self).on_failure is not None:
+                type(self).on_failure(error, self.lines)
+            raise
+
+    @initialize(setup=setups())
+    def begin(self, setup: Setup) -> None:
+        """Build the model and its optimizer."""
+        self.counts["programs"] += 1
+        self.lines.append(f"state.begin(setup={setup!r})")
+        first, *rest = setup.params  # something has to be trainable
+        setup = replace(setup, params=(replace(first, frozen=False), *rest))
+        self.setup, self.transposed = setup, {}
+        self.threads = torch.get_num_threads()
+        self.serial = len(setup.params)
+        self.remembered: tuple[Any, Any, Oracle] | None = None
+        self.scheduler: OptimizerParamScheduler | None = None
+        self.amp: GradScaler | None = None
+        model, slots = Model(), {}
+        for index, param in enumerate(setup.params):
+            name = name_of(index, param)
+            slots[name] = self.new_param(model, name, param, setup.seed + index)
+        self.oracle = predicted(setup, slots)
+        by_hand = setup.groups or setup.rule == "foreign"
+        explicit = self.oracle.groups if by_hand else None
+        with self.watched():
+            self.subject = Subject(setup, setup.place, model, explicit)
+
+    def new_param(self, model: Model, name: str, param: Param, seed: int) -> Slot:
+        """A parameter of the model, and the same for the oracle."""
+        dtype = dtype_of(param, self.setup.precision)
+        values = random_values(seed, param.shape, dtype).reshape(-1)
+        self.transposed[name] = param.transposed
+        tensor = as_tensor(values, param.shape, dtype, param.transposed)
+        model.add(name, nn.Parameter(tensor, requires_grad=not param.frozen))
+        return Slot(name, param.shape, dtype, values, bound=not param.frozen)
+
+    # -- who is meant -----------------------------------------------------------------------------
+
+    def pick(self, index: int) -> Slot:
+        slots = [slot for _, slot in self.oracle.order()]
+        need(slots)
+        return slots[index % len(slots)]
+
+    def leave(self) -> None:
+        """State is about to leave; the oracle follows the model as the optimizer has to."""
+        if "pending" in self.without:
+            need(not any(slot.touched for slot in self.oracle.slots.values()))
+        self.subject.bind(self.oracle)
+        self.oracle.follow()
+
+    def only(self, kind: str) -> None:
+        """Leave out a kind of an operation that the program is to be without."""
+        need(kind not in self.without)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def go_backward(self, seed: int, micro: int, unused: set[int], hold: bool, size: str) -> None:
+        stepping.go_backward(self.subject, seed, micro, unused, hold, size)
+
+    def take_step(self, closure: bool) -> None:
+        stepping.take_step(self.subject, self.oracle, closure)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Every program ends with a step, and with a look at all state."""
+        if self.failed or not self.lines:
+            return
+        torch.set_num_threads(self.threads)
+        set_host_threads(None)
+        with self.watched():
+            if self.setup.seed % 2:
+                self.check_state()
+            self.go_backward(self.setup.seed, 1, set(), False, "normal")
+            self.take_step(closure=False)
+            self.subject.check_model(self.oracle)
+            self.check_state()
+
+    def check_state(self) -> None:
+        if "pending" in self.without and any(slot.touched for slot in self.oracle.slots.values()):
+            return
+        self.subject.bind(self.oracle)
+        self.oracle.follow()
+        leaving.look(
+            self.subject,
+            self.oracle,
+            "state_dict" if "look:torch.save" in self.without else "torch.save",
+        )
+        self.subject.check_main_params(self.oracle)

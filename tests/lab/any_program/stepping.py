@@ -1,0 +1,56 @@
+"""Backward passes and steps, compared with the oracle's."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+
+from lab.any_program import gradients
+from lab.any_program.oracle import Oracle, Outcome
+from lab.any_program.subject import Subject
+
+
+def go_backward(
+    subject: Subject, seed: int, micro: int, unused: set[int], hold: bool, size: str
+) -> None:
+    """Gradients of some micro-batches, which are added to those that are there.
+
+    Args:
+        unused: indices of parameters without a part in the loss.
+        hold: all but the last are in ``no_sync``.
+    """
+    optimizer = subject.optimizer
+    gradients.own_memory(subject)
+    for number in range(micro):
+        loss = gradients.loss(subject, seed + number, unused, size)
+        if loss is None:
+            return
+        hold_now = hold and number < micro - 1 and hasattr(optimizer, "no_sync")
+        with optimizer.no_sync() if hold_now else contextlib.nullcontext():
+            optimizer.scale_loss(loss).backward()
+
+
+def take_step(subject: Subject, oracle: Oracle, closure: bool) -> None:
+    """A step of both: the same result, the same loss scale, and gradients as they were."""
+    grads = subject.own_grads(oracle)
+    subject.bind(oracle)
+    expected = oracle.step(grads, subject.place)
+    if closure:
+        assert subject.optimizer.step(lambda: 7.0) == 7.0
+    else:
+        compare_step(expected, subject.optimizer.step())
+    now = subject.grads()
+    changed = [
+        name for name, grad in grads.items() if not np.array_equal(grad, now[name], equal_nan=True)
+    ]
+    assert changed == [], "the step changed gradients"
+    if oracle.scaler:
+        assert float(subject.optimizer.get_loss_scale()) == oracle.scaler.scale
+
+
+def compare_step(expected: Outcome, result: Any) -> None:
+    """Raise AssertionError unless a step's result is what the oracle says."""
+    found, wanted = tuple(result), (expected.success, expected.norm, expected.zeros)
+    assert found == wanted, f"the step says {found}, should say {wanted}"

@@ -1,0 +1,145 @@
+"""What has to be exactly so: which kernels ``auto`` takes, and the same bits in every place,
+whoever reads the verdict, eager or from a graph."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.section import Section
+from lab.gpu.waiting import with_host_verdict
+from mp_optim import FusedAdam, FusedLAMB, OptimizerConfig, get_megatron_optimizer
+from mp_optim.quantized import quantize_weights
+from mp_optim.update import Lion
+from mp_optim.update.backends import choose_backend
+from mp_optim.update.backends.triton import triton_backend
+
+STEPS = 50
+
+
+def chosen(device: torch.device) -> Section:
+    """What ``auto`` takes, by which Triton, and how long it takes to prove it.
+
+    Raises:
+        RuntimeError: it is not the Triton kernels on a GPU, though they would be a right answer
+            there on every machine; whatever else is measured would be measured of others.
+    """
+    began = time.perf_counter()
+    backend, why = choose_backend("auto", device)
+    seconds = time.perf_counter() - began
+    _, runs_on = triton_backend()
+    if device.type == "cuda" and backend.name != "triton":
+        raise RuntimeError(f"auto chooses {backend.name}; {runs_on}; {why}")
+    section = Section(f"auto chooses {backend.name}; {runs_on}")
+    section.rows["until it is proven and chosen"] = {"seconds": seconds}
+    return section
+
+
+def _model(device: torch.device) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Embedding(64, 96), nn.Linear(96, 160), nn.GELU(), nn.Linear(160, 64)]
+    return nn.Sequential(*layers).to(torch.bfloat16).to(device)
+
+
+def _train(
+    device: torch.device,
+    fraction: float,
+    on_host: bool = False,
+    float8: bool = False,
+    **settings: Any,
+) -> tuple[list[float], list[Tensor]]:
+    if fraction > 0.0:
+        settings |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+    model = _model(device)
+    if float8:
+        quantize_weights(model)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(bf16=True, lr=1e-2, clip_grad=1.0, **settings), model
+    )
+    if on_host:
+        with_host_verdict(optimizer)
+    losses = []
+    for step in range(STEPS):
+        tokens = torch.randint(0, 64, (32,), generator=torch.Generator().manual_seed(step)).to(
+            device
+        )
+        optimizer.zero_grad(set_to_none=False)  # their memory stays, for the graph
+        loss = nn.functional.cross_entropy(model(tokens[:-1]).float(), tokens[1:])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [param.detach().float().cpu() for param in model.parameters()]
+
+
+def _equal(a: tuple[list[float], list[Tensor]], b: tuple[list[float], list[Tensor]]) -> bool:
+    return a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+
+
+def bits(device: torch.device) -> Section:
+    """1 where two runs have the same bits: offload fractions on the device, and one stream of
+    gradients on both."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    section = Section("The same bits: 1 is yes")
+    kinds: dict[str, dict[str, Any]] = {
+        "FP32 states": {},
+        "8-bit moments, remainders": {
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": "uint8",
+            "exp_avg_sq_dtype": "uint8",
+        },
+    }
+    for kind, settings in kinds.items():
+        expected = _train(device, 0.0, **settings)
+        for fraction in (0.5, 1.0):
+            same = _equal(_train(device, fraction, **settings), expected)
+            section.rows[f"{kind}: {STEPS} steps, fraction {fraction} as 0"] = {"same": float(same)}
+        same = _equal(_train(device, 0.0, on_host=True, **settings), expected)
+        section.rows[f"{kind}: {STEPS} steps, verdict on the host as on the device"] = {
+            "same": float(same)
+        }
+        name = f"{kind}: {STEPS} steps, CUDA graph as eager"
+        try:
+            same = _equal(_train(device, 0.0, optimizer_cuda_graph=True, **settings), expected)
+            section.rows[name] = {"same": float(same)}
+        except ValueError as error:
+            section.missing[name] = str(error)[:120]
+    expected = _train(device, 0.0, float8=True)
+    for fraction in (0.5, 1.0):
+        same = _equal(_train(device, fraction, float8=True), expected)
+        section.rows[f"float8 weights: {STEPS} steps, fraction {fraction} as 0"] = {
+            "same": float(same)
+        }
+    for rule in (FusedAdam, FusedLAMB, Lion):
+        for states, precision in _STATES.items():
+            ours, theirs = (
+                _stream(rule, where, precision) for where in (device, torch.device("cpu"))
+            )
+            same = all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+            section.rows[f"{rule.__name__}, {states}: one stream of gradients, device as CPU"] = {
+                "same": float(same)
+            }
+    torch.use_deterministic_algorithms(False)
+    return section
+
+
+_STATES: dict[str, dict[str, Any]] = {
+    "FP32 states": {},
+    "8-bit states": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
+}
+
+
+def _stream(rule: Any, device: torch.device, precision: dict[str, Any]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    params = [
+        nn.Parameter(torch.randn(size, generator=generator).to(device))
+        for size in (1, 1000, 300_001)
+    ]
+    optimizer = rule(params, lr=1e-2, weight_decay=0.1, **precision)
+    for _ in range(20):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).to(device)
+        optimizer.step()
+    return [param.detach().cpu() for param in params]

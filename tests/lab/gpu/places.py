@@ -1,0 +1,112 @@
+"""All state in host memory, stepped by the host, streamed, or both at once, beside what the model
+of bus, device and host says for the rates that are measured here."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.section import Section
+from lab.gpu.hybrid import filled_model, optimizer_of
+from lab.gpu.speed import Rate
+from lab.gpu.timing import alternate
+from lab.streaming.machines import FORMS, Form, Machine
+from lab.streaming.schedules import auto, on_host, streamed
+from mp_optim.placement.split import STEPS
+from mp_optim.process.transfer import Transfer, transfer_for
+
+BYTES = 256 << 20
+"""Of what is copied to measure a rate; also of a window."""
+COMPACT = {"use_precision_aware_optimizer": True}
+SETTINGS: Mapping[str, dict[str, Any]] = {
+    FORMS[0].name: {},
+    FORMS[2].name: {**COMPACT, "exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"},
+}
+MODELS: Mapping[str, Callable[[Machine, Form, int], float]] = {
+    "host": lambda machine, form, params: on_host(machine, form, params).seconds,
+    "streamed": lambda machine, form, params: streamed(machine, form, params).seconds,
+    "auto": lambda machine, form, params: auto(machine, form, params).seconds,
+}
+
+
+def places(rate: Rate, numel: int, rounds: int) -> Section:
+    """Gparam/s of each place, measured and as the model has it, and the one of the other."""
+    machine = machine_of(rate, rounds)
+    section = Section("State in host memory: stepped there, streamed, or both")
+    section.rows["rates, GB/s"] = {
+        "up": machine.up / 1e9,
+        "down": machine.down / 1e9,
+        "host": machine.host / 1e9,
+        "device": machine.device / 1e9,
+    }
+    for form in FORMS:
+        for place in MODELS if form.name in SETTINGS else ():
+            row = _measured(rate.device, SETTINGS[form.name], place, numel, rounds)
+            modelled = numel / MODELS[place](machine, form, numel) / 1e9
+            row["modelled_gparams"] = modelled
+            row["of_model"] = row["gparams"] / modelled
+            section.rows[f"{form.name}, {place}"] = row
+    return section
+
+
+def _measured(
+    device: torch.device, form: dict[str, Any], place: str, numel: int, rounds: int
+) -> dict[str, float]:
+    model = filled_model(device, numel)
+    pipelined = {} if place == "streamed" else {"overlap_cpu_optimizer_d2h_h2d": True}
+    optimizer = optimizer_of(
+        model,
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction=1.0,
+        offload_place=place,
+        **pipelined,
+        **form,
+    )
+    for _ in range(3 * STEPS if place == "auto" else 1):
+        optimizer.step()
+    timing = alternate(device, {place: optimizer.step}, rounds, place)[place]
+    row = {
+        "ms": timing.median * 1e3,
+        "spread": timing.spread,
+        "gparams": numel / timing.median / 1e9,
+        "streamed_fraction": optimizer.metrics().get(
+            "streamed_fraction", float(place == "streamed")
+        ),
+    }
+    del model, optimizer
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return row
+
+
+# -- rates ----------------------------------------------------------------------------------------
+
+
+def machine_of(rate: Rate, rounds: int) -> Machine:
+    """Rates of the bus while both directions are busy, of the host's memory with all threads of
+    this process, and of the device's memory."""
+    size = BYTES if rate.device.type == "cuda" else BYTES >> 4
+    transfer = transfer_for(rate.device)
+    away = [torch.zeros(size, dtype=torch.uint8, device=rate.device) for _ in range(2)]
+    here = [transfer.empty_host(size, True) for _ in range(2)]
+    floats = torch.zeros(size, dtype=torch.float32)
+    contenders: dict[str, Callable[[], object]] = {
+        "bus": lambda: _both_ways(transfer, away, here),
+        "host": lambda: floats.mul_(1.0001),
+    }
+    timings = alternate(rate.device, contenders, rounds, "rates")
+    bus = size / timings["bus"].median
+    host = 2 * floats.nbytes / timings["host"].median
+    return Machine("this one", bus, bus, host, rate.limit)
+
+
+def _both_ways(transfer: Transfer, away: list[Tensor], here: list[Tensor]) -> None:
+    down = transfer.download([here[0]], [away[0]])
+    transfer.upload([away[1]], [here[1]])
+    transfer.wait(down)
+    transfer.join()

@@ -1,0 +1,251 @@
+"""Kernels and full steps on the device, against the device's copy rate and against what else there
+is."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.contenders import Contenders
+from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR
+from benchmarks.ours import ADAM_BYTES, OURS, STEP_BYTES
+from benchmarks.section import Section
+from benchmarks.timing import ratio
+from lab.gpu.opponents import MegatronStyle, adams
+from lab.gpu.timing import alternate
+from mp_optim import FusedAdam, OptimizerConfig, get_megatron_optimizer
+from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
+from mp_optim.update import choose_backend
+
+BACKENDS = ("triton", "transformer_engine", "apex", "torch", "reference")
+LARGE = 1 << 26
+"""Elements of the tensors that a large model is made of here."""
+
+
+class Rate:
+    """The device and the best rate at which it reads and writes in place, measured once, bytes per
+    second."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._limit: float | None = None
+
+    @property
+    def limit(self) -> float:
+        if self._limit is None:
+            rates(self, 5)
+        assert self._limit is not None
+        return self._limit
+
+    @limit.setter
+    def limit(self, value: float) -> None:
+        self._limit = value
+
+
+def rates(rate: Rate, rounds: int) -> Section:
+    """GB/s of the simplest things that read and write."""
+    numel = 1 << (28 if rate.device.type == "cuda" else 22)
+    flat, other = (torch.zeros(numel, device=rate.device), torch.zeros(numel, device=rate.device))
+    probes: dict[str, tuple[Callable[[], object], int]] = {
+        "x *= c": (lambda: flat.mul_(1.0001), 2 * flat.nbytes),
+        "copy": (lambda: other.copy_(flat), 2 * flat.nbytes),
+        "x += y": (lambda: flat.add_(other), 3 * flat.nbytes),
+        "fill": (lambda: flat.zero_(), flat.nbytes),
+    }
+    timings = alternate(
+        rate.device, {name: run for name, (run, _) in probes.items()}, rounds, "rates"
+    )
+    section = Section("Memory of the device: GB/s of bytes asked for")
+    section.take(timings, gbs=lambda name, timing: probes[name][1] / timing.median / 1e9)
+    rate.limit = max(row["gbs"] for name, row in section.rows.items() if name != "fill") * 1e9
+    return section
+
+
+def sizes_of(numel: int, kind: str) -> list[int]:
+    """Elements of the tensors of a model of a kind."""
+    if kind == "large":
+        return [min(LARGE, numel)] * max(1, numel // LARGE)
+    if kind == "small":
+        return [max(1, numel // 10_000)] * 10_000
+    return [max(1, numel // 4)] * 2 + [max(1, numel // 512)] * 256  # a mixture of experts
+
+
+def _tensors(
+    device: torch.device, sizes: list[int], dtype: torch.dtype, value: float
+) -> list[Tensor]:
+    return [torch.full((size,), value, dtype=dtype, device=device) for size in sizes]
+
+
+def _kernel(rate: Rate, backend: str, sizes: list[int], **precision: Any) -> Callable[[], object]:
+    """The update alone, through a backend that must be the one that steps."""
+    choose_backend(backend, rate.device)
+    remainders = precision.get("store_param_remainders", False)
+    mains = _tensors(rate.device, sizes, torch.bfloat16 if remainders else torch.float32, 0.02)
+    optimizer = FusedAdam(
+        mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, backend=backend, **precision
+    )
+    found = optimizer.executor.backend_for(rate.device)[0].name
+    if found != backend:
+        raise RuntimeError(f"stepped by {found}")
+    grads = _tensors(rate.device, sizes, torch.bfloat16, 1e-3)
+    outputs = (
+        [None] * len(sizes) if remainders else _tensors(rate.device, sizes, torch.bfloat16, 0.0)
+    )
+    updates = SlotUpdates.of(
+        [
+            SlotUpdate(Slot(0, index), grad, 0.5, output)
+            for index, (grad, output) in enumerate(zip(grads, outputs, strict=True))
+        ]
+    )
+    return lambda: optimizer.step_slots(updates)
+
+
+def _step(rate: Rate, backend: str, sizes: list[int], **settings: Any) -> Callable[[], object]:
+    """The whole mixed-precision step, clipping on."""
+    config = OptimizerConfig(
+        bf16=True,
+        lr=LR,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_eps=EPS,
+        weight_decay=DECAY,
+        clip_grad=CLIP,
+        fused_backend=backend,
+        **settings,
+    )
+    model = nn.ParameterList(
+        [nn.Parameter(p) for p in _tensors(rate.device, sizes, torch.bfloat16, 0.02)]
+    )
+    optimizer = get_megatron_optimizer(config, model, config_overrides={})
+    for param in model:
+        param.grad = torch.full_like(param, 1e-3)
+    return optimizer.step
+
+
+def _measure(rate: Rate, backend: str, sizes: list[int]) -> Callable[[], object]:
+    grads = _tensors(rate.device, sizes, torch.bfloat16, 1e-3)
+    chosen = choose_backend(backend, rate.device)[0]
+    return lambda: chosen.sum_of_squares(grads)
+
+
+def kernels(rate: Rate, numel: int, rounds: int) -> Section:
+    """Update and measuring alone, a few large tensors. Two contenders at a time: each has states of
+    its own."""
+    section, sizes = Section("Kernels alone, large tensors"), sizes_of(numel, "large")
+    total = sum(sizes)
+    for backend in BACKENDS:
+        for label, size, build in (
+            ("update", ADAM_BYTES, lambda b=backend: _kernel(rate, b, sizes)),
+            ("measure", 2, lambda b=backend: _measure(rate, b, sizes)),
+        ):
+            _add(section, rate, {f"{backend}: {label}": (build, size * total)}, rounds)
+    compact = {
+        "bf16 moments, remainder": ("bfloat16", 18),
+        "8-bit moments, remainder": ("uint8", 14),
+    }
+    for name, (dtype, size) in compact.items():
+        moments = {
+            "exp_avg_dtype": getattr(torch, dtype),
+            "exp_avg_sq_dtype": getattr(torch, dtype),
+        }
+        _add(
+            section,
+            rate,
+            {
+                f"triton: update, {name}": (
+                    lambda m=moments: _kernel(
+                        rate, "triton", sizes, store_param_remainders=True, **m
+                    ),
+                    size * total,
+                )
+            },
+            rounds,
+        )
+    return section
+
+
+def _add(
+    section: Section, rate: Rate, builds: dict[str, tuple[Callable[[], Any], int]], rounds: int
+) -> None:
+    field = Contenders()
+    for name, (build, _) in builds.items():
+        field.add(name, build)
+    timings = alternate(rate.device, field.steps, rounds, ", ".join(builds))
+    section.missing |= field.missing
+    section.take(
+        timings, of_limit=lambda name, timing: builds[name][1] / timing.median / rate.limit
+    )
+    del field
+    clean(rate.device)
+
+
+def clean(device: torch.device) -> None:
+    """Give back what nobody holds any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def steps(rate: Rate, numel: int, rounds: int) -> Section:
+    """The full step against the sequence of kernels that Megatron launches, with each Adam that is
+    there."""
+    section, sizes = (
+        Section("Full mixed-precision step, large tensors, clipping on"),
+        sizes_of(numel, "large"),
+    )
+    total, backend = sum(sizes), ours(rate.device)
+    for adam in adams():
+        name, field = f"{OURS}, {backend}, beside {adam}", Contenders()
+        field.add(
+            f"Megatron's sequence, {adam}",
+            lambda a=adam: (
+                MegatronStyle(_tensors(rate.device, sizes, torch.bfloat16, 0.02), a).step
+            ),
+        )
+        if field.steps:
+            field.add(name, lambda: _step(rate, backend, sizes))
+        timings = alternate(rate.device, field.steps, rounds, f"steps, {adam}")
+        section.missing |= field.missing
+        section.take(
+            timings,
+            of_limit=lambda _, timing: STEP_BYTES * total / timing.median / rate.limit,
+            **(
+                {"times_ours": lambda _, timing, t=timings, o=name: ratio(timing, t[o])}
+                if name in timings
+                else {}
+            ),
+        )
+        del field
+        clean(rate.device)
+    return section
+
+
+def ours(device: torch.device) -> str:
+    """The backend to measure: ours on a GPU; on a CPU, where the tool only tries itself, what there
+    is."""
+    return "triton" if device.type == "cuda" else "auto"
+
+
+def many(rate: Rate, numel: int, rounds: int) -> Section:
+    """Full steps over many tensors."""
+    section = Section("Many tensors: the full step, and how many times large tensors'")
+    for backend in ("triton", "torch") if rate.device.type == "cuda" else ("auto",):
+        field = Contenders()
+        for kind in ("large", "small", "moe"):
+            field.add(
+                f"{backend}: {kind}", lambda k=kind, b=backend: _step(rate, b, sizes_of(numel, k))
+            )
+        timings = alternate(rate.device, field.steps, rounds, f"many, {backend}")
+        section.missing |= field.missing
+        first = timings.get(f"{backend}: large")
+        section.take(
+            timings,
+            **({"times_one": lambda name, timing, f=first: ratio(timing, f)} if first else {}),
+        )
+        del field
+        clean(rate.device)
+    return section

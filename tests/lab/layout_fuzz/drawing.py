@@ -1,0 +1,231 @@
+"""A case from a seed: a pure function, so that a number is all that has to be written down."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+from lab.layout_fuzz.case import BadGradient, Case, Disagreement, Layout, Settings
+from lab.layout_fuzz.chance import Chance
+from lab.layout_fuzz.drawn_layouts import DrawnLayouts
+from lab.layout_fuzz.drawn_models import DrawnModel, streams_of
+from lab.layout_fuzz.holding import Place
+from lab.layout_fuzz.model import used
+from lab.layout_fuzz.running import OTHER_SETTINGS
+
+__all__ = ["draw"]
+
+_RULES = ("adam", "adam", "adam", "sgd", "lion", "lamb", "muon", "muon")
+_KINDS = (
+    ("copies",),
+    ("copies",),
+    ("copies",),
+    ("fsdp",),
+    ("fsdp",),
+    ("placed",),
+    ("copies", "copies"),
+    ("copies", "fsdp"),
+    ("fsdp", "copies"),
+    ("fsdp", "fsdp"),
+    ("placed", "fsdp"),
+    ("copies", "alone"),
+    ("alone", "copies"),
+    ("fsdp", "alone"),
+)
+"""Of the layout that a run begins in, and of the one that it goes on in."""
+_MOMENTS_ANYWHERE = (
+    "fp32",
+    "bf16",
+    "bf16",
+    "fp16",
+    "bf16-remainder",
+    "bf16-master",
+    "bf16-moments",
+)
+_MOMENTS_IN_BLOCKS = ("bf16-8bit", "bf16-8bit8", "bf16-half", "bf16-stochastic")
+
+
+def draw(seed: int) -> Case:
+    """The case of a number."""
+    return _Draw(seed).case()
+
+
+class _Draw:
+    def __init__(self, seed: int) -> None:
+        self.seed, self.chance = seed, Chance(seed)
+        self.layouts, self.model = DrawnLayouts(self.chance), DrawnModel(self.chance)
+
+    def case(self) -> Case:
+        pick = self.chance
+        if self.chance.often(0.1):
+            return self.disagreement()
+        rule = pick.choice(_RULES)
+        kinds = pick.choice(_KINDS)
+        world = "processes" if self.chance.often(0.15) else "threads"
+        rough = kinds == ("copies",) and self.chance.often(0.3)
+        layouts = tuple(
+            self.layouts.draw(kind, rule, world, rough, len(kinds) > 1) for kind in kinds
+        )
+        blocks = all(
+            layout.kind in ("copies", "alone") and layout.size("tp") == 1 for layout in layouts
+        )
+        precision = pick.choice(_MOMENTS_ANYWHERE + (_MOMENTS_IN_BLOCKS if blocks else ()))
+        layers = self.model.layers(layouts, rule, precision)
+        case = Case(self.seed, world, rule, precision, layers, layouts, rough=rough)
+        return self.schedule(case)
+
+    # -- the schedule -----------------------------------------------------------------------------
+
+    def schedule(self, case: Case) -> Case:
+        pick, kinds = self.chance, {layout.kind for layout in case.layouts}
+        steps = pick.randint(2, 4) if len(case.layouts) == 1 else pick.randint(2, 5)
+        streams = streams_of(case.layouts)
+        parts = pick.choice((1, 1, 2, 3))
+        if streams * parts * max(streams, 1) > 64:
+            parts = 1  # sums have to fit a bfloat16
+        scales = tuple(pick.randint(-3, 2) for _ in range(pick.randint(1, 3)))
+        norm = math.sqrt(
+            sum(math.prod(param.shape) for layer in case.layers for param in layer.params)
+            * streams
+            * parts
+            * 0.1
+        ) * 2.0 ** max(scales)
+        reduced_at_once = any(
+            layout.setting("overlap_grad_reduce")
+            and layout.setting("data_parallel_sharding_strategy") != "optim_grads"
+            for layout in case.layouts
+        )
+        rough = case.rough or "alone" in kinds
+        bad = self.bad_gradient(case, steps, streams) if self.chance.often(0.2) else None
+        changes: dict[str, Any] = {
+            "steps": steps,
+            "change": steps if len(case.layouts) == 1 else pick.randint(1, steps - 1),
+            "streams": streams,
+            "parts": parts,
+            "scales": scales,
+            "bad": bad,
+            "deferred": parts > 1 and (reduced_at_once or case.rough or self.chance.often(0.5)),
+            "clip": pick.choice((0.0, 0.0, 1e6, norm / 3)),
+            "zeros": self.chance.often(0.2) and not rough,
+            "threshold": norm * 2.0 ** pick.randint(-2, 2) if self.chance.often(0.2) else math.inf,
+            "halve_lr": tuple(step for step in range(1, steps) if self.chance.often(0.15)),
+            "background": case.world == "processes" and self.chance.often(0.5),
+            "settings": self.settings(case),
+        }
+        drawn = case.with_(**changes, **self.writes(case, steps))
+        # a rank that calls no backward cannot know that others have reduced one more pass
+        return drawn.with_(deferred=drawn.deferred or (parts > 1 and _has_idle_rank(drawn)))
+
+    def writes(self, case: Case, steps: int) -> dict[str, Any]:
+        """Before which steps rows are scaled, and averages are in the model's place; drawn apart,
+        so that nothing else of a case depends on it."""
+        apart = random.Random(f"writes {self.seed}")
+        scaled = tuple(step for step in range(steps) if apart.random() < 0.15)
+        averaged = tuple(step for step in range(steps) if apart.random() < 0.3)
+        kept = "ema_decay" in self.averages(case)
+        return {"scaled": scaled, "averaged": averaged if kept else ()}
+
+    def bad_gradient(self, case: Case, steps: int, streams: int) -> BadGradient:
+        pick = self.chance
+        return BadGradient(
+            pick.randrange(steps),
+            pick.randrange(streams),
+            pick.choice(case.layers).name,
+            pick.choice((math.nan, math.inf, -math.inf)),
+        )
+
+    def settings(self, case: Case) -> Settings:
+        found: dict[str, Any] = {}
+        if case.rule == "adam" and self.chance.often(0.2):
+            found["decoupled_weight_decay"] = False
+        if case.rule == "muon":
+            found |= {
+                "muon_scalar_optimizer": self.chance.choice(("adam", "lion")),
+                "muon_use_nesterov": self.chance.often(0.5),
+            }
+        if case.rule == "lamb":
+            found["lamb_use_nvlamb"] = self.chance.often(0.5)
+        return tuple((found | self.averages(case) | self.small_state(case)).items())
+
+    def averages(self, case: Case) -> dict[str, Any]:
+        """Of a third of the cases; drawn apart, so that nothing else of a case depends on it."""
+        apart = random.Random(f"averages {self.seed}")
+        if apart.random() > 1 / 3:
+            return {}
+        rounded = case.precision.endswith("stochastic") and apart.random() < 0.5
+        return {"ema_decay": 0.75} | ({"ema_dtype": "bfloat16"} if rounded else {})
+
+    def small_state(self, case: Case) -> dict[str, Any]:
+        """Of half of the cases with 8-bit state; drawn apart, too."""
+        apart = random.Random(f"small state {self.seed}")
+        if "8bit" not in case.precision or apart.random() < 0.5:
+            return {}
+        return {"fp32_state_below": apart.choice((8, 64, 300, 1 << 20))}
+
+    # -- ranks that disagree ----------------------------------------------------------------------
+
+    def disagreement(self) -> Case:
+        """A small case in which a rank does something else; among processes, because ranks wait for
+        each other."""
+        pick = self.chance
+        fsdp = self.chance.often(0.4)
+        ranks = pick.randint(2, 4)
+        if fsdp:
+            mesh = (
+                (("dp", ranks),)
+                if self.chance.often(0.7)
+                else (("dp_replicate", 2), ("dp_shard", 2))
+            )
+            layout = Layout("fsdp", mesh)
+        else:
+            layout = Layout(
+                "copies", (("dp", ranks),), settings=self.layouts.copies_settings("adam", False)
+            )
+        built = self.chance.often(0.3) if not fsdp else self.chance.often(0.6)
+        what = pick.choice(
+            ("clip_grad", "lr when built")
+            if built
+            else ("lr",)
+            if fsdp
+            else ("lr", "zero_grad", "zero_grad", "freeze", "freeze")
+        )
+        odd = Disagreement(what, pick.randrange(layout.ranks), -1 if built else pick.randint(1, 2))
+        apart = random.Random(f"disagreement {self.seed}")
+        if apart.random() < 0.5:  # so that nothing else of a case depends on it
+            what = apart.choice(("factors", *OTHER_SETTINGS))
+            odd = Disagreement(what, odd.rank, 2 if what == "factors" else -1)
+        layers = tuple(
+            self.model.layer(f"blocks.{index}", "bf16") for index in range(pick.randint(1, 3))
+        )
+        return Case(
+            self.seed,
+            "processes",
+            "adam",
+            "bf16",
+            layers,
+            (layout,),
+            steps=4,
+            change=4,
+            streams=layout.ranks,
+            clip=1.0,
+            scaled=(odd.step,) if odd.what == "factors" else (),
+            disagreement=odd,
+        )
+
+
+def _has_idle_rank(case: Case) -> bool:
+    """Whether some rank of plain copies has no gradient at all in some step."""
+    trained = [
+        layer
+        for layer in case.layers
+        if any(not param.frozen and math.prod(param.shape) for param in layer.params)
+    ]
+    for layout in case.layouts:
+        for rank in range(layout.ranks if layout.kind == "copies" else 0):
+            place = Place(case, layout, rank)
+            here = [(layer, place.streams(layer)) for layer in trained if place.holds(layer)]
+            for step in range(case.steps):
+                if not any(used(case, layer, step, streams) for layer, streams in here):
+                    return True
+    return False

@@ -1,0 +1,67 @@
+"""Run the tests that step something, and choose neither level nor backend themselves, by each level
+of the native kernels that this CPU has, and without them.
+
+$ python tests/lab levels
+$ python tests/lab levels off baseline
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from support.launch import ROOT, environment
+
+TESTS = (
+    "tests/functional/test_functional.py",
+    "tests/unit/update",
+    "tests/unit/precision/test_step.py",
+    "tests/unit/stack/test_compact_states.py",
+    "tests/unit/stack/test_contract.py",
+    "tests/unit/stack/test_placement_invariance.py",
+    "tests/unit/stack/test_upstream_defects.py",
+)
+CHOOSE_THEMSELVES = (
+    *("native", "sanitizers", "triton", "conformance", "guards", "memory_access"),
+    *("muon_passes", "muon_batches"),
+)
+"""Tests of ``tests/unit/update`` that a level of the process changes nothing for."""
+
+
+@dataclass
+class Options:
+    """Which levels."""
+
+    levels: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Those of `off`, `baseline`, `avx2`, `avx512` and `neon` that are to be run; one that this CPU
+    does not have is left out. All if none is given."""
+    processes: str = "auto"
+    """Processes of pytest."""
+
+
+def levels_here() -> tuple[str, ...]:
+    """The levels of this CPU, and "off"."""
+    from mp_optim.update.backends.native_library import native_library
+
+    return ("off", *native_library().levels)
+
+
+def main(options: Options) -> int:
+    """Returns the exit status: not 0 if a level failed."""
+    failed = []
+    for level in levels_here():
+        if options.levels and level not in options.levels:
+            continue
+        print(f"== pytest, MP_OPTIM_NATIVE={level}", flush=True)
+        command = [sys.executable, "-m", "pytest", "-q", "-n", options.processes, "-m", "not slow"]
+        ignored = [f"--ignore=tests/unit/update/test_{name}.py" for name in CHOOSE_THEMSELVES]
+        variables = environment(MP_OPTIM_NATIVE=level)
+        if subprocess.run([*command, *TESTS, *ignored], cwd=ROOT, env=variables).returncode:
+            failed.append(level)
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return int(bool(failed))

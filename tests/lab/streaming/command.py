@@ -1,0 +1,39 @@
+"""How fast would a step be whose state lies in host memory: stepped by the host, streamed through
+the accelerator, or both? A model of bus, device and host; nothing is measured. Prints markdown, by
+default what docs/benchmarks/streaming.md shows.
+
+$ python tests/lab streams
+$ python tests/lab streams --rates 25 25 60 900      # your own machine
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lab.streaming import report
+from lab.streaming.machines import GB, MACHINES, Machine
+from lab.streaming.schedules import WINDOW
+
+
+@dataclass
+class Options:
+    """What to model."""
+
+    params: float = 4e9
+    """Parameters whose state one GPU steps."""
+    window: int = WINDOW >> 20
+    """MiB of state in a window; three are on the device."""
+    backward: float = 0.5
+    """Seconds of backward for each 10^9 parameters that the GPU steps."""
+    rates: tuple[float, float, float, float] | None = None
+    """GB/s of one GPU, instead of the machines of the documents: the bus up and down while both are
+    busy, host memory, device memory (each reading and writing together)."""
+
+
+def main(options: Options) -> int:
+    machines = MACHINES
+    if options.rates is not None:
+        machines = (Machine("as given", *(rate * GB for rate in options.rates)),)
+    setting = report.Setting(machines, int(options.params), options.window << 20, options.backward)
+    print("\n".join(report.lines(setting)))
+    return 0

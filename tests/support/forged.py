@@ -1,0 +1,30 @@
+"""Checkpoints that somebody with intent has changed."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+from pathlib import Path
+
+
+def replaced(version: Path, name: str, content: bytes) -> None:
+    """Give a file another content, and the manifest its size and checksum: what somebody with
+    intent would do."""
+    (version / name).write_bytes(content)
+    manifest = json.loads((version / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (version / "manifest.json").write_text(json.dumps(manifest))
+
+
+def archive(pickled: bytes, how: int = zipfile.ZIP_STORED, **records: bytes) -> bytes:
+    """A file of ``torch.save`` whose pickle is this."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", how) as file:
+        file.writestr("archive/data.pkl", pickled)
+        file.writestr("archive/byteorder", "little")
+        file.writestr("archive/version", "3\n")
+        for name, value in records.items():
+            file.writestr(f"archive/data/{name}", value)
+    return content.getvalue()

@@ -1,0 +1,65 @@
+"""The row of a rule, and the signatures that users see: one set of names and defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+
+import mp_optim.torch_style
+from mp_optim import OptimizerConfig
+from mp_optim.config.rules import RULES
+from mp_optim.update.rules import CLASSES
+
+OF_EVERY_CLASS = {"params", "lr", "weight_decay", "backend", "precision", "scalar_optimizer"}
+MEGATRONS = {"sgd_momentum": 0.9}
+"""Fields whose default is Megatron's, and another than that of the rule's class."""
+CALLED_OTHERWISE = {"ns_steps": "num_ns_steps", "adjust_lr_fn": "scale_mode"}
+"""Hyperparameters that torch calls otherwise than Megatron."""
+
+
+def defaults(cls: type[Any]) -> dict[str, Any]:
+    """What a class takes, with its default."""
+    return {name: each.default for name, each in inspect.signature(cls).parameters.items()}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_class_takes_what_its_row_says_with_the_rows_defaults(rule: str) -> None:
+    taken = {k: v for k, v in defaults(CLASSES[rule]).items() if k not in OF_EVERY_CLASS}
+    assert taken == RULES[rule].defaults
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_fields_of_the_config_have_the_rows_defaults(rule: str) -> None:
+    config = {field.name: field.default for field in dataclasses.fields(OptimizerConfig)}
+    row = RULES[rule]
+    for name, source in row.settings.items():
+        fields = [source] if isinstance(source, str) else list(source)
+        values = [config[field] for field in fields]
+        value = values[0] if isinstance(source, str) else tuple(values)
+        if source in MEGATRONS:
+            assert value == MEGATRONS[source]
+        elif (rule, name) == ("lamb", "eps"):  # one field, adam_eps, for three rules
+            assert value == RULES["adam"].defaults["eps"]
+        else:
+            assert value == row.defaults[name]
+
+
+@pytest.mark.parametrize("name", mp_optim.torch_style.__all__)
+def test_torch_shaped_classes_take_hyperparameters_of_their_row(name: str) -> None:
+    cls = getattr(mp_optim.torch_style, name)
+    own = set(defaults(cls)) - {"params", "lr", "weight_decay", "settings", "defaults"}
+    assert {CALLED_OTHERWISE.get(each, each) for each in own} <= set(RULES[cls.rule].defaults)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_row_takes_its_defaults_and_names_what_is_wrong(rule: str) -> None:
+    row, wrong = RULES[rule], object()
+    group = {"lr": 0.1, "weight_decay": 0.0, **row.defaults}
+    row.check(group)
+    for each in row.hyperparameters:
+        if each.allowed is not None:
+            with pytest.raises(ValueError, match=rf"^{each.name}=<object .*: must be "):
+                row.check({**group, each.name: wrong})
