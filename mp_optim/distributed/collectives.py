@@ -62,6 +62,26 @@ def start_reduction(
     return kind(grads, owned, group, bounds, divisor, add)
 
 
+class Flag:
+    """A question to a group that is under way: is it so on any rank? Collective.
+
+    Args:
+        raised: whether it is so here.
+    """
+
+    def __init__(self, group: ProcessGroup, raised: bool) -> None:
+        kinds = {device.type: device for device in group._device_types}
+        self._device, self._group = kinds.get("cpu", next(iter(kinds.values()))), group
+        self._flag = torch.full((1,), raised, dtype=torch.int32, device=self._device)
+        largest = dist.ReduceOp.MAX
+        self._work = dist.all_reduce(self._flag, op=largest, group=group, async_op=True)
+
+    def wait(self) -> bool:
+        """The answer, known to the host."""
+        wait_for(self._work, self._group, self._device)
+        return bool(self._flag.item())
+
+
 def _are_even(bounds: Sequence[int]) -> bool:
     return len({last - first for first, last in itertools.pairwise(bounds)}) == 1
 

@@ -29,7 +29,13 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.distributed.buckets import Bucket, Entry
-from mp_optim.distributed.collectives import Reduction, all_gather, start_reduction, uses_exchange
+from mp_optim.distributed.collectives import (
+    Flag,
+    Reduction,
+    all_gather,
+    start_reduction,
+    uses_exchange,
+)
 from mp_optim.process.calls import in_own_modes
 from mp_optim.ranks.agreement import check_agreement
 from mp_optim.ranks.missing_ranks import wait_for_all
@@ -84,7 +90,7 @@ class GradReducer:
         self._keeps_grads = strategy != "optim_grads"
         self._replicates = strategy == "no_shard"  # every rank gets all of the sums
         self._in_backward = config.overlap_grad_reduce or not self._keeps_grads
-        self._guard, self._check_use = guard, check_use
+        self.guard, self._check_use = guard, check_use
         self.on_reduced: Callable[[int], None] | None = None
         self.arrived: list[set[int]] = [set() for _ in buckets]
         self._waiting = [False] * len(buckets)  # has gradients that were not reduced
@@ -178,7 +184,7 @@ class GradReducer:
             self.order.wait(leave=_IN_FLIGHT - 1)
         grads = bucket.local_grads()
         self.bytes_reduced += grads.nbytes
-        with self._guard(f"reducing the gradients of {_named(bucket)}"):
+        with self.guard(f"reducing the gradients of {_named(bucket)}"):
             work = start_reduction(
                 grads,
                 bucket.owned_grads,
@@ -200,7 +206,7 @@ class GradReducer:
     @in_own_modes
     def complete(self, index: int, work: Reduction, *, is_wanted: bool = True) -> None:
         """Wait for a reduction that was started, and tell of it if its gradients are wanted."""
-        with self._guard(f"reducing the gradients of {_named(self.buckets[index])}"):
+        with self.guard(f"reducing the gradients of {_named(self.buckets[index])}"):
             work.wait()
         if is_wanted and self.on_reduced is not None and not self._replicates:
             self.on_reduced(index)
@@ -214,7 +220,7 @@ class GradReducer:
         if self._replicates and not self._complete:
             for bucket in self.buckets:
                 self.grad_bytes_gathered += bucket.local_grads().nbytes
-                with self._guard(f"gathering the gradients of {_named(bucket)}"):
+                with self.guard(f"gathering the gradients of {_named(bucket)}"):
                     works = all_gather(bucket.local_grads(), bucket.plan.bounds, self.group)
                     wait_for_all(works, self.group, bucket.params.device)
         self._complete = True
@@ -254,6 +260,11 @@ class LaunchOrder:
     """The order in which the buckets of some reducers are reduced: that which backward completes
     first comes first.
 
+    NOTE: where buckets are reduced after every pass, a rank does not know how many passes the
+    others have: it may have been given nothing to do in one. So each round begins with a reduction
+    of one flag, which a rank in backward starts and does not wait for; at the step each rank joins
+    rounds, with zeros, until nobody began another.
+
     Args:
         members: each with its buckets' places in the model, the same on all ranks.
         again: whether buckets are reduced after every backward pass, rather than once a step.
@@ -272,6 +283,8 @@ class LaunchOrder:
             for index, place in enumerate(member.first_used)
         ]
         self._members, self._again = tuple(members), again
+        self._groups = tuple(dict.fromkeys(member.group for member in members))
+        self._announced: list[Flag] = []
         self.arrivals = threading.Lock()
         self.sequence = [(part, index) for _, part, index in sorted(places)]
         self.under_way: deque[tuple[GradReducer, int, Reduction]] = deque()
@@ -298,29 +311,55 @@ class LaunchOrder:
             member = self._members[part]
             if len(member.arrived[index]) < len(member.buckets[index].entries):
                 return
-            member.launch(index)
-            self._next += 1
+            self._launch_next()
 
     def _end_of_backward(self) -> None:
         """Reduce what is left, with zeros for parameters that this rank did not use: others may."""
         self._in_backward = False
         if all(member.synchronizes for member in self._members):
-            self._launch_rest()
+            while self._next < len(self.sequence):
+                self._launch_next()
+            self._end_of_round()
 
-    def _launch_rest(self) -> None:
-        while self._next < len(self.sequence):
-            part, index = self.sequence[self._next]
-            self._members[part].launch(index)
-            self._next += 1
+    def _launch_next(self) -> None:
+        if self._again and self._next == 0:
+            self._announced += [Flag(group, True) for group in self._groups]
+        part, index = self.sequence[self._next]
+        self._members[part].launch(index)
+        self._next += 1
+
+    def _end_of_round(self) -> None:
         if self._again:  # another backward may follow, and add to what is owned
             self._next = 0
 
     def finish(self) -> None:
         """Reduce what has not been reduced, and wait. Collective."""
-        left = [member.collect_all() for member in self._members]
-        if any(left):
-            self._launch_rest()
+        while self._is_anything_left():
+            for part, index in self.sequence[self._next :]:
+                self._members[part].launch(index)
+            self._next = len(self.sequence)
+            self._end_of_round()
         self.wait()
+        self._heard()
+
+    def _heard(self) -> None:
+        """Let go of this rank's own announcements, which all others have answered by now."""
+        if self._announced:
+            with self._members[0].guard("announcing a pass to reduce"):
+                for flag in self._announced:
+                    flag.wait()
+            self._announced.clear()
+
+    def _is_anything_left(self) -> bool:
+        """Whether this rank, or with a reduction after every pass any other, has to reduce."""
+        of_members = [member.collect_all() for member in self._members]
+        left = any(of_members)
+        if not self._again or self._next > 0:  # a backward that failed has begun the round
+            return left
+        with self._members[0].guard("asking for another pass to reduce"):
+            for group in self._groups:
+                left = Flag(group, left).wait()
+        return left
 
     def restart(self) -> None:
         """The next gradients are another step's. Waits for what is under way, and tells nobody: a
@@ -328,6 +367,7 @@ class LaunchOrder:
         while self.under_way:
             member, index, work = self.under_way.popleft()
             member.complete(index, work, is_wanted=False)
+        self._heard()
         self._next, self._in_backward = 0, False
 
     def wait(self, leave: int = 0) -> None:

@@ -146,8 +146,7 @@ class DistributedOptimizer(CompositeOptimizer):
     def no_sync(self) -> Iterator[None]:
         """Backward passes in here add up this rank's own gradients and reduce nothing; for all but
         the last of a step. With ``optim_grads`` the buckets are kept whole until the next
-        reduction; passes outside of here are reduced each, so that every rank has to have a
-        gradient in each of them."""
+        reduction; passes outside of here are reduced each."""
         with self.grad_reducer.no_sync():
             yield
 

@@ -10,8 +10,6 @@ from lab.layout_fuzz.case import BadGradient, Case, Disagreement, Layout, Settin
 from lab.layout_fuzz.chance import Chance
 from lab.layout_fuzz.drawn_layouts import DrawnLayouts
 from lab.layout_fuzz.drawn_models import DrawnModel, streams_of
-from lab.layout_fuzz.holding import Place
-from lab.layout_fuzz.model import used
 from lab.layout_fuzz.running import OTHER_SETTINGS
 
 __all__ = ["draw"]
@@ -113,9 +111,7 @@ class _Draw:
             "background": case.world == "processes" and self.chance.often(0.5),
             "settings": self.settings(case),
         }
-        drawn = case.with_(**changes, **self.writes(case, steps))
-        # a rank that calls no backward cannot know that others have reduced one more pass
-        return drawn.with_(deferred=drawn.deferred or (parts > 1 and _has_idle_rank(drawn)))
+        return case.with_(**changes, **self.writes(case, steps))
 
     def writes(self, case: Case, steps: int) -> dict[str, Any]:
         """Before which steps rows are scaled, and averages are in the model's place; drawn apart,
@@ -212,20 +208,3 @@ class _Draw:
             scaled=(odd.step,) if odd.what == "factors" else (),
             disagreement=odd,
         )
-
-
-def _has_idle_rank(case: Case) -> bool:
-    """Whether some rank of plain copies has no gradient at all in some step."""
-    trained = [
-        layer
-        for layer in case.layers
-        if any(not param.frozen and math.prod(param.shape) for param in layer.params)
-    ]
-    for layout in case.layouts:
-        for rank in range(layout.ranks if layout.kind == "copies" else 0):
-            place = Place(case, layout, rank)
-            here = [(layer, place.streams(layer)) for layer in trained if place.holds(layer)]
-            for step in range(case.steps):
-                if not any(used(case, layer, step, streams) for layer, streams in here):
-                    return True
-    return False

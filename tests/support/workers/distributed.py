@@ -558,6 +558,26 @@ def several_backwards(rank: int, group: dist.ProcessGroup) -> list[float]:
     return norms
 
 
+def passes_of_some(rank: int, group: dist.ProcessGroup) -> list[tuple[float, str]]:
+    """ZeRO-2 where ranks are given nothing to do in the last passes; as with zeros in those."""
+    found = []
+    for idle in (False, True):
+        model, optimizer = build(Case(4, "fp32", "optim_grads"), group)
+        for step in range(3):
+            optimizer.zero_grad()
+            for part in range(3):
+                has_work = part < (rank + step) % 4
+                if has_work or not idle:
+                    loss = model(tokens_of(step, rank, part), rank % 2 == 1)
+                    (loss * has_work).backward()
+            if step == 2:  # a collective of its own
+                optimizer.finish_grad_sync()
+            norm = optimizer.step().grad_norm
+        optimizer.finish_param_sync()
+        found.append((norm, digest(model.state_dict())))
+    return found
+
+
 def disagree(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
     """What rank 1 or 2 does differently, and what every rank is told."""
 
@@ -632,6 +652,7 @@ def main(directory: str) -> None:
     results["bytes"] = {str(key): bytes_of(*key, groups[4]) for key in BYTES}
     results["misuse"] = misuse(rank, groups[4])
     results["several backwards"] = several_backwards(rank, groups[4])
+    results["passes of some"] = passes_of_some(rank, groups[4])
     results["disagree"] = disagree(rank, groups[4])
     impatient = [dist.new_group([0, 1, 2, 3], timeout=timedelta(seconds=3)) for _ in range(2)]
     results["late"] = leave(rank, 1, impatient[0])

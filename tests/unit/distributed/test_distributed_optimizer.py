@@ -240,6 +240,14 @@ def test_every_backward_may_be_reduced_or_only_the_last(ranks):
         assert each == pytest.approx(last, rel=1e-6) and each == ranks[0]["several backwards"][0]
 
 
+def test_a_rank_without_work_in_a_pass_joins_its_reduction(ranks):
+    """The promise that collectives have one order whatever had a gradient: with each pass reduced
+    at once, a rank cannot know how many the others have."""
+    for rank in ranks:
+        zeros, nothing = rank["passes of some"]
+        assert nothing == zeros == ranks[0]["passes of some"][0]
+
+
 def test_ranks_that_disagree_are_named_on_every_rank(ranks):
     for rank in ranks:
         found = rank["disagree"]
