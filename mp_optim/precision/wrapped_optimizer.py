@@ -333,11 +333,6 @@ class WrappedOptimizer(MegatronOptimizer):
     def optimizer(self) -> torch.optim.Optimizer:
         return self._given
 
-    @property
-    def inner(self) -> Any:
-        """The same: its groups hold main params."""
-        return self._given
-
     @abstractmethod
     def check_param(self, slot: Slot, param: Tensor) -> None:
         """Raise if a trainable parameter's dtype does not fit this wrapper."""

@@ -48,9 +48,9 @@ class CountingTransfer(Transfer):
 
 def hybrids(optimizer: Any) -> list[HybridDeviceOptimizer]:
     return [
-        part.inner
+        part.optimizer
         for part in optimizer.chained_optimizers
-        if isinstance(part.inner, HybridDeviceOptimizer)
+        if isinstance(part.optimizer, HybridDeviceOptimizer)
     ]
 
 

@@ -195,7 +195,7 @@ class Run:
         if self.schedule.owner == "hybrid":
             return [self.optimizer]
         if self.schedule.owner == "zero":
-            return [part.shards.inner for part in self.optimizer.chained_optimizers]
+            return [part.shards.optimizer for part in self.optimizer.chained_optimizers]
         return hybrids(self.optimizer)
 
     # -- one round --------------------------------------------------------------------------------

@@ -264,20 +264,20 @@ def test_everything_is_as_on_the_host_path(precision, settings, monkeypatch):
         lambda o: o.state_dict(),
         lambda o: o.state[o.param_groups[0]["params"][0]],
         lambda o: o.init_state(),
-        lambda o: o.inner.slot_state(Slot(0, 0)),
+        lambda o: o.optimizer.slot_state(Slot(0, 0)),
         lambda o: o.optimizer.state_dict(),
         lambda o: o.describe(),
         lambda o: o.slot_state(Slot(0, 0)),
         lambda o: o.load_state_dict(o.state_dict()),
         lambda o: o.full_slot_state(Slot(0, 0)),
-        lambda o: o.inner.full_slot_state(Slot(0, 0)),
+        lambda o: o.optimizer.full_slot_state(Slot(0, 0)),
     ],
 )
 def test_every_look_at_the_state_takes_a_skipped_step_back(look):
     model, optimizer = small()
     give_grads(model, optimizer, 0)
     optimizer.step()
-    states = optimizer.inner.state_dict()["state"].values()
+    states = optimizer.optimizer.state_dict()["state"].values()
     counters = [state["step"] for state in states]
     give_grads(model, optimizer, 1, math.nan)
     optimizer.step()

@@ -19,7 +19,7 @@ def test_lambda_lr(fraction):
         train(model, optimizer, 1, start=step)
         scheduler.step()
     assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([lr / 4 for lr in base])
-    inner = [g["lr"] for part in optimizer.chained_optimizers for g in part.inner.param_groups]
+    inner = [g["lr"] for part in optimizer.chained_optimizers for g in part.optimizer.param_groups]
     assert inner == pytest.approx([lr / 3 for lr in base])
 
 

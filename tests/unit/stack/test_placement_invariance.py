@@ -18,9 +18,9 @@ def final(model):
 
 def hybrids(optimizer):
     return [
-        part.inner
+        part.optimizer
         for part in optimizer.chained_optimizers
-        if isinstance(part.inner, HybridDeviceOptimizer)
+        if isinstance(part.optimizer, HybridDeviceOptimizer)
     ]
 
 

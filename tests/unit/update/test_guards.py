@@ -304,9 +304,9 @@ def test_loaded_state_keeps_its_dtype(standins: Gpu, name: str) -> None:
     optimizer.step()
     again = get_megatron_optimizer(config, model)
     again.load_state_dict(optimizer.state_dict())
-    state = again.inner.slot_state(Slot(0, 0))
+    state = again.optimizer.slot_state(Slot(0, 0))
     assert state["exp_avg"].dtype == torch.float32 and state["step"] == 1
-    assert torch.equal(state["exp_avg"], optimizer.inner.slot_state(Slot(0, 0))["exp_avg"])
+    assert torch.equal(state["exp_avg"], optimizer.optimizer.slot_state(Slot(0, 0))["exp_avg"])
     again.step()
     assert standins.damage == []
 
@@ -427,7 +427,7 @@ def test_lamb_has_no_clip_of_its_own(standins: Gpu) -> None:
         OptimizerConfig(optimizer="lamb", lr=0.01, clip_grad=0.0, fused_backend="apex"),
         nn.Linear(4, 4),
     )
-    assert optimizer.inner.param_groups[0]["max_grad_norm"] == 0.0
+    assert optimizer.optimizer.param_groups[0]["max_grad_norm"] == 0.0
 
 
 def test_sharded_lamb_goes_to_reference(standins: Gpu) -> None:
@@ -463,7 +463,7 @@ def test_lamb_in_fp16_moves_on_its_first_step(standins: Gpu, scale: float) -> No
         model.weight.grad = (torch.full((8, 8), 1e-2) * optimizer.get_loss_scale()).half()
         success, _, _ = optimizer.step()
         moved = not torch.equal(model.weight.detach(), before)
-        state = optimizer.inner.slot_state(Slot(0, 0))
+        state = optimizer.optimizer.slot_state(Slot(0, 0))
         assert success == moved == bool(state["exp_avg"].any()) == (scale < 2.0**22)
         assert state["step"] == int(moved)
         results.append(dict(optimizer.named_main_params())["weight"].detach())
