@@ -84,6 +84,9 @@ class AnyTrainer:
         cls, settings = given["optimizer_cls_and_kwargs"]
         self.optimizer = cls([{"params": list(model.parameters())}], **settings)
 
+    def log(self, logs: dict[str, float]) -> None:
+        """To be overridden."""
+
 
 class AnyModule(nn.Module):
     def __init__(self) -> None:

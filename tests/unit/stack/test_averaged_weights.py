@@ -202,15 +202,15 @@ def test_an_error_while_averages_are_written_leaves_the_model_as_it_was(monkeypa
     model, optimizer = build("bf16", ema_decay=0.9)
     train(model, optimizer, 2)
     before = everything(model, optimizer)
-    inner = optimizer.chained_optimizers[-1].inner
-    read = inner.state_of
+    executor = optimizer.chained_optimizers[-1].executor
+    read = executor.state_of
 
     def fails_late(slot):
         if slot.position == 1:
             raise MemoryError
         return read(slot)
 
-    monkeypatch.setattr(inner, "state_of", fails_late)
+    monkeypatch.setattr(executor, "state_of", fails_late)
     with pytest.raises(MemoryError), optimizer.averaged_weights():
         pass
     monkeypatch.undo()

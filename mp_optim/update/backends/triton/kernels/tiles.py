@@ -157,14 +157,13 @@ def gradient(chunk, main, tile, l2, HAS_L2: tl.constexpr):
 
 
 @triton.jit
-def placed_moment(column, scales, tensor, start, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """An average of gradients, of which a byte may hold two codes."""
+def place_average(column, tensor, start, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointer to an average of gradients, of which a byte may hold two codes."""
     at = start
     if TYPE is not None:  # on its own: up to Triton 3.7 None is not compared with a dtype
         if TYPE == tl.uint8:
             at = start // 2
-    values = place(column, tensor, at, TYPE, ALIGNED)
-    return Moment(values, place(scales, tensor, start // BLOCK, tl.float32, False))
+    return place(column, tensor, at, TYPE, ALIGNED)
 
 
 def _name(launch):
@@ -185,10 +184,13 @@ def step(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains
     grad = place(grads, tensor, start, KIND.grad, ALIGNED)
     main = place(mains, tensor, start, KIND.main, ALIGNED)
     rest = place(rests, tensor, start, KIND.remainder, ALIGNED)
-    first = placed_moment(moments1, scales1, tensor, start, KIND.moment1, ALIGNED)
+    block = start // BLOCK
+    values1 = place_average(moments1, tensor, start, KIND.moment1, ALIGNED)
+    first = Moment(values1, place(scales1, tensor, block, tl.float32, False))
     values2 = place(moments2, tensor, start, KIND.moment2, ALIGNED)
-    second = Moment(values2, place(scales2, tensor, start // BLOCK, tl.float32, False))
-    third = placed_moment(moments3, scales3, tensor, start, KIND.moment3, ALIGNED)
+    second = Moment(values2, place(scales2, tensor, block, tl.float32, False))
+    values3 = place_average(moments3, tensor, start, KIND.moment3, ALIGNED)
+    third = Moment(values3, place(scales3, tensor, block, tl.float32, False))
     output = place(outputs, tensor, start, KIND.output, ALIGNED)
     average = place(averages, tensor, start, KIND.average, ALIGNED)
     chunk = Chunk(tensor, start, count, streams, seed, scale, scalars, number(numbers, WEIGHT),
