@@ -27,8 +27,8 @@ from rich.table import Table
 from torch import nn
 
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
-from mp_optim.checkpoint.plans import Holding, Parted, Whole, shares
-from mp_optim.checkpoint.shards import Place, boxes
+from mp_optim.checkpoint.plans import Held, Holding, shares
+from mp_optim.checkpoint.shards import boxes
 from mp_optim.update import set_host_threads
 
 
@@ -103,22 +103,19 @@ def holdings(options: Options) -> list[Holding]:
     counts."""
     side = math.isqrt(options.elements)
     names = [f"layers.{index}.weight" for index in range(options.params)]
-    model = tuple(Whole(f"model.{name}", torch.bfloat16, (side, side)) for name in names)
+    model = tuple(Held(f"model.{name}", torch.bfloat16, (side, side)) for name in names)
     numel, total = side * side, side * side * options.params
     result = []
     for rank in range(options.ranks):
         begin, end = rank * total // options.ranks, (rank + 1) * total // options.ranks
-        steps: list[Whole] = []
-        parts: list[Parted] = []
+        steps: list[Held] = []
+        parts: list[Held] = []
         for index in range(begin // numel, -(-end // numel)):
             first, last = max(begin, index * numel), min(end, (index + 1) * numel)
-            places = tuple(
-                Place(box.offsets, box.sizes)
-                for box in boxes((side, side), first - index * numel, last - first)
-            )
-            steps.append(Whole(f"optimizer.state.step.{names[index]}", torch.float32, ()))
+            places = boxes((side, side), first - index * numel, last - first)
+            steps.append(Held(f"optimizer.state.step.{names[index]}", torch.float32, ()))
             parts += [
-                Parted(f"optimizer.state.{key}.{names[index]}", torch.float32, (side, side), places)
+                Held(f"optimizer.state.{key}.{names[index]}", torch.float32, (side, side), places)
                 for key in ("master_param", "exp_avg", "exp_avg_sq")
             ]
         result.append(Holding((*model, *steps), tuple(parts)))
@@ -128,8 +125,8 @@ def holdings(options: Options) -> list[Holding]:
 def plan(options: Options, console: Console) -> None:
     """What the ranks do by themselves, what they tell, and what the first one decides."""
     every = holdings(options)
-    alone, _ = timed(every[0].sheets)
-    sheets = [holding.sheets() for holding in every]
+    alone, _ = timed(lambda: every[0].sheets)
+    sheets = [holding.sheets for holding in every]
     told = {digest: sheet for own in sheets for digest, sheet in own.items()}
     sent = pickle.dumps((told, [holding.parts for holding in every]))
     received, _ = timed(lambda: pickle.loads(sent))

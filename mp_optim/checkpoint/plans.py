@@ -12,7 +12,9 @@ import heapq
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
+from functools import cached_property
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import torch
@@ -25,31 +27,32 @@ _Form = tuple[torch.dtype, tuple[int, ...], str]
 """Dtype, shape, and whether an entry is held "whole" or "sharded"."""
 
 
-class Whole(NamedTuple):
-    """An entry that a rank holds whole."""
+class Held(NamedTuple):
+    """An entry, and the boxes that a rank holds of it; None for all."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    places: tuple[Place, ...] | None = None
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Parted(NamedTuple):
-    """An entry of which a rank holds some boxes."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    places: tuple[Place, ...]
+Sheets = Mapping[bytes, Sequence[Held]]
+"""Entries held whole, by digest."""
 
 
 @dataclass(frozen=True)
 class Holding:
-    whole: tuple[Whole, ...]
-    parts: tuple[Parted, ...]
+    whole: tuple[Held, ...]
+    parts: tuple[Held, ...]
 
-    def sheets(self) -> dict[bytes, tuple[Whole, ...]]:
+    @cached_property
+    def sheets(self) -> Sheets:
         """What it holds whole, in sheets by what names begin with; by digest."""
-        sheets_by_key: dict[str, list[Whole]] = {}
+        sheets_by_key: dict[str, list[Held]] = {}
         for entry in self.whole:
             sheets_by_key.setdefault(entry.name.partition(".")[0], []).append(entry)
         return {
@@ -77,22 +80,20 @@ def holding_of(tensors: Mapping[str, Tensor]) -> Holding:
     for name, tensor in tensors.items():
         places = places_of(tensor)
         if places is None:
-            whole.append(Whole(name, tensor.dtype, tuple(tensor.shape)))
+            whole.append(Held(name, tensor.dtype, tuple(tensor.shape)))
         elif places:
-            parts.append(Parted(name, tensor.dtype, tuple(tensor.shape), places))
+            parts.append(Held(name, tensor.dtype, tuple(tensor.shape), places))
     return Holding(tuple(whole), tuple(parts))
 
 
 @uncollected()
 def shares(
-    sheets: Mapping[bytes, Sequence[Whole]],
-    held: Sequence[Collection[bytes]],
-    parts: Sequence[Sequence[Parted]],
+    sheets: Sheets, held: Sequence[Collection[bytes]], parts: Sequence[Sequence[Held]]
 ) -> list[Share]:
     """What each rank writes: every element once, spread evenly.
 
     Args:
-        sheets: entries held whole, by digest.
+        sheets: of all ranks.
         held: digests of each rank's sheets.
         parts: each rank's entries in parts.
 
@@ -112,36 +113,30 @@ def shares(
 
 
 def _shared_wholes(
-    sheets: Mapping[bytes, Sequence[Whole]],
-    ranks_of: Mapping[bytes, Sequence[int]],
-    loads: list[int],
+    sheets: Sheets, ranks_of: Mapping[bytes, Sequence[int]], loads: list[int]
 ) -> list[list[str]]:
     """Each entry to the rank that has least to write of those that hold it; ``loads`` grow."""
-    holders: dict[Whole, tuple[bytes, ...]] = {}
+    holders: dict[Held, tuple[bytes, ...]] = {}
     for digest, wholes in sheets.items():
         for entry in wholes:
             holders[entry] = (*holders.get(entry, ()), digest)
-    alike: dict[tuple[bytes, ...], list[Whole]] = {}
+    alike: dict[tuple[bytes, ...], list[Held]] = {}
     for entry, held_by in holders.items():
         alike.setdefault(held_by, []).append(entry)
     written: list[list[str]] = [[] for _ in loads]
     for held_by, wholes in sorted(alike.items(), key=lambda item: len(item[0])):
         queue = [(loads[rank], rank) for digest in held_by for rank in ranks_of[digest]]
         heapq.heapify(queue)
-        for entry in sorted(wholes, key=_bytes, reverse=True):
+        for entry in sorted(wholes, key=attrgetter("bytes"), reverse=True):
             load, rank = queue[0]
             written[rank].append(entry.name)
-            loads[rank] = load + _bytes(entry)
+            loads[rank] = load + entry.bytes
             heapq.heapreplace(queue, (loads[rank], rank))
     return written
 
 
-def _bytes(entry: Whole) -> int:
-    return math.prod(entry.shape) * entry.dtype.itemsize
-
-
 def _shared_parts(
-    parts: Sequence[Sequence[Parted]], loads: list[int]
+    parts: Sequence[Sequence[Held]], loads: list[int]
 ) -> list[dict[str, tuple[Place, ...]]]:
     """The boxes that each rank leaves to another that holds them, too; ``loads`` grow."""
     first: dict[tuple[str, Place], int] = {}
@@ -150,17 +145,17 @@ def _shared_parts(
     for rank, held in enumerate(parts):
         for entry in held:
             width[entry.name] = entry.dtype.itemsize
-            for place in entry.places:
+            for place in entry.places or ():
                 other = first.setdefault((entry.name, place), rank)
                 if other != rank:
                     several.setdefault((entry.name, place), [other]).append(rank)
     for (name, place), rank in first.items():
         if (name, place) not in several:
-            loads[rank] += math.prod(place.sizes) * width[name]
+            loads[rank] += place.numel * width[name]
     left: list[dict[str, tuple[Place, ...]]] = [{} for _ in parts]
     for (name, place), ranks in several.items():
         writer = min(ranks, key=lambda rank: (loads[rank], rank))
-        loads[writer] += math.prod(place.sizes) * width[name]
+        loads[writer] += place.numel * width[name]
         for rank in ranks:
             if rank != writer:
                 left[rank][name] = (*left[rank].get(name, ()), place)
@@ -171,39 +166,33 @@ def _shared_parts(
 
 
 def _check_agreement(
-    sheets: Mapping[bytes, Sequence[Whole]],
-    ranks_of: Mapping[bytes, Sequence[int]],
-    parts: Sequence[Sequence[Parted]],
+    sheets: Sheets, ranks_of: Mapping[bytes, Sequence[int]], parts: Sequence[Sequence[Held]]
 ) -> None:
     """Entries of the same name must be the same thing everywhere: a copy that is not written must
     not differ."""
     seen: dict[str, tuple[_Form, int]] = {}
     boxes: dict[tuple[str, tuple[int, ...]], set[Place]] = {}
-    for digest, wholes in sheets.items():
-        for name, dtype, shape in wholes:
-            _compare(seen, name, (dtype, shape, "whole"), ranks_of[digest][0])
-    for rank, held in enumerate(parts):
-        for name, dtype, shape, places in held:
-            _compare(seen, name, (dtype, shape, "sharded"), rank)
-            boxes.setdefault((name, shape), set()).update(places)
+    wholes = ((ranks_of[digest][0], sheet) for digest, sheet in sheets.items())
+    for rank, entries in chain(wholes, enumerate(parts)):
+        for name, dtype, shape, places in entries:
+            own = (dtype, shape, "whole" if places is None else "sharded"), rank
+            other = seen.setdefault(name, own)
+            if other[0] != own[0]:
+                (a, low), (b, high) = sorted((other, own), key=itemgetter(1))
+                raise ValueError(
+                    f"{name} is {a[0]} {a[1]}, {a[2]} on rank {low} and {b[0]} {b[1]}, {b[2]} on "
+                    f"rank {high}; different things need different names"
+                )
+            if places is not None:
+                boxes.setdefault((name, shape), set()).update(places)
     for (name, shape), held_boxes in boxes.items():
         check_cover(name, shape, held_boxes)
-
-
-def _compare(seen: dict[str, tuple[_Form, int]], name: str, form: _Form, rank: int) -> None:
-    other = seen.setdefault(name, (form, rank))
-    if other[0] != form:
-        (a, low), (b, high) = sorted((other, (form, rank)), key=itemgetter(1))
-        raise ValueError(
-            f"{name} is {a[0]} {a[1]}, {a[2]} on rank {low} and {b[0]} {b[1]}, {b[2]} on rank "
-            f"{high}; different things need different names"
-        )
 
 
 def check_cover(name: str, shape: tuple[int, ...], places: Iterable[Place]) -> None:
     """Raise ValueError unless boxes that differ make up a tensor, each element once."""
     places = list(places)
-    covered, wanted = sum(math.prod(place.sizes) for place in places), math.prod(shape)
+    covered, wanted = sum(place.numel for place in places), math.prod(shape)
     if covered != wanted:
         raise ValueError(
             f"{name} of shape {shape}: the ranks hold parts of {covered} elements together, not "

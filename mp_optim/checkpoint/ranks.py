@@ -263,14 +263,6 @@ def _raise(what: str, own: BaseException | None, reports: list[Any]) -> None:
 # them; single parameters are compared only to name what differs.
 
 
-@dataclass(frozen=True)
-class ReplicaReport:
-    """Digests of the names of the parameters that a rank holds whole, and of their values."""
-
-    names: bytes
-    values: bytes
-
-
 def check_replicas(params: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Raise, on every rank, if ranks hold different values under one name. Collective.
 
@@ -289,9 +281,9 @@ def check_replicas(params: Mapping[str, Tensor], ranks: Ranks) -> None:
         if type(param) in (Tensor, torch.nn.Parameter) and param.device.type != "meta"
     }
     names = hashlib.sha256("\n".join(plain).encode()).digest()
-    reports = ranks.gather(ReplicaReport(names, _digest(list(plain.values()))))
+    reports = ranks.gather((names, _digest(list(plain.values()))))
     backwards = reversed(list(enumerate(reports)))
-    kinds = {report.names: rank for rank, report in backwards}  # the first rank of each
+    kinds = {kind: rank for rank, (kind, _) in backwards}  # the first rank of each
     if ranks.broadcast(len(set(reports)) < 2):
         return
     speakers = ranks.broadcast(set(kinds.values()))
@@ -303,16 +295,18 @@ def check_replicas(params: Mapping[str, Tensor], ranks: Ranks) -> None:
     ranks.first("comparing the ranks' parameters", lambda: _compare(digests))
 
 
-def to_compare(reports: Sequence[ReplicaReport], names: Mapping[bytes, Sequence[str]]) -> set[str]:
+def to_compare(
+    reports: Sequence[tuple[bytes, bytes]], names: Mapping[bytes, Sequence[str]]
+) -> set[str]:
     """Names of parameters that ranks may hold different values of.
 
     Args:
-        reports: of every rank.
+        reports: of every rank, digests of the names of what it holds whole, and of the values.
         names: the parameters behind each digest of names.
     """
     values: dict[bytes, set[bytes]] = {}
-    for report in reports:
-        values.setdefault(report.names, set()).add(report.values)
+    for kind, value in reports:
+        values.setdefault(kind, set()).add(value)
     seen: set[str] = set()
     compared: set[str] = set()
     for kind, held in names.items():

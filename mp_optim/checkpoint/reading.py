@@ -198,25 +198,11 @@ def _fill(file: BinaryIO, memory: memoryview, version: Path, copy: _Copy) -> Non
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A saved tensor: whole shape, and the number of boxes it was saved in."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    boxes: int
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
 class Contents:
     """A complete version that is open for reading."""
 
     version: Path
-    entries: dict[str, Entry]
+    entries: dict[str, Saved]
     files: Files
     index: Index
 
@@ -244,10 +230,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Contents:
     version = newest(Path(path))
     files = read_manifest(version)
     index = read_index(version, files)
-    entries: dict[str, Entry] = {}
-    for name, saved in sorted(index.entries.items()):
-        entries[name] = Entry(name, saved.dtype, saved.shape, len(saved.boxes))
-    return Contents(version, entries, files, index)
+    return Contents(version, dict(sorted(index.entries.items())), files, index)
 
 
 @dataclass(frozen=True)

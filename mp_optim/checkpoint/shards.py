@@ -5,7 +5,7 @@ as."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,27 +28,26 @@ from mp_optim.slots.tensor_layout import is_split
 # -- flat ranges ----------------------------------------------------------------------------------
 
 
-class Box(NamedTuple):
-    """A rectangular part of a tensor that is contiguous in row-major order.
-
-    Attributes:
-        offsets: index of its first element in the tensor.
-        sizes: its shape.
-        start: place of its first element in the flattened tensor.
-    """
+class Place(NamedTuple):
+    """A box of a tensor: index of its first element, and its shape."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    start: int
 
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)
 
 
-def boxes(shape: Sequence[int], start: int, count: int) -> list[Box]:
+@lru_cache(maxsize=1024)
+def whole_place(shape: tuple[int, ...]) -> Place:
+    return Place((0,) * len(shape), tuple(shape))
+
+
+@lru_cache(maxsize=1 << 16)
+def boxes(shape: tuple[int, ...], start: int, count: int) -> tuple[Place, ...]:
     """Elements ``[start, start + count)`` of a row-major tensor as boxes, in order: disjoint,
-    nothing else covered.
+    nothing else covered, each contiguous in row-major order.
 
     There are at most ``2 * len(shape) - 1`` of them. An empty range has none, unless the tensor
     itself is empty: that is one box of no elements, so that the tensor is on record.
@@ -62,41 +61,36 @@ def boxes(shape: Sequence[int], start: int, count: int) -> list[Box]:
             f"which has {math.prod(shape)}"
         )
     if math.prod(shape) == 0:
-        return [Box((0,) * len(shape), tuple(shape), 0)]
-    return _boxes(tuple(shape), (), start, start + count, 0) if count else []
+        return (whole_place(tuple(shape)),)
+    return tuple(_boxes(tuple(shape), (), start, start + count)) if count else ()
 
 
-def _boxes(
-    shape: tuple[int, ...], outer: tuple[int, ...], begin: int, end: int, base: int
-) -> list[Box]:
-    """Those of a range that is counted from the subtensor at ``outer``, which starts at
-    ``base``."""
+def _boxes(shape: tuple[int, ...], outer: tuple[int, ...], begin: int, end: int) -> Iterator[Place]:
+    """Those of a range that is counted from the subtensor at ``outer``."""
     ones = (1,) * len(outer)
-    if not shape:
-        return [Box(outer, ones, base)]
-    rows, inner = shape[0], math.prod(shape[1:])
-    if begin == 0 and end == rows * inner:
-        return [Box(outer + (0,) * len(shape), ones + shape, base)]
+    if begin == 0 and end == math.prod(shape):
+        yield Place(outer + (0,) * len(shape), ones + shape)
+        return
+    inner = math.prod(shape[1:])
     first, last = -(-begin // inner), end // inner  # whole rows: [first, last)
     if first > last:  # inside one row
-        return _boxes(
-            shape[1:], (*outer, last), begin - last * inner, end - last * inner, base + last * inner
-        )
-    boxes = []
+        yield from _boxes(shape[1:], (*outer, last), begin - last * inner, end - last * inner)
+        return
     if begin < first * inner:
         row = first - 1
-        boxes += _boxes(shape[1:], (*outer, row), begin - row * inner, inner, base + row * inner)
+        yield from _boxes(shape[1:], (*outer, row), begin - row * inner, inner)
     if first < last:
-        boxes.append(
-            Box(
-                (*outer, first) + (0,) * (len(shape) - 1),
-                (*ones, last - first, *shape[1:]),
-                base + first * inner,
-            )
-        )
+        offsets = (*outer, first) + (0,) * (len(shape) - 1)
+        yield Place(offsets, (*ones, last - first, *shape[1:]))
     if last * inner < end:
-        boxes += _boxes(shape[1:], (*outer, last), 0, end - last * inner, base + last * inner)
-    return boxes
+        yield from _boxes(shape[1:], (*outer, last), 0, end - last * inner)
+
+
+def box_views(flat: Tensor, places: Sequence[Place]) -> Iterator[tuple[Place, Tensor]]:
+    """The boxes of a range, each with its elements, given all of these in a row."""
+    pieces = flat.split_with_sizes([place.numel for place in places])
+    for place, piece_of in zip(places, pieces, strict=True):
+        yield place, piece_of.view(place.sizes)
 
 
 class FlatShard(Tensor):
@@ -125,7 +119,7 @@ class FlatShard(Tensor):
                 f"local has shape {tuple(local.shape)} and strides {local.stride()}: a flat range "
                 "is one contiguous dimension"
             )
-        boxes(global_shape, start, local.numel())
+        boxes(tuple(global_shape), start, local.numel())
         shard: FlatShard = Tensor._make_wrapper_subclass(
             cls, torch.Size(global_shape), dtype=local.dtype, device=local.device
         )
@@ -135,11 +129,10 @@ class FlatShard(Tensor):
     def _range(self) -> tuple[torch.Size, int, int]:
         return self.shape, self.start, self.local.numel()
 
-    def box_views(self) -> list[tuple[Box, Tensor]]:
-        return [
-            (box, self.local[box.start - self.start :][: box.numel].view(box.sizes))
-            for box in boxes(self.shape, self.start, self.local.numel())
-        ]
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The boxes of its elements, in order."""
+        return boxes(self.shape, self.start, self.local.numel())
 
     def full_tensor(self, group: dist.ProcessGroup | None = None) -> Tensor:
         """The whole tensor, put together from the ranks of a group; every rank of it has to call
@@ -176,16 +169,14 @@ class FlatShard(Tensor):
                     chunk=_chunk(box), properties=properties, size=self.shape
                 ),
             )
-            for box in boxes(self.shape, self.start, self.local.numel())
+            for box in self.places
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            _chunk(box) for box in boxes(self.shape, self.start, self.local.numel()) if box.numel
-        ]
+        return [_chunk(box) for box in self.places if box.numel]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for box, view in self.box_views():
+        for box, view in box_views(self.local, self.places):
             if torch.Size(box.offsets) == index.offset:
                 return view
         raise ValueError(
@@ -242,7 +233,7 @@ _RANGE_KEEPING = {
 }
 
 
-def _chunk(box: Box) -> ChunkStorageMetadata:
+def _chunk(box: Place) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
@@ -323,18 +314,6 @@ def as_partition(value: Any, partition: Partition | None, shape: torch.Size | No
 # -- boxes of any tensor --------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
-    """A box of a tensor: index of its first element, and its shape."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-@lru_cache(maxsize=1024)
-def whole_place(shape: tuple[int, ...]) -> Place:
-    return Place((0,) * len(shape), tuple(shape))
-
-
 def places_of(tensor: Tensor) -> tuple[Place, ...] | None:
     """The boxes that this rank holds of a tensor that is sharded; None for one that is simply
     whole.
@@ -345,7 +324,7 @@ def places_of(tensor: Tensor) -> tuple[Place, ...] | None:
         TypeError: it is a ShardedTensor, which torch has given up for DTensor.
     """
     if isinstance(tensor, FlatShard):
-        return _flat_places(tuple(tensor.shape), tensor.start, tensor.local.numel())
+        return tensor.places
     if isinstance(tensor, ShardedTensor):
         raise TypeError("a ShardedTensor cannot be saved or loaded; use DTensor")
     if not isinstance(tensor, PartitionShard) and not hasattr(tensor, "__create_chunk_list__"):
@@ -363,11 +342,6 @@ def places_of(tensor: Tensor) -> tuple[Place, ...] | None:
     )
 
 
-@lru_cache(maxsize=1 << 16)
-def _flat_places(shape: tuple[int, ...], start: int, count: int) -> tuple[Place, ...]:
-    return tuple(Place(box.offsets, box.sizes) for box in boxes(shape, start, count))
-
-
 def _held_places(shard: PartitionShard) -> tuple[Place, ...]:
     """The boxes of its part that the rank holds."""
     places = places_of(shard.held)
@@ -376,10 +350,6 @@ def _held_places(shard: PartitionShard) -> tuple[Place, ...]:
 
 def piece(tensor: Tensor, place: Place) -> Tensor:
     """The live elements of one of the boxes of :func:`places_of`, or of the whole."""
-    if isinstance(tensor, FlatShard):
-        if place.sizes == tensor.shape:
-            return tensor.local.view(place.sizes)
-        return next(view for box, view in tensor.box_views() if box.offsets == place.offsets)
     if isinstance(tensor, PartitionShard):
         dim = tensor.partition.dim
         for inside in _held_places(tensor):

@@ -234,6 +234,10 @@ class Saved(NamedTuple):
     shape: tuple[int, ...]
     boxes: list[SavedBox]
 
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Index:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 import os
 import threading
 import zlib
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from mp_optim.checkpoint.commit import naming, write_durably
 from mp_optim.checkpoint.entries import STATE
-from mp_optim.checkpoint.plans import Holding, Share, Whole, holding_of, shares
+from mp_optim.checkpoint.plans import Held, Holding, Share, holding_of, shares
 from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.checkpoint.shards import Place, piece, whole_place
 from mp_optim.checkpoint.version_files import (
@@ -65,7 +64,7 @@ _BEGIN_EVERY = 32 << 20
 class Item(NamedTuple):
     """A box to write: its elements, or what they are read from."""
 
-    entry: Whole
+    entry: Held
     place: Place
     content: Tensor | Lease | StagedBytes
 
@@ -75,7 +74,7 @@ class Part:
     file: str
     sum: FileSum
     blocks: Sequence[int]
-    written: Sequence[tuple[Whole, SavedBox]]
+    written: Sequence[tuple[Held, SavedBox]]
 
 
 @dataclass
@@ -149,7 +148,7 @@ class Writing:
         """
         entries: dict[str, Saved] = {}
         for part in parts:
-            for (name, dtype, shape), box in part.written:
+            for (name, dtype, shape, _), box in part.written:
                 entries.setdefault(name, Saved(dtype, shape, [])).boxes.append(box)
         index = Index(entries, {part.file: part.blocks for part in parts})
         files = {part.file: part.sum for part in parts}
@@ -200,16 +199,9 @@ def _copied(item: Item, lent: SaveBorrow) -> Tensor:
 # -- planning -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Plan:
-    holding: Holding
-    sheets: dict[bytes, tuple[Whole, ...]]
-    share: Share
-
-
-_plans: WeakKeyDictionary[dist.ProcessGroup, _Plan] = WeakKeyDictionary()
-"""This rank's share at its last save with a group; good as long as no rank of it holds anything
-else."""
+_plans: WeakKeyDictionary[dist.ProcessGroup, tuple[Holding, Share]] = WeakKeyDictionary()
+"""What this rank held at its last save with a group, and its share; good as long as no rank of it
+holds anything else."""
 
 
 def plan_writing(
@@ -232,15 +224,13 @@ def plan_writing(
         ValueError: ranks disagree about an entry, naming it.
     """
     held: list[Holding] = []
-    sheets: dict[bytes, tuple[Whole, ...]] = {}
     known = _plans.get(ranks.group) if ranks.group is not None else None
 
     def describe() -> tuple[bool, list[bytes]]:
-        held.append(holding_of(tensors))
-        is_known = known is not None and known.holding == held[0]
-        if ranks.size > 1:
-            sheets.update(known.sheets if known and is_known else held[0].sheets())
-        return is_known, list(sheets)
+        new = holding_of(tensors)
+        is_known = known is not None and known[0] == new
+        held.append(known[0] if known and is_known else new)  # whose sheets are known, too
+        return is_known, [*held[0].sheets] if ranks.size > 1 else []
 
     described = ranks.agree("planning a checkpoint", describe)
     (holding,) = held
@@ -248,10 +238,10 @@ def plan_writing(
     if ranks.group is not None:
         unchanged = ranks.broadcast(all(is_known for is_known, _ in described))
         if unchanged and known is not None:
-            share = known.share
+            share = known[1]
         else:
-            share = _shared(holding, sheets, [digests for _, digests in described], ranks)
-        _plans[ranks.group] = _Plan(holding, sheets, share)
+            share = _shared(holding, [digests for _, digests in described], ranks)
+        _plans[ranks.group] = holding, share
     writing = Writing(folder, ranks.rank, list(_items(tensors, holding, share)), params)
     if snapshot:
         try:
@@ -262,13 +252,9 @@ def plan_writing(
     return writing
 
 
-def _shared(
-    holding: Holding,
-    sheets: Mapping[bytes, tuple[Whole, ...]],
-    held: list[list[bytes]],
-    ranks: Ranks,
-) -> Share:
+def _shared(holding: Holding, held: list[list[bytes]], ranks: Ranks) -> Share:
     """This rank's share; ``held`` is all ranks' digests on the first, which decides."""
+    sheets = holding.sheets
     first: dict[bytes, int] = {}
     for rank, digests in enumerate(held):
         for digest in digests:
@@ -278,7 +264,7 @@ def _shared(
     gathered = ranks.gather(({digest: sheets[digest] for digest in mine}, holding.parts))
 
     def decide() -> list[Share]:
-        everything: dict[bytes, tuple[Whole, ...]] = {}
+        everything: dict[bytes, Sequence[Held]] = {}
         for spoken, _ in gathered:
             everything |= spoken
         return shares(everything, held, [parts for _, parts in gathered])
@@ -292,8 +278,8 @@ def _items(tensors: Mapping[str, Tensor], holding: Holding, share: Share) -> Ite
             place = whole_place(entry.shape)
             yield Item(entry, place, piece(tensors[entry.name], place))
     for part in holding.parts:
-        entry, left_out = Whole(*part[:3]), share.left_out.get(part.name, ())
-        for place in part.places:
+        entry, left_out = part._replace(places=None), share.left_out.get(part.name, ())
+        for place in part.places or ():
             if place not in left_out:
                 yield Item(entry, place, piece(tensors[part.name], place))
 
@@ -359,7 +345,7 @@ def _write_file(items: Sequence[Item], path: Path, stop: threading.Event) -> Par
 
 def _written(
     file: _SummedFile, items: Sequence[Item], name: str
-) -> Iterator[tuple[Whole, SavedBox]]:
+) -> Iterator[tuple[Held, SavedBox]]:
     tiny: dict[tuple[torch.dtype, tuple[int, ...], bytes], int] = {}
     for entry, place, content in items:
         before = header(entry.dtype, place.sizes)
@@ -377,7 +363,7 @@ def _written(
         else:
             file.write(before)
             file.write_from(content)
-        length = math.prod(place.sizes) * entry.dtype.itemsize
+        length = place.numel * entry.dtype.itemsize
         yield entry, SavedBox(*place, name, start, length)
 
 

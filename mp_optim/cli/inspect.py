@@ -65,13 +65,13 @@ Command = (
 def list_entries(command: List) -> int:
     """Print what is in a checkpoint; returns the exit status."""
     contents, out = open_checkpoint(command.path), console()
-    shown = [entry for entry in contents.entries.values() if command.match in entry.name]
+    shown = {name: each for name, each in contents.entries.items() if command.match in name}
     table = _table(str(contents.version), "entry", "dtype", "shape", "bytes", "boxes")
-    for entry in shown:
-        dtype = str(entry.dtype).removeprefix("torch.")
-        table.add_row(entry.name, dtype, str(entry.shape), f"{entry.bytes:,}", str(entry.boxes))
+    for name, entry in shown.items():
+        dtype, boxes = str(entry.dtype).removeprefix("torch."), str(len(entry.boxes))
+        table.add_row(name, dtype, str(entry.shape), f"{entry.bytes:,}", boxes)
     out.print(table)
-    total = sum(entry.bytes for entry in shown)
+    total = sum(entry.bytes for entry in shown.values())
     versions = ", ".join(path.name for path in checkpoint.versions(contents.version.parent))
     summary = f"{len(shown)} entries, {total:,} bytes; complete versions: {versions}"
     out.print(summary, highlight=False)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mp_optim.checkpoint.shards import boxes
+from mp_optim.checkpoint.shards import box_views, boxes
 from mp_optim.slots.tensor_layout import Part
 from mp_optim.update.sums import Groups, reduce_over
 
@@ -56,10 +56,7 @@ def blocks_of(part: Part, local: Tensor) -> list[Block]:
     if part.offsets is None:
         flat = local.view(-1)
         found = boxes(matrices_shape(part.shape), part.start, flat.numel())
-        return [
-            Block(flat[box.start - part.start :][: box.numel].view(box.sizes), *box.offsets)
-            for box in found
-        ]
+        return [Block(values, *box.offsets) for box, values in box_views(flat, found)]
     if local.dim() < 2:
         return [Block(local.view(1, 1, -1), 0, 0, part.offsets[0] if part.offsets else 0)]
     return list(_boxed(local, part.offsets, part.shape, 0))

@@ -395,5 +395,5 @@ def from_checkpoint(path: str | os.PathLike[str]) -> ForeignState:
     for name, tensors in state.items():  # the FP32 value of one that has no copy is the model's
         model = saved.entries.get(f"{MODEL}{name}")
         if tensors and MASTER not in tensors and model and model.dtype == torch.float32:
-            tensors[MASTER] = saved.read(model.name)
+            tensors[MASTER] = saved.read(f"{MODEL}{name}")
     return ForeignState(tuple(groups), state, common.get("grad_scaler"))

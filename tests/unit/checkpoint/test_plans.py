@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
-from mp_optim.checkpoint.plans import Holding, Parted, Whole, shares
-from mp_optim.checkpoint.ranks import ReplicaReport, to_compare
+from mp_optim.checkpoint.plans import Held, Holding, shares
+from mp_optim.checkpoint.ranks import to_compare
 from mp_optim.checkpoint.shards import Place, boxes, whole_place
 from mp_optim.checkpoint.version_files import (
     Index,
@@ -34,7 +34,7 @@ STATE = ("master_param", "exp_avg", "exp_avg_sq")
 def zero_1(ranks, shapes):
     """What ranks of ZeRO-1 hold: the model whole, and flat ranges of equal length of the state,
     with its steps."""
-    whole = tuple(Whole(f"model.{name}", torch.bfloat16, shape) for name, shape in shapes.items())
+    whole = tuple(Held(f"model.{name}", torch.bfloat16, shape) for name, shape in shapes.items())
     ends = list(accumulate(math.prod(shape) for shape in shapes.values()))
     cuts = [rank * ends[-1] // ranks for rank in range(ranks + 1)]
     steps, parts = [[] for _ in range(ranks)], [[] for _ in range(ranks)]
@@ -48,21 +48,18 @@ def zero_1(ranks, shapes):
         while rank < ranks and cuts[rank] < end:
             first, last = max(start, cuts[rank]), min(end, cuts[rank + 1])
             if first < last:
-                places = tuple(
-                    Place(box.offsets, box.sizes)
-                    for box in boxes(shape, first - start, last - first)
-                )
+                places = boxes(shape, first - start, last - first)
                 parts[rank] += [
-                    Parted(f"optimizer.state.{key}.{name}", torch.float32, shape, places)
+                    Held(f"optimizer.state.{key}.{name}", torch.float32, shape, places)
                     for key in STATE
                 ]
-                steps[rank].append(Whole(f"optimizer.state.step.{name}", torch.float32, ()))
+                steps[rank].append(Held(f"optimizer.state.step.{name}", torch.float32, ()))
             rank += 1
     return [Holding((*whole, *mine), tuple(held)) for mine, held in zip(steps, parts, strict=True)]
 
 
 def planned(holdings):
-    sheets = [holding.sheets() for holding in holdings]
+    sheets = [holding.sheets for holding in holdings]
     told = {digest: sheet for own in sheets for digest, sheet in own.items()}
     return told, shares(
         told, [list(own) for own in sheets], [holding.parts for holding in holdings]
@@ -110,7 +107,7 @@ def test_64_ranks_of_10000_parameters_are_planned_in_seconds():
 
 def test_a_rank_tells_of_whole_entries_only_if_no_other_of_its_kind_does():
     shapes = {f"p{index}": (4, 4) for index in range(50)}
-    model = tuple(Whole(f"model.{name}", torch.bfloat16, shape) for name, shape in shapes.items())
+    model = tuple(Held(f"model.{name}", torch.bfloat16, shape) for name, shape in shapes.items())
     told, plan = planned([Holding(model, ()) for _ in range(64)])
     assert len(told) == 1
     assert sorted(name for share in plan for name in share.whole) == sorted(
@@ -130,7 +127,7 @@ def layouts_of(draw):
         shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
         if not shape or draw(st.booleans()):
             for rank in draw(some_ranks):
-                whole[rank].append(Whole(f"e{number}", torch.float32, shape))
+                whole[rank].append(Held(f"e{number}", torch.float32, shape))
             continue
         dim = draw(st.integers(0, len(shape) - 1))
         cuts = sorted({0, shape[dim], *draw(st.lists(st.integers(0, shape[dim])))})
@@ -140,7 +137,7 @@ def layouts_of(draw):
                 tuple(end - begin if at == dim else size for at, size in enumerate(shape)),
             )
             for rank in draw(some_ranks):
-                parts[rank].append(Parted(f"e{number}", torch.float32, shape, (place,)))
+                parts[rank].append(Held(f"e{number}", torch.float32, shape, (place,)))
     return [Holding(tuple(mine), tuple(held)) for mine, held in zip(whole, parts, strict=True)]
 
 
@@ -193,7 +190,7 @@ def test_parts_that_are_missing_or_overlap_are_refused(holdings, chance):
 def test_parameters_are_compared_one_by_one_only_where_they_may_differ(ranks):
     """Ranks that hold one of four sets of names, with one of two values."""
     names = {0: ("a", "b"), 1: ("b", "c"), 2: ("d",), 3: ()}
-    reports = [ReplicaReport(bytes([kind]), bytes([value])) for kind, value in ranks]
+    reports = [(bytes([kind]), bytes([value])) for kind, value in ranks]
     compared = to_compare(reports, {bytes([kind]): names[kind] for kind, _ in ranks})
     for name in "abcd":
         holders = {(kind, value) for kind, value in ranks if name in names[kind]}
