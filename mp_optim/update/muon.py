@@ -15,9 +15,8 @@ from mp_optim.slots import SlotUpdate
 from mp_optim.slots.slot_state import AVERAGE, REMAINDER, scale_key
 from mp_optim.update.adam import adam_moments, adam_unread_moments
 from mp_optim.update.backends import Backend
-from mp_optim.update.backends.interface import step_with
 from mp_optim.update.backends.native import NativeBackend
-from mp_optim.update.backends.reference import MOMENTUM
+from mp_optim.update.backends.reference import MOMENTUM, step_with
 from mp_optim.update.kernel_args import MAIN, MuonScalars, TensorLists
 from mp_optim.update.matrix_exchange import MatrixOwners
 from mp_optim.update.matrix_products import Rooms, beside_each_other

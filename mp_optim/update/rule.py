@@ -18,7 +18,7 @@ from mp_optim.config.rules import RULES
 from mp_optim.slots import SlotUpdate, SlotUpdates
 from mp_optim.slots.tensor_layout import Part
 from mp_optim.update.backends import Backend
-from mp_optim.update.backends.interface import step_with
+from mp_optim.update.backends.reference import step_with
 from mp_optim.update.kernel_args import TensorLists
 
 Settings = Mapping[str, Any]

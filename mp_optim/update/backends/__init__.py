@@ -1,6 +1,6 @@
 """What carries a rule out on a device, behind one interface."""
 
-from mp_optim.update.backends.interface import Backend
+from mp_optim.update.backends.reference import Backend
 from mp_optim.update.backends.selection import (
     check_forms,
     check_serves,

@@ -8,14 +8,14 @@ because torch's FP32 square root on the CPU is not correctly rounded.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mp_optim.config.rules import RULES
-from mp_optim.slots.slot_state import REMAINDER, scale_key
+from mp_optim.slots.slot_state import scale_key
 from mp_optim.update.chunking import (
     batches,
     piece_elements,
@@ -25,8 +25,9 @@ from mp_optim.update.chunking import (
     write_mains,
     write_moment,
 )
-from mp_optim.update.codecs import decode, encode_, join, split_
+from mp_optim.update.codecs import decode, encode_
 from mp_optim.update.element_rules import (
+    SCALARS,
     TEXTS,
     Lists,
     Step,
@@ -42,6 +43,9 @@ from mp_optim.update.exact_sums import bounded_sum, bounded_value
 from mp_optim.update.kernel_args import LambScalars, MuonScalars, StableScalars, TensorLists, fp32
 from mp_optim.update.sums import combine_pieces, sum_of_squares
 
+Multiplier = Any
+"""A float; or also a tensor, for backends that say so by ``takes_device_multipliers``."""
+
 
 def _directions(batch: TensorLists, mains: Lists, s: LambScalars) -> Lists:
     """u = (m * (1/bias1)) / denominator + decay * p, of the moments as they are stored."""
@@ -55,28 +59,61 @@ def _directions(batch: TensorLists, mains: Lists, s: LambScalars) -> Lists:
 
 
 class ReferenceBackend:
-    """What every other backend is measured against."""
+    """What every other backend is measured against, and derived from: it does what they leave out.
+
+    Each method updates every tensor of the lists in place and writes the outputs, and what takes
+    the step lets the averages take the new main params, too (``TensorLists.average_weight``).
+
+    A new backend is such a class; its name, and the rules and states it has kernels for, in
+    :mod:`mp_optim.config.rules` (one that names none claims all); and how it is loaded, on which
+    devices, and whether ``auto`` may choose it, in :mod:`mp_optim.update.backends.selection`.
+    ``auto`` takes only what has shown these bits in its self-test. A ``capturable`` one is also
+    let into the check of ``optimizer_cuda_graph`` in :mod:`mp_optim.config.combinations`.
+    CONTRIBUTING.md lists the tests.
+    """
 
     name = "reference"
-    takes_device_multipliers = False
-    capturable = False
-    interpreted = False
-    reads_source = False
-    limits = ""
 
-    def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> None:
+    takes_device_multipliers = False
+    """Whether a multiplier may also be an FP32 tensor on the tensors' device, shape (1,) or (2,):
+    the second element is not 0 if nothing is to be written. Such a step never waits for the
+    device."""
+
+    capturable = False
+    """Whether a CUDA graph can hold its steps, and replay them with other numbers: then it has
+    ``rehearse()`` and ``record()`` too (``mp_optim/precision/graph_step.py``)."""
+
+    interpreted = False
+    """Whether its kernels are interpreted, which takes a thousand times as long."""
+
+    reads_source = False
+    """Whether it reads present values from ``TensorLists.source`` and writes new ones elsewhere, so
+    that a step into a back buffer needs no copy first."""
+
+    limits = ""
+    """What it hands to ``reference``, for reports; empty if nothing."""
+
+    def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier) -> None:
+        """Carry out a rule of :mod:`~mp_optim.update.element_rules`, with its scalars."""
         for batch in batches(lists):
             TEXTS[rule](batch.lists, scalars, multiplier)
 
-    def stable_adamw(self, lists: TensorLists, scalars: StableScalars, multiplier: float) -> None:
-        """Both passes of StableAdamW, for tensors that are whole parameters."""
+    # -- StableAdamW ------------------------------------------------------------------------------
+
+    def stable_adamw(
+        self, lists: TensorLists, scalars: StableScalars, multiplier: Multiplier
+    ) -> None:
+        """The whole step, for tensors that are whole parameters."""
         sums = self.stable_adamw_sums(lists, scalars, multiplier)
         sizes = [main.numel() for main in lists.main]
         self.stable_adamw_finish(lists, scalars, sums, sizes, multiplier)
 
     def stable_adamw_sums(
-        self, lists: TensorLists, scalars: StableScalars, multiplier: float
+        self, lists: TensorLists, scalars: StableScalars, multiplier: Multiplier
     ) -> Tensor:
+        """For each tensor the sum of g^2 over the new second moment, as whole numbers, and how many
+        of these are NaN (``exact_sums.bounded_sum``): int64, shape (n, 3), on the tensors'
+        device. Writes nothing."""
         device = lists.main[0].device if lists.main else torch.device("cpu")
         sums = torch.zeros(len(lists.main), 3, dtype=torch.int64, device=device)
         for cut in batches(lists):
@@ -99,12 +136,18 @@ class ReferenceBackend:
         scalars: StableScalars,
         sums: Tensor,
         sizes: Sequence[int],
-        multiplier: float,
-    ) -> list[bool] | Tensor | None:
-        """The second pass, from the sums of whole parameters."""
-        steps, clipped = steps_of(scalars, sums.tolist(), sizes)
+        multiplier: Multiplier,
+    ) -> Sequence[bool] | Tensor | None:
+        """Take the step, from sums and numbers of elements of whole parameters; says which of them
+        are clipped, on the device where that is formed there, None if nothing is stepped."""
+        means = [
+            bounded_value(high, low, nans, scalars.limit) / max(1, size)
+            for (high, low, nans), size in zip(sums.tolist(), sizes, strict=True)
+        ]
+        clips = [1.0 if mean <= NOT_CLIPPED else math.sqrt(mean) for mean in means]
+        steps = [(fp32(scalars.rate / c), fp32(scalars.decay_rate / c)) for c in clips]
         self.stable_adamw_apply(lists, scalars, steps, multiplier)
-        return clipped
+        return [clip != 1.0 for clip in clips]
 
     def stable_adamw_apply(
         self, lists: TensorLists, scalars: StableScalars, steps: Sequence[Step], multiplier: float
@@ -114,20 +157,22 @@ class ReferenceBackend:
             own = [steps[owner] for owner in cut.owners]
             adam_batch(cut.lists, scalars, own, multiplier)
 
-    def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> None:
-        """Both phases of LAMB, for tensors that are whole parameters."""
+    # -- LAMB -------------------------------------------------------------------------------------
+
+    def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier) -> None:
+        """The whole step, for tensors that are whole parameters."""
         self.lamb_finish(lists, scalars, self.lamb_moments(lists, scalars, multiplier), multiplier)
 
-    def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
+    def lamb_moments(
+        self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier
+    ) -> Tensor:
+        """Update the moments; return FP64 (sum p^2, sum u^2) per tensor, shape (n, 2)."""
         owners: list[int] = []
         squares: list[Tensor] = []
         for cut in batches(lists):
             batch = cut.lists
-            p, m, v = (
-                read_mains(batch),
-                read_moment(batch, "exp_avg"),
-                read_moment(batch, "exp_avg_sq"),
-            )
+            p, m = read_mains(batch), read_moment(batch, "exp_avg")
+            v = read_moment(batch, "exp_avg_sq")
             grads = gradients(batch, p, multiplier, scalars.l2)
             average(m, grads, scalars.beta1, scalars.grad_weight)
             bound_all(m, grads)
@@ -143,12 +188,14 @@ class ReferenceBackend:
         return combine_pieces(owners, torch.cat(squares), len(lists.main))
 
     def lamb_finish(
-        self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: float
+        self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: Multiplier
     ) -> None:
-        """The second phase, from the sums of whole parameters."""
+        """Take the step after :meth:`lamb_moments`, from sums of whole parameters, shape (n, 2)
+        FP64."""
         self.lamb_apply(lists, scalars, [scalars.ratio(*row) for row in sums.tolist()])
 
     def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
+        """Take the step, each tensor with its own ratio (FP32 value)."""
         for cut in batches(lists):
             batch = cut.lists
             p = read_mains(batch)
@@ -157,39 +204,64 @@ class ReferenceBackend:
             torch._foreach_sub_(p, u)
             write_mains(batch, p)
 
-    def average(self, lists: TensorLists) -> None:
-        for batch in batches(lists.for_averages()):
-            take_averages(batch.lists)
+    # -- Muon's passes over elements, before and after the products -------------------------------
 
     def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
-        average_momenta(lists, scalars, multiplier)
+        """Update the momenta. The lists have no main params; the outputs receive what is to be
+        orthogonalised."""
+        for index, output in enumerate(lists.output):
+            assert output is not None
+            output.copy_(_averaged(lists, index, scalars, multiplier).view(output.shape))
 
     def muon_apply(
         self, lists: TensorLists, scalars: MuonScalars, factors: Sequence[float]
     ) -> None:
-        descend(lists, scalars, factors)
+        """Decay main params and subtract directions, which are ``lists.grad``, each times its
+        factor, an FP32 value."""
+        for index, factor in enumerate(factors):
+            one = lists.take([index])
+            (main,), (direction,) = read_mains(one), one.grad
+            if scalars.decay != 0.0:
+                main.sub_(main * scalars.decay)
+            main.sub_(direction.float() * factor)
+            write_mains(one, [main])
+
+    # -- the rest ---------------------------------------------------------------------------------
+
+    def average(self, lists: TensorLists) -> None:
+        """Let the averages take the main params that are there, for rules in torch operations; the
+        methods of the other rules do so themselves. Nothing to do where none are kept."""
+        for batch in batches(lists.for_averages()):
+            take_averages(batch.lists)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        """FP64, shape (n,)."""
         return sum_of_squares(tensors)
 
 
+Backend = ReferenceBackend
+"""Any backend."""
+
+
+def step_with(
+    backend: Backend,
+    rule: str,
+    lists: TensorLists,
+    group: Mapping[str, Any],
+    step: int,
+    multiplier: Multiplier,
+) -> None:
+    """Let a backend carry out a rule for whole parameters, with scalars of a param group at step
+    ``step`` >= 1; a rule that reads sums by the method of its name."""
+    scalars = SCALARS[rule].at(group, step)
+    if rule in TEXTS:
+        backend.step(rule, lists, scalars, multiplier)
+    else:
+        method: Callable[..., None] = getattr(backend, rule)
+        method(lists, scalars, multiplier)
+
+
 (MOMENTUM,) = RULES["muon"].moment_names
-
-
-# -- Muon's passes over elements, before and after the products -----------------------------------
-
-
-def average_momenta(lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
-    """See :meth:`~mp_optim.update.backends.interface.Backend.muon_momentum`."""
-    for index, output in enumerate(lists.output):
-        assert output is not None
-        output.copy_(_averaged(lists, index, scalars, multiplier).view(output.shape))
-
-
-def descend(lists: TensorLists, scalars: MuonScalars, factors: Sequence[float]) -> None:
-    """See :meth:`~mp_optim.update.backends.interface.Backend.muon_apply`."""
-    for index, (direction, factor) in enumerate(zip(lists.grad, factors, strict=True)):
-        _descend(lists, index, scalars.decay, direction.float() * factor)
 
 
 def _averaged(lists: TensorLists, index: int, scalars: MuonScalars, multiplier: float) -> Tensor:
@@ -228,38 +300,5 @@ def _blend(start: Tensor, end: Tensor, factor: float, from_end: bool, out: Tenso
         out[at : at + piece] = torch.add(base.double(), change.double(), alpha=factor)
 
 
-def _descend(lists: TensorLists, index: int, decay: float, step: Tensor) -> None:
-    """Decay one parameter, subtract its step, and write remainder and output."""
-    stored, remainders = lists.main[index], lists.state.get(REMAINDER)
-    main = stored if remainders is None else join(stored, remainders[index])
-    if decay != 0.0:
-        main.sub_(main * decay)
-    main.sub_(step)
-    if remainders is not None:
-        noise = None if lists.noise is None else lists.noise[index]
-        split_(main, stored, remainders[index], noise)
-    output = lists.output[index]
-    if output is not None:
-        output.copy_(stored)
-
-
 NOT_CLIPPED = 1.0 + 2.0**-20
 """Mean squares up to it count as 1, as all are at the first step, but for rounding."""
-
-
-def steps_of(
-    scalars: StableScalars, sums: Sequence[Sequence[int]], sizes: Sequence[int]
-) -> tuple[list[Step], list[bool]]:
-    """The step of each parameter, and whether it is clipped; NaN if a gradient is.
-
-    Args:
-        sums: of whole parameters, as ``Backend.stable_adamw_sums`` gives them.
-        sizes: elements of whole parameters.
-    """
-    means = [
-        bounded_value(high, low, nans, scalars.limit) / max(1, size)
-        for (high, low, nans), size in zip(sums, sizes, strict=True)
-    ]
-    clips = [1.0 if mean <= NOT_CLIPPED else math.sqrt(mean) for mean in means]
-    steps = [(fp32(scalars.rate / c), fp32(scalars.decay_rate / c)) for c in clips]
-    return steps, [clip != 1.0 for clip in clips]

@@ -15,11 +15,10 @@ from mp_optim.config.rules import BACKENDS, CAPABILITIES, Capability
 from mp_optim.process.calls import warn
 from mp_optim.slots import ParamGroups, iter_slots
 from mp_optim.update.backends import multi_tensor
-from mp_optim.update.backends.interface import Backend
 from mp_optim.update.backends.multi_tensor import TorchBackend
 from mp_optim.update.backends.native import NativeBackend
 from mp_optim.update.backends.native_library import ENVIRONMENT, native_library
-from mp_optim.update.backends.reference import ReferenceBackend
+from mp_optim.update.backends.reference import Backend, ReferenceBackend
 from mp_optim.update.backends.self_test import (
     BFLOAT16_MOMENTS,
     REMAINDERS,

@@ -24,8 +24,7 @@ from mp_optim.config.state_forms import UINT4
 from mp_optim.process.calls import in_own_modes
 from mp_optim.process.host_memory import zeros
 from mp_optim.slots.slot_state import AVERAGE, REMAINDER, SECOND, scale_key
-from mp_optim.update.backends.interface import Backend, step_with
-from mp_optim.update.backends.reference import MOMENTUM, ReferenceBackend
+from mp_optim.update.backends.reference import MOMENTUM, Backend, ReferenceBackend, step_with
 from mp_optim.update.codecs import Noise, stored_dtype
 from mp_optim.update.kernel_args import MuonScalars, TensorLists, fp32
 from mp_optim.update.state_format import moment_forms

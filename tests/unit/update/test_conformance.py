@@ -18,9 +18,8 @@ from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.slots.slot_state import REMAINDER
 from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, choose_backend, proof_of
 from mp_optim.update.backends import Backend
-from mp_optim.update.backends.interface import step_with
 from mp_optim.update.backends.native_library import native_library
-from mp_optim.update.backends.reference import ReferenceBackend
+from mp_optim.update.backends.reference import ReferenceBackend, step_with
 from mp_optim.update.backends.self_test import Difference
 from mp_optim.update.codecs import join
 from mp_optim.update.kernel_args import TensorLists

@@ -21,7 +21,6 @@ from mp_optim.slots.slot_state import REMAINDER
 from mp_optim.update import FusedAdam, FusedLAMB, choose_backend, kernel_args
 from mp_optim.update import chunking as batching
 from mp_optim.update.backends import multi_tensor
-from mp_optim.update.backends.interface import step_with
 from mp_optim.update.backends.multi_tensor import (
     CHUNK,
     MOST_ELEMENTS,
@@ -30,7 +29,7 @@ from mp_optim.update.backends.multi_tensor import (
     TransformerEngineBackend,
     check_launch,
 )
-from mp_optim.update.backends.reference import ReferenceBackend
+from mp_optim.update.backends.reference import ReferenceBackend, step_with
 from mp_optim.update.backends.self_test import Difference
 from mp_optim.update.codecs import join
 from mp_optim.update.element_rules import AdamScalars, SgdScalars

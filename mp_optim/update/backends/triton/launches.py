@@ -421,7 +421,7 @@ def clipped_steps(sums: Tensor, counts: Tensor, numbers: Tensor) -> tuple[Tensor
     """FP32 ``step_size`` and ``decay`` of each parameter, shape (n, 2), and which are clipped.
 
     Args:
-        sums: as :meth:`~mp_optim.update.backends.interface.Backend.stable_adamw_sums` gives them.
+        sums: as ``stable_adamw_sums`` gives them.
         counts: elements of whole parameters.
         numbers: of the launch.
     """
