@@ -21,7 +21,7 @@ from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.slots.names import canonical_names, prefixed
 from mp_optim.slots.partition import Partition
-from mp_optim.slots.slot_state import AVERAGE, LayeredState, State, scale_key
+from mp_optim.slots.slot_state import AVERAGE, State, scale_key, without_blocks
 from mp_optim.slots.state_dict import CHECKSUMS, with_params
 
 MODEL = "model."
@@ -155,8 +155,8 @@ def _slot_state(
         return read(slot)
     optimizer.make_current(slot)
     shape = param_at(optimizer.param_groups, slot).shape
-    form = LayeredState(optimizer.state_of(slot))
-    state = form.full_precision() if full_precision else form.without_blocks()
+    form = optimizer.state_of(slot)
+    state = form.full_precision() if full_precision else without_blocks(form)
     return {key: as_partition(value, partition, shape) for key, value in state.items()}
 
 

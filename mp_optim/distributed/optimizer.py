@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.distributed.composite import CompositeOptimizer
-from mp_optim.distributed.sharded_params import ShardedParams, ShardState, in_forward_order
+from mp_optim.distributed.sharded_params import ShardedParams, ShardView, in_forward_order
 from mp_optim.distributed.transport import Reducer
 from mp_optim.precision import MegatronGradScaler, MegatronOptimizer, Verdict
 from mp_optim.precision.device_verdict import DeviceVerdict
@@ -204,9 +204,8 @@ class DistributedOptimizer(CompositeOptimizer):
         super().make_current(slot)
 
     def state_of(self, slot: Slot) -> SlotState:
-        return ShardState(
-            super().state_of(slot), self._model.shards[slot], param_at(self.param_groups, slot)
-        )
+        view = ShardView(param_at(self.param_groups, slot), self._model.shards[slot])
+        return self.shards.state_of(slot, view)
 
     def main_param(self, slot: Slot) -> Tensor:
         self.step_mark.check("main_param")

@@ -17,6 +17,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES, is_elementwise
 from mp_optim.distributed.buckets import ALIGNMENT, Entry
 from mp_optim.distributed.transport import make_transport
+from mp_optim.precision.param_state import View
 from mp_optim.slots import (
     ParamGroups,
     Slot,
@@ -38,7 +39,7 @@ from mp_optim.slots.param_attributes import (
     set_shard_info,
 )
 from mp_optim.slots.seen_params import SeenParams
-from mp_optim.slots.slot_state import LayeredState, SlotState, State, is_scale
+from mp_optim.slots.slot_state import State, is_scale
 
 torch.serialization.add_safe_globals([FlatShard])
 
@@ -107,37 +108,34 @@ class ParamShard:
             return scale
         return scale[self.start // ALIGNMENT : -(-self.stop // ALIGNMENT)]
 
-    def localize_state(self, state: State) -> State:
-        """:meth:`localize` for a slot's whole state; never modifies its argument."""
-        return {key: self.localize(key, value) for key, value in state.items()}
 
-
-class ShardState(LayeredState):
-    """The state of what this rank owns, shown as a part of the whole parameter's.
+class ShardView(View):
+    """State of what this rank owns, shown as a part of the whole parameter's.
 
     Args:
-        param: the model's parameter.
+        param: the model's parameter. shard: what this rank owns of it.
     """
 
-    def __init__(self, below: SlotState, shard: ParamShard, param: Tensor) -> None:
-        super().__init__(below)
-        self._shard, self._param = shard, param
+    def __init__(self, param: Tensor, shard: ParamShard) -> None:
+        super().__init__(param)
+        self._shard = shard
 
-    def tensors(self) -> State:
-        is_whole = self._shard.shown_whole
-        return self._shown(self.below.tensors() if is_whole else self.without_blocks())
+    @property
+    def is_as_stored(self) -> bool:
+        return self._shard.shown_whole
 
-    def full_precision(self) -> State:
-        return self._shown(self.below.full_precision())
+    @property
+    def is_whole(self) -> bool:
+        return self._shard.shown_whole
 
-    def _shown(self, state: State) -> State:
+    def show(self, state: State) -> State:
         return {key: self._shard.expose(key, value) for key, value in state.items()}
 
-    def takes_any(self) -> bool:
-        return self._shard.shown_whole and self.below.takes_any()
+    def take(self, state: State) -> State:
+        return super().take({key: self._shard.localize(key, value) for key, value in state.items()})
 
-    def fit(self, saved: State, convert: bool) -> State:
-        if saved and self._shard.grad is None and self._param.numel():
+    def take_saved(self, saved: State, convert: bool) -> State:
+        if saved and self._shard.grad is None and self.param.numel():
             if convert:
                 return {}
             raise ValueError(
@@ -145,31 +143,12 @@ class ShardState(LayeredState):
                 "is in no bucket, and no rank keeps its state; build the optimizer while it can be "
                 "trained, and freeze it then, or load with convert=True, which drops its state"
             )
-        return self.below.fit(self._shard.localize_state(saved), convert)
+        return self.take(saved)
 
-    def check(self, state: State) -> None:
-        self.below.check(self._shard.localize_state(state))
-
-    def load(self, state: State) -> None:
-        self.below.load(self._shard.localize_state(state))
-
-    def check_weights(
-        self, saved: State, checksum: int | None, weights: Tensor | None = None
-    ) -> None:
-        if self._shard.shown_whole:  # a checksum is of the whole parameter
-            self.below.check_weights(saved, checksum, weights)
-
-    def expect_weights(self, saved: State, checksum: int | None) -> None:
-        if self._shard.shown_whole:
-            self.below.expect_weights(saved, checksum)
-
-    @torch.no_grad()
-    def write_model(self) -> bool:
+    def written(self) -> None:
         """Of a parameter that ranks share out, what this rank owns; the rest comes with the next
         step."""
-        if is_written := self.below.write_model():
-            increment_version(self._param)
-        return is_written
+        increment_version(self.param)
 
 
 def in_forward_order(

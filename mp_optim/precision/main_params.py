@@ -19,13 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.shards import is_cut
 from mp_optim.precision.measure import EXCLUDED, MAIN, NormKey
-from mp_optim.precision.param_state import (
-    Agreement,
-    BoundParam,
-    ParamState,
-    UntrainedState,
-    as_sharded,
-)
+from mp_optim.precision.param_state import Agreement, ParamState, UntrainedState, View, as_sharded
 from mp_optim.precision.slot_table import SlotTable
 from mp_optim.process.calls import in_own_modes
 from mp_optim.process.leases import before_writing
@@ -390,27 +384,25 @@ class MainParams:
 
     # -- state ------------------------------------------------------------------------------------
 
-    def state_of(self, slot: Slot) -> SlotState:
-        """A slot's state as the wrapper shows it."""
+    def state_of(self, slot: Slot, view: View | None = None) -> SlotState:
+        """A slot's state as the wrapper shows it, or as a layer above it does.
+
+        Args:
+            view: that layer's.
+        """
         if not self.is_bound(slot):
-            prepared = partial(self._prepared_state, slot)
+            prepared = partial(self._prepared_state, slot, view)
             return UntrainedState(prepared, partial(self._take_in, slot))
-        return self._trained_state(slot, self.is_separate(slot))
+        return self._trained_state(slot, self.is_separate(slot), view)
 
-    def _prepared_state(self, slot: Slot) -> ParamState:
+    def _prepared_state(self, slot: Slot, view: View | None) -> ParamState:
         """What the state of a slot would be if it had been trainable."""
-        return self._trained_state(slot, self._separates(slot, self._prepare(slot)))
+        return self._trained_state(slot, self._separates(slot, self._prepare(slot)), view)
 
-    def _trained_state(self, slot: Slot, separate: bool) -> ParamState:
-        bound = BoundParam(
-            slot,
-            self.name(slot),
-            self._param(slot),
-            self._stepped(slot),
-            separate,
-            lambda: self._executor.main_param(slot),
-        )
-        return ParamState(self._executor.state_of(slot), bound, self._agreement)
+    def _trained_state(self, slot: Slot, separate: bool, view: View | None = None) -> ParamState:
+        param = self._param(slot)
+        view, name = view or View(param), self.name(slot)
+        return ParamState(self._executor, slot, name, param, separate, self._agreement, view)
 
     def checksums(self) -> list[int | None]:
         """See :meth:`~mp_optim.slots.keyed_optimizer.SlotKeyedOptimizer.param_checksums`."""

@@ -4,7 +4,6 @@ its main param, and only beside the weights it was saved with."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,8 +15,9 @@ from mp_optim.checkpoint.shards import is_cut
 from mp_optim.config.rules import is_elementwise
 from mp_optim.process.leases import before_writing
 from mp_optim.quantized import holds, is_quantized, quantize_
-from mp_optim.slots import Slot, local_tensor
-from mp_optim.slots.slot_state import MASTER, REMAINDER, LayeredState, SlotState, State
+from mp_optim.slots import Slot, local_tensor, param_at
+from mp_optim.slots.executor import Executor
+from mp_optim.slots.slot_state import MASTER, REMAINDER, SlotState, State, without_blocks
 from mp_optim.slots.state_dict import names_in_words
 from mp_optim.update.codecs import split_
 from mp_optim.update.measures import checksums_of
@@ -134,38 +134,45 @@ class Agreement:
             )
 
 
-@dataclass(frozen=True)
-class BoundParam:
-    """A parameter of the model, and what is stepped for it.
+class View:
+    """How the state of a parameter is shown: of one that a rank has all of as it is stored, of a
+    DTensor in its layout.
 
-    Attributes:
-        slot, name: which.
-        param: the model's. stepped: the tensor in the wrapped optimizer's groups.
-        is_separate: whether they are two tensors.
-        main_param: the FP32 value of what is stepped.
+    Args:
+        param: the model's.
     """
 
-    slot: Slot
-    name: str
-    param: Tensor
-    stepped: Tensor
-    is_separate: bool
-    main_param: Callable[[], Tensor]
+    def __init__(self, param: Tensor) -> None:
+        self.param = param
 
     @property
-    def local(self) -> Tensor:
-        """What this rank has of the model's parameter."""
-        return local_tensor(self.param)
+    def is_as_stored(self) -> bool:
+        """Whether state is shown as it is stored: in blocks, too, and of whatever shape."""
+        return not isinstance(self.param, DTensor)
 
     @property
-    def has_master(self) -> bool:
-        """Whether a parameter of fewer bits is stepped on an FP32 tensor; else it is FP32 itself,
-        or has a remainder."""
-        return (
-            self.is_separate
-            and self.param.dtype != torch.float32
-            and self.stepped.dtype == torch.float32
-        )
+    def is_whole(self) -> bool:
+        """Whether a checksum of the whole parameter is one of what this rank has."""
+        return not is_cut(self.param)
+
+    def show(self, state: State) -> State:
+        """State as it is shown."""
+        return {key: as_sharded(value, self.param, key) for key, value in state.items()}
+
+    def take(self, state: State) -> State:
+        """The inverse, of saved or shown state; never modifies its argument."""
+        return as_local_state(state)
+
+    def take_saved(self, saved: State, convert: bool) -> State:
+        """The same, before it is fitted.
+
+        Raises:
+            ValueError: nothing can take it here, and ``convert`` is false.
+        """
+        return self.take(saved)
+
+    def written(self) -> None:
+        """The model's parameter took another value."""
 
 
 class UntrainedState(SlotState):
@@ -213,111 +220,138 @@ class UntrainedState(SlotState):
             self._trained.load(state)
 
 
-class ParamState(LayeredState):
+class ParamState(WithMainParam):
     """Of a parameter that is trained.
 
     Args:
-        stored: the state in the wrapped optimizer.
+        executor: what steps the slot, and keeps its state.
+        name: of the slot. param: the tensor in the wrapper's groups.
+        is_separate: whether it is stepped on another tensor.
         agreement: what is not yet certain about loaded slots.
+        view: how state is shown.
     """
 
-    def __init__(self, stored: SlotState, bound: BoundParam, agreement: Agreement) -> None:
-        self._stored, self._bound, self._agreement = stored, bound, agreement
+    def __init__(
+        self,
+        executor: Executor,
+        slot: Slot,
+        name: str,
+        param: Tensor,
+        is_separate: bool,
+        agreement: Agreement,
+        view: View,
+    ) -> None:
         missing = (
-            f"state of {bound.name}: master_param is missing, so its full-precision value is lost; "
+            f"state of {name}: master_param is missing, so its full-precision value is lost; "
             "to start from the model's values, add them under that key, or load what torch.optim "
             "saved by mp_optim.checkpoint.foreign.import_state(optimizer, "
             "from_torch(state_dict, names), main_from_model=True)"
         )
-        if bound.has_master:
-            stored = WithMainParam(stored, bound.name, bound.stepped, missing)
-        super().__init__(stored)
+        self._executor, self._slot, self._param = executor, slot, param
+        self._is_separate, self._agreement, self._view = is_separate, agreement, view
+        self._stepped = stepped = param_at(executor.param_groups, slot)
+        # else it is FP32 itself, or has a remainder
+        has_main = is_separate and param.dtype != torch.float32 and stepped.dtype == torch.float32
+        super().__init__(executor.state_of(slot), name, stepped if has_main else None, missing)
+
+    @property
+    def _local(self) -> Tensor:
+        """What this rank has of the parameter."""
+        return local_tensor(self._param)
 
     def tensors(self) -> State:
-        if isinstance(self._bound.param, DTensor):
-            return self._in_layout(self.without_blocks())
-        return self._in_layout(unpacked(self.below.tensors(), self._bound.stepped))
+        if not self._view.is_as_stored:
+            return self._view.show(self._beside_main(without_blocks(self.below)))
+        return self._view.show(unpacked(super().tensors(), self._stepped))
+
+    def shown(self) -> State:
+        return self.tensors()
 
     def takes_any(self) -> bool:
         """Not of a DTensor: how a tensor of another shape is split is not known."""
-        return not isinstance(self._bound.param, DTensor) and self.below.takes_any()
+        return self._view.is_as_stored and self.below.takes_any()
 
     def full_precision(self) -> State:
-        return self._in_layout(self.below.full_precision())
-
-    def _in_layout(self, state: State) -> State:
-        return {key: as_sharded(value, self._bound.param, key) for key, value in state.items()}
+        return self._view.show(super().full_precision())
 
     def fit(self, saved: State, convert: bool) -> State:
-        bound, state = self._bound, as_local_state(saved)
-        if REMAINDER in state and bound.has_master:
-            state[MASTER] = joined(bound.name, bound.local, state.pop(REMAINDER))
-        return self.below.fit(state, convert)
+        state = self._view.take_saved(saved, convert)
+        if REMAINDER in state and self._main is not None:
+            state[MASTER] = joined(self.name, self._local, state.pop(REMAINDER))
+        return super().fit(state, convert)
 
     def check(self, state: State) -> None:
         self._check_dtype(state)
-        self.below.check(as_local_state(state))
+        super().check(self._view.take(state))
 
     def _check_dtype(self, saved: State) -> None:
         """Raise ValueError if an FP32 parameter is here that had fewer bits when it was saved."""
-        if self._bound.param.dtype != torch.float32:
+        if self._param.dtype != torch.float32:
             return
         was = {REMAINDER: "bfloat16", MASTER: "of 16 or 8 bits"}
         for key, dtype in was.items():
             if key in saved:
                 raise ValueError(
-                    f"state of {self._bound.name}: the parameter was {dtype} when it was saved (it "
+                    f"state of {self.name}: the parameter was {dtype} when it was saved (it "
                     f"has {key!r}), and is float32 here. Give it the dtype it had before the "
                     "optimizer is built or loaded; what loads weights may have changed it (peft's "
                     "load_adapter makes adapters float32 unless autocast_adapter_dtype=False)"
                 )
 
     def load(self, state: State) -> None:
-        bound, state = self._bound, as_local_state(state)
-        self._agreement.forget(bound.slot)
-        becomes_remainder = MASTER in state and not bound.has_master
-        if becomes_remainder and not stands_for(state[MASTER], bound.local):
-            self._agreement.written.add(bound.slot)  # as soon as parameter and remainder are split
-        self.below.load(state)
+        state = self._view.take(state)
+        self._agreement.forget(self._slot)
+        becomes_remainder = MASTER in state and self._main is None
+        if becomes_remainder and not stands_for(state[MASTER], self._local):
+            self._agreement.written.add(self._slot)  # as soon as parameter and remainder are split
+        super().load(state)
 
     # -- remainders belong to the parameters they were saved with ---------------------------------
 
     def has_remainder(self) -> bool:
         """Whether the main param is the parameter and a remainder."""
-        return self._bound.stepped.dtype == torch.bfloat16 and REMAINDER in self._stored.tensors()
+        return self._stepped.dtype == torch.bfloat16 and REMAINDER in self.below.tensors()
 
     def check_weights(
         self, saved: State, checksum: int | None, weights: Tensor | None = None
     ) -> None:
-        if checksum is None or REMAINDER not in saved or is_cut(self._bound.param):
+        if checksum is None or REMAINDER not in saved or not self._view.is_whole:
             return  # a checksum is of the whole parameter
-        if REMAINDER in self._stored.tensors():
+        if REMAINDER in self.below.tensors():
             return  # its weights may be loaded later
         self._check_dtype(saved)
-        slot, name = self._bound.slot, self._bound.name
-        beside = self._bound.local if weights is None else weights
-        self._agreement.check([(slot, checksum)], lambda _: beside, lambda _: name)
+        beside = self._local if weights is None else weights
+        self._agreement.check([(self._slot, checksum)], lambda _: beside, lambda _: self.name)
 
     def expect_weights(self, saved: State, checksum: int | None) -> None:
-        if checksum is None or REMAINDER not in saved or is_cut(self._bound.param):
+        if checksum is None or REMAINDER not in saved or not self._view.is_whole:
             return
-        if REMAINDER not in self._stored.tensors():
+        if REMAINDER not in self.below.tensors():
             return
-        if checksums_of([self._bound.local]) != [checksum]:  # its weights are yet to come
-            self._agreement.expected[self._bound.slot] = checksum
+        if checksums_of([self._local]) != [checksum]:  # its weights are yet to come
+            self._agreement.expected[self._slot] = checksum
 
     # -- the model's parameter --------------------------------------------------------------------
 
     @torch.no_grad()
     def write_model(self) -> bool:
-        bound = self._bound
-        noted = bound.slot in self._agreement.written
-        self._agreement.written.discard(bound.slot)
-        if not bound.is_separate or bound.param.dtype == torch.float32:
+        differs = self._write_model()
+        if differs:
+            self._view.written()
+        return differs
+
+    def _write_model(self) -> bool:
+        noted = self._slot in self._agreement.written
+        self._agreement.written.discard(self._slot)
+        if not self._is_separate or self._param.dtype == torch.float32:
             return noted  # it is stepped itself, or says all that its main param says
-        if is_quantized(bound.param):
-            return self._quantize()
-        main, local = bound.stepped, bound.local
+        if is_quantized(self._param):
+            main = self._executor.main_param(self._slot)
+            differs = not holds(self._param, main)
+            if differs:
+                quantize_(self._param, main)
+            return differs
+        main, local = self._stepped, self._local
         # a bfloat16 main param was noted when it was split
         differs = main.dtype == torch.float32 and not stands_for(main, local)
         value = main.to(device=local.device, dtype=local.dtype)
@@ -325,10 +359,3 @@ class ParamState(LayeredState):
             before_writing([local])
             local.copy_(value)
         return differs or noted
-
-    def _quantize(self) -> bool:
-        main = self._bound.main_param()
-        differs = not holds(self._bound.param, main)
-        if differs:
-            quantize_(self._bound.param, main)
-        return differs

@@ -34,6 +34,7 @@ from mp_optim.precision.measure import (
     total_by_key,
 )
 from mp_optim.precision.megatron_optimizer import MegatronOptimizer
+from mp_optim.precision.param_state import View
 from mp_optim.precision.settings_agreement import SettingsAlike
 from mp_optim.precision.slot_table import SlotTable
 from mp_optim.precision.step_grads import StepGrads
@@ -450,8 +451,8 @@ class WrappedOptimizer(MegatronOptimizer):
         self._mains.bind_trainable(slot)
         self._mains.check_remainders(slot)
 
-    def state_of(self, slot: Slot) -> SlotState:
-        return self._mains.state_of(slot)
+    def state_of(self, slot: Slot, view: View | None = None) -> SlotState:
+        return self._mains.state_of(slot, view)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         self.executor.allocate_state([slot for slot in slots if self.has_state(slot)])

@@ -1,8 +1,9 @@
 """The state of one slot: what is in it, and how a saved one is checked and loaded.
 
 Every optimizer of a stack gives a :class:`SlotState` for each slot, and does so by one method. The
-optimizer that steps the slot keeps the tensors. A layer above it that shows them in another way
-(beside a main param, as DTensors, as a shard) puts a :class:`LayeredState` around its object.
+executor that steps the slot keeps the tensors. A precision wrapper puts one object around them
+(``ParamState``), which shows them beside the main param, and through a ``View`` as DTensors or as a
+shard.
 """
 
 from __future__ import annotations
@@ -124,66 +125,18 @@ class SlotState(ABC):
         return False
 
 
-class LayeredState(SlotState):
-    """A state as a layer above shows it. What a subclass does not change is passed on.
-
-    Args:
-        below: the same slot's state as the layer below shows it.
-    """
-
-    def __init__(self, below: SlotState) -> None:
-        self.below = below
-
-    def tensors(self) -> State:
-        return self.below.tensors()
-
-    def full_precision(self) -> State:
-        return self.below.full_precision()
-
-    def is_required(self) -> bool:
-        return self.below.is_required()
-
-    def takes_any(self) -> bool:
-        return self.below.takes_any()
-
-    def in_blocks(self) -> set[str]:
-        return self.below.in_blocks()
-
-    def fit(self, saved: State, convert: bool) -> State:
-        return self.below.fit(saved, convert)
-
-    def check(self, state: State) -> None:
-        self.below.check(state)
-
-    def check_values(self, key: str, values: Tensor) -> None:
-        self.below.check_values(key, values)
-
-    def load(self, state: State) -> None:
-        self.below.load(state)
-
-    def check_weights(
-        self, saved: State, checksum: int | None, weights: Tensor | None = None
-    ) -> None:
-        self.below.check_weights(saved, checksum, weights)
-
-    def expect_weights(self, saved: State, checksum: int | None) -> None:
-        self.below.expect_weights(saved, checksum)
-
-    def write_model(self) -> bool:
-        return self.below.write_model()
-
-    def without_blocks(self) -> State:
-        """The tensors of the layer below; moments that it stores in blocks in FP32. Blocks are cut
-        from this rank's part, so no other layout could read them."""
-        tensors = self.below.tensors()
-        if not any(map(is_scale, tensors)):
-            return tensors
-        full = self.below.full_precision()
-        return {
-            key: full[key] if scale_key(key) in tensors else value
-            for key, value in tensors.items()
-            if not is_scale(key)
-        }
+def without_blocks(form: SlotState) -> State:
+    """A slot's tensors, with moments that are stored in blocks in FP32. Blocks are cut from this
+    rank's part, so no other layout could read them."""
+    tensors = form.tensors()
+    if not any(map(is_scale, tensors)):
+        return tensors
+    full = form.full_precision()
+    return {
+        key: full[key] if scale_key(key) in tensors else value
+        for key, value in tensors.items()
+        if not is_scale(key)
+    }
 
 
 # -- checks ---------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from mp_optim.slots.slot_state import (
     MASTER,
     REMAINDER,
     SECOND,
-    LayeredState,
     SlotState,
     State,
     check_fits,
@@ -426,49 +425,69 @@ def stepped_without(label: str, moment: str, decided: str) -> ValueError:
 # -- beside the FP32 main param of a parameter of fewer bits --------------------------------------
 
 
-class WithMainParam(LayeredState):
-    """The state of the layer below and, under ``master_param``, the main param.
+class WithMainParam(SlotState):
+    """The state that an executor keeps and, under ``master_param``, the main param.
 
     Args:
+        below: what the executor keeps.
         name: of the slot, for messages.
-        main: the live main param.
-        missing: what to say of a saved state that has none.
+        main: the live main param; None if nothing is shown beside the state.
+        missing: what to say of a saved state that has no main param.
     """
 
-    def __init__(self, below: SlotState, name: str, main: Tensor, missing: str) -> None:
-        super().__init__(below)
-        self._name, self._main, self._missing = name, main, missing
+    def __init__(self, below: SlotState, name: str, main: Tensor | None, missing: str) -> None:
+        self.below, self.name = below, name
+        self._main, self._missing = main, missing
+
+    def _beside_main(self, state: State) -> State:
+        return state if self._main is None else {**state, MASTER: self._main}
 
     def tensors(self) -> State:
-        return {**self.below.tensors(), MASTER: self._main}
+        return self._beside_main(self.below.tensors())
 
     def shown(self) -> State:
-        return {**self.below.shown(), MASTER: self._main}
+        return self._beside_main(self.below.shown())
 
     def full_precision(self) -> State:
-        return {**self.below.full_precision(), MASTER: self._main}
+        return self._beside_main(self.below.full_precision())
 
     def is_required(self) -> bool:
-        return True
+        return self._main is not None or self.below.is_required()
+
+    def takes_any(self) -> bool:
+        return self.below.takes_any()
+
+    def in_blocks(self) -> set[str]:
+        return self.below.in_blocks()
 
     def fit(self, saved: State, convert: bool) -> State:
+        if self._main is None:
+            return self.below.fit(saved, convert)
         rest, main = _split(saved)
         fitted = self.below.fit(rest, convert)
         if main is None:
             return fitted
-        value = as_master(self._name, main, convert)
+        value = as_master(self.name, main, convert)
         if AVERAGE in fitted and AVERAGE not in saved:  # it starts from the main param
             fitted = {**fitted, AVERAGE: value.to(fitted[AVERAGE].dtype)}
         return {**fitted, MASTER: value}
 
     def check(self, state: State) -> None:
-        if MASTER not in state:
-            raise ValueError(self._missing)
-        rest, main = _split(state)
-        check_fits(f"{self._name}.{MASTER}", self._main, main)
+        rest = state
+        if self._main is not None:
+            if MASTER not in state:
+                raise ValueError(self._missing)
+            rest, main = _split(state)
+            check_fits(f"{self.name}.{MASTER}", self._main, main)
         self.below.check(rest)
 
+    def check_values(self, key: str, values: Tensor) -> None:
+        self.below.check_values(key, values)
+
     def load(self, state: State) -> None:
+        if self._main is None:
+            self.below.load(state)
+            return
         rest, main = _split(state)
         self.below.load(rest)
         if main is not None:

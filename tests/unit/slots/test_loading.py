@@ -7,7 +7,8 @@ import torch
 
 from mp_optim import FusedAdam
 from mp_optim.slots import Slot
-from mp_optim.slots.slot_state import LayeredState, SlotState
+from mp_optim.slots.slot_state import SlotState
+from mp_optim.update.state_format import WithMainParam
 from support.models import build, train
 
 
@@ -20,11 +21,11 @@ def stepped(*sizes: int) -> FusedAdam:
     return optimizer
 
 
-class Counting(LayeredState):
+class Counting(WithMainParam):
     """A state that counts what is asked of it."""
 
     def __init__(self, below: SlotState, calls: Counter[str]) -> None:
-        super().__init__(below)
+        super().__init__(below, "a slot", None, "")
         self.calls = calls
 
     def fit(self, saved, convert):
