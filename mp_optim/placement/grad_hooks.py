@@ -6,7 +6,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,16 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from mp_optim.process.leases import sums_of_bits
-from mp_optim.slots import (
-    ParamGroups,
-    Slot,
-    are_plain,
-    current_grad,
-    iter_slots,
-    param_at,
-    update_of,
-)
-from mp_optim.slots.host_part import HostPart, Place
+from mp_optim.slots import Slot, are_plain, current_grad, iter_slots, param_at, update_of
+from mp_optim.slots.executor import Executor
+from mp_optim.slots.host_part import HostPart
+from mp_optim.update import choose_backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,28 +147,33 @@ def final_in_backward(param: Tensor) -> bool:
     return isinstance(param, DTensor) and param.device_mesh.size() == dist.get_world_size()
 
 
-class Owner(Protocol):
-    """What is asked of the optimizer."""
-
-    param_groups: ParamGroups
-
-    @property
-    def host(self) -> HostPart: ...
-    def place(self, slot: Slot) -> Place: ...
-    def slot_name(self, slot: Slot) -> str: ...
-
-
 class OwnGrads:
-    """Hooks on the parameters of an optimizer that are not stepped on the device."""
+    """The gradients of an optimizer that nothing wraps, for what steps them on the host: a
+    :class:`~mp_optim.slots.host_part.GradientSource`, with hooks on the parameters that are not
+    stepped on the device.
 
-    def __init__(self, owner: Owner) -> None:
-        self._owner = owner
+    Args:
+        output: what receives a slot's stepped value, if that is not what is stepped.
+        push_hyperparams: see :class:`~mp_optim.slots.host_part.GradientSource`.
+    """
+
+    def __init__(
+        self,
+        owner: Executor,
+        host: HostPart,
+        output: Callable[[Slot, Tensor | None], Tensor | None],
+        push_hyperparams: Callable[[], None],
+    ) -> None:
+        self._owner, self._host, self._output = owner, host, output
+        self.push_hyperparams = push_hyperparams
         self._hooks = GradHooks(self._on_grad)
         self._watched: list[tuple[Slot, Tensor]] = []
         self.follow()
 
     def follow(self) -> None:
         """Notice gradients of the parameters that the optimizer has now."""
+        if not self._host.works_in_backward:
+            return
         self._watched = list(iter_slots(self._owner.param_groups))
         wanted = [self._owner.place(slot) != "device" for slot, _ in self._watched]
         self._hooks.follow([param for _, param in self._watched], wanted)
@@ -187,5 +185,13 @@ class OwnGrads:
             return  # a wrapper has put its main param there, and reports the gradients itself
         if grad is not None and final_in_backward(param):
             update = update_of(slot, owner.slot_name(slot), param, grad)
-            plain = are_plain([grad])
-            owner.host.on_grad_ready(update, writes_are_counted=plain)
+            update = update._replace(output=self._output(slot, None))
+            self._host.on_grad_ready(update, writes_are_counted=are_plain([grad]))
+
+    def predicted_multiplier(self) -> float:
+        """There is no loss scale."""
+        return 1.0
+
+    def sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
+        """See :class:`~mp_optim.slots.host_part.GradientSource`."""
+        return choose_backend("auto", grads[0].device)[0].sum_of_squares(grads)

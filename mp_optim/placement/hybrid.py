@@ -9,16 +9,15 @@ from typing import Any
 import torch
 
 from mp_optim.placement.placed import PlacedExecutor
+from mp_optim.placement.placed_slots import MainDtypes
 from mp_optim.placement.settings import HostStepSettings, OffloadedStep, only_accelerator
 from mp_optim.placement.speculation import SpeculationSettings
 from mp_optim.placement.state_file import state_file_in
-from mp_optim.placement.stepped_tensors import MainDtypes
 from mp_optim.placement.stepper import Stepper
 from mp_optim.placement.timeline import StepTimeline
 from mp_optim.placement.worker import occupy, worker_threads
 from mp_optim.process.transfer import Transfer, transfer_for
 from mp_optim.slots import Slot, iter_slots, local_tensor
-from mp_optim.slots.executor import Executor
 from mp_optim.slots.host_part import Place
 from mp_optim.update import FusedAdam
 from mp_optim.update.optimizer import SlotOptimizer
@@ -109,10 +108,8 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
             speculation or SpeculationSettings(),
             state_file_in(optimizer_state_path, device),
         )
-        builders = {place: partial(cls, **kwargs, **construction) for place, cls in classes.items()}
         self.timeline = settings.timeline
-        executor.build(builders, settings)
-        executor.push_settings = self.share_settings
+        executor.build(classes, {**kwargs, **construction}, settings, self.share_settings)
         self.share_settings()
 
     @property
@@ -132,12 +129,9 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
 
     @property
     def sub_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The device's optimizer, then that of what is offloaded, as their classes built them."""
+        """The device's optimizer, then that of what is offloaded, as their classes built them. One
+        of this package steps both."""
         return list(self.executor.optimizers.values())
-
-    def sub_optimizer(self, place: Place) -> Executor:
-        """What steps the slots of a place."""
-        return self.executor.part_at(place)
 
     def place(self, slot: Slot) -> Place:
         """Where a slot is stepped."""

@@ -1,7 +1,8 @@
 """PlacedExecutor: hands each slot to the executor of its place, and that one what to step.
 
 Keyed by position. Tensors in ``param_groups`` may be replaced at any time: before each step the
-executors, one for each place, are handed whatever sits at each slot now.
+executors are handed whatever sits at each slot now. A rule of this package steps the slots of all
+places; of other optimizers each place has its own.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.placement.assignments import Assignments, adopt_defaults, sub_group
 from mp_optim.placement.grad_hooks import OwnGrads
+from mp_optim.placement.placed_slots import MainDtypes, MainMemory, PlacedSlots
 from mp_optim.placement.settings import HostStepSettings, OffloadedStep
-from mp_optim.placement.stepped_tensors import MainDtypes, MainMemory, SteppedTensors
 from mp_optim.placement.stepper import Stepper
 from mp_optim.slots import (
     ParamGroups,
     Slot,
     SlotUpdate,
     SlotUpdates,
+    group_settings,
     iter_slots,
     local_tensor,
     param_at,
+    with_names,
 )
 from mp_optim.slots.executor import Executor, Mode
 from mp_optim.slots.host_part import Place
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState
-from mp_optim.slots.tensor_layout import part_of
 from mp_optim.update import executor_of
 from mp_optim.update.optimizer import SlotOptimizer
 from mp_optim.update.state_format import WithMainParam
@@ -49,62 +50,59 @@ class PlacedExecutor(Executor):
         dtypes: what parameters are stepped in.
 
     Attributes:
-        optimizers: of each place, as their classes built them. parts: what steps for them.
+        optimizers: by place. Where both have one class of this package it is the device's alone,
+            and steps the slots of both.
+        parts: what steps the slots of each place.
         stepper: steps what is offloaded.
-        push_settings: makes the groups here and in the parts alike, as long as nothing wraps the
-            optimizer.
     """
 
     def __init__(
         self, param_groups: ParamGroups, fraction: float, how: OffloadedStep, dtypes: MainDtypes
     ) -> None:
         super().__init__(param_groups)
-        self.fraction, self._how, self._dtypes = fraction, how, dtypes
-        self._offloaded = how.sub_place
-        self._assignments = Assignments()
+        self.fraction, self._how = fraction, how
         self.optimizers: dict[Place, torch.optim.Optimizer] = {}
         self.parts: dict[Place, Executor] = {}
-        self.push_settings: Callable[[], object] = _nothing
-        self._own_grads: OwnGrads | None = None
+        self._placed = PlacedSlots(param_groups, self.parts, how.sub_place, dtypes, self._exposed)
 
     def build(
         self,
-        builders: Mapping[Place, Callable[[Any], torch.optim.Optimizer]],
+        classes: Mapping[Place, type[torch.optim.Optimizer]],
+        arguments: dict[str, Any],
         settings: HostStepSettings,
+        push_settings: Callable[[], None],
     ) -> None:
         """Place the slots of the first groups, and build what steps them.
 
         Args:
-            builders: make the optimizer of a place, from its groups.
+            classes: of the optimizers of both places. arguments: for each of them.
+            push_settings: makes the groups here and in the parts alike, as long as nothing wraps
+                the optimizer.
         """
-        offloaded = self._offloaded
-        self._assignments.assign(self.param_groups, self.fraction, offloaded, self._dtypes.stepped)
+        placed, offloaded = self._placed, self._how.sub_place
+        placed.assign(self.param_groups, self.fraction)
         empty_host = partial(settings.transfer.empty_host, pin=settings.pin_mains)
-        self.main_memory = MainMemory(settings.state_file, self._offloaded_forms(), empty_host)
-        self._tensors = SteppedTensors(
-            self.param_groups,
-            self._assignments,
-            self.parts,
-            self.main_memory,
-            self._dtypes,
-            self._exposed,
-        )
+        placed.memory = MainMemory(settings.state_file, self._offloaded_forms(), empty_host)
         indices = range(len(self.param_groups))
-        for place, build in builders.items():
-            optimizer = build([self._sub_group(index, place) for index in indices])
-            self.optimizers[place] = optimizer
-            self.parts[place] = executor_of(optimizer)
-        self._tell_parts(indices)
+        for place, build in classes.items():
+            is_ours = issubclass(build, SlotOptimizer)
+            if is_ours and build is classes["device"] and self.parts:
+                self.parts[place] = self.parts["device"]
+                continue
+            groups = [self._group_of(index, place, is_ours) for index in indices]
+            self.optimizers[place] = build(groups, **arguments)
+            self.parts[place] = executor_of(self.optimizers[place])
+        self._groups_are_known(indices)
+        part = self.parts[offloaded]
         named = [(s, self.slot_name(s), p) for s, p in iter_slots(self.param_groups)]
-        self._how.check(self.parts[offloaded], named, self._is_offloaded, settings)
-        slots = self._assignments.offloaded_slots(self.param_groups)
-        self.stepper: Stepper = Stepper(self._how, self.parts[offloaded], slots, self, settings)
-        self._own_grads = OwnGrads(self) if self.stepper.works_in_backward else None
+        self._how.check(part, named, placed.is_offloaded, settings)
+        self.stepper = Stepper(self._how, part, placed.host_slots(), placed.bind, settings)
+        self.stepper.connect(OwnGrads(self, self.stepper, placed.output, push_settings))
 
     def _offloaded_forms(self) -> Iterator[tuple[int, torch.dtype]]:
         """Elements and dtype of the main param of each offloaded slot, if it has one."""
         for slot, param in iter_slots(self.param_groups):
-            if self._is_offloaded(slot):
+            if self._placed.is_offloaded(slot):
                 yield local_tensor(param).numel(), self.main_dtype(param.dtype)
 
     # -- places and groups ------------------------------------------------------------------------
@@ -113,43 +111,53 @@ class PlacedExecutor(Executor):
     def host(self) -> Stepper:
         return self.stepper
 
-    def place(self, slot: Slot) -> Place:
-        assigned = self._assignments[slot]
-        if assigned.place == "device":
-            return "device"
-        return self.stepper.place_of(assigned.sub_slot)
+    @property
+    def main_memory(self) -> MainMemory:
+        """What main params that are not on the device are in."""
+        return self._placed.memory
 
-    def _is_offloaded(self, slot: Slot) -> bool:
-        return self._assignments[slot].place != "device"
+    def place(self, slot: Slot) -> Place:
+        return self.stepper.place_of(slot) if self._placed.is_offloaded(slot) else "device"
 
     def part_at(self, place: Place) -> Executor:
         """What steps the slots of a place."""
-        return self.parts["device" if place == "device" else self._offloaded]
+        return self.parts["device" if place == "device" else self._how.sub_place]
+
+    @property
+    def _executors(self) -> list[Executor]:
+        """All that steps, each once."""
+        return [self.parts[place] for place in self.optimizers]
 
     def stepper_of(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
         return self.part_at(place).stepper_of(group, place, device)
 
-    def _sub_group(self, index: int, place: Place) -> dict[str, Any]:
-        """A group as the optimizer of a place is given it."""
-        of_group = enumerate(self._assignments.of_group(index))
-        here = [position for position, assigned in of_group if assigned.place == place]
-        return sub_group(self.param_groups[index], here)
+    def _group_of(self, index: int, place: Place, is_ours: bool) -> dict[str, Any]:
+        """A group as the optimizer of a place is given it: one of this package has all slots, as
+        they are here, any other has those of its place."""
+        group = self.param_groups[index]
+        if is_ours:
+            return with_names(group)
+        positions = self._placed.at(place, index)
+        part = _settings(group)
+        part["params"] = [local_tensor(group["params"][position]) for position in positions]
+        if names := group.get("param_names"):
+            part["fqns"] = [names[position] for position in positions]
+        return part
 
-    def _tell_parts(self, indices: Sequence[int]) -> None:
-        """After new groups: tell executors, which have local tensors, what those are parts of; show
-        the hyperparameters that were filled in, so that they can be changed here.
+    def _groups_are_known(self, indices: Sequence[int]) -> None:
+        """After new groups: say which slots are where; show the hyperparameters that were filled
+        in, so that they can be changed here.
 
         Raises:
             ValueError: the two classes' defaults differ, so that a parameter's rule would depend on
                 its place.
         """
         for index in indices:
-            for position, param in enumerate(self.param_groups[index]["params"]):
-                assigned = self._assignments[Slot(index, position)]
-                self.parts[assigned.place].set_part(assigned.sub_slot, part_of(param))
-        adopt_defaults(self.param_groups, [part.param_groups for part in self.parts.values()])
+            for place in reversed(self.parts):
+                if positions := self._placed.at(place, index):
+                    self.parts[place].step_together(index, positions)
+        _adopt_defaults(self.param_groups, [part.param_groups for part in self._executors])
         self.use_mark(self.step_mark)
-        self._tensors.forget()
 
     def group_added(self) -> None:
         """Its parameters are placed on their own, by the same fraction and policy."""
@@ -157,59 +165,54 @@ class PlacedExecutor(Executor):
         if not self.parts:
             return  # the first groups are planned together
         index = len(self.param_groups) - 1
-        groups = [self.param_groups[index]]
-        self._assignments.assign(groups, self.fraction, self._offloaded, self._dtypes.stepped)
+        self._placed.assign([self.param_groups[index]], self.fraction)
         for place, optimizer in self.optimizers.items():
-            optimizer.add_param_group(self._sub_group(index, place))
-        self._tell_parts([index])
+            is_ours = isinstance(optimizer, SlotOptimizer)
+            optimizer.add_param_group(self._group_of(index, place, is_ours))
+        self._groups_are_known([index])
         self._cut_buckets()
-        self._watch()
 
     def forget_groups(self, count: int) -> None:
         super().forget_groups(count)
         if not self.parts:
             return  # it is being built
-        self._assignments.forget_groups(count)
-        for part in self.parts.values():
+        self._placed.forget_groups(count)
+        for part in self._executors:
             part.forget_groups(count)
-        self._tensors.forget()
         self._cut_buckets()
+
+    def _cut_buckets(self) -> None:
+        self.stepper.cut_buckets(self._placed.host_slots())
         self._watch()
 
     def all_groups(self) -> list[ParamGroups]:
-        return [
-            self.param_groups,
-            *(groups for part in self.parts.values() for groups in part.all_groups()),
-        ]
+        below = (groups for part in self._executors for groups in part.all_groups())
+        return [self.param_groups, *below]
 
     def use_mark(self, mark: StepMark) -> None:
         super().use_mark(mark)
         for optimizer in self.optimizers.values():
             if isinstance(optimizer, SlotOptimizer):
                 optimizer.use_mark(mark)
-        for part in self.parts.values():
+        for part in self._executors:
             part.use_mark(mark)
 
     def recover(self) -> None:
-        for part in self.parts.values():
+        for part in self._executors:
             part.recover()
         # With other back buffers: half a swap may have left two tensors with one memory.
         self._cut_buckets()
 
-    def _cut_buckets(self) -> None:
-        self.stepper.cut_buckets(self._assignments.offloaded_slots(self.param_groups))
-
     def memory_moved(self) -> None:
-        for part in self.parts.values():
+        for part in self._executors:
             part.memory_moved()
 
     @property
     def writes_settings(self) -> bool:  # type: ignore[override]  # of its parts
-        return any(part.writes_settings for part in self.parts.values())
+        return any(part.writes_settings for part in self._executors)
 
     def check_groups(self) -> None:
-        self.push_settings()
-        for part in self.parts.values():
+        for part in self._executors:
             part.check_groups()
 
     def check_settings(self, group: dict[str, Any]) -> None:
@@ -217,78 +220,69 @@ class PlacedExecutor(Executor):
 
     def metrics(self) -> dict[str, float]:
         totals: Counter[str] = Counter()
-        for part in self.parts.values():
+        for part in self._executors:
             totals.update(part.metrics())
         return dict(totals)
 
     @property
     def has_modes(self) -> bool:
-        return any(part.has_modes for part in self.parts.values())
+        return any(part.has_modes for part in self._executors)
 
     def switch_mode(self, mode: Mode) -> None:
-        self.bind_tensors()
-        for part in self.parts.values():
+        self._placed.bind()
+        for part in self._executors:
             part.switch_mode(mode)
         for slot, param in iter_slots(self.param_groups):
-            if (main := self._assignments[slot].main) is not None:
+            if (main := self._placed[slot].main) is not None:
                 local_tensor(param).copy_(main)
 
     # -- main params ------------------------------------------------------------------------------
 
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self._dtypes.main(dtype)
+        return self._placed.dtypes.main(dtype)
 
     def main_param(self, slot: Slot) -> Tensor:
-        part, sub_slot = self._tensors.in_sub(slot)
-        return part.main_param(sub_slot)
+        return self._placed.current(slot).main_param(slot)
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
-        part, sub_slot = self._tensors.in_sub(slot)
-        part.set_main_param(sub_slot, value)
+        self._placed.current(slot).set_main_param(slot, value)
 
     def written_outside(self, slot: Slot) -> None:
-        part, sub_slot = self._tensors.in_sub(slot)
-        part.written_outside(sub_slot)
+        self._placed.current(slot).written_outside(slot)
 
     def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
-        super().reserve_main_params([pair for pair in coming if not self._is_offloaded(pair[0])])
+        resident = [pair for pair in coming if not self._placed.is_offloaded(pair[0])]
+        super().reserve_main_params(resident)
 
     def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
-        """Main param, born where it is kept: one on the host never exists in FP32 on the
-        device."""
-        self._tensors.forget()
-        place = self._assignments.make_resident(slot).place
-        if place == "device":
+        self._placed.make_resident(slot)
+        if not self._placed.is_offloaded(slot):
             return super().new_main_param(slot, source)
-        main = self._tensors.copy(source, place, self.main_dtype(source.dtype))
-        self.param_groups[slot.group]["params"][slot.position] = main
+        main = self._placed.new_main(slot, source)
+        self.step_instead(slot, main)
         return main
 
     def reload(self) -> None:
         """Take the parameters' present values into the copies kept here."""
         for slot, param in iter_slots(self.param_groups):
-            if self._assignments[slot].main is not None or param.dtype != torch.float32:
+            if self._placed[slot].main is not None or param.dtype != torch.float32:
                 self.set_main_param(slot, local_tensor(param))
 
     # -- state ------------------------------------------------------------------------------------
 
-    def _exposed(self, sub_slot: Slot) -> None:
+    def _exposed(self, slot: Slot) -> None:
         """The stepper of now hears of it."""
-        self.stepper.state_exposed(sub_slot)
+        self.stepper.state_exposed(slot)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         for place, part in self.parts.items():
-            part.allocate_state(
-                [
-                    self._tensors.in_sub(slot)[1]
-                    for slot in slots
-                    if self._assignments[slot].place == place
-                ]
-            )
+            here = [slot for slot in slots if self._placed[slot].place == place]
+            for slot in here:
+                self._placed.current(slot)
+            part.allocate_state(here)
 
     def state_of(self, slot: Slot) -> SlotState:
-        part, sub_slot = self._tensors.in_sub(slot)
-        state, main = part.state_of(sub_slot), self._assignments[slot].main
+        state, main = self._placed.current(slot).state_of(slot), self._placed[slot].main
         if main is None or main.dtype == param_at(self.param_groups, slot).dtype:
             return state  # the parameter says as much as the copy
         name = self.slot_name(slot)
@@ -297,40 +291,48 @@ class PlacedExecutor(Executor):
 
     # -- stepping ---------------------------------------------------------------------------------
 
-    def bind_tensors(self) -> None:
-        """Hand current tensors to the parts."""
-        self._tensors.bind()
-
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
-        if not self._tensors.are_bound:
+        if not self._placed.are_bound:
             self._watch()
-        self.bind_tensors()
-        by_place = self._assignments.by_place(SlotUpdates.of(updates), self.param_groups)
+        self._placed.bind()
+        by_place = self._placed.by_place(SlotUpdates.of(updates))
 
         def step_device() -> None:
             if by_place["device"]:
                 self.parts["device"].step_slots(by_place["device"], grad_norm=grad_norm)
 
-        self.stepper.step_buckets(by_place[self._offloaded], grad_norm, step_device)
-        self._tensors.written()
+        self.stepper.step_buckets(by_place[self._how.sub_place], grad_norm, step_device)
+        self._placed.written()
 
     def verdict_device(self) -> torch.device | None:
         return None if self.stepper.has_slots else self.parts["device"].verdict_device()
 
-    # -- gradients that get ready during backward -------------------------------------------------
-
     def _watch(self) -> None:
-        if self._own_grads is not None:
-            self._own_grads.follow()
-
-    def stop_watching(self) -> None:
-        """See :class:`~mp_optim.placement.schedule.HostOwner`."""
-        self._own_grads = None  # its hooks go with it
-        self.push_settings = _nothing
-
-    def on_host(self, update: SlotUpdate) -> SlotUpdate | None:
-        """See :class:`~mp_optim.placement.schedule.HostOwner`."""
-        return self._assignments.on_host(update, self.param_groups)
+        """Notice gradients of the parameters of now, as long as nothing above reports them."""
+        if isinstance(source := self.stepper.schedule.source, OwnGrads):
+            source.follow()
 
 
-def _nothing() -> None: ...
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Hyperparameters; the names of a foreign optimizer's parameters are its own."""
+    return {key: value for key, value in group_settings(group).items() if key != "fqns"}
+
+
+def _adopt_defaults(groups: ParamGroups, parts: Sequence[ParamGroups]) -> None:
+    """Show the hyperparameters that the parts filled in, so that they can be changed.
+
+    Raises:
+        ValueError: the two classes' defaults differ, so that a parameter's rule would depend on its
+            place.
+    """
+    device, host = _settings(parts[0][-1]), _settings(parts[-1][-1])
+    for key in (device.keys() & host.keys()) - groups[-1].keys():
+        if device[key] != host[key]:
+            raise ValueError(
+                f"{key} is {device[key]!r} by default on the device and {host[key]!r} on the "
+                f"host; pass {key}="
+            )
+    for part in parts:
+        for group, of_part in zip(groups, part, strict=True):
+            for key, value in _settings(of_part).items():
+                group.setdefault(key, value)

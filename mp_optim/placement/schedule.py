@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -26,37 +26,9 @@ from mp_optim.placement.staging import Buckets, BucketStep, Staging
 from mp_optim.placement.timeline import WAIT_WORKER
 from mp_optim.placement.worker import Worker, WorkerError
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
+from mp_optim.slots.executor import Executor
 from mp_optim.slots.host_part import Claim, GradientSource
-from mp_optim.update import choose_backend
 from mp_optim.update.launches import PlannedLaunch
-
-
-class HostOwner(Protocol):
-    """What stepping asks of the optimizer that offloaded slots are a part of."""
-
-    def bind_tensors(self) -> None:
-        """Make the host's optimizer have the tensors and settings of now."""
-
-    def check_groups(self) -> None:
-        """Raise ValueError, naming group and setting, if a hyperparameter cannot be."""
-
-    def stop_watching(self) -> None:
-        """Another layer reports gradients from now on."""
-
-    def on_host(self, update: SlotUpdate) -> SlotUpdate | None:
-        """An update in terms of the host's optimizer; None if the slot is not offloaded."""
-
-
-class NoSource:
-    """Of an optimizer that nothing wraps: there is no loss scale, and settings are its own."""
-
-    def push_hyperparams(self) -> None: ...
-
-    def predicted_multiplier(self) -> float:
-        return 1.0
-
-    def sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
-        return choose_backend("auto", grads[0].device)[0].sum_of_squares(grads)
 
 
 @dataclass(frozen=True)
@@ -76,7 +48,8 @@ class Schedule:
     """What is begun during backward; with ``sync`` nothing.
 
     Args:
-        label: of some slots, for errors and the timeline.
+        part: steps the slots.
+        bind_tensors: makes it have the tensors of now.
         new_iteration: called with the first gradient of a backward; whether it is speculated on.
         lost_memory: called when the worker may write for ever to memory that it was given: the
             next buckets get others.
@@ -88,6 +61,7 @@ class Schedule:
             stepped again, in how many steps speculation paused, and of how many buckets the
             gradients were changed after backward.
         released: gradients that are here only.
+        source: reports the gradients.
         ahead: steps into the spare, if that is speculated on.
         is_last_microbatch, releases: see :class:`~mp_optim.slots.host_part.HostPart`.
     """
@@ -95,7 +69,8 @@ class Schedule:
     def __init__(
         self,
         mode: str,
-        owner: HostOwner,
+        part: Executor,
+        bind_tensors: Callable[[], None],
         settings: HostStepSettings,
         label: Callable[[Sequence[Slot]], str],
         new_iteration: Callable[[bool], None],
@@ -109,11 +84,11 @@ class Schedule:
         self.released = ReleasedGrads(self.worker)
         self.buckets: list[Bucket] = []
         self.ahead: Ahead | None = None
-        self.source: GradientSource = NoSource()
         self.is_last_microbatch, self.releases = True, False
+        self.source: GradientSource
         self.order = BackwardOrder()
         self.iteration: Iteration | None = None
-        self._owner, self._label = owner, label
+        self._part, self._bind_tensors, self._label = part, bind_tensors, label
         self._new_iteration, self._lost_memory = new_iteration, lost_memory
         self._transfer, self._timeline = settings.transfer, settings.timeline
         self._reporting = threading.Lock()
@@ -153,13 +128,11 @@ class Schedule:
         """See :meth:`~mp_optim.slots.host_part.HostPart.on_grad_ready`."""
         # NOTE: backward has a thread for each device that has parameters, and one for the CPU.
         with self._reporting:
-            on_host = self._owner.on_host(update)
-            if on_host is not None:
-                self._arrivals.note(on_host.slot, writes_are_counted)
-                self._take(on_host, claim)
+            self._arrivals.note(update.slot, writes_are_counted)
+            self._take(update, claim)
 
-    def _take(self, on_host: SlotUpdate, claim: Claim | None) -> None:
-        slot = on_host.slot
+    def _take(self, update: SlotUpdate, claim: Claim | None) -> None:
+        slot = update.slot
         self._is_collected = False
         if (bucket := self._bucket_of.get(slot)) is None:
             self._try((slot,), lambda: None)  # nothing but what the iteration begins with
@@ -180,8 +153,8 @@ class Schedule:
         if self.released.has_waiting(bucket, slot):
             # further ones are added in their turn
             self._try(bucket.slots, partial(self._begin_releasing, bucket))
-        self.released.claim(on_host, claim)
-        if bucket.add(on_host):
+        self.released.claim(update, claim)
+        if bucket.add(update):
             self._try(bucket.slots, partial(self._begin_up_to, bucket))
 
     def _try(self, slots: Sequence[Slot], begin: Callable[[], None]) -> None:
@@ -205,7 +178,8 @@ class Schedule:
 
     def _settings_are_refused(self) -> bool:
         try:
-            self._owner.check_groups()
+            self.source.push_hyperparams()
+            self._part.check_groups()
         except (TypeError, ValueError):
             return True
         return False
@@ -222,8 +196,8 @@ class Schedule:
     def _iteration_of_now(self) -> Iteration:
         if self.iteration is None:
             self.source.push_hyperparams()
-            self._owner.check_groups()
-            self._owner.bind_tensors()
+            self._part.check_groups()
+            self._bind_tensors()
             multiplier = self.source.predicted_multiplier()
             speculates = self.ahead is not None and self.ahead.is_on and self.order.is_known
             self.iteration = Iteration(speculates, multiplier)

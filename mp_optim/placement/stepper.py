@@ -28,7 +28,7 @@ from mp_optim.placement.double_buffer import (
 )
 from mp_optim.placement.lanes import WindowLane, disk_bytes, state_bytes
 from mp_optim.placement.plan import DiskBytes, HostBytes, HostSlot
-from mp_optim.placement.schedule import HostOwner, Schedule
+from mp_optim.placement.schedule import Schedule
 from mp_optim.placement.settings import HostStepSettings, OffloadedStep
 from mp_optim.placement.speculation import Ahead
 from mp_optim.placement.split import Lead, Split, StepTime, by_place
@@ -50,7 +50,7 @@ class Stepper(HostPart):
     Args:
         sub: the optimizer of the slots.
         slots: in the order in which their gradients are expected.
-        owner: the optimizer that they are a part of.
+        bind_tensors: makes that have the tensors of now.
 
     Attributes:
         schedule: what is begun during backward.
@@ -62,14 +62,20 @@ class Stepper(HostPart):
         how: OffloadedStep,
         sub: Executor,
         slots: Sequence[HostSlot],
-        owner: HostOwner,
+        bind_tensors: Callable[[], None],
         settings: HostStepSettings,
     ) -> None:
         self.how, self.settings = how, settings
         self.transfer, self.timeline = settings.transfer, settings.timeline
-        self._sub, self._owner = sub, owner
+        self._sub, self._bind_tensors = sub, bind_tensors
         self.schedule = Schedule(
-            how.mode, owner, settings, self._label, self._new_iteration, self._lost_memory
+            how.mode,
+            sub,
+            bind_tensors,
+            settings,
+            self._label,
+            self._new_iteration,
+            self._lost_memory,
         )
         super().__init__()
         self.works_in_backward = self.schedule.is_early
@@ -89,15 +95,17 @@ class Stepper(HostPart):
             places.append("streamed")
         for each in places:
             self.lanes[each] = WindowLane(self._rule, each, self.settings, self._label)
-        if file is not None:
-            self._rule.allocate_by(file.zeros)
-        elif places:
-            self._allocate_beside()
 
-    def _allocate_beside(self) -> None:
-        """Have state be allocated in memory that copies read."""
-        allocate = partial(self.transfer.empty_host, pin=self.settings.pin_mains)
-        self._rule.allocate_by(partial(zeros_beside, allocate=allocate))
+    def _allocate_for_windows(self) -> None:
+        """Have state of what is stepped in windows be allocated in memory that copies read."""
+        if not self.lanes:
+            return
+        slots = [slot.slot for slot in self._slots]
+        if (file := self.settings.state_file) is not None:
+            self._rule.allocate_by(slots, file.zeros)
+        else:
+            allocate = partial(self.transfer.empty_host, pin=self.settings.pin_mains)
+            self._rule.allocate_by(slots, partial(zeros_beside, allocate=allocate))
 
     def _build_spare(self) -> None:
         """Where a step ahead goes to."""
@@ -136,6 +144,7 @@ class Stepper(HostPart):
         self.discard()
         self._slots = list(slots)
         self._is_allocated = False
+        self._allocate_for_windows()
         self._recut()
         if (file := self.settings.state_file) is not None:
             file.reserve(sum(self.disk_bytes()))
@@ -149,8 +158,7 @@ class Stepper(HostPart):
         self.settings = replace(self.settings, transfer=transfer, bucket_bytes=bucket_bytes)
         self.transfer = transfer
         self._is_allocated = False
-        if self.lanes and self.settings.state_file is None:
-            self._allocate_beside()
+        self._allocate_for_windows()
         self._take_other_memory()
 
     def _lost_memory(self) -> None:
@@ -278,7 +286,6 @@ class Stepper(HostPart):
 
     def connect(self, source: GradientSource) -> None:
         self.schedule.source = source
-        self._owner.stop_watching()
 
     @in_own_modes
     def on_grad_ready(
@@ -628,7 +635,7 @@ class Stepper(HostPart):
         if self.lanes and self.settings.state_file is None:
             held = state_bytes(self._rule, [slot.slot for slot in self._slots])
         if self._rooms:
-            self._owner.bind_tensors()
+            self._bind_tensors()
             mains, state = zip(*map(self._reserved, range(len(self._rooms))), strict=True)
             held = held._replace(back_mains=mains, back_state=state)
         pieces = [piece for buckets in self._buckets.values() for piece in buckets.staging]

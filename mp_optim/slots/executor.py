@@ -20,11 +20,10 @@ from torch import Tensor
 
 from mp_optim.process.host_memory import beside, zeros
 from mp_optim.process.leases import before_writing
-from mp_optim.slots import ParamGroups, Slot, SlotUpdate, iter_slots, param_at, slot_name
+from mp_optim.slots import ParamGroups, Slot, SlotUpdate, param_at, slot_name
 from mp_optim.slots.host_part import HostPart, Place
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState
-from mp_optim.slots.tensor_layout import Part
 
 Mode = Literal["train", "eval"]
 
@@ -54,10 +53,6 @@ class Executor:
         self.step_mark = StepMark()
         self._reserved: Iterator[Tensor] = iter(())
 
-    def slots(self) -> list[Slot]:
-        """All slots in order."""
-        return [slot for slot, _ in iter_slots(self.param_groups)]
-
     def slot_name(self, slot: Slot) -> str:
         """FQN of a slot, for messages."""
         return slot_name(self.param_groups, slot)
@@ -76,6 +71,10 @@ class Executor:
         """Take back groups that were added after the first ``count``, however far adding them had
         come."""
         del self.param_groups[count:], self.sizes[count:]
+
+    def step_together(self, group: int, positions: Sequence[int]) -> None:
+        """Of a group just these are mostly stepped at a time. The caller has names for all of the
+        group's slots; a foreign optimizer has these alone."""
 
     def all_groups(self) -> list[ParamGroups]:
         """The groups here and in executors below: a setting of one is a setting of all."""
@@ -135,10 +134,6 @@ class Executor:
         """Where a slot is stepped."""
         return "device"
 
-    def set_part(self, slot: Slot, part: Part) -> None:
-        """Say which part of a parameter a slot's tensor is, where the tensor does not say so
-        itself."""
-
     @abstractmethod
     def stepper_of(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
         """Name of what steps the slots of a group that are in a place, and why.
@@ -168,6 +163,14 @@ class Executor:
 
     # -- main params: what is stepped. FP32 tensors, unless a subclass says otherwise -------------
 
+    def stepped(self, slot: Slot) -> Tensor:
+        """The tensor that is stepped for a slot."""
+        return param_at(self.param_groups, slot)
+
+    def step_instead(self, slot: Slot, tensor: Tensor) -> None:
+        """Step this tensor for a slot from now on."""
+        self.param_groups[slot.group]["params"][slot.position] = tensor
+
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype of the tensor that is stepped for a parameter of a dtype."""
         return torch.float32
@@ -184,7 +187,7 @@ class Executor:
         main, dtype = source, self.main_dtype(source.dtype)
         if source.dtype != dtype:
             main = _main_memory(self._reserved, source, dtype).copy_(source)
-        self.param_groups[slot.group]["params"][slot.position] = main
+        self.step_instead(slot, main)
         return main
 
     def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
@@ -199,11 +202,11 @@ class Executor:
 
     def main_param(self, slot: Slot) -> Tensor:
         """The FP32 main param: the stepped tensor, or a copy if it is stored in parts."""
-        return param_at(self.param_groups, slot)
+        return self.stepped(slot)
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
         """Give the main param another value of any floating dtype."""
-        main = param_at(self.param_groups, slot)
+        main = self.stepped(slot)
         before_writing([main])
         main.copy_(value)
 

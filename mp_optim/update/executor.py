@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,13 +25,12 @@ from mp_optim.slots import (
 from mp_optim.slots.executor import Executor
 from mp_optim.slots.host_part import Place
 from mp_optim.slots.slot_state import SlotState
-from mp_optim.slots.tensor_layout import Part
 from mp_optim.update.backends import Backend, check_forms, choose_backend, rule_note
 from mp_optim.update.codecs import Noise, mix
 from mp_optim.update.kernel_args import TensorLists
 from mp_optim.update.launches import PlannedLaunch, SharedByLaunch, contiguous, contiguous_outputs
 from mp_optim.update.rule import Launch, Rule
-from mp_optim.update.rule_state import GroupState, RuleSlotState, RuleState
+from mp_optim.update.rule_state import Allocate, GroupState, RuleSlotState, RuleState
 from mp_optim.update.state_format import StatePrecision
 
 _HOST = torch.device("cpu")
@@ -93,6 +92,9 @@ class RuleExecutor(Executor):
         self._values: dict[int, list[Any]] = {}
 
     # -- groups and settings ----------------------------------------------------------------------
+
+    def step_together(self, group: int, positions: Sequence[int]) -> None:
+        self.rows.groups[group].step_together(positions)
 
     def group_added(self) -> None:
         super().group_added()
@@ -177,7 +179,7 @@ class RuleExecutor(Executor):
 
     def moved(self, planned: PlannedLaunch) -> None:
         """The tensors of a launch's slots have other memory now."""
-        self.rows.groups[planned.group].replaced()
+        self.rows.groups[planned.group].replaced(planned.positions)
 
     def recover(self) -> None:
         self.rows.recover()
@@ -352,15 +354,13 @@ class RuleExecutor(Executor):
             lists = lists.in_place()
         multiplier = launch.multiplier
         known = self.rows.groups[planned.group]
-        is_whole = known.is_whole(planned.positions)
-        parts = known.parts if is_whole else [known.parts[p] for p in planned.positions]
         work = Launch(
             lists,
             planned.settings,
             int(launch.step) + 1,
             multiplier.values if isinstance(multiplier, DeviceMultiplier) else multiplier,
             planned.updates,
-            parts,
+            [known.parts[position] for position in planned.positions],
             self.workspace,
         )
         self.rule.apply(work, backend)
@@ -406,17 +406,14 @@ class RuleExecutor(Executor):
         self.rows.settle()
         self.rows.allocate_state(slots)
 
-    def allocate_by(self, allocate: Callable[[Sequence[Form]], list[Tensor]]) -> None:
-        """From now on, allocate state on the host by this: it returns zeroed tensors."""
-        self.rows.allocate = allocate
+    def allocate_by(self, slots: Iterable[Slot], allocate: Allocate) -> None:
+        """From now on, allocate state of these slots on the host by this."""
+        self.rows.allocators = dict.fromkeys(slots, allocate)
 
     def forms(self, slot: Slot) -> dict[str, Form]:
         """Of all tensors that are stepped for a slot: its main param, by ``MAIN``, and its
         state."""
         return self.rows.forms(slot)
-
-    def set_part(self, slot: Slot, part: Part) -> None:
-        self.rows.groups[slot.group].parts[slot.position] = part
 
     def memory_moved(self) -> None:
         self.rows.replaced()

@@ -44,6 +44,24 @@ class ForeignExecutor(Executor):
         self.optimizer, self.label = optimizer, type(optimizer).__name__
         self.sizes = [len(group["params"]) for group in self.param_groups]
         self._bound = [list(group["params"]) for group in self.param_groups]
+        self._own_positions: dict[int, dict[int, int]] = {}
+
+    def step_together(self, group: int, positions: Sequence[int]) -> None:
+        self._own_positions[group] = {given: own for own, given in enumerate(positions)}
+
+    def _own(self, slot: Slot) -> Slot:
+        """A slot as the optimizer's groups have it."""
+        positions = self._own_positions.get(slot.group)
+        return slot if positions is None else Slot(slot.group, positions[slot.position])
+
+    def slot_name(self, slot: Slot) -> str:
+        return super().slot_name(self._own(slot))
+
+    def stepped(self, slot: Slot) -> Tensor:
+        return super().stepped(self._own(slot))
+
+    def step_instead(self, slot: Slot, tensor: Tensor) -> None:
+        super().step_instead(self._own(slot), tensor)
 
     @property
     def has_modes(self) -> bool:
@@ -77,8 +95,8 @@ class ForeignExecutor(Executor):
 
     def _param(self, slot: Slot) -> Tensor:
         """The tensor at a slot, with the optimizer's state under it."""
-        param: Tensor = self.param_groups[slot.group]["params"][slot.position]
-        if len(self._bound) <= slot.group or self._bound[slot.group][slot.position] is not param:
+        param, own = self.stepped(slot), self._own(slot)
+        if len(self._bound) <= own.group or self._bound[own.group][own.position] is not param:
             self._rebind()
         return param
 
@@ -128,10 +146,7 @@ class ForeignExecutor(Executor):
         self._rebind()
         for _, param in iter_slots(self.param_groups):
             param.grad = None
-        mains = [
-            self.param_groups[update.slot.group]["params"][update.slot.position]
-            for update in updates
-        ]
+        mains = [self.stepped(update.slot) for update in updates]
         for update, main in zip(updates, mains, strict=True):
             assert not isinstance(update.multiplier, DeviceMultiplier)  # no verdict_device here
             wide = torch.promote_types(main.dtype, torch.float32)

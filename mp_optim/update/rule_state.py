@@ -4,7 +4,7 @@ shown, checked and loaded."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -54,6 +54,9 @@ from mp_optim.update.state_format import (
     without_unread,
 )
 
+Allocate = Callable[[Sequence[Form]], list[Tensor]]
+"""Makes zeroed tensors of some forms."""
+
 
 class GroupState:
     """State of one param group.
@@ -64,8 +67,8 @@ class GroupState:
             is a view of it.
         slots: state tensors of each slot; empty until they are read.
         mains, shapes: the tensor each slot's state was last found to fit, and its shape then.
-        steady_mains: all of them, if they are this package's own tensors and not a model's
-            parameters, whose memory others may move (``param.data = ...``).
+        steady_mains: those that are stepped together, if they are this package's own tensors and
+            not a model's parameters, whose memory others may move (``param.data = ...``).
         last_launch: what the executor made for all of them, as long as it can be used again. It
             keeps memory alive, so it goes with the first tensor that is given other memory.
     """
@@ -79,30 +82,38 @@ class GroupState:
         self.shapes: list[torch.Size | None] = [None] * count
         self.steady_mains: CachedTensorList | None = None
         self.last_launch: Any = None
-        self._whole: dict[str, CachedTensorList] = {}
-        self._positions = list(range(count))
-        self._known_whole: Sequence[int] | None = None
+        self._lists: dict[str, CachedTensorList] = {}
         self._common: tuple[float, int] | None = None
+        self.step_together(range(count))
 
-    def is_whole(self, positions: Sequence[int]) -> bool:
-        """Whether these are all positions, in order. The same list is compared once."""
-        if positions is not self._known_whole and positions == self._positions:
-            self._known_whole = positions
-        return positions is self._known_whole
+    def step_together(self, positions: Sequence[int]) -> None:
+        """These are mostly stepped at a time: lists of their tensors are kept."""
+        self._positions, self._members = list(positions), frozenset(positions)
+        self._known: Sequence[int] | None = None
+        self.replaced()
+
+    def are_together(self, positions: Sequence[int]) -> bool:
+        """Whether these are just those that are mostly stepped at a time, in order. The same list
+        is compared once."""
+        if positions is not self._known and positions == self._positions:
+            self._known = positions
+        return positions is self._known
 
     def tensors(self, name: str, positions: Sequence[int]) -> list[Tensor]:
         """State tensors of that name; the same list every time as long as all slots are asked
         for."""
-        if not self.is_whole(positions):
+        if not self.are_together(positions):
             return [self.slots[position][name] for position in positions]
-        if name not in self._whole:
-            self._whole[name] = CachedTensorList(slot[name] for slot in self.slots).hold()
-        return self._whole[name]
+        if name not in self._lists:
+            tensors = CachedTensorList(self.slots[position][name] for position in positions)
+            self._lists[name] = tensors.hold()
+        return self._lists[name]
 
-    def replaced(self) -> None:
-        """Forget lists of tensors: one of them is another tensor now."""
-        self._whole.clear()
-        self.steady_mains = self.last_launch = None
+    def replaced(self, positions: Iterable[int] | None = None) -> None:
+        """Forget lists of tensors: at some positions, or anywhere, there are others now."""
+        if positions is None or not self._members.isdisjoint(positions):
+            self._lists.clear()
+            self.steady_mains = self.last_launch = None
 
     def was_stepped(self, position: int) -> bool:
         """Whether a slot was ever stepped."""
@@ -111,31 +122,29 @@ class GroupState:
 
     def count(self, positions: Sequence[int], by: int = 1) -> None:
         """Add a step to the given slots; -1 takes it back."""
+        common = self._common_count() if self.are_together(positions) else None
         if len(positions) == len(self.slots):
-            common, self._common = self._common_count(), None
             self.steps += by
-            if common is not None:
-                self._common = common + by, self.steps._version
         else:
             self.steps[torch.tensor(positions, device="cpu")] += by
+        self._common = None if common is None else (common + by, self.steps._version)
 
     def counts(self, positions: Sequence[int]) -> list[float]:
-        """How often each of the given slots was stepped; of all slots a single number if it is the
-        same for all."""
-        whole = self.is_whole(positions)
-        if whole and (common := self._common_count()) is not None:
+        """How often each of the given slots was stepped; of those that are mostly stepped at a time
+        a single number if it is the same for all."""
+        together = self.are_together(positions)
+        if together and (common := self._common_count()) is not None:
             return [common]
-        counts: list[float] = self.steps.tolist()
-        if not whole:
-            return [counts[position] for position in positions]
-        if len(set(counts)) == 1:
+        of_all: list[float] = self.steps.tolist()
+        counts = [of_all[position] for position in positions]
+        if together and len(set(counts)) == 1:
             self._common = counts[0], self.steps._version
             return counts[:1]
         return counts
 
     def _common_count(self) -> float | None:
-        """The count of all slots if it is known to be the same. Slots' ``step`` are views, so torch
-        counts who writes them."""
+        """The count of what is stepped together if it is known to be the same. Slots' ``step`` are
+        views, so torch counts who writes them."""
         if self._common is None or self._common[1] != self.steps._version:
             return None
         return self._common[0]
@@ -154,13 +163,13 @@ class RuleState:
 
     Attributes:
         groups: what is kept for each of them.
-        allocate: makes state on the host, zeroed; by default each tensor by itself.
+        allocators: make state of some slots on the host.
     """
 
     def __init__(self, rule: Rule, precision: StatePrecision, param_groups: ParamGroups) -> None:
         self.rule, self.precision, self.param_groups = rule, precision, param_groups
         self.groups: list[GroupState] = []
-        self.allocate: Callable[[Sequence[Form]], list[Tensor]] | None = None
+        self.allocators: dict[Slot, Allocate] = {}
         self._unsettled: list[tuple[GroupState, list[int], DeviceMultiplier]] = []
 
     def name(self, slot: Slot) -> str:
@@ -220,7 +229,11 @@ class RuleState:
         main = local_tensor(tensor)
         state.setdefault("step", group_state.steps[slot.position])
         missing = self._missing(slot, main)
-        tensors = self._new_state(list(missing.values()), main.device)
+        allocate = self.allocators.get(slot)
+        if missing and allocate is not None and main.device.type == "cpu":
+            tensors = allocate(list(missing.values()))
+        else:
+            tensors = [zeros(*form, main.device) for form in missing.values()]
         new = dict(zip(missing, tensors, strict=True))
         new |= {
             key: value.to(main.device)
@@ -229,7 +242,7 @@ class RuleState:
         }
         if new:
             state.update(new)
-            group_state.replaced()
+            group_state.replaced([slot.position])
         if not self.is_split(main):
             state.pop(REMAINDER, None)  # the parameter was bfloat16 once
         if (
@@ -238,7 +251,7 @@ class RuleState:
         ):
             group_state.mains[slot.position] = tensor
             group_state.shapes[slot.position] = main.shape
-            group_state.steady_mains = None
+            group_state.replaced([slot.position])
         return state
 
     def kept(self, slot: Slot) -> tuple[str, ...]:
@@ -254,11 +267,6 @@ class RuleState:
         state = self.groups[index].slots[position]
         present = [name for name in self.rule.unread_moments(group) if name in state]
         return (*present, *names) if present else names
-
-    def _new_state(self, forms: Sequence[Form], device: torch.device) -> list[Tensor]:
-        if forms and self.allocate is not None and device.type == "cpu":
-            return self.allocate(forms)
-        return [zeros(*form, device) for form in forms]
 
     def forms(self, slot: Slot) -> dict[str, Form]:
         """Of all tensors that are stepped for a slot: its main param, by ``MAIN``, and its
@@ -311,36 +319,36 @@ class RuleState:
     @in_own_modes
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         """Host tensors of one name lie one after the other, if together they are large."""
-        missing: dict[str, list[tuple[Slot, Form]]] = defaultdict(list)
+        missing: dict[tuple[str, Allocate | None], list[tuple[Slot, Form]]] = defaultdict(list)
         for slot in slots:
             if (main := self.stepped(slot)).device.type == "cpu":
                 for key, form in self._missing(slot, main).items():
-                    missing[key].append((slot, form))
-        for key, wanted in missing.items():
+                    missing[key, self.allocators.get(slot)].append((slot, form))
+        for (key, allocate), wanted in missing.items():
             forms = [form for _, form in wanted]
-            tensors = beside(forms) if self.allocate is None else self.allocate(forms)
+            tensors = beside(forms) if allocate is None else allocate(forms)
             for (slot, _), tensor in zip(wanted, tensors or (), strict=False):
                 group_state = self.groups[slot.group]
                 group_state.slots[slot.position].setdefault(
                     "step", group_state.steps[slot.position]
                 )
                 group_state.slots[slot.position][key] = tensor
-                group_state.replaced()
+                group_state.replaced([slot.position])
         for slot in slots:
             self.present(slot)
 
     def mains(self, index: int, positions: Sequence[int]) -> CachedTensorList:
         """The plain tensors to step at some positions of a group, with state that fits them."""
         params, group_state = self.param_groups[index]["params"], self.groups[index]
-        whole = group_state.is_whole(positions)
+        together = group_state.are_together(positions)
         tensors, fitting = list(params), group_state.mains
         shapes = group_state.shapes
-        if not whole:
+        if not together or len(positions) < len(params):
             tensors = [params[position] for position in positions]
             fitting = [group_state.mains[position] for position in positions]
             shapes = [group_state.shapes[position] for position in positions]
         same = all_same(tensors, fitting)
-        if same and whole and group_state.steady_mains is not None:
+        if same and together and group_state.steady_mains is not None:
             return group_state.steady_mains
         mains = CachedTensorList(tensors if are_plain(tensors) else map(local_tensor, tensors))
         if not (same and list(map(Tensor.size, mains)) == shapes):
@@ -355,7 +363,7 @@ class RuleState:
                     "float32, and bfloat16 with store_param_remainders=True; wrap it in "
                     "Float16OptimizerWithFloat16Params, or use get_megatron_optimizer"
                 )
-        if whole and set(map(type, tensors)) == {Tensor}:
+        if together and set(map(type, tensors)) == {Tensor}:
             group_state.steady_mains = mains.hold()
         return mains
 
