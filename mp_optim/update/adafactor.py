@@ -4,7 +4,7 @@ docs/numerics.md."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from mp_optim.update.backends.adafactor_passes import (
     average,
 )
 from mp_optim.update.backends.native import NativeBackend
+from mp_optim.update.chunking import runs_of
 from mp_optim.update.codecs import join, split_
 from mp_optim.update.exact_sums import (
     Block,
@@ -72,7 +73,7 @@ class AdafactorRule(Rule):
             passes = NativeElementPasses(backend.library)
         scalars = _Scalars.at(launch.settings, launch.step)
         multiplier, shard_groups = float(launch.multiplier), launch.updates.shard_groups
-        for members in _runs(parts):
+        for members in runs_of(enumerate(part.shape.numel() for part in parts), _TOGETHER):
             params = [_Param.of(lists, at, parts[at], multiplier) for at in members]
             _step(passes, params, scalars, [shard_groups[at] for at in members])
             for at, param in zip(members, params, strict=True):
@@ -184,22 +185,6 @@ class _Param:
         """Root mean square over the whole parameter."""
         count = max(1, self.part.shape.numel())
         return math.sqrt(float(digits_to_values(digits, top)) / count)
-
-
-def _runs(parts: Sequence[Part]) -> Iterator[list[int]]:
-    """Which parameters are stepped together: the same on every rank, as it depends on whole
-    shapes."""
-    members: list[int] = []
-    room = _TOGETHER
-    for at, part in enumerate(parts):
-        size = part.shape.numel()
-        if members and size > room:
-            yield members
-            members, room = [], _TOGETHER
-        members.append(at)
-        room -= size
-    if members:
-        yield members
 
 
 def _step(

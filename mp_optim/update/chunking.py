@@ -5,7 +5,7 @@ batch holds, however it is stored.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,6 +52,24 @@ def batches(lists: TensorLists, most: float = math.inf) -> Iterator[Batch]:
             filled += count
     if filled:
         yield batch
+
+
+def runs_of(sizes: Iterable[tuple[int, int]], most: int) -> Iterator[list[int]]:
+    """Indices in order, of at most so many elements together; what is larger by itself.
+
+    Args:
+        sizes: indices, each with its number of elements.
+    """
+    members: list[int] = []
+    room = most
+    for index, size in sizes:
+        if members and size > room:
+            yield members
+            members, room = [], most
+        members.append(index)
+        room -= size
+    if members:
+        yield members
 
 
 def first_moments(batch: TensorLists) -> list[Tensor]:

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,50 +31,25 @@ TOGETHER = 1 << 24
 of its own, which is faster than sharing one, and not much memory for what is in between."""
 
 
-class Products(Protocol):
-    """Who multiplies. Results are memory of ``rooms``, or what is given to be written.
-
-    Attributes:
-        turns: whether :meth:`turned` has the bits of :meth:`left`.
-    """
-
-    @property
-    def turns(self) -> bool: ...
+class EachAlone:
+    """Every matrix by itself: the bits that others must have. On a CPU as one matrix, elsewhere as
+    a batch of one. Results are memory of ``rooms``, or what is given to be written."""
 
     def gram(self, x: Tensor, rooms: Rooms) -> Tensor:
         """x x^T of each matrix of a batch, shape (n, rows, columns), contiguous or lying in memory
         as its transposes do."""
-
-    def square(self, gram: Tensor, b: float, c: float, rooms: Rooms) -> Tensor:
-        """b G + c G^2 of symmetric matrices."""
-
-    def left(self, factor: Tensor, x: Tensor, a: float, to: Tensor, rooms: Rooms) -> Tensor:
-        """a x + F x of symmetric F, in ``to``, which is contiguous."""
-
-    def turned(self, factor: Tensor, x: Tensor, a: float, to: Tensor, rooms: Rooms) -> Tensor:
-        """The transpose of the same, of a contiguous x, in ``to``, which is contiguous."""
-
-
-class EachAlone:
-    """Every matrix by itself: the bits that others must have. On a CPU as one matrix, elsewhere as
-    a batch of one."""
-
-    turns = False
-
-    def gram(self, x: Tensor, rooms: Rooms) -> Tensor:
         return _joined([each @ each.mT for each in _singles(x)])
 
     def square(self, gram: Tensor, b: float, c: float, rooms: Rooms) -> Tensor:
+        """b G + c G^2 of symmetric matrices."""
         found = [_add_product(each, each, each, beta=b, alpha=c) for each in _singles(gram)]
         return _joined(found)
 
     def left(self, factor: Tensor, x: Tensor, a: float, to: Tensor, rooms: Rooms) -> Tensor:
+        """a x + F x of symmetric F, in ``to``."""
         pairs = zip(_singles(x), _singles(factor), strict=True)
         found = [_add_product(each, by, each, beta=a) for each, by in pairs]
         return to.copy_(_joined(found))
-
-    def turned(self, factor: Tensor, x: Tensor, a: float, to: Tensor, rooms: Rooms) -> Tensor:
-        return to.copy_(self.left(factor, x, a, torch.empty_like(x), rooms).mT)
 
 
 def _singles(batch: Tensor) -> Sequence[Tensor]:
@@ -94,7 +69,11 @@ def _add_product(
 
 @dataclass(frozen=True)
 class TorchProducts:
-    """A batch in one operation."""
+    """A batch in one operation.
+
+    Attributes:
+        turns: whether :meth:`turned` has the bits of :meth:`left`.
+    """
 
     turns: bool
 
@@ -109,7 +88,8 @@ class TorchProducts:
     def left(self, factor: Tensor, x: Tensor, a: float, to: Tensor, rooms: Rooms) -> Tensor:
         return torch.baddbmm(x, factor, x, beta=a, out=to)
 
-    def turned(self, factor: Tensor, x: Tensor, a: float, to: Tensor, rooms: Rooms) -> Tensor:
+    def turned(self, factor: Tensor, x: Tensor, a: float, to: Tensor) -> Tensor:
+        """The transpose of the same, of a contiguous x, in ``to``, which is contiguous."""
         return torch.baddbmm(x.mT, x.mT, factor, beta=a, out=to)
 
 
@@ -209,8 +189,8 @@ def chunk_choices(inner: int) -> list[int]:
 
 
 class Chunks(NamedTuple):
-    """Elements of the inner side that are summed up by themselves, multiples of 32, in
-    :class:`~mp_optim.update.matrix_products.Products`' ``gram`` and ``left``."""
+    """Elements of the inner side that are summed up by themselves, multiples of 32, in ``gram`` and
+    ``left``."""
 
     gram: int
     left: int
@@ -218,8 +198,8 @@ class Chunks(NamedTuple):
 
 @dataclass(frozen=True)
 class NativeProducts:
-    """:class:`~mp_optim.update.matrix_products.Products`, with what each sums up at once. Every
-    matrix of a batch has the bits that it has alone, for any number of threads.
+    """The products of :class:`EachAlone`, with what each sums up at once; also to what lies turned.
+    Every matrix of a batch has the bits that it has alone, for any number of threads.
 
     Attributes:
         contiguous: for matrices that lie in rows; ``lying`` for transposes of such.
@@ -229,8 +209,6 @@ class NativeProducts:
     contiguous: Chunks
     lying: Chunks
     square_chunk: int
-
-    turns = True
 
     def gram(self, x: Tensor, rooms: Rooms) -> Tensor:
         to = rooms.take("gram", len(x), x.size(-2), x.size(-2))
@@ -242,10 +220,6 @@ class NativeProducts:
 
     def left(self, factor: Tensor, x: Tensor, a: float, to: Tensor, rooms: Rooms) -> Tensor:
         return _multiply(factor, x, to, self._chunks(x).left, 1.0, a, rooms)
-
-    def turned(self, factor: Tensor, x: Tensor, a: float, to: Tensor, rooms: Rooms) -> Tensor:
-        self.left(factor, x, a, to.mT, rooms)
-        return to
 
     def _chunks(self, x: Tensor) -> Chunks:
         return self.lying if _lies_turned(x) else self.contiguous
@@ -266,35 +240,30 @@ class NativeSteps:
     polynomials: Sequence[Polynomial]
     rooms: Rooms
 
-    def take(self) -> None:
-        """Divide each matrix by its norm, and take the steps, in place."""
-        library, threads = native_library(), thread_count()
-        table = self._table()
-        wholes = (Stack * len(table))(*(each.stack for each in table))
-        library.call("mp_normalize", wholes, len(table), threads)
-        self._call("mp_newton_schulz", table)
+    def take(self, passes: MuonPasses | None = None) -> None:
+        """Divide each matrix by its norm, and take the steps, in place.
 
-    def take_within(self, passes: MuonPasses) -> None:
-        """The same, and the passes before and after, in one call."""
-        self._call("mp_muon_step", self._table(), ctypes.byref(passes))
-
-    def _table(self) -> ctypes.Array[Steps]:
-        return (Steps * len(self.stacks))(*(_steps(*each) for each in self.stacks))
-
-    def _call(self, name: str, table: ctypes.Array[Steps], *passes: Any) -> None:
-        numbers = array("f", chain.from_iterable(self.polynomials))
+        Args:
+            passes: what is to be done before and after them, in the same call.
+        """
         library, threads = native_library(), thread_count()
         assert library.handle is not None
-        count, steps = len(table), len(self.polynomials)
+        count, steps = len(self.stacks), len(self.polynomials)
+        table = (Steps * count)()
+        for to, (stack, by) in zip(table, self.stacks, strict=True):
+            to.stack = Stack(stack.data_ptr(), *stack.shape)
+            to.square_chunk, (to.gram_chunk, to.left_chunk) = by.square_chunk, by.contiguous
+            to.turned_gram_chunk, to.turned_left_chunk = by.lying
+        numbers = array("f", chain.from_iterable(self.polynomials))
         size = library.handle.mp_newton_schulz_room(table, count, steps, threads)
         room = self.rooms.take("steps", size // 2).data_ptr()
-        how = numbers.buffer_info()[0], steps, room, threads
-        library.call(name, *passes, table, count, *how)
-
-
-def _steps(stack: Tensor, by: NativeProducts) -> Steps:
-    chunks = by.square_chunk, *by.contiguous, *by.lying
-    return Steps(Stack(stack.data_ptr(), *stack.shape), *chunks)
+        given = table, count, numbers.buffer_info()[0], steps, room, threads
+        if passes is not None:
+            library.call("mp_muon_step", ctypes.byref(passes), *given)
+            return
+        wholes = (Stack * count)(*(each.stack for each in table))
+        library.call("mp_normalize", wholes, count, threads)
+        library.call("mp_newton_schulz", *given)
 
 
 def _multiply(

@@ -21,10 +21,8 @@ from mp_optim.update.kernel_args import MAIN, MuonScalars, TensorLists
 from mp_optim.update.matrix_exchange import MatrixOwners
 from mp_optim.update.matrix_products import Rooms, beside_each_other
 from mp_optim.update.muon_directions import (
-    MuonWork,
     Orthogonalization,
     directions,
-    kernel_steps,
     runs,
     step_in_one_call,
     whole_directions,
@@ -73,8 +71,16 @@ class MuonRule(Rule):
         coefficients(group["coefficient_type"], group["num_ns_steps"])
 
     def check_shapes(self, group: Settings, shapes: Iterable[torch.Size]) -> None:
-        if group["optimizer"] == "muon":
-            _check_matrices(group, list(shapes))
+        if group["optimizer"] != "muon":
+            return
+        names = group.get("param_names") or group.get("fqns")
+        for index, shape in enumerate(shapes):
+            if len(shape) < 2:
+                name = names[index] if names else f"param{index}"
+                raise ValueError(
+                    f"{name} has shape {tuple(shape)}: muon steps matrices; put it into a group "
+                    "with optimizer='adam' or 'lion'"
+                )
 
     def new_workspace(self) -> Workspace:
         return MatrixOwners()
@@ -103,6 +109,7 @@ class MuonRule(Rule):
             return
         owners, updates = launch.workspace, launch.updates
         assert isinstance(owners, MatrixOwners)
+        multiplier = float(multiplier)
         if AVERAGE in lists.state:  # which are taken afterwards, where they lie
             lists = lists.in_place()
         scalars, rule = MuonScalars.at(group), Orthogonalization.of(group)
@@ -113,9 +120,11 @@ class MuonRule(Rule):
             shapes = [main.shape for main in part.main]
             rounded = beside_each_other(shapes, rooms, "rounded")
             momenta = _of_momenta(part, rounded)
-            if is_here and _in_one_call(backend, rule, momenta, part, scalars, multiplier, rooms):
-                continue
-            backend.muon_momentum(momenta, scalars, float(multiplier))
+            if is_here and isinstance(backend, NativeBackend):
+                passes = momenta, _of_params(part, rounded)
+                if step_in_one_call(rule, backend, *passes, scalars, multiplier, rooms):
+                    continue
+            backend.muon_momentum(momenta, scalars, multiplier)
             if is_here:
                 found = whole_directions(rule, rounded, rooms)
             else:
@@ -207,27 +216,6 @@ class Muon(RuleOptimizer):
         super().__init__(MuonRule(scalar_optimizer), params, settings, backend, precision)
 
 
-def _in_one_call(
-    backend: Backend,
-    rule: Orthogonalization,
-    momenta: TensorLists,
-    part: TensorLists,
-    scalars: MuonScalars,
-    multiplier: float | Tensor,
-    rooms: Rooms,
-) -> bool:
-    """Step whole parameters by kernels that take all of a step, if there are such."""
-    if not isinstance(backend, NativeBackend):
-        return False
-    rounded = [output for output in momenta.output if output is not None]
-    planned = kernel_steps(rule, rounded, rooms)
-    if planned is None:
-        return False
-    steps, members, factors = planned
-    work = MuonWork(momenta, _of_params(part, rounded), steps, members)
-    return step_in_one_call(backend, work, scalars, float(multiplier), factors)
-
-
 def _of_momenta(lists: TensorLists, outputs: list[Tensor]) -> TensorLists:
     """What the pass over momenta reads and writes."""
     keys = (MOMENTUM, scale_key(MOMENTUM))
@@ -254,16 +242,3 @@ def _some(
     if source is None:
         return None
     return {key: source[key] for key in keys if key in source}
-
-
-def _check_matrices(group: Mapping[str, Any], shapes: Sequence[torch.Size]) -> None:
-    names = (
-        group.get("param_names") or group.get("fqns") or [f"param{i}" for i in range(len(shapes))]
-    )
-    for name, shape in zip(names, shapes, strict=True):
-        if len(shape) < 2:
-            raise ValueError(
-                f"{name} has shape {tuple(shape)}: muon steps matrices; put it into a group "
-                "with "
-                "optimizer='adam' or 'lion'"
-            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from mp_optim.config.rules import coefficients, scale_factor
 from mp_optim.slots.tensor_layout import Layout, MatrixParts
 from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.native import NativeBackend, muon_values
-from mp_optim.update.chunking import mark_written
+from mp_optim.update.chunking import mark_written, runs_of
 from mp_optim.update.kernel_args import MuonScalars, TensorLists, fp32
 from mp_optim.update.matrix_exchange import Exchange, MatrixOwners, newton_schulz_flops
 from mp_optim.update.matrix_products import NativeSteps, Rooms
@@ -117,25 +117,11 @@ def runs(
         else:
             here.append((index, param.numel()))
     for sizes in (split, elsewhere):
-        for members in _filled(sizes, _TOGETHER):
+        for members in runs_of(sizes, _TOGETHER):
             yield Run(members, is_here=False)
     most = _TOGETHER_ON_HOST if params[0].is_cpu else _TOGETHER
-    for members in _filled(here, most):
+    for members in runs_of(here, most):
         yield Run(members, is_here=True)
-
-
-def _filled(sizes: Iterable[tuple[int, int]], most: int) -> Iterator[list[int]]:
-    """Indices in order, of so many elements together; what is larger by itself."""
-    members: list[int] = []
-    room = most
-    for index, size in sizes:
-        if members and size > room:
-            yield members
-            members, room = [], most
-        members.append(index)
-        room -= size
-    if members:
-        yield members
 
 
 def directions(
@@ -162,7 +148,11 @@ def directions(
     for index, (part, layout) in enumerate(zip(rounded, layouts, strict=True)):
         parts = None if layout is None else layout.matrix_parts(rule.blockwise)
         if layout is None or parts is None:
-            whole = _whole(rule, part, layout)
+            whole = part
+            if layout is not None and layout.is_shared(rule.blockwise):
+                whole = layout.gather(part)
+            elif layout is not None:
+                whole = part.to(layout.device)
             here.setdefault(whole.device, {})[index] = whole
         else:
             param = _SplitParam(index, part, parts, layout.device)
@@ -177,16 +167,6 @@ def directions(
     for groups, params in split.items():
         done.update(_by_owners(rule, params, groups, owners))
     return [done[index] for index in range(len(rounded))]
-
-
-def _whole(rule: Orthogonalization, part: Tensor, layout: Layout | None) -> Tensor:
-    """What this rank orthogonalises of a parameter that has no owner, where its products are
-    taken."""
-    if layout is None:
-        return part
-    if layout.is_shared(rule.blockwise):
-        return layout.gather(part)
-    return part.to(layout.device)
 
 
 class _SplitParam(NamedTuple):
@@ -208,7 +188,8 @@ def _by_owners(
     """The directions of parameters that the same ranks have parts of."""
     parts = [param.parts for param in params]
     pieces = [_pieces_of(rule, each.rows, each.columns) for each in parts]
-    flops = [_flops(rule, each) for each in pieces]
+    steps, method = len(rule.polynomials), rule.method
+    flops = [sum(newton_schulz_flops(*one, steps, method) for one in each) for each in pieces]
     fused = rule.parts is not None  # what comes back is scaled already, and FP32
     dtype = torch.float32 if fused else rule.dtype
     factors = [1.0 if fused else rule.factor(*each[0]) for each in pieces]
@@ -246,11 +227,6 @@ def _pieces_of(rule: Orthogonalization, rows: int, columns: int) -> list[tuple[i
     return [(sizes[0], columns)] * max(count, 1)
 
 
-def _flops(rule: Orthogonalization, pieces: Sequence[tuple[int, int]]) -> int:
-    steps = len(rule.polynomials)
-    return sum(newton_schulz_flops(*piece, steps, rule.method) for piece in pieces)
-
-
 def whole_directions(
     rule: Orthogonalization, wholes: Sequence[Tensor], rooms: Rooms | None = None
 ) -> list[Direction]:
@@ -267,21 +243,6 @@ def whole_directions(
     found = orthogonalize_each(wholes, rule.polynomials, rule.method, rooms)
     factors = {shape: rule.factor(*shape) for shape in {each.shape[-2:] for each in found}}
     return [Direction(each, factors[each.shape[-2:]]) for each in found]
-
-
-def kernel_steps(
-    rule: Orthogonalization, wholes: Sequence[Tensor], rooms: Rooms
-) -> tuple[NativeSteps, list[list[int]], list[float]] | None:
-    """What kernels have to do for the same, as
-    :func:`~mp_optim.update.newton_schulz.steps_in_place` says, and the factor of each parameter;
-    None if they cannot do all of it."""
-    if rule.parts is not None or rule.dtype != torch.bfloat16:
-        return None
-    pieces = wholes if rule.head_rows is None else _heads(wholes, rule.head_rows)
-    found = steps_in_place(pieces, rule.polynomials, rule.method, rooms)
-    if found is None:
-        return None
-    return *found, [rule.factor(*piece.shape[-2:]) for piece in pieces]
 
 
 def _heads(wholes: Sequence[Tensor], rows: int) -> list[Tensor]:
@@ -345,61 +306,59 @@ _ALIGNED = 1024
 _spent = ctypes.c_double()
 
 
-class MuonWork(NamedTuple):
-    """What is stepped, in lists of as many tensors.
-
-    Attributes:
-        momenta, params: what each pass reads and writes; ``momenta.output`` and ``params.grad`` are
-            the tensors of ``steps``.
-        steps: of stacks in which each tensor has the matrices of ``members``.
-        members: indices of the tensors of each stack, in order.
-    """
-
-    momenta: TensorLists
-    params: TensorLists
-    steps: NativeSteps
-    members: Sequence[Sequence[int]]
-
-
 def seconds_of_products() -> float:
     """Time that these calls have spent in products of matrices, since the process began."""
     return _spent.value
 
 
 def step_in_one_call(
+    rule: Orthogonalization,
     backend: NativeBackend,
-    work: MuonWork,
+    momenta: TensorLists,
+    params: TensorLists,
     scalars: MuonScalars,
     multiplier: float,
-    factors: Sequence[float],
+    rooms: Rooms,
 ) -> bool:
-    """Whether it was done; if not, nothing was."""
-    places = _places(work)
-    tables = None if places is None else backend.muon_tables(work.momenta, work.params)
-    if places is None or tables is None:
+    """Step whole parameters by kernels that take all of a step. Whether it was done; if not,
+    nothing was.
+
+    Args:
+        momenta, params: what each pass reads and writes, as many tensors; ``momenta.output`` and
+            ``params.grad`` are the same.
+    """
+    if rule.parts is not None or rule.dtype != torch.bfloat16:
         return False
-    values, numbers = muon_values(scalars, multiplier), array("f", factors)
+    pieces = params.grad if rule.head_rows is None else _heads(params.grad, rule.head_rows)
+    found = steps_in_place(pieces, rule.polynomials, rule.method, rooms)
+    places = None if found is None else _places(*found, params)
+    tables = None if places is None else backend.muon_tables(momenta, params)
+    if found is None or places is None or tables is None:
+        return False
+    factors = array("f", [rule.factor(*piece.shape[-2:]) for piece in pieces])
     passes = lib.MuonPasses(
         *(ctypes.pointer(table.tensors) for table in tables),
-        ctypes.pointer(values),
-        numbers.buffer_info()[0],
+        ctypes.pointer(muon_values(scalars, multiplier)),
+        factors.buffer_info()[0],
         places.buffer_info()[0],
         ctypes.pointer(_spent),
         scalars.decay,
     )
-    work.steps.take_within(passes)
-    mark_written(work.momenta)
-    mark_written(work.params)
+    found[0].take(passes)
+    mark_written(momenta)
+    mark_written(params)
     return True
 
 
-def _places(work: MuonWork) -> array[int] | None:
+def _places(
+    steps: NativeSteps, members: Sequence[Sequence[int]], params: TensorLists
+) -> array[int] | None:
     """Tensor and first element of each matrix; None if one begins where kernels cannot."""
     places = array("q")
-    for (stack, _), members in zip(work.steps.stacks, work.members, strict=True):
+    for (stack, _), indices in zip(steps.stacks, members, strict=True):
         size = stack.size(1) * stack.size(2)
-        for index in members:
-            count = work.params.grad[index].numel() // size
+        for index in indices:
+            count = params.grad[index].numel() // size
             if count > 1 and size % _ALIGNED:
                 return None
             for matrix in range(count):

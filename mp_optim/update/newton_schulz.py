@@ -4,7 +4,7 @@ who multiplies: what is fastest and has the bits that torch's product of each ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -21,7 +21,6 @@ from mp_optim.update.matrix_products import (
     EachAlone,
     NativeProducts,
     NativeSteps,
-    Products,
     Rooms,
     TorchProducts,
     chunk_choices,
@@ -29,26 +28,10 @@ from mp_optim.update.matrix_products import (
     side_by_side,
 )
 
+Products = EachAlone | TorchProducts | NativeProducts
+
 _EPS = 1e-7
 """Norms are taken to be no less; torch.optim.Muon's."""
-
-
-def orthogonalize(
-    matrices: Tensor, polynomials: Sequence[Polynomial], dtype: torch.dtype
-) -> Tensor:
-    """U V^T, roughly, of each matrix U S V^T: the singular values come near one, not to one.
-
-    Args:
-        matrices: shape (..., rows, columns).
-        polynomials: the steps (see :mod:`mp_optim.config.rules`).
-        dtype: of the products: bfloat16 or float32. Matrices are rounded to it first, then divided
-            by their norm.
-
-    Returns:
-        The same shape, in ``dtype``; zeros for zeros. See :func:`orthogonalize_each`.
-    """
-    stack = matrices.to(dtype, copy=True).contiguous()
-    return orthogonalize_each([stack], polynomials)[0]
 
 
 def orthogonalize_each(
@@ -57,14 +40,18 @@ def orthogonalize_each(
     method: str = "standard",
     rooms: Rooms | None = None,
 ) -> list[Tensor]:
-    """The same of many matrices, and stacks of them, of one dtype; overwrites them.
+    """U V^T, roughly, of each matrix U S V^T: the singular values come near one, not to one. Takes
+    many matrices, and stacks of them, and overwrites them. A matrix is divided by its norm first;
+    zeros stay zeros.
 
     Matrices of one shape go into products together, those that lie side by side without a copy.
     The bits of each are those that it has alone: where the library's are others in a batch, each
     is multiplied alone on a CPU, and each stack by itself elsewhere.
 
     Args:
-        stacks: shapes (..., rows, columns), contiguous, on one device.
+        stacks: shapes (..., rows, columns), contiguous, on one device, of one dtype: bfloat16 or
+            float32, which is that of the products.
+        polynomials: the steps (see :mod:`mp_optim.config.rules`).
         method: ``standard``, or ``gram`` for matrices at least twice as long as wide
             (:func:`~mp_optim.update.newton_schulz.iterate_grams`).
         rooms: memory for what is in between, of their device and dtype.
@@ -89,8 +76,9 @@ def orthogonalize_each(
             else:
                 _of_one_shape(home, each, polynomials, rooms)
             if home.data_ptr() != each[0].data_ptr():
-                for index, result in zip(indices, _apart(home, each), strict=True):
-                    done[index] = result
+                pieces = torch.split(home.view(-1), [one.numel() for one in each])
+                for index, piece in zip(indices, pieces, strict=True):
+                    done[index] = piece.view(stacks[index].shape)
         if by_kernels:
             NativeSteps(by_kernels, polynomials, rooms).take()
     return done
@@ -126,12 +114,6 @@ def _takes_grams(method: str, shape: torch.Size) -> bool:
     return method == "gram" and max(shape) >= 2 * min(shape)
 
 
-def _apart(home: Tensor, stacks: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Views of what was put side by side."""
-    pieces = torch.split(home.view(-1), [each.numel() for each in stacks])
-    return (piece.view(each.shape) for piece, each in zip(pieces, stacks, strict=True))
-
-
 def _by_grams(stacks: Sequence[Tensor], polynomials: Sequence[Polynomial]) -> None:
     """In place; on a CPU of each matrix by itself, so that its bits do not depend on the others,
     elsewhere of each stack."""
@@ -145,7 +127,10 @@ def _of_one_shape(
     home: Tensor, stacks: Sequence[Tensor], polynomials: Sequence[Polynomial], rooms: Rooms
 ) -> None:
     """In place, of matrices of one shape, (n, rows, columns), by torch's products."""
-    for batch in torch.split(home, _together(home)):
+    together = max(1, min(len(home), TOGETHER // home[0].numel()))
+    if not products_of(home[:together]):  # only what is alone has the bits of what is alone
+        together = 1 if home.is_cpu else len(home)
+    for batch in torch.split(home, together):
         if products := products_of(batch):
             _iterate_together(batch, polynomials, products, rooms)
         elif home.is_cpu:
@@ -158,17 +143,8 @@ def _of_one_shape(
             break
 
 
-def _together(home: Tensor) -> int:
-    """How many matrices of a batch are multiplied together: one where only what is alone has the
-    bits of what is alone."""
-    most = max(1, min(len(home), TOGETHER // home[0].numel()))
-    if products_of(home[:most]):
-        return most
-    return 1 if home.is_cpu else len(home)
-
-
 def _iterate_together(
-    batch: Tensor, polynomials: Sequence[Polynomial], by: Products, rooms: Rooms
+    batch: Tensor, polynomials: Sequence[Polynomial], by: TorchProducts, rooms: Rooms
 ) -> None:
     """In place; of a tall batch from and to its transpose, as it lies."""
     spare = rooms.like("spare", batch)
@@ -185,7 +161,7 @@ def _iterate_together(
     if not _is_tall(batch):
         by.left(factor, x, a, batch, rooms)
     elif len(polynomials) > 1 and by.turns:
-        by.turned(factor, x, a, batch, rooms)
+        by.turned(factor, x, a, batch)
     else:
         wide = by.left(factor, x, a, rooms.take("wide", *x.shape), rooms)
         for matrix, turned in zip(batch, wide, strict=True):
@@ -245,9 +221,10 @@ def iterate_grams(batch: Tensor, polynomials: Sequence[Polynomial]) -> None:
     on. The method is Zhang, Amsel, Chen and Dao's
     (2026, https://dao-ailab.github.io/blog/2026/gram-newton-schulz/).
     """
-    is_tall = batch.size(-2) > batch.size(-1)
+    is_tall = _is_tall(batch)
     x = batch.mT if is_tall else batch
-    for start, stop in _segments(len(polynomials)):
+    starts = [0, *range(1, len(polynomials), 2)]
+    for start, stop in zip(starts, [*starts[1:], len(polynomials)], strict=True):
         factor = _factor(x @ x.mT, polynomials[start:stop])
         if stop < len(polynomials):
             x = factor @ x
@@ -255,12 +232,6 @@ def iterate_grams(batch: Tensor, polynomials: Sequence[Polynomial]) -> None:
             batch.copy_(x.mT @ factor.mT)
         else:
             batch.copy_(factor @ x)
-
-
-def _segments(steps: int) -> list[tuple[int, int]]:
-    """The first step, then two at a time."""
-    starts = [0, *range(1, steps, 2)]
-    return list(zip(starts, [*starts[1:], steps], strict=True))
 
 
 def _factor(gram: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
@@ -341,22 +312,17 @@ def _by_torch(
 ) -> TorchProducts | None:
     """Whole batches by torch, if their bits are those of each matrix alone."""
     trial = _Trial.of(*shape, device)
-    plain = TorchProducts(turns=False)
-    if not _have_bits(plain, trial.also_lying(shape[1])):
-        return None
-    return TorchProducts(turns=torch.equal(trial.turned(plain), trial.left(plain)))
-
-
-def _have_bits(products: Products, trials: Iterable[_Trial]) -> bool:
-    alone = EachAlone()
-    for trial in trials:
-        gram = trial.gram(products)
+    plain, alone = TorchProducts(turns=False), EachAlone()
+    for each in trial.also_lying(shape[1]):
+        gram = each.gram(plain)
         if not torch.equal(gram, gram.mT):
-            return False
-        for product in (trial.gram, trial.square, trial.left):
-            if not torch.equal(product(products), product(alone)):
-                return False
-    return True
+            return None
+        for product in (each.gram, each.square, each.left):
+            if not torch.equal(product(plain), product(alone)):
+                return None
+    to = torch.empty_like(trial.z.mT.contiguous())
+    turned = plain.turned(trial.symmetric, trial.z, _WEIGHT, to).mT
+    return TorchProducts(turns=torch.equal(turned, trial.left(plain)))
 
 
 @dataclass(frozen=True)
@@ -399,12 +365,6 @@ class _Trial:
     def left(self, products: Products) -> Tensor:
         to = torch.empty_like(self.z.contiguous())
         return products.left(self.symmetric, self.z, _WEIGHT, to, self._rooms())
-
-    def turned(self, products: Products) -> Tensor:
-        """The same as ``left``, by another way."""
-        to = torch.empty_like(self.z.mT.contiguous())
-        products.turned(self.symmetric, self.z, _WEIGHT, to, self._rooms())
-        return to.mT
 
     def _rooms(self) -> Rooms:
         return Rooms(self.x.device, self.x.dtype)

@@ -27,6 +27,7 @@ from mp_optim.update.chunking import (
     mark_written,
     piece_elements,
     publish,
+    runs_of,
     take_averages,
 )
 from mp_optim.update.element_rules import AdamScalars, SgdScalars
@@ -240,8 +241,8 @@ class ApexBackend(MultiTensorBackend):
         for kind, part in self.split("lamb", lists):
             sizes = [main.numel() for main in part.main]
             fits = [kind is not None and size <= MOST_ELEMENTS for size in sizes]
-            taken = [index for index, size in enumerate(sizes) if fits[index] and size]
-            for indices in _together(part, taken):
+            taken = [(index, size) for index, size in enumerate(sizes) if fits[index] and size]
+            for indices in runs_of(taken, piece_elements(part.main[0].device)):
                 self._lamb_launch(part.take(indices), scalars, multiplier)
             mark_written(part)
             if rest := [index for index, fit in enumerate(fits) if not fit]:
@@ -259,20 +260,6 @@ class ApexBackend(MultiTensorBackend):
         self.launch("multi_tensor_lamb", lists, [torch.float32] * 4, *arguments)
         publish(batch)
         take_averages(batch)
-
-
-def _together(lists: TensorLists, indices: list[int]) -> list[list[int]]:
-    """Runs of whole tensors of about one batch's size."""
-    runs: list[list[int]] = []
-    room = 0
-    for index in indices:
-        size = lists.main[index].numel()
-        if size > room:
-            runs.append([])
-            room = piece_elements(lists.main[index].device)
-        runs[-1].append(index)
-        room -= size
-    return runs
 
 
 # -- Transformer Engine ---------------------------------------------------------------------------

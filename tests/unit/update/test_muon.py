@@ -8,7 +8,7 @@ from torch import nn
 
 from mp_optim.config.rules import COEFFICIENT_TYPES, coefficients, scale_factor
 from mp_optim.update import Muon
-from mp_optim.update.newton_schulz import orthogonalize
+from mp_optim.update.newton_schulz import orthogonalize_each
 
 SHAPES = [(64, 128), (128, 48), (32, 32), (300, 7), (1, 5), (5, 1)]
 SIMPLE = {"coefficient_type": "simple", "scale_mode": "shape_scaling"}
@@ -74,6 +74,10 @@ def in_numpy(matrix, polynomials):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return torch.from_numpy(x.T if tall else x)
+
+
+def orthogonalize(matrices, polynomials, dtype):
+    return orthogonalize_each([matrices.to(dtype, copy=True).contiguous()], polynomials)[0]
 
 
 @pytest.mark.parametrize("kind", COEFFICIENT_TYPES)
