@@ -3,6 +3,7 @@ docs/numerics.md."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,28 +17,27 @@ from mp_optim.slots import SlotUpdate
 from mp_optim.slots.slot_state import REMAINDER
 from mp_optim.slots.tensor_layout import Part
 from mp_optim.update.backends import Backend
-from mp_optim.update.backends.adafactor_passes import (
-    Averages,
-    ElementPasses,
-    NativeElementPasses,
-    average,
-)
 from mp_optim.update.backends.native import NativeBackend
-from mp_optim.update.chunking import runs_of
+from mp_optim.update.backends.native_library import Adafactor as AdafactorValues
+from mp_optim.update.backends.native_library import Matrices, NativeLibrary, thread_count
+from mp_optim.update.chunking import runs_of, tell_autograd
 from mp_optim.update.codecs import join, split_
 from mp_optim.update.exact_sums import (
     Block,
     MatricesShape,
     blocks_of,
+    digits_of,
     digits_to_values,
     matrices_shape,
     over_shards,
+    pieces_of,
 )
 from mp_optim.update.kernel_args import TensorLists, fp32
 from mp_optim.update.optimizer import RuleOptimizer
 from mp_optim.update.rule import Launch, Rule, Settings, Workspace
 from mp_optim.update.sums import sum_in_pairs
 
+_LARGEST = torch.finfo(torch.float32).max
 _TOGETHER = 1 << 26
 """Elements of whole parameters that are stepped together: each needs FP32 copies of its gradient
 and its direction meanwhile."""
@@ -119,22 +119,31 @@ class Adafactor(RuleOptimizer):
 
 @dataclass(frozen=True)
 class _Scalars:
-    """Scalars of a step; those named ``fp32`` are rounded to it once."""
+    """Scalars of a step: those of the moments and ``decay`` are rounded to FP32 once."""
 
-    averages: Averages
-    decay_fp32: float
+    keep: float
+    weight: float
+    floor: float
+    squared_floor: float
+    decay: float
     rate: float
     least_scale: float
     threshold: float
 
     @classmethod
     def at(cls, group: Mapping[str, Any], step: int) -> _Scalars:
-        lr = float(group["lr"])
+        """From a param group, at step ``step`` >= 1."""
+        lr, (floor, least_scale) = float(group["lr"]), group["eps"]
+        floor = torch.finfo(torch.float32).eps if floor is None else float(floor)
+        weight = step ** float(group["beta2_decay"])
         return cls(
-            averages=Averages.at(group, step),
-            decay_fp32=fp32(lr * float(group["weight_decay"])),
+            keep=fp32(1.0 - weight),
+            weight=fp32(weight),
+            floor=fp32(floor),
+            squared_floor=fp32(floor * floor),
+            decay=fp32(lr * float(group["weight_decay"])),
             rate=min(lr, 1.0 / math.sqrt(step)),
-            least_scale=float(group["eps"][1]),
+            least_scale=float(least_scale),
             threshold=float(group["d"]),
         )
 
@@ -205,7 +214,7 @@ def _step(
     scales = []
     for param, digits, (grad_top, main_top) in zip(params, sums, tops, strict=True):
         scales.append(param.rms(digits[:2], main_top))
-        _turn(passes, param, digits[2:], grad_top, scalars.averages)
+        _turn(passes, param, digits[2:], grad_top, scalars)
     tops = tops_of([passes.largest(p.direction)[None] for p in params])
     sums = [
         passes.total_digits(p.blocks, top, p.device) for p, (top,) in zip(params, tops, strict=True)
@@ -213,7 +222,7 @@ def _step(
     sums = reduced(sums, largest_of=False)
     for param, digits, (top,), scale in zip(params, sums, tops, scales, strict=True):
         size = scalars.step_size(scale, param.rms(digits, top))
-        passes.descend(param.main, param.direction, scalars.decay_fp32, size)
+        passes.descend(param.main, param.direction, scalars.decay, size)
 
 
 def _digits_of(passes: ElementPasses, param: _Param, grad_top: float, main_top: float) -> Tensor:
@@ -227,18 +236,12 @@ def _digits_of(passes: ElementPasses, param: _Param, grad_top: float, main_top: 
 
 
 def _turn(
-    passes: ElementPasses, param: _Param, digits: Tensor, top: float, scalars: Averages
+    passes: ElementPasses, param: _Param, digits: Tensor, top: float, scalars: _Scalars
 ) -> None:
     """Update the moments, and turn the gradient into the direction."""
-    if param.is_factored:
-        _turn_factored(passes, param, digits, top, scalars)
-    else:
+    if not param.is_factored:
         passes.turn_by_variance(param.direction, param.state["variance"], scalars)
-
-
-def _turn_factored(
-    passes: ElementPasses, param: _Param, digits: Tensor, top: float, scalars: Averages
-) -> None:
+        return
     matrices, rows, columns = param.shape
     by_row, by_column = torch.split(digits, [2 * matrices * rows, 2 * matrices * columns])
     row_var = param.state["row_var"].view(matrices, rows)
@@ -248,9 +251,9 @@ def _turn_factored(
     # NOTE: a GPU's division by a number is a product with its reciprocal, which has other bits.
     row_count, column_count = (digits.new_full((), n, dtype=torch.float64) for n in (rows, columns))
     row_sums = digits_to_values(by_row.view(2, matrices, rows), top)
-    average(row_var, row_sums.div_(column_count).float(), scalars)
+    _average(row_var, row_sums.div_(column_count).float(), scalars)
     column_sums = digits_to_values(by_column.view(2, matrices, columns), top)
-    average(column_var, column_sums.div_(row_count).float(), scalars)
+    _average(column_var, column_sums.div_(row_count).float(), scalars)
     means = sum_in_pairs(row_var.double()).div_(row_count).float()
     weights = row_var / means.clamp_(min=scalars.floor)[:, None]
     passes.turn_by_matrices(param.blocks, weights, column_var, scalars)
@@ -263,3 +266,181 @@ def _store(lists: TensorLists, at: int, param: _Param) -> None:
     output = lists.output[at]
     if output is not None:
         output.copy_(lists.main[at].view(output.shape))
+
+
+# -- passes over the elements ---------------------------------------------------------------------
+
+
+def _average(moment: Tensor, value: Tensor, scalars: _Scalars) -> None:
+    """Add a value to a moment; the value is spent. What overflows becomes FP32's largest number:
+    of an infinite moment nothing could be decayed, nor a mean be taken."""
+    value.clamp_(max=_LARGEST).mul_(scalars.weight)
+    moment.mul_(scalars.keep).add_(value).clamp_(max=_LARGEST)
+
+
+class ElementPasses:
+    """Each method goes over contiguous FP32 elements once."""
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The largest magnitude, FP32, shape (); inf if one is not finite, 0 if there is none."""
+        if not values.numel():
+            return torch.zeros((), dtype=torch.float32, device=values.device)
+        low, high = torch.aminmax(values)
+        top = torch.maximum(low.abs(), high.abs())
+        return torch.where(top.isfinite(), top, torch.inf)
+
+    def total_digits(self, blocks: Sequence[Block], top: float, device: torch.device) -> Tensor:
+        """The sum of all squares in digits, int64, shape (2,). Those of several ranks may be added
+        up.
+
+        Args:
+            top: the largest magnitude of the whole parameter; inf leaves the sum open.
+        """
+        total = torch.zeros(2, dtype=torch.int64, device=device)
+        for block in blocks if math.isfinite(top) else ():
+            for piece in pieces_of(block):
+                digits = digits_of(piece.values, top)
+                total += torch.stack([each.sum() for each in digits]).long()
+        return total
+
+    def row_and_column_digits(
+        self, blocks: Sequence[Block], top: float, shape: MatricesShape, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """The sums of squares of each row and column of a stack of matrices, in digits.
+
+        Returns:
+            int64, shapes (2, matrices, rows) and (2, matrices, columns); 0 where this rank has
+            nothing.
+        """
+        by_row, by_column = _no_digits(shape, device)
+        for block in blocks if math.isfinite(top) else ():
+            for values, matrix, row, column in pieces_of(block):
+                deep, high, wide = values.shape
+                for digit, digits in enumerate(digits_of(values, top)):
+                    where = by_row[digit, matrix : matrix + deep, row : row + high]
+                    where += digits.sum(2).long()
+                    where = by_column[digit, matrix : matrix + deep, column : column + wide]
+                    where += digits.sum(1).long()
+        return by_row, by_column
+
+    def turn_by_variance(self, grad: Tensor, variance: Tensor, scalars: _Scalars) -> None:
+        """Update the variance, and turn the gradient into the direction."""
+        _average(variance, grad * grad, scalars)
+        grad.div_(_root(variance.clamp(min=scalars.squared_floor)))
+
+    def turn_by_matrices(
+        self, blocks: Sequence[Block], weights: Tensor, columns: Tensor, scalars: _Scalars
+    ) -> None:
+        """Turn gradients into directions.
+
+        Args:
+            weights: of all rows, over the mean of their matrix; shape (matrices, rows).
+            columns: moments of all columns, shape (matrices, columns).
+        """
+        for block in blocks:
+            for values, matrix, row, column in pieces_of(block):
+                deep, high, wide = values.shape
+                of_rows = weights[matrix : matrix + deep, row : row + high, None]
+                of_columns = columns[matrix : matrix + deep, None, column : column + wide]
+                values.div_(_root((of_rows * of_columns).clamp_(min=scalars.squared_floor)))
+
+    def descend(self, main: Tensor, direction: Tensor, decay: float, size: float) -> None:
+        """Take the step; the direction is spent."""
+        if decay != 0.0:
+            main.sub_(main * decay)
+        main.sub_(direction.mul_(size))
+
+
+def _no_digits(shape: MatricesShape, device: torch.device) -> tuple[Tensor, Tensor]:
+    matrices, rows, columns = shape
+    by_row = torch.zeros(2, matrices, rows, dtype=torch.int64, device=device)
+    return by_row, torch.zeros(2, matrices, columns, dtype=torch.int64, device=device)
+
+
+def _root(values: Tensor) -> Tensor:
+    """Square roots, rounded once from FP64."""
+    return values.double().sqrt_().float()
+
+
+# -- by the kernels, on all host threads ----------------------------------------------------------
+
+
+class NativeElementPasses(ElementPasses):
+    """Calls the library; bit for bit what the text in torch operations computes."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._library = library
+
+    def largest(self, values: Tensor) -> Tensor:
+        top = torch.zeros((), dtype=torch.float32, device="cpu")
+        if values.numel():
+            self._call("mp_largest", values.data_ptr(), values.numel(), top.data_ptr())
+        return top
+
+    def total_digits(self, blocks: Sequence[Block], top: float, device: torch.device) -> Tensor:
+        total = torch.zeros(2, dtype=torch.int64, device=device)
+        for block in blocks if math.isfinite(top) else ():
+            values = block.values
+            self._call(
+                "mp_total_digits", values.data_ptr(), values.numel(), _scale(top), total.data_ptr()
+            )
+        return total
+
+    def row_and_column_digits(
+        self, blocks: Sequence[Block], top: float, shape: MatricesShape, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        by_row, by_column = _no_digits(shape, device)
+        for block in blocks if math.isfinite(top) else ():
+            box, to = _matrices(block, shape), (by_row.data_ptr(), by_column.data_ptr())
+            self._call("mp_matrix_digits", box, _scale(top), *to)
+        return by_row, by_column
+
+    def turn_by_variance(self, grad: Tensor, variance: Tensor, scalars: _Scalars) -> None:
+        if grad.numel():
+            _check_alike(grad, variance)
+            values = AdafactorValues(scalars.keep, scalars.weight, scalars.squared_floor)
+            to = (grad.data_ptr(), variance.data_ptr(), grad.numel())
+            self._call("mp_turn_by_variance", *to, ctypes.byref(values))
+
+    def turn_by_matrices(
+        self, blocks: Sequence[Block], weights: Tensor, columns: Tensor, scalars: _Scalars
+    ) -> None:
+        shape = (*weights.shape, columns.shape[1])
+        moments = (weights.data_ptr(), columns.data_ptr(), scalars.squared_floor)
+        for block in blocks:
+            self._call("mp_turn_matrices", _matrices(block, shape), *moments)
+
+    def descend(self, main: Tensor, direction: Tensor, decay: float, size: float) -> None:
+        if main.numel():
+            _check_alike(main, direction)
+            tensors = (main.data_ptr(), direction.data_ptr(), main.numel())
+            self._call("mp_descend", *tensors, decay, size)
+            tell_autograd([main])
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        self._library.call(name, *arguments, thread_count())
+
+
+def _check_alike(one: Tensor, other: Tensor) -> None:
+    """Kernels go by the first of the two.
+
+    Raises:
+        ValueError: the other has not as many elements, or one is not FP32 without gaps.
+    """
+    forms = [(each.numel(), each.dtype, each.is_contiguous()) for each in (one, other)]
+    if forms != [(one.numel(), torch.float32, True)] * 2:
+        raise ValueError(
+            f"Adafactor's kernels were to step {list(one.shape)} by {list(other.shape)}: a "
+            "parameter, its gradient or its state was given other memory (`tensor.data = ...`) "
+            "that the optimizer was not told of"
+        )
+
+
+def _scale(top: float) -> float:
+    """The power of two that brings all magnitudes below 1."""
+    return float(2.0 ** -math.frexp(top)[1])
+
+
+def _matrices(block: Block, shape: MatricesShape) -> Any:
+    values = block.values
+    return ctypes.byref(Matrices(values.data_ptr(), *values.shape, *block[1:], *shape))

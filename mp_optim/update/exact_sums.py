@@ -105,16 +105,7 @@ def _cut(values: Tensor, dim: int, size: int, first: int) -> Iterator[tuple[Tens
         yield values.narrow(dim, start, count), first + start
 
 
-def largest(values: Tensor) -> Tensor:
-    """The largest magnitude, FP32, shape (); inf if one is not finite, 0 if there is none."""
-    if not values.numel():
-        return torch.zeros((), dtype=torch.float32, device=values.device)
-    low, high = torch.aminmax(values)
-    top = torch.maximum(low.abs(), high.abs())
-    return torch.where(top.isfinite(), top, torch.inf)
-
-
-def _digits(values: Tensor, top: float) -> tuple[Tensor, Tensor]:
+def digits_of(values: Tensor, top: float) -> tuple[Tensor, Tensor]:
     """Squares of FP32 values as two FP64 tensors of whole numbers below 2^31; nothing is
     rounded."""
     exponent = math.frexp(top)[1]
@@ -137,41 +128,6 @@ def bounded_value(high: int, low: int, nans: int, most: float) -> float:
     """The sum that :func:`bounded_sum` gives, rounded once to FP64; NaN if a value is."""
     units = float(high + (low >> _BITS)) * 2.0**_BITS + float(low & _LOW)
     return math.nan if nans else units * (most * 2.0**-52)
-
-
-def total_digits(blocks: Sequence[Block], top: float, device: torch.device) -> Tensor:
-    """The sum of all squares in digits, int64, shape (2,). Those of several ranks may be added up.
-
-    Args:
-        top: the largest magnitude of the whole parameter; inf leaves the sum open.
-    """
-    total = torch.zeros(2, dtype=torch.int64, device=device)
-    for block in blocks if math.isfinite(top) else ():
-        for piece in pieces_of(block):
-            total += torch.stack([digits.sum() for digits in _digits(piece.values, top)]).long()
-    return total
-
-
-def row_and_column_digits(
-    blocks: Sequence[Block], top: float, shape: MatricesShape, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """The sums of squares of each row and column of a stack of matrices, in digits.
-
-    Returns:
-        int64, shapes (2, matrices, rows) and (2, matrices, columns); 0 where this rank has nothing.
-    """
-    matrices, rows, columns = shape
-    by_row = torch.zeros(2, matrices, rows, dtype=torch.int64, device=device)
-    by_column = torch.zeros(2, matrices, columns, dtype=torch.int64, device=device)
-    for block in blocks if math.isfinite(top) else ():
-        for values, matrix, row, column in pieces_of(block):
-            deep, high, wide = values.shape
-            for digit, digits in enumerate(_digits(values, top)):
-                where = by_row[digit, matrix : matrix + deep, row : row + high]
-                where += digits.sum(2).long()
-                where = by_column[digit, matrix : matrix + deep, column : column + wide]
-                where += digits.sum(1).long()
-    return by_row, by_column
 
 
 def digits_to_values(digits: Tensor, top: float) -> Tensor:

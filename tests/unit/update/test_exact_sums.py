@@ -10,14 +10,12 @@ from torch.distributed.tensor import Shard
 
 from mp_optim.slots.tensor_layout import Part
 from mp_optim.update import exact_sums
-from mp_optim.update.exact_sums import (
-    blocks_of,
-    digits_to_values,
-    largest,
-    matrices_shape,
-    row_and_column_digits,
-    total_digits,
-)
+from mp_optim.update.adafactor import ElementPasses
+from mp_optim.update.exact_sums import blocks_of, digits_to_values, matrices_shape
+
+passes = ElementPasses()
+largest, total_digits = passes.largest, passes.total_digits
+row_and_column_digits = passes.row_and_column_digits
 
 CPU = torch.device("cpu")
 SHAPES = [(7,), (), (5, 6), (1, 9), (9, 1), (3, 4, 5), (2, 3, 4, 5), (40, 130)]
