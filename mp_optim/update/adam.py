@@ -5,24 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from mp_optim.config.rules import RULES
 from mp_optim.update.optimizer import RuleOptimizer
 from mp_optim.update.rule import ElementRule, Settings
-
-
-def adam_unread_moments(group: Settings) -> tuple[str, ...]:
-    """What Adam does without under a group's settings: the first moment where ``betas[0]`` is 0, as
-    it is the gradient then."""
-    match group["betas"]:
-        case (first, _, *_) if first == 0.0:
-            return ("exp_avg",)
-    return ()  # also of what are no betas: check_settings says so
-
-
-def adam_moments(group: Settings, rule: str = "adam") -> tuple[str, ...]:
-    """What Adam, or a rule that extends it, keeps under a group's settings."""
-    unread = adam_unread_moments(group)
-    return tuple(name for name in RULES[rule].moment_names if name not in unread)
 
 
 class AdamRule(ElementRule):
@@ -32,10 +16,14 @@ class AdamRule(ElementRule):
     decides_moments = "betas"
 
     def moments(self, group: Settings) -> tuple[str, ...]:
-        return adam_moments(group, self.name)
+        unread = self.unread_moments(group)
+        return tuple(name for name in super().moments(group) if name not in unread)
 
     def unread_moments(self, group: Settings) -> tuple[str, ...]:
-        return adam_unread_moments(group)
+        match group["betas"]:
+            case (first, _, *_) if first == 0.0:
+                return ("exp_avg",)
+        return ()  # also of what are no betas: check_settings says so
 
 
 class FusedAdam(RuleOptimizer):

@@ -10,6 +10,7 @@ bfloat16 model parameter plus an integer remainder of 16 bits (all of FP32) or 8
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ _FOUR_BITS = 7  # the largest code
 _QUIET_NAN = 0x7FC0
 _GOLDEN = 0x9E3779B9
 _MASK = 0xFFFFFFFF
+_Bits = TypeVar("_Bits", int, Tensor)
 
 
 def form_of(name: str, dtype: torch.dtype) -> StateForm:
@@ -65,22 +67,9 @@ _IN_BLOCKS = {form.dtype for form in (*FIRST_FORMS, *SECOND_FORMS) if form.in_bl
 # -- random numbers -------------------------------------------------------------------------------
 
 
-def mix(x: int) -> int:
-    """The 32-bit finalizer of MurmurHash3 (Appleby 2011): a bijection without visible structure."""
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
-    return x ^ (x >> 16)
-
-
-def _unmixed(x: int) -> int:
-    """The 32 bits that :func:`mix` makes ``x`` of."""
-    x = ((x ^ (x >> 16)) * 0x7ED1B41D) & _MASK  # the inverses of its factors modulo 2^32
-    x = ((x ^ (x >> 13) ^ (x >> 26)) * 0xA5CB9243) & _MASK
-    return x ^ (x >> 16)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """:func:`mix` of 32-bit values in an int64 tensor."""
+def mix(x: _Bits) -> _Bits:
+    """The 32-bit finalizer of MurmurHash3 (Appleby 2011): a bijection without visible structure. Of
+    an int64 tensor, each of the 32-bit values in it."""
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
     return x ^ (x >> 16)
@@ -107,7 +96,7 @@ class Noise:
         index = (
             torch.arange(self.start, self.start + count, dtype=torch.int64, device=device) & _MASK
         )
-        return _mix((key + index * _GOLDEN) & _MASK)
+        return mix((key + index * _GOLDEN) & _MASK)
 
     @property
     def own_stream(self) -> int:
@@ -115,8 +104,11 @@ class Noise:
         for kernels that count from 0."""
         if not self.start:
             return self.stream
-        key = mix(self.seed ^ self.stream) + self.start * _GOLDEN
-        return self.seed ^ _unmixed(key & _MASK)
+        x = (mix(self.seed ^ self.stream) + self.start * _GOLDEN) & _MASK
+        # what mix makes this of, by the inverses of its factors modulo 2^32
+        x = ((x ^ (x >> 16)) * 0x7ED1B41D) & _MASK
+        x = ((x ^ (x >> 13) ^ (x >> 26)) * 0xA5CB9243) & _MASK
+        return self.seed ^ x ^ (x >> 16)
 
 
 def _sixteen(noise: Noise, like: Tensor, second: bool) -> Tensor:
@@ -141,7 +133,11 @@ def decode(stored: Tensor, scale: Tensor | None, second: bool, numel: int | None
     if scale is None:
         return stored.float()
     four = stored.dtype == torch.uint8 and not second
-    codes = _unpacked(stored)[:numel] if four else stored
+    codes = stored
+    if four:  # with those that fill up the last run, which are cut off
+        pairs = stored.int().view(-1, 1, PACKED // 2)
+        halves = torch.cat([pairs & 15, pairs >> 4], 1)
+        codes = ((halves ^ 8) - 8).view(-1)[:numel]
     values = codes.float() * scale.repeat_interleave(BLOCK)[: codes.numel()]
     return values * values if second else values
 
@@ -256,13 +252,6 @@ def _packed(codes: Tensor) -> Tensor:
     return (low | high << 4).reshape(-1)
 
 
-def _unpacked(stored: Tensor) -> Tensor:
-    """The codes of all bytes, with those that fill up the last run."""
-    pairs = stored.int().view(-1, 1, PACKED // 2)
-    halves = torch.cat([pairs & 15, pairs >> 4], 1)
-    return ((halves ^ 8) - 8).view(-1)
-
-
 # -- averages -------------------------------------------------------------------------------------
 
 
@@ -272,7 +261,7 @@ def store_average(value: Tensor, stored: Tensor, noise: Noise | None) -> None:
         stored.copy_(value)
         return
     words = noise.words(value.numel(), value.device)
-    sixteen = (_mix(words ^ _GOLDEN) >> 16).int().view(value.shape)
+    sixteen = (mix(words ^ _GOLDEN) >> 16).int().view(value.shape)
     stored.copy_(_dithered(value, sixteen))
 
 
@@ -299,7 +288,7 @@ def split_(value: Tensor, param: Tensor, remainder: Tensor, noise: Noise | None 
             added = 0x7F + ((bits >> 8) & 1)
         else:
             words = noise.words(bits.numel(), bits.device)
-            added = (_mix(words ^ _GOLDEN) & 0xFF).int().view(bits.shape)
+            added = (mix(words ^ _GOLDEN) & 0xFF).int().view(bits.shape)
         bits = torch.where(value.isfinite(), (bits + added) & -0x100, bits)
     bits = torch.where(value.isnan(), _QUIET_NAN << 16, bits)
     high = (bits + 0x8000) >> 16

@@ -312,18 +312,6 @@ class Kind(NamedTuple):
         """Of the first, the second and the third."""
         return self.moment1, self.moment2, self.moment3
 
-    @property
-    def is_supported(self) -> bool:
-        """Whether there are kernels for it."""
-        return (
-            self.grad in FLOATS
-            and self.moment1 in _FIRST
-            and self.moment2 in _SECOND
-            and self.moment3 in _FIRST
-            and self.output in _OUTPUTS.get((self.main, self.remainder), ())
-            and self.average in _AVERAGES
-        )
-
 
 class Part(NamedTuple):
     """Tensors of one kind: where they are in the lists, and the lists of them alone. A kind of
@@ -384,13 +372,8 @@ def _dtypes(column: Sequence[Tensor | None] | None) -> set[torch.dtype | None]:
 
 
 def _kind(columns: Sequence[Sequence[Tensor | None] | None], index: int) -> Kind:
-    dtypes = [_dtype(column, index) for column in columns]
-    return Kind(*dtypes)  # type: ignore[arg-type]  # there always is a gradient
-
-
-def _dtype(column: Sequence[Tensor | None] | None, index: int) -> torch.dtype | None:
-    tensor = None if column is None else column[index]
-    return None if tensor is None else tensor.dtype
+    tensors = [None if column is None else column[index] for column in columns]
+    return Kind._make(None if tensor is None else tensor.dtype for tensor in tensors)
 
 
 def _supported(kind: Kind, lists: TensorLists, moments: tuple[str, ...]) -> Kind | None:
@@ -400,8 +383,42 @@ def _supported(kind: Kind, lists: TensorLists, moments: tuple[str, ...]) -> Kind
         scaled &= (scale_key(name) in lists.state) == (dtype is not None and is_blocked(dtype))
     seeds = {item.seed for item in lists.noise or []}
     rounds = kind.average != torch.bfloat16 or lists.noise is not None
-    fits = kind.is_supported and scaled and rounds
-    return kind if fits and len(seeds) <= 1 else None
+    known = (
+        kind.grad in FLOATS
+        and kind.moment1 in _FIRST
+        and kind.moment2 in _SECOND
+        and kind.moment3 in _FIRST
+        and kind.output in _OUTPUTS.get((kind.main, kind.remainder), ())
+        and kind.average in _AVERAGES
+    )
+    return kind if known and scaled and rounds and len(seeds) <= 1 else None
+
+
+def column_names(moments: tuple[str, ...]) -> dict[str, str]:
+    """What kernels call the tensors of a slot, by the keys that these have in ``TensorLists``.
+
+    Args:
+        moments: as of :func:`parts_of`.
+    """
+    names = {MAIN: "main", REMAINDER: "remainder", AVERAGE: "average"}
+    for number, moment in enumerate(moments, start=1):
+        if moment:
+            names |= {moment: f"moment{number}", scale_key(moment): f"scale{number}"}
+    return names
+
+
+def columns_of(
+    lists: TensorLists, kind: Kind, moments: tuple[str, ...]
+) -> dict[str, Sequence[Any]]:
+    """The lists of one kind that kernels read or write in place, by their names there."""
+    names = column_names(moments)
+    columns: dict[str, Sequence[Any]] = {"grad": lists.grad}
+    if lists.main:
+        columns["main"] = lists.main
+    columns |= {names[key]: tensors for key, tensors in lists.state.items() if key in names}
+    if kind.output is not None:
+        columns["output"] = lists.output
+    return columns
 
 
 # -- whether they fit each other ------------------------------------------------------------------

@@ -49,8 +49,11 @@ class PlannedLaunch(NamedTuple):
     def copy_back(self) -> None:
         """Give what is not contiguous the values of the copies that were stepped."""
         for tensors, stepped in ((self.mains, self.lists.main), (self.outputs, self.lists.output)):
-            if tensors is not stepped:
-                _copy(tensors, stepped)
+            if tensors is stepped:
+                continue
+            for tensor, copy in zip(tensors, stepped, strict=True):
+                if tensor is not None and copy is not None and tensor is not copy:
+                    tensor.copy_(copy)
 
 
 def contiguous(tensors: CachedTensorList) -> CachedTensorList:
@@ -68,9 +71,3 @@ def contiguous_outputs(outputs: Sequence[Tensor | None]) -> Sequence[Tensor | No
     if all(map(Tensor.is_contiguous, [output for output in outputs if output is not None])):
         return outputs
     return [None if output is None else output.contiguous() for output in outputs]
-
-
-def _copy(tensors: Sequence[Tensor | None], stepped: Sequence[Tensor | None]) -> None:
-    for tensor, copy in zip(tensors, stepped, strict=True):
-        if tensor is not None and copy is not None and tensor is not copy:
-            tensor.copy_(copy)

@@ -98,22 +98,16 @@ class Exchange:
         """The results of this rank's matrices, cut like their parts."""
         if not pieces:
             return {}
-        parts_of = {item: self._parts(item) for item in pieces}
-        wholes = [
-            assembled(self._shape(item), parts_of[item], flats) for item, flats in pieces.items()
-        ]
+        parts_of, wholes = {}, []
+        for item, flats in pieces.items():
+            index, matrix = self.plan.items[item]
+            param = self.params[index]
+            parts_of[item] = param.parts[matrix]
+            wholes.append(assembled((param.rows, param.columns), parts_of[item], flats))
         results = self.compute(wholes)
         return {
             item: cut(whole, parts_of[item]) for item, whole in zip(pieces, results, strict=True)
         }
-
-    def _shape(self, item: int) -> tuple[int, int]:
-        param = self.params[self.plan.items[item][0]]
-        return param.rows, param.columns
-
-    def _parts(self, item: int) -> Sequence[Boxes]:
-        param, matrix = self.plan.items[item]
-        return self.params[param].parts[matrix]
 
     def _of_item(self, tensors: Sequence[Tensor], item: int) -> Tensor:
         """This rank's part of a matrix, in one of a list of parameters; flat."""
@@ -452,7 +446,11 @@ class MatrixOwners(Workspace):
         loads = self._loads.setdefault(name, [0] * grid.size)
         planned = plan(tuple(params), tuple(flops), tuple(loads), width)
         (here,) = grid.block(*(group.rank() for group in groups))
-        self._count(planned, here)
+        costs = zip(planned.owners, planned.costs, strict=True)
+        owned = [cost for owner, cost in costs if owner == here]
+        self.owned += len(owned)
+        self.known += len(planned.items)
+        self.flops += sum(owned)
         added = planned.loads(grid.size)
         self._loads[name] = list(map(operator.add, loads, added))
         return planned
@@ -466,10 +464,3 @@ class MatrixOwners(Workspace):
         if not self.known:
             return ""
         return f"; of {self.known} matrices split over ranks this one orthogonalises {self.owned}"
-
-    def _count(self, planned: Plan, rank: int) -> None:
-        costs = zip(planned.owners, planned.costs, strict=True)
-        owned = [cost for owner, cost in costs if owner == rank]
-        self.owned += len(owned)
-        self.known += len(planned.items)
-        self.flops += sum(owned)

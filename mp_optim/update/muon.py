@@ -13,7 +13,7 @@ from torch import Tensor
 from mp_optim.config.rules import RULES, SCALAR_OPTIMIZERS, coefficients
 from mp_optim.slots import SlotUpdate
 from mp_optim.slots.slot_state import AVERAGE, REMAINDER, scale_key
-from mp_optim.update.adam import adam_moments, adam_unread_moments
+from mp_optim.update.adam import AdamRule
 from mp_optim.update.backends import Backend
 from mp_optim.update.backends.native import NativeBackend
 from mp_optim.update.backends.reference import MOMENTUM, step_with
@@ -29,6 +29,8 @@ from mp_optim.update.muon_directions import (
 )
 from mp_optim.update.optimizer import RuleOptimizer
 from mp_optim.update.rule import Launch, Rule, Settings, Workspace
+
+_ADAM = AdamRule()
 
 
 class MuonRule(Rule):
@@ -50,11 +52,11 @@ class MuonRule(Rule):
 
     def moments(self, group: Settings) -> tuple[str, ...]:
         if group["optimizer"] == "adam":
-            return adam_moments(group)
+            return _ADAM.moments(group)
         return RULES[group["optimizer"]].moment_names
 
     def unread_moments(self, group: Settings) -> tuple[str, ...]:
-        return adam_unread_moments(group) if group["optimizer"] == "adam" else ()
+        return _ADAM.unread_moments(group) if group["optimizer"] == "adam" else ()
 
     def reads_steps(self, group: Settings) -> bool:
         return bool(group["optimizer"] == "adam")

@@ -86,23 +86,12 @@ class Orthogonalization:
         return fp32(self.lr * scale_factor(self.scale_mode, rows, columns))
 
 
-class Run(NamedTuple):
-    """Parameters that are orthogonalised together.
-
-    Attributes:
-        members: their indices.
-        is_here: whether each is whole, and its products are taken where it is stepped.
-    """
-
-    members: list[int]
-    is_here: bool
-
-
 def runs(
     params: Sequence[Tensor], layouts: Sequence[Layout | None], blockwise: bool
-) -> Iterator[Run]:
-    """All parameters. Runs of those that are split over ranks are the same on every rank that has a
-    part of them, as they depend on whole shapes alone.
+) -> Iterator[tuple[list[int], bool]]:
+    """Indices of parameters that are orthogonalised together, and whether each of them is whole and
+    its products are taken where it is stepped. Runs of those that are split over ranks are the same
+    on every rank that has a part of them, as they depend on whole shapes alone.
 
     Args:
         layouts: of the model's parameters, as many, or none at all.
@@ -118,10 +107,10 @@ def runs(
             here.append((index, param.numel()))
     for sizes in (split, elsewhere):
         for members in runs_of(sizes, _TOGETHER):
-            yield Run(members, is_here=False)
+            yield members, False
     most = _TOGETHER_ON_HOST if params[0].is_cpu else _TOGETHER
     for members in runs_of(here, most):
-        yield Run(members, is_here=True)
+        yield members, True
 
 
 def directions(
@@ -237,7 +226,12 @@ def whole_directions(
         rooms: memory for what is in between, of their device and dtype.
     """
     if rule.head_rows is not None:
-        return _by_heads(rule, wholes, rule.head_rows)
+        heads = _heads(wholes, rule.head_rows)
+        found = orthogonalize_each(heads, rule.polynomials, rule.method)
+        return [
+            Direction(values.view(whole.shape), rule.factor(rule.head_rows, whole.size(-1)))
+            for values, whole in zip(found, wholes, strict=True)
+        ]
     if rule.parts is not None:
         return _by_parts(rule, wholes, rule.parts)
     found = orthogonalize_each(wholes, rule.polynomials, rule.method, rooms)
@@ -256,16 +250,6 @@ def _heads(wholes: Sequence[Tensor], rows: int) -> list[Tensor]:
         if whole.size(-2) % rows:
             raise ValueError(f"head_rows={rows}: {whole.size(-2)} rows are not a multiple of it")
     return [whole.view(-1, rows, whole.size(-1)) for whole in wholes]
-
-
-def _by_heads(rule: Orthogonalization, wholes: Sequence[Tensor], rows: int) -> list[Direction]:
-    """Each head by itself, with the scale of its shape."""
-    heads = _heads(wholes, rows)
-    found = orthogonalize_each(heads, rule.polynomials, rule.method)
-    return [
-        Direction(values.view(whole.shape), rule.factor(rows, whole.size(-1)))
-        for values, whole in zip(found, wholes, strict=True)
-    ]
 
 
 def _by_parts(

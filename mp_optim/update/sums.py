@@ -72,7 +72,7 @@ def combine_pieces(owners: Sequence[int], pieces: Tensor, count: int) -> Tensor:
     sums[_index(whole.keys(), sums)] = pieces[_index(whole.values(), sums)]
     for owner, where in cut.items():
         if len(where) > 1:
-            sums[owner] = _add_pairs(_filled(pieces[_index(where, sums)].T))
+            sums[owner] = sum_in_pairs(pieces[_index(where, sums)].T)
     return sums
 
 
@@ -112,41 +112,23 @@ def _sum_batch(tensors: Sequence[Tensor], blocks: int) -> Tensor:
     )
     for row, tensor in zip(padded.unbind(), tensors, strict=True):
         row[: tensor.numel()].copy_(tensor.reshape(-1))
-    rows = padded.square_().view(len(tensors), blocks, BLOCK // _ROW, _ROW)
-    return _add_pairs(_add_halves(_add_rows(rows)))
-
-
-def _add_rows(squares: Tensor) -> Tensor:
-    """Along the last dimension but one, one after another."""
-    first, *others = squares.unbind(-2)
+    first, *others = padded.square_().view(len(tensors), blocks, BLOCK // _ROW, _ROW).unbind(-2)
     total = first.clone()
     for row in others:
         total += row
-    return total
-
-
-def _add_halves(squares: Tensor) -> Tensor:
-    while squares.shape[-1] > 1:
-        half = squares.shape[-1] // 2
-        squares = squares[..., :half] + squares[..., half:]
-    return squares.squeeze(-1)
+    while total.shape[-1] > 1:
+        half = total.shape[-1] // 2
+        total = total[..., :half] + total[..., half:]
+    return sum_in_pairs(total.squeeze(-1))
 
 
 def sum_in_pairs(values: Tensor) -> Tensor:
     """Sums along the last dimension, whose values are added in adjacent pairs, zero filled."""
-    return _add_pairs(_filled(values))
-
-
-def _add_pairs(sums: Tensor) -> Tensor:
-    """Adjacent pairs along the last dimension, whose size is a power of two."""
+    count = values.shape[-1]
+    sums = torch.nn.functional.pad(values, (0, _next_power(count) - count))
     while sums.shape[-1] > 1:
         sums = sums[..., 0::2] + sums[..., 1::2]
     return sums.squeeze(-1)
-
-
-def _filled(sums: Tensor) -> Tensor:
-    """Zero filled along the last dimension up to a power of two."""
-    return torch.nn.functional.pad(sums, (0, _next_power(sums.shape[-1]) - sums.shape[-1]))
 
 
 def _sum_large(tensor: Tensor, piece: int) -> Tensor:
@@ -154,7 +136,7 @@ def _sum_large(tensor: Tensor, piece: int) -> Tensor:
         _sum_batch([_row_major(tensor, start, min(start + piece, tensor.numel()))], piece // BLOCK)
         for start in range(0, tensor.numel(), piece)
     ]
-    return _add_pairs(_filled(torch.cat(parts)))
+    return sum_in_pairs(torch.cat(parts))
 
 
 def _row_major(tensor: Tensor, start: int, stop: int) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from mp_optim.config.rules import RULES
 from mp_optim.config.state_forms import BF16, FIRST_FORMS, FP16, FP32, REMAINDER_FORMS, SECOND_FORMS
 from mp_optim.slots import CachedTensorList, all_same
-from mp_optim.slots.slot_state import AVERAGE, REMAINDER, scale_key
+from mp_optim.slots.slot_state import AVERAGE
 from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.memory_access import LARGE, AccessChoice
 from mp_optim.update.backends.native_library import thread_count
@@ -31,13 +31,14 @@ from mp_optim.update.codecs import Noise
 from mp_optim.update.element_rules import Step
 from mp_optim.update.kernel_args import (
     FLOATS,
-    MAIN,
     Kind,
     LambScalars,
     MuonScalars,
     StableScalars,
     TensorLists,
     check_fit,
+    column_names,
+    columns_of,
     kept_moments,
     parts_of,
 )
@@ -342,43 +343,8 @@ def _chosen(
     return structure(**{name: known[name] for name in names})
 
 
-def _sources(lists: TensorLists, moments: tuple[str, ...]) -> dict[str, Sequence[Any]]:
-    """Where present values are read, by the names of ``MpTensors``; empty if they are in place."""
-    if lists.source is None:
-        return {}
-    names = {MAIN: "main", REMAINDER: "remainder", AVERAGE: "average"}
-    for at, name in enumerate(moments, start=1):
-        if name:
-            names |= {name: f"moment{at}", scale_key(name): f"scale{at}"}
-    return {f"from_{names[key]}": tensors for key, tensors in lists.source.items()}
-
-
-def _outputs(lists: TensorLists) -> list[Tensor]:
-    """The outputs that there are; a list that knows its addresses is handed on as it is."""
-    if isinstance(lists.output, CachedTensorList):
-        return lists.output
-    return [output for output in lists.output if output is not None]
-
-
-def _columns(lists: TensorLists, moments: tuple[str, ...]) -> dict[str, Sequence[Any]]:
-    """Lists of tensors by the names of ``MpTensors``, without the outputs."""
-    columns: dict[str, Sequence[Any]] = {"grad": lists.grad}
-    columns |= {"main": lists.main} if lists.main else {}
-    columns |= {f"moment{1 + at}": lists.state[name] for at, name in enumerate(moments) if name}
-    for key, name in ((REMAINDER, "remainder"), (AVERAGE, "average")):
-        if key in lists.state:
-            columns[name] = lists.state[key]
-    return columns
-
-
 def _table(lists: TensorLists, kind: Kind, moments: tuple[str, ...]) -> Table:
-    columns = _columns(lists, moments)
-    columns |= {
-        f"scale{1 + at}": lists.state[scale_key(name)]
-        for at, name in enumerate(moments)
-        if scale_key(name) in lists.state
-    }
-    if kind.output is not None:
-        columns["output"] = _outputs(lists)
-    columns |= _sources(lists, moments)
+    columns, names = columns_of(lists, kind, moments), column_names(moments)
+    for key, tensors in (lists.source or {}).items():
+        columns[f"from_{names[key]}"] = tensors
     return Table(kind, columns, lists.noise, lists.average_weight)

@@ -10,20 +10,24 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from mp_optim.slots import CachedTensorList
-from mp_optim.slots.slot_state import AVERAGE, REMAINDER, scale_key
-from mp_optim.update.kernel_args import Kind, Part, TensorLists, check_fit
+from mp_optim.update.kernel_args import Kind, Part, TensorLists, check_fit, columns_of
 
 RUN = 1024
 """Sums that one program adds up."""
 
 _WIDE = Kind._fields
 """Columns that are read 16 bytes at a time where all addresses allow it: not the scales."""
+_COLUMNS = (
+    *("grad", "main", "remainder", "moment1", "moment2", "moment3"),
+    *("scale1", "scale2", "scale3", "output", "average"),
+)
+"""In the order in which kernels take them."""
 _DTYPES = {"Q": torch.int64, "q": torch.int64, "i": torch.int32, "I": torch.int32}
 _Value = TypeVar("_Value")
 
@@ -128,34 +132,17 @@ class Tables:
     ) -> tuple[list[Tensor | None], list[tuple[Plan, bool]]]:
         """Addresses of the parts of all tensors, in the order in which kernels take them; and the
         plans by whether all addresses of a tensor, but for its scales, are multiples of 16."""
-        lists, state, device = part.lists, part.lists.state, part.lists.grad[0].device
-        first, second, third = [*moments, "", "", ""][:3]
+        lists, device = part.lists, part.lists.grad[0].device
         assert part.kind is not None
-        tensors = {
-            "grad": lists.grad,
-            "main": lists.main or None,
-            "remainder": state.get(REMAINDER),
-            "moment1": state.get(first),
-            "moment2": state.get(second),
-            "moment3": state.get(third),
-            "scale1": state.get(scale_key(first)),
-            "scale2": state.get(scale_key(second)),
-            "scale3": state.get(scale_key(third)),
-            "output": None if part.kind.output is None else lists.output,
-            "average": state.get(AVERAGE),
-        }
-        there = {
-            name: CachedTensorList.of(cast(Sequence[Tensor], each))
-            for name, each in tensors.items()
-            if each is not None
-        }
+        found = columns_of(lists, part.kind, moments)
+        there = {name: CachedTensorList.of(tensors) for name, tensors in found.items()}
         check_fit(part.kind, there)
         columns = {name: self.column(each, device) for name, each in there.items()}
         odd = frozenset[int]().union(
             *(column.odd for name, column in columns.items() if name in _WIDE)
         )
         plans = self.plans(there.get("main") or there["grad"], chunk, device, odd)
-        return [columns[name].values if name in columns else None for name in tensors], plans
+        return [columns[name].values if name in columns else None for name in _COLUMNS], plans
 
     def streams(self, lists: TensorLists, device: torch.device) -> Tensor | None:
         """Streams of random numbers on the device, each with the tensor's place in its own."""
