@@ -27,6 +27,22 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     os.environ.setdefault("LOCAL_WORLD_SIZE", workers)
 
 _NEEDS_A_GPU = "needs an accelerator that torch can use"
+_QUICK = (
+    *(
+        "config",
+        "groups",
+        "slots",
+        "process",
+        "precision/test_step",
+        "distributed/test_sharding_plan",
+    ),
+    *("checkpoint/test_commit", "checkpoint/test_plans", "checkpoint/test_versions"),
+    *("placement/test_step_plans", "placement/test_stages", "torch_style/test_same_bits"),
+    *("stack/test_contract", "stack/test_placement_invariance", "stack/test_upstream_defects"),
+    *("update/test_conformance", "update/test_formats", "update/test_rules"),
+)
+"""What the tests of ``-m quick`` are found by, below ``tests/unit``: those that say within three
+minutes whether a change went wrong where all else stands on."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -36,13 +52,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ModuleFixturesOnce(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_quick(items)
     _leave_out_of_coverage(config, items)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=_NEEDS_A_GPU))
+
+
+def _mark_quick(items: list[pytest.Item]) -> None:
+    for item in items:
+        path = item.path.as_posix().rpartition("/tests/unit/")[2]
+        is_long = item.get_closest_marker("slow") or item.get_closest_marker("repeats")
+        if path.startswith(_QUICK) and not is_long:
+            item.add_marker(pytest.mark.quick)
 
 
 def _leave_out_of_coverage(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -29,7 +29,7 @@ wait "$smoke" && cat "$log" || { cat "$log"; exit 1; }
 # One process a core, one thread each; tests of threads ask for theirs.
 export OMP_NUM_THREADS=1
 echo "== pytest"
-python -m pytest -n auto --durations=40 --cov=mp_optim --cov-report=term --cov-fail-under=90
-# Again without the native kernels, and with each of the slower ones that this CPU has: all tests that step something
-# and do not choose level or backend themselves. MP_OPTIM_NATIVE=LEVEL before the line above runs the rest so too.
-python tests/lab levels off baseline avx2
+python -m pytest -n auto -m "not slow" --durations=40 --cov=mp_optim --cov-report=term --cov-fail-under=90
+# Again without the native kernels: all tests that step something and do not choose level or backend themselves. The
+# other levels of this CPU, and what is marked slow, are for the night (python tests/lab nightly).
+python tests/lab levels off

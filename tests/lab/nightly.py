@@ -50,6 +50,7 @@ def machines(options: Options) -> dict[str, list[list[str]]]:
         "programs": [[*lab, "programs", "--programs", str(options.programs), "--seed", str(seed)]],
         "layouts": [[*lab, "layouts", "--layouts", str(options.layouts), "--seed", str(seed)]],
         "levels": [[*lab, "levels"]],
+        "slow": [[*pytest, "-m", "slow", "tests/unit"]],
         "kill": [[*pytest, *KILL_TESTS]],
         "mutants": [
             [*mutants, "cover", *kept],

@@ -267,7 +267,7 @@ def test_every_installed_command_exists(document):
     [
         ("tools/draw_layers.py", "docs/design.md"),
         ("tests/lab streams", "docs/benchmarks/streaming.md"),
-        pytest.param("tools/settings_table.py", "docs/settings.md", marks=pytest.mark.slow),
+        ("tools/settings_table.py", "docs/settings.md"),
         ("tools/offload_table.py", "docs/settings.md"),
     ],
 )
