@@ -153,13 +153,13 @@ def hidden(options: Options) -> None:
             training = Training(options, torch.bfloat16)
             training.build(folder, mode)
             (part,) = training.optimizer.chained_optimizers
-            moved = Moved(part.inner.stepper.settings.state_file)
+            moved = Moved(part.optimizer.stepper.settings.state_file)
             for _ in range(2 + options.rounds):  # memory is new in the first, the order is learnt
                 moved.transfers.clear()
                 training.new_gradients(seconds)
                 early = moved.done_bytes()
                 steps.append(timed(training.optimizer.step))
-                waits.append(waited_in_step(part.inner.timeline))
+                waits.append(waited_in_step(part.optimizer.timeline))
                 shares.append(early / max(moved.bytes(), 1))
         step, wait, share = (statistics.median(each[2:]) for each in (steps, waits, shares))
         if mode == "sync":

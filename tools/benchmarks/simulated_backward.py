@@ -164,5 +164,5 @@ def hybrid_of(optimizer: MegatronOptimizer) -> HybridDeviceOptimizer:
     """The optimizer with a part on the host, of a stack that has only one."""
     (part,) = optimizer.chained_optimizers
     assert isinstance(part, WrappedOptimizer)
-    assert isinstance(part.inner, HybridDeviceOptimizer)
-    return part.inner
+    assert isinstance(part.optimizer, HybridDeviceOptimizer)
+    return part.optimizer
