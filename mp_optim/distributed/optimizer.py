@@ -278,9 +278,8 @@ class ReducedGrads(GradsOfParts):
         distinct = list(dict.fromkeys(keys.values()))
         where = {slot: index for index, slot in enumerate(keys)}
         indices = [where[slot] for slot in self._trained]
-        sums = optimizer.shards.agreed_sums
-        places = sums.places(indices, over=(optimizer._group,))
-        return sums.measure(grads, [keys[s] for s in self._trained], distinct, places)
+        of_grads, over = [keys[slot] for slot in self._trained], (optimizer._group,)
+        return optimizer.shards.agreed_sums.measure(grads, of_grads, distinct, indices, over=over)
 
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
         super().apply(verdict)

@@ -19,14 +19,14 @@ from mp_optim.megatron.saved_parts import REQUEST, Settings
 from mp_optim.precision import MegatronOptimizer, Verdict
 from mp_optim.precision.grad_scaler import inverse_of, trackers_of
 from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
-from mp_optim.precision.skip_rule import RollingRule
-from mp_optim.precision.step_grads import StepGrads
-from mp_optim.precision.step_phases import (
+from mp_optim.precision.megatron_optimizer import (
     apply_verdict,
     conclude,
     refuse_disagreement,
     scale_follows,
 )
+from mp_optim.precision.skip_rule import RollingRule
+from mp_optim.precision.step_grads import StepGrads
 from mp_optim.precision.verdict import decide
 from mp_optim.process.calls import in_own_modes
 from mp_optim.slots import current_grad, local_tensor, param_at

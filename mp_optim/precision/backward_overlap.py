@@ -6,7 +6,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,11 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from mp_optim.placement.grad_hooks import GradHooks, final_in_backward
 from mp_optim.placement.worker import WorkerError
-from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.slot_table import GRADIENT_DTYPES, SlotTable
-from mp_optim.slots import ParamGroups, Slot, are_plain, current_grad, local_tensor, param_at
+from mp_optim.slots import are_plain, current_grad, local_tensor, param_at
 from mp_optim.slots.executor import Executor
 from mp_optim.slots.host_part import HostPart
+from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.slots.param_attributes import has_main_grad
 from mp_optim.update.kernel_args import fp32
 
@@ -51,20 +50,6 @@ def _can_be_released(param: Tensor, grad: Tensor) -> bool:
     return param.grad is grad and is_read and not grad.requires_grad
 
 
-class Wrapper(Protocol):
-    """What is asked of the precision wrapper."""
-
-    executor: Executor
-    param_groups: ParamGroups
-    grad_scaler: MegatronGradScaler | None
-
-    def slots(self) -> list[Slot]:
-        """All slots in order."""
-
-    def has_edited_lists(self) -> bool:
-        """Whether groups or parameters were added or taken away by editing the lists."""
-
-
 class BackwardOverlap:
     """The wrapper's gradients, for what steps them on the host: a
     :class:`~mp_optim.slots.host_part.GradientSource`, with hooks on the model's parameters if
@@ -74,6 +59,7 @@ class BackwardOverlap:
     result.
 
     Args:
+        wrapper: whose gradients. executor: steps for it.
         sum_of_squares, push_hyperparams: see :class:`~mp_optim.slots.host_part.GradientSource`.
 
     Attributes:
@@ -83,13 +69,14 @@ class BackwardOverlap:
 
     def __init__(
         self,
-        wrapper: Wrapper,
+        wrapper: SlotKeyedOptimizer,
+        executor: Executor,
         table: SlotTable,
         sum_of_squares: Callable[[Sequence[Tensor]], Tensor],
         push_hyperparams: Callable[[], None],
         releases: bool,
     ) -> None:
-        self._wrapper = wrapper
+        self._wrapper, self._executor = wrapper, executor
         self._table = table
         self.sum_of_squares = sum_of_squares
         self.push_hyperparams = push_hyperparams
@@ -98,7 +85,7 @@ class BackwardOverlap:
         self._hooks = GradHooks(self._on_backward)
         self._inverse_scale: Callable[[], Tensor] | None = None
         self.host: HostPart | None = None
-        if (host := wrapper.executor.host) is not None:
+        if (host := executor.host) is not None:
             host.connect(self)
             self.host = host if host.works_in_backward else None
         self.released: dict[int, Tensor] = {}
@@ -132,7 +119,7 @@ class BackwardOverlap:
         if self.host is None:
             return
         if len(self._is_offloaded) != len(params):
-            place_of = self._wrapper.executor.place
+            place_of = self._executor.place
             self._is_offloaded = [place_of(slot) != "device" for slot in self._wrapper.slots()]
         self._index = {id(param): index for index, param in enumerate(params)}
         self._hooks.follow(params, self._is_offloaded)

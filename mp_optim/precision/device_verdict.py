@@ -159,7 +159,7 @@ class DeviceVerdict:
             name: DeviceMultiplier(row, lambda: self.settle().skip)
             for name, row in zip(formed.names, formed.controls.unbind(), strict=True)
         }
-        self.result = StepResult.later(lambda: self.settle().values)
+        self.result = StepResult.later(lambda: (*self.settle().result, self.settle().reason))
 
     def settle(self) -> Verdict:
         """The verdict in the host's numbers; waits until the device has formed it, once."""

@@ -12,78 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mp_optim.config import OptimizerConfig
 from mp_optim.precision import cuda_graph
 from mp_optim.precision.device_verdict import DeviceVerdict, Formed
-from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.step_grads import StepGrads
 from mp_optim.slots import DeviceMultiplier
 from mp_optim.slots.interrupted_step import StepMark
-from mp_optim.update import choose_backend
 
 WARM = 2
 """Steps with the same gradient memory before one is captured."""
 MOST_CHANGES = 8
 """Steps in a row with other gradient memory or another selection, after which no more is
 captured."""
-
-
-class Capturable(Protocol):
-    """What is asked of an optimizer whose steps are to be captured."""
-
-    config: OptimizerConfig
-    grad_scaler: MegatronGradScaler | None
-
-    @property
-    def is_stub_optimizer(self) -> bool: ...
-    @property
-    def has_quantized_params(self) -> bool: ...
-    @property
-    def device(self) -> torch.device: ...
-    def verdict_device(self) -> torch.device | None: ...
-    def reduces(self) -> bool: ...
-
-
-def check_capturable(stack: Capturable) -> None:
-    """Raise if the steps of this stack cannot be captured.
-
-    Raises:
-        ValueError: naming ``optimizer_cuda_graph`` and what is in its way.
-    """
-    if stack.is_stub_optimizer:
-        return
-    cuda_graph.graph_for(stack.device)
-    device = stack.verdict_device()
-    if device is None:
-        backend, why = choose_backend(stack.config.fused_backend, stack.device)
-        _refuse(
-            f"the step needs the verdict on the host (backend {backend.name}: {why}); step "
-            "everything on the GPU "
-            "with fused_backend='triton' and without a clip in the rule itself (max_grad_norm=0)"
-        )
-    elif not choose_backend(stack.config.fused_backend, device)[0].capturable:
-        _refuse(f"fused_backend={stack.config.fused_backend!r} cannot be captured; choose 'triton'")
-    if stack.grad_scaler is not None and stack.grad_scaler.present_scale.device != device:
-        _refuse(
-            f"the grad scaler is on {stack.grad_scaler.present_scale.device}, the optimizer on "
-            f"{device}; build it there (device=)"
-        )
-    if stack.has_quantized_params:
-        _refuse("parameters in 8 bits are quantised outside of the kernels")
-    if stack.reduces():
-        _refuse(
-            "gradient norms or parameters are shared with other ranks, whose reductions are not "
-            "captured"
-        )
-
-
-def _refuse(reason: str) -> None:
-    raise ValueError(f"optimizer_cuda_graph=True: {reason}; or set optimizer_cuda_graph=False")
 
 
 @dataclass(frozen=True)

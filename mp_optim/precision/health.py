@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,24 +20,12 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.precision.device_verdict import DeviceVerdict, Fetch
-from mp_optim.precision.skip_rule import RollingRule
 from mp_optim.precision.step_grads import StepGrads
 from mp_optim.precision.verdict import Verdict
 from mp_optim.process.calls import in_own_modes
-from mp_optim.slots import Slot, local_tensor
+from mp_optim.slots import local_tensor
+from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.update.sums import reduce_over
-
-
-class Measured(Protocol):
-    """What is asked of the stack."""
-
-    config: OptimizerConfig
-    skip_rule: RollingRule
-
-    @property
-    def device(self) -> torch.device: ...
-    def slots(self) -> list[Slot]: ...
-    def slot_name(self, slot: Slot) -> str: ...
 
 
 def _check_loss(loss: object) -> None:
@@ -69,11 +57,14 @@ class GradientHealth:
 
     Norms are of whole parameters where ranks share them by FSDP2, tensor parallelism or a
     distributed optimizer; those of other stages of a pipeline are known there.
+
+    Attributes:
+        verdict: on the last step of this stack; of a part, None.
     """
 
-    def __init__(self, stack: Measured) -> None:
-        self._stack = stack
-        self._verdict: Verdict | DeviceVerdict | None = None
+    def __init__(self, stack: SlotKeyedOptimizer, config: OptimizerConfig) -> None:
+        self._stack, self._config = stack, config
+        self.verdict: Verdict | DeviceVerdict | None = None
         self._updates: Fetch | None = None
         self._updated = 0
 
@@ -120,7 +111,7 @@ class GradientHealth:
         Raises:
             ValueError: none are kept.
         """
-        if not self._stack.config.log_param_grad_norms:
+        if not self._config.log_param_grad_norms:
             raise ValueError(
                 "log_param_grad_norms=0, so no norms of parameters are kept; set it to how many of "
                 "them metrics() is to show"
@@ -154,9 +145,9 @@ class GradientHealth:
 
     def metrics(self) -> dict[str, float]:
         """Limits of the rolling rule; the largest norms; the last updates."""
-        if self._verdict is None:
+        if self.verdict is None:
             return {}
-        verdict, top = self._settled(), self._stack.config.log_param_grad_norms
+        verdict, top = self._settled(), self._config.log_param_grad_norms
         limits = {} if verdict.judgement is None else verdict.judgement.metrics()
         norms = self.norms_in(verdict, top)
         return {
@@ -179,10 +170,6 @@ class GradientHealth:
 
     # -- what the step says -----------------------------------------------------------------------
 
-    def see(self, verdict: Verdict | DeviceVerdict) -> None:
-        """A step was taken or skipped."""
-        self._verdict = verdict
-
     @contextmanager
     def watching(self, grads: StepGrads, step: int) -> Iterator[None]:
         """While a step is applied: compare what it changes."""
@@ -194,9 +181,7 @@ class GradientHealth:
         self._updated = step
 
     def _settled(self) -> Verdict:
-        verdict = self._verdict
-        if verdict is None:
-            return Verdict()
+        verdict = Verdict() if self.verdict is None else self.verdict
         return verdict.settle() if isinstance(verdict, DeviceVerdict) else verdict
 
     def _largest(self, values: Sequence[float], top: int | None) -> dict[str, float]:

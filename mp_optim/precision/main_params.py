@@ -223,9 +223,6 @@ class MainParams:
         """A slot's FQN."""
         return slot_name(self._param_groups, slot)
 
-    def _params(self) -> list[Tensor]:
-        return all_params(self._param_groups)
-
     def _param(self, slot: Slot) -> Tensor:
         return param_at(self._param_groups, slot)
 
@@ -325,7 +322,7 @@ class MainParams:
         table = self.table
         if slot is not None and table.seen.is_same(table.index(slot), self._param(slot)):
             return
-        params = self._params()
+        params = all_params(self._param_groups)
         changed = table.seen.changed(params)
         if changed:
             self._check_memory()
@@ -380,7 +377,7 @@ class MainParams:
                 value = dequantized(source) if is_quantized(source) else local_tensor(source)
                 self._executor.set_main_param(slot, value)
         self._agreement.expected.clear()
-        table.look(self._params())
+        table.look(all_params(self._param_groups))
 
     # -- state ------------------------------------------------------------------------------------
 

@@ -248,28 +248,21 @@ def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str
     return sorted(names)
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where the gradients of a step belong.
+def of_parameters(sums: Tensor, indices: Sequence[int], parts: Sequence[Groups]) -> Tensor:
+    """Gradients' sums of squares as those of whole parameters, shape (slots,), 0 where there is no
+    gradient. Collective, once for each kind of split.
 
-    Attributes:
+    Args:
         indices: in slot order, of the slots that have a gradient.
-        parts: for every slot the groups of ranks over which its parameter is split.
+        parts: for every slot the groups of ranks over which its gradient is split.
     """
-
-    indices: Sequence[int]
-    parts: Sequence[Groups]
-
-    def spread(self, sums: Tensor) -> Tensor:
-        """The gradients' sums of squares as those of whole parameters, shape (slots,), 0 where
-        there is no gradient. Collective, once for each kind of split."""
-        if len(self.indices) == len(self.parts):
-            of_slots = sums.clone()
-        else:
-            of_slots = sums.new_zeros(len(self.parts))
-            of_slots[index_on(sums.device, self.indices)] = sums
-        add_parts(of_slots, self.parts, "agreeing on the gradient norms of parameters")
-        return of_slots
+    if len(indices) == len(parts):
+        of_slots = sums.clone()
+    else:
+        of_slots = sums.new_zeros(len(parts))
+        of_slots[index_on(sums.device, indices)] = sums
+    add_parts(of_slots, parts, "agreeing on the gradient norms of parameters")
+    return of_slots
 
 
 def add_parts(sums: Tensor, parts: Sequence[Groups], doing: str) -> None:

@@ -104,7 +104,7 @@ class RollingRule:
     def begun(self, device: torch.device) -> RollingRule | None:
         """This, ready for a step that is decided on a device: the loss that was reported is there,
         for this step alone. None if the rule is off."""
-        if not self.is_on:
+        if not math.isfinite(self._config.skip_step_sigma_factor):
             self._reported = None
             return None
         self._begin(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -34,13 +34,59 @@ from mp_optim.slots.tensors import has_memory
 
 
 @dataclass(frozen=True)
-class _Selection:
-    """Some slots, and their updates but for gradients and multipliers. ``params`` are the tensors
-    themselves, or local ones."""
+class Selection:
+    """Some slots, and their updates but for gradients and multipliers.
+
+    Attributes:
+        indices: in the table. keys: which norm each counts in.
+        group: the norm group, if it is one for all of them.
+        params: their tensors, those of DTensors local.
+    """
 
     indices: list[int]
+    keys: list[NormKey]
+    group: str | None
     params: CachedTensorList
     updates: SlotUpdates
+
+    def step_by(
+        self, grads: Sequence[Tensor], multipliers: Mapping[str, Multiplier]
+    ) -> SlotUpdates:
+        """The step of these slots.
+
+        Args:
+            grads: from :meth:`SlotTable.grads`.
+            multipliers: by norm group.
+        """
+        known = self.updates
+        if self.group is None:
+            factors = [multipliers[key.group] for key in self.keys]
+        else:
+            factors = [multipliers[self.group]] * len(self.keys)
+        return SlotUpdates(
+            known.slots,
+            grads,
+            factors,
+            known.outputs,
+            known.shard_groups,
+            known.streams,
+            known.layouts,
+        )
+
+
+@dataclass(frozen=True)
+class Common:
+    """What is said of all slots together.
+
+    Attributes:
+        device: where the model's parameters lie.
+        keys: every norm key once, in order.
+        settings: what ranks that share split parameters compare.
+    """
+
+    device: torch.device
+    keys: list[NormKey]
+    settings: SettingsAlike
 
 
 @dataclass
@@ -70,10 +116,8 @@ class SlotTable:
     streams: list[int] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
-    _whole: _Selection | None = None
-    _distinct: list[NormKey] | None = None
-    _device: torch.device | None = None
-    _settings: SettingsAlike | None = None
+    _whole: Selection | None = None
+    _common: Common | None = None
     _parts: list[tuple[ProcessGroup, ...]] | None = None
 
     def index(self, slot: Slot) -> int:
@@ -86,26 +130,16 @@ class SlotTable:
         return self.seen.params
 
     @property
-    def device(self) -> torch.device:
-        """Where the model's parameters lie."""
-        if self._device is None:
+    def common(self) -> Common:
+        """What is said of all slots; put together once for as long as nothing changes."""
+        if self._common is None:
             devices = (local_tensor(param).device for param in self.params)
-            self._device = next(devices, torch.device("cpu"))
-        return self._device
-
-    @property
-    def distinct_keys(self) -> list[NormKey]:
-        """Every key once, in order."""
-        if self._distinct is None:
-            self._distinct = list(dict.fromkeys(self.keys))
-        return self._distinct
-
-    @property
-    def settings(self) -> SettingsAlike:
-        """What ranks that share split parameters compare."""
-        if self._settings is None:
-            self._settings = SettingsAlike(self.slots, self.params, self.keys)
-        return self._settings
+            self._common = Common(
+                next(devices, torch.device("cpu")),
+                list(dict.fromkeys(self.keys)),
+                SettingsAlike(self.slots, self.params, self.keys),
+            )
+        return self._common
 
     def parts(
         self, tensor_parallel: Callable[[Slot], ProcessGroup | None]
@@ -142,7 +176,7 @@ class SlotTable:
 
     def _forget(self) -> None:
         """Drop what was put together from the columns."""
-        self._whole = self._distinct = self._settings = self._parts = self._device = None
+        self._whole = self._common = self._parts = None
 
     def look(self, params: Sequence[Tensor]) -> None:
         """Take what is there now as seen."""
@@ -152,8 +186,8 @@ class SlotTable:
 
     def grads(
         self, name_of: Callable[[Slot], str], released: Mapping[int, Tensor]
-    ) -> tuple[list[int], CachedTensorList]:
-        """Which slots have a gradient now, as indices, and their local gradients.
+    ) -> tuple[Selection, CachedTensorList]:
+        """The slots that have a gradient now, and their local gradients.
 
         Args:
             released: gradients that left their parameters, by index.
@@ -163,14 +197,9 @@ class SlotTable:
             ValueError: it has no values, because its parameter is on the meta device, or another
                 shape than its parameter; or there is another one beside it that was released.
         """
-        simple = self.seen.plain and not released and have_grad_only(self.params)
-        present: list[Tensor | None] = list(map(_GRAD if simple else current_grad, self.params))
-        if simple and all(map(operator.is_not, present, itertools.repeat(None))):
-            whole = self._everything()
-            grads = CachedTensorList(cast("list[Tensor]", present)).gradients_of(whole.params)
-            self._check(whole.indices, grads, name_of)
-            self._check_shapes(whole.indices, self.seen.shapes, grads, name_of)
-            return whole.indices, grads
+        params, shapes = self.seen.params, self.seen.marks.shapes
+        simple = self.seen.plain and not released and have_grad_only(params)
+        present: list[Tensor | None] = list(map(_GRAD if simple else current_grad, params))
         for index, grad in released.items():
             if present[index] is not None:
                 raise ValueError(
@@ -179,20 +208,26 @@ class SlotTable:
                     "sparse, or put there by hand); set release_gradients=False"
                 )
             present[index] = grad
-        indices = [index for index, grad in enumerate(present) if grad is not None]
-        if not indices:
-            self._refuse_meta([*range(len(self.params))], self.params, name_of)
-        if released and len(indices) == len(present):
-            indices = self._everything().indices
-        grads = CachedTensorList(grad for grad in present if grad is not None)
-        self._check(indices, grads, name_of)
-        if not are_plain(grads):
-            grads = CachedTensorList(
-                map(local_grad, [self.params[index] for index in indices], grads)
-            )
-        shapes = [self.seen.shapes[index] for index in indices]
-        self._check_shapes(indices, shapes, grads, name_of)
-        return indices, grads
+        is_whole = all(map(operator.is_not, present, itertools.repeat(None)))
+        if is_whole and (simple or released):
+            if self._whole is None:
+                self._whole = self.select([*range(len(self.slots))])
+            selection, grads = self._whole, CachedTensorList(cast("list[Tensor]", present))
+        else:
+            indices = [index for index, grad in enumerate(present) if grad is not None]
+            if not indices:
+                self._refuse_meta([*range(len(params))], params, name_of)
+            selection = self.select(indices)
+            grads = CachedTensorList(grad for grad in present if grad is not None)
+            shapes = [shapes[index] for index in indices]
+        if simple:
+            grads.gradients_of(selection.params)
+        self._check(selection.indices, grads, name_of)
+        if not simple and not are_plain(grads):
+            with_grad = [params[index] for index in selection.indices]
+            grads = CachedTensorList(map(local_grad, with_grad, grads))
+        self._check_shapes(selection.indices, shapes, grads, name_of)
+        return selection, grads
 
     def _check(
         self, indices: Sequence[int], grads: CachedTensorList, name_of: Callable[[Slot], str]
@@ -254,65 +289,27 @@ class SlotTable:
                     "the optimizer"
                 )
 
-    def keys_of(self, indices: Sequence[int]) -> list[NormKey]:
-        """Which norm each of some gradients counts in."""
-        whole = self._whole
-        return (
-            self.keys
-            if whole is not None and indices is whole.indices
-            else [self.keys[i] for i in indices]
-        )
-
-    def updates(
-        self, indices: list[int], grads: Sequence[Tensor], multipliers: Mapping[str, Multiplier]
-    ) -> SlotUpdates:
-        """The step of the slots that have a gradient.
-
-        Args:
-            indices, grads: from :meth:`grads`.
-            multipliers: by norm group.
-        """
-        whole = self._whole
-        is_whole = whole is not None and indices is whole.indices
-        known = (self._everything() if is_whole else self._some(indices)).updates
-        keys = self.keys_of(indices)
-        if len(self.distinct_keys) == 1 and len(keys) > 0:
-            factors = [multipliers[keys[0].group]] * len(keys)
-        else:
-            factors = [multipliers[key.group] for key in keys]
-        return SlotUpdates(
-            known.slots,
-            grads,
-            factors,
-            known.outputs,
-            known.shard_groups,
-            known.streams,
-            known.layouts,
-        )
-
     def update(self, index: int, grad: Tensor) -> SlotUpdate:
         """One slot's update, but for the multiplier, which is not known yet."""
-        alone = self._some([index]).updates
-        return replace(alone, grads=[grad], multipliers=[1.0])[0]
+        alone = self.select([index])
+        return alone.step_by([grad], {alone.keys[0].group: 1.0})[0]
 
-    def _everything(self) -> _Selection:
-        """All slots; put together once for as long as nothing changes."""
-        if self._whole is None:
-            self._whole = self._some(list(range(len(self.slots))))
-        return self._whole
-
-    def _some(self, indices: list[int]) -> _Selection:
+    def select(self, indices: list[int]) -> Selection:
+        """Some slots as they are now."""
         params = [self.params[index] for index in indices]
         writable = CachedTensorList(params if are_plain(params) else map(local_tensor, params))
         written = [self.separate[index] and not self.quantized[index] for index in indices]
         pairs = zip(writable, written, strict=True)
         outputs = writable if all(written) else [param if yes else None for param, yes in pairs]
         slots = tuple(self.slots[index] for index in indices)
-        shard_groups = [self.keys[index].shard_groups for index in indices]
+        keys = [self.keys[index] for index in indices]
+        groups = {key.group for key in keys}
         streams = [self.streams[index] for index in indices]
         layouts = [self.layouts[index] for index in indices]
+        shard_groups = [key.shard_groups for key in keys]
         updates = SlotUpdates(slots, (), (), outputs, shard_groups, streams, layouts)
-        return _Selection(indices, writable, updates)
+        group = groups.pop() if len(groups) == 1 else None
+        return Selection(indices, keys, group, writable, updates)
 
 
 def _parts(

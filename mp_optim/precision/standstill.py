@@ -8,7 +8,6 @@ import itertools
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.health import GradientHealth
 from mp_optim.precision.measure import NormKey
@@ -163,14 +161,8 @@ class StandstillWatch:
             "the model that is trained"
         )
 
-    def see_verdict(self, stack: Watched, verdict: Verdict | DeviceVerdict) -> None:
-        """Judge a step by its verdict, as soon as the host knows it."""
-        if isinstance(verdict, Verdict):
-            self._judge(stack, verdict)
-        else:
-            verdict.when_settled(partial(self._judge, stack))
-
-    def _judge(self, stack: Watched, verdict: Verdict) -> None:
+    def judge(self, stack: Watched, verdict: Verdict) -> None:
+        """Judge a step by its verdict, as the host knows it."""
         if not verdict.skip:
             self.skips = 0
             self._clipped_before.see(verdict.grad_norm, stack.config.clip_grad)

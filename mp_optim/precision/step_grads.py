@@ -8,7 +8,7 @@ part of a composite has its own; ``metrics`` shows the first part's.
 
 A slot's ``step``, from which bias corrections and random numbers are made: ``GroupState.count``.
 
-- *The host decides*: ``WrappedGrads.apply`` (``precision/wrapped_grads.py``) does not hand a
+- *The host decides*: ``WrappedGrads.apply`` (``precision/wrapped_optimizer.py``) does not hand a
   skipped step down, so nothing is counted.
 - *The device decides*: ``RuleExecutor.step_slots`` counts the step as taken, and
   ``RuleState.settle`` takes it back before a count is read again, if ``DeviceVerdict.settle``
@@ -16,14 +16,14 @@ A slot's ``step``, from which bias corrections and random numbers are made: ``Gr
 - *CUDA graph*: the rehearsal before a replay goes through ``step_slots`` and counts like this too.
   It is taken back if the device skipped the step, or if nothing was replayed: ``_Attempt`` in
   ``precision/graph_step.py``. The graph itself counts nothing.
-- *Speculation*: what is stepped during backward is not counted. ``SpeculativeHostStepper._publish``
-  (``placement/speculative_step.py``) calls ``RuleExecutor.count`` as it swaps the buffers; a
+- *Speculation*: what is stepped during backward is not counted. ``Ahead.publish``
+  (``placement/speculation.py``) calls ``RuleExecutor.count`` as it swaps the buffers; a
   skipped step is never published. It never meets a verdict on the device: with a slot on the host
   ``PlacedExecutor.verdict_device`` is None, and the host decides.
 
 Besides: loss scale, growth and hysteresis are the grad scaler's, for which a step that was skipped
 for a threshold is clean. Skips in a row are the ``StandstillWatch``'s, outcomes of predictions
-``SpeculativeHostStepper``'s, captures and replays, skipped or not, ``GraphedStep``'s.
+``Schedule``'s, captures and replays, skipped or not, ``GraphedStep``'s.
 """
 
 from __future__ import annotations
@@ -136,7 +136,10 @@ class StepCounts:
             self.settle()
         self._last = verdict
         self.steps += 1
-        verdict.when_settled(self._see)
+        if isinstance(verdict, DeviceVerdict):
+            verdict.when_settled(self._see)
+        elif verdict.skip:
+            self._see(verdict)
 
     def _see(self, verdict: Verdict) -> None:
         if verdict.skip:

@@ -160,12 +160,6 @@ class Verdict:
         return None if self.found_inf else self.norms.get(MAIN, 0.0)
 
     @property
-    def values(self) -> tuple[bool, float | None, int | None, str]:
-        """What ``step`` reports."""
-        zeros = None if self.found_inf else self.num_zeros
-        return not self.skip, self.grad_norm, zeros, self.reason
-
-    @property
     def cause(self) -> str:
         """Of a skipped step, as metrics have it."""
         if self.disagrees:
@@ -177,11 +171,8 @@ class Verdict:
     @property
     def result(self) -> StepResult:
         """What the caller of ``step`` gets."""
-        return StepResult(*self.values)
-
-    def when_settled(self, tell: Callable[[Verdict], None]) -> None:
-        """Call ``tell`` now, for the host knows it."""
-        tell(self)
+        zeros = None if self.found_inf else self.num_zeros
+        return StepResult(not self.skip, self.grad_norm, zeros, self.reason)
 
 
 def not_finite(groups: Iterable[str], scaling: tuple[float, ...]) -> Verdict:
@@ -251,10 +242,11 @@ def decide(
         bad = [name for name, value in sums.items() if not math.isfinite(value)]
         return replace(not_finite(bad, scaling), param_sums=params)
     norms = {name: math.sqrt(value) * inverse for name, value in sums.items()}
-    multipliers = {
-        name: fp32(inverse * _clip_coefficient(norm, config.clip_grad))
-        for name, norm in norms.items()
-    }
+    limit, multipliers = config.clip_grad, {}
+    for name, norm in norms.items():
+        # Megatron's and torch's definition
+        coefficient = min(1.0, limit / (norm + 1e-6)) if limit > 0.0 else 1.0
+        multipliers[name] = fp32(inverse * coefficient)
     multipliers[EXCLUDED] = multipliers.get(MAIN, fp32(inverse))
     judgement = None if rule is None else rule.judge_on_host(norms.get(MAIN, 0.0))
     verdict = finite(
@@ -269,9 +261,3 @@ def _read(scalars: Sequence[Tensor], more: Tensor | None) -> tuple[list[float], 
     read = torch.cat([value.to(device, torch.float64).reshape(-1) for value in parts]).cpu()
     count = len(scalars)
     return read[:count].tolist(), None if more is None else read[count:]
-
-
-def _clip_coefficient(norm: float, limit: float) -> float:
-    """``limit / (norm + 1e-6)`` where that is below 1, else 1 (Megatron's and torch's
-    definition)."""
-    return min(1.0, limit / (norm + 1e-6)) if limit > 0.0 else 1.0

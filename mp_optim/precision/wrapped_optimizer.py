@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,31 +13,32 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.precision import cuda_graph
 from mp_optim.precision.averaged_weights import WeightSwap
 from mp_optim.precision.backward_overlap import BackwardOverlap
 from mp_optim.precision.description import Description, describe
 from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.grad_scaler import MegatronGradScaler
-from mp_optim.precision.graph_step import check_capturable, graph_metrics, graph_notes
+from mp_optim.precision.graph_step import graph_metrics, graph_notes
 from mp_optim.precision.main_params import MainParams
 from mp_optim.precision.measure import (
     EXCLUDED,
     MAIN,
     Measurement,
     NormKey,
-    Places,
     UpdateWatch,
     agree,
     count_zeros,
     measure,
     norm_groups,
+    of_parameters,
     pairwise_sum_on_host,
     total_by_key,
 )
 from mp_optim.precision.megatron_optimizer import MegatronOptimizer
 from mp_optim.precision.param_state import View
 from mp_optim.precision.settings_agreement import SettingsAlike
-from mp_optim.precision.slot_table import SlotTable
+from mp_optim.precision.slot_table import Selection
 from mp_optim.precision.step_grads import StepGrads
 from mp_optim.precision.verdict import Verdict
 from mp_optim.process.calls import in_own_modes
@@ -89,7 +91,9 @@ class AgreedSums:
         grads: Sequence[Tensor],
         keys: Sequence[NormKey],
         all_keys: Sequence[NormKey],
-        places: Places | None = None,
+        indices: Sequence[int],
+        *,
+        over: tuple[ProcessGroup, ...] = (),
         on_host: bool = False,
     ) -> Measurement:
         """Sums of squares of gradients, agreed with the other ranks.
@@ -98,55 +102,38 @@ class AgreedSums:
             grads, keys: local gradients, and which norm each counts in.
             all_keys: every key of the model, also those without a gradient now, so that all ranks
                 reduce alike.
-            places: of these gradients among the slots, if sums of single parameters are kept.
+            indices: of the slots of these gradients.
+            over: ranks over which the gradients are split although the parameters are not.
             on_host: numbers may be returned.
         """
-        device, alike = self._mains.table.device, self._mains.table.settings
+        config, common = self._config, self._mains.table.common
+        device, alike = common.device, common.settings
         if not self._has_checked:
-            alike.check(self._config, self._param_groups, device)
+            alike.check(config, self._param_groups, device)
             self._has_checked = True
         link = self._link
         known = link.sum_of_squares if link.host is None else link.sums_of_squares
         each = measure(grads, known, device)
-        if on_host and places is None and self._is_alone(all_keys, each):
+        is_alone = self._ranks is None and len(all_keys) == 1 and not all_keys[0].shard_groups
+        are_more = config.log_num_zeros_in_grad or config.log_param_grad_norms
+        if on_host and is_alone and not are_more and each.device.type == "cpu":
             name = all_keys[0].group
             return Measurement(known={EXCLUDED: 0.0, MAIN: 0.0, name: pairwise_sum_on_host(each)})
         sums = total_by_key(each, keys, all_keys)
-        zeros = None
-        if self._config.log_num_zeros_in_grad:
+        zeros = params = None
+        if config.log_num_zeros_in_grad:
             zeros = count_zeros(grads, keys, all_keys, device)
         if self._names is None or self._ranks is None:
             self._names = norm_groups(all_keys, self._ranks)
-        numbers = alike.numbers(self._config, self._param_groups, keys, all_keys)
-        params = None if places is None else places.spread(each)
+        numbers = alike.numbers(config, self._param_groups, keys, all_keys)
+        if config.log_param_grad_norms:
+            parts = [(*over, *split) for split in self._mains.parts()]
+            params = of_parameters(each, indices, parts)
         return agree(sums, zeros, self._ranks, self._names, numbers, alike.copies, params)
-
-    def _is_alone(self, all_keys: Sequence[NormKey], each: Tensor) -> bool:
-        """Whether there is one norm, of parameters that no other rank has a part of, and its sums
-        are on the host already."""
-        return (
-            self._ranks is None
-            and len(all_keys) == 1
-            and not all_keys[0].shard_groups
-            and each.device.type == "cpu"
-            and not self._config.log_num_zeros_in_grad
-        )
-
-    def places(self, indices: Sequence[int], over: tuple[ProcessGroup, ...] = ()) -> Places | None:
-        """Where gradients belong, if ``log_param_grad_norms``.
-
-        Args:
-            indices: of the slots that have one.
-            over: ranks over which the gradients are split although the parameters are not.
-        """
-        if not self._config.log_param_grad_norms:
-            return None
-        parts = self._mains.parts()
-        return Places(indices, [(*over, *of) for of in parts] if over else parts)
 
     def watch_updates(self, mains: Callable[[], list[Tensor]]) -> UpdateWatch:
         """Main params, one of each slot, before a step that they are to be compared with."""
-        parts, device = self._mains.parts(), self._mains.table.device
+        parts, device = self._mains.parts(), self._mains.table.common.device
         return UpdateWatch(mains, parts, self._link.sum_of_squares, device)
 
     def group_added(self) -> None:
@@ -158,91 +145,78 @@ class HostSwap:
     """Tensors that were moved to the host, and where they came from. They stay the same objects."""
 
     def __init__(self) -> None:
-        self._parked: list[tuple[Tensor, torch.device]] = []
-
-    @property
-    def occupied(self) -> bool:
-        """Whether something is parked here."""
-        return bool(self._parked)
+        self.parked: list[tuple[Tensor, torch.device]] = []
 
     @in_own_modes
     def park(self, tensors: Iterable[Tensor]) -> None:
         """Move tensors to the host."""
         for tensor in tensors:
             before_writing([tensor])  # a save would keep its memory
-            self._parked.append((tensor, tensor.device))
+            self.parked.append((tensor, tensor.device))
             tensor.data = tensor.data.cpu()
 
     @in_own_modes
     def restore(self) -> None:
         """Move them back."""
-        for tensor, device in self._parked:
+        for tensor, device in self.parked:
             tensor.data = tensor.data.to(device)
-        self._parked.clear()
+        self.parked.clear()
 
 
+@dataclass(eq=False)
 class WrappedGrads(StepGrads):
     """Gradients of a wrapper's parameters.
 
-    Args:
-        table: the wrapper's slots. indices: there, of the slots that have a gradient. grads: these,
-            local.
+    Attributes:
+        selection: the slots that have a gradient. grads: these, local.
     """
 
-    def __init__(
-        self,
-        wrapper: WrappedOptimizer,
-        table: SlotTable,
-        indices: list[int],
-        grads: CachedTensorList,
-    ) -> None:
-        self._wrapper, self._table = wrapper, table
-        self._indices, self._grads = indices, grads
+    wrapper: WrappedOptimizer
+    selection: Selection
+    grads: CachedTensorList
 
     def has_any(self) -> bool:
-        return bool(self._indices)
+        return bool(self.selection.indices)
 
     def sums(self, on_host: bool = False) -> Measurement:
-        keys = self._table.keys_of(self._indices)
-        sums = self._wrapper.agreed_sums
-        keeps = self._wrapper.config.log_param_grad_norms
-        places = sums.places(self._indices) if keeps else None
-        return sums.measure(self._grads, keys, self._table.distinct_keys, places, on_host)
+        some, every = self.selection, self.wrapper.table.common.keys
+        return self.wrapper.agreed_sums.measure(
+            self.grads, some.keys, every, some.indices, on_host=on_host
+        )
 
     def watch_updates(self) -> list[UpdateWatch]:
-        executor, slots = self._wrapper.executor, self._table.slots
+        executor, slots = self.wrapper.executor, self.wrapper.table.slots
 
         def mains() -> list[Tensor]:
             return [local_tensor(executor.main_param(slot)) for slot in slots]
 
-        return [self._wrapper.agreed_sums.watch_updates(mains)]
+        return [self.wrapper.agreed_sums.watch_updates(mains)]
 
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
         if verdict.skip:
-            self._wrapper.backward_link.skip()
-        else:
-            self.step(verdict.multipliers, self._clipped_norm(verdict))
-
-    def _clipped_norm(self, verdict: Verdict | DeviceVerdict) -> float | None:
-        norm, limit = verdict.norms.get(MAIN), self._wrapper.config.clip_grad
-        return min(norm, limit) if norm is not None and limit > 0 else norm
+            self.wrapper.backward_link.skip()
+            return
+        norm, limit = verdict.norms.get(MAIN), self.wrapper.config.clip_grad
+        clipped = min(norm, limit) if norm is not None and limit > 0 else norm
+        self.step(verdict.multipliers, clipped)
 
     def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
-        wrapper, table, executor = self._wrapper, self._table, self._wrapper.executor
-        updates = table.updates(self._indices, self._grads, multipliers)
+        wrapper, executor = self.wrapper, self.wrapper.executor
+        updates = self.selection.step_by(self.grads, multipliers)
         executor.step_slots(updates, grad_norm=grad_norm)
         if executor.writes_settings:
             wrapper.share_settings()
+        table = wrapper.table
         if any(table.quantized):
             wrapper.step_mark.touch()
-            for index in self._indices:
+            for index in self.selection.indices:
                 if table.quantized[index]:
-                    main = wrapper.executor.main_param(table.slots[index])
+                    main = executor.main_param(table.slots[index])
                     quantize_(table.params[index], main)
         table.seen.written()
 
     def graph_key(self) -> Any:
-        config, scaler = self._wrapper.config, self._wrapper.grad_scaler
+        config, scaler = self.wrapper.config, self.wrapper.grad_scaler
         limits = (
             config.clip_grad,
             config.grad_norm_skip_threshold,
@@ -250,16 +224,16 @@ class WrappedGrads(StepGrads):
             config.log_param_grad_norms > 0,
         )
         scale = None if scaler is None else scaler.present_scale.data_ptr()
-        keys, grads = self._table.keys_of(self._indices), self._grads
+        some, grads = self.selection, self.grads
         dtypes = [grad.dtype for grad in grads]
         strides = [] if grads.contiguous else [grad.stride() for grad in grads]
         memory = grads.addresses, grads.sizes, dtypes, strides
         zeros = config.log_num_zeros_in_grad
-        return limits, zeros, scale, self._indices, keys, memory
+        return limits, zeros, scale, some.indices, some.keys, memory
 
     def obstacle(self) -> str:
-        params = map(local_tensor, self._table.params)
-        if self._grads.contiguous and all(map(Tensor.is_contiguous, params)):
+        params = map(local_tensor, self.wrapper.table.params)
+        if self.grads.contiguous and all(map(Tensor.is_contiguous, params)):
             return ""
         return "a parameter or gradient is not contiguous, and is copied in each step"
 
@@ -306,13 +280,14 @@ class WrappedOptimizer(MegatronOptimizer):
         self._mains = MainParams(
             self.param_groups, self.executor, self.process_groups, self.check_param
         )
-        self._table = self._mains.table
+        self.table = self._mains.table
         self.averages.swaps.append(WeightSwap(self._mains))
         self.use_mark(self.step_mark)
         self.share_settings()
         self.backward_link = BackwardOverlap(
             self,
-            self._table,
+            self.executor,
+            self.table,
             partial(_sum_of_squares, config.fused_backend),
             self.share_settings,
             config.release_gradients,
@@ -379,7 +354,7 @@ class WrappedOptimizer(MegatronOptimizer):
     # -- the step ---------------------------------------------------------------------------------
 
     def collect_grads(self) -> StepGrads:
-        if self._host_swap.occupied:
+        if self._host_swap.parked:
             raise RuntimeError("the optimizer is offloaded: call restore_from_cpu() before step()")
         link, mains = self.backward_link, self._mains
         if link.host is not None:
@@ -389,17 +364,18 @@ class WrappedOptimizer(MegatronOptimizer):
         mains.follow()
         mains.check_remainders(None)
         if link.host is not None:
-            link.follow(self._table.params)
-        indices, grads = self._table.grads(self.slot_name, link.released)
-        if not all(self._table.bound):
-            mains.bind_trained(indices)
-        return WrappedGrads(self, self._table, indices, grads)
+            link.follow(self.table.params)
+        selection, grads = self.table.grads(self.slot_name, link.released)
+        if not all(self.table.bound):
+            mains.bind_trained(selection.indices)
+            selection = self.table.select(selection.indices)
+        return WrappedGrads(self, selection, grads)
 
     def verdict_device(self) -> torch.device | None:
         return self.executor.verdict_device()
 
     def settings_alike(self) -> list[SettingsAlike]:
-        return [self._table.settings]
+        return [self.table.common.settings]
 
     def norm_ranks(self) -> list[ProcessGroup]:
         ranks = self.process_groups.grad_stats
@@ -407,7 +383,7 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def reduces(self) -> bool:
         """Whether a step takes part in reductions with other ranks."""
-        return bool(self.norm_ranks()) or any(key.shard_groups for key in self._table.keys)
+        return bool(self.norm_ranks()) or any(key.shard_groups for key in self.table.keys)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         released = self.backward_link.released
@@ -475,11 +451,11 @@ class WrappedOptimizer(MegatronOptimizer):
         return self._mains.is_bound(slot)
 
     def norm_key(self, slot: Slot) -> NormKey:
-        return self._table.keys[self._table.index(slot)]
+        return self.table.keys[self.table.index(slot)]
 
     @property
     def has_quantized_params(self) -> bool:
-        return any(self._table.quantized)
+        return any(self.table.quantized)
 
     def sharers(self) -> Iterator[tuple[str, tuple[ProcessGroup, ...]]]:
         for slot in self._mains.trained_slots():
@@ -509,7 +485,7 @@ class WrappedOptimizer(MegatronOptimizer):
     # -- what is going on -------------------------------------------------------------------------
 
     def describe(self) -> Description:
-        rows = describe(self.param_groups, self.executor, self._table)
+        rows = describe(self.param_groups, self.executor, self.table)
         return Description(rows.rows, (*rows.notes, *graph_notes(self.graphed)))
 
     def metrics(self) -> dict[str, float]:
@@ -555,6 +531,43 @@ def _with_model_names(wrapper: WrappedOptimizer, group: dict[str, Any]) -> dict[
             "such as list(module.named_parameters())"
         )
     return {**group, "params": list(zip(names, params, strict=True))}
+
+
+def check_capturable(stack: WrappedOptimizer) -> None:
+    """Raise if the steps of this stack cannot be captured.
+
+    Raises:
+        ValueError: naming ``optimizer_cuda_graph`` and what is in its way.
+    """
+    if stack.is_stub_optimizer:
+        return
+    cuda_graph.graph_for(stack.device)
+    device = stack.verdict_device()
+    if device is None:
+        backend, why = choose_backend(stack.config.fused_backend, stack.device)
+        _refuse(
+            f"the step needs the verdict on the host (backend {backend.name}: {why}); step "
+            "everything on the GPU "
+            "with fused_backend='triton' and without a clip in the rule itself (max_grad_norm=0)"
+        )
+    elif not choose_backend(stack.config.fused_backend, device)[0].capturable:
+        _refuse(f"fused_backend={stack.config.fused_backend!r} cannot be captured; choose 'triton'")
+    if stack.grad_scaler is not None and stack.grad_scaler.present_scale.device != device:
+        _refuse(
+            f"the grad scaler is on {stack.grad_scaler.present_scale.device}, the optimizer on "
+            f"{device}; build it there (device=)"
+        )
+    if stack.has_quantized_params:
+        _refuse("parameters in 8 bits are quantised outside of the kernels")
+    if stack.reduces():
+        _refuse(
+            "gradient norms or parameters are shared with other ranks, whose reductions are not "
+            "captured"
+        )
+
+
+def _refuse(reason: str) -> None:
+    raise ValueError(f"optimizer_cuda_graph=True: {reason}; or set optimizer_cuda_graph=False")
 
 
 def _sum_of_squares(fused_backend: str, grads: Sequence[Tensor]) -> Tensor:

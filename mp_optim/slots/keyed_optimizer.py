@@ -14,7 +14,7 @@ from torch import Tensor
 from mp_optim.config.setting_checks import check_schedule
 from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.process.leases import before_writing
-from mp_optim.slots import ParamGroups, Slot, SlotStateView, iter_slots, slot_name
+from mp_optim.slots import ParamGroups, Slot, SlotStateView, iter_slots, local_tensor, slot_name
 from mp_optim.slots.executor import Mode
 from mp_optim.slots.group_lists import SharedSettings, check_assigned, edited_lists, sizes_of
 from mp_optim.slots.interrupted_step import StepMark
@@ -94,8 +94,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     def check_lists(self) -> None:
         """Raise ValueError if groups, or parameters in them, were added or taken away by editing
         the lists, naming the first group."""
-        if self.has_edited_lists():
-            raise edited_lists(sizes_of(self.param_groups), self._sizes)
+        if (sizes := sizes_of(self.param_groups)) != self._sizes:
+            raise edited_lists(sizes, self._sizes)
 
     def _checked_groups(self) -> ParamGroups:
         self.check_lists()
@@ -107,6 +107,12 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         del self.param_groups[count:]
         self._settings.forget_groups(count)
         self.lists_are_known()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters lie."""
+        params = (local_tensor(param) for _, param in iter_slots(self.param_groups))
+        return next((param.device for param in params), torch.device("cpu"))
 
     # -- steps that were broken off ---------------------------------------------------------------
 

@@ -17,41 +17,36 @@ _VERSION = operator.attrgetter("_version")
 _DTYPE = operator.attrgetter("dtype")
 
 
-class _Marks(NamedTuple):
+class Marks(NamedTuple):
     """What tells that parameters were replaced, written, moved or laid out anew, as columns: one
     call of C for each entry.
 
-    How large the memory is says its address: torch never resizes memory where it lies.
+    How large the memory is says its address: torch never resizes memory where it lies. Of what is
+    contiguous the shape says the strides, so that True stands for them.
     """
 
     versions: list[int]
     addresses: list[int]
     shapes: list[torch.Size]
-    strides: list[tuple[int, ...]]
+    strides: list[Any]
     dtypes: list[torch.dtype]
 
     @classmethod
-    def of(cls, params: Sequence[Tensor], plain: bool) -> _Marks:
+    def of(cls, params: Sequence[Tensor], plain: bool) -> Marks:
         """The marks of some parameters; ``plain`` is whether all are plain tensors."""
+        held = params if plain else list(map(held_tensor, params))
+        versions = list(map(_VERSION, params))
         if plain:
-            return cls(
-                list(map(_VERSION, params)),
-                list(map(Tensor.data_ptr, params)),
-                list(map(Tensor.size, params)),
-                list(map(Tensor.stride, params)),
-                list(map(_DTYPE, params)),
-            )
-        held = list(map(held_tensor, params))
-        # A DTensor counts what is done to it, its local tensor what is done to that.
-        versions = map(operator.add, map(_VERSION, params), map(_VERSION, held))
-        known = [tensor.data_ptr() if are_plain([tensor]) else 0 for tensor in held]
-        return cls(
-            list(versions),
-            known,
-            list(map(Tensor.size, held)),
-            list(map(Tensor.stride, held)),
-            list(map(_DTYPE, held)),
-        )
+            addresses = list(map(Tensor.data_ptr, held))
+        else:
+            # A DTensor counts what is done to it, its local tensor what is done to that.
+            versions = list(map(operator.add, versions, map(_VERSION, held)))
+            addresses = [tensor.data_ptr() if are_plain([tensor]) else 0 for tensor in held]
+        strides: list[Any] = list(map(Tensor.is_contiguous, held))
+        if not all(strides):
+            strides = [yes or tensor.stride() for yes, tensor in zip(strides, held, strict=True)]
+        shapes, dtypes = list(map(Tensor.size, held)), list(map(_DTYPE, held))
+        return cls(versions, addresses, shapes, strides, dtypes)
 
     def rows(self) -> Iterable[tuple[Any, ...]]:
         """The marks of each parameter."""
@@ -68,27 +63,23 @@ class SeenParams:
     Attributes:
         params: the tensors.
         plain: whether all of them are plain tensors.
+        marks: how they were.
     """
 
     def __init__(self, params: Iterable[Tensor] = ()) -> None:
         self.params: list[Tensor] = []
         self.plain = True
-        self._marks = _Marks([], [], [], [], [])
+        self.marks = Marks([], [], [], [], [])
         self._gone: set[int] = set()  # indices whose memory was freed
         self._watched: dict[int, weakref.ref[Any]] = {}
         self.extend(list(params))
-
-    @property
-    def shapes(self) -> list[torch.Size]:
-        """What each has of its shape on this rank."""
-        return self._marks.shapes
 
     def extend(self, params: Sequence[Tensor]) -> None:
         """Take more parameters as seen."""
         start, plain = len(self.params), are_plain(params)
         self.params += params
         columns: Iterable[tuple[list[Any], list[Any]]]
-        columns = zip(self._marks, _Marks.of(params, plain), strict=True)
+        columns = zip(self.marks, Marks.of(params, plain), strict=True)
         for column, more in columns:
             column += more
         self.plain = self.plain and plain
@@ -97,11 +88,11 @@ class SeenParams:
     def look(self, params: Sequence[Tensor]) -> None:
         """Take what is there now as seen."""
         self.plain = are_plain(params)
-        before, self._marks = self._marks, _Marks.of(params, self.plain)
+        before, self.marks = self.marks, Marks.of(params, self.plain)
         moved = [
             index
             for index, param in enumerate(params)
-            if self._marks.addresses[index] != before.addresses[index]
+            if self.marks.addresses[index] != before.addresses[index]
             or param is not self.params[index]
         ]
         self.params = list(params)
@@ -110,18 +101,18 @@ class SeenParams:
     def written(self) -> None:
         """The parameters were written by a step, and by nothing else."""
         if self.plain:
-            self._marks.versions[:] = map(_VERSION, self.params)
+            self.marks.versions[:] = map(_VERSION, self.params)
         else:
-            self._marks = _Marks.of(self.params, self.plain)
+            self.marks = Marks.of(self.params, self.plain)
 
     def changed(self, params: Sequence[Tensor]) -> list[int]:
         """Indices of parameters that are other tensors than were last seen, or were written, moved
         or reshaped since."""
         same = all_same(params, self.params)
-        marks = _Marks.of(params, self.plain if same else are_plain(params))
-        if same and marks == self._marks and not self._gone:
+        marks = Marks.of(params, self.plain if same else are_plain(params))
+        if same and marks == self.marks and not self._gone:
             return []
-        rows = zip(params, self.params, marks.rows(), self._marks.rows(), strict=True)
+        rows = zip(params, self.params, marks.rows(), self.marks.rows(), strict=True)
         return [
             index
             for index, (param, seen, now, before) in enumerate(rows)
@@ -133,13 +124,13 @@ class SeenParams:
         moved nor reshaped since."""
         if param is not self.params[index] or index in self._gone:
             return False
-        now: Iterable[list[Any]] = _Marks.of([param], self.plain)
-        before: Iterable[list[Any]] = self._marks
+        now: Iterable[list[Any]] = Marks.of([param], self.plain)
+        before: Iterable[list[Any]] = self.marks
         return all(a[0] == b[index] for a, b in zip(now, before, strict=True))
 
     def has_shape(self, index: int, param: Tensor) -> bool:
         """Whether a parameter has the shape of the one that was last seen at an index."""
-        return held_tensor(param).shape == self._marks.shapes[index]
+        return held_tensor(param).shape == self.marks.shapes[index]
 
     def _watch(self, indices: Iterable[int]) -> None:
         """Notice when the memory of these parameters is freed: others' may get its address."""

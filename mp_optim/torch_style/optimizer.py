@@ -35,7 +35,7 @@ _OF_THE_ENGINE = (
     "_groups_below",
     "_host_swap",
     "_mains",
-    "_table",
+    "table",
     "backward_link",
     "agreed_sums",
 )
