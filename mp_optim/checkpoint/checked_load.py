@@ -42,8 +42,13 @@ from mp_optim.checkpoint.reading import Reading, ValueCheck, plan_reading
 from mp_optim.checkpoint.shards import FlatShard, PartitionShard, is_cut, scales_of_elements
 from mp_optim.checkpoint.version_files import Index, Saved
 from mp_optim.slots import Slot, local_tensor
-from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
-from mp_optim.slots.loading import StateLoad, check_plain, kept_settings, kept_state
+from mp_optim.slots.keyed_optimizer import (
+    SlotKeyedOptimizer,
+    StateLoad,
+    check_plain,
+    kept_settings,
+    kept_state,
+)
 from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.slots.slot_state import (
     AVERAGE,

@@ -56,7 +56,6 @@ from mp_optim.slots import (
     with_names,
 )
 from mp_optim.slots.executor import Mode
-from mp_optim.slots.group_lists import added_whole
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.update import choose_backend, executor_of
@@ -323,7 +322,7 @@ class WrappedOptimizer(MegatronOptimizer):
             ValueError: some parameter is not there, and the other groups have names.
         """
         if self._is_wrapped():
-            with added_whole(self):
+            with self.added_whole():
                 self._add(param_group)
         else:  # torch's constructor is adding the first groups
             super().add_param_group(param_group)

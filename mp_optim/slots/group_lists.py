@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
 from mp_optim.slots.identity import ParamGroups
 
 _OF_THE_MODEL = ("param_names", "fqns", "is_expert_parallel")
 """What groups have beside settings; a group that is assigned without it keeps it."""
-
-
-class Grouped(Protocol):
-    """What is asked of the optimizer."""
-
-    @property
-    def param_groups(self) -> ParamGroups: ...
-    def forget_groups(self, count: int) -> None: ...
-
-
-@contextmanager
-def added_whole(optimizer: Grouped) -> Iterator[None]:
-    """A group is added inside, here and below: all of it, or nothing where something raises."""
-    count = len(optimizer.param_groups)
-    try:
-        yield
-    except BaseException:
-        optimizer.forget_groups(count)
-        raise
 
 
 def sizes_of(groups: ParamGroups) -> list[int]:

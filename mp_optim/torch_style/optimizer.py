@@ -17,9 +17,8 @@ from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.ranks.agreement import ProcessGroups
 from mp_optim.slots import ParamGroups, Slot, group_settings, iter_slots, with_names
-from mp_optim.slots.group_lists import SharedSettings, added_whole, check_assigned
-from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
-from mp_optim.slots.loading import matched_groups
+from mp_optim.slots.group_lists import SharedSettings, check_assigned
+from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer, matched_groups
 from mp_optim.slots.state_dict import SlotStateView, plain_groups
 from mp_optim.torch_style.settings import config_of
 from mp_optim.update import check_serves
@@ -216,7 +215,7 @@ class StackOptimizer(WrappedOptimizer):
         Raises:
             TypeError, ValueError: what is wrong with a parameter or setting.
         """
-        with added_whole(self):
+        with self.added_whole():
             for group in self.arranged(param_group):
                 if self._is_built:
                     super().add_param_group(group)

@@ -19,7 +19,6 @@ from mp_optim.slots import (
     update_of,
 )
 from mp_optim.slots.executor import Executor, Mode
-from mp_optim.slots.group_lists import added_whole
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.slots.seen_params import check_memory
@@ -59,7 +58,7 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         Raises:
             ValueError: a setting is out of range, or parameters share memory, naming them.
         """
-        with added_whole(self):
+        with self.added_whole():
             super().add_param_group(param_group)
             check_memory(
                 (self.slot_name(slot), param)

@@ -16,12 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.commit import replace_durably, sync_directory, sync_file
 from mp_optim.checkpoint.entries import Models
-from mp_optim.checkpoint.foreign.state import (
-    ForeignGroup,
-    ForeignState,
-    NamedOptimizer,
-    positional_state,
-)
+from mp_optim.checkpoint.foreign.state import ForeignGroup, ForeignState, positional_state
 from mp_optim.checkpoint.plans import check_cover
 from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.checkpoint.shards import FlatShard, PartitionShard, narrowed, piece, places_of
@@ -29,7 +24,7 @@ from mp_optim.checkpoint.version_files import load_plain_file
 from mp_optim.process.calls import in_own_modes
 from mp_optim.slots import iter_slots
 from mp_optim.slots.identity import has_names
-from mp_optim.slots.keyed_optimizer import OverStack, stack_of
+from mp_optim.slots.keyed_optimizer import OverStack, SlotKeyedOptimizer, stack_of
 from mp_optim.slots.names import named_params
 from mp_optim.slots.slot_state import AVERAGE, MASTER, STEP
 
@@ -356,7 +351,7 @@ _INDEX = "model.safetensors.index.json"
 @in_own_modes
 def export_safetensors(
     path: str | os.PathLike[str],
-    optimizer: NamedOptimizer | OverStack,
+    optimizer: SlotKeyedOptimizer | OverStack,
     *,
     model: Models | None = None,
     averaged: bool = False,
@@ -399,7 +394,7 @@ def export_safetensors(
             "export_safetensors needs safetensors: pip install mp_optim[hf]"
         ) from error
     ranks, folder = Ranks.of(process_group), Path(path)
-    stack: NamedOptimizer = stack_of(optimizer)
+    stack = stack_of(optimizer)
     names = ranks.each("exporting", lambda: _names(stack, model))
     every = ranks.union(set(names.values()))
     written: list[tuple[Path, list[str], int]] = []
@@ -420,7 +415,7 @@ def export_safetensors(
     return list(map(Path, paths))
 
 
-def _names(optimizer: NamedOptimizer, model: Models | None) -> dict[str, str]:
+def _names(optimizer: Any, model: Models | None) -> dict[str, str]:
     """What each of the optimizer's parameters is called in the file, by its name there."""
     whole, groups = optimizer.model_parallel.names, optimizer.param_groups
     if model is None:
@@ -454,7 +449,7 @@ def _check_names(own: set[str], every: set[str]) -> None:
         )
 
 
-def _named_averages(optimizer: NamedOptimizer) -> Iterator[tuple[str, Tensor]]:
+def _named_averages(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
     """The average of every main param; the main param where there is none."""
     mains = optimizer.named_main_params()
     for slot, (name, main) in zip(optimizer.slots(), mains, strict=True):
@@ -465,10 +460,7 @@ def _named_averages(optimizer: NamedOptimizer) -> Iterator[tuple[str, Tensor]]:
 
 
 def _whole_tensors(
-    optimizer: NamedOptimizer,
-    named: Iterable[tuple[str, Tensor]],
-    names: Mapping[str, str],
-    ranks: Ranks,
+    optimizer: Any, named: Iterable[tuple[str, Tensor]], names: Mapping[str, str], ranks: Ranks
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor, whole, on the host, where this rank writes; empty ones of the same size
     elsewhere.

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from mp_optim.checkpoint.version_files import load_plain_file, read_common
 from mp_optim.process.calls import in_own_modes
 from mp_optim.process.host_memory import as_tensor
 from mp_optim.slots import Slot, group_settings, local_tensor, param_at
-from mp_optim.slots.keyed_optimizer import OverStack, stack_of
-from mp_optim.slots.loading import Loadable, restore
+from mp_optim.slots.keyed_optimizer import OverStack, SlotKeyedOptimizer, restore, stack_of
 from mp_optim.slots.names import matched_names
 from mp_optim.slots.param_attributes import main_param_of
 from mp_optim.slots.slot_state import AVERAGE, MASTER, REMAINDER, SCALE, STEP
@@ -166,18 +165,9 @@ def _tensors(name: str, state: Mapping[str, Any], step: Any) -> dict[str, Tensor
 # -- into an optimizer, and out of it -------------------------------------------------------------
 
 
-class NamedOptimizer(Loadable, Protocol):
-    """What is needed of an optimizer, which a layer above defines."""
-
-    def slots(self) -> list[Slot]: ...
-    def full_slot_state(self, slot: Slot) -> dict[str, Any]: ...
-    def named_main_params(self) -> Iterator[tuple[str, Tensor]]: ...
-    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None: ...
-
-
 @in_own_modes
 def import_state(
-    optimizer: NamedOptimizer | OverStack,
+    optimizer: SlotKeyedOptimizer | OverStack,
     foreign: ForeignState,
     *,
     main_from_model: bool = False,
@@ -198,7 +188,7 @@ def import_state(
         ValueError: names or shapes do not fit, or bits would be lost, listing what; nothing was
             written.
     """
-    stack: NamedOptimizer = stack_of(optimizer)
+    stack = stack_of(optimizer)
     stack.share_settings()  # what was set since the last step says what state there is
     slots = {stack.slot_name(slot): slot for slot in stack.slots() if stack.slot_state(slot)}
     foreign = foreign.renamed(matched_names(foreign.names, slots).__getitem__)
@@ -231,9 +221,7 @@ def import_state(
     _write_params(stack, slots, whole)
 
 
-def _write_params(
-    stack: NamedOptimizer, slots: Mapping[str, Slot], whole: dict[str, Tensor]
-) -> None:
+def _write_params(stack: Any, slots: Mapping[str, Slot], whole: dict[str, Tensor]) -> None:
     # FP32 parameters that are stepped elsewhere have a copy outside the state
     stack.reload_model_params(whole)
     for name, value in whole.items():
@@ -291,13 +279,13 @@ def _like(label: str, param: Tensor, value: Tensor) -> Tensor:
 
 
 @in_own_modes
-def export_state(optimizer: NamedOptimizer | OverStack) -> ForeignState:
+def export_state(optimizer: SlotKeyedOptimizer | OverStack) -> ForeignState:
     """All state in FP32, whole (collective for sharded parameters), with the FP32 value of every
     parameter; without averages (``ema_decay``), which the others' optimizers do not keep.
 
     Tensors that are stored so already are the live ones: write or clone them before the next step.
     """
-    stack: NamedOptimizer = stack_of(optimizer)
+    stack = stack_of(optimizer)
     mains = dict(stack.named_main_params())
     state: dict[str, dict[str, Tensor]] = {}
     for slot in stack.slots():
