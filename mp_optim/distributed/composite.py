@@ -163,17 +163,6 @@ class CompositeOptimizer(MegatronOptimizer):
     def check_settings(self, group: dict[str, Any]) -> None:
         self.parts[0].check_settings(group)  # the same rule in all
 
-    def step_slots(self, updates: object, *, grad_norm: float | None = None) -> None:
-        """Not there: the parts' inner optimizers step slots.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError(
-            f"a {type(self).__name__} is stepped by step(); step the parts' inner optimizers by "
-            "slot"
-        )
-
     def share_settings(self) -> None:
         for part in self.parts:
             part.share_settings()  # their groups are these

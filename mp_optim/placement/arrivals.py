@@ -28,34 +28,30 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Arrivals:
-    """Counts gradients by slot, and remembers what was measured of them in this backward."""
+    """Counts gradients by slot, and remembers what was measured of them in this backward.
+
+    Attributes:
+        uncounted: slots whose last gradient torch does not count all writes to.
+    """
 
     def __init__(self) -> None:
         self._counts: Counter[Slot] = Counter()
-        self._uncounted: set[Slot] = set()
+        self.uncounted: set[Slot] = set()
         self._sums: dict[int, tuple[GradVersion, Slot, float, Tensor | None]] = {}
         self._compared: dict[Slot, bool] = {}
 
     def note(self, slot: Slot, writes_are_counted: bool) -> None:
         """A gradient got ready; ``writes_are_counted`` by torch, so that its version tells."""
-        count = self._uncounted.discard if writes_are_counted else self._uncounted.add
+        count = self.uncounted.discard if writes_are_counted else self.uncounted.add
         count(slot)
         self._counts[slot] += 1
-
-    def is_uncounted(self, slot: Slot) -> bool:
-        """Whether torch does not count all writes to a slot's last gradient."""
-        return slot in self._uncounted
-
-    @property
-    def any_uncounted(self) -> bool:
-        return bool(self._uncounted)
 
     # -- versions ---------------------------------------------------------------------------------
 
     def versions(self, updates: SlotUpdates, with_bits: bool = False) -> dict[Slot, GradVersion]:
         """The gradients of some updates as they are now; see :meth:`GradVersion.of`."""
         return {
-            slot: GradVersion.of(grad, self._counts[slot], slot not in self._uncounted, with_bits)
+            slot: GradVersion.of(grad, self._counts[slot], slot not in self.uncounted, with_bits)
             for slot, grad in zip(updates.slots, updates.grads, strict=True)
         }
 
@@ -137,19 +133,19 @@ class BackwardOrder:
         """There are other slots."""
         self.is_known, self._seen = False, {}
 
-    def learn(self, slots: Iterable[Slot], updates: SlotUpdates) -> list[Slot] | None:
+    def learn(self, slots: Iterable[Slot], parts: Iterable[SlotUpdates]) -> list[Slot] | None:
         """After a step: all slots in the order of the first backward, if that was not known, is
         another than theirs, and may be followed.
 
         Args:
-            updates: of the step.
+            parts: the updates of the step.
         """
         if self.is_known or not self._seen:
             return None
         self.is_known = True
         before = list(slots)
         order = list({**self._seen, **dict.fromkeys(before)})
-        return None if order == before or _are_split(updates) else order
+        return None if order == before or any(map(_are_split, parts)) else order
 
 
 def _are_split(updates: SlotUpdates) -> bool:
@@ -181,7 +177,9 @@ class SecondLook:
         coming: list[tuple[Sequence[Tensor], Any]] = []
         for index, step in enumerate(steps):
             for ahead in steps[len(coming) : index + 2]:
-                coming.append(self._bring(ahead, len(coming) % 2, gradients))
+                landing, grads = self._landings[len(coming) % 2], ahead.updates.grads
+                to = landing.landing_for(grads)
+                coming.append((to, landing.download(grads, to, gradients)))
             present, ticket = coming[index]
             self._transfer.wait(ticket)
             results.append(same_bits(present, step.staged.grads))
@@ -190,13 +188,6 @@ class SecondLook:
                 torch._foreach_copy_(list(step.staged.grads), list(present))
                 step.is_downloaded = True
         return results
-
-    def _bring(self, step: BucketStep, which: int, gradients: Any) -> tuple[Sequence[Tensor], Any]:
-        """Present gradients where the host can read them, and the ticket to wait for."""
-        grads = step.updates.grads
-        landing = self._landings[which]
-        to = landing.landing_for(grads)
-        return to, landing.download(grads, to, gradients)
 
 
 def same_bits(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

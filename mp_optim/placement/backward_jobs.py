@@ -23,9 +23,9 @@ from torch import Tensor
 
 from mp_optim.placement.double_buffer import BackLaunch
 from mp_optim.placement.grad_hooks import GradVersion
-from mp_optim.placement.staging import Buckets, StagedTensors, Staging
+from mp_optim.placement.staging import Buckets, Staging
 from mp_optim.placement.timeline import WAIT_COPIES, StepTimeline
-from mp_optim.placement.worker import Worker, WorkerError
+from mp_optim.placement.worker import Job, Worker, WorkerError
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
 from mp_optim.slots.host_part import Claim
 
@@ -43,8 +43,8 @@ class JobResult(NamedTuple):
 
 
 @dataclass(eq=False)
-class BackwardJob:
-    """A job for the worker (see :class:`~mp_optim.placement.worker.Job`).
+class BackwardJob(Job):
+    """A job for the worker.
 
     NOTE: the caller's thread makes it and may cancel it; the worker's runs it, and writes
     :attr:`result` once, as its last deed. The caller reads that after the worker was drained.
@@ -131,14 +131,30 @@ class BackwardJob:
         self.result = JobResult(sums, steps)
 
 
+class Landing(NamedTuple):
+    """Where gradients that leave the device come down.
+
+    Attributes:
+        memory: which memory.
+        staged: the updates with what will be held of them.
+        landing: what comes down here is added to that; None where it is that.
+        in_place: the step will find it in the bucket's staging memory.
+    """
+
+    memory: Staging
+    staged: SlotUpdates
+    landing: Sequence[Tensor] | None = None
+    in_place: bool = True
+
+
 class Bucket:
     """Some slots of a lane, and what was begun on them during this backward. Used by the caller's
     thread alone; what the worker gets is a :class:`BackwardJob`.
 
     NOTE: the staging memory and the spare change hands only here, in the caller's thread. From
     :meth:`hand_over` on they are the worker's, which fills both: the caller neither reads nor
-    writes them, cancelled or not, before it has drained the worker. After :meth:`take_back` what
-    the job left is there until :meth:`release`; then it means nothing, and uploads may read it.
+    writes them, cancelled or not, before it has drained the worker. From then on what the job left
+    is there until :meth:`release`; then it means nothing, and uploads may read it.
 
     Args:
         buckets: those of the lane, of which this is one.
@@ -159,16 +175,17 @@ class Bucket:
         self._no_outputs = None if buckets.has_outputs else [None] * len(slots)
         self.waiting: dict[Slot, SlotUpdate] = {}
         self.job: BackwardJob | None = None
-        self._is_trusted, self._is_drained = True, False
+        self._is_trusted = True
         self._expected = frozenset(slots)
 
     def expect(self, slots: Sequence[Slot]) -> None:
         """The next job is due when the gradients of these are ready."""
         self._expected = frozenset(slots)
 
-    def staged(self, updates: SlotUpdates) -> StagedTensors:
-        """Tensors in the staging memory for some of the bucket's updates."""
-        return self.staging.tensors_for(self.index, self.travelling(updates))
+    def room_for(self, updates: SlotUpdates) -> Landing:
+        """The staging memory, for some of the bucket's updates."""
+        tensors = self.staging.tensors_for(self.index, self.travelling(updates))
+        return Landing(self.staging, tensors.put_into(updates))
 
     def travelling(self, updates: SlotUpdates) -> SlotUpdates:
         """The updates with the outputs that are staged."""
@@ -200,12 +217,12 @@ class Bucket:
 
     @property
     def holds_step(self) -> bool:
-        """Whether the back buffer still holds what the job stepped."""
-        return self._is_drained and self._is_trusted and self.was_stepped
+        """Whether the back buffer still holds what the job stepped. The worker is drained."""
+        return self._is_trusted and self.was_stepped
 
     def hand_over(self, job: BackwardJob) -> None:
         """The memory is the worker's from now on."""
-        self.job, self._is_trusted, self._is_drained = job, True, False
+        self.job, self._is_trusted = job, True
 
     def cancel(self) -> None:
         """Another gradient came for a slot of the job. Its memory stays the worker's."""
@@ -213,34 +230,14 @@ class Bucket:
             self.job.cancel()
             self.job = None
 
-    def take_back(self) -> None:
-        """The worker was drained: what the job left, if it was done, is the caller's."""
-        self._is_drained = True
-
     def release(self) -> None:
         """What is in the memory is of no use any more. The worker is drained."""
-        self.waiting, self.job, self._is_drained = {}, None, False
+        self.waiting, self.job = {}, None
 
     def distrust(self) -> None:
         """Do not use what the job stepped: main params or moments may be written without a trace,
         or the back buffer will be."""
         self._is_trusted = False
-
-
-class Landing(NamedTuple):
-    """Where gradients that leave the device come down.
-
-    Attributes:
-        memory: which memory.
-        staged: the updates with what will be held of them.
-        landing: what comes down here is added to that; None where it is that.
-        in_place: the step will find it in the bucket's staging memory.
-    """
-
-    memory: Staging
-    staged: SlotUpdates
-    landing: Sequence[Tensor] | None = None
-    in_place: bool = True
 
 
 class ReleasedGrads:
@@ -316,11 +313,13 @@ class ReleasedGrads:
         """Where gradients of a bucket come down: the first ones in the staging memory of the step,
         which is kept, those to be added elsewhere."""
         if not self.has_held(bucket):
-            staged = bucket.staged(updates).put_into(updates)
+            room = bucket.room_for(updates)
             bucket.staging.is_kept = True
-            return Landing(bucket.staging, staged)
+            return room
         staged, in_place = self._where_held(bucket.travelling(updates), bucket)
-        memory = self._landing()
+        memory, job = self._landings[0]
+        if job is not None:  # the one that had it last
+            self._worker.wait_for(job)
         return Landing(memory, staged, memory.landing_for(updates.grads), in_place)
 
     def _where_held(self, updates: SlotUpdates, bucket: Bucket) -> tuple[SlotUpdates, bool]:
@@ -335,13 +334,6 @@ class ReleasedGrads:
         return SlotUpdates.of(
             [update._replace(grad=grad) for update, grad in zip(updates, held, strict=True)]
         ), False
-
-    def _landing(self) -> Staging:
-        """Memory for gradients that are added. The job that had it last is done."""
-        memory, job = self._landings[0]
-        if job is not None:
-            self._worker.wait_for(job)
-        return memory
 
     def begin(self, job: BackwardJob) -> None:
         """Start the copies of a job, once those of the one before are done and its gradients are

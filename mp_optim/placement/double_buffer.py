@@ -87,11 +87,6 @@ class _Pair:
         """Whether there is a third memory, or may be at the next step."""
         return self.third is not None or self.coming is not None
 
-    @property
-    def needs_third(self) -> bool:
-        """Whether the step after the next would write what a save reads now."""
-        return not self.has_third and is_borrowed(self.front)
-
     def restore(self) -> None:
         """Have the tensor be where it was at first."""
         if self.front is self.home or self.live.data_ptr() != self.front.data_ptr():
@@ -204,7 +199,8 @@ class DoubleBuffer:
         return [self._launch(planned) for planned in launches]
 
     def _launch(self, planned: PlannedLaunch) -> BackLaunch:
-        keys, live = _keys(planned), _stepped(planned)
+        names, live = (MAIN, *planned.lists.state), _stepped(planned)
+        keys = [(planned.group, where, name) for name in names for where in planned.positions]
         pairs = {key: self._pair(key, live) for key, live in zip(keys, live, strict=True)}
         self._avoid_borrowed(pairs)
         backs = [pair.back for pair in pairs.values()]
@@ -244,17 +240,15 @@ class DoubleBuffer:
         if is_lending():
             for is_main in (True, False):
                 same = [pairs[key] for key in pairs if _is_main(key) == is_main]
-                self._ask_third([pair for pair in same if pair.needs_third], is_main)
+                # The step after the next would write what a save reads now.
+                read = [pair for pair in same if not pair.has_third and is_borrowed(pair.front)]
+                third = self._room.third([pair.front for pair in read], is_main) if read else None
+                for pair in read:
+                    pair.coming = third
         else:
             for pair in self._pairs.values():
                 pair.coming = None
         self._has_thirds = any(pair.has_third for pair in self._pairs.values())
-
-    def _ask_third(self, pairs: Sequence[_Pair], is_main: bool) -> None:
-        if pairs:
-            third = self._room.third([pair.front for pair in pairs], is_main)
-            for pair in pairs:
-                pair.coming = third
 
     def restore(self) -> None:
         """Have all tensors be in the memory that they had at first; nothing of the back buffer is
@@ -287,14 +281,6 @@ def _stepped(planned: PlannedLaunch) -> list[Tensor]:
 
 def _versions(planned: PlannedLaunch) -> list[int]:
     return [tensor._version for tensor in _stepped(planned)]
-
-
-def _keys(planned: PlannedLaunch) -> list[Key]:
-    return [
-        (planned.group, position, name)
-        for name in (MAIN, *planned.lists.state)
-        for position in planned.positions
-    ]
 
 
 class MemoryMaker:
@@ -348,7 +334,8 @@ class ThirdBuffer:
     def __init__(self, maker: MemoryMaker, tensors: Iterable[Tensor], pin: bool) -> None:
         size = back_buffer_bytes(tensors)
         self._made = maker.ask(size, pin)
-        self._block = Block(size, partial(_result_of, self._made))
+        made = self._made  # the block is not to keep what has it alive
+        self._block = Block(size, lambda _: made.result())
 
     def like(self, tensor: Tensor) -> Tensor | None:
         """Memory for a tensor of this shape and dtype; waits until it is made. None if there is
@@ -357,7 +344,3 @@ class ThirdBuffer:
         if is_full or self._made.exception() is not None:
             return None
         return self._block.take(tensor.shape, tensor.dtype)
-
-
-def _result_of(made: Future[Tensor], num_bytes: int) -> Tensor:
-    return made.result()

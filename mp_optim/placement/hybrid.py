@@ -123,11 +123,6 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
         return self.executor.stepper
 
     @property
-    def host_main_bytes(self) -> int:
-        """Host memory that was asked for in one piece, for all main params there."""
-        return self.executor.main_memory.host_bytes
-
-    @property
     def sub_optimizers(self) -> list[torch.optim.Optimizer]:
         """The device's optimizer, then that of what is offloaded, as their classes built them. One
         of this package steps both."""

@@ -52,6 +52,9 @@ class WindowLane:
         rule: the optimizer of the slots.
         place: where they are stepped.
         label: of some slots, for errors and the timeline.
+
+    Attributes:
+        moved: bytes of steps, and of steps ahead, until the caller takes note.
     """
 
     def __init__(
@@ -67,8 +70,7 @@ class WindowLane:
         self._lag = HostSite.lag if self._is_host else DeviceRing.lag
         self._slots: Sequence[HostSlot] = ()
         self._carries_grads = False
-        self._moved = TransferBytes()
-        self._ahead = TransferBytes()
+        self.moved = TransferBytes()
         self.use(settings)
 
     def use(self, settings: HostStepSettings) -> None:
@@ -207,7 +209,6 @@ class WindowLane:
             Which share of the windows is stepped, or queued on the device; first 0.0, as soon as
             ``step_device`` was called.
         """
-        self._moved = TransferBytes()
         launches = self._rule.plan(updates, grad_norm)
         may_cut = [self._rule.is_elementwise(each.settings) for each in launches]
         along = partial(self._along, on_host)
@@ -228,15 +229,7 @@ class WindowLane:
         for launch in launches:
             launch.copy_back()
             self._rule.count(launch)
-        self._moved = TransferBytes(site.down, site.up, lent.read, lent.written)
-
-    def take_moved(self) -> TransferBytes:
-        """Bytes that the last step moved, and steps ahead since the step before."""
-        moved, ahead = self._moved, self._ahead
-        self._moved, self._ahead = TransferBytes(), TransferBytes()
-        return TransferBytes(
-            moved.down, moved.up, moved.read + ahead.read, moved.written + ahead.written
-        )
+        self.moved.add(site.down, site.up, lent.read, lent.written)
 
     def _along(self, on_host: Collection[Slot], launch: PlannedLaunch, index: int) -> Tensors:
         """What has to be copied to where a tensor of a launch is stepped, and from there."""
@@ -270,12 +263,16 @@ class WindowLane:
             self._rule.step_mark.touch()
             for number in range(count):
                 window, stepped = coming, resident
-                self._take_back(flow, number - site.lag)
+                if (before := number - site.lag) >= 0:
+                    with self._timeline.stage(WAIT_COPIES):
+                        site.wait_for(before)
+                    lent.store(before)
                 site.arrive()
                 if number + 1 < count:
                     coming = lent.fetch(number + 1)
                     resident = site.bring(coming)
-                with self._timeline.stage(self._stage, self._label_of(flow, window)):
+                slots = [flow.launches[p.launch].updates.slots[p.index] for p in window]
+                with self._timeline.stage(self._stage, self._label(slots)):
                     for launch in launches_of(flow.launches, window, stepped):
                         self._rule.carry_out(launch)
                 site.send_back(number, window, stepped)
@@ -285,16 +282,6 @@ class WindowLane:
             with self._timeline.stage(WAIT_COPIES):
                 site.wait()
 
-    def _take_back(self, flow: _Flow, number: int) -> None:
-        if number >= 0:
-            with self._timeline.stage(WAIT_COPIES):
-                flow.site.wait_for(number)
-            flow.lent.store(number)
-
-    def _label_of(self, flow: _Flow, window: Window) -> str:
-        slots = [flow.launches[p.launch].updates.slots[p.index] for p in window]
-        return self._label(slots)
-
     # -- ahead of the step ------------------------------------------------------------------------
 
     def step_ahead(self, launches: Sequence[BackLaunch], label: str) -> None:
@@ -303,7 +290,7 @@ class WindowLane:
         assert isinstance(self.source, FileSource) and self._is_host
         planned = [launch.planned for launch in launches]
         may_cut = [self._rule.is_elementwise(each.settings) for each in planned]
-        windows = cut_windows(planned, self.source.form, self.sizes[0], may_cut, _nothing_along)
+        windows = cut_windows(planned, self.source.form, self.sizes[0], may_cut, lambda *_: {})
         into = partial(held_by, [launch.target for launch in launches])
         lent = self.source.lend_ahead(windows, into)
         try:
@@ -316,12 +303,7 @@ class WindowLane:
                 lent.store(number)
         finally:
             lent.finish()
-        self._ahead.read += lent.read
-        self._ahead.written += lent.written
-
-
-def _nothing_along(launch: PlannedLaunch, index: int) -> Tensors:
-    return {}
+        self.moved.add(read=lent.read, written=lent.written)
 
 
 # -- what state takes -----------------------------------------------------------------------------

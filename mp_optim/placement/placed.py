@@ -117,7 +117,7 @@ class PlacedExecutor(Executor):
         return self._placed.memory
 
     def place(self, slot: Slot) -> Place:
-        return self.stepper.place_of(slot) if self._placed.is_offloaded(slot) else "device"
+        return self.stepper.place_of(slot)
 
     def part_at(self, place: Place) -> Executor:
         """What steps the slots of a place."""
@@ -258,7 +258,8 @@ class PlacedExecutor(Executor):
         self._placed.make_resident(slot)
         if not self._placed.is_offloaded(slot):
             return super().new_main_param(slot, source)
-        main = self._placed.new_main(slot, source)
+        # born where it is kept: it never exists in FP32 on the device
+        main = self._placed.copy(source, self._placed[slot].place, self.main_dtype(source.dtype))
         self.step_instead(slot, main)
         return main
 
@@ -295,13 +296,8 @@ class PlacedExecutor(Executor):
         if not self._placed.are_bound:
             self._watch()
         self._placed.bind()
-        by_place = self._placed.by_place(SlotUpdates.of(updates))
-
-        def step_device() -> None:
-            if by_place["device"]:
-                self.parts["device"].step_slots(by_place["device"], grad_norm=grad_norm)
-
-        self.stepper.step_buckets(by_place[self._how.sub_place], grad_norm, step_device)
+        updates = self._placed.with_outputs(SlotUpdates.of(updates))
+        self.stepper.step_slots(updates, grad_norm, self.parts["device"])
         self._placed.written()
 
     def verdict_device(self) -> torch.device | None:

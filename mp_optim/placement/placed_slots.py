@@ -25,7 +25,6 @@ from mp_optim.slots import (
     ParamGroups,
     Slot,
     SlotUpdates,
-    UpdateSelection,
     all_params,
     all_same,
     follow,
@@ -144,7 +143,7 @@ class PlacedSlots:
         self.offloaded, self.dtypes, self._exposed = offloaded, dtypes, exposed
         self._groups: list[list[PlacedSlot]] = []
         self._bound: list[Tensor] | None = None
-        self._routes: tuple[Sequence[Slot], dict[Place, UpdateSelection], bool] | None = None
+        self._all_resident: bool | None = None
 
     def __getitem__(self, slot: Slot) -> PlacedSlot:
         return self._groups[slot.group][slot.position]
@@ -184,7 +183,7 @@ class PlacedSlots:
 
     def forget(self) -> None:
         """Slots or their main params are others now."""
-        self._bound = self._routes = None
+        self._bound = self._all_resident = None
 
     def host_slots(self) -> list[HostSlot]:
         """What is offloaded, in the order in which backward is expected to reach it: the last
@@ -198,24 +197,14 @@ class PlacedSlots:
 
     # -- updates ----------------------------------------------------------------------------------
 
-    def by_place(self, updates: SlotUpdates) -> dict[Place, SlotUpdates]:
-        """The updates of each place."""
-        slots = updates.slots
-        if self._routes is None or self._routes[0] is not slots:
-            indices: dict[Place, list[int]] = {place: [] for place in self._parts}
-            for index, slot in enumerate(slots):
-                indices[self[slot].place].append(index)
-            chosen = {
-                place: UpdateSelection(part, [slots[index] for index in part], len(slots))
-                for place, part in indices.items()
-            }
-            self._routes = slots, chosen, all(self[slot].resident for slot in slots)
-        _, selections, have_outputs = self._routes
-        if not have_outputs:
-            slots_and_outputs = zip(slots, updates.outputs, strict=True)
-            outputs = [self.output(*pair) for pair in slots_and_outputs]
-            updates = replace(updates, outputs=outputs)
-        return {place: part.take(updates) for place, part in selections.items()}
+    def with_outputs(self, updates: SlotUpdates) -> SlotUpdates:
+        """The updates with what receives each stepped value."""
+        if self._all_resident is None:
+            self._all_resident = all(each.resident for group in self._groups for each in group)
+        if self._all_resident:
+            return updates
+        slots_and_outputs = zip(updates.slots, updates.outputs, strict=True)
+        return replace(updates, outputs=[self.output(*pair) for pair in slots_and_outputs])
 
     def output(self, slot: Slot, output: Tensor | None) -> Tensor | None:
         """What receives the stepped value: the parameter, if the copy that is stepped was made
@@ -263,18 +252,13 @@ class PlacedSlots:
             self._exposed(slot)
         return part
 
-    def new_main(self, slot: Slot, source: Tensor) -> Tensor:
-        """A main param for an offloaded slot, born where it is kept: it never exists in FP32 on
-        the device."""
-        return self._copy(source, self[slot].place, self.dtypes.main(source.dtype))
-
     def make_resident(self, slot: Slot) -> None:
         """From now on the tensor in ``param_groups`` is the one to step."""
         self.forget()
         self[slot].resident, self[slot].main = True, None
 
     @in_own_modes
-    def _copy(self, source: Tensor, place: Place, dtype: torch.dtype) -> Tensor:
+    def copy(self, source: Tensor, place: Place, dtype: torch.dtype) -> Tensor:
         """What is stepped for a tensor at a place."""
         return source.to(dtype) if place == "device" else self.memory.copy(source, dtype)
 
@@ -285,7 +269,7 @@ class PlacedSlots:
             return param if _is_own(param) else local_tensor(param)
         local = local_tensor(param)
         if placed.main is None or placed.bound is None:
-            placed.main = self._copy(local, placed.place, self.dtypes.stepped(local.dtype))
+            placed.main = self.copy(local, placed.place, self.dtypes.stepped(local.dtype))
         elif placed.bound.is_same(0, param):
             return placed.main
         else:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mp_optim.placement.arrivals import Arrivals, BackwardOrder, SecondLook
 from mp_optim.placement.backward_jobs import BackwardJob, Bucket, ReleasedGrads
+from mp_optim.placement.double_buffer import BackLaunch
 from mp_optim.placement.settings import HostStepSettings
 from mp_optim.placement.speculation import Ahead, same_launches, warn_of_changed
 from mp_optim.placement.staging import Buckets, BucketStep, Staging
@@ -148,11 +149,11 @@ class Schedule:
         if not (self.releases or bucket.comes_down):
             self._try((slot,), lambda: None)
             return
-        if self._arrivals.is_uncounted(slot) and not (self.releases or self._may_compare):
+        if slot in self._arrivals.uncounted and not (self.releases or self._may_compare):
             return  # what came down now would come down again
         if self.released.has_waiting(bucket, slot):
             # further ones are added in their turn
-            self._try(bucket.slots, partial(self._begin_releasing, bucket))
+            self._try(bucket.slots, partial(self._begin, bucket))
         self.released.claim(update, claim)
         if bucket.add(update):
             self._try(bucket.slots, partial(self._begin_up_to, bucket))
@@ -211,73 +212,44 @@ class Schedule:
                 self._failure.__cause__ = error
         return self.iteration
 
-    def _begun_with(self, waiting: Sequence[SlotUpdate]) -> SlotUpdates:
-        """The updates as they are expected to be stepped."""
-        multiplier = self._iteration_of_now().multiplier
-        updates = SlotUpdates.of(waiting)
-        return replace(updates, multipliers=[multiplier] * len(updates))
-
-    def _begin_releasing(self, bucket: Bucket) -> None:
-        """Hand what can be released of a bucket to the worker, and release it."""
-        if not (waiting := self.released.take_from(bucket)):
+    def _begin(self, bucket: Bucket) -> None:
+        """Hand what is ready of a bucket to the worker, or what can be released of that, and
+        release it."""
+        releases, released = self.releases, self.released
+        waiting = released.take_from(bucket) if releases else bucket.take_waiting()
+        if not waiting:
             return
-        updates = self._begun_with(waiting)
-        room = self.released.room_for(updates, bucket)
-        is_last = self.is_last_microbatch
+        iteration, updates = self._iteration_of_now(), SlotUpdates.of(waiting)
+        updates = replace(updates, multipliers=[iteration.multiplier] * len(updates))
+        # NOTE: a cancelled job of this bucket may still run, and write to the same staging memory.
+        # Nothing is written here; jobs of one bucket run one after the other.
+        room = released.room_for(updates, bucket) if releases else bucket.room_for(updates)
+        launches: Sequence[BackLaunch] = ()
+        goes_ahead = iteration.speculates and bucket.is_ahead and room.in_place
+        if self.ahead is not None and goes_ahead and self.is_last_microbatch:
+            launches = self.ahead.predicted(bucket.index, room.staged)
+        # Elsewhere the host cannot compare what it has with what is there at the step.
+        with_bits = not (releases or self._transfer.is_same_place)
         job = BackwardJob(
             self._label(updates.slots),
             room.memory,
             updates,
             room.staged,
-            self._arrivals.versions(updates),
-            self._launches(bucket, room.staged) if is_last and room.in_place else (),
+            self._arrivals.versions(updates, with_bits),
+            launches,
             self.source.sum_of_squares,
             self._timeline,
-            is_last,
+            self.is_last_microbatch,
             room.landing,
-            releases=True,
-            step_ahead=self._step_ahead,
+            releases,
+            None if self.ahead is None else self.ahead.run,
         )
-        self.released.begin(job)
+        if releases:
+            released.begin(job)
         bucket.hand_over(job)
         self.worker.submit(job)
-        self.released.release(updates.slots, room.staged.grads)
-
-    def _begin(self, bucket: Bucket) -> None:
-        if self.releases:
-            self._begin_releasing(bucket)
-            return
-        if not (waiting := bucket.take_waiting()):
-            return
-        updates = self._begun_with(waiting)
-        # Elsewhere the host cannot compare what it has with what is there at the step.
-        versions = self._arrivals.versions(updates, with_bits=not self._transfer.is_same_place)
-        # NOTE: a cancelled job of this bucket may still run, and write to the same staging memory.
-        # Nothing is written here; jobs of one bucket run one after the other.
-        staged = bucket.staged(updates).put_into(updates)
-        job = BackwardJob(
-            self._label(updates.slots),
-            bucket.staging,
-            updates,
-            staged,
-            versions,
-            self._launches(bucket, staged),
-            self.source.sum_of_squares,
-            self._timeline,
-            step_ahead=self._step_ahead,
-        )
-        bucket.hand_over(job)
-        self.worker.submit(job)
-
-    def _launches(self, bucket: Bucket, staged: SlotUpdates) -> Sequence[Any]:
-        """What the worker steps as soon as the gradients are down."""
-        if self.ahead is None or not bucket.is_ahead or not self._iteration_of_now().speculates:
-            return ()
-        return self.ahead.predicted(bucket.index, staged)
-
-    @property
-    def _step_ahead(self) -> Callable[[Sequence[Any], str], None] | None:
-        return None if self.ahead is None else self.ahead.run
+        if releases:
+            released.release(updates.slots, room.staged.grads)
 
     # -- between backward and step ----------------------------------------------------------------
 
@@ -298,14 +270,13 @@ class Schedule:
             raise
         self._arrivals.forget_sums()
         for bucket in self.buckets:
-            bucket.take_back()
             self._arrivals.measured(bucket.job, self._transfer.is_same_place)
         self._is_collected = True
 
     def _finish_jobs(self) -> None:
         """Have all done that was begun, and added what came last to what is held."""
         for bucket in filter(self.released.has_held, self.buckets):
-            self._try(bucket.slots, partial(self._begin_releasing, bucket))
+            self._try(bucket.slots, partial(self._begin, bucket))
         if self._failure is not None:
             raise self._failure
         with self._timeline.stage(WAIT_WORKER):
@@ -444,7 +415,7 @@ class Schedule:
 
     def notes_on_dtensors(self) -> Iterator[str]:
         """What a user should know of gradients of DTensors."""
-        if self._arrivals.any_uncounted and not (self.releases or self._transfer.is_same_place):
+        if self._arrivals.uncounted and not (self.releases or self._transfer.is_same_place):
             when = "in step(), too," if self._may_compare else "in step()"
             yield (
                 f"host: gradients of DTensors (FSDP2) come down {when} because torch does not "

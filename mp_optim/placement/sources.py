@@ -314,7 +314,9 @@ class FileSource:
     def lend(self, windows: Sequence[Window]) -> FileWindows:
         self.file.check_owner()
         self.file.settle()
-        self._last = [_without_gradients(window) for window in windows[: len(self._sizes)]]
+        self._last = []
+        for window in windows[: len(self._sizes)]:
+            self._last.append([replace(piece, along={}) for piece in window])
         read, self._read, self._early = self._read, [], None
         return self._windows(windows, early=read)
 
@@ -343,10 +345,6 @@ class FileSource:
             with contextlib.suppress(OSError, RuntimeError):
                 self.file.check_owner()
                 early.finish()
-
-
-def _without_gradients(window: Window) -> Window:
-    return [replace(piece, along={}) for piece in window]
 
 
 Source = MemorySource | FileSource

@@ -107,7 +107,8 @@ class Staging:
         """Tensors for a bucket's updates, the same ones in every step; nothing is copied."""
         staged = self._staged.get(bucket)
         if staged is None or not staged.fit(updates):
-            needed = staging_bytes(updates)
+            tensors = [*updates.grads, *_present(updates.outputs)]
+            needed = sum(aligned_bytes(tensor.numel(), tensor.dtype) for tensor in tensors)
             if needed > self.capacity or self.is_kept:
                 self._replace(max(needed, self.capacity))
             staged = self._staged[bucket] = StagedTensors(updates, self._memory)
@@ -148,12 +149,6 @@ class Staging:
         before_writing(wanted)
         ticket = self.transfer.upload(wanted, _present(staged))
         self._tickets.append(ticket)
-
-
-def staging_bytes(updates: SlotUpdates) -> int:
-    """Host memory that gradients and outputs take."""
-    tensors = [*updates.grads, *_present(updates.outputs)]
-    return sum(aligned_bytes(tensor.numel(), tensor.dtype) for tensor in tensors)
 
 
 # -- buckets --------------------------------------------------------------------------------------

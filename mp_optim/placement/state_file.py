@@ -98,14 +98,10 @@ class StateFile:
             else:
                 self._file.grow(more)
             if more:
-                self._map(more)
+                mapping = self.file.mapped(self.capacity, more)
+                memory = torch.frombuffer(mapping, dtype=torch.uint8)
+                self._segments.append(_Segment(self.capacity, mapping, memory))
         self.capacity += more
-
-    def _map(self, num_bytes: int) -> None:
-        begin = self.capacity
-        mapping = self.file.mapped(begin, num_bytes)
-        memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        self._segments.append(_Segment(begin, mapping, memory))
 
     @in_own_modes
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -9,8 +9,8 @@ rests in host memory, the host steps whole buckets where they are), when
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, replace
 from functools import partial
 from itertools import chain
 from typing import Any, cast
@@ -128,8 +128,8 @@ class Stepper(HostPart):
         return bool(self._slots)
 
     def place_of(self, slot: Slot) -> Place:
-        """Where one of these slots is stepped."""
-        return self._place_of[slot]
+        """Where a slot is stepped."""
+        return self._place_of.get(slot, "device")
 
     def _label(self, slots: Sequence[Slot]) -> str:
         first = self._sub.slot_name(slots[0])
@@ -219,20 +219,16 @@ class Stepper(HostPart):
         if is_in_windows and not is_needed:
             return None
         has_outputs = not is_in_windows or (place == "host" and self.schedule.ahead is not None)
-        new_staging = partial(self._new_staging, self.transfer, how.pin_staging)
+        transfer = self.transfer
         return Buckets(
             self.how.mode,
             slots,
             how.bucket_bytes,
             how.pipelined,
-            new_staging,
+            lambda size: Staging(transfer, size, how.pin_staging),
             has_outputs,
             self._label,
         )
-
-    @staticmethod
-    def _new_staging(transfer: Transfer, pin: bool, num_bytes: int) -> Staging:
-        return Staging(transfer, num_bytes, pin)
 
     def _cut_spares(self) -> None:
         self._rooms: list[HostRoom] = []
@@ -352,15 +348,13 @@ class Stepper(HostPart):
 
     # -- in step ----------------------------------------------------------------------------------
 
-    def step_buckets(
-        self, updates: SlotUpdates, grad_norm: float | None, step_device: Callable[[], None]
-    ) -> None:
-        """Step these slots, and the device's in between; on return uploads are ordered before later
-        work there.
+    def step_slots(self, updates: SlotUpdates, grad_norm: float | None, device: Executor) -> None:
+        """Step slots, those that are not offloaded in between; on return uploads are ordered before
+        later work on the device.
 
         Args:
             updates: with gradients and outputs on the device.
-            step_device: steps what is not offloaded.
+            device: steps what is not offloaded.
 
         Raises:
             WorkerError: the worker failed; nothing was stepped.
@@ -372,24 +366,32 @@ class Stepper(HostPart):
             self._is_allocated = True
         self.transfer_bytes = TransferBytes()
         parts = self._parts(updates)
+        of_device = parts.pop("device")
+
+        def step_device() -> None:
+            if of_device:
+                device.step_slots(of_device, grad_norm=grad_norm)
+
         self._step(parts, grad_norm, step_device)
         for lane in self.lanes.values():
-            self._add_moved(lane.take_moved())
+            self.transfer_bytes.add(*astuple(lane.moved))
+            lane.moved = TransferBytes()
         self.timeline.end_step()
         if self.schedule.is_early:
             self._check_prediction(parts.get("host"))
-            self._learn_order(updates)
+            self._learn_order(parts.values())
             self._end_iteration()
-        if self._split is not None and self._split.is_measuring and len(updates):
-            self._measure(updates)
+        if self._split is not None and self._split.is_measuring:
+            self._measure([part for part in parts.values() if part])
 
     def _parts(self, updates: SlotUpdates) -> dict[Place, SlotUpdates]:
         """The updates of each place."""
         slots = updates.slots
         if self._selections is None or self._selections[0] is not slots:
             indices: dict[Place, list[int]] = {place: [] for place in self._parts_of_slots}
+            indices["device"] = []
             for index, slot in enumerate(slots):
-                indices[self._place_of[slot]].append(index)
+                indices[self.place_of(slot)].append(index)
             chosen = {
                 place: UpdateSelection(part, [slots[i] for i in part], len(slots))
                 for place, part in indices.items()
@@ -443,7 +445,7 @@ class Stepper(HostPart):
         """The host's updates by bucket, and what of them came down during backward."""
         steps = self._buckets["host"].steps(updates)
         for step in steps:
-            self._add_moved(TransferBytes(step.tensors.down, step.tensors.up))
+            self.transfer_bytes.add(step.tensors.down, step.tensors.up)
         if self.schedule.is_early:
             self.schedule.judge(steps, self._early_buckets("host"))
         return steps
@@ -472,7 +474,7 @@ class Stepper(HostPart):
             grads = [down.get(slot, grad) for slot, grad in columns]
             updates = replace(updates, grads=grads)
         if not counted or place != "host":
-            self._add_moved(TransferBytes(sum(grad.nbytes for grad in down.values())))
+            self.transfer_bytes.add(sum(grad.nbytes for grad in down.values()))
         return updates, down
 
     def _streamed(
@@ -524,11 +526,6 @@ class Stepper(HostPart):
         if not step.is_downloaded:
             with self.timeline.stage(WAIT_COPIES):
                 self.transfer.wait(step.ticket)
-
-    def _add_moved(self, moved: TransferBytes) -> None:
-        total = self.transfer_bytes
-        total.down, total.up = total.down + moved.down, total.up + moved.up
-        total.read, total.written = total.read + moved.read, total.written + moved.written
 
     # -- ahead of the verdict ---------------------------------------------------------------------
 
@@ -589,10 +586,10 @@ class Stepper(HostPart):
 
     # -- what follows from a step -----------------------------------------------------------------
 
-    def _learn_order(self, updates: SlotUpdates) -> None:
+    def _learn_order(self, parts: Iterable[SlotUpdates]) -> None:
         """After the first backward: cut buckets in the order in which gradients got ready."""
         before = [slot.slot for part in self._parts_of_slots.values() for slot in part]
-        order = self.schedule.order.learn(before, updates)
+        order = self.schedule.order.learn(before, parts)
         if order is None:
             return
         rank = {slot: index for index, slot in enumerate(order)}
@@ -601,11 +598,12 @@ class Stepper(HostPart):
         self._end_iteration()
         self._cut_lanes()
 
-    def _measure(self, updates: SlotUpdates) -> None:
-        """Take note of how long the step took, the device's part included."""
-        assert self._split is not None
-        output = updates.outputs[0]
-        on_device = updates.grads[0] if output is None else output
+    def _measure(self, parts: Sequence[SlotUpdates]) -> None:
+        """Take note of how long a step of something took, the device's part included."""
+        if self._split is None or not parts:
+            return
+        output = parts[0].outputs[0]
+        on_device = parts[0].grads[0] if output is None else output
         self.fetch(on_device.new_zeros(1))()  # after all that is queued
         if self._split.record(StepTime(*self.timeline.last_step())):
             self._split_anew()

@@ -13,7 +13,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from mp_optim.process.host_share import host_share
 from mp_optim.update import set_thread_share
@@ -31,19 +30,18 @@ class WorkerError(RuntimeError):
     """Work in the background failed. What was asked of it has not happened."""
 
 
-class Job(Protocol):
+class Job:
     """Something to do. ``label`` says to whom; ``owner`` is what no two jobs may use at once."""
 
     label: str
-
-    @property
-    def owner(self) -> object: ...
+    owner: object
 
     def prepare(self) -> None:
         """Start what needs no arithmetic; called before :meth:`run`, if possible during the job
         before this one."""
 
-    def run(self) -> None: ...
+    def run(self) -> None:
+        """Do it."""
 
 
 class _Queue:

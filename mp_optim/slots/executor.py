@@ -186,7 +186,10 @@ class Executor:
         """
         main, dtype = source, self.main_dtype(source.dtype)
         if source.dtype != dtype:
-            main = _main_memory(self._reserved, source, dtype).copy_(source)
+            coming = next(self._reserved, None) if source.device.type == "cpu" else None
+            if coming is None or (coming.shape, coming.dtype) != (source.shape, dtype):
+                coming = zeros(source.shape, dtype, source.device)
+            main = coming.copy_(source)
         self.step_instead(slot, main)
         return main
 
@@ -213,11 +216,3 @@ class Executor:
     def written_outside(self, slot: Slot) -> None:
         """The stepped tensor was replaced or written from outside; make state agree that
         depends on its value."""
-
-
-def _main_memory(reserved: Iterator[Tensor], source: Tensor, dtype: torch.dtype) -> Tensor:
-    coming = next(reserved, None) if source.device.type == "cpu" else None
-    form = source.shape, dtype
-    if coming is not None and (coming.shape, coming.dtype) == form:
-        return coming
-    return zeros(*form, source.device)

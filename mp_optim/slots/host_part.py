@@ -26,6 +26,11 @@ class TransferBytes:
     read: int = 0
     written: int = 0
 
+    def add(self, down: int = 0, up: int = 0, read: int = 0, written: int = 0) -> None:
+        """So many more."""
+        self.down, self.up = self.down + down, self.up + up
+        self.read, self.written = self.read + read, self.written + written
+
 
 class GradientSource(Protocol):
     """The layer that has the gradients."""

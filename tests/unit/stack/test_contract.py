@@ -122,8 +122,6 @@ def test_a_chain_grows_by_kind_and_answers_for_its_parts():
     assert optimizer.init_state() is None and optimizer.has_separate_main(optimizer.slots()[0])
     with pytest.raises(AttributeError, match="chained_optimizers"):
         _ = optimizer.optimizer
-    with pytest.raises(NotImplementedError, match="stepped by step"):
-        optimizer.step_slots([])
     assert ChainedOptimizer([dense]).optimizer is dense.optimizer
 
 
