@@ -142,7 +142,7 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class StableScalars(Made):
+class StableScalars:
     """Scalars of one step of StableAdamW: those of Adam with decoupled decay, and beside them
 
     Attributes:
@@ -188,7 +188,6 @@ class StableScalars(Made):
             fp32(decay_rate),
             rate,
             decay_rate,
-            given=StepInputs.at(group, step),
         )
 
 

@@ -15,7 +15,7 @@ import platform
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -119,26 +119,18 @@ class AccessChoice:
         if library.handle is None:
             self.reason = "no native kernels"
         elif wanted := os.environ.get(ENVIRONMENT, ""):
-            self._obey(wanted)
+            self.reason, self.is_settled = f"{ENVIRONMENT}={wanted}", wanted != "trial"
+            if wanted not in ("trial", "default"):
+                set_access(library, MemoryAccess.parse(wanted))
         else:
-            self._look_up()
-
-    def _obey(self, wanted: str) -> None:
-        self.reason = f"{ENVIRONMENT}={wanted}"
-        if wanted == "trial":
-            self.is_settled = False
-        elif wanted != "default":
-            set_access(self._library, MemoryAccess.parse(wanted))
-
-    def _look_up(self) -> None:
-        maker = cpu_maker()
-        known = KNOWN.get((maker, self._library.level))
-        self.reason = f"known for {maker} with {self._library.level}"
-        if known is None:
-            self.reason = f"default; {maker} with {self._library.level} is tried at the first step"
-            self.is_settled = False
-        else:
-            set_access(self._library, known)
+            maker = cpu_maker()
+            known = KNOWN.get((maker, library.level))
+            self.reason = f"known for {maker} with {library.level}"
+            if known is None:
+                self.reason = f"default; {maker} with {library.level} is tried at the first step"
+                self.is_settled = False
+            else:
+                set_access(library, known)
 
     def settle(self, threads: int) -> None:
         """Try what is fastest here, with so many threads, unless that is settled.
@@ -164,7 +156,8 @@ class AccessChoice:
 
 def cpu_maker() -> str:
     """``GenuineIntel``, ``AuthenticAMD``, ``ARM 0x41``, or what the system says otherwise."""
-    for line in _cpuinfo():
+    path = Path("/proc/cpuinfo")
+    for line in path.read_text().splitlines() if path.exists() else ():
         name, _, value = line.partition(":")
         if name.strip() == "vendor_id":
             return value.strip()
@@ -173,22 +166,13 @@ def cpu_maker() -> str:
     return platform.processor() or platform.machine()
 
 
-def _cpuinfo() -> Iterator[str]:
-    path = Path("/proc/cpuinfo")
-    if path.exists():
-        yield from path.read_text().splitlines()
-
-
 # -- the trial ------------------------------------------------------------------------------------
 
-_UPDATES: list[dict[str, Any]] = [
-    {"prefetch": 0},
-    {"prefetch": 256},
-    {"prefetch": 1024},
-    {"prefetch": 2048},
-]
-_STREAMS: list[dict[str, Any]] = [{"streaming": False}]
-_MEASURES: list[dict[str, Any]] = [{"measure_prefetch": 0}, {"measure_prefetch": 2048}]
+_TRIED: dict[str, tuple[Any, ...]] = {
+    "prefetch": (0, 256, 1024, 2048),
+    "streaming": (False,),
+    "measure_prefetch": (0, 2048),
+}
 
 
 def try_out(library: lib.NativeLibrary, threads: int, numel: int = LARGE) -> MemoryAccess:
@@ -204,12 +188,9 @@ def try_out(library: lib.NativeLibrary, threads: int, numel: int = LARGE) -> Mem
     scratch = _Scratch(library, threads, numel)
     best = MemoryAccess()
     try:
-        for changes, run in (
-            (_UPDATES, scratch.update),
-            (_STREAMS, scratch.update),
-            (_MEASURES, scratch.measure),
-        ):
-            contenders = [best, *(replace(best, **change) for change in changes)]
+        for name, values in _TRIED.items():
+            run = scratch.measure if name == "measure_prefetch" else scratch.update
+            contenders = [best, *(replace(best, **{name: value}) for value in values)]
             best = _fastest(library, contenders, run)
     finally:
         set_access(library, before)
@@ -240,11 +221,12 @@ class _Scratch:
     def __init__(self, library: lib.NativeLibrary, threads: int, numel: int) -> None:
         self._library, self._threads = library, threads
         try:
-            fp32 = [_zeros(numel, torch.float32) for _ in range(3)]
-            bf16 = [_zeros(numel, torch.bfloat16) for _ in range(2)]
+            self._tensors = [
+                torch.zeros(numel, dtype=dtype, device="cpu")
+                for dtype in (*[torch.float32] * 3, *[torch.bfloat16] * 2)
+            ]
         except RuntimeError as error:  # torch's word for no memory
             raise MemoryError(str(error)) from error
-        self._tensors = (*fp32, *bf16)
         self._sizes = (ctypes.c_int64 * 1)(numel)
         self._tables = [(ctypes.c_void_p * 1)(x.data_ptr()) for x in self._tensors]
         self._sums = (ctypes.c_double * 1)()
@@ -270,7 +252,3 @@ class _Scratch:
         tensors = lib.Tensors(count=1, numel=ctypes.addressof(self._sizes), **columns)
         given = [ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments]
         self._library.call(name, ctypes.byref(tensors), *given, self._threads)
-
-
-def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(numel, dtype=dtype, device="cpu")

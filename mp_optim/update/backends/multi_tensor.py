@@ -30,7 +30,7 @@ from mp_optim.update.chunking import (
     runs_of,
     take_averages,
 )
-from mp_optim.update.element_rules import AdamScalars, SgdScalars
+from mp_optim.update.element_rules import AdamScalars, SgdScalars, gradients
 from mp_optim.update.kernel_args import (
     FLOATS,
     Kind,
@@ -376,7 +376,7 @@ class TorchBackend(ReferenceBackend):
             settled = torch.full((), math.inf, device=batch.main[0].device)
             kernel(
                 batch.main,
-                _scaled(batch, multiplier),
+                gradients(batch, [], multiplier, 0.0),
                 first_moments(batch),
                 batch.state["exp_avg_sq"],
                 [],
@@ -397,7 +397,7 @@ class TorchBackend(ReferenceBackend):
         for batch in (cut.lists for cut in batches(lists)):
             torch._fused_sgd_(
                 batch.main,
-                _scaled(batch, multiplier),
+                gradients(batch, [], multiplier, 0.0),
                 batch.state.get("momentum_buffer", []),
                 weight_decay=scalars.decay,
                 momentum=scalars.momentum,
@@ -419,10 +419,3 @@ class TorchBackend(ReferenceBackend):
             [tensor.contiguous() for tensor in tensors], 2, dtype=torch.float64
         )
         return torch.stack(list(norms)).square()
-
-
-def _scaled(batch: TensorLists, multiplier: float) -> list[Tensor]:
-    grads = [grad.to(torch.float32, copy=True) for grad in batch.grad]
-    if multiplier != 1.0:
-        torch._foreach_mul_(grads, multiplier)
-    return grads

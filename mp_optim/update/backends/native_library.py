@@ -10,7 +10,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -30,37 +29,13 @@ _STATUS = {
 }
 
 
-_COLUMNS = (
-    "numel",
-    "main",
-    "remainder",
-    "grad",
-    "moment1",
-    "moment2",
-    "scale1",
-    "scale2",
-    "output",
-    "stream",
-)
-_DTYPES = (
-    "main_dtype",
-    "remainder_dtype",
-    "grad_dtype",
-    "moment1_dtype",
-    "moment2_dtype",
-    "output_dtype",
-)
-_SOURCES = (
-    "from_main",
-    "from_remainder",
-    "from_moment1",
-    "from_moment2",
-    "from_scale1",
-    "from_scale2",
-)
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
 
 
-_THIRD = ("moment3", "scale3", "from_moment3", "from_scale3")
+_TABLE = "numel main remainder grad moment1 moment2 scale1 scale2 output stream"
+_DTYPES = "main_dtype remainder_dtype grad_dtype moment1_dtype moment2_dtype output_dtype"
+_SOURCES = "from_main from_remainder from_moment1 from_moment2 from_scale1 from_scale2"
 
 
 class Tensors(ctypes.Structure):
@@ -68,58 +43,33 @@ class Tensors(ctypes.Structure):
 
     _fields_ = [
         ("count", ctypes.c_int64),
-        *zip(_COLUMNS, repeat(ctypes.c_void_p)),
-        *zip(_DTYPES, repeat(ctypes.c_int32)),
+        *_fields(ctypes.c_void_p, _TABLE),
+        *_fields(ctypes.c_int32, _DTYPES),
         ("seed", ctypes.c_uint32),
-        *zip(_SOURCES, repeat(ctypes.c_void_p)),
-        ("average", ctypes.c_void_p),
-        ("from_average", ctypes.c_void_p),
+        *_fields(ctypes.c_void_p, _SOURCES),
+        *_fields(ctypes.c_void_p, "average from_average"),
         ("average_dtype", ctypes.c_int32),
         ("average_weight", ctypes.c_float),
-        *zip(_THIRD, repeat(ctypes.c_void_p)),
+        *_fields(ctypes.c_void_p, "moment3 scale3 from_moment3 from_scale3"),
         ("moment3_dtype", ctypes.c_int32),
     ]
 
 
-def scalars(floats: Sequence[str], integers: Sequence[str] = ()) -> type[ctypes.Structure]:
+def scalars(floats: str, integers: str = "") -> type[ctypes.Structure]:
     """A structure of FP32 fields followed by int32 ones."""
-    fields = [*zip(floats, repeat(ctypes.c_float)), *zip(integers, repeat(ctypes.c_int32))]
+    fields = [*_fields(ctypes.c_float, floats), *_fields(ctypes.c_int32, integers)]
     return type("Scalars", (ctypes.Structure,), {"_fields_": fields})
 
 
 Adam = scalars(
-    [
-        "multiplier",
-        "beta1",
-        "one_minus_beta1",
-        "beta2",
-        "one_minus_beta2",
-        "eps",
-        "step_size",
-        "inv_sqrt_bias2",
-        "decay",
-        "l2",
-    ]
+    "multiplier beta1 one_minus_beta1 beta2 one_minus_beta2 eps step_size inv_sqrt_bias2 decay l2"
 )
-Clip = scalars(["multiplier", "beta2", "one_minus_beta2", "inv_bias2", "floor", "limit"])
+Clip = scalars("multiplier beta2 one_minus_beta2 inv_bias2 floor limit")
 Lamb = scalars(
-    [
-        "multiplier",
-        "beta1",
-        "grad_weight",
-        "beta2",
-        "one_minus_beta2",
-        "eps",
-        "inv_bias1",
-        "inv_sqrt_bias2",
-        "decay",
-        "l2",
-    ]
+    "multiplier beta1 grad_weight beta2 one_minus_beta2 eps inv_bias1 inv_sqrt_bias2 decay l2"
 )
-Muon = scalars(
-    ["multiplier", "average", "ahead"], ["average_from_end", "ahead_from_end", "nesterov"]
-)
-Adafactor = scalars(["keep", "weight", "squared_floor"])
+Muon = scalars("multiplier average ahead", "average_from_end ahead_from_end nesterov")
+Adafactor = scalars("keep weight squared_floor")
 
 
 class Matrices(ctypes.Structure):
@@ -127,20 +77,8 @@ class Matrices(ctypes.Structure):
 
     _fields_ = [
         ("values", ctypes.c_void_p),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "matrices",
-                "rows",
-                "columns",
-                "matrix",
-                "row",
-                "column",
-                "all_matrices",
-                "all_rows",
-                "all_columns",
-            )
-        ),
+        *_fields(ctypes.c_int64, "matrices rows columns matrix row column"),
+        *_fields(ctypes.c_int64, "all_matrices all_rows all_columns"),
     ]
 
 
@@ -148,17 +86,17 @@ class Product(ctypes.Structure):
     """``MpProduct``: a batch of matrices, and what it is multiplied with."""
 
     _fields_ = [
-        *zip(("factor", "x", "out", "room"), repeat(ctypes.c_void_p)),
-        *zip(("count", "rows", "columns", "chunk"), repeat(ctypes.c_int64)),
-        *zip(("alpha", "beta"), repeat(ctypes.c_float)),
-        *zip(("x_is_turned", "out_is_turned"), repeat(ctypes.c_int32)),
+        *_fields(ctypes.c_void_p, "factor x out room"),
+        *_fields(ctypes.c_int64, "count rows columns chunk"),
+        *_fields(ctypes.c_float, "alpha beta"),
+        *_fields(ctypes.c_int32, "x_is_turned out_is_turned"),
     ]
 
 
 class Stack(ctypes.Structure):
     """``MpStack``: matrices, each after the one before."""
 
-    _fields_ = [("x", ctypes.c_void_p), *zip(("count", "rows", "columns"), repeat(ctypes.c_int64))]
+    _fields_ = [("x", ctypes.c_void_p), *_fields(ctypes.c_int64, "count rows columns")]
 
 
 class Steps(ctypes.Structure):
@@ -166,8 +104,8 @@ class Steps(ctypes.Structure):
 
     _fields_ = [
         ("stack", Stack),
-        *zip(("square_chunk", "gram_chunk", "left_chunk"), repeat(ctypes.c_int64)),
-        *zip(("turned_gram_chunk", "turned_left_chunk"), repeat(ctypes.c_int64)),
+        *_fields(ctypes.c_int64, "square_chunk gram_chunk left_chunk"),
+        *_fields(ctypes.c_int64, "turned_gram_chunk turned_left_chunk"),
     ]
 
 
@@ -178,7 +116,7 @@ class MuonPasses(ctypes.Structure):
         ("momenta", ctypes.POINTER(Tensors)),
         ("params", ctypes.POINTER(Tensors)),
         ("scalars", ctypes.POINTER(Muon)),
-        *zip(("factors", "places"), repeat(ctypes.c_void_p)),
+        *_fields(ctypes.c_void_p, "factors places"),
         ("seconds", ctypes.POINTER(ctypes.c_double)),
         ("decay", ctypes.c_float),
     ]
@@ -258,10 +196,6 @@ class NativeLibrary:
                 f"{ENVIRONMENT}={name!r}: this machine has {self.levels or 'no native kernels'}"
             )
 
-    def set_cores(self, cores: Sequence[int]) -> None:
-        """Pin the worker threads to these cores; an empty list unpins them."""
-        self.call("mp_set_cores", (ctypes.c_int32 * len(cores))(*cores), len(cores))
-
 
 @cache
 def native_library() -> NativeLibrary:
@@ -298,16 +232,12 @@ def _load(path: Path) -> NativeLibrary:
     for name in ("mp_product_room", "mp_newton_schulz_room"):
         getattr(handle, name).restype = ctypes.c_int64
     handle.mp_set_parallel.argtypes, handle.mp_set_parallel.restype = ([ctypes.c_void_p], None)
-    handle.mp_set_parallel(_gomp_parallel())
+    # GNU's, as on Linux: the kernels' threads are those of torch
+    parallel = getattr(_gomp(), "GOMP_parallel", None)
+    address = ctypes.cast(parallel, ctypes.c_void_p).value if parallel else None
+    handle.mp_set_parallel(address)
     handle.mp_level.restype = handle.mp_levels.restype = ctypes.c_char_p
     return NativeLibrary(handle, path.name)
-
-
-def _gomp_parallel() -> int | None:
-    """Address of ``GOMP_parallel`` in the OpenMP library that torch has loaded, if it is GNU's (as
-    on Linux)."""
-    function = getattr(_gomp(), "GOMP_parallel", None)
-    return ctypes.cast(function, ctypes.c_void_p).value if function else None
 
 
 def _gomp() -> ctypes.CDLL | None:
@@ -374,7 +304,7 @@ def set_host_cores(cores: Sequence[int]) -> None:
         )
     if cores:
         _check_cores(cores)
-    library.set_cores(cores)
+    library.call("mp_set_cores", (ctypes.c_int32 * len(cores))(*cores), len(cores))
 
 
 def set_thread_share(threads: int | None) -> None:

@@ -70,24 +70,18 @@ def _triton() -> Backend:
     return backend
 
 
-def _kernel_devices() -> tuple[str, ...]:
-    return (multi_tensor.KERNEL_DEVICE,)
-
-
-def _triton_devices() -> tuple[str, ...]:
-    return ("cpu",) if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
-
-
 _SOURCES: dict[str, _Source] = {
     "native": _Source(_native, lambda: ("cpu",), is_proven=True),
     "reference": _Source(ReferenceBackend, is_proven=True),
     "torch": _Source(TorchBackend),
     "triton": _Source(
-        _triton, _triton_devices, {"mp_optim.update.backends.triton": "not part of this version"}
+        _triton,
+        lambda: ("cpu",) if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",),
+        {"mp_optim.update.backends.triton": "not part of this version"},
     ),
     "apex": _Source(
         multi_tensor.load_apex,
-        _kernel_devices,
+        lambda: (multi_tensor.KERNEL_DEVICE,),
         {
             "amp_C": (
                 "NVIDIA apex with its CUDA extensions is not installed "
@@ -97,7 +91,7 @@ _SOURCES: dict[str, _Source] = {
     ),
     "transformer_engine": _Source(
         multi_tensor.load_transformer_engine,
-        _kernel_devices,
+        lambda: (multi_tensor.KERNEL_DEVICE,),
         {
             "transformer_engine": "Transformer Engine is not installed",
             "transformer_engine_torch": (
@@ -136,20 +130,14 @@ def _proven(name: str, device: torch.device, whole: bool) -> tuple[Backend, Self
     source = _SOURCES[name]
     try:
         backend = source.load()
-        _check_device(source, device)
+        if source.devices is not None and device.type not in source.devices():
+            is_missing = device.type == "cpu" and not torch.cuda.is_available()
+            none = "; torch finds no CUDA device" if is_missing else ""
+            places = " and ".join(source.devices())
+            raise _NotHereError(f"its kernels run on {places}, not on {device.type}{none}")
     except Exception as error:
         return ReferenceBackend(), SelfTest.unusable(name, device, _why_not(error, source))
     return backend, (prove if whole else prove_by_a_step)(backend, device)
-
-
-def _check_device(source: _Source, device: torch.device) -> None:
-    if source.devices is None or device.type in source.devices():
-        return
-    is_missing = device.type == "cpu" and not torch.cuda.is_available()
-    none = "; torch finds no CUDA device" if is_missing else ""
-    raise _NotHereError(
-        f"its kernels run on {' and '.join(source.devices())}, not on {device.type}{none}"
-    )
 
 
 def _backend_and_proof(name: str, device: torch.device) -> tuple[Backend, SelfTest]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
@@ -182,8 +182,9 @@ def compare(
     found = Difference()
     trial = _Trial(backend, device, sizes, found)
     for rule in rules:
-        for case in _cases(rule):
-            trial.steps(case)
+        trial.steps(Case(rule))
+        trial.steps(Case(rule, torch.bfloat16, torch.bfloat16, _MULTIPLIER))
+        trial.steps(Case(rule, torch.float16, torch.float16, _MULTIPLIER, shift=1))
     for rule in rules:
         if backend.takes_device_multipliers:
             trial.multipliers_on_the_device(rule)
@@ -194,12 +195,6 @@ def compare(
         for first in (torch.uint8, UINT4):
             trial.few_bits(first)
     return found
-
-
-def _cases(rule: str) -> Iterator[Case]:
-    yield Case(rule)
-    yield Case(rule, torch.bfloat16, torch.bfloat16, _MULTIPLIER)
-    yield Case(rule, torch.float16, torch.float16, _MULTIPLIER, shift=1)
 
 
 @in_own_modes

@@ -94,11 +94,6 @@ class TritonBackend(KernelLaunches):
             elif (value := on_host(multiplier)) is not None:
                 super().step(rule, part.lists, scalars, value)
 
-    def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier) -> None:
-        """The whole step, for tensors that are whole parameters; their ratios are formed on the
-        device."""
-        self.lamb_finish(lists, scalars, self.lamb_moments(lists, scalars, multiplier), multiplier)
-
     def lamb_finish(
         self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: Multiplier
     ) -> None:

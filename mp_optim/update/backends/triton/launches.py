@@ -13,7 +13,6 @@ import math
 import struct
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -179,16 +178,6 @@ def _alike(parts: Sequence[Any], others: Sequence[Any]) -> bool:
     )
 
 
-@contextmanager
-def using(owner: Any, launcher: Launcher) -> Iterator[None]:
-    """Let a backend launch by another launcher for a while."""
-    before, owner.launcher = owner.launcher, launcher
-    try:
-        yield
-    finally:
-        owner.launcher = before
-
-
 # -- launches -------------------------------------------------------------------------------------
 
 
@@ -228,15 +217,20 @@ class KernelLaunches(ReferenceBackend):
     def rehearse(self, work: Callable[[], object], device: torch.device) -> Rehearsal:
         """Let ``work`` run without a launch, and note what it would launch."""
         rehearsal = Rehearsal(self.tables, device)
-        with using(self, rehearsal):
-            work()
+        self._launch_by(rehearsal, work)
         return rehearsal
 
     def record(self, work: Callable[[], object], table: Tensor) -> None:
         """Let ``work`` run with numbers from the rows of a table, as a graph has to that is
         replayed."""
-        with using(self, Recording(self.tables, table)):
+        self._launch_by(Recording(self.tables, table), work)
+
+    def _launch_by(self, launcher: Launcher, work: Callable[[], object]) -> None:
+        before, self.launcher = self.launcher, launcher
+        try:
             work()
+        finally:
+            self.launcher = before
 
     def parts(
         self, lists: TensorLists, moments: tuple[str, ...], scalars: Any
@@ -246,12 +240,16 @@ class KernelLaunches(ReferenceBackend):
         for part in parts_of(lists, moments):
             if part.kind is not None:
                 weight = part.lists.average_weight
-                row = row_of(scalars, _seed(part.lists), weight)
+                seed = part.lists.noise[0].seed if part.lists.noise else 0
+                # the int32 of the same bits
+                row = row_of(scalars, seed - (seed >> 31 << 32), weight)
                 yield part, self.launcher.numbers(row, part.lists.grad[0].device)
                 continue
+            mains = part.lists.main
+            params = f"parameters of {mains[0].dtype}" if mains else "no parameters"
             self.launcher.by_reference(
-                f"there is no kernel for gradients of {part.lists.grad[0].dtype}, "
-                f"{_main_dtype(part.lists)} and their state"
+                f"there is no kernel for gradients of {part.lists.grad[0].dtype}, {params} "
+                "and their state"
             )
             if self.launcher.launches:
                 yield part, None
@@ -320,16 +318,6 @@ class KernelLaunches(ReferenceBackend):
 
     def index(self, indices: Sequence[int], device: torch.device) -> Tensor:
         return self.tables.values(array("q", indices), device)
-
-
-def _main_dtype(lists: TensorLists) -> str:
-    return f"parameters of {lists.main[0].dtype}" if lists.main else "no parameters"
-
-
-def _seed(lists: TensorLists) -> int:
-    """The seed as the int32 of the same bits."""
-    seed = lists.noise[0].seed if lists.noise else 0
-    return seed - (seed >> 31 << 32)
 
 
 def _place(value: Multiplier | None) -> Any:
