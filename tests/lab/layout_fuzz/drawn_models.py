@@ -57,7 +57,7 @@ class DrawnModel:
             self.chance.often(0.2)
             and not fsdp
             and len(found) > 1
-            and not any(layout.size("ep") > 1 for layout in layouts)
+            and not any(layout.size(axis) > 1 for layout in layouts for axis in ("ep", "pp"))
         ):
             found = self.tied(found)
         streams = streams_of(layouts)
