@@ -124,7 +124,7 @@ class WindowLane:
     # -- memory -----------------------------------------------------------------------------------
 
     def _may_cut(self, slot: Slot) -> bool:
-        return self._rule.is_elementwise(self._rule.param_groups[slot.group])
+        return self._rule.rule.is_elementwise(self._rule.param_groups[slot.group])
 
     def _along_bytes(self, slot: HostSlot, numel: int) -> int:
         """What comes along with some elements, at most: a gradient in FP32, and to the host an
@@ -136,7 +136,7 @@ class WindowLane:
 
     def _slot_bytes(self, slot: HostSlot) -> int:
         """What a slot takes in a window."""
-        size = self.source.form.forms_bytes(self._rule.forms(slot.slot).values())
+        size = self.source.form.forms_bytes(self._rule.rows.forms(slot.slot).values())
         return size + self._along_bytes(slot, slot.numel)
 
     def _smallest(self, slot: HostSlot) -> int:
@@ -144,7 +144,7 @@ class WindowLane:
         whole = self._slot_bytes(slot)
         if not self._may_cut(slot.slot):
             return whole
-        forms = self._rule.forms(slot.slot).items()
+        forms = self._rule.rows.forms(slot.slot).items()
         elements, size = self.source.form.cuts({key: dtype for key, (_, dtype) in forms})
         return min(whole, size + self._along_bytes(slot, elements))
 
@@ -210,7 +210,7 @@ class WindowLane:
             ``step_device`` was called.
         """
         launches = self._rule.plan(updates, grad_norm)
-        may_cut = [self._rule.is_elementwise(each.settings) for each in launches]
+        may_cut = [self._rule.rule.is_elementwise(each.settings) for each in launches]
         along = partial(self._along, on_host)
         windows = cut_windows(launches, self.source.form, self.sizes[0], may_cut, along)
         if not windows:
@@ -228,7 +228,7 @@ class WindowLane:
             lent.finish()
         for launch in launches:
             launch.copy_back()
-            self._rule.count(launch)
+            self._rule.rows.count(launch.group, launch.positions)
         self.moved.add(site.down, site.up, lent.read, lent.written)
 
     def _along(self, on_host: Collection[Slot], launch: PlannedLaunch, index: int) -> Tensors:
@@ -289,7 +289,7 @@ class WindowLane:
         file into their spare there. From any thread, while nothing else is lent."""
         assert isinstance(self.source, FileSource) and self._is_host
         planned = [launch.planned for launch in launches]
-        may_cut = [self._rule.is_elementwise(each.settings) for each in planned]
+        may_cut = [self._rule.rule.is_elementwise(each.settings) for each in planned]
         windows = cut_windows(planned, self.source.form, self.sizes[0], may_cut, lambda *_: {})
         into = partial(held_by, [launch.target for launch in launches])
         lent = self.source.lend_ahead(windows, into)
@@ -313,7 +313,7 @@ def state_bytes(rule: RuleExecutor, slots: Iterable[Slot]) -> HostBytes:
     """Host memory of the state of some slots, each kind of it in one piece."""
     sizes: Counter[str] = Counter()
     for slot in slots:
-        for key, (shape, dtype) in rule.forms(slot).items():
+        for key, (shape, dtype) in rule.rows.forms(slot).items():
             sizes[key] += aligned_bytes(shape.numel(), dtype)
     others = (MAIN, REMAINDER, AVERAGE)
     return HostBytes(
@@ -331,7 +331,7 @@ def disk_bytes(rule: RuleExecutor, slots: Iterable[Slot], times: int) -> DiskByt
     """What main params and state of some slots take in a file, so many times."""
     sizes: Counter[str] = Counter()
     for slot in slots:
-        for key, (shape, dtype) in rule.forms(slot).items():
+        for key, (shape, dtype) in rule.rows.forms(slot).items():
             size = blocks_bytes(shape.numel() * dtype.itemsize)
             sizes[_KINDS.get(key, "moments")] += times * size
     return DiskBytes(**sizes)

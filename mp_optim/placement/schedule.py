@@ -62,7 +62,7 @@ class Schedule:
             stepped again, in how many steps speculation paused, and of how many buckets the
             gradients were changed after backward.
         released: gradients that are here only.
-        source: reports the gradients.
+        source: reports the gradients. arrivals: what was seen of them.
         ahead: steps into the spare, if that is speculated on.
         is_last_microbatch, releases: see :class:`~mp_optim.slots.host_part.HostPart`.
     """
@@ -93,7 +93,7 @@ class Schedule:
         self._new_iteration, self._lost_memory = new_iteration, lost_memory
         self._transfer, self._timeline = settings.transfer, settings.timeline
         self._reporting = threading.Lock()
-        self._arrivals = Arrivals()
+        self.arrivals = Arrivals()
         self._bucket_of: dict[Slot, Bucket] = {}
         self._failure: WorkerError | None = None
         self._is_collected = False
@@ -129,7 +129,7 @@ class Schedule:
         """See :meth:`~mp_optim.slots.host_part.HostPart.on_grad_ready`."""
         # NOTE: backward has a thread for each device that has parameters, and one for the CPU.
         with self._reporting:
-            self._arrivals.note(update.slot, writes_are_counted)
+            self.arrivals.note(update.slot, writes_are_counted)
             self._take(update, claim)
 
     def _take(self, update: SlotUpdate, claim: Claim | None) -> None:
@@ -149,7 +149,7 @@ class Schedule:
         if not (self.releases or bucket.comes_down):
             self._try((slot,), lambda: None)
             return
-        if slot in self._arrivals.uncounted and not (self.releases or self._may_compare):
+        if slot in self.arrivals.uncounted and not (self.releases or self._may_compare):
             return  # what came down now would come down again
         if self.released.has_waiting(bucket, slot):
             # further ones are added in their turn
@@ -235,7 +235,7 @@ class Schedule:
             room.memory,
             updates,
             room.staged,
-            self._arrivals.versions(updates, with_bits),
+            self.arrivals.versions(updates, with_bits),
             launches,
             self.source.sum_of_squares,
             self._timeline,
@@ -268,9 +268,9 @@ class Schedule:
             if self.released.lost:
                 raise WorkerError(self.released.lost) from error
             raise
-        self._arrivals.forget_sums()
+        self.arrivals.forget_sums()
         for bucket in self.buckets:
-            self._arrivals.measured(bucket.job, self._transfer.is_same_place)
+            self.arrivals.measured(bucket.job, self._transfer.is_same_place)
         self._is_collected = True
 
     def _finish_jobs(self) -> None:
@@ -285,10 +285,6 @@ class Schedule:
         for bucket in self.buckets:
             if bucket.job is not None:
                 bucket.job.gave_up_grads()
-
-    def sum_of_squares(self, grad: Tensor) -> float | None:
-        """Of a gradient that was measured and is the same; else None."""
-        return self._arrivals.sum_of_squares(grad)
 
     def distrust(self, slot: Slot) -> None:
         """Main param or state of a slot may be written without a trace."""
@@ -324,7 +320,7 @@ class Schedule:
         """What was begun is of no use any more. The worker is drained."""
         for bucket in self.buckets:
             bucket.release()
-        self._arrivals.forget_sums()
+        self.arrivals.forget_sums()
         self.iteration, self._is_collected = None, False
 
     # -- in step ----------------------------------------------------------------------------------
@@ -340,7 +336,7 @@ class Schedule:
             # Where its tensors did not fit these updates, others were made just now.
             if job is None or job.staged.grads is not step.staged.grads:
                 continue
-            arrived, updates = self._arrivals, step.updates
+            arrived, updates = self.arrivals, step.updates
             if self._transfer.is_same_place and not job.releases:
                 step.is_downloaded = arrived.is_as_staged(job, updates)
                 stale += not step.is_downloaded and arrived.is_complete(job, updates)
@@ -366,7 +362,7 @@ class Schedule:
             job = self._job_of(bucket)
             # Gradients in host memory are read where they are, whoever wrote them since.
             is_copied = job is not None and not (job.releases or self._transfer.is_same_place)
-            if job is not None and is_copied and self._arrivals.is_fresh(job, updates):
+            if job is not None and is_copied and self.arrivals.is_fresh(job, updates):
                 found.update(zip(updates.slots, job.staged.grads, strict=True))
         return found
 
@@ -415,7 +411,7 @@ class Schedule:
 
     def notes_on_dtensors(self) -> Iterator[str]:
         """What a user should know of gradients of DTensors."""
-        if self._arrivals.uncounted and not (self.releases or self._transfer.is_same_place):
+        if self.arrivals.uncounted and not (self.releases or self._transfer.is_same_place):
             when = "in step(), too," if self._may_compare else "in step()"
             yield (
                 f"host: gradients of DTensors (FSDP2) come down {when} because torch does not "

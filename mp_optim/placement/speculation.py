@@ -109,8 +109,9 @@ class Ahead:
         with self._timeline.stage("publish", step.label):
             for launch in launches:
                 self.spares[step.bucket].swap(launch.keys)
-                self._rule.moved(launch.planned)
-                self._rule.count(launch.planned)
+                group, positions = launch.planned.group, launch.planned.positions
+                self._rule.rows.groups[group].replaced(positions)
+                self._rule.rows.count(group, positions)
             step.upload()
 
     def restore(self) -> None:

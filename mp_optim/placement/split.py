@@ -10,11 +10,10 @@ from both; the fastest of the three stays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mp_optim.placement.plan import HostSlot, plan_offload
-from mp_optim.placement.windows import IN_FLIGHT
 from mp_optim.slots.host_part import Place
 
 STEPS = 3
@@ -108,28 +107,3 @@ def by_place(
     for index, slot in enumerate(slots):
         parts["host" if len(slots) - 1 - index in chosen else "streamed"].append(slot)
     return parts
-
-
-class Lead:
-    """Windows that are queued on the device while the host steps.
-
-    Args:
-        windows: yields which share of them is queued.
-    """
-
-    def __init__(self, windows: Iterator[float]) -> None:
-        self._windows = windows
-        self._queued = self._lead = 0.0
-
-    def start(self) -> None:
-        """Queue the device's own slots, and as many windows as may be in flight."""
-        for _ in range(1 + IN_FLIGHT):
-            self._queued = self._lead = next(self._windows, 1.0)
-
-    def keep_up(self, done: float) -> None:
-        """Stay ahead of the host, which is done with this share of its part."""
-        while self._queued < min(done + self._lead, 1.0):
-            self._queued = next(self._windows, 1.0)
-        if done == 1.0:
-            for _ in self._windows:
-                pass

@@ -31,9 +31,10 @@ from mp_optim.placement.plan import DiskBytes, HostBytes, HostSlot
 from mp_optim.placement.schedule import Schedule
 from mp_optim.placement.settings import HostStepSettings, OffloadedStep
 from mp_optim.placement.speculation import Ahead
-from mp_optim.placement.split import Lead, Split, StepTime, by_place
+from mp_optim.placement.split import Split, StepTime, by_place
 from mp_optim.placement.staging import Buckets, BucketStep, Staging
 from mp_optim.placement.timeline import WAIT_COPIES, WAIT_DISK
+from mp_optim.placement.windows import IN_FLIGHT
 from mp_optim.process.calls import in_own_modes
 from mp_optim.process.host_memory import zeros_beside
 from mp_optim.process.transfer import Transfer
@@ -100,12 +101,10 @@ class Stepper(HostPart):
         """Have state of what is stepped in windows be allocated in memory that copies read."""
         if not self.lanes:
             return
+        empty_host = partial(self.transfer.empty_host, pin=self.settings.pin_mains)
+        file, allocate = self.settings.state_file, partial(zeros_beside, allocate=empty_host)
         slots = [slot.slot for slot in self._slots]
-        if (file := self.settings.state_file) is not None:
-            self._rule.allocate_by(slots, file.zeros)
-        else:
-            allocate = partial(self.transfer.empty_host, pin=self.settings.pin_mains)
-            self._rule.allocate_by(slots, partial(zeros_beside, allocate=allocate))
+        self._rule.rows.allocators = dict.fromkeys(slots, file.zeros if file else allocate)
 
     def _build_spare(self) -> None:
         """Where a step ahead goes to."""
@@ -307,7 +306,7 @@ class Stepper(HostPart):
         self.schedule.collect()
 
     def known_sum_of_squares(self, grad: Tensor) -> float | None:
-        return self.schedule.sum_of_squares(grad)
+        return self.schedule.arrivals.sum_of_squares(grad)
 
     def state_exposed(self, slot: Slot) -> None:
         if (file := self.settings.state_file) is not None:
@@ -415,7 +414,7 @@ class Stepper(HostPart):
         gradients = self.transfer.mark()  # no download waits for the device's step
         spares = self._fill_spares(steps, grad_norm, gradients) if speculates else {}
         streamed = self._streamed(windows.get("streamed"), grad_norm, step_device)
-        lead = Lead(streamed)
+        lead = _Lead(streamed)
 
         def begin() -> None:
             lead.start()
@@ -693,6 +692,31 @@ class Stepper(HostPart):
             found["bytes_written"] = self.transfer_bytes.written
             found["disk_wait_ms"] = self.timeline.milliseconds(WAIT_DISK)
         return found
+
+
+class _Lead:
+    """Windows that are queued on the device while the host steps.
+
+    Args:
+        windows: yields which share of them is queued.
+    """
+
+    def __init__(self, windows: Iterator[float]) -> None:
+        self._windows = windows
+        self._queued = self._lead = 0.0
+
+    def start(self) -> None:
+        """Queue the device's own slots, and as many windows as may be in flight."""
+        for _ in range(1 + IN_FLIGHT):
+            self._queued = self._lead = next(self._windows, 1.0)
+
+    def keep_up(self, done: float) -> None:
+        """Stay ahead of the host, which is done with this share of its part."""
+        while self._queued < min(done + self._lead, 1.0):
+            self._queued = next(self._windows, 1.0)
+        if done == 1.0:
+            for _ in self._windows:
+                pass
 
 
 def _without(updates: SlotUpdates, slots: Collection[Slot]) -> SlotUpdates:

@@ -97,6 +97,9 @@ class Worker:
         name: of the thread.
         capacity: jobs that may wait.
         set_up: called in the thread before its first job.
+
+    Attributes:
+        thread: the present one.
     """
 
     def __init__(self, name: str, capacity: int, set_up: Callable[[], None] | None = None) -> None:
@@ -104,13 +107,8 @@ class Worker:
         self._set_up = set_up
         self._queue = _Queue(capacity)
         self._pid = os.getpid()
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._finalizer: weakref.finalize[..., Worker] | None = None
-
-    @property
-    def thread(self) -> threading.Thread | None:
-        """The present thread."""
-        return self._thread
 
     def _wait_for_room(self, finished: int) -> None:
         """Wait until a job more than ``finished`` is done, for as long as one may take."""
@@ -201,7 +199,7 @@ class Worker:
         if is_stuck:
             if self._finalizer is not None:
                 self._finalizer.detach()
-            self._thread = self._finalizer = None
+            self.thread = self._finalizer = None
             self._queue = _Queue(queue.capacity)
         return not is_stuck
 
@@ -209,11 +207,11 @@ class Worker:
         """End the thread; a later job starts another one."""
         if self._finalizer is not None:
             self._finalizer()
-        self._finalizer = self._thread = None
+        self._finalizer = self.thread = None
         self._queue = _Queue(self._queue.capacity)
 
     def _is_alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self.thread is not None and self.thread.is_alive()
 
     def _start(self) -> None:
         if self._is_alive():
@@ -226,7 +224,7 @@ class Worker:
         thread = threading.Thread(
             target=_serve, args=(self._queue, self._set_up), name=self._name, daemon=True
         )
-        self._thread = thread
+        self.thread = thread
         # Called when this object goes, and at exit before the interpreter stops daemon threads
         # wherever they are.
         self._finalizer = weakref.finalize(self, _stop, self._queue, thread, os.getpid())

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from mp_optim.config.rules import refusal
-from mp_optim.process.host_memory import Form
 from mp_optim.process.leases import before_writing, is_lending
 from mp_optim.slots import (
     CachedTensorList,
@@ -30,7 +29,7 @@ from mp_optim.update.codecs import Noise, mix
 from mp_optim.update.kernel_args import TensorLists
 from mp_optim.update.launches import PlannedLaunch, SharedByLaunch, contiguous, contiguous_outputs
 from mp_optim.update.rule import Launch, Rule
-from mp_optim.update.rule_state import Allocate, GroupState, RuleSlotState, RuleState
+from mp_optim.update.rule_state import GroupState, RuleSlotState, RuleState
 from mp_optim.update.state_format import StatePrecision
 
 _HOST = torch.device("cpu")
@@ -136,10 +135,6 @@ class RuleExecutor(Executor):
         """Whether stepping a slot is a collective of the ranks that hold its parts."""
         return self.rule.is_collective(self.param_groups[update.slot.group], update)
 
-    def is_elementwise(self, group: dict[str, Any]) -> bool:
-        """Whether a part of a parameter can be stepped under a group's settings."""
-        return self.rule.is_elementwise(group)
-
     # -- steps ------------------------------------------------------------------------------------
 
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
@@ -171,15 +166,6 @@ class RuleExecutor(Executor):
             for share, part, group in self._shares_of(SlotUpdates.of(updates))
             for planned in self._plan_group(share, part, settings_now(group), grad_norm)
         ]
-
-    def count(self, planned: PlannedLaunch) -> None:
-        """Add a step to the slots of a launch that was carried out apart from
-        :meth:`step_slots`."""
-        self.rows.count(planned.group, planned.positions)
-
-    def moved(self, planned: PlannedLaunch) -> None:
-        """The tensors of a launch's slots have other memory now."""
-        self.rows.groups[planned.group].replaced(planned.positions)
 
     def recover(self) -> None:
         self.rows.recover()
@@ -405,15 +391,6 @@ class RuleExecutor(Executor):
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         self.rows.settle()
         self.rows.allocate_state(slots)
-
-    def allocate_by(self, slots: Iterable[Slot], allocate: Allocate) -> None:
-        """From now on, allocate state of these slots on the host by this."""
-        self.rows.allocators = dict.fromkeys(slots, allocate)
-
-    def forms(self, slot: Slot) -> dict[str, Form]:
-        """Of all tensors that are stepped for a slot: its main param, by ``MAIN``, and its
-        state."""
-        return self.rows.forms(slot)
 
     def memory_moved(self) -> None:
         self.rows.replaced()
