@@ -85,47 +85,9 @@ _NO_FSDP = _refused(
     "use torch's FSDP2 (--use-torch-fsdp2), whose DTensors are stepped shard by shard"
 )
 
+_OURS = dict.fromkeys((spec.name for spec in dataclasses.fields(ConfigFields)), SAME)
 OPTIMIZER_FIELDS: dict[str, Meaning] = {
-    **dict.fromkeys(
-        (
-            "lr",
-            "min_lr",
-            "decoupled_lr",
-            "decoupled_min_lr",
-            "weight_decay",
-            "apply_wd_to_qk_layernorm",
-            "fp16",
-            "bf16",
-            "use_precision_aware_optimizer",
-            "initial_loss_scale",
-            "min_loss_scale",
-            "loss_scale_window",
-            "hysteresis",
-            "adam_beta1",
-            "adam_beta2",
-            "adam_eps",
-            "decoupled_weight_decay",
-            "sgd_momentum",
-            "muon_momentum",
-            "muon_use_nesterov",
-            "muon_split_qkv",
-            "muon_scale_mode",
-            "muon_num_ns_steps",
-            "muon_extra_scale_factor",
-            "muon_scalar_optimizer",
-            "optimizer_cpu_offload",
-            "optimizer_offload_fraction",
-            "overlap_cpu_optimizer_d2h_h2d",
-            "pin_cpu_grads",
-            "pin_cpu_params",
-            "use_distributed_optimizer",
-            "clip_grad",
-            "grad_norm_skip_threshold",
-            "log_num_zeros_in_grad",
-            "barrier_with_L1_time",
-        ),
-        SAME,
-    ),
+    **_OURS,
     "optimizer": Meaning(
         Kind.SAME,
         "adam, sgd, muon, lion, and dist_muon as muon with "
@@ -183,7 +145,7 @@ OPTIMIZER_FIELDS: dict[str, Meaning] = {
         "the step captures itself; Megatron's wrapper around it is left out"
     ),
 }
-"""By field of ``OptimizerConfig``."""
+"""By field of ``OptimizerConfig``; those of ours that are not named are the same there."""
 
 DDP_FIELDS: dict[str, Meaning] = {
     **dict.fromkeys(
@@ -276,11 +238,10 @@ def config_from_megatron(
     """
     if isinstance(config, OptimizerConfig):
         return config
-    ours = {spec.name for spec in dataclasses.fields(ConfigFields)}
     settings: dict[str, Any] = {}
     for name, value in _accepted_fields(config, OPTIMIZER_FIELDS):
         meaning = OPTIMIZER_FIELDS.get(name, SAME)
-        if (meaning.name or name) in ours and meaning.kind is not Kind.WITHOUT_EFFECT:
+        if (meaning.name or name) in _OURS and meaning.kind is not Kind.WITHOUT_EFFECT:
             settings[meaning.name or name] = meaning.values.get(value, value)
     if config.optimizer == "dist_muon":
         settings[_LAYER_WISE] = True
@@ -289,7 +250,9 @@ def config_from_megatron(
             settings |= _settings_of_ddp(ddp_config, settings, _shares(chunk))
     if config.optimizer == "lion":
         warn(_LION)
-    settings = _without_inert({**settings, **own_settings})
+    settings |= own_settings
+    while inert := inert_fields(ConfigFields(**settings)):
+        settings = {key: settings[key] for key in settings if key not in inert}
     return OptimizerConfig(**{**settings, **own_settings})
 
 
@@ -299,24 +262,14 @@ def _accepted_fields(config: Any, meanings: Mapping[str, Meaning]) -> Iterator[t
     Raises:
         ValueError: one is set that is refused, or not known; naming it and what to use.
     """
-    ours = {spec.name for spec in dataclasses.fields(ConfigFields)}
     for spec in dataclasses.fields(config):
         name, value = spec.name, getattr(config, spec.name)
-        meaning = meanings.get(name, SAME if name in ours else _UNKNOWN)
+        meaning = meanings.get(name, _OURS.get(name, _UNKNOWN))
         if meaning.kind is Kind.REFUSED and value != _default_of(spec):
             raise ValueError(
                 f"{name}={value!r} of Megatron's {type(config).__name__}: {meaning.note}"
             )
         yield name, value
-
-
-def _without_inert(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings but for those that would have no effect beside the others."""
-    config = ConfigFields(**settings)
-    while inert := inert_fields(config):
-        settings = {key: settings[key] for key in settings if key not in inert}
-        config = ConfigFields(**settings)
-    return settings
 
 
 def _shares(chunk: nn.Module) -> int:

@@ -49,14 +49,6 @@ def grad_scaler_from_megatron(scaler: Any) -> MegatronGradScaler | None:
     return ours
 
 
-def _settled(config: Any, optimizer: torch.optim.Optimizer | None) -> OptimizerConfig:
-    """Our config; the rate is the given optimizer's where the config leaves it open."""
-    if getattr(config, "lr", None) is None and not isinstance(config, OptimizerConfig):
-        lr = 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"] or 0.0)
-        config = dataclasses.replace(config, lr=lr)
-    return config_from_megatron(config)
-
-
 class _Wrapper(MegatronFace):
     """One optimizer over the model's parameters, wrapped.
 
@@ -77,11 +69,13 @@ class _Wrapper(MegatronFace):
         init_state_fn: Callable[..., Any] | None,
     ) -> None:
         self.__dict__["init_state_fn"] = init_state_fn
-        settings = _settled(config, optimizer)
         if optimizer is None:
             optimizer = FusedAdam([{"params": []}], lr=0.0)
+        if getattr(config, "lr", None) is None and not isinstance(config, OptimizerConfig):
+            # the rate is the optimizer's where the config leaves it open
+            config = dataclasses.replace(config, lr=float(optimizer.param_groups[0]["lr"] or 0.0))
         scaler = grad_scaler_from_megatron(grad_scaler)
-        super().__init__(stack(optimizer, settings, scaler))
+        super().__init__(stack(optimizer, config_from_megatron(config), scaler))
 
 
 class Float16OptimizerWithFloat16Params(_Wrapper):

@@ -11,10 +11,10 @@ the buckets of Megatron's DistributedDataParallel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -37,7 +37,6 @@ from mp_optim.distributed.optimizer import DistributedOptimizer
 from mp_optim.megatron.saved_parts import (
     REQUEST,
     Settings,
-    WholeState,
     group_settings_of,
     groups_with_settings,
     name_of,
@@ -49,6 +48,8 @@ from mp_optim.slots.slot_state import MASTER, State
 
 SHARDING_TYPE = "distrib_optim_sharding_type"
 """In Megatron's metadata: in which form its distributed optimizer writes, or wrote."""
+_NO_PREFIX = "chained_optim_avoid_prefix"
+"""There: parts of a chain are told apart by their parameters' names alone."""
 _RESHARDABLE, _BUCKETS = "fully_reshardable", "dp_reshardable"
 _WRITTEN_AS_RESHARDABLE = (_RESHARDABLE, _BUCKETS, "fully_sharded_model_space")
 _FLOAT16_MAIN, _DISTRIBUTED_MAIN = "fp32_param", "param"
@@ -61,44 +62,28 @@ ModelTensor = Any
 ``ShardedTensorFactory`` that makes some of it."""
 
 
-@dataclass(frozen=True)
-class Form:
-    """What a checkpoint's form calls things.
+def _is_of_distributed(sharding_type: str | None) -> bool:
+    """Whether Megatron's distributed optimizer reads the form of a sharding type.
 
-    Attributes:
-        main: key of main params. is_distributed: Megatron's distributed optimizer reads it.
-        avoids_prefix: parts of a chain are told apart by their parameters' names alone.
+    Raises:
+        ValueError: there is no such type here, naming it.
     """
+    if sharding_type is not None and sharding_type not in _WRITTEN_AS_RESHARDABLE:
+        raise ValueError(
+            f"{SHARDING_TYPE}={sharding_type!r}: state is saved and loaded as "
+            f"{_RESHARDABLE!r} (--dist-ckpt-optim-fully-reshardable)"
+        )
+    return sharding_type is not None
 
-    main: str
-    is_distributed: bool
-    avoids_prefix: bool
 
-    @classmethod
-    def of(cls, sharding_type: str | None, metadata: Mapping[str, Any]) -> Form:
-        """The form that a sharding type and metadata ask for.
-
-        Raises:
-            ValueError: there is no such type here, naming it.
-        """
-        avoids = bool(metadata.get("chained_optim_avoid_prefix", False))
-        if sharding_type is None:
-            return cls(_FLOAT16_MAIN, False, avoids)
-        if sharding_type not in _WRITTEN_AS_RESHARDABLE:
-            raise ValueError(
-                f"{SHARDING_TYPE}={sharding_type!r}: state is saved and loaded as "
-                f"{_RESHARDABLE!r} (--dist-ckpt-optim-fully-reshardable)"
-            )
-        return cls(_DISTRIBUTED_MAIN, True, avoids)
-
-    def key(self, part: MegatronOptimizer, slot: Slot, key: str) -> str:
-        """What a state tensor is called. In Megatron's layer-wise optimizer main params of Muon's
-        matrices are called as in its Float16 optimizer, all others as in a distributed one."""
-        if key != MASTER:
-            return key
-        is_float16 = name_of(part, slot)[1].dtype != torch.float32
-        is_muons = part.param_groups[slot.group].get("optimizer") == "muon"
-        return _FLOAT16_MAIN if is_muons and is_float16 else self.main
+def _key_of(part: MegatronOptimizer, slot: Slot, key: str, is_distributed: bool) -> str:
+    """What a state tensor is called. In Megatron's layer-wise optimizer main params of Muon's
+    matrices are called as in its Float16 optimizer, all others as in a distributed one."""
+    if key != MASTER:
+        return key
+    is_float16 = name_of(part, slot)[1].dtype != torch.float32
+    is_muons = part.param_groups[slot.group].get("optimizer") == "muon"
+    return _DISTRIBUTED_MAIN if is_distributed and not (is_muons and is_float16) else _FLOAT16_MAIN
 
 
 def kept_parts(stack: MegatronOptimizer, elsewhere: Sequence[Sequence[Settings]]) -> list[int]:
@@ -132,7 +117,7 @@ def sharded_state_dict(
         BrokenOffError: the last step or load was broken off half-way.
     """
     stack.step_mark.check("sharded_state_dict")
-    form = Form.of(sharding_type or metadata.get(SHARDING_TYPE), metadata)
+    is_distributed = _is_of_distributed(sharding_type or metadata.get(SHARDING_TYPE))
     stack.init_state()
     if SHARDING_TYPE in metadata:
         metadata[SHARDING_TYPE] = _RESHARDABLE
@@ -141,8 +126,10 @@ def sharded_state_dict(
     saved: dict[Any, Any] = {}
     for index in kept:
         part = stack.chained_optimizers[index]
-        saved[index] = _saved_part(part, model_sharded_state_dict, elsewhere[index], form, step)
-        if len(kept) > 1 and not form.avoids_prefix:
+        saved[index] = _saved_part(
+            part, model_sharded_state_dict, elsewhere[index], is_distributed, step
+        )
+        if len(kept) > 1 and not metadata.get(_NO_PREFIX):
             add_prefix_for_sharding(saved[index], f"chained_{index}.")
     return saved if len(saved) > 1 else next(iter(saved.values()))
 
@@ -173,22 +160,23 @@ def _saved_part(
     part: MegatronOptimizer,
     model_sharded_state_dict: Any,
     elsewhere: Sequence[Settings],
-    form: Form,
+    is_distributed: bool,
     step: float | None,
 ) -> dict[str, Any]:
     live = zip(group_settings_of(part), part.param_groups, strict=True)
     groups = [*(settings for settings, group in live if group["params"]), *elsewhere]
     stepped = {} if step is None else {"step": int(step)}
     inner: dict[str, Any] = {"param_groups": [{**group, **stepped} for group in groups]}
-    if not form.is_distributed:
+    if not is_distributed:
         inner["state"] = {} if step is None else {"common_step": _step_tensor(step)}
     is_float16 = part.config.fp16 or part.config.bf16
-    saved: dict[str, Any] = {"optimizer": inner} if is_float16 or form.is_distributed else inner
-    if tensors := dict(_saved_tensors(part, model_sharded_state_dict, form)):
+    saved: dict[str, Any] = {"optimizer": inner} if is_float16 or is_distributed else inner
+    states = _saved_states(part, is_distributed)
+    if tensors := dict(_placed(part, model_sharded_state_dict, states, is_distributed)):
         saved[_STATE] = tensors
     if part.grad_scaler is not None:
         saved["grad_scaler"] = part.grad_scaler.state_dict()
-    if form.is_distributed:
+    if is_distributed:
         saved["param_state_sharding_type"] = _RESHARDABLE
     return saved
 
@@ -197,41 +185,17 @@ def _step_tensor(step: float) -> Tensor:
     return torch.tensor(step, dtype=torch.float32, device="cpu")
 
 
-def _saved_tensors(
-    part: MegatronOptimizer, model_sharded_state_dict: Any, form: Form
-) -> Iterator[tuple[int, dict[str, ModelTensor]]]:
-    of_model = _model_tensors(model_sharded_state_dict, part)
-    pairs = zip(whole_states(part), of_model, strict=True)
-    for index, (whole, model_tensor) in enumerate(pairs):
-        state = _checked(part, whole.slot, _with_main(part, whole, form))
-        tensors = {}
-        for key, value in state.items():
-            called = form.key(part, whole.slot, key)
-            tensors[called] = _state_tensor(model_tensor, called, value, only_here=whole.only_here)
-        if tensors:
-            yield index, tensors
-
-
-def _with_main(part: MegatronOptimizer, whole: WholeState, form: Form) -> State:
-    """A slot's tensors; Megatron's distributed optimizer has a main param of FP32 parameters
-    too."""
-    state = {key: value for key, value in whole.state.items() if key != "step"}
-    _, param = name_of(part, whole.slot)
-    if form.is_distributed and param.dtype == torch.float32 and MASTER not in state:
-        state[MASTER] = param.detach().clone()
-        return state if state.keys() != {MASTER} or not whole.only_here else {}
-    return state
-
-
-def _checked(part: MegatronOptimizer, slot: Slot, state: State) -> State:
-    for key in state:
-        if not is_elementwise(key):
-            raise ValueError(
-                f"{part.slot_name(slot)}.{key} has not the shape of the parameter, and Megatron's "
-                "form has no place for such state; save with --ckpt-format torch, or with "
-                "mp_optim.checkpoint.save(root, model, optimizer)"
-            )
-    return state
+def _saved_states(
+    part: MegatronOptimizer, is_distributed: bool
+) -> Iterator[tuple[Slot, State, bool]]:
+    """As :func:`whole_states`, without steps; Megatron's distributed optimizer has a main param of
+    FP32 parameters too."""
+    for slot, whole, only_here in whole_states(part):
+        state = {key: value for key, value in whole.items() if key != "step"}
+        _, param = name_of(part, slot)
+        if is_distributed and param.dtype == torch.float32 and MASTER not in state:
+            state = {**state, MASTER: param.detach().clone()} if state or not only_here else {}
+        yield slot, state, only_here
 
 
 # -- tensors placed as the model's own are
@@ -262,20 +226,39 @@ def _model_tensors(model_sharded_state_dict: Any, part: MegatronOptimizer) -> li
     return found
 
 
-def _state_tensor(
-    model_tensor: ModelTensor, key: str, value: Tensor, *, only_here: bool = False
-) -> ModelTensor:
-    """A state tensor of a parameter, placed as the parameter is.
+def _placed(
+    part: MegatronOptimizer,
+    model_sharded_state_dict: Any,
+    states: Iterable[tuple[Slot, State, bool]],
+    is_distributed: bool,
+) -> Iterator[tuple[int, dict[str, ModelTensor]]]:
+    """State tensors of a part's parameters, placed as these are, by running index.
 
     Args:
-        key: of the state, as Megatron calls it. value: of the local parameter's shape.
-        only_here: no other data-parallel rank saves it, so this one has to.
+        states: of every slot, tensors of the local parameter's shape, and whether no other
+            data-parallel rank saves them, so that this one has to.
     """
-    sharded = make_sharded_optimizer_tensor(model_tensor, value, prefix=f"optimizer.state.{key}")
-    if not only_here:
-        return sharded
-    place = sharded.replica_id  # its last coordinate is the data-parallel one
-    return replace(sharded, replica_id=(*place[:-1], 0) if isinstance(place, tuple) else 0)
+    of_model = _model_tensors(model_sharded_state_dict, part)
+    pairs = zip(states, of_model, strict=True)
+    for index, ((slot, state, only_here), of_param) in enumerate(pairs):
+        tensors = {}
+        for key, value in state.items():
+            if not is_elementwise(key):
+                raise ValueError(
+                    f"{part.slot_name(slot)}.{key} has not the shape of the parameter, and "
+                    "Megatron's form has no place for such state; save with --ckpt-format torch, "
+                    "or with mp_optim.checkpoint.save(root, model, optimizer)"
+                )
+            called = _key_of(part, slot, key, is_distributed)
+            prefix = f"optimizer.state.{called}"
+            sharded = make_sharded_optimizer_tensor(of_param, value, prefix=prefix)
+            if only_here:
+                place = sharded.replica_id  # its last coordinate is the data-parallel one
+                first = (*place[:-1], 0) if isinstance(place, tuple) else 0
+                sharded = replace(sharded, replica_id=first)
+            tensors[called] = sharded
+        if tensors:
+            yield index, tensors
 
 
 # -- what is asked for
@@ -299,7 +282,7 @@ def requested_state_dict(
     kept = kept_parts(stack, elsewhere)
     stack.init_state()
     kind = sharding_type or metadata.get(SHARDING_TYPE)
-    form, in_buckets = Form.of(kind, metadata), kind == _BUCKETS
+    is_distributed, in_buckets = _is_of_distributed(kind), kind == _BUCKETS
     tensors: dict[int, dict[str, Any]] = {}
     request = LocalNonpersistentObject({"in_buckets": in_buckets})
     asked: dict[Any, Any] = {_STATE: tensors, REQUEST: request}
@@ -310,52 +293,30 @@ def requested_state_dict(
             if in_buckets:
                 asked[index], of_part = _requested_buckets(part, chunks, prefix)
             else:
-                of_part = dict(_requested_tensors(part, model_sharded_state_dict, form))
-                if prefix and not form.avoids_prefix:
+                rooms = ((slot, _empty(part, slot), False) for slot in part.slots())
+                placed = _placed(part, model_sharded_state_dict, rooms, is_distributed)
+                of_part = dict(placed)
+                if prefix and not metadata.get(_NO_PREFIX):
                     add_prefix_for_sharding(of_part, prefix)
             tensors.update({first + number: of_part[number] for number in of_part})
         first += len(part.slots())
     return asked
 
 
-def _requested_tensors(
-    part: MegatronOptimizer, model_sharded_state_dict: Any, form: Form
-) -> Iterator[tuple[int, dict[str, ModelTensor]]]:
-    of_model = _model_tensors(model_sharded_state_dict, part)
-    for index, (slot, model_tensor) in enumerate(zip(part.slots(), of_model, strict=True)):
-        state = part.full_slot_state(slot)
-        keys = _checked(part, slot, {key: state[key] for key in state if key != "step"})
-        tensors = {}
-        for key in keys:
-            called = form.key(part, slot, key)
-            tensors[called] = _state_tensor(model_tensor, called, _empty(part, slot, key))
-        if tensors:
-            yield index, tensors
-
-
-def _empty(part: MegatronOptimizer, slot: Slot, key: str) -> Tensor:
+def _empty(part: MegatronOptimizer, slot: Slot) -> State:
     """Room for what is loaded. What a checkpoint has no elements for (vocabulary that is padded
     otherwise) keeps the model's values, and moments of zero."""
     _, param = name_of(part, slot)
-    if key == MASTER:
-        return param.detach().to("cpu", torch.float32, copy=True)
-    return torch.zeros(param.shape, dtype=torch.float32, device="cpu")
+    state: State = {}
+    for key in part.full_slot_state(slot):
+        if key == MASTER:
+            state[key] = param.detach().to("cpu", torch.float32, copy=True)
+        elif key != "step":
+            state[key] = torch.zeros(param.shape, dtype=torch.float32, device="cpu")
+    return state
 
 
 # -- buckets
-
-
-class BucketPlace(NamedTuple):
-    """Where Megatron's buffers have a parameter.
-
-    Attributes:
-        key: of the bucket's tensors. numel: their length, without padding at the end.
-        start: of the parameter in them.
-    """
-
-    key: str
-    numel: int
-    start: int
 
 
 def _requested_buckets(
@@ -403,8 +364,9 @@ def _requested_buckets(
 
 def _places(
     chunks: Sequence[Any], domain: str, *, expert: bool
-) -> Iterator[tuple[int, BucketPlace]]:
-    """By a parameter's id."""
+) -> Iterator[tuple[int, tuple[str, int, int]]]:
+    """By a parameter's id, where Megatron's buffers have it: the key of the bucket's tensors, their
+    length without padding at the end, and the start of the parameter in them."""
     attribute = "expert_parallel_buffers" if expert else "buffers"
     buffers = chain.from_iterable(getattr(chunk, attribute) for chunk in chunks)
     for number, buffer in enumerate(buffers):
@@ -412,13 +374,18 @@ def _places(
         for param, (start, _, bucket_id) in buffer.param_index_map.items():
             bucket = buffer.buckets[bucket_id]
             key = f"{domain}.gbuf_idx_{number}.dtype_{dtypes}.bucket_idx_{bucket_id}"
-            yield (id(param), BucketPlace(key, bucket.numel_unpadded, start - bucket.offset))
+            yield (id(param), (key, bucket.numel_unpadded, start - bucket.offset))
 
 
 def _bucket_tensors(
-    part: MegatronOptimizer, slot: Slot, place: BucketPlace
+    part: MegatronOptimizer, slot: Slot, place: tuple[str, int, int]
 ) -> Iterator[tuple[str, Any]]:
-    """A tensor for each key, of the elements that this rank has; none if it has no elements."""
+    """A tensor for each key, of the elements that this rank has; none if it has no elements.
+
+    Args:
+        place: of :func:`_places`.
+    """
+    bucket, length, first = place
     for key, value in part.full_slot_state(slot).items():
         if key == "step":
             continue
@@ -431,12 +398,12 @@ def _bucket_tensors(
             yield (
                 called,
                 ShardedTensor(
-                    f"{place.key}.{called}",
+                    f"{bucket}.{called}",
                     data,
                     data.dtype,
                     tuple(data.shape),
-                    (place.numel,),
-                    (place.start + start,),
+                    (length,),
+                    (first + start,),
                     axis_fragmentations=None,
                     replica_id=(0, 0, 0),
                 ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from mp_optim.checkpoint.foreign.formats import COPIES, parts_of
 from mp_optim.checkpoint.version_files import load_plain_file
 from mp_optim.distributed.optimizer import DistributedOptimizer
 from mp_optim.megatron import torch_format
@@ -55,22 +56,30 @@ class MegatronFace(torch.optim.Optimizer):
     One object that forwards, so that the stacks themselves need not grow by every method that a
     program of Megatron's calls around a step.
 
-    Attributes:
+    Args:
         stack: the optimizer of :func:`mp_optim.get_megatron_optimizer`.
+        chunks: the model that state belongs to.
+        elsewhere: for each part of the stack, the param groups that only other ranks have.
     """
 
     stack: MegatronOptimizer
-    _chunks: Sequence[nn.Module] = ()
-    _elsewhere: Sequence[Sequence[Settings]] | None = None
     _prepared: _Prepared | None = None
 
-    def __init__(self, stack: MegatronOptimizer) -> None:
+    def __init__(
+        self,
+        stack: MegatronOptimizer,
+        chunks: Sequence[nn.Module] = (),
+        elsewhere: Sequence[Sequence[Settings]] | None = None,
+    ) -> None:
         # NOTE: torch's constructor would make groups of its own; all there is belongs to the stack.
         self.__dict__["stack"] = stack
+        self._chunks, self._elsewhere = list(chunks), elsewhere
 
     def __getattr__(self, name: str) -> Any:
         if name == "stack":  # of an object that is being unpickled
             raise AttributeError(name)
+        if name == "chained_optimizers":  # the property raised this
+            raise AttributeError("a part of a chain has no chained_optimizers")
         return getattr(self.stack, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -124,7 +133,18 @@ class MegatronFace(torch.optim.Optimizer):
             state_dict: a checkpoint of Megatron's with the model's values in full precision
                 (``model``, or ``model0`` and on), or such values by name; used where given.
         """
-        self.stack.reload_model_params(_values_by_name(self.stack, state_dict or {}))
+        named: dict[str, Any] = dict(state_dict or {})
+        if isinstance(named.get("model"), Mapping):
+            named = dict(named["model"])
+        elif chunks := [key for key in named if _CHUNK.match(key)]:
+            named = {
+                f"{key.removeprefix('model')}.{name}": value
+                for key in chunks
+                for name, value in named[key].items()
+            }
+        called = matched_names(named, map(self.stack.slot_name, self.stack.slots()))
+        values = {called[key]: value for key, value in named.items() if isinstance(value, Tensor)}
+        self.stack.reload_model_params(values)
 
     def prepare_model_params_for_param_sync(self) -> None:
         """Before evaluation: parameters are what forward reads, whenever a step has returned."""
@@ -241,9 +261,15 @@ class MegatronFace(torch.optim.Optimizer):
             with self.stack.step_mark.step(self.stack):
                 self.stack.collect_grads()
         inverse = inverse_of(self.stack.grad_scaler)
-        factor = 1.0 if inverse is None else inverse
-        grads = _counted_grads(self.stack, grad_norm_group or MAIN)
-        return [(grad * factor).to(torch.float32) for grad in grads]
+        factor, group = 1.0 if inverse is None else inverse, grad_norm_group or MAIN
+        grads: list[Tensor] = []
+        for part in self.stack.chained_optimizers:
+            owner = part.shards if isinstance(part, DistributedOptimizer) else part
+            for slot in owner.slots():
+                grad = current_grad(param_at(owner.param_groups, slot))
+                if grad is not None and owner.norm_key(slot).group == group:
+                    grads.append((local_tensor(grad) * factor).to(torch.float32))
+        return grads
 
     get_main_grads_for_grad_norm = get_grads_for_grad_norm
 
@@ -272,24 +298,11 @@ class MegatronFace(torch.optim.Optimizer):
 
     # -- checkpoints
 
-    def set_model(
-        self, chunks: Sequence[nn.Module], elsewhere: Sequence[Sequence[Settings]]
-    ) -> None:
-        """Say what state belongs to.
-
-        Args:
-            chunks: the model.
-            elsewhere: for each part of the stack, the param groups that only other ranks have.
-        """
-        self._chunks, self._elsewhere = list(chunks), elsewhere
-
     def state_dict(self, is_loading: bool = False) -> Any:
         """The stack's; of one that data-parallel ranks share out, what all of them have alike, and
         :meth:`save_parameter_state` writes the rest. ``is_loading`` is for Megatron's callers and
         changes nothing."""
-        if torch_format.is_shared_out(self.stack):
-            return torch_format.common_state_dict(self.stack)
-        return self.stack.state_dict()
+        return torch_format.alike_state_dict(self.stack)
 
     def load_state_dict(self, state_dict: Any, *, convert: bool = False) -> None:
         """What :meth:`state_dict` made, or ``dist_checkpointing.load`` loaded.
@@ -297,11 +310,11 @@ class MegatronFace(torch.optim.Optimizer):
         Raises:
             ValueError: it does not fit; nothing was loaded.
         """
-        is_mapping = isinstance(state_dict, Mapping)
+        is_mapping, parts = isinstance(state_dict, Mapping), parts_of(state_dict)
         if is_mapping and state_dict.get(torch_format.APART):
             torch_format.load_common(self.stack, state_dict)
-        elif torch_format.is_positional(state_dict):
-            torch_format.load_positional(self.stack, state_dict, convert=convert)
+        elif any(COPIES in part for part in parts):  # of Megatron's Float16 optimizer
+            torch_format.load_positional(self.stack, parts, convert=convert)
         elif is_mapping and REQUEST in state_dict:
             from mp_optim.megatron.dist_checkpointing import plain_state_dict
 
@@ -369,42 +382,6 @@ class PartFace(MegatronFace):
     """A part of a stack. As a part of Megatron's it has no ``chained_optimizers``: callers ask for
     them by ``hasattr``."""
 
-    def __getattribute__(self, name: str) -> Any:
-        if name == "chained_optimizers":
-            raise AttributeError("a part of a chain has no chained_optimizers")
-        return super().__getattribute__(name)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "chained_optimizers":
-            raise AttributeError("a part of a chain has no chained_optimizers")
-        return super().__getattr__(name)
-
-
-def _values_by_name(stack: MegatronOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a model's state dict under the names that a stack has for them.
-
-    Args:
-        state_dict: with ``model`` (or ``model0``, ``model1`` ... for virtual stages), or the names
-            themselves.
-    """
-    named: dict[str, Any] = dict(state_dict)
-    if isinstance(state_dict.get("model"), Mapping):
-        named = dict(state_dict["model"])
-    elif chunks := [key for key in state_dict if _CHUNK.match(key)]:
-        named = {
-            f"{key.removeprefix('model')}.{name}": value
-            for key in chunks
-            for name, value in state_dict[key].items()
-        }
-    known = [stack.slot_name(slot) for slot in stack.slots()]
-    called = matched_names(named, known)
-    return {called[key]: value for key, value in named.items() if isinstance(value, Tensor)}
-
-
-def _counted_grads(stack: MegatronOptimizer, norm_group: str) -> Iterator[Tensor]:
-    for part in stack.chained_optimizers:
-        owner = part.shards if isinstance(part, DistributedOptimizer) else part
-        for slot in owner.slots():
-            grad = current_grad(param_at(owner.param_groups, slot))
-            if grad is not None and owner.norm_key(slot).group == norm_group:
-                yield local_tensor(grad)
+    @property
+    def chained_optimizers(self) -> list[Any]:
+        raise AttributeError

@@ -80,9 +80,7 @@ def get_megatron_optimizer(
         if not has_rate and group["default_config"]:
             group["lr"] = None
             group.pop("max_lr", None)  # the scheduler's own counts
-    face = MegatronFace(stack)
-    face.set_model(model_chunks, groups_elsewhere(stack))
-    return face
+    return MegatronFace(stack, model_chunks, groups_elsewhere(stack))
 
 
 def get_megatron_muon_optimizer(

@@ -5,7 +5,6 @@ not by their order, and state of which data-parallel ranks have parts, put toget
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -93,7 +92,7 @@ def matched_settings(live: Settings, saved: Sequence[Mapping[str, Any]]) -> Sett
         ValueError: there is none of its kind, or two are as like it; naming the settings.
     """
     wanted = _identity(live).items()
-    exact = [group for group in saved if same_kind(group, live)]
+    exact = [group for group in saved if kind_of(group) == kind_of(live)]
     kind = exact or [group for group in saved if _without_experts(group) == _without_experts(live)]
     if not kind:
         raise ValueError(
@@ -123,52 +122,39 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _kind(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """NeMo keeps some of them under ``pre_<name>``."""
+def kind_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The settings that tell groups apart. NeMo keeps some of them under ``pre_<name>``."""
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in _KIND)
 
 
-def same_kind(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two groups have the settings that tell groups apart in common."""
-    return _kind(group) == _kind(other)
-
-
 def _without_experts(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return _kind({**group, "is_expert_parallel": None})
+    return kind_of({**group, "is_expert_parallel": None})
 
 
 def _kind_in_words(group: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in zip(_KIND, _kind(group), strict=True))
+    return ", ".join(f"{key}={value!r}" for key, value in zip(_KIND, kind_of(group), strict=True))
 
 
 # -- state over all data-parallel ranks
 
 
-@dataclass(frozen=True)
-class WholeState:
-    """A slot's state over all of its parameter on this model-parallel rank.
-
-    Attributes:
-        state: FP32 tensors on their own memory, and ``step``. Only ``step`` if another
-            data-parallel rank has been given the rest.
-        only_here: no other data-parallel rank has it.
-    """
-
-    slot: Slot
-    state: State
-    only_here: bool = False
-
-
-def whole_states(part: MegatronOptimizer, rank: int | None = None) -> Iterator[WholeState]:
+def whole_states(
+    part: MegatronOptimizer, rank: int | None = None
+) -> Iterator[tuple[Slot, State, bool]]:
     """The state of every slot of a part that has any; copies, so that the next step does not write
     what is still being saved. Collective over its data-parallel ranks if it is distributed.
 
     Args:
         rank: which of these ranks is given what they share out; by default, of each parameter, the
             rank that has most of it: most parameters are on one rank whole.
+
+    Yields:
+        A slot; its FP32 tensors, over all of the parameter on this model-parallel rank, on their
+        own memory, and ``step`` (only ``step`` if another data-parallel rank has been given the
+        rest); and whether no other data-parallel rank has it.
     """
     if not isinstance(part, DistributedOptimizer):
-        yield from (WholeState(slot, _copied_state(part, slot)) for slot in part.slots())
+        yield from ((slot, _copied_state(part, slot), False) for slot in part.slots())
         return
     group = part.process_groups.dp
     assert group is not None  # its constructor asks for it
@@ -177,11 +163,11 @@ def whole_states(part: MegatronOptimizer, rank: int | None = None) -> Iterator[W
     for slot, *of_ranks in zip(part.slots(), *ranges, strict=True):
         state = _copied_state(part, slot)
         if any(of_rank is None for of_rank in of_ranks):
-            yield WholeState(slot, state)  # every rank steps all of it
+            yield slot, state, False  # every rank steps all of it
             continue
         counts = [count for _, count in of_ranks]
         receiver = counts.index(max(counts)) if rank is None else rank
-        yield _put_together(slot, state, of_ranks, receiver, group)
+        yield slot, _put_together(state, of_ranks, receiver, group), True
 
 
 def flat_shard_of(state: State) -> FlatShard | None:
@@ -204,9 +190,7 @@ def _copied_state(part: MegatronOptimizer, slot: Slot) -> State:
     return state
 
 
-def _put_together(
-    slot: Slot, state: State, ranges: Sequence[Range], rank: int, group: ProcessGroup
-) -> WholeState:
+def _put_together(state: State, ranges: Sequence[Range], rank: int, group: ProcessGroup) -> State:
     shards = {key: value for key, value in state.items() if isinstance(value, FlatShard)}
     rest = {key: value for key, value in state.items() if key not in shards}
     is_here, holders = group.rank() == rank, [count for _, count in ranges if count]
@@ -216,7 +200,7 @@ def _put_together(
     elif is_here:
         gathered = [shard.local.view(shard.shape) for shard in shards.values()]
     whole = dict(zip(shards, gathered, strict=True)) if is_here else {}
-    return WholeState(slot, {**rest, **whole}, only_here=True)
+    return {**rest, **whole}
 
 
 def _gather(
@@ -234,16 +218,13 @@ def _gather(
     dist.gather(sent, received, dist.get_global_rank(group, rank), group=group)
     if received is None:
         return []
-    return [_joined(shard, row, received, ranges) for row, shard in enumerate(shards)]
-
-
-def _joined(
-    shard: FlatShard, row: int, received: Sequence[Tensor], ranges: Sequence[Range]
-) -> Tensor:
-    whole = torch.empty(shard.shape.numel(), dtype=torch.float32, device=shard.device)
-    for (start, count), of_rank in zip(ranges, received, strict=True):
-        whole[start : start + count].copy_(of_rank[row, :count])
-    return whole.view(shard.shape)
+    wholes = []
+    for row, shard in enumerate(shards):
+        whole = torch.empty(shard.shape.numel(), dtype=torch.float32, device=shard.device)
+        for (start, count), of_rank in zip(ranges, received, strict=True):
+            whole[start : start + count].copy_(of_rank[row, :count])
+        wholes.append(whole.view(shard.shape))
+    return wholes
 
 
 def name_of(part: MegatronOptimizer, slot: Slot) -> tuple[str, Tensor]:

@@ -22,9 +22,9 @@ from mp_optim.megatron.saved_parts import (
     flat_shard_of,
     group_settings_of,
     groups_with_settings,
+    kind_of,
     matched_settings,
     name_of,
-    same_kind,
     whole_states,
 )
 from mp_optim.precision import MegatronOptimizer
@@ -35,20 +35,17 @@ from mp_optim.slots.state_dict import plain_groups
 APART = "parameter_state_apart"
 """Marks a state dict whose state is in a file of :func:`save_parameter_state`."""
 _FORMAT = "mp_optim parameter state 1"
-_COPIES = "fp32_from_fp16_params"
 
 
 # -- state that data-parallel ranks share out
 
 
-def is_shared_out(stack: MegatronOptimizer) -> bool:
-    """Whether data-parallel ranks have different parts of the state."""
-    return any(isinstance(part, DistributedOptimizer) for part in stack.chained_optimizers)
-
-
-def common_state_dict(stack: MegatronOptimizer) -> dict[str, Any]:
-    """Settings and loss scale: what a distributed stack has alike on all data-parallel ranks."""
+def alike_state_dict(stack: MegatronOptimizer) -> dict[str, Any]:
+    """A stack's state dict; of one that data-parallel ranks share out, what all of them have alike:
+    settings and loss scale."""
     parts = stack.chained_optimizers
+    if not any(isinstance(part, DistributedOptimizer) for part in parts):
+        return stack.state_dict()
     groups = [group for part in parts for group in group_settings_of(part)]
     common: dict[str, Any] = {APART: True, "param_groups": groups}
     if stack.grad_scaler is not None:
@@ -57,7 +54,7 @@ def common_state_dict(stack: MegatronOptimizer) -> dict[str, Any]:
 
 
 def load_common(stack: MegatronOptimizer, common: Mapping[str, Any]) -> None:
-    """Load what :func:`common_state_dict` made; state stays as it is.
+    """Load what :func:`alike_state_dict` made of a distributed stack; state stays as it is.
 
     Raises:
         ValueError: it does not fit this optimizer; nothing was loaded.
@@ -77,10 +74,10 @@ def save_parameter_state(stack: MegatronOptimizer, filename: str) -> None:
     states: list[dict[str, State] | None] = []
     for part in stack.chained_optimizers:
         named: dict[str, State] = {}
-        for whole in whole_states(part, 0):
-            named[part.slot_name(whole.slot)] = whole.state
+        for slot, state, _ in whole_states(part, 0):
+            named[part.slot_name(slot)] = state
         states.append(named if _is_first(part) else None)
-    if any(state is not None for state in states):
+    if any(of_part is not None for of_part in states):
         partial = f"{filename}.partial"
         torch.save({"format": _FORMAT, "parts": states}, partial)
         os.replace(partial, filename)
@@ -93,8 +90,9 @@ def load_parameter_state(stack: MegatronOptimizer, filename: str) -> None:
     Raises:
         ValueError: it is another file, or does not fit this optimizer; nothing was loaded.
     """
-    first = [_is_first(part) for part in stack.chained_optimizers]
-    parts = _read(filename) if any(first) else [None] * len(first)
+    parts: list[dict[str, State] | None] = [None] * len(stack.chained_optimizers)
+    if any(map(_is_first, stack.chained_optimizers)):
+        parts = _read(filename)
     state: dict[int, State] = {}
     for part, named in zip(stack.chained_optimizers, parts, strict=True):
         for own in _handed_out(part, named):
@@ -149,21 +147,18 @@ def _own_elements(part: MegatronOptimizer, slot: Slot, whole: State) -> State:
 # -- what Megatron's Float16 optimizer saved
 
 
-def is_positional(state_dict: Any) -> bool:
-    """Whether Megatron's Float16 optimizer wrote this, alone or in a chain."""
-    return any(_COPIES in part for part in _positional_parts(state_dict))
-
-
-def load_positional(stack: MegatronOptimizer, state_dict: Any, *, convert: bool = False) -> None:
+def load_positional(
+    stack: MegatronOptimizer, saved: Sequence[Mapping[str, Any]], *, convert: bool = False
+) -> None:
     """Load it into a stack over the same parameters, with the settings of its param groups.
 
     Args:
+        saved: the state dict of each part of a chain, or of the only optimizer.
         convert: round state to the dtypes configured here also where that loses bits.
 
     Raises:
         ValueError: parts, param groups or shapes do not fit; nothing was loaded.
     """
-    saved = _positional_parts(state_dict)
     parts = [part for part in stack.chained_optimizers if not part.is_stub_optimizer]
     if len(saved) != len(parts):
         raise ValueError(
@@ -185,14 +180,6 @@ def load_positional(stack: MegatronOptimizer, state_dict: Any, *, convert: bool 
         group.update(of_group)
 
 
-def _positional_parts(state_dict: Any) -> list[Mapping[str, Any]]:
-    """What is saved of each part of a chain, or of the only optimizer."""
-    if not isinstance(state_dict, Mapping):
-        return list(state_dict)
-    numbered = sorted(key for key in state_dict if isinstance(key, int))
-    return [state_dict[key] for key in numbered] or [state_dict]
-
-
 def _names(part: MegatronOptimizer, saved: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Names of a part's parameters in the order of the saved groups."""
     left = {index: group for index, group in enumerate(part.param_groups) if group["params"]}
@@ -203,7 +190,7 @@ def _names(part: MegatronOptimizer, saved: Sequence[Mapping[str, Any]]) -> Itera
         alike = [
             index
             for index, live in left.items()
-            if len(live["params"]) == count and same_kind(live, group)
+            if len(live["params"]) == count and kind_of(live) == kind_of(group)
         ]
         if not alike:
             raise ValueError(

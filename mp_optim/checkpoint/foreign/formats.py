@@ -137,6 +137,10 @@ def from_apex(
 # -- Megatron: Float16OptimizerWithFloat16Params, FP32Optimizer, ChainedOptimizer -----------------
 
 
+COPIES = "fp32_from_fp16_params"
+"""Key of the Float16 optimizer's FP32 copies."""
+
+
 def from_megatron(
     state_dict: Mapping[Any, Any] | Sequence[Mapping[str, Any]],
     names: Sequence[str],
@@ -158,7 +162,7 @@ def from_megatron(
     Raises:
         ValueError: names and state do not fit each other.
     """
-    parts = _parts(state_dict)
+    parts = parts_of(state_dict)
     counts = []
     for part in parts:
         counts.append(sum(len(group["params"]) for group in _inner(part)["param_groups"]))
@@ -178,7 +182,10 @@ def from_megatron(
     return ForeignState(tuple(groups), state, scaler)
 
 
-def _parts(state_dict: Mapping[Any, Any] | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def parts_of(
+    state_dict: Mapping[Any, Any] | Sequence[Mapping[str, Any]],
+) -> list[Mapping[str, Any]]:
+    """What is saved of each part of a chain, or of the only optimizer."""
     if not isinstance(state_dict, Mapping):
         return list(state_dict)
     if state_dict and all(isinstance(key, int) or str(key).isdigit() for key in state_dict):
@@ -201,7 +208,7 @@ def _part(
     part: Mapping[str, Any], names: Sequence[str], fp32_names: Collection[str], step: float | None
 ) -> ForeignState:
     foreign = positional_state(_inner(part), names, step)
-    masters = part.get("fp32_from_fp16_params", part.get("fp32_from_fp16"))
+    masters = part.get(COPIES, part.get("fp32_from_fp16"))
     if masters is None:
         return foreign
     copies: dict[str, Tensor] = {}
