@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,14 +68,6 @@ _EXTRA_STATE = "_extra_state"
 """What torch calls, in a module's state dict, the value of its ``get_extra_state``."""
 
 
-@runtime_checkable
-class CheckedScheduler(Protocol):
-    """A scheduler that checks saved state before any of it is loaded, as
-    :class:`mp_optim.OptimizerParamScheduler` does; torch's do not."""
-
-    def check_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
 @dataclass
 class CheckedLoad:
     """A load of a version. Collective when it is made.
@@ -111,8 +103,8 @@ class CheckedLoad:
             saved = without_surplus(saved, ranks.union(set(tensors)))
         copies = _copies_of(optimizer, parallel, tensors) | new.keys()
         self._saved = saved
-        self._targets = _targets_of(tensors, saved, copies, convert=self.convert)
-        self._read_anywhere = ranks.union(set(self._targets.tensors))
+        self._staged, self._live = _targets_of(tensors, saved, copies, convert=self.convert)
+        self._read_anywhere = ranks.union({*self._staged, *self._live})
         self._reading = Reading(self.version, self.index, {})
         self._kept = ExitStack()
         has_hooks = _has_own_hooks(self.model, optimizer)
@@ -124,7 +116,7 @@ class CheckedLoad:
     def check_files(self) -> None:
         """Raise ValueError if names, shapes, dtypes or settings do not fit, or files are damaged
         or hold second moments that the optimizer refuses."""
-        tensors, scheduler = self._targets.tensors, self.scheduler
+        tensors = self._staged | self._live
         check_entries(self.version, self._saved, tensors, self._read_anywhere)
         for name, value in self.common["model"].items():
             if MODEL + name in self._entries:
@@ -132,26 +124,20 @@ class CheckedLoad:
                     f"{self.version} does not fit this model: {name} is a {type(value).__name__} "
                     "beside the tensors, and a tensor here"
                 )
-        if scheduler is not None and self.common["scheduler"] is None:
+        if self.scheduler is not None and self.common["scheduler"] is None:
             raise ValueError(
                 f"{self.version} holds no scheduler state; load it with scheduler=None"
             )
-        if isinstance(scheduler, CheckedScheduler):
-            scheduler.check_state_dict(self.common["scheduler"])
-        self._check_groups()
+        if self.optimizer is not None:
+            if self.common["optimizer"] is None:
+                raise ValueError(
+                    f"{self.version} holds a model and no optimizer; load it with optimizer=None"
+                )
+            settings = self._settings(self.optimizer)
+            check_form({**settings, "state": {}})
+            check_plain(self.optimizer, settings, convert=self.convert)
         self._reading = plan_reading(tensors, self.version, self.index)
         self._reading.check(self._value_checks())
-
-    def _check_groups(self) -> None:
-        if self.optimizer is None:
-            return
-        if self.common["optimizer"] is None:
-            raise ValueError(
-                f"{self.version} holds a model and no optimizer; load it with optimizer=None"
-            )
-        settings = self._settings(self.optimizer)
-        check_form({**settings, "state": {}})
-        check_plain(self.optimizer, settings, convert=self.convert)
 
     def _settings(self, optimizer: SlotKeyedOptimizer) -> dict[str, Any]:
         """The saved state dict without state, and without parameters that this rank does not
@@ -169,7 +155,7 @@ class CheckedLoad:
             return {}
         slots = self._slots(optimizer)
         checks: dict[str, ValueCheck] = {}
-        for name, value in self._targets.live.items():
+        for name, value in self._live.items():
             key, fqn = key_and_fqn(name)
             if key == SECOND and value.is_floating_point():
                 state = optimizer.state_of(slots[fqn])
@@ -194,15 +180,14 @@ class CheckedLoad:
         """Read what may be refused for its values into memory of its own, and raise ValueError if
         the optimizer does not take it. Hooks for loading may change what is loaded, so an optimizer
         that has some checks it when they have been called."""
-        staged = self._targets.staged
-        self._reading.read(staged)
+        self._reading.read(self._staged)
         if (optimizer := self._without_hooks()) is None:
             return
-        if any(key_and_fqn(name)[0] not in ("", STEP) for name in staged):
+        if any(key_and_fqn(name)[0] not in ("", STEP) for name in self._staged):
             self._check_state(optimizer)
             return
         slots = self._slots(optimizer)
-        for name, value in staged.items():
+        for name, value in self._staged.items():
             key, fqn = key_and_fqn(name)
             if key:
                 optimizer.state_of(slots[fqn]).check_values(key, value)
@@ -210,7 +195,11 @@ class CheckedLoad:
     def _check_state(self, optimizer: SlotKeyedOptimizer) -> None:
         settings = self._settings(optimizer)
         match = check_plain(optimizer, settings, convert=self.convert)
-        state = state_by_index(settings["param_groups"], self._targets.to_check())
+        # of what is live, which has the form of the tensors that are there, values are yet to come
+        zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        live = {name: value for name, value in self._live.items() if name.startswith(STATE)}
+        blanks = {name: _blank(value, zeros) for name, value in live.items()}
+        state = state_by_index(settings["param_groups"], as_read(self._staged | blanks))
         # the weights that remainders belong to are yet to come
         yet_to_come = replace(match, checksums={})
         StateLoad(optimizer, yet_to_come, state, self.convert).check()
@@ -224,9 +213,9 @@ class CheckedLoad:
         belongs to, where it becomes a main param."""
         fqn = self.parallel.names[optimizer.slot_name(slot)]
         entry, name = entry_name(REMAINDER, fqn), MODEL + fqn
-        if entry not in self._targets.staged or name not in self._targets.live:
+        if entry not in self._staged or name not in self._live:
             return
-        weights = torch.empty_like(self._targets.live[name], device="cpu")
+        weights = torch.empty_like(self._live[name], device="cpu")
         plan_reading({name: weights}, self.version, self.index).read({name})
         optimizer.state_of(slot).check_weights(saved, checksum, weights)
 
@@ -244,8 +233,7 @@ class CheckedLoad:
         if self.optimizer is not None and self._keeps:
             keep(kept_state(self.optimizer))
         keep(_kept_model(self.model, self._entries, self.parallel, values=self._keeps))
-        staged = self._targets.staged
-        saved = {name: value for name, value in staged.items() if _is_extra_state(name)}
+        saved = {name: value for name, value in self._staged.items() if _is_extra_state(name)}
         self._load_model({**self._entries, **saved})
         self._load_scheduler()
 
@@ -275,46 +263,17 @@ class CheckedLoad:
         self._is_written = True
         if self.optimizer is not None:
             self._was_broken_off = self.optimizer.step_mark.is_set
-        self._reading.read(self._targets.live)
-        self._load_model(self._targets.tensors)
+        self._reading.read(self._live)
+        tensors = self._staged | self._live
+        self._load_model(tensors)
         if self.optimizer is not None:
             state_dict = self._settings(self.optimizer)
-            tensors = as_read(self._targets.tensors)
-            state_dict["state"] = state_by_index(state_dict["param_groups"], tensors)
+            state_dict["state"] = state_by_index(state_dict["param_groups"], as_read(tensors))
             self.optimizer.load_state_dict(state_dict, convert=self.convert)
         self._load_scheduler()
 
 
 # -- what a checkpoint is read into ---------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Targets:
-    """Tensors by the names of the entries they are read from.
-
-    Attributes:
-        staged: with memory of their own: state that was saved in another form, or is converted when
-            it is loaded, step numbers, and extra state of modules.
-        live: those of the model and the optimizer.
-    """
-
-    staged: dict[str, Tensor] = field(default_factory=dict)
-    live: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        return self.staged | self.live
-
-    def to_check(self) -> dict[str, Tensor]:
-        """State as the optimizer takes it: what is staged, and zeros for what is live, which has
-        the form of the tensors that are there, and whose values were not read yet."""
-        zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        blanks = {
-            name: _blank(value, zeros)
-            for name, value in self.live.items()
-            if name.startswith(STATE)
-        }
-        return as_read(self.staged | blanks)
 
 
 def _targets_of(
@@ -323,8 +282,10 @@ def _targets_of(
     copies: Collection[str],
     *,
     convert: bool,
-) -> Targets:
-    """What to read a checkpoint into.
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What to read a checkpoint into, by the names of the entries: new tensors (of state that was
+    saved in another form, or is converted when it is loaded, of step numbers, and of extra state of
+    modules), and those of the model and the optimizer.
 
     Args:
         tensors: of :func:`mp_optim.checkpoint.entries.entries_of`.
@@ -332,23 +293,24 @@ def _targets_of(
         copies: entries that are none of the optimizer's tensors.
         convert: read tensors of the model of another dtype, too.
     """
-    targets = Targets()
+    staged: dict[str, Tensor] = {}
+    live: dict[str, Tensor] = {}
     for name, value in tensors.items():
         key, fqn = key_and_fqn(name)
         differs = _differs(name, value, saved)
         base = entry_name(key.removesuffix(SCALE), fqn)
         if not key:
             is_staged = (differs and convert) or _is_extra_state(name)
-            where = targets.staged if is_staged else targets.live
+            where = staged if is_staged else live
             where[name] = _new_like(value, saved.get(name)) if is_staged else value
         elif is_scale(key) and base in tensors and _differs(base, tensors[base], saved):
             continue  # it comes with what it scales
         elif differs or key == STEP:
-            targets.staged.update(_as_saved(name, value, saved))
+            staged.update(_as_saved(name, value, saved))
         else:
-            where = targets.staged if name in copies else targets.live
+            where = staged if name in copies else live
             where[name] = value
-    return targets
+    return staged, live
 
 
 def _copies_of(
@@ -450,21 +412,19 @@ def _is_extra_state(entry: str) -> bool:
 
 def _has_own_hooks(models: Models, optimizer: SlotKeyedOptimizer | None) -> bool:
     """Whether hooks for loading, of modules or of the optimizer, are not torch's own."""
-    for hook in _hooks(models, optimizer):
+    hooks: list[Any] = []
+    if optimizer is not None:
+        hooks += optimizer._optimizer_load_state_dict_pre_hooks.values()
+        hooks += optimizer._optimizer_load_state_dict_post_hooks.values()
+    for module in itertools.chain(*(chunk.modules() for _, chunk in chunks_of(models))):
+        hooks += module._load_state_dict_pre_hooks.values()
+        hooks += module._load_state_dict_post_hooks.values()
+    for hook in hooks:
         while isinstance(hook, functools.partial):
             hook = hook.func
         if str(getattr(hook, "__module__", "")).partition(".")[0] != "torch":
             return True
     return False
-
-
-def _hooks(models: Models, optimizer: SlotKeyedOptimizer | None) -> Iterator[Any]:
-    if optimizer is not None:
-        yield from optimizer._optimizer_load_state_dict_pre_hooks.values()
-        yield from optimizer._optimizer_load_state_dict_post_hooks.values()
-    for module in itertools.chain(*(chunk.modules() for _, chunk in chunks_of(models))):
-        yield from module._load_state_dict_pre_hooks.values()
-        yield from module._load_state_dict_post_hooks.values()
 
 
 def _kept_model(

@@ -215,14 +215,7 @@ def any_overlap(places: Sequence[Place]) -> bool:
         active = [
             other for other in active if other.offsets[dim] + other.sizes[dim] > place.offsets[dim]
         ]
-        if any(_overlap(place, other) for other in active):
+        if any(place.common(other) for other in active):
             return True
         active.append(place)
     return False
-
-
-def _overlap(a: Place, b: Place) -> bool:
-    return all(
-        here < there + length and there < here + size
-        for here, size, there, length in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-    )

@@ -8,7 +8,7 @@ import os
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import add, sub
+from operator import sub
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -53,14 +53,14 @@ class _Copy(NamedTuple):
         """Bytes of the box that hold them: whole rows of its first dimension."""
         if not self.sizes:
             return self.box.start, self.box.start + self.box.length
-        row = math.prod(self.box.sizes[1:]) * self.target.itemsize
+        row = math.prod(self.box.place.sizes[1:]) * self.target.itemsize
         first = self.box.start + self.begin[0] * row
         return first, first + self.sizes[0] * row
 
     def is_contiguous(self) -> bool:
         """Whether those bytes are nothing else, and belong in one piece of the host's memory."""
         return (
-            self.sizes[1:] == self.box.sizes[1:]
+            self.sizes[1:] == self.box.place.sizes[1:]
             and self.target.device.type == "cpu"
             and self.target.is_contiguous()
         )
@@ -152,14 +152,11 @@ def _copies(name: str, saved: Saved, place: Place, target: Tensor) -> list[_Copy
     result = []
     filled = []
     for box in saved.boxes:
-        begins = tuple(map(max, place.offsets, box.offsets))
-        ends = map(min, map(add, place.offsets, place.sizes), map(add, box.offsets, box.sizes))
-        sizes = tuple(map(sub, ends, begins))
-        if all(size > 0 for size in sizes):
-            view = narrowed(target, map(sub, begins, place.offsets), sizes)
-            inner = tuple(map(sub, begins, box.offsets))
-            result.append(_Copy(name, box, inner, sizes, view))
-            filled.append(Place(begins, sizes))
+        if common := place.common(box.place):
+            view = narrowed(target, map(sub, common.offsets, place.offsets), common.sizes)
+            inner = tuple(map(sub, common.offsets, box.place.offsets))
+            result.append(_Copy(name, box, inner, common.sizes, view))
+            filled.append(common)
     count = sum(math.prod(copy.sizes) for copy in result)
     if count != target.numel() or any_overlap(filled):
         raise ValueError(
@@ -180,7 +177,7 @@ def _read(file: BinaryIO, copy: _Copy, version: Path) -> None:
     rows = max(1, _STAGING_BYTES * first_dim // (end - begin))
     for start in range(0, first_dim, rows):
         count = min(rows, first_dim - start)
-        staged = torch.empty((count, *copy.box.sizes[1:]), dtype=target.dtype, device="cpu")
+        staged = torch.empty((count, *copy.box.place.sizes[1:]), dtype=target.dtype, device="cpu")
         _fill(file, memory_of(staged), version, copy)
         part = narrowed(staged, (0, *copy.begin[1:]), (count, *others))
         target.narrow(0, start, count).copy_(part)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from operator import add, sub
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,13 @@ class Place(NamedTuple):
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)
+
+    def common(self, other: Place) -> Place | None:
+        """The elements that two boxes of one tensor have in common, if there are any."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        ends = map(min, map(add, self.offsets, self.sizes), map(add, other.offsets, other.sizes))
+        sizes = tuple(map(sub, ends, offsets))
+        return Place(offsets, sizes) if all(size > 0 for size in sizes) else None
 
 
 @lru_cache(maxsize=1024)

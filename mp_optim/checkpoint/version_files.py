@@ -28,6 +28,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from operator import add, le
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, cast
 
@@ -47,6 +48,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
 from mp_optim.checkpoint.commit import MANIFEST, inside, is_plain_name, write_durably
+from mp_optim.checkpoint.shards import Place
 from mp_optim.process.calls import uncollected
 
 BLOCK_BYTES = 1 << 20
@@ -214,14 +216,11 @@ class SavedBox(NamedTuple):
     """A box of a tensor in a file.
 
     Attributes:
-        offsets: index of its first element in the tensor.
-        sizes: its shape.
         file: name of the file.
         start: first byte of its elements. length: bytes from there.
     """
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    place: Place
     file: str
     start: int
     length: int
@@ -255,10 +254,10 @@ def as_json(index: Index) -> bytes:
     entries: dict[str, list[Any]] = {}
     for name, (dtype, shape, boxes) in index.entries.items():
         entries[name] = [str(dtype).removeprefix("torch."), shape]
-        if len(boxes) == 1 and boxes[0].sizes == shape:
+        if len(boxes) == 1 and boxes[0].place.sizes == shape:
             entries[name] += [number[boxes[0].file], boxes[0].start]
         else:
-            plain = [[box.offsets, box.sizes, number[box.file], box.start] for box in boxes]
+            plain = [[*box.place, number[box.file], box.start] for box in boxes]
             entries[name].append(plain)
     content = {
         "format": _INDEX_FORMAT,
@@ -320,11 +319,10 @@ def _entry(plain: Any, files: list[str]) -> Saved:
         where = [[((0,) * len(shape), shape, *where)]]
     boxes = []
     for offsets, lengths, number, start in where[0]:
-        begin, sizes = _shape(tuple(offsets)), _shape(tuple(lengths))
+        place = Place(_shape(tuple(offsets)), _shape(tuple(lengths)))
         if not _are_counts((number,)):
             raise ValueError(f"it has the number of a file {number!r}")
-        length = math.prod(sizes) * dtype.itemsize
-        boxes.append(SavedBox(begin, sizes, files[number], start, length))
+        boxes.append(SavedBox(place, files[number], start, place.numel * dtype.itemsize))
     return Saved(dtype, shape, boxes)
 
 
@@ -348,16 +346,17 @@ def _check_saved(entries: Mapping[str, Saved], sizes: Mapping[str, int]) -> None
     """Raise ValueError unless every box is inside its tensor and its bytes inside a file that is
     there, and a tensor is no larger than its boxes."""
     for name, saved in entries.items():
-        count = sum(math.prod(box.sizes) for box in saved.boxes)
+        count = sum(box.place.numel for box in saved.boxes)
         if math.prod(saved.shape) > count:
             raise ValueError(
                 f"{name}: the checkpoint does not hold each element of shape {saved.shape} once, "
                 f"but {count}"
             )
         for box in saved.boxes:
-            if box.sizes is not saved.shape and not _fits(box, saved.shape):
+            offsets, sizes_of_box = box.place
+            if sizes_of_box is not saved.shape and not _fits(box.place, saved.shape):
                 raise ValueError(
-                    f"{name} of shape {saved.shape} has a box of {box.sizes} at {box.offsets}"
+                    f"{name} of shape {saved.shape} has a box of {sizes_of_box} at {offsets}"
                 )
             are_numbers = _are_counts((box.start, box.length))
             if not are_numbers or box.start + box.length > sizes.get(box.file, -1):
@@ -367,11 +366,10 @@ def _check_saved(entries: Mapping[str, Saved], sizes: Mapping[str, int]) -> None
                 )
 
 
-def _fits(box: SavedBox, shape: tuple[int, ...]) -> bool:
-    return len(box.offsets) == len(box.sizes) == len(shape) and all(
-        offset + size <= most
-        for offset, size, most in zip(box.offsets, box.sizes, shape, strict=True)
-    )
+def _fits(place: Place, shape: tuple[int, ...]) -> bool:
+    offsets, sizes = place
+    ends = map(add, offsets, sizes)
+    return len(offsets) == len(sizes) == len(shape) and all(map(le, ends, shape))
 
 
 def _are_counts(values: Iterable[Any]) -> bool:
@@ -388,7 +386,7 @@ def as_metadata(index: Index, folder: Path) -> bytes:
     where: dict[MetadataIndex, _StorageInfo] = {}
     alike: dict[tuple[object, ...], TensorStorageMetadata] = {}
     for name, saved in index.entries.items():
-        cut = tuple((box.offsets, box.sizes) for box in saved.boxes)
+        cut = tuple(box.place for box in saved.boxes)
         metadata = alike.get((saved.dtype, saved.shape, cut))
         if metadata is None:
             chunks = [
@@ -401,7 +399,7 @@ def as_metadata(index: Index, folder: Path) -> bytes:
             alike[saved.dtype, saved.shape, cut] = metadata
         tensors[name] = metadata
         for number, (box, chunk) in enumerate(zip(saved.boxes, metadata.chunks, strict=True)):
-            before = len(header(saved.dtype, box.sizes))
+            before = len(header(saved.dtype, box.place.sizes))
             where[MetadataIndex(name, chunk.offsets, number)] = _StorageInfo(
                 box.file, box.start - before, box.length + before
             )

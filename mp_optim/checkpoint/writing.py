@@ -14,6 +14,7 @@ import threading
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent import futures
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -315,7 +316,9 @@ def _write_files(files: Sequence[tuple[Sequence[Item], Path]]) -> list[Part]:
 
     def write(items: Sequence[Item], path: Path) -> None:
         try:
-            parts[path] = _write_file(items, path, stop)
+            with closing(_SummedFile(path, stop)) as file:
+                written = list(_written(file, items, path.name))
+                parts[path] = Part(path.name, file.finish(), file.blocks, written)
         except BaseException as error:
             errors.append(error)  # NOTE: before others notice, which fail because of it
             stop.set()
@@ -332,15 +335,6 @@ def _write_files(files: Sequence[tuple[Sequence[Item], Path]]) -> list[Part]:
     if errors:
         raise errors[0]
     return [parts[path] for _, path in files]
-
-
-def _write_file(items: Sequence[Item], path: Path, stop: threading.Event) -> Part:
-    file = _SummedFile(path, stop)
-    try:
-        written = list(_written(file, items, path.name))
-        return Part(path.name, file.finish(), file.blocks, written)
-    finally:
-        file.close()
 
 
 def _written(
@@ -364,7 +358,7 @@ def _written(
             file.write(before)
             file.write_from(content)
         length = place.numel * entry.dtype.itemsize
-        yield entry, SavedBox(*place, name, start, length)
+        yield entry, SavedBox(place, name, start, length)
 
 
 class _SummedFile:

@@ -374,8 +374,7 @@ def from_checkpoint(path: str | os.PathLike[str]) -> ForeignState:
     for group in common["param_groups"]:
         names = tuple(group["param_names"])
         state |= {name: {} for name in names}
-        settings = {key: group[key] for key in group if key not in ("params", "param_names")}
-        groups.append(ForeignGroup(names, settings))
+        groups.append(ForeignGroup(names, group_settings(group)))
     for entry in saved.entries:
         key, name = key_and_fqn(entry)
         if key and name in state:

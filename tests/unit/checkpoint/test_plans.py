@@ -206,7 +206,10 @@ def test_what_is_where_for_many_ranks_is_made_and_read_in_seconds():
             (16, 16),
             [
                 SavedBox(
-                    (0, 0), (16, 16), f"__{chance.randrange(1024)}_0.distcp", 1024 * index, 1024
+                    Place((0, 0), (16, 16)),
+                    f"__{chance.randrange(1024)}_0.distcp",
+                    1024 * index,
+                    1024,
                 )
             ],
         )
