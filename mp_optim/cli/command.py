@@ -58,7 +58,8 @@ def status_of(command: Callable[[], int]) -> int:
         package = _PACKAGES.get(str(error.name), error.name)
         return _fail(f"this command needs {error.name}: pip install {package}")
     except OSError as error:
-        return _fail(_about_file(error))
+        is_named = error.filename is not None and error.strerror is not None
+        return _fail(f"{error.filename}: {error.strerror}" if is_named else str(error))
     except (ValueError, TypeError) as error:
         return _fail(str(error))
     except KeyboardInterrupt:
@@ -69,12 +70,6 @@ def _fail(sentence: str) -> int:
     first_paragraph = sentence.partition("\n\n")[0]
     print(f"mp-optim: {first_paragraph}", file=sys.stderr)
     return 1
-
-
-def _about_file(error: OSError) -> str:
-    if error.filename is None or error.strerror is None:
-        return str(error)
-    return f"{error.filename}: {error.strerror}"
 
 
 def console() -> Console:

@@ -9,7 +9,6 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -23,37 +22,19 @@ from mp_optim.update.backends.native_library import ENVIRONMENT, describe_thread
 Table = list[list[str]]
 
 
-@dataclass(frozen=True)
-class Report:
-    """What there is on this machine: facts as (name, value), backends with a heading, what ``auto``
-    takes where, and code."""
-
-    facts: Table
-    backends: Table
-    auto: Table
-    config: str
-
-
-def examine() -> Report:
-    """Look at this process's machine; every backend is loaded and proven whole."""
-    devices = _devices()
+def examine() -> tuple[Table, Table, Table]:
+    """What there is on this process's machine, every backend loaded and proven whole: facts as
+    (name, value), backends with a heading, and what ``auto`` takes where."""
+    accelerator = _accelerator()
+    devices = [torch.device("cpu"), *([accelerator] if accelerator else [])]
     use_accelerator(devices[-1].index)
     chosen = [(device, choose_backend("auto", device)) for device in devices]
-    return Report(
-        facts=[*_software(), *_host(), *_accelerators()],
-        backends=_backends(devices),
-        auto=[[str(device), backend.name, why] for device, (backend, why) in chosen],
-        config=_config(),
-    )
+    auto = [[str(device), backend.name, why] for device, (backend, why) in chosen]
+    return [*_software(), *_host(), *_accelerators()], _backends(devices), auto
 
 
 def _accelerator() -> torch.device | None:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-
-
-def _devices() -> list[torch.device]:
-    accelerator = _accelerator()
-    return [torch.device("cpu"), *([accelerator] if accelerator else [])]
 
 
 def _backends(devices: Sequence[torch.device]) -> Table:
@@ -85,19 +66,17 @@ def _host() -> Table:
         if library.handle is not None
         else f"none: {library.why}"
     )
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return [
         ["native kernels", native],
         [ENVIRONMENT, os.environ.get(ENVIRONMENT) or "not set"],
-        ["cores for this process", f"{_cores()} of {os.cpu_count()}"],
+        ["cores for this process", f"{cores} of {os.cpu_count()}"],
         ["threads", describe_threads()],
         ["access to memory", access_choice().describe()],
         ["threads of torch", str(torch.get_num_threads())],
         ["memory", _memory()],
     ]
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memory() -> str:
@@ -155,32 +134,19 @@ def _config() -> str:
     return "\n".join([*lines, ")"])
 
 
-def render(report: Report) -> str:
-    """The report as plain text."""
-    parts = [
-        columns(report.facts),
-        columns(report.backends),
-        "fused_backend='auto' takes",
-        columns(report.auto),
-        "A config for this machine:",
-        report.config,
-    ]
-    return "\n\n".join(parts)
-
-
-def _show_rich(report: Report) -> None:
+def _show_rich(facts: Table, backends: Table, auto: Table) -> None:
     """The report with colours, on a terminal."""
     from rich.console import Console
     from rich.syntax import Syntax
     from rich.table import Table as RichTable
 
     console = Console()
-    for rows, titled in ((report.facts, False), (report.backends, True), (report.auto, False)):
+    for rows, titled in ((facts, False), (backends, True), (auto, False)):
         table = RichTable(*(rows[0] if titled else []), show_header=titled, title=None)
         for row in rows[1:] if titled else rows:
             table.add_row(*row)
         console.print(table)
-    console.print(Syntax(report.config, "python"))
+    console.print(Syntax(_config(), "python"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -192,9 +158,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "config for this machine.",
     )
     parser.parse_args(arguments)
-    report = examine()
+    facts, backends, auto = examine()
     if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
-        _show_rich(report)
-    else:
-        print(render(report))
+        _show_rich(facts, backends, auto)
+        return 0
+    tables = columns(facts), columns(backends), "fused_backend='auto' takes", columns(auto)
+    print("\n\n".join([*tables, "A config for this machine:", _config()]))
     return 0

@@ -49,12 +49,9 @@ def log_own_norm(trainer: Any) -> None:
     def with_norm(logs: dict[str, float], *args: Any, **named: Any) -> None:
         prepared = trainer.optimizer
         stack = stack_of(getattr(prepared, "optimizer", prepared))  # below accelerate's wrapper
-        if "grad_norm" in logs and _releases(stack):
+        is_ours = isinstance(stack, MegatronOptimizer)
+        if "grad_norm" in logs and is_ours and stack.config.release_gradients:
             logs = {**logs, "grad_norm": stack.metrics()["grad_norm"]}
         log(logs, *args, **named)
 
     trainer.log = with_norm
-
-
-def _releases(stack: Any) -> bool:
-    return isinstance(stack, MegatronOptimizer) and stack.config.release_gradients

@@ -150,10 +150,6 @@ class Layout:
                 f"sharding={self.sharding!r}: must be one of {list(get_args(Sharding))}"
             )
 
-    def ranks_with_copies(self, spec: ParamSpec) -> int:
-        """How many ranks a parameter is data-parallel over."""
-        return self.dp // self.ep if spec.is_expert else self.dp
-
 
 def _model_shard(specs: Sequence[ParamSpec], layout: Layout) -> list[ParamSpec]:
     """The parameters that the first rank of a model copy holds, in the shapes it holds them in."""
@@ -195,7 +191,8 @@ def _meta_param(spec: ParamSpec, layout: Layout) -> nn.Parameter:
     """What the first data-parallel rank keeps of a parameter of :func:`_model_shard`."""
     shape = spec.shape
     if layout.sharding == "fsdp2" and shape:
-        shape = (math.ceil(shape[0] / layout.ranks_with_copies(spec)), *shape[1:])
+        ranks = layout.dp // layout.ep if spec.is_expert else layout.dp
+        shape = (math.ceil(shape[0] / ranks), *shape[1:])
     values = torch.empty(shape, dtype=spec.dtype, device="meta")
     param = nn.Parameter(values, requires_grad=spec.trainable)
     set_shard_info(param, ShardInfo(whole_shape=torch.Size(spec.shape)))

@@ -26,7 +26,11 @@ from mp_optim.update.backends.selection import warn_of_missing_kernels
 from mp_optim.update.rules import CLASSES, construction_of, settings_of
 
 _TRAINED = (torch.bfloat16, torch.float16, torch.float32, *FLOAT8_DTYPES)
-
+_FP16 = (
+    "float16 parameters are stepped without a loss scale, and small gradients are lost in float16: "
+    "use torch.amp.GradScaler (scaler.scale(loss).backward(), scaler.step(optimizer), "
+    "scaler.update()), or bfloat16"
+)
 
 _OF_THE_ENGINE = (
     "executor",
@@ -165,7 +169,9 @@ class StackOptimizer(WrappedOptimizer):
         amp = vars(self)
         scale, found_inf = amp.get("grad_scale"), amp.get("found_inf")
         if found_inf is None and not self._warned_of_fp16:
-            self._warn_of_fp16()
+            self._warned_of_fp16 = True
+            if self._step_supports_amp_scaling:
+                warn(_FP16)
         if found_inf is not None and float(found_inf) != 0.0:
             self._last = StepResult(False, None, None, "GradScaler found an inf or nan")
             return loss
@@ -177,16 +183,8 @@ class StackOptimizer(WrappedOptimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether ``GradScaler.step`` leaves dividing by the loss scale to :meth:`step`, which does
         it in FP32. torch divides gradients in place, but not those of float16."""
-        return any(_is_fp16(param) for _, param in iter_slots(self.param_groups))
-
-    def _warn_of_fp16(self) -> None:
-        self._warned_of_fp16 = True
-        if any(_is_fp16(param) for _, param in iter_slots(self.param_groups)):
-            warn(
-                "float16 parameters are stepped without a loss scale, and small gradients are lost "
-                "in float16: use torch.amp.GradScaler (scaler.scale(loss).backward(), "
-                "scaler.step(optimizer), scaler.update()), or bfloat16"
-            )
+        trained = (param for _, param in iter_slots(self.param_groups) if param.requires_grad)
+        return any(param.dtype == torch.float16 for param in trained)
 
     # -- groups -----------------------------------------------------------------------------------
 
@@ -295,10 +293,6 @@ class StackOptimizer(WrappedOptimizer):
         self.defaults.update(state["defaults"])
         if state["saved"] is not None:
             self.load_state_dict(state["saved"])
-
-
-def _is_fp16(param: Tensor) -> bool:
-    return param.requires_grad and param.dtype == torch.float16
 
 
 def _container(groups: list[dict[str, Any]]) -> nn.Module:

@@ -24,14 +24,22 @@ _STATES = {
 }
 _AVERAGES = {name: _STATES[name] for name in ("fp32", "bf16")}
 _REMAINDER_BITS = {"fp32": None, "remainder16": 16, "remainder8": 8}
-_WINDOW = OptimizerConfig.stream_window_bytes
 _SAME = (
+    "ema_decay",
     "skip_step_sigma_factor",
     "skip_step_rolling_interval_length",
     "log_param_grad_norms",
     "log_update_ratios_interval",
 )
 """Fields of the config that are settings of the same names."""
+_OF_OFFLOADING = (
+    "offload_mode",
+    "offload_place",
+    "stream_window_bytes",
+    "optimizer_state_path",
+    "release_gradients",
+)
+"""The same, with ``offload``."""
 
 
 class StackSettings(TypedDict, total=False):
@@ -111,25 +119,17 @@ class StackSettings(TypedDict, total=False):
     differentiable: bool
 
 
-_DEFAULTS: StackSettings = {
+_DEFAULT_OF_FIELD = {field.name: field.default for field in fields(OptimizerConfig)}
+_DEFAULTS: dict[str, Any] = {
     "state": "fp32",
     "min_8bit_size": 0,
     "main_params": "fp32",
     "stochastic_rounding": False,
-    "ema_decay": None,
     "ema_dtype": "fp32",
     "offload": 0.0,
-    "offload_mode": "sync",
-    "offload_place": "host",
-    "stream_window_bytes": _WINDOW,
-    "optimizer_state_path": None,
-    "release_gradients": False,
     "max_grad_norm": None,
-    "skip_step_sigma_factor": OptimizerConfig.skip_step_sigma_factor,
-    "skip_step_rolling_interval_length": OptimizerConfig.skip_step_rolling_interval_length,
-    "log_param_grad_norms": 0,
-    "log_update_ratios_interval": 0,
     "backend": "auto",
+    **{name: _DEFAULT_OF_FIELD[name] for name in (*_SAME, *_OF_OFFLOADING)},
 }
 _FUSED = ("foreach", "fused")
 
@@ -170,10 +170,7 @@ _OTHER_NAMES = {
 """What torch, bitsandbytes, torchao, optimi and DeepSpeed call things, in words of here; the rest
 is the config's."""
 
-_OF_CONFIG_ALONE = {field.name for field in fields(OptimizerConfig)} - {
-    *_DEFAULTS,
-    *("lr", "weight_decay", "optimizer"),
-}
+_OF_CONFIG_ALONE = {*_DEFAULT_OF_FIELD} - {*_DEFAULTS, *("lr", "weight_decay", "optimizer")}
 
 _CALLED_HERE = {
     "use_precision_aware_optimizer=True and ": "",
@@ -210,7 +207,6 @@ def config_of(rule: str, settings: Mapping[str, Any]) -> OptimizerConfig:
             clip_grad=_limit(chosen["max_grad_norm"]),
             fused_backend=chosen["backend"],
             fp32_state_below=chosen["min_8bit_size"],
-            ema_decay=chosen["ema_decay"],
             ema_dtype=_choice(chosen, "ema_dtype", _AVERAGES),
             **{name: chosen[name] for name in _SAME},
             **_form(rule, chosen),
@@ -272,15 +268,8 @@ def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _placement(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    how = {
-        "offload_mode": chosen["offload_mode"],
-        "offload_place": chosen["offload_place"],
-        "stream_window_bytes": chosen["stream_window_bytes"],
-        "optimizer_state_path": chosen["optimizer_state_path"],
-        "release_gradients": chosen["release_gradients"],
-    }
-    is_default = how.items() <= dict(_DEFAULTS).items()
-    if chosen["offload"] == 0.0 and is_default:
+    how = {name: chosen[name] for name in _OF_OFFLOADING}
+    if chosen["offload"] == 0.0 and how.items() <= _DEFAULTS.items():
         return {}
     fraction = {"optimizer_offload_fraction": chosen["offload"]}
     return {"optimizer_cpu_offload": True, **fraction, **how}
