@@ -22,9 +22,8 @@ from torch.distributed import ProcessGroup
 from mp_optim.config import OptimizerConfig
 from mp_optim.distributed.grad_reducer import GradReducer, reduce_in_one_order
 from mp_optim.distributed.transport import Reducer
-from mp_optim.precision import MegatronGradScaler, MegatronOptimizer, Verdict
+from mp_optim.precision import MegatronGradScaler, MegatronOptimizer
 from mp_optim.precision.description import Description, DescriptionRow
-from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.graph_step import graph_metrics, graph_notes
 from mp_optim.precision.measure import NormKey
 from mp_optim.precision.settings_agreement import SettingsAlike
@@ -65,6 +64,7 @@ class CompositeOptimizer(MegatronOptimizer):
         self.parts.extend(parts)
         for part in self.parts:
             part.grad_scaler, part.skip_rule = self.grad_scaler, self.skip_rule
+            self.counts.parts.append(part.counts)
             self.early_work.links += part.early_work.links
             self.averages.swaps += part.averages.swaps
             self.averages.shares += part.averages.shares
@@ -133,11 +133,6 @@ class CompositeOptimizer(MegatronOptimizer):
 
     def collect_grads(self) -> StepGrads:
         return GradsOfParts([part.collect_grads() for part in self.parts])
-
-    def record(self, verdict: Verdict | DeviceVerdict) -> None:
-        super().record(verdict)
-        for part in self.parts:
-            part.record(verdict)
 
     def verdict_device(self) -> torch.device | None:
         devices = {part.verdict_device() for part in self.parts if not part.is_stub_optimizer}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,27 +15,10 @@ from mp_optim.placement.worker import WorkerError
 from mp_optim.precision.slot_table import GRADIENT_DTYPES, SlotTable
 from mp_optim.slots import are_plain, current_grad, local_tensor, param_at
 from mp_optim.slots.executor import Executor
-from mp_optim.slots.host_part import HostPart
+from mp_optim.slots.host_part import Claim, HostPart
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.slots.param_attributes import has_main_grad
 from mp_optim.update.kernel_args import fp32
-
-
-@dataclass(frozen=True)
-class _GradClaim:
-    """A gradient as it was reported: see :class:`~mp_optim.slots.host_part.Claim`."""
-
-    param: Tensor
-    grad: Tensor
-    index: int
-    released: dict[int, Tensor]
-
-    def is_there(self) -> bool:
-        return self.param.grad is self.grad
-
-    def release(self, held: Tensor) -> None:
-        self.released[self.index] = held
-        self.param.grad = None
 
 
 def _can_be_released(param: Tensor, grad: Tensor) -> bool:
@@ -149,7 +131,7 @@ class BackwardOverlap:
         if grad.layout == torch.strided:
             update, claim = table.update(index, local_tensor(grad)), None
             if self.host.releases and _can_be_released(param, grad):
-                claim = _GradClaim(param, grad, index, self.released)
+                claim = Claim(param, grad, index, self.released)
             self.host.on_grad_ready(update, claim, are_plain([grad]))
 
     def ready(self, params: Sequence[Tensor] | None) -> None:

@@ -51,13 +51,10 @@ class Description:
         shown = [f.name for f in fields(DescriptionRow) if f.name != "why"]
         table = [shown]
         for row in self.rows:
-            table.append([_cell(getattr(row, name)) for name in shown])
+            cells = (getattr(row, name) for name in shown)
+            table.append([f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in cells])
         reasons = dict.fromkeys(f"{row.place}: {row.backend} ({row.why})" for row in self.rows)
         return "\n".join([columns(table), *reasons, *self.notes])
-
-
-def _cell(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:

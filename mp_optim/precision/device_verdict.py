@@ -179,14 +179,9 @@ class DeviceVerdict:
             tell(self._verdict)
 
 
-def _as_verdict(formed: Formed, report: Tensor) -> Verdict:
-    count = len(report) - formed.params
-    verdict = _of_numbers(formed, report[:count].tolist())
-    sums = report[count:].clone() if formed.params else None
-    return replace(verdict, param_sums=sums)
-
-
-def _of_numbers(formed: Formed, report: Sequence[float]) -> Verdict:
+def _as_verdict(formed: Formed, read: Tensor) -> Verdict:
+    count = len(read) - formed.params
+    report, params = read[:count].tolist(), read[count:].clone() if formed.params else None
     numbers, names = iter(report), formed.names
     overflow, skip = bool(next(numbers)), next(numbers)
     norms = {name: next(numbers) for name in names}
@@ -195,32 +190,15 @@ def _of_numbers(formed: Formed, report: Sequence[float]) -> Verdict:
     judged = [next(numbers) for _ in range(NUMBERS if formed.rule else 0)]
     scaling = tuple(numbers)
     if skip > 1.0:
-        return Verdict(skip=True, disagrees=True)
+        return Verdict(skip=True, disagrees=True, param_sums=params)
     if overflow:  # the norm is finite where the sum of squares is
-        return not_finite((n for n in names if not math.isfinite(norms[n])), scaling)
-    judgement = formed.rule.judgement(judged) if formed.rule else None
-    return finite(multipliers, norms, formed.threshold, num_zeros, scaling, judgement)
+        verdict = not_finite((n for n in names if not math.isfinite(norms[n])), scaling)
+    else:
+        judgement = formed.rule.judgement(judged) if formed.rule else None
+        verdict = finite(multipliers, norms, formed.threshold, num_zeros, scaling, judgement)
+    return replace(verdict, param_sums=params)
 
 
 @cache
 def _transfer(device: torch.device) -> Transfer:
     return transfer_for(device)
-
-
-def decide_on_device(
-    measurement: Measurement,
-    inv_scale: Tensor | None,
-    config: Any,
-    trackers: Sequence[Tensor] = (),
-    rule: RollingRule | None = None,
-) -> DeviceVerdict:
-    """As :func:`~mp_optim.precision.verdict.decide`, on the device and without waiting for it.
-
-    Args:
-        measurement: at least the sum of the main norm group, on one device.
-        inv_scale: on the same device, shape (1,) FP64; or None for 1.
-        config: reads ``clip_grad`` and ``grad_norm_skip_threshold``.
-        trackers: the grad scaler's, on the same device.
-        rule: begun on the same device; the step goes into its window.
-    """
-    return DeviceVerdict(form(measurement, inv_scale, config, trackers, rule))

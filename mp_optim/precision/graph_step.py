@@ -115,8 +115,10 @@ class GraphedStep:
         if self._captured is not None and self._captured.key == key:
             return self._by_graph(step, self._captured)
         self._captured = None
-        if self._is_time(key) and not self._obstructed(step):
-            return self._capture(step, key)
+        if self._is_time(key):
+            self.eager = self._given_up = step.grads.obstacle()
+            if not self.eager:
+                return self._capture(step, key)
         verdict = DeviceVerdict(step.decide())
         step.record(verdict)
         step.grads.step(verdict.multipliers)
@@ -136,10 +138,6 @@ class GraphedStep:
             "" if self._steady > WARM else f"{self._steady} of {WARM} steps alike"
         )
         return not self.eager
-
-    def _obstructed(self, step: StepToCapture) -> bool:
-        self.eager = self._given_up = step.grads.obstacle()
-        return bool(self.eager)
 
     def _by_graph(self, step: StepToCapture, captured: _Captured) -> DeviceVerdict:
         captured.measure.replay()

@@ -162,7 +162,7 @@ class MainParams:
 
     def _take_in(self, slot: Slot) -> None:
         """A parameter that was never trainable is from now on one that was."""
-        main, param = self._prepare(slot), self._param(slot)
+        main, param = self._prepare(slot), self.param(slot)
         if self._separates(slot, main):
             is_coded = is_quantized(param)
             value = dequantized(param) if is_coded else local_tensor(param)
@@ -172,15 +172,11 @@ class MainParams:
 
     def _prepare(self, slot: Slot) -> Tensor:
         """The main param of a slot that may be trained soon; nothing else knows of it."""
-        param = self._param(slot)
+        param = self.param(slot)
         if self._ready.get(slot) is not param:
             self._new_main(slot, param)
             self._ready[slot] = param
         return self._stepped(slot)
-
-    def _bind(self, index: int, param: Tensor) -> None:
-        """Give a trainable parameter its main param."""
-        self._trained(index, self._new_main(self.table.slots[index], param), param)
 
     def _new_main(self, slot: Slot, param: Tensor) -> Tensor:
         """What is to be stepped for a parameter from now on: itself, or a tensor of its own."""
@@ -192,7 +188,7 @@ class MainParams:
 
     def _separates(self, slot: Slot, main: Tensor) -> bool:
         """Whether what is stepped for a slot is another tensor than the model's."""
-        return is_quantized(self._param(slot)) or not same_memory(main, self._local(slot))
+        return is_quantized(self.param(slot)) or not same_memory(main, self._local(slot))
 
     def _trained(self, index: int, main: Tensor, param: Tensor) -> None:
         """A parameter has a main param now, and state."""
@@ -223,12 +219,13 @@ class MainParams:
         """A slot's FQN."""
         return slot_name(self._param_groups, slot)
 
-    def _param(self, slot: Slot) -> Tensor:
+    def param(self, slot: Slot) -> Tensor:
+        """The model's parameter at a slot, as it is now."""
         return param_at(self._param_groups, slot)
 
     def _local(self, slot: Slot) -> Tensor:
         """The model's parameter, or what this rank has of it."""
-        return local_tensor(self._param(slot))
+        return local_tensor(self.param(slot))
 
     def _stepped(self, slot: Slot) -> Tensor:
         return param_at(self._executor.param_groups, slot)
@@ -243,7 +240,7 @@ class MainParams:
 
     def main_param(self, slot: Slot) -> Tensor:
         """The parameter itself if it is stepped itself; else its main param, in its layout."""
-        param = self._param(slot)
+        param = self.param(slot)
         is_stepped_itself = param.dtype == torch.float32 and not self.is_separate(slot)
         if is_stepped_itself or not self.is_bound(slot):
             return param
@@ -252,7 +249,7 @@ class MainParams:
     def sharers(self, slot: Slot) -> tuple[ProcessGroup, ...]:
         """The groups of ranks that have other parts of a slot's parameter, or copies of what is
         here."""
-        param, ranks = self._param(slot), self._tensor_parallel(slot)
+        param, ranks = self.param(slot), self._tensor_parallel(slot)
         if isinstance(param, DTensor):
             copies = ranks_of_copies(param)
         else:
@@ -263,10 +260,6 @@ class MainParams:
     def trained_slots(self) -> Iterator[Slot]:
         """The slots that have ever been trainable."""
         return filter(self.is_bound, self.table.slots)
-
-    def param(self, slot: Slot) -> Tensor:
-        """The model's parameter at a slot, as it is now."""
-        return self._param(slot)
 
     def stored(self, slot: Slot) -> State:
         """A slot's state in the wrapped optimizer."""
@@ -284,7 +277,7 @@ class MainParams:
 
     def write_model(self, slot: Slot) -> None:
         """Give the model's parameter at a slot the value of what is stepped for it."""
-        param = self._param(slot)
+        param = self.param(slot)
         if is_quantized(param):
             quantize_(param, self._executor.main_param(slot))
         elif self.is_separate(slot):
@@ -320,7 +313,7 @@ class MainParams:
             ValueError: its shape changed, or its memory is gone or another parameter's.
         """
         table = self.table
-        if slot is not None and table.seen.is_same(table.index(slot), self._param(slot)):
+        if slot is not None and table.seen.is_same(table.index(slot), self.param(slot)):
             return
         params = all_params(self._param_groups)
         changed = table.seen.changed(params)
@@ -340,7 +333,7 @@ class MainParams:
         self._check_param(slot, param)
         check_shape(main, local, self.name(slot))
         if is_quantized(param) != self.table.quantized[index]:
-            self._bind(index, param)
+            self._trained(index, self._new_main(slot, param), param)
         elif self.table.separate[index]:
             set_main_param(param, main)
             self.reloaded += self._follow(slot, main, local, param)
@@ -350,7 +343,7 @@ class MainParams:
             set_main_param(param, local)
             self._executor.written_outside(slot)
         else:  # it was cast: now it needs a main param, or has no place here
-            self._bind(index, param)
+            self._trained(index, self._new_main(slot, param), param)
 
     def _follow(self, slot: Slot, main: Tensor, local: Tensor, param: Tensor) -> bool:
         """Make a main param agree with the model's; returns whether it took other values."""
@@ -388,16 +381,16 @@ class MainParams:
             view: that layer's.
         """
         if not self.is_bound(slot):
-            prepared = partial(self._prepared_state, slot, view)
+
+            def prepared() -> SlotState:
+                separate = self._separates(slot, self._prepare(slot))
+                return self._trained_state(slot, separate, view)
+
             return UntrainedState(prepared, partial(self._take_in, slot))
         return self._trained_state(slot, self.is_separate(slot), view)
 
-    def _prepared_state(self, slot: Slot, view: View | None) -> ParamState:
-        """What the state of a slot would be if it had been trainable."""
-        return self._trained_state(slot, self._separates(slot, self._prepare(slot)), view)
-
     def _trained_state(self, slot: Slot, separate: bool, view: View | None = None) -> ParamState:
-        param = self._param(slot)
+        param = self.param(slot)
         view, name = view or View(param), self.name(slot)
         return ParamState(self._executor, slot, name, param, separate, self._agreement, view)
 
@@ -406,7 +399,7 @@ class MainParams:
         slots = [
             slot
             for slot in filter(self.is_bound, self.table.slots)
-            if not is_cut(self._param(slot))
+            if not is_cut(self.param(slot))
             and self._trained_state(slot, self.is_separate(slot)).has_remainder()
         ]
         known = dict(zip(slots, checksums_of([self._local(slot) for slot in slots]), strict=True))

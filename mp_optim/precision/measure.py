@@ -60,22 +60,15 @@ class Measurement:
         sums = dict(self.sums)
         for name, value in other.sums.items():
             sums[name] = sums[name] + value.to(sums[name].device) if name in sums else value
-        return Measurement(
-            sums,
-            _total([self.zeros, other.zeros]),
-            _total([self.disagreement, other.disagreement]),
-            _one_after_another([self.params, other.params]),
-        )
+        given = [value for value in (self.params, other.params) if value is not None]
+        params = torch.cat([value.to(given[0].device) for value in given]) if given else None
+        zeros = _total([self.zeros, other.zeros])
+        return Measurement(sums, zeros, _total([self.disagreement, other.disagreement]), params)
 
 
 def _total(values: Sequence[Tensor | None]) -> Tensor | None:
     given = [value for value in values if value is not None]
     return sum((value.to(given[0].device) for value in given[1:]), given[0]) if given else None
-
-
-def _one_after_another(values: Sequence[Tensor | None]) -> Tensor | None:
-    given = [value for value in values if value is not None]
-    return torch.cat([value.to(given[0].device) for value in given]) if given else None
 
 
 def measure(grads: Sequence[Tensor], sum_of_squares: SumOfSquares, device: torch.device) -> Tensor:
@@ -152,14 +145,6 @@ def count_zeros(
     return zeros
 
 
-def _terms(number: int, ranks: int) -> tuple[int, int]:
-    """What a rank adds to the reduction, to be compared: as much of a number as FP64 adds exactly
-    over so many ranks, and its square. The sums are those of equal numbers only if all are equal
-    (Cauchy and Schwarz)."""
-    kept = number & ((1 << (53 - ranks.bit_length()) // 2) - 1)
-    return kept, kept * kept
-
-
 def agree(
     local: dict[NormKey, Tensor],
     zeros: dict[NormKey, Tensor] | None,
@@ -217,7 +202,12 @@ def _over_shards(
         The sums; and 0 if the number is the same on all, else more, or None if there is none.
     """
     ranks = math.prod(group.size() for group in (*key.shard_groups, *copies))
-    terms = () if number is None else _terms(number, ranks)
+    terms: tuple[int, ...] = ()
+    if number is not None:
+        # As much of it as FP64 adds exactly over so many ranks, and its square. The sums are those
+        # of equal numbers only if all are equal (Cauchy and Schwarz).
+        kept = number & ((1 << (53 - ranks.bit_length()) // 2) - 1)
+        terms = kept, kept * kept
     packed = torch.stack([*values, *(torch.full_like(values[0], term) for term in terms)])
     for shard_group in key.shard_groups:
         _reduce(packed, shard_group)

@@ -39,7 +39,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.precision.averaged_weights import AveragedWeights, scale_rows_
 from mp_optim.precision.backward_overlap import EarlyWork
 from mp_optim.precision.description import Description
-from mp_optim.precision.device_verdict import DeviceVerdict, Formed, decide_on_device, form
+from mp_optim.precision.device_verdict import DeviceVerdict, Formed, form
 from mp_optim.precision.grad_scaler import MegatronGradScaler, inverse_of, trackers_of
 from mp_optim.precision.graph_step import GraphedStep, StepToCapture
 from mp_optim.precision.health import GradientHealth
@@ -131,10 +131,6 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     @abstractmethod
     def norm_ranks(self) -> list[ProcessGroup]:
         """The ranks that agree on one gradient norm, part by part."""
-
-    def record(self, verdict: Verdict | DeviceVerdict) -> None:
-        """Count a step by its verdict, here and in the parts."""
-        self.counts.record(verdict)
 
     # -- the step ---------------------------------------------------------------------------------
 
@@ -470,7 +466,7 @@ def _decide(stack: MegatronOptimizer, grads: StepGrads) -> Verdict | DeviceVerdi
         if all(value.device == device for value in scalars):
             # whatever reads the verdict is on the device: nothing waits for it
             rule = stack.skip_rule.begun(device)
-            return decide_on_device(measurement, inv_scale, stack.config, trackers, rule)
+            return DeviceVerdict(form(measurement, inv_scale, stack.config, trackers, rule))
     rule = stack.skip_rule.begun(_HOST)
     verdict = decide(measurement, inv_scale, stack.config, trackers, rule)
     if verdict.disagrees:
@@ -502,7 +498,7 @@ def _by_graph(stack: MegatronOptimizer, device: torch.device) -> Verdict | Devic
         inv_scale, trackers = inverse_of(scaler), trackers_of(scaler)
         return form(grads.sums(), inv_scale, stack.config, trackers, rule)
 
-    step = StepToCapture(grads, decide_there, stack.record, stack.step_mark)
+    step = StepToCapture(grads, decide_there, stack.counts.record, stack.step_mark)
     return stack.graphed.step(step)
 
 
@@ -510,7 +506,7 @@ def apply_verdict(
     stack: MegatronOptimizer, grads: StepGrads, verdict: Verdict | DeviceVerdict
 ) -> None:
     """Count the step, and take it unless the verdict says skip."""
-    stack.record(verdict)
+    stack.counts.record(verdict)
     interval = stack.config.log_update_ratios_interval
     if interval and stack.counts.steps % interval == 0:
         with stack.health.watching(grads, stack.counts.steps):

@@ -33,36 +33,6 @@ _ALIKE = 1e-3
 """Relative: what rounding a clipped gradient to bfloat16 changes in its norm is less."""
 
 
-class ClippedBefore:
-    """Norms of the last steps. Nobody's gradients have the same norm again and again but those that
-    were scaled to it; constant ones, of a test or a benchmark, have it to the last bit."""
-
-    def __init__(self) -> None:
-        self._norms: list[float] = []
-        self._said = False
-
-    def see(self, norm: float | None, limit: float) -> None:
-        """Warn, once, if some steps in a row came with one norm, and would be clipped again.
-
-        Args:
-            norm: of a step, before it was clipped. limit: ``clip_grad`` of the config.
-        """
-        if self._said or norm is None or not 0.0 < norm <= limit * (1.0 + _ALIKE):
-            self._norms.clear()
-            return
-        self._norms = [*self._norms[1 - _IN_A_ROW :], norm]
-        low, high = min(self._norms), max(self._norms)
-        if len(self._norms) < _IN_A_ROW or not low < high <= low * (1.0 + _ALIKE):
-            return
-        self._said = True
-        warn(
-            f"the gradient norm was {norm:.4g} in {_IN_A_ROW} steps in a row, so something clips "
-            f"gradients before the optimizer clips them to {limit:g}. Clip in one place: here, and "
-            "no max_grad_norm, gradient_clip_val or clip_grad_norm_ there (0 for the HF Trainer); "
-            "or there, and clip_grad=0 in OptimizerConfig (max_grad_norm=None)"
-        )
-
-
 _log = logging.getLogger(__name__)
 
 
@@ -96,7 +66,8 @@ class StandstillWatch:
         self.params: ModelParams | None = None
         self.skips = 0
         self._warned_of_no_gradient = False
-        self._clipped_before = ClippedBefore()
+        self._norms: list[float] = []  # of the last steps
+        self._warned_of_clipping = False
         self._ranks_scaled = False
         self._stepped: tuple[weakref.ref[Tensor], int] | None = None
 
@@ -112,7 +83,9 @@ class StandstillWatch:
         scaler = stack.grad_scaler
         if scaler is None:
             return
-        ranks, first = _sharing_ranks(stack), _first_gradient(stack)
+        # the ranks that agree on one norm, if there are several
+        ranks = next((ranks for ranks in stack.norm_ranks() if ranks.size() > 1), None)
+        first = _first_gradient(stack)
         is_new = first is not None and not self._is_stepped(first)
         if ranks is not None and self._ranks_scaled:
             return
@@ -165,7 +138,7 @@ class StandstillWatch:
         """Judge a step by its verdict, as the host knows it."""
         if not verdict.skip:
             self.skips = 0
-            self._clipped_before.see(verdict.grad_norm, stack.config.clip_grad)
+            self._see_norm(verdict.grad_norm, stack.config.clip_grad)
             return
         self.skips += 1
         if verdict.disagrees:  # which is an error
@@ -173,6 +146,29 @@ class StandstillWatch:
         scales = _scales(stack.grad_scaler, verdict)
         told = self._warn(stack, verdict, scales)
         _log_skip(stack, verdict, scales, told)
+
+    def _see_norm(self, norm: float | None, limit: float) -> None:
+        """Warn, once, if some steps in a row came with one norm, and would be clipped again.
+        Nobody's gradients have the same norm again and again but those that were scaled to it;
+        constant ones, of a test or a benchmark, have it to the last bit.
+
+        Args:
+            norm: of a step, before it was clipped. limit: ``clip_grad`` of the config.
+        """
+        if self._warned_of_clipping or norm is None or not 0.0 < norm <= limit * (1.0 + _ALIKE):
+            self._norms.clear()
+            return
+        self._norms = [*self._norms[1 - _IN_A_ROW :], norm]
+        low, high = min(self._norms), max(self._norms)
+        if len(self._norms) < _IN_A_ROW or not low < high <= low * (1.0 + _ALIKE):
+            return
+        self._warned_of_clipping = True
+        warn(
+            f"the gradient norm was {norm:.4g} in {_IN_A_ROW} steps in a row, so something clips "
+            f"gradients before the optimizer clips them to {limit:g}. Clip in one place: here, and "
+            "no max_grad_norm, gradient_clip_val or clip_grad_norm_ there (0 for the HF Trainer); "
+            "or there, and clip_grad=0 in OptimizerConfig (max_grad_norm=None)"
+        )
 
     def _warn(self, stack: Watched, verdict: Verdict, scales: Sequence[float]) -> str:
         """Warn of the 1st, 10th, 100th ... skipped one in a row;
@@ -263,11 +259,6 @@ def _culprit(stack: Watched) -> str:
         if grad.layout == torch.strided and not bool(torch.isfinite(grad).all()):
             return f"the gradient of {name} holds an inf or nan"
     return ""
-
-
-def _sharing_ranks(stack: Watched) -> ProcessGroup | None:
-    """The ranks that agree on one norm, if there are several."""
-    return next((ranks for ranks in stack.norm_ranks() if ranks.size() > 1), None)
 
 
 def _is_suspect(ranks: ProcessGroup | None, was_asked: bool, is_new: bool) -> bool:

@@ -120,12 +120,14 @@ class StepCounts:
         refuse: raises what a step ends in on which ranks disagree.
 
     Attributes:
+        parts: of a stack's parts, which take the same steps.
         steps: all of them. skipped: those of them, by cause, that the host knows to be skipped.
     """
 
     def __init__(self, refuse: Callable[[], object]) -> None:
         self._refuse = refuse
         self._last: Verdict | DeviceVerdict = Verdict()
+        self.parts: list[StepCounts] = []
         self.steps = 0
         self.skipped = Counter(not_finite=0, over_threshold=0, spike=0)
 
@@ -140,6 +142,8 @@ class StepCounts:
             verdict.when_settled(self._see)
         elif verdict.skip:
             self._see(verdict)
+        for part in self.parts:
+            part.record(verdict)
 
     def _see(self, verdict: Verdict) -> None:
         if verdict.skip:

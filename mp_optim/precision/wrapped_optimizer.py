@@ -321,15 +321,11 @@ class WrappedOptimizer(MegatronOptimizer):
         Raises:
             ValueError: some parameter is not there, and the other groups have names.
         """
-        if self._is_wrapped():
-            with self.added_whole():
-                self._add(param_group)
-        else:  # torch's constructor is adding the first groups
-            super().add_param_group(param_group)
-
-    def _is_wrapped(self) -> bool:
-        """Whether the first groups are there."""
-        return len(self.param_groups) >= len(self.executor.param_groups)
+        if len(self.param_groups) < len(self.executor.param_groups):
+            super().add_param_group(param_group)  # torch's constructor is adding the first groups
+            return
+        with self.added_whole():
+            self._add(param_group)
 
     def _add(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(_with_model_names(self, param_group))

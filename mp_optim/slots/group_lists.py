@@ -90,14 +90,12 @@ class SharedSettings:
             alike = [group, *(of_one[index] for of_one in below)]
             if index == len(self._seen):
                 self._seen.append([{} for _ in alike])
-            if not all(map(_is_as_seen, alike, self._seen[index])):
-                _agree(index, alike, self._seen[index])
-                self._seen[index] = [dict(one) for one in alike]
-
-
-def _is_as_seen(group: Mapping[str, Any], seen: Mapping[str, Any]) -> bool:
-    same_keys = list(group) == list(seen)
-    return same_keys and all(map(is_, group.values(), seen.values()))
+            for one, seen in zip(alike, self._seen[index], strict=True):
+                same_keys = list(one) == list(seen)
+                if not (same_keys and all(map(is_, one.values(), seen.values()))):
+                    _agree(index, alike, self._seen[index])
+                    self._seen[index] = [dict(each) for each in alike]
+                    break
 
 
 def _agree(index: int, alike: Sequence[dict[str, Any]], seen: Sequence[Mapping[str, Any]]) -> None:

@@ -45,15 +45,28 @@ class GradientSource(Protocol):
         """FP64 sum of squares of each tensor of a list on the host, shape (n,)."""
 
 
-class Claim(Protocol):
-    """A gradient that may be released: its parameter need not keep it once the host has it."""
+@dataclass(frozen=True)
+class Claim:
+    """A gradient that may be released: its parameter need not keep it once the host has it.
+
+    Attributes:
+        index: of the parameter. released: takes the gradient, by that index.
+    """
+
+    param: Tensor
+    grad: Tensor
+    index: int
+    released: dict[int, Tensor]
 
     def is_there(self) -> bool:
         """Whether it still is its parameter's gradient."""
+        return self.param.grad is self.grad
 
     def release(self, held: Tensor) -> None:
         """Let go of it: from now on it is this tensor on the host, which its download may still be
         writing."""
+        self.released[self.index] = held
+        self.param.grad = None
 
 
 class HostPart:

@@ -70,19 +70,14 @@ def range_of(box: Box, first: int, stop: int) -> Boxes:
 
 def parts_of_range(part: Boxes, first: int, stop: int, matrices: int) -> list[Boxes]:
     """Of a stack of parts that is flattened, elements [first, stop): the part of each matrix."""
-    numel = numel_of(part)
-    return [
-        _range_of_part(part, first - start, stop - start)
-        for start in (index * numel for index in range(matrices))
-    ]
-
-
-def _range_of_part(part: Boxes, first: int, stop: int) -> Boxes:
-    found: list[Box] = []
-    for box in part:
-        found += range_of(box, max(first, 0), min(stop, box.numel))
-        first, stop = first - box.numel, stop - box.numel
-    return tuple(found)
+    found: list[Boxes] = []
+    for _ in range(matrices):
+        boxes: list[Box] = []
+        for box in part:
+            boxes += range_of(box, max(first, 0), min(stop, box.numel))
+            first, stop = first - box.numel, stop - box.numel
+        found.append(tuple(boxes))
+    return found
 
 
 class Grid(NamedTuple):

@@ -139,22 +139,18 @@ class UpdateSelection:
         """These of the updates."""
         if self._is_whole:
             return updates if updates.slots is self.slots else replace(updates, slots=self.slots)
+        grads = CachedTensorList(self._pick(updates.grads))
+        if isinstance(updates.grads, CachedTensorList):
+            grads.__dict__.update(sizes=self._keep("sizes", updates.grads.sizes))
         return SlotUpdates(
             self.slots,
-            self._grads(updates.grads),
+            grads,
             self._pick(updates.multipliers),
             self._keep("outputs", updates.outputs),
             self._keep("shard_groups", updates.shard_groups),
             self._keep("streams", updates.streams),
             self._keep("layouts", updates.layouts),
         )
-
-    def _grads(self, grads: Sequence[Tensor]) -> CachedTensorList:
-        part = CachedTensorList(self._pick(grads))
-        if isinstance(grads, CachedTensorList):
-            sizes = self._keep("sizes", grads.sizes)
-            part.__dict__.update(sizes=sizes)
-        return part
 
     def _pick(self, column: Sequence[Any]) -> Sequence[Any]:
         if len(self._indices) < 2:

@@ -23,7 +23,7 @@ from mp_optim import (
     get_megatron_optimizer,
 )
 from mp_optim.precision import MegatronOptimizer, device_verdict
-from mp_optim.precision.device_verdict import decide_on_device
+from mp_optim.precision.device_verdict import DeviceVerdict, form
 from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement, NormKey, agree, count_zeros
 from mp_optim.precision.verdict import decide
 from mp_optim.slots import Slot
@@ -72,7 +72,7 @@ def test_the_bits_are_those_of_the_host(sums, scale, clip, threshold, zeros):
     config = OptimizerConfig(lr=1.0, clip_grad=clip, grad_norm_skip_threshold=threshold)
     host, device = (
         decide(measurement, inv_scale, config),
-        decide_on_device(measurement, inv_scale, config),
+        DeviceVerdict(form(measurement, inv_scale, config)),
     )
     found = device.settle()
     for mine, theirs in ((found.multipliers, host.multipliers), (found.norms, host.norms)):
@@ -100,7 +100,7 @@ def test_settling_waits_for_the_copy_that_started_with_the_verdict(monkeypatch):
     measurement = Measurement(
         {name: torch.tensor(4.0, dtype=torch.float64) for name in (EXCLUDED, MAIN)}
     )
-    verdict = decide_on_device(measurement, None, OptimizerConfig(lr=1.0))
+    verdict = DeviceVerdict(form(measurement, None, OptimizerConfig(lr=1.0)))
     assert len(transfer.pending) == 1 and transfer.pending[0] is not None
     assert (
         not verdict.result.is_known and verdict.result.grad_norm == 2.0 and verdict.result.is_known
