@@ -18,7 +18,7 @@ from mp_optim.distributed.optimizer import DistributedOptimizer
 from mp_optim.megatron import torch_format
 from mp_optim.megatron.saved_parts import REQUEST, Settings
 from mp_optim.precision import MegatronOptimizer, Verdict
-from mp_optim.precision.grad_scaler import inverse_of, trackers_of
+from mp_optim.precision.grad_scaler import scaling_of
 from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
 from mp_optim.precision.megatron_optimizer import (
     apply_verdict,
@@ -260,8 +260,8 @@ class MegatronFace(torch.optim.Optimizer):
         if self._prepared is None:
             with self.stack.step_mark.step(self.stack):
                 self.stack.collect_grads()
-        inverse = inverse_of(self.stack.grad_scaler)
-        factor, group = 1.0 if inverse is None else inverse, grad_norm_group or MAIN
+        scaler, group = self.stack.grad_scaler, grad_norm_group or MAIN
+        factor = 1.0 if scaler is None else scaler.inv_scale
         grads: list[Tensor] = []
         for part in self.stack.chained_optimizers:
             owner = part.shards if isinstance(part, DistributedOptimizer) else part
@@ -275,8 +275,7 @@ class MegatronFace(torch.optim.Optimizer):
 
     def _decided(self, measurement: Measurement, rule: RollingRule | None, limit: float) -> Verdict:
         config = dataclasses.replace(self.stack.config, clip_grad=limit)
-        scaler = self.stack.grad_scaler
-        return decide(measurement, inverse_of(scaler), config, trackers_of(scaler), rule)
+        return decide(measurement, scaling_of(self.stack.grad_scaler), config, rule)
 
     def _require(self, caller: str) -> _Prepared:
         if self._prepared is None:

@@ -55,21 +55,21 @@ class Formed:
 
 def form(
     measurement: Measurement,
-    inv_scale: Tensor | None,
+    scaled_by: Sequence[Tensor],
     config: Any,
-    trackers: Sequence[Tensor] = (),
     rule: RollingRule | None = None,
 ) -> Formed:
     """The verdict on the device of the measurement's sums, of which there is at least one; nothing
-    waits. The step goes into the rule's window."""
+    waits. The step goes into the rule's window. Arguments as of
+    :func:`~mp_optim.precision.verdict.decide`, on the same device."""
     names = list(measurement.sums)
     sums = torch.stack(list(measurement.sums.values()))
     norms = root(sums)
-    if inv_scale is not None:
-        norms = norms * inv_scale.reshape(())
+    if scaled_by:
+        norms = norms * scaled_by[0].reshape(())
     multipliers = clip_coefficients(norms, config.clip_grad)
-    if inv_scale is not None:
-        multipliers = multipliers * inv_scale.reshape(())
+    if scaled_by:
+        multipliers = multipliers * scaled_by[0].reshape(())
     multipliers = multipliers.float()
     overflow = ~(sums.amax() < math.inf)  # sums of squares: none is below 0
     skip, judged = overflow, norms[:0]
@@ -89,8 +89,7 @@ def form(
         skips = skip.double() + disagrees
     controls = torch.stack([multipliers, skip.float().expand_as(multipliers)], dim=1)
     decided = [overflow.double(), skips, norms, multipliers.double()]
-    scaling = [] if inv_scale is None else [inv_scale, *trackers]
-    counted = [measurement.zeros, judged, *scaling, measurement.params]
+    counted = [measurement.zeros, judged, *scaled_by, measurement.params]
     parts = [*decided, *(value for value in counted if value is not None)]
     return Formed(
         names,

@@ -235,11 +235,7 @@ class DynamicGradScaler(MegatronGradScaler):
             live.copy_(as_tensor(state_dict[key]).reshape(1))
 
 
-def inverse_of(scaler: MegatronGradScaler | None) -> Tensor | None:
-    """The reciprocal of a loss scale, shape (1,); None where there is none."""
-    return None if scaler is None else scaler.inv_scale
-
-
-def trackers_of(scaler: MegatronGradScaler | None) -> tuple[Tensor, ...]:
-    """A scaler's trackers, if there is one."""
-    return () if scaler is None else scaler.trackers
+def scaling_of(scaler: MegatronGradScaler | None) -> tuple[Tensor, ...]:
+    """What a verdict goes by: the reciprocal of a loss scale, shape (1,), and the scaler's
+    trackers; nothing where there is no scaler."""
+    return () if scaler is None else (scaler.inv_scale, *scaler.trackers)

@@ -6,10 +6,10 @@ The way of one step, from here to the kernel (FSDP2, offload and fp16 take no ot
    with a CUDA graph.
 2. ``precision/wrapped_optimizer.py``: ``WrappedOptimizer.collect_grads`` makes settings the same
    above and below, checks them, follows the model and takes the gradients, of a DTensor what this
-   rank has (``local_grad`` in ``slots/tensors.py``). ``AgreedSums.measure`` takes sums of squares
-   (those of gradients in host memory were taken in backward with ``overlap``) and adds them up over
-   the ranks that share the DTensors. Back here, ``_decide`` makes a verdict of them, which holds
-   the inverse loss scale times the clip coefficient. ``WrappedGrads.step`` hands each slot's
+   rank has (``local_grad`` in ``slots/tensors.py``). ``WrappedOptimizer.agreed_sums`` takes sums of
+   squares (those of gradients in host memory were taken in backward with ``overlap``) and adds them
+   up over the ranks that share the DTensors. Back here, ``_decide`` makes a verdict of them, which
+   holds the inverse loss scale times the clip coefficient. ``WrappedGrads.step`` hands each slot's
    gradient with this multiplier to ``step_slots`` of the executor.
 3. With offload that is ``PlacedExecutor.step_slots`` in ``placement/placed.py``. What is stepped on
    the host goes to ``Stepper.step_buckets`` in ``placement/stepper.py``: gradients down, step,
@@ -40,7 +40,7 @@ from mp_optim.precision.averaged_weights import AveragedWeights, scale_rows_
 from mp_optim.precision.backward_overlap import EarlyWork
 from mp_optim.precision.description import Description
 from mp_optim.precision.device_verdict import DeviceVerdict, Formed, form
-from mp_optim.precision.grad_scaler import MegatronGradScaler, inverse_of, trackers_of
+from mp_optim.precision.grad_scaler import MegatronGradScaler, scaling_of
 from mp_optim.precision.graph_step import GraphedStep, StepToCapture
 from mp_optim.precision.health import GradientHealth
 from mp_optim.precision.measure import NormKey
@@ -453,22 +453,19 @@ def _timed_step(stack: MegatronOptimizer) -> Verdict | DeviceVerdict:
 
 
 def _decide(stack: MegatronOptimizer, grads: StepGrads) -> Verdict | DeviceVerdict:
-    device, scaler = stack.verdict_device(), stack.grad_scaler
+    device = stack.verdict_device()
     measurement = grads.sums(on_host=device is None)
     if not grads.has_any():
         stack.watch.see_gradients(stack, False)
-    inv_scale = None if scaler is None else inverse_of(scaler)
-    trackers = () if scaler is None else trackers_of(scaler)
+    scaling = scaling_of(stack.grad_scaler)
     if device is not None:
-        scalars = [*measurement.sums.values(), *trackers]
-        if inv_scale is not None:
-            scalars.append(inv_scale)
+        scalars = [*measurement.sums.values(), *scaling]
         if all(value.device == device for value in scalars):
             # whatever reads the verdict is on the device: nothing waits for it
             rule = stack.skip_rule.begun(device)
-            return DeviceVerdict(form(measurement, inv_scale, stack.config, trackers, rule))
+            return DeviceVerdict(form(measurement, scaling, stack.config, rule))
     rule = stack.skip_rule.begun(_HOST)
-    verdict = decide(measurement, inv_scale, stack.config, trackers, rule)
+    verdict = decide(measurement, scaling, stack.config, rule)
     if verdict.disagrees:
         refuse_disagreement(stack)
     if rule is not None:
@@ -495,8 +492,7 @@ def _by_graph(stack: MegatronOptimizer, device: torch.device) -> Verdict | Devic
     rule = stack.skip_rule.begun(device)
 
     def decide_there() -> Formed:
-        inv_scale, trackers = inverse_of(scaler), trackers_of(scaler)
-        return form(grads.sums(), inv_scale, stack.config, trackers, rule)
+        return form(grads.sums(), scaling_of(scaler), stack.config, rule)
 
     step = StepToCapture(grads, decide_there, stack.counts.record, stack.step_mark)
     return stack.graphed.step(step)

@@ -19,11 +19,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mp_optim.config import OptimizerConfig
 from mp_optim.precision.measure import MAIN
 from mp_optim.process.calls import in_own_modes
 
@@ -33,13 +34,6 @@ _LEAST_SPREAD = 2.0**-7
 _WINDOW = "window"
 NUMBERS = 3
 """Of a judgement: see :class:`Judgement`."""
-
-
-class RuleSettings(Protocol):
-    """What is read of a config."""
-
-    skip_step_sigma_factor: float
-    skip_step_rolling_interval_length: int
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,7 @@ class RollingRule:
     """
 
     @in_own_modes
-    def __init__(self, config: RuleSettings) -> None:
+    def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
         self.length = config.skip_step_rolling_interval_length
         # NOTE: a CUDA graph holds these three: they are written in place.

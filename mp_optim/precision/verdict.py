@@ -211,29 +211,26 @@ def finite(
 
 def decide(
     measurement: Measurement,
-    inv_scale: Tensor | None,
+    scaled_by: Sequence[Tensor],
     config: Any,
-    trackers: Sequence[Tensor] = (),
     rule: RollingRule | None = None,
 ) -> Verdict:
     """The step's verdict, formed in double; reads the device once.
 
     Args:
         measurement: agreed sums of squares of the gradients as they are (still scaled).
-        inv_scale: reciprocal of the scale that was used in backward, shape (1,) FP64, or None for
-            1.
+        scaled_by: reciprocal of the scale that was used in backward, shape (1,) FP64, and the grad
+            scaler's trackers; empty for 1.
         config: reads ``clip_grad`` (<= 0: off) and ``grad_norm_skip_threshold``.
-        trackers: the grad scaler's.
         rule: judges the step, which was begun on the host; its window stays as it is.
     """
-    scaled = [] if inv_scale is None else [inv_scale, *trackers]
     optional = measurement.disagreement, measurement.zeros
-    scalars = [*measurement.sums.values(), *scaled]
+    scalars = [*measurement.sums.values(), *scaled_by]
     scalars += [value for value in optional if value is not None]
     read, params = _read(scalars, measurement.params) if scalars else ([], measurement.params)
     values = iter(read)
     sums = measurement.known or {name: next(values) for name in measurement.sums}
-    scaling = tuple(next(values) for _ in scaled)
+    scaling = tuple(next(values) for _ in scaled_by)
     inverse = scaling[0] if scaling else 1.0
     if measurement.disagreement is not None and next(values) != 0.0:
         return Verdict(skip=True, disagrees=True)

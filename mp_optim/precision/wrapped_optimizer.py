@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,84 +62,6 @@ from mp_optim.update import choose_backend, executor_of
 from mp_optim.update.optimizer import SlotOptimizer
 
 
-class AgreedSums:
-    """What the verdict on a step is made of.
-
-    Args:
-        mains: the wrapper's slots, and over which ranks their parameters are split.
-        param_groups: the wrapper's, whose settings the ranks compare.
-        ranks: the ranks to agree with on the norm; None: this process alone.
-        link: knows the sums of gradients that were measured in backward.
-    """
-
-    def __init__(
-        self,
-        mains: MainParams,
-        config: OptimizerConfig,
-        param_groups: ParamGroups,
-        ranks: ProcessGroup | None,
-        link: BackwardOverlap,
-    ) -> None:
-        self._mains, self._config, self._param_groups = mains, config, param_groups
-        self._ranks, self._link = ranks, link
-        self._names: list[str] | None = None
-        self._has_checked = False
-
-    def measure(
-        self,
-        grads: Sequence[Tensor],
-        keys: Sequence[NormKey],
-        all_keys: Sequence[NormKey],
-        indices: Sequence[int],
-        *,
-        over: tuple[ProcessGroup, ...] = (),
-        on_host: bool = False,
-    ) -> Measurement:
-        """Sums of squares of gradients, agreed with the other ranks.
-
-        Args:
-            grads, keys: local gradients, and which norm each counts in.
-            all_keys: every key of the model, also those without a gradient now, so that all ranks
-                reduce alike.
-            indices: of the slots of these gradients.
-            over: ranks over which the gradients are split although the parameters are not.
-            on_host: numbers may be returned.
-        """
-        config, common = self._config, self._mains.table.common
-        device, alike = common.device, common.settings
-        if not self._has_checked:
-            alike.check(config, self._param_groups, device)
-            self._has_checked = True
-        link = self._link
-        known = link.sum_of_squares if link.host is None else link.sums_of_squares
-        each = measure(grads, known, device)
-        is_alone = self._ranks is None and len(all_keys) == 1 and not all_keys[0].shard_groups
-        are_more = config.log_num_zeros_in_grad or config.log_param_grad_norms
-        if on_host and is_alone and not are_more and each.device.type == "cpu":
-            name = all_keys[0].group
-            return Measurement(known={EXCLUDED: 0.0, MAIN: 0.0, name: pairwise_sum_on_host(each)})
-        sums = total_by_key(each, keys, all_keys)
-        zeros = params = None
-        if config.log_num_zeros_in_grad:
-            zeros = count_zeros(grads, keys, all_keys, device)
-        if self._names is None or self._ranks is None:
-            self._names = norm_groups(all_keys, self._ranks)
-        numbers = alike.numbers(config, self._param_groups, keys, all_keys)
-        if config.log_param_grad_norms:
-            parts = [(*over, *split) for split in self._mains.parts()]
-            params = of_parameters(each, indices, parts)
-        return agree(sums, zeros, self._ranks, self._names, numbers, alike.copies, params)
-
-    def watch_updates(self, mains: Callable[[], list[Tensor]]) -> UpdateWatch:
-        """Main params, one of each slot, before a step that they are to be compared with."""
-        parts, device = self._mains.parts(), self._mains.table.common.device
-        return UpdateWatch(mains, parts, self._link.sum_of_squares, device)
-
-    def group_added(self) -> None:
-        """Some rank may have another one: ask all of them at the next step."""
-        self._names, self._has_checked = None, False
-
-
 class HostSwap:
     """Tensors that were moved to the host, and where they came from. They stay the same objects."""
 
@@ -179,17 +101,16 @@ class WrappedGrads(StepGrads):
 
     def sums(self, on_host: bool = False) -> Measurement:
         some, every = self.selection, self.wrapper.table.common.keys
-        return self.wrapper.agreed_sums.measure(
-            self.grads, some.keys, every, some.indices, on_host=on_host
-        )
+        return self.wrapper.agreed_sums(self.grads, some.keys, every, some.indices, on_host=on_host)
 
     def watch_updates(self) -> list[UpdateWatch]:
-        executor, slots = self.wrapper.executor, self.wrapper.table.slots
+        wrapper, table = self.wrapper, self.wrapper.table
 
         def mains() -> list[Tensor]:
-            return [local_tensor(executor.main_param(slot)) for slot in slots]
+            return [local_tensor(wrapper.executor.main_param(slot)) for slot in table.slots]
 
-        return [self.wrapper.agreed_sums.watch_updates(mains)]
+        measure, device = wrapper.backward_link.sum_of_squares, table.common.device
+        return [UpdateWatch(mains, wrapper.split_over(), measure, device)]
 
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
         if verdict.skip:
@@ -291,13 +212,9 @@ class WrappedOptimizer(MegatronOptimizer):
             self.share_settings,
             config.release_gradients,
         )
-        self.agreed_sums = AgreedSums(
-            self._mains,
-            config,
-            self.param_groups,
-            self.process_groups.grad_stats,
-            self.backward_link,
-        )
+        # some rank may have other norm groups and settings: all are asked at the next step
+        self._norm_groups: list[str] | None = None
+        self._has_compared = False
         if self.backward_link.host is not None:
             self.early_work.links.append(self.backward_link)
         self.backward_link.follow(self.get_parameters())
@@ -338,7 +255,7 @@ class WrappedOptimizer(MegatronOptimizer):
         self.share_settings()
         # backward may come before a step
         self.backward_link.follow(self.get_parameters())
-        self.agreed_sums.group_added()
+        self._norm_groups, self._has_compared = None, False
         self._mains.bind_group(len(self.param_groups) - 1)
 
     def forget_groups(self, count: int) -> None:
@@ -365,6 +282,54 @@ class WrappedOptimizer(MegatronOptimizer):
             mains.bind_trained(selection.indices)
             selection = self.table.select(selection.indices)
         return WrappedGrads(self, selection, grads)
+
+    def agreed_sums(
+        self,
+        grads: Sequence[Tensor],
+        keys: Sequence[NormKey],
+        all_keys: Sequence[NormKey],
+        indices: Sequence[int],
+        *,
+        over: tuple[ProcessGroup, ...] = (),
+        on_host: bool = False,
+    ) -> Measurement:
+        """Sums of squares of gradients, agreed with the other ranks.
+
+        Args:
+            grads, keys: local gradients, and which norm each counts in.
+            all_keys: every key of the model, also those without a gradient now, so that all ranks
+                reduce alike.
+            indices: of the slots of these gradients.
+            over: ranks over which the gradients are split although the parameters are not.
+            on_host: numbers may be returned.
+        """
+        config, common, link = self.config, self.table.common, self.backward_link
+        device, alike, ranks = common.device, common.settings, self.process_groups.grad_stats
+        if not self._has_compared:
+            alike.check(config, self.param_groups, device)
+            self._has_compared = True
+        known = link.sum_of_squares if link.host is None else link.sums_of_squares
+        each = measure(grads, known, device)
+        is_alone = ranks is None and len(all_keys) == 1 and not all_keys[0].shard_groups
+        are_more = config.log_num_zeros_in_grad or config.log_param_grad_norms
+        if on_host and is_alone and not are_more and each.device.type == "cpu":
+            name = all_keys[0].group
+            return Measurement(known={EXCLUDED: 0.0, MAIN: 0.0, name: pairwise_sum_on_host(each)})
+        sums = total_by_key(each, keys, all_keys)
+        zeros = params = None
+        if config.log_num_zeros_in_grad:
+            zeros = count_zeros(grads, keys, all_keys, device)
+        if self._norm_groups is None or ranks is None:
+            self._norm_groups = norm_groups(all_keys, ranks)
+        numbers = alike.numbers(config, self.param_groups, keys, all_keys)
+        if config.log_param_grad_norms:
+            parts = [(*over, *split) for split in self.split_over()]
+            params = of_parameters(each, indices, parts)
+        return agree(sums, zeros, ranks, self._norm_groups, numbers, alike.copies, params)
+
+    def split_over(self) -> list[tuple[ProcessGroup, ...]]:
+        """For each slot the groups of ranks over which its parameter is split."""
+        return self._mains.parts()
 
     def verdict_device(self) -> torch.device | None:
         return self.executor.verdict_device()

@@ -40,7 +40,8 @@ _OF_THE_ENGINE = (
     "_mains",
     "table",
     "backward_link",
-    "agreed_sums",
+    "_norm_groups",
+    "_has_compared",
 )
 """What :class:`~mp_optim.precision.wrapped_optimizer.WrappedOptimizer` builds."""
 

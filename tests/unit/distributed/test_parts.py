@@ -98,8 +98,8 @@ def test_the_device_leaves_everything_as_it_is_where_ranks_disagree(off, skips):
     config = OptimizerConfig(clip_grad=1.0)
     sums = {name: torch.tensor(4.0, dtype=torch.float64) for name in (MAIN, EXCLUDED)}
     measured = Measurement(sums, None, torch.tensor(off, dtype=torch.float64))
-    pending = DeviceVerdict(form(measured, None, config))
-    verdict = decide(measured, None, config)
+    pending = DeviceVerdict(form(measured, (), config))
+    verdict = decide(measured, (), config)
     assert pending.settle() == verdict
     assert (verdict.skip, verdict.disagrees) == (skips, skips)
     assert bool(pending.multipliers[MAIN].values[1]) == skips

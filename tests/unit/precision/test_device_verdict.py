@@ -66,13 +66,13 @@ def test_the_bits_are_those_of_the_host(sums, scale, clip, threshold, zeros):
         dict(zip(names, torch.tensor(sums, dtype=torch.float64), strict=True)),
         None if zeros is None else torch.tensor(float(zeros), dtype=torch.float64),
     )
-    inv_scale = (
-        None if scale is None else torch.tensor([scale], dtype=torch.float32).double().reciprocal()
+    scaling = (
+        [] if scale is None else [torch.tensor([scale], dtype=torch.float32).double().reciprocal()]
     )
     config = OptimizerConfig(lr=1.0, clip_grad=clip, grad_norm_skip_threshold=threshold)
     host, device = (
-        decide(measurement, inv_scale, config),
-        DeviceVerdict(form(measurement, inv_scale, config)),
+        decide(measurement, scaling, config),
+        DeviceVerdict(form(measurement, scaling, config)),
     )
     found = device.settle()
     for mine, theirs in ((found.multipliers, host.multipliers), (found.norms, host.norms)):
@@ -100,7 +100,7 @@ def test_settling_waits_for_the_copy_that_started_with_the_verdict(monkeypatch):
     measurement = Measurement(
         {name: torch.tensor(4.0, dtype=torch.float64) for name in (EXCLUDED, MAIN)}
     )
-    verdict = DeviceVerdict(form(measurement, None, OptimizerConfig(lr=1.0)))
+    verdict = DeviceVerdict(form(measurement, (), OptimizerConfig(lr=1.0)))
     assert len(transfer.pending) == 1 and transfer.pending[0] is not None
     assert (
         not verdict.result.is_known and verdict.result.grad_norm == 2.0 and verdict.result.is_known
@@ -417,11 +417,11 @@ def test_a_result_is_a_small_tuple_that_is_read_when_it_has_to_be():
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_verdict_takes_few_launches(scaled: bool) -> None:
     key, sums = NormKey(), torch.ones((), dtype=torch.float64)
-    scale = torch.full((1,), 0.5, dtype=torch.float64) if scaled else None
+    scaling = [torch.full((1,), 0.5, dtype=torch.float64)] if scaled else []
     config = config_for("fp16" if scaled else "bf16")
     with KernelLaunches() as launches:
         measurement = agree({key: sums}, None, None, [EXCLUDED, MAIN])
-        device_verdict.form(measurement, scale, config)
+        device_verdict.form(measurement, scaling, config)
     assert len(launches.names) <= (25 if scaled else 22), launches.names
 
 
