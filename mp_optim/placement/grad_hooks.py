@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from mp_optim.process.leases import sums_of_bits
 from mp_optim.slots import Slot, are_plain, current_grad, iter_slots, param_at, update_of
 from mp_optim.slots.executor import Executor
-from mp_optim.slots.host_part import HostPart
 from mp_optim.update import choose_backend
 
 
@@ -153,6 +152,7 @@ class OwnGrads:
     stepped on the device.
 
     Args:
+        on_grad_ready: is told of them.
         output: what receives a slot's stepped value, if that is not what is stepped.
         push_hyperparams: see :class:`~mp_optim.slots.host_part.GradientSource`.
     """
@@ -160,20 +160,17 @@ class OwnGrads:
     def __init__(
         self,
         owner: Executor,
-        host: HostPart,
+        on_grad_ready: Callable[..., None],
         output: Callable[[Slot, Tensor | None], Tensor | None],
         push_hyperparams: Callable[[], None],
     ) -> None:
-        self._owner, self._host, self._output = owner, host, output
+        self._owner, self._report, self._output = owner, on_grad_ready, output
         self.push_hyperparams = push_hyperparams
         self._hooks = GradHooks(self._on_grad)
         self._watched: list[tuple[Slot, Tensor]] = []
-        self.follow()
 
     def follow(self) -> None:
         """Notice gradients of the parameters that the optimizer has now."""
-        if not self._host.works_in_backward:
-            return
         self._watched = list(iter_slots(self._owner.param_groups))
         wanted = [self._owner.place(slot) != "device" for slot, _ in self._watched]
         self._hooks.follow([param for _, param in self._watched], wanted)
@@ -186,7 +183,7 @@ class OwnGrads:
         if grad is not None and final_in_backward(param):
             update = update_of(slot, owner.slot_name(slot), param, grad)
             update = update._replace(output=self._output(slot, None))
-            self._host.on_grad_ready(update, writes_are_counted=are_plain([grad]))
+            self._report(update, writes_are_counted=are_plain([grad]))
 
     def predicted_multiplier(self) -> float:
         """There is no loss scale."""

@@ -97,7 +97,9 @@ class PlacedExecutor(Executor):
         named = [(s, self.slot_name(s), p) for s, p in iter_slots(self.param_groups)]
         self._how.check(part, named, placed.is_offloaded, settings)
         self.stepper = Stepper(self._how, part, placed.host_slots(), placed.bind, settings)
-        self.stepper.connect(OwnGrads(self, self.stepper, placed.output, push_settings))
+        report = self.stepper.on_grad_ready
+        self.stepper.connect(OwnGrads(self, report, placed.output, push_settings))
+        self._watch()
 
     def _offloaded_forms(self) -> Iterator[tuple[int, torch.dtype]]:
         """Elements and dtype of the main param of each offloaded slot, if it has one."""
@@ -106,10 +108,6 @@ class PlacedExecutor(Executor):
                 yield local_tensor(param).numel(), self.main_dtype(param.dtype)
 
     # -- places and groups ------------------------------------------------------------------------
-
-    @property
-    def host(self) -> Stepper:
-        return self.stepper
 
     @property
     def main_memory(self) -> MainMemory:
@@ -305,8 +303,14 @@ class PlacedExecutor(Executor):
 
     def _watch(self) -> None:
         """Notice gradients of the parameters of now, as long as nothing above reports them."""
-        if isinstance(source := self.stepper.schedule.source, OwnGrads):
+        source = self.stepper.schedule.source
+        if self.stepper.works_in_backward and isinstance(source, OwnGrads):
             source.follow()
+
+
+def host_stepper(executor: Executor) -> Stepper | None:
+    """What steps the offloaded slots of an executor, if it places any."""
+    return executor.stepper if isinstance(executor, PlacedExecutor) else None
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

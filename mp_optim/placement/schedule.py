@@ -64,7 +64,7 @@ class Schedule:
         released: gradients that are here only.
         source: reports the gradients. arrivals: what was seen of them.
         ahead: steps into the spare, if that is speculated on.
-        is_last_microbatch, releases: see :class:`~mp_optim.slots.host_part.HostPart`.
+        is_last_microbatch, releases: see :class:`~mp_optim.placement.stepper.Stepper`.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Schedule:
         return self._transfer.is_same_place or self.mode == "speculative"
 
     def report(self, update: SlotUpdate, claim: Claim | None, writes_are_counted: bool) -> None:
-        """See :meth:`~mp_optim.slots.host_part.HostPart.on_grad_ready`."""
+        """See :meth:`~mp_optim.placement.stepper.Stepper.on_grad_ready`."""
         # NOTE: backward has a thread for each device that has parameters, and one for the CPU.
         with self._reporting:
             self.arrivals.note(update.slot, writes_are_counted)
@@ -254,7 +254,7 @@ class Schedule:
     # -- between backward and step ----------------------------------------------------------------
 
     def collect(self) -> None:
-        """See :meth:`~mp_optim.slots.host_part.HostPart.collect`."""
+        """See :meth:`~mp_optim.placement.stepper.Stepper.collect`."""
         if self._is_collected or not self.is_early:
             return
         self._timeline.begin_step()
@@ -292,7 +292,7 @@ class Schedule:
             bucket.distrust()
 
     def forget_released(self) -> None:
-        """See :meth:`~mp_optim.slots.host_part.HostPart.forget_released`."""
+        """See :meth:`~mp_optim.placement.stepper.Stepper.forget_released`."""
         if not self.released:
             return
         self.released.forget()

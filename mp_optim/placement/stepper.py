@@ -40,13 +40,16 @@ from mp_optim.process.host_memory import zeros_beside
 from mp_optim.process.transfer import Transfer
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates, UpdateSelection, param_at
 from mp_optim.slots.executor import Executor
-from mp_optim.slots.host_part import Claim, GradientSource, HostPart, Place, TransferBytes
+from mp_optim.slots.host_part import Claim, GradientSource, Place, TransferBytes
 from mp_optim.update.executor import RuleExecutor
 from mp_optim.update.kernel_args import MAIN
 
 
-class Stepper(HostPart):
-    """What steps offloaded slots, as :class:`OffloadedStep` says.
+class Stepper:
+    """What steps offloaded slots, as :class:`OffloadedStep` says, part of it during backward.
+
+    Nothing depends on work being begun early: what was not begun, or from other values, is done in
+    the step.
 
     Args:
         sub: the optimizer of the slots.
@@ -56,6 +59,8 @@ class Stepper(HostPart):
     Attributes:
         schedule: what is begun during backward.
         lanes: by place, of the slots that are stepped in windows.
+        works_in_backward: whether :meth:`on_grad_ready` begins anything.
+        transfer_bytes: of the last step.
     """
 
     def __init__(
@@ -78,7 +83,7 @@ class Stepper(HostPart):
             self._new_iteration,
             self._lost_memory,
         )
-        super().__init__()
+        self.transfer_bytes = TransferBytes()
         self.works_in_backward = self.schedule.is_early
         self._split = Split(how.streamed_fraction) if how.place == "auto" else None
         self.lanes: dict[Place, WindowLane] = {}
@@ -254,7 +259,7 @@ class Stepper(HostPart):
 
     @property
     def is_last_microbatch(self) -> bool:
-        """See :class:`~mp_optim.slots.host_part.HostPart`."""
+        """Whether gradients that get ready are complete."""
         return self.schedule.is_last_microbatch
 
     @is_last_microbatch.setter
@@ -263,7 +268,7 @@ class Stepper(HostPart):
 
     @property
     def releases(self) -> bool:
-        """See :class:`~mp_optim.slots.host_part.HostPart`.
+        """Whether gradients come with a claim, and are begun only if they can be released.
 
         Raises:
             ValueError: a streamed parameter does not fit into a window with its gradient.
@@ -280,12 +285,21 @@ class Stepper(HostPart):
     # -- during backward --------------------------------------------------------------------------
 
     def connect(self, source: GradientSource) -> None:
+        """Ask this source from now on; it reports gradients by :meth:`on_grad_ready`."""
         self.schedule.source = source
 
     @in_own_modes
     def on_grad_ready(
         self, update: SlotUpdate, claim: Claim | None = None, writes_are_counted: bool = True
     ) -> None:
+        """A gradient is complete; the step will be given the same update but for the multiplier, or
+        what the claim was released to. Never raises: what goes wrong is reported by
+        :meth:`collect`.
+
+        Args:
+            writes_are_counted: torch counts every write to it, which it does not for the local
+                tensor of a DTensor.
+        """
         if self.schedule.is_early:
             self.schedule.report(update, claim, writes_are_counted)
 
@@ -301,14 +315,21 @@ class Stepper(HostPart):
                     lane.resize()
 
     def collect(self) -> None:
+        """Wait for what was begun early.
+
+        Raises:
+            WorkerError: it failed. All of it is dropped; nothing was stepped.
+        """
         if (file := self.settings.state_file) is not None:
             file.check_owner()
         self.schedule.collect()
 
     def known_sum_of_squares(self, grad: Tensor) -> float | None:
+        """Of a gradient that was measured early and has not changed since; else None."""
         return self.schedule.arrivals.sum_of_squares(grad)
 
     def state_exposed(self, slot: Slot) -> None:
+        """The caller gets live tensors of a slot, and may write to them without a trace."""
         if (file := self.settings.state_file) is not None:
             file.exposed()
             self._drop_early()
@@ -319,10 +340,13 @@ class Stepper(HostPart):
             lane.source.drop_early()
 
     def forget_released(self) -> None:
+        """Released gradients are of no use any more."""
         self.schedule.forget_released()
 
     @property
     def released_bytes(self) -> int:
+        """Bytes of gradients in the model's dtype that the device does without where they are
+        released."""
         sizes = dict.fromkeys(map(id, self.schedule.buckets), 0)
         elements = {slot.slot: slot for slot in self._slots}
         for bucket in self.schedule.buckets:
@@ -332,12 +356,14 @@ class Stepper(HostPart):
         return sum(sorted(sizes.values())[:-2])
 
     def skip(self) -> None:
+        """This step changes nothing: drop what was begun early."""
         if (ahead := self.schedule.ahead) is not None:
             self.schedule.counts["speculation_paused"] += ahead.record(False)
         self._end_iteration()
         self.timeline.end_step()
 
     def discard(self) -> None:
+        """Drop what was begun early; the step does it again."""
         self.schedule.discard()
         self._drop_early()
 
@@ -610,6 +636,8 @@ class Stepper(HostPart):
     # -- what it says of itself -------------------------------------------------------------------
 
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start to copy a small tensor to the host; the result waits for the copy and returns
+        it."""
         transfer = self.transfer
         copy = transfer.empty_host(tensor.nbytes, True).view(tensor.dtype)
         ticket = transfer.download([copy], [tensor])
@@ -682,6 +710,7 @@ class Stepper(HostPart):
         return streamed / max(sum(slot.share for slot in self._slots), 1)
 
     def metrics(self) -> dict[str, float]:
+        """Milliseconds of the last step's stages, and how speculation did so far."""
         found = self.timeline.metrics()
         if self.schedule.is_early:
             found |= self.schedule.counts

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mp_optim.placement.grad_hooks import GradHooks, final_in_backward
+from mp_optim.placement.placed import host_stepper
+from mp_optim.placement.stepper import Stepper
 from mp_optim.placement.worker import WorkerError
 from mp_optim.precision.slot_table import GRADIENT_DTYPES, SlotTable
 from mp_optim.slots import are_plain, current_grad, local_tensor, param_at
 from mp_optim.slots.executor import Executor
-from mp_optim.slots.host_part import Claim, HostPart
+from mp_optim.slots.host_part import Claim
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.slots.param_attributes import has_main_grad
 from mp_optim.update.kernel_args import fp32
@@ -66,8 +68,8 @@ class BackwardOverlap:
         self._index: dict[int, int] = {}  # of each parameter, by id
         self._hooks = GradHooks(self._on_backward)
         self._inverse_scale: Callable[[], Tensor] | None = None
-        self.host: HostPart | None = None
-        if (host := executor.host) is not None:
+        self.host: Stepper | None = None
+        if (host := host_stepper(executor)) is not None:
             host.connect(self)
             self.host = host if host.works_in_backward else None
         self.released: dict[int, Tensor] = {}
@@ -217,7 +219,7 @@ class EarlyWork:
         self.links: list[BackwardOverlap] = []
 
     @property
-    def hosts(self) -> list[HostPart]:
+    def hosts(self) -> list[Stepper]:
         """What works during backward."""
         return [link.host for link in self.links if link.host is not None]
 

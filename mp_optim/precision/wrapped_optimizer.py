@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.placement.placed import host_stepper
 from mp_optim.precision import cuda_graph
 from mp_optim.precision.averaged_weights import WeightSwap
 from mp_optim.precision.backward_overlap import BackwardOverlap
@@ -449,7 +450,7 @@ class WrappedOptimizer(MegatronOptimizer):
         return Description(rows.rows, (*rows.notes, *graph_notes(self.graphed)))
 
     def metrics(self) -> dict[str, float]:
-        host, verdict = self.executor.host, self.counts.settle()
+        host, verdict = host_stepper(self.executor), self.counts.settle()
         norms = {
             f"grad_norm/{name}": norm for name, norm in verdict.norms.items() if name != EXCLUDED
         }

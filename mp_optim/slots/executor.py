@@ -21,7 +21,7 @@ from torch import Tensor
 from mp_optim.process.host_memory import beside, zeros
 from mp_optim.process.leases import before_writing
 from mp_optim.slots import ParamGroups, Slot, SlotUpdate, param_at, slot_name
-from mp_optim.slots.host_part import HostPart, Place
+from mp_optim.slots.host_part import Place
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState
 
@@ -124,11 +124,6 @@ class Executor:
         """Have the weights that are trained, or those to evaluate."""
 
     # -- places -----------------------------------------------------------------------------------
-
-    @property
-    def host(self) -> HostPart | None:
-        """What steps slots on the host, if there is such a part."""
-        return None
 
     def place(self, slot: Slot) -> Place:
         """Where a slot is stepped."""
