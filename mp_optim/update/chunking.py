@@ -17,6 +17,8 @@ from mp_optim.slots.slot_state import AVERAGE, REMAINDER, SECOND, is_scale, scal
 from mp_optim.update.codecs import Noise, decode, encode_, is_packed, join, split_, store_average
 from mp_optim.update.kernel_args import TensorLists
 
+Lists = list[Tensor]
+
 
 def piece_elements(device: torch.device) -> int:
     """Elements per batch, a power of two: what stays in a CPU core's cache, what fills an
@@ -41,17 +43,39 @@ def batches(lists: TensorLists, most: float = math.inf) -> Iterator[Batch]:
     are skipped.
     """
     limit = piece_elements(lists.main[0].device) if lists.main else 1
-    batch, filled = _empty(lists), 0
+    cuts: list[_Cut] = []
+    filled = 0
     for index, main in enumerate(lists.main):
         for start in range(0, main.numel(), limit):
             count = min(main.numel() - start, limit)
-            if filled + count > limit or len(batch.owners) == most:
-                yield batch
-                batch, filled = _empty(lists), 0
-            _append(batch, lists, index, start, count)
+            if filled + count > limit or len(cuts) == most:
+                yield _batch(lists, cuts)
+                cuts, filled = [], 0
+            cuts.append((index, start, count))
             filled += count
-    if filled:
-        yield batch
+    if cuts:
+        yield _batch(lists, cuts)
+
+
+_Cut = tuple[int, int, int]
+"""A tensor's index, and which of its elements: the first, and how many."""
+
+
+def _batch(lists: TensorLists, cuts: Sequence[_Cut]) -> Batch:
+    def flat(tensors: Sequence[Tensor]) -> Lists:
+        return [tensors[index].view(-1).narrow(0, start, count) for index, start, count in cuts]
+
+    owners, outputs, state = [index for index, _, _ in cuts], [], {}
+    for index, start, count in cuts:
+        output = lists.output[index]
+        outputs.append(None if output is None else output.view(-1).narrow(0, start, count))
+    for key, tensors in lists.state.items():
+        state[key] = [part_of_state(key, tensors[i], start, count) for i, start, count in cuts]
+    noise = lists.noise
+    if noise is not None:
+        noise = [replace(noise[i], start=noise[i].start + start) for i, start, _ in cuts]
+    cut = TensorLists(flat(lists.main), flat(lists.grad), state, outputs, noise)
+    return Batch(owners, replace(cut, average_weight=lists.average_weight))
 
 
 def runs_of(sizes: Iterable[tuple[int, int]], most: int) -> Iterator[list[int]]:
@@ -118,41 +142,6 @@ def tell_autograd(written: list[Tensor]) -> None:
     except TypeError:  # before torch 2.7 one at a time
         for tensor in written:
             increment_version(tensor)
-
-
-def _empty(lists: TensorLists) -> Batch:
-    return Batch(
-        [],
-        TensorLists(
-            [],
-            [],
-            {key: [] for key in lists.state},
-            [],
-            None if lists.noise is None else [],
-            average_weight=lists.average_weight,
-        ),
-    )
-
-
-def _append(batch: Batch, lists: TensorLists, index: int, start: int, count: int) -> None:
-    def cut(tensor: Tensor) -> Tensor:
-        return tensor.view(-1).narrow(0, start, count)
-
-    output = lists.output[index]
-    batch.owners.append(index)
-    batch.lists.main.append(cut(lists.main[index]))
-    batch.lists.grad.append(cut(lists.grad[index]))
-    assert isinstance(batch.lists.output, list)
-    batch.lists.output.append(None if output is None else cut(output))
-    for key, tensors in lists.state.items():
-        batch.lists.state[key].append(part_of_state(key, tensors[index], start, count))
-    if lists.noise is not None and batch.lists.noise is not None:
-        batch.lists.noise.append(
-            replace(lists.noise[index], start=lists.noise[index].start + start)
-        )
-
-
-Lists = list[Tensor]
 
 
 # -- FP32 values, for rules in torch operations ---------------------------------------------------

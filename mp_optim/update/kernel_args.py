@@ -96,10 +96,15 @@ class TensorLists:
         """The lists without what averages do not read; empty ones where none are kept."""
         if AVERAGE not in self.state or not self.main:
             return TensorLists([], [], {}, [])
-        names = (REMAINDER, AVERAGE)
-        kept = {key: self.state[key] for key in names if key in self.state}
-        none = [None] * len(self.main)
-        return replace(self, state=kept, output=none, source=None)
+        return replace(self.only(REMAINDER, AVERAGE), output=[None] * len(self.main), source=None)
+
+    def only(self, *keys: str) -> TensorLists:
+        """The lists with no state but that of some keys."""
+        state = {key: self.state[key] for key in keys if key in self.state}
+        source = self.source
+        if source is not None:
+            source = {key: source[key] for key in keys if key in source}
+        return replace(self, state=state, source=source)
 
     def in_place(self) -> TensorLists:
         """The lists with present values brought to where they are stepped."""

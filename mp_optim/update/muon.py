@@ -3,12 +3,11 @@ docs/numerics.md."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mp_optim.config.rules import RULES, SCALAR_OPTIMIZERS, coefficients
 from mp_optim.slots import SlotUpdate
@@ -17,7 +16,7 @@ from mp_optim.update.adam import AdamRule
 from mp_optim.update.backends import Backend
 from mp_optim.update.backends.native import NativeBackend
 from mp_optim.update.backends.reference import MOMENTUM, step_with
-from mp_optim.update.kernel_args import MAIN, MuonScalars, TensorLists
+from mp_optim.update.kernel_args import MAIN, MuonScalars
 from mp_optim.update.matrix_exchange import MatrixOwners
 from mp_optim.update.matrix_products import Rooms, beside_each_other
 from mp_optim.update.muon_directions import (
@@ -121,10 +120,12 @@ class MuonRule(Rule):
             part = lists.take(members)
             shapes = [main.shape for main in part.main]
             rounded = beside_each_other(shapes, rooms, "rounded")
-            momenta = _of_momenta(part, rounded)
+            momenta = part.only(MOMENTUM, scale_key(MOMENTUM))
+            momenta = replace(momenta, main=[], output=rounded)
+            params = replace(part.only(MAIN, REMAINDER), grad=rounded)
             if is_here and isinstance(backend, NativeBackend):
-                passes = momenta, _of_params(part, rounded)
-                if step_in_one_call(rule, backend, *passes, scalars, multiplier, rooms):
+                passes = momenta, params, scalars
+                if step_in_one_call(rule, backend, *passes, multiplier, rooms):
                     continue
             backend.muon_momentum(momenta, scalars, multiplier)
             if is_here:
@@ -133,7 +134,7 @@ class MuonRule(Rule):
                 layouts = [updates[index].layout for index in members]
                 found = directions(rule, rounded, layouts, owners)
             values, factors = zip(*found, strict=True)
-            backend.muon_apply(_of_params(part, values), scalars, factors)
+            backend.muon_apply(replace(params, grad=list(values)), scalars, factors)
         backend.average(lists)
 
 
@@ -216,31 +217,3 @@ class Muon(RuleOptimizer):
             "optimizer": "muon",
         }
         super().__init__(MuonRule(scalar_optimizer), params, settings, backend, precision)
-
-
-def _of_momenta(lists: TensorLists, outputs: list[Tensor]) -> TensorLists:
-    """What the pass over momenta reads and writes."""
-    keys = (MOMENTUM, scale_key(MOMENTUM))
-    return TensorLists(
-        [],
-        lists.grad,
-        {key: lists.state[key] for key in keys if key in lists.state},
-        outputs,
-        lists.noise,
-        _some(lists.source, keys),
-    )
-
-
-def _of_params(lists: TensorLists, directions: Sequence[Tensor]) -> TensorLists:
-    """What the pass over main params reads and writes."""
-    state = {key: lists.state[key] for key in (REMAINDER,) if key in lists.state}
-    source = _some(lists.source, (MAIN, REMAINDER))
-    return replace(lists, grad=list(directions), state=state, source=source)
-
-
-def _some(
-    source: Mapping[str, Sequence[Tensor]] | None, keys: tuple[str, ...]
-) -> dict[str, Sequence[Tensor]] | None:
-    if source is None:
-        return None
-    return {key: source[key] for key in keys if key in source}

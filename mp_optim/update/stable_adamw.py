@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.slots import Slot, SlotUpdate
-from mp_optim.slots.tensor_layout import Layout, Part
+from mp_optim.slots.tensor_layout import Layout
 from mp_optim.update.adam import AdamRule
 from mp_optim.update.backends import Backend
 from mp_optim.update.kernel_args import StableScalars
@@ -75,7 +75,10 @@ class StableAdamWRule(AdamRule):
         layouts = updates.layouts or [None] * len(updates)
         over = list(map(_parts_over, updates.shard_groups, layouts))
         reduce_rows(sums, over, "adding up StableAdamW's sums")
-        sizes = list(map(_numel, launch.parts, layouts))
+        sizes = [part.shape.numel() for part in launch.parts]
+        for index, layout in enumerate(layouts):
+            if layout is not None and layout.tensor_parallel is not None:  # it cuts equal parts
+                sizes[index] *= layout.tensor_parallel.size()
         clipped = backend.stable_adamw_finish(lists, scalars, sums, sizes, multiplier)
         assert isinstance(launch.workspace, ClippedParams)
         if clipped is not None:
@@ -113,12 +116,6 @@ class StableAdamW(RuleOptimizer):
             "bias_correction": bias_correction,
         }
         super().__init__(StableAdamWRule(), params, settings, backend, precision)
-
-
-def _numel(part: Part, layout: Layout | None) -> int:
-    """Elements of the whole parameter, of which tensor parallelism cuts equal parts."""
-    cut = None if layout is None else layout.tensor_parallel
-    return part.shape.numel() * (1 if cut is None else cut.size())
 
 
 def _parts_over(shard_groups: Groups, layout: Layout | None) -> Groups:

@@ -78,14 +78,8 @@ KNOWN = {("GenuineIntel", "avx512"): MemoryAccess()}
 elements, and nothing was faster by more than the margin."""
 
 
-class _Access(ctypes.Structure):
-    """``MpAccess``."""
-
-    _fields_ = [
-        ("prefetch", ctypes.c_int32),
-        ("streaming", ctypes.c_int32),
-        ("measure_prefetch", ctypes.c_int32),
-    ]
+_Access = lib.scalars("", "prefetch streaming measure_prefetch")
+"""``MpAccess``."""
 
 
 def set_access(library: lib.NativeLibrary, access: MemoryAccess) -> None:
