@@ -180,12 +180,10 @@ def _encode_blocks(
     top = blocks.abs().amax(1)
     good = top.isfinite() & (top >= _TINY)
     half, four = (stored.dtype == torch.float16, stored.dtype == torch.uint8 and not roots)
-    if four:
-        new_scale, inverse = _four_bit_scale(top)
-    elif half:
+    if half:
         new_scale, inverse = _half_scale(top)
     else:
-        new_scale, inverse = _code_scale(top, 255 if roots else 127)
+        new_scale, inverse = _code_scale(top, _FOUR_BITS if four else 255 if roots else 127)
     scale.copy_(torch.where(good, new_scale, torch.where(top.isfinite(), 0.0, torch.nan)))
     scaled = torch.where(
         good[:, None], blocks * torch.where(good, inverse, 0.0)[:, None], 0.0
@@ -219,19 +217,13 @@ def _half_scale(top: Tensor) -> tuple[Tensor, Tensor]:
 
 def _code_scale(top: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """top / levels, rounded up to 16 significant bits so that every code times it is exact; and 1 /
-    it."""
+    it. In 4 bits it is cut off, so that the largest value's code is 7 however it is rounded, and
+    what codes stand for is stored with the same scale."""
     quotient = top / torch.full_like(
         top, levels
     )  # by a plain number a GPU would multiply with its reciprocal
-    scale = ((quotient.view(torch.int32) + 0xFF) & -0x100).view(torch.float32)
-    return scale, 1.0 / scale
-
-
-def _four_bit_scale(top: Tensor) -> tuple[Tensor, Tensor]:
-    """top / 7, cut off to 16 significant bits, so that the largest value's code is 7 however it is
-    rounded, and what codes stand for is stored with the same scale; and 1 / it."""
-    quotient = top / torch.full_like(top, _FOUR_BITS)
-    scale = (quotient.view(torch.int32) & -0x100).view(torch.float32)
+    up = 0 if levels == _FOUR_BITS else 0xFF
+    scale = ((quotient.view(torch.int32) + up) & -0x100).view(torch.float32)
     return scale, 1.0 / scale
 
 

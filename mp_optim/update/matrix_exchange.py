@@ -12,10 +12,9 @@ go. All ranks start the same communications in the same order, because all have 
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.ranks.missing_ranks import naming_missing_ranks, wait_for
-from mp_optim.slots.tensor_layout import Boxes, Grid, MatrixParts, numel_of
+from mp_optim.slots.tensor_layout import Boxes, MatrixParts, numel_of
 from mp_optim.update.rule import Workspace
 
 Compute = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -58,6 +57,11 @@ class Exchange:
     bytes_sent: int = 0
 
     def __post_init__(self) -> None:
+        self._grid = self.params[0].grid
+        self._here = tuple(group.rank() for group in self.groups)  # this rank's place in the grid
+        (self._rank,) = self._grid.block(*self._here)
+        # the place in the grid of each matrix's owner
+        self._owners = list(map(self._grid.coordinates, self.plan.owners))
         for param, part in zip(self.params, self.sent, strict=True):
             if (there := param.bounds(self._rank)[-1]) != part.numel():
                 raise ValueError(
@@ -114,27 +118,6 @@ class Exchange:
         param, matrix = self.plan.items[item]
         start, stop = self.params[param].bounds(self._rank)[matrix : matrix + 2]
         return tensors[param].view(-1)[start:stop]
-
-    # -- ranks ------------------------------------------------------------------------------------
-
-    @property
-    def _grid(self) -> Grid:
-        return self.params[0].grid
-
-    @cached_property
-    def _here(self) -> tuple[int, ...]:
-        """This rank's place in the grid."""
-        return tuple(group.rank() for group in self.groups)
-
-    @cached_property
-    def _rank(self) -> int:
-        (rank,) = self._grid.block(*self._here)
-        return rank
-
-    @cached_property
-    def _owners(self) -> list[tuple[int, ...]]:
-        """The place in the grid of each matrix's owner."""
-        return list(map(self._grid.coordinates, self.plan.owners))
 
     # -- on the way -------------------------------------------------------------------------------
 
@@ -360,13 +343,6 @@ class Plan:
     costs: tuple[int, ...]
     batches: tuple[tuple[int, ...], ...]
 
-    def loads(self, ranks: int) -> list[int]:
-        """Floating-point operations of each rank."""
-        found = [0] * ranks
-        for owner, cost in zip(self.owners, self.costs, strict=True):
-            found[owner] += cost
-        return found
-
 
 @lru_cache(maxsize=64)
 def plan(
@@ -446,13 +422,12 @@ class MatrixOwners(Workspace):
         loads = self._loads.setdefault(name, [0] * grid.size)
         planned = plan(tuple(params), tuple(flops), tuple(loads), width)
         (here,) = grid.block(*(group.rank() for group in groups))
-        costs = zip(planned.owners, planned.costs, strict=True)
-        owned = [cost for owner, cost in costs if owner == here]
-        self.owned += len(owned)
         self.known += len(planned.items)
-        self.flops += sum(owned)
-        added = planned.loads(grid.size)
-        self._loads[name] = list(map(operator.add, loads, added))
+        for owner, cost in zip(planned.owners, planned.costs, strict=True):
+            loads[owner] += cost
+            if owner == here:
+                self.owned += 1
+                self.flops += cost
         return planned
 
     def metrics(self) -> dict[str, float]:
