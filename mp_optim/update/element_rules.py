@@ -57,17 +57,12 @@ class AdamScalars(Made):
         lr = float(group["lr"])
         bias1, bias2 = bias_corrections(group, beta1, beta2, step)
         decay, decoupled = float(group["weight_decay"]), group["adam_w_mode"]
+        averages = beta1, 1 - beta1, beta2, 1 - beta2
+        step_of = group["eps"], lr / bias1, 1 / math.sqrt(bias2)
+        decays = (lr * decay, 0.0) if decoupled else (0.0, decay)
         return cls(
-            fp32(beta1),
-            fp32(1 - beta1),
-            fp32(beta2),
-            fp32(1 - beta2),
-            fp32(group["eps"]),
-            fp32(lr / bias1),
-            fp32(1 / math.sqrt(bias2)),
-            fp32(lr * decay) if decoupled else 0.0,
-            0.0 if decoupled else fp32(decay),
-            given=StepInputs.at(group, step),
+            *map(fp32, (*averages, *step_of, *decays)),
+            given=StepInputs(lr, decay, int(step), bool(group["bias_correction"])),
         )
 
 
@@ -112,14 +107,8 @@ class LionScalars:
         """From a param group; the same at every step."""
         beta1, beta2 = map(float, group["betas"])
         lr = float(group["lr"])
-        return cls(
-            fp32(beta1),
-            fp32(1 - beta1),
-            fp32(beta2),
-            fp32(1 - beta2),
-            fp32(lr),
-            fp32(lr * float(group["weight_decay"])),
-        )
+        averages = beta1, 1 - beta1, beta2, 1 - beta2
+        return cls(*map(fp32, (*averages, lr, lr * float(group["weight_decay"]))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,20 +135,11 @@ class AdemamixScalars:
         beta1, beta2, beta3 = map(float, group["betas"])
         lr = float(group["lr"])
         beta3 = slow_decay(beta1, beta3, _progress(group["beta3_warmup"], step))
-        return cls(
-            fp32(beta1),
-            fp32(1 - beta1),
-            fp32(beta2),
-            fp32(1 - beta2),
-            fp32(beta3),
-            fp32(1 - beta3),
-            fp32(float(group["alpha"]) * _progress(group["alpha_warmup"], step)),
-            fp32(group["eps"]),
-            fp32(lr),
-            fp32(1 / (1 - beta1**step)),
-            fp32(1 / math.sqrt(1 - beta2**step)),
-            fp32(lr * float(group["weight_decay"])),
-        )
+        averages = beta1, 1 - beta1, beta2, 1 - beta2, beta3, 1 - beta3
+        alpha = float(group["alpha"]) * _progress(group["alpha_warmup"], step)
+        corrections = 1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
+        decay = lr * float(group["weight_decay"])
+        return cls(*map(fp32, (*averages, alpha, group["eps"], lr, *corrections, decay)))
 
 
 def _progress(steps: int | None, step: int) -> float:

@@ -127,16 +127,6 @@ class StepInputs:
     step: int
     bias_correction: bool
 
-    @classmethod
-    def at(cls, group: Mapping[str, Any], step: int) -> StepInputs:
-        """From a param group; numbers may be tensors there."""
-        return cls(
-            float(group["lr"]),
-            float(group["weight_decay"]),
-            int(step),
-            bool(group["bias_correction"]),
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
@@ -217,7 +207,11 @@ class LambScalars(Made):
         """From a param group, at step ``step`` >= 1."""
         beta1, beta2 = (float(b) for b in group["betas"])
         bias1, bias2 = bias_corrections(group, beta1, beta2, step)
-        decay, decoupled = float(group["weight_decay"]), group["adam_w_mode"]
+        lr, decay, decoupled = (
+            float(group["lr"]),
+            float(group["weight_decay"]),
+            group["adam_w_mode"],
+        )
         return cls(
             fp32(beta1),
             fp32(1 - beta1) if group["grad_averaging"] else 1.0,
@@ -228,9 +222,9 @@ class LambScalars(Made):
             fp32(1 / math.sqrt(bias2)),
             fp32(decay) if decoupled else 0.0,
             0.0 if decoupled else fp32(decay),
-            float(group["lr"]),
+            lr,
             bool(group["use_nvlamb"] or decay != 0.0),
-            given=StepInputs.at(group, step),
+            given=StepInputs(lr, decay, int(step), bool(group["bias_correction"])),
         )
 
     def ratio(self, param_square: float, update_square: float) -> float:

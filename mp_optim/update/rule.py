@@ -18,7 +18,7 @@ from mp_optim.config.rules import RULES
 from mp_optim.slots import SlotUpdate, SlotUpdates
 from mp_optim.slots.tensor_layout import Part
 from mp_optim.update.backends import Backend
-from mp_optim.update.backends.reference import step_with
+from mp_optim.update.element_rules import SCALARS
 from mp_optim.update.kernel_args import TensorLists
 
 Settings = Mapping[str, Any]
@@ -156,5 +156,5 @@ class ElementRule(Rule):
     needs_numbers = False
 
     def apply(self, launch: Launch, backend: Backend) -> None:
-        step, multiplier = launch.step, launch.multiplier
-        step_with(backend, self.name, launch.lists, launch.settings, step, multiplier)
+        scalars = SCALARS[self.name].at(launch.settings, launch.step)
+        backend.step(self.name, launch.lists, scalars, launch.multiplier)

@@ -73,28 +73,22 @@ class StatePrecision:
     ema_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        _check_dtype("exp_avg_dtype", self.exp_avg_dtype, FIRST_MOMENT_DTYPES)
-        _check_dtype("exp_avg_sq_dtype", self.exp_avg_sq_dtype, SECOND_MOMENT_DTYPES)
+        for name, dtype, choices in (
+            ("exp_avg_dtype", self.exp_avg_dtype, FIRST_MOMENT_DTYPES),
+            ("exp_avg_sq_dtype", self.exp_avg_sq_dtype, SECOND_MOMENT_DTYPES),
+        ):
+            if dtype not in choices:
+                raise ValueError(f"{name}={dtype}: must be one of {list(choices)}")
         if self.param_remainder_bits not in (8, 16):
             raise ValueError(f"param_remainder_bits={self.param_remainder_bits!r}: must be 16 or 8")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed!r}: must be in [0, 2**32)")
-        self._check_averages()
-
-    def _check_averages(self) -> None:
         if self.ema_decay is not None and not 0.0 <= self.ema_decay < 1.0:
             raise ValueError(f"ema_decay={self.ema_decay!r}: must be in [0, 1), or None")
         if self.ema_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"ema_dtype={self.ema_dtype}: must be torch.float32 or torch.bfloat16")
         if self.ema_dtype == torch.bfloat16 and not self.stochastic_rounding:
             raise ValueError(f"ema_dtype={self.ema_dtype}: {ROUNDS_AVERAGES}")
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether all state is FP32."""
-        return {self.exp_avg_dtype, self.exp_avg_sq_dtype} == {
-            torch.float32
-        } and not self.store_param_remainders
 
     def is_small(self, elements: int) -> bool:
         """Whether a parameter of so many elements, as a whole, keeps FP32 instead of codes."""
@@ -122,11 +116,6 @@ class StatePrecision:
     def remainder_dtype(self) -> torch.dtype:
         """Dtype of the remainders."""
         return torch.int16 if self.param_remainder_bits == 16 else torch.int8
-
-
-def _check_dtype(name: str, dtype: torch.dtype, choices: tuple[torch.dtype, ...]) -> None:
-    if dtype not in choices:
-        raise ValueError(f"{name}={dtype}: must be one of {list(choices)}")
 
 
 def moment_forms(name: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, Form]:
@@ -291,8 +280,7 @@ def _decoded(state: Mapping[str, Any], key: str, main: Tensor) -> Tensor:
     if scale is not None and scale.numel() != blocks_of(numel):
         raise ValueError(
             f"{key} of shape {tuple(stored.shape)} has {scale.numel()} scales for its blocks, "
-            "expected "
-            f"{blocks_of(numel)}; was it saved in another layout? Save with "
+            f"expected {blocks_of(numel)}; was it saved in another layout? Save with "
             "full_precision=True"
         )
     return decode(stored.reshape(-1), scale, key == SECOND, numel).view(shape)
@@ -307,10 +295,12 @@ def _converted(
     }
     encode_(value.reshape(-1), fresh[key].view(-1), fresh.get(scale_key(key)), key == SECOND)
     if not convert and not same_values(_decoded(fresh, key, value), value):
+        dtype = mine[key].dtype
+        words = "4-bit codes" if is_packed(key, dtype) else str(dtype)
         raise ValueError(
-            f"{label}: saved with values that {_said(key, mine[key])} cannot hold without loss; "
+            f"{label}: saved with values that {words} cannot hold without loss; "
             "load with convert=True, or configure this state as it was saved"
-            + (_OTHER_BLOCKS if is_blocked(mine[key].dtype) else "")
+            + (_OTHER_BLOCKS if is_blocked(dtype) else "")
         )
     return fresh
 
@@ -319,11 +309,6 @@ _OTHER_BLOCKS = (
     ". (Codes share a scale in every 256 elements of what a rank holds: where it was saved so, "
     "too, the ranks cut the parameter elsewhere)"
 )
-
-
-def _said(key: str, own: Tensor) -> str:
-    """What a moment is stored as, in words."""
-    return "4-bit codes" if is_packed(key, own.dtype) else str(own.dtype)
 
 
 def joined(label: str, main: Tensor, remainder: Tensor) -> Tensor:
@@ -335,8 +320,7 @@ def joined(label: str, main: Tensor, remainder: Tensor) -> Tensor:
     if main.dtype != torch.bfloat16 or main.shape != remainder.shape:
         raise ValueError(
             f"{label}.{REMAINDER}: saved {tuple(remainder.shape)} for a bfloat16 parameter; this "
-            "one is "
-            f"{main.dtype} {tuple(main.shape)}. Save with full_precision=True instead"
+            f"one is {main.dtype} {tuple(main.shape)}. Save with full_precision=True instead"
         )
     return join(main, narrowed(label, remainder).to(main.device))
 

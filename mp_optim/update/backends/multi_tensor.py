@@ -70,8 +70,7 @@ def check_launch(
     if not lists or not lists[0] or len({len(tensors) for tensors in lists}) != 1:
         raise ValueError(
             f"{name}: lists of {[len(tensors) for tensors in lists]} tensors; they must be alike "
-            "and "
-            "not empty"
+            "and not empty"
         )
     device, sizes = lists[0][0].device, [tensor.numel() for tensor in lists[0]]
     for tensors, dtype in zip(lists, dtypes, strict=True):
@@ -79,8 +78,7 @@ def check_launch(
             if tensor.device != device or device.type != KERNEL_DEVICE:
                 raise ValueError(
                     f"{name}: a tensor on {tensor.device} in a launch on {device}; the kernels run "
-                    "on "
-                    f"{KERNEL_DEVICE}"
+                    f"on {KERNEL_DEVICE}"
                 )
             if tensor.dtype != dtype:
                 raise ValueError(
@@ -93,8 +91,8 @@ def check_launch(
             ):
                 raise ValueError(
                     f"{name}: a tensor of {tensor.numel()} elements beside one of {size}, "
-                    "contiguous: "
-                    f"{tensor.is_contiguous()}; at most {MOST_ELEMENTS} elements are reached"
+                    f"contiguous: {tensor.is_contiguous()}; at most {MOST_ELEMENTS} elements are "
+                    "reached"
                 )
 
 
@@ -207,15 +205,6 @@ def _adam_arguments(s: AdamScalars | LambScalars) -> tuple[Any, ...]:
 
 
 # -- apex -----------------------------------------------------------------------------------------
-
-
-def load_apex() -> ApexBackend:
-    """Import the extension.
-
-    Raises:
-        Exception: whatever a missing or broken installation raises.
-    """
-    return ApexBackend(importlib.import_module("amp_C"))
 
 
 class ApexBackend(MultiTensorBackend):
@@ -355,12 +344,16 @@ class TorchBackend(ReferenceBackend):
 
     def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> None:
         kernels: dict[str, Callable[..., None]] = {"adam": self._adam, "sgd": self._sgd}
-        if rule in kernels:
-            kernels[rule](lists, scalars, multiplier)
-        else:
+        if rule not in kernels:
             super().step(rule, lists, scalars, multiplier)
+            return
+        for batch in (cut.lists for cut in batches(lists)):
+            kernels[rule](batch, gradients(batch, [], multiplier, 0.0), scalars)
+            publish(batch)
+            take_averages(batch)
+        mark_written(lists)
 
-    def _adam(self, lists: TensorLists, scalars: AdamScalars, multiplier: float) -> None:
+    def _adam(self, batch: TensorLists, grads: list[Tensor], scalars: AdamScalars) -> None:
         """Torch's kernels derive the bias corrections from a step count, and ours are in the
         scalars.
 
@@ -372,44 +365,36 @@ class TorchBackend(ReferenceBackend):
         )
         lr = scalars.step_size / scalars.inv_sqrt_bias2
         weight_decay = scalars.l2 if scalars.l2 != 0.0 else scalars.decay / lr if lr != 0.0 else 0.0
-        for batch in (cut.lists for cut in batches(lists)):
-            settled = torch.full((), math.inf, device=batch.main[0].device)
-            kernel(
-                batch.main,
-                gradients(batch, [], multiplier, 0.0),
-                first_moments(batch),
-                batch.state["exp_avg_sq"],
-                [],
-                [settled] * len(batch.main),
-                lr=lr,
-                beta1=scalars.beta1,
-                beta2=scalars.beta2,
-                weight_decay=weight_decay,
-                eps=scalars.eps / scalars.inv_sqrt_bias2,
-                amsgrad=False,
-                maximize=False,
-            )
-            publish(batch)
-            take_averages(batch)
-        mark_written(lists)
+        settled = torch.full((), math.inf, device=batch.main[0].device)
+        kernel(
+            batch.main,
+            grads,
+            first_moments(batch),
+            batch.state["exp_avg_sq"],
+            [],
+            [settled] * len(batch.main),
+            lr=lr,
+            beta1=scalars.beta1,
+            beta2=scalars.beta2,
+            weight_decay=weight_decay,
+            eps=scalars.eps / scalars.inv_sqrt_bias2,
+            amsgrad=False,
+            maximize=False,
+        )
 
-    def _sgd(self, lists: TensorLists, scalars: SgdScalars, multiplier: float) -> None:
-        for batch in (cut.lists for cut in batches(lists)):
-            torch._fused_sgd_(
-                batch.main,
-                gradients(batch, [], multiplier, 0.0),
-                batch.state.get("momentum_buffer", []),
-                weight_decay=scalars.decay,
-                momentum=scalars.momentum,
-                lr=scalars.lr,
-                dampening=1.0 - scalars.one_minus_dampening,
-                nesterov=scalars.nesterov,
-                maximize=False,
-                is_first_step=scalars.first,
-            )
-            publish(batch)
-            take_averages(batch)
-        mark_written(lists)
+    def _sgd(self, batch: TensorLists, grads: list[Tensor], scalars: SgdScalars) -> None:
+        torch._fused_sgd_(
+            batch.main,
+            grads,
+            batch.state.get("momentum_buffer", []),
+            weight_decay=scalars.decay,
+            momentum=scalars.momentum,
+            lr=scalars.lr,
+            dampening=1.0 - scalars.one_minus_dampening,
+            nesterov=scalars.nesterov,
+            maximize=False,
+            is_first_step=scalars.first,
+        )
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         if not tensors:

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -106,19 +106,14 @@ class Table:
         """Elements of all tensors."""
         return sum(self._arrays["numel"])
 
-    def fits(self, grads: Sequence[Tensor]) -> bool:
-        """Whether kernels may read these gradients beside the other tensors."""
-        return (
-            isinstance(grads, CachedTensorList)
-            and grads.own_sizes == self._arrays["numel"]
-            and grads.stored
-        )
-
-    def put(self, grads: CachedTensorList, average_weight: float) -> None:
-        """The same tensors with other gradients, which fit."""
+    def put(self, grads: CachedTensorList, average_weight: float) -> bool:
+        """Take other gradients for the same tensors; says whether kernels may read them so."""
+        if grads.own_sizes != self._arrays["numel"] or not grads.stored:
+            return False
         self._arrays["grad"] = grads.addresses
         self.tensors.grad = grads.addresses.buffer_info()[0]
         self.tensors.average_weight = average_weight
+        return True
 
 
 class _Prepared(NamedTuple):
@@ -157,7 +152,7 @@ class NativeBackend(ReferenceBackend):
         self.access = access_choice()
 
     def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> None:
-        numbers = [multiplier, *_fields(scalars).values()]
+        numbers = [multiplier, *map(getattr, repeat(scalars), scalars.__slots__)]
         given = rule.encode(), (ctypes.c_float * len(numbers))(*numbers), len(numbers)
         if (ready := _prepared(rule, lists)) is not None:
             self._call("mp_step", ready.table, *given)
@@ -205,7 +200,8 @@ class NativeBackend(ReferenceBackend):
             if kind is None or others:
                 return None
             tables.append(_table(part, kind, moments))
-        self._settle_access(tables[0])
+        if not self.access.is_settled and tables[0].numel >= LARGE:
+            self.access.settle(thread_count())
         return tables[0], tables[1]
 
     def stable_adamw_sums(
@@ -296,14 +292,10 @@ class NativeBackend(ReferenceBackend):
         return sums
 
     def _call(self, name: str, table: Table, *arguments: Any) -> None:
-        given = [ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments]
-        if not self.access.is_settled:
-            self._settle_access(table)
-        self.library.call(name, ctypes.byref(table.tensors), *given, thread_count())
-
-    def _settle_access(self, table: Table) -> None:
+        threads = thread_count()
         if not self.access.is_settled and table.numel >= LARGE:
-            self.access.settle(thread_count())
+            self.access.settle(threads)
+        self.library.call(name, ctypes.byref(table.tensors), *arguments, threads)
 
 
 def _prepared(rule: str, lists: TensorLists) -> _Prepared | None:
@@ -318,10 +310,9 @@ def _prepared(rule: str, lists: TensorLists) -> _Prepared | None:
         or not isinstance(grads, CachedTensorList)
         or grads.dtypes != {ready.grad_dtype}
         or not all_same(ready.made_for, lists.made_for)
-        or not ready.table.fits(grads)
+        or not ready.table.put(grads, lists.average_weight)
     ):
         return None
-    ready.table.put(grads, lists.average_weight)
     return ready
 
 

@@ -80,7 +80,7 @@ _SOURCES: dict[str, _Source] = {
         {"mp_optim.update.backends.triton": "not part of this version"},
     ),
     "apex": _Source(
-        multi_tensor.load_apex,
+        lambda: multi_tensor.ApexBackend(importlib.import_module("amp_C")),
         lambda: (multi_tensor.KERNEL_DEVICE,),
         {
             "amp_C": (
@@ -233,8 +233,7 @@ def check_serves(name: str, device: torch.device) -> None:
             )  # where it is not usable at all, that is the better message
             raise ValueError(
                 f"fused_backend={name!r}: the model's parameters are on {device.type}, its kernels "
-                "run on "
-                f"{' and '.join(devices())}; move the model there, or choose 'auto'"
+                f"run on {' and '.join(devices())}; move the model there, or choose 'auto'"
             )
 
 

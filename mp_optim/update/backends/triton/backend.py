@@ -23,7 +23,6 @@ from mp_optim.update.backends.triton.kernels.tiles import Flags
 from mp_optim.update.backends.triton.launches import (
     RATE,
     KernelLaunches,
-    Launch,
     Multiplier,
     added,
     clipped_steps,
@@ -130,13 +129,11 @@ class TritonBackend(KernelLaunches):
             return torch.zeros(len(part.lists.main), 2, dtype=torch.float64, device=device)
         flags = Flags(scalars.decay != 0.0, scalars.l2 != 0.0)
         part = part._replace(kind=part.kind._replace(output=None))
-        columns, plans = self.plans_of(part, _ADAM)
         total = None
-        for plan, aligned in plans:
-            sums = torch.empty(plan.programs, 2, dtype=torch.float64, device=device)
-            launch = Launch(two_passes.lamb_moments, flags, part, plan, aligned, columns)
+        for launch in self.launches_of(two_passes.lamb_moments, part, _ADAM, flags):
+            sums = torch.empty(launch.plan.programs, 2, dtype=torch.float64, device=device)
             self.launch(launch, numbers, multiplier, made=sums)
-            total = joined(total, added(plan, sums, self.launcher.launches))
+            total = joined(total, added(launch.plan, sums, self.launcher.launches))
         assert total is not None
         return total
 
@@ -192,14 +189,11 @@ class TritonBackend(KernelLaunches):
         sums = torch.zeros(count, 3, dtype=torch.int64, device=device)
         assert part.kind is not None
         part = part._replace(kind=part.kind._replace(output=None))
-        columns, plans = self.plans_of(part, _SECOND)
-        for plan, aligned in plans:
-            made = torch.empty(plan.programs, 3, dtype=torch.int64, device=device)
-            rule = two_passes.clip_sums
-            launch = Launch(rule, Flags(), part, plan, aligned, columns)
+        for launch in self.launches_of(two_passes.clip_sums, part, _SECOND, Flags()):
+            made = torch.empty(launch.plan.programs, 3, dtype=torch.int64, device=device)
             self.launch(launch, numbers, multiplier, made=made)
             if self.launcher.launches:
-                sums.index_add_(0, plan.owners, made)
+                sums.index_add_(0, launch.plan.owners, made)
         return sums
 
     def stable_adamw_finish(

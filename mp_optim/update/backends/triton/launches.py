@@ -260,20 +260,20 @@ class KernelLaunches(ReferenceBackend):
         table = torch.tensor(some, dtype=torch.float32, device="cpu")
         return self.tables.upload(table, part.lists.grad[0].device)
 
-    def plans_of(
-        self, part: Part, moments: tuple[str, ...]
-    ) -> tuple[list[Tensor | None], list[tuple[Plan, bool]]]:
-        """The columns that launches over a part read, and for each launch its programs and whether
-        tensors are aligned."""
-        return self.tables.launch_of(part, moments, CHUNK)
+    def launches_of(
+        self, rule: Any, part: Part, moments: tuple[str, ...], flags: Flags
+    ) -> Iterator[Launch]:
+        """The launches of a rule over a part, one or two (:meth:`Tables.plans`)."""
+        columns, plans = self.tables.launch_of(part, moments, CHUNK)
+        for plan, aligned in plans:
+            yield Launch(rule, flags, part, plan, aligned, columns)
 
     def launch_part(
         self, rule: Any, part: Part, moments: tuple[str, ...], flags: Flags, *given: Any
     ) -> None:
-        """Launch a rule over a part, once or twice (:meth:`Tables.plans`)."""
-        columns, plans = self.plans_of(part, moments)
-        for plan, aligned in plans:
-            self.launch(Launch(rule, flags, part, plan, aligned, columns), *given)
+        """Launch a rule over a part."""
+        for launch in self.launches_of(rule, part, moments, flags):
+            self.launch(launch, *given)
 
     def launch(
         self,
