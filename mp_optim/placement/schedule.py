@@ -178,7 +178,9 @@ class Schedule:
             self._failure.__cause__ = error
 
     def _settings_are_refused(self) -> bool:
+        """Whether those that work would have been begun with cannot be, or those of now."""
         try:
+            self._part.check_groups()
             self.source.push_hyperparams()
             self._part.check_groups()
         except (TypeError, ValueError):
