@@ -388,6 +388,26 @@ def test_gradients_reduced_after_backward_are_waited_for(mode, monkeypatch):
     assert mode == "overlap" or counts(optimizer, "hits") > 0
 
 
+@pytest.mark.parametrize("rule", ["adam", "lamb"])
+@each_early
+def test_settings_refused_and_taken_back_between_micro_batches_leave_no_trace(mode, rule):
+    expected = None
+    for where in ("sync", mode):
+        model, optimizer = build_mode(where, "bf16", 1.0, optimizer=rule, clip_grad=0.0)
+        run(model, optimizer, 2)
+        optimizer.zero_grad()
+        model(tokens_of(7)).backward()
+        optimizer.param_groups[0]["amsgrad"] = True
+        with pytest.raises(ValueError, match="amsgrad"):
+            optimizer.step()
+        del optimizer.param_groups[0]["amsgrad"]
+        model(tokens_of(8)).backward()
+        optimizer.step()
+        now = snapshot(model, optimizer)
+        expected = expected or now
+        assert differing(now, expected) == []
+
+
 @each_early
 def test_only_the_last_micro_batch_starts_work(mode):
     model, optimizer = build_mode(mode, clip_grad=0.0)
