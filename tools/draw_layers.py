@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The picture of docs/design.md: which module imports which, as a Mermaid diagram. Prints it.
+"""The picture of docs/decisions.md: which module imports which, as a Mermaid diagram. Prints it.
 
 python tools/draw_layers.py
 """

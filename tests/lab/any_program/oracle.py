@@ -1,6 +1,6 @@
 """What the promises say a program leaves behind, bit for bit, whatever the placement.
 
-Rules where operations meet, in the words of docs/design.md:
+Rules where operations meet, in the words of docs/decisions.md:
 
 - A step is for every parameter that has a gradient, frozen or not; the others keep all they have.
 - A step that is skipped changes the loss scale only.

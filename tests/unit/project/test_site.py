@@ -245,7 +245,7 @@ def test_documents_beside_the_docs_are_linked_as_pages() -> None:
 
 
 def test_the_layers_are_drawn_without_a_program_in_the_browser() -> None:
-    page = program("docs_site/flowchart").on_page_markdown(text_of("design.md"))
+    page = program("docs_site/flowchart").on_page_markdown(text_of("decisions.md"))
     assert "mermaid" not in page
     names = re.findall(r"<text[^>]*>(\w+)</text>", page)
     corners = re.findall(r'<rect x="(\d+)" y="(\d+)"', page)
@@ -253,7 +253,7 @@ def test_the_layers_are_drawn_without_a_program_in_the_browser() -> None:
     assert len({*places.values()}) == len(places) > 15  # no two on one spot
     for above, below in (("api", "planner"), ("slots", "ranks"), ("groups", "slots")):
         assert places[above][1] < places[below][1]
-    assert page.count("marker-end") == text_of("design.md").count(" --> ")
+    assert page.count("marker-end") == text_of("decisions.md").count(" --> ")
 
 
 def test_every_public_name_is_in_the_reference() -> None:
