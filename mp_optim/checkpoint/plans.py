@@ -20,8 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mp_optim.checkpoint.shards import Place, places_of
+from mp_optim.checkpoint.shards import places_of
 from mp_optim.process.calls import uncollected
+from mp_optim.slots.partition import Box
 
 _Form = tuple[torch.dtype, tuple[int, ...], str]
 """Dtype, shape, and whether an entry is held "whole" or "sharded"."""
@@ -33,7 +34,7 @@ class Held(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    places: tuple[Place, ...] | None = None
+    places: tuple[Box, ...] | None = None
 
     @property
     def bytes(self) -> int:
@@ -71,7 +72,7 @@ class Share:
     """
 
     whole: frozenset[str]
-    left_out: Mapping[str, tuple[Place, ...]] = field(default_factory=dict)
+    left_out: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
 
 
 @uncollected()
@@ -137,10 +138,10 @@ def _shared_wholes(
 
 def _shared_parts(
     parts: Sequence[Sequence[Held]], loads: list[int]
-) -> list[dict[str, tuple[Place, ...]]]:
+) -> list[dict[str, tuple[Box, ...]]]:
     """The boxes that each rank leaves to another that holds them, too; ``loads`` grow."""
-    first: dict[tuple[str, Place], int] = {}
-    several: dict[tuple[str, Place], list[int]] = {}
+    first: dict[tuple[str, Box], int] = {}
+    several: dict[tuple[str, Box], list[int]] = {}
     width: dict[str, int] = {}
     for rank, held in enumerate(parts):
         for entry in held:
@@ -152,7 +153,7 @@ def _shared_parts(
     for (name, place), rank in first.items():
         if (name, place) not in several:
             loads[rank] += place.numel * width[name]
-    left: list[dict[str, tuple[Place, ...]]] = [{} for _ in parts]
+    left: list[dict[str, tuple[Box, ...]]] = [{} for _ in parts]
     for (name, place), ranks in several.items():
         writer = min(ranks, key=lambda rank: (loads[rank], rank))
         loads[writer] += place.numel * width[name]
@@ -171,7 +172,7 @@ def _check_agreement(
     """Entries of the same name must be the same thing everywhere: a copy that is not written must
     not differ."""
     seen: dict[str, tuple[_Form, int]] = {}
-    boxes: dict[tuple[str, tuple[int, ...]], set[Place]] = {}
+    boxes: dict[tuple[str, tuple[int, ...]], set[Box]] = {}
     wholes = ((ranks_of[digest][0], sheet) for digest, sheet in sheets.items())
     for rank, entries in chain(wholes, enumerate(parts)):
         for name, dtype, shape, places in entries:
@@ -189,7 +190,7 @@ def _check_agreement(
         check_cover(name, shape, held_boxes)
 
 
-def check_cover(name: str, shape: tuple[int, ...], places: Iterable[Place]) -> None:
+def check_cover(name: str, shape: tuple[int, ...], places: Iterable[Box]) -> None:
     """Raise ValueError unless boxes that differ make up a tensor, each element once."""
     places = list(places)
     covered, wanted = sum(place.numel for place in places), math.prod(shape)
@@ -204,13 +205,13 @@ def check_cover(name: str, shape: tuple[int, ...], places: Iterable[Place]) -> N
         )
 
 
-def any_overlap(places: Sequence[Place]) -> bool:
+def any_overlap(places: Sequence[Box]) -> bool:
     """Whether any two of some boxes of a tensor, none of them empty, have an element in common."""
     if len(places) < 2:
         return False
     dims = range(len(places[0].offsets))
     dim = max(dims, key=lambda at: len({place.offsets[at] for place in places}))
-    active: list[Place] = []
+    active: list[Box] = []
     for place in sorted(places, key=lambda one: one.offsets[dim]):
         active = [
             other for other in active if other.offsets[dim] + other.sizes[dim] > place.offsets[dim]

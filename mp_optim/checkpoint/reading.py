@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mp_optim.checkpoint.commit import inside, newest
 from mp_optim.checkpoint.plans import any_overlap
-from mp_optim.checkpoint.shards import Place, narrowed, piece, places_of, whole_place
+from mp_optim.checkpoint.shards import held_places, piece
 from mp_optim.checkpoint.version_files import (
     BLOCK_BYTES,
     INDEX,
@@ -30,6 +30,7 @@ from mp_optim.checkpoint.version_files import (
     read_manifest,
 )
 from mp_optim.process.calls import uncollected
+from mp_optim.slots.partition import Box
 
 _STAGING_BYTES = 64 << 20
 """Bytes that are read at a time where elements do not go to where they belong at once; at least one
@@ -40,27 +41,25 @@ ValueCheck = Callable[[Tensor], None]
 
 
 class _Copy(NamedTuple):
-    """Elements ``[begin, begin + sizes)`` of a saved box of an entry, and the memory they belong
-    in."""
+    """Some elements of a saved box of an entry, as a box of that, and the memory they belong in."""
 
     name: str
     box: SavedBox
-    begin: tuple[int, ...]
-    sizes: tuple[int, ...]
+    part: Box
     target: Tensor
 
     def rows(self) -> tuple[int, int]:
         """Bytes of the box that hold them: whole rows of its first dimension."""
-        if not self.sizes:
+        if not self.part.sizes:
             return self.box.start, self.box.start + self.box.length
         row = math.prod(self.box.place.sizes[1:]) * self.target.itemsize
-        first = self.box.start + self.begin[0] * row
-        return first, first + self.sizes[0] * row
+        first = self.box.start + self.part.offsets[0] * row
+        return first, first + self.part.sizes[0] * row
 
     def is_contiguous(self) -> bool:
         """Whether those bytes are nothing else, and belong in one piece of the host's memory."""
         return (
-            self.sizes[1:] == self.box.place.sizes[1:]
+            self.part.sizes[1:] == self.box.place.sizes[1:]
             and self.target.device.type == "cpu"
             and self.target.is_contiguous()
         )
@@ -137,8 +136,7 @@ def plan_reading(tensors: Mapping[str, Tensor], version: Path, index: Index) -> 
     copies: dict[str, list[_Copy]] = {}
     for name, tensor in tensors.items():
         saved = index.entries[name]
-        places = places_of(tensor)
-        for place in (whole_place(tuple(tensor.shape)),) if places is None else places:
+        for place in held_places(tensor):
             for copy in _copies(name, saved, place, piece(tensor, place)):
                 copies.setdefault(copy.box.file, []).append(copy)
     for of_file in copies.values():
@@ -146,18 +144,18 @@ def plan_reading(tensors: Mapping[str, Tensor], version: Path, index: Index) -> 
     return Reading(version, index, copies)
 
 
-def _copies(name: str, saved: Saved, place: Place, target: Tensor) -> list[_Copy]:
+def _copies(name: str, saved: Saved, place: Box, target: Tensor) -> list[_Copy]:
     if not target.numel():
         return []
     result = []
     filled = []
     for box in saved.boxes:
         if common := place.common(box.place):
-            view = narrowed(target, map(sub, common.offsets, place.offsets), common.sizes)
-            inner = tuple(map(sub, common.offsets, box.place.offsets))
-            result.append(_Copy(name, box, inner, common.sizes, view))
+            inside = Box(tuple(map(sub, common.offsets, place.offsets)), common.sizes)
+            of_box = Box(tuple(map(sub, common.offsets, box.place.offsets)), common.sizes)
+            result.append(_Copy(name, box, of_box, inside.of(target)))
             filled.append(common)
-    count = sum(math.prod(copy.sizes) for copy in result)
+    count = sum(copy.part.numel for copy in result)
     if count != target.numel() or any_overlap(filled):
         raise ValueError(
             f"{name}: the checkpoint does not hold each element of the box of {place.sizes} at "
@@ -172,15 +170,15 @@ def _read(file: BinaryIO, copy: _Copy, version: Path) -> None:
     if copy.is_contiguous():
         _fill(file, memory_of(copy.target), version, copy)
         return
-    first_dim, *others = copy.sizes or (1,)
-    target = copy.target if copy.sizes else copy.target.view(1)
+    first_dim, *others = copy.part.sizes or (1,)
+    target = copy.target if copy.part.sizes else copy.target.view(1)
     rows = max(1, _STAGING_BYTES * first_dim // (end - begin))
     for start in range(0, first_dim, rows):
         count = min(rows, first_dim - start)
         staged = torch.empty((count, *copy.box.place.sizes[1:]), dtype=target.dtype, device="cpu")
         _fill(file, memory_of(staged), version, copy)
-        part = narrowed(staged, (0, *copy.begin[1:]), (count, *others))
-        target.narrow(0, start, count).copy_(part)
+        part = Box((0, *copy.part.offsets[1:]), (count, *others))
+        target.narrow(0, start, count).copy_(part.of(staged))
 
 
 def _fill(file: BinaryIO, memory: memoryview, version: Path, copy: _Copy) -> None:

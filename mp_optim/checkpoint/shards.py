@@ -4,11 +4,8 @@ as."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
-from operator import add, sub
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,82 +20,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from mp_optim.config.state_forms import BLOCK
-from mp_optim.slots.partition import Partition
+from mp_optim.slots.partition import Box, Partition, box_views, boxes, whole_box
 from mp_optim.slots.tensor_layout import is_split
 
 # -- flat ranges ----------------------------------------------------------------------------------
-
-
-class Place(NamedTuple):
-    """A box of a tensor: index of its first element, and its shape."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
-
-    def common(self, other: Place) -> Place | None:
-        """The elements that two boxes of one tensor have in common, if there are any."""
-        offsets = tuple(map(max, self.offsets, other.offsets))
-        ends = map(min, map(add, self.offsets, self.sizes), map(add, other.offsets, other.sizes))
-        sizes = tuple(map(sub, ends, offsets))
-        return Place(offsets, sizes) if all(size > 0 for size in sizes) else None
-
-
-@lru_cache(maxsize=1024)
-def whole_place(shape: tuple[int, ...]) -> Place:
-    return Place((0,) * len(shape), tuple(shape))
-
-
-@lru_cache(maxsize=1 << 16)
-def boxes(shape: tuple[int, ...], start: int, count: int) -> tuple[Place, ...]:
-    """Elements ``[start, start + count)`` of a row-major tensor as boxes, in order: disjoint,
-    nothing else covered, each contiguous in row-major order.
-
-    There are at most ``2 * len(shape) - 1`` of them. An empty range has none, unless the tensor
-    itself is empty: that is one box of no elements, so that the tensor is on record.
-
-    Raises:
-        ValueError: the range is not inside the tensor.
-    """
-    if not 0 <= start <= start + count <= math.prod(shape):
-        raise ValueError(
-            f"elements [{start}, {start + count}) are not inside a tensor of shape {tuple(shape)}, "
-            f"which has {math.prod(shape)}"
-        )
-    if math.prod(shape) == 0:
-        return (whole_place(tuple(shape)),)
-    return tuple(_boxes(tuple(shape), (), start, start + count)) if count else ()
-
-
-def _boxes(shape: tuple[int, ...], outer: tuple[int, ...], begin: int, end: int) -> Iterator[Place]:
-    """Those of a range that is counted from the subtensor at ``outer``."""
-    ones = (1,) * len(outer)
-    if begin == 0 and end == math.prod(shape):
-        yield Place(outer + (0,) * len(shape), ones + shape)
-        return
-    inner = math.prod(shape[1:])
-    first, last = -(-begin // inner), end // inner  # whole rows: [first, last)
-    if first > last:  # inside one row
-        yield from _boxes(shape[1:], (*outer, last), begin - last * inner, end - last * inner)
-        return
-    if begin < first * inner:
-        row = first - 1
-        yield from _boxes(shape[1:], (*outer, row), begin - row * inner, inner)
-    if first < last:
-        offsets = (*outer, first) + (0,) * (len(shape) - 1)
-        yield Place(offsets, (*ones, last - first, *shape[1:]))
-    if last * inner < end:
-        yield from _boxes(shape[1:], (*outer, last), 0, end - last * inner)
-
-
-def box_views(flat: Tensor, places: Sequence[Place]) -> Iterator[tuple[Place, Tensor]]:
-    """The boxes of a range, each with its elements, given all of these in a row."""
-    pieces = flat.split_with_sizes([place.numel for place in places])
-    for place, piece_of in zip(places, pieces, strict=True):
-        yield place, piece_of.view(place.sizes)
 
 
 class FlatShard(Tensor):
@@ -138,7 +63,7 @@ class FlatShard(Tensor):
         return self.shape, self.start, self.local.numel()
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[Box, ...]:
         """The boxes of its elements, in order."""
         return boxes(self.shape, self.start, self.local.numel())
 
@@ -241,7 +166,7 @@ _RANGE_KEEPING = {
 }
 
 
-def _chunk(box: Place) -> ChunkStorageMetadata:
+def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
@@ -322,7 +247,7 @@ def as_partition(value: Any, partition: Partition | None, shape: torch.Size | No
 # -- boxes of any tensor --------------------------------------------------------------------------
 
 
-def places_of(tensor: Tensor) -> tuple[Place, ...] | None:
+def places_of(tensor: Tensor) -> tuple[Box, ...] | None:
     """The boxes that this rank holds of a tensor that is sharded; None for one that is simply
     whole.
 
@@ -340,42 +265,36 @@ def places_of(tensor: Tensor) -> tuple[Place, ...] | None:
     if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
         return ()
     if not tensor.numel():
-        return (whole_place(tuple(tensor.shape)),)
+        return (whole_box(tuple(tensor.shape)),)
     if isinstance(tensor, PartitionShard):
-        cuts = (tensor.partition.cuts(*inside) for inside in _held_places(tensor))
-        return tuple(Place(cut.offsets, cut.sizes) for some in cuts for cut in some)
+        cuts = (tensor.partition.cuts(inside) for inside in held_places(tensor.held))
+        return tuple(place for some in cuts for _, place in some)
     chunks = tensor.__create_chunk_list__()
     return tuple(
-        Place(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if 0 not in chunk.sizes
+        Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if 0 not in chunk.sizes
     )
 
 
-def _held_places(shard: PartitionShard) -> tuple[Place, ...]:
-    """The boxes of its part that the rank holds."""
-    places = places_of(shard.held)
-    return (whole_place(tuple(shard.held.shape)),) if places is None else places
+def held_places(tensor: Tensor) -> tuple[Box, ...]:
+    """The boxes that this rank holds of any tensor; one of a whole one."""
+    places = places_of(tensor)
+    return (whole_box(tuple(tensor.shape)),) if places is None else places
 
 
-def piece(tensor: Tensor, place: Place) -> Tensor:
+def piece(tensor: Tensor, place: Box) -> Tensor:
     """The live elements of one of the boxes of :func:`places_of`, or of the whole."""
     if isinstance(tensor, PartitionShard):
         dim = tensor.partition.dim
-        for inside in _held_places(tensor):
-            for cut in tensor.partition.cuts(*inside):
-                if (cut.offsets, cut.sizes) == place:
-                    return piece(tensor.held, inside).narrow(dim, cut.begin, cut.sizes[dim])
+        for inside in held_places(tensor.held):
+            for begin, cut in tensor.partition.cuts(inside):
+                if cut == place:
+                    return piece(tensor.held, inside).narrow(dim, begin, cut.sizes[dim])
     elif not hasattr(tensor, "__get_tensor_shard__"):
         return tensor.detach()
     if not tensor.numel():
         return torch.empty(place.sizes, dtype=tensor.dtype, device="cpu")
     shard: Tensor = tensor.__get_tensor_shard__(MetadataIndex("", torch.Size(place.offsets)))
     return shard.detach()
-
-
-def narrowed(value: Tensor, begin: Iterable[int], sizes: Iterable[int]) -> Tensor:
-    for dim, (first, size) in enumerate(zip(begin, sizes, strict=True)):
-        value = value.narrow(dim, first, size)
-    return value
 
 
 # -- scales of blocks -----------------------------------------------------------------------------

@@ -48,8 +48,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
 from mp_optim.checkpoint.commit import MANIFEST, inside, is_plain_name, write_durably
-from mp_optim.checkpoint.shards import Place
 from mp_optim.process.calls import uncollected
+from mp_optim.slots.partition import Box
 
 BLOCK_BYTES = 1 << 20
 """Bytes of a data file that have a CRC-32 of their own."""
@@ -220,7 +220,7 @@ class SavedBox(NamedTuple):
         start: first byte of its elements. length: bytes from there.
     """
 
-    place: Place
+    place: Box
     file: str
     start: int
     length: int
@@ -319,7 +319,7 @@ def _entry(plain: Any, files: list[str]) -> Saved:
         where = [[((0,) * len(shape), shape, *where)]]
     boxes = []
     for offsets, lengths, number, start in where[0]:
-        place = Place(_shape(tuple(offsets)), _shape(tuple(lengths)))
+        place = Box(_shape(tuple(offsets)), _shape(tuple(lengths)))
         if not _are_counts((number,)):
             raise ValueError(f"it has the number of a file {number!r}")
         boxes.append(SavedBox(place, files[number], start, place.numel * dtype.itemsize))
@@ -366,7 +366,7 @@ def _check_saved(entries: Mapping[str, Saved], sizes: Mapping[str, int]) -> None
                 )
 
 
-def _fits(place: Place, shape: tuple[int, ...]) -> bool:
+def _fits(place: Box, shape: tuple[int, ...]) -> bool:
     offsets, sizes = place
     ends = map(add, offsets, sizes)
     return len(offsets) == len(sizes) == len(shape) and all(map(le, ends, shape))

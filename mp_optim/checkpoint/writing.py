@@ -29,7 +29,7 @@ from mp_optim.checkpoint.commit import naming, write_durably
 from mp_optim.checkpoint.entries import STATE
 from mp_optim.checkpoint.plans import Held, Holding, Share, holding_of, shares
 from mp_optim.checkpoint.ranks import Ranks
-from mp_optim.checkpoint.shards import Place, piece, whole_place
+from mp_optim.checkpoint.shards import piece
 from mp_optim.checkpoint.version_files import (
     BLOCK_BYTES,
     INDEX,
@@ -48,6 +48,7 @@ from mp_optim.process import host_memory, leases
 from mp_optim.process.calls import in_background, uncollected
 from mp_optim.process.host_share import host_share
 from mp_optim.process.leases import Lease, SaveBorrow, StagedBytes, is_plain, lend
+from mp_optim.slots.partition import Box, whole_box
 
 LENT_FROM = 16 << 10
 """Bytes of a tensor from which a copy costs more than a lease."""
@@ -66,7 +67,7 @@ class Item(NamedTuple):
     """A box to write: its elements, or what they are read from."""
 
     entry: Held
-    place: Place
+    place: Box
     content: Tensor | Lease | StagedBytes
 
 
@@ -276,7 +277,7 @@ def _shared(holding: Holding, held: list[list[bytes]], ranks: Ranks) -> Share:
 def _items(tensors: Mapping[str, Tensor], holding: Holding, share: Share) -> Iterator[Item]:
     for entry in holding.whole:
         if entry.name in share.whole:
-            place = whole_place(entry.shape)
+            place = whole_box(entry.shape)
             yield Item(entry, place, piece(tensors[entry.name], place))
     for part in holding.parts:
         entry, left_out = part._replace(places=None), share.left_out.get(part.name, ())

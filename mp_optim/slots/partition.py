@@ -1,29 +1,99 @@
-"""How tensor parallelism cuts a tensor along one dimension: pure functions of shapes.
+"""Boxes of tensors, and what flat ranges and tensor parallelism cut out of a tensor, as boxes: pure
+functions of shapes.
 
-The dimension consists of blocks (one, or several fused ones: gate and up of a SwiGLU), each of
-which is split over the ranks. What a rank has is its parts of all blocks, one after the other.
+Tensor parallelism cuts a tensor along one dimension, which consists of blocks (one, or several
+fused ones: gate and up of a SwiGLU), each of which is split over the ranks. What a rank has is its
+parts of all blocks, one after the other.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import add, sub
 from typing import NamedTuple
 
 from torch import Tensor
 
 
-class Cut(NamedTuple):
-    """A box of a rank's tensor that lies in one piece in the whole.
+class Box(NamedTuple):
+    """A box of a tensor: index of its first element, and its shape."""
 
-    Attributes:
-        begin: index of its first element along the dimension, counted from the box it was cut from.
-        offsets: index of its first element in the whole. sizes: its shape.
-    """
-
-    begin: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Its elements, as a view."""
+        for dim, (first, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            tensor = tensor.narrow(dim, first, size)
+        return tensor
+
+    def common(self, other: Box) -> Box | None:
+        """The elements that two boxes of one tensor have in common, if there are any."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        ends = map(min, map(add, self.offsets, self.sizes), map(add, other.offsets, other.sizes))
+        sizes = tuple(map(sub, ends, offsets))
+        return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+@lru_cache(maxsize=1024)
+def whole_box(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), tuple(shape))
+
+
+@lru_cache(maxsize=1 << 16)
+def boxes(shape: tuple[int, ...], start: int, count: int) -> tuple[Box, ...]:
+    """Elements ``[start, start + count)`` of a row-major tensor as boxes, in order: disjoint,
+    nothing else covered, each contiguous in row-major order.
+
+    There are at most ``2 * len(shape) - 1`` of them. An empty range has none, unless the tensor
+    itself is empty: that is one box of no elements, so that the tensor is on record.
+
+    Raises:
+        ValueError: the range is not inside the tensor.
+    """
+    if not 0 <= start <= start + count <= math.prod(shape):
+        raise ValueError(
+            f"elements [{start}, {start + count}) are not inside a tensor of shape {tuple(shape)}, "
+            f"which has {math.prod(shape)}"
+        )
+    if math.prod(shape) == 0:
+        return (whole_box(tuple(shape)),)
+    return tuple(_boxes(tuple(shape), (), start, start + count)) if count else ()
+
+
+def _boxes(shape: tuple[int, ...], outer: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
+    """Those of a range that is counted from the subtensor at ``outer``."""
+    ones = (1,) * len(outer)
+    if begin == 0 and end == math.prod(shape):
+        yield Box(outer + (0,) * len(shape), ones + shape)
+        return
+    inner = math.prod(shape[1:])
+    first, last = -(-begin // inner), end // inner  # whole rows: [first, last)
+    if first > last:  # inside one row
+        yield from _boxes(shape[1:], (*outer, last), begin - last * inner, end - last * inner)
+        return
+    if begin < first * inner:
+        row = first - 1
+        yield from _boxes(shape[1:], (*outer, row), begin - row * inner, inner)
+    if first < last:
+        offsets = (*outer, first) + (0,) * (len(shape) - 1)
+        yield Box(offsets, (*ones, last - first, *shape[1:]))
+    if last * inner < end:
+        yield from _boxes(shape[1:], (*outer, last), 0, end - last * inner)
+
+
+def box_views(flat: Tensor, places: Sequence[Box]) -> Iterator[tuple[Box, Tensor]]:
+    """The boxes of a range, each with its elements, given all of these in a row."""
+    pieces = flat.split_with_sizes([place.numel for place in places])
+    for place, piece in zip(places, pieces, strict=True):
+        yield place, piece.view(place.sizes)
 
 
 @dataclass(frozen=True)
@@ -54,8 +124,10 @@ class Partition:
             yield first, first * self.size + length * self.rank, length
             first += length
 
-    def cuts(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[Cut]:
-        """A box of the part as boxes of the whole, in order."""
+    def cuts(self, box: Box) -> list[tuple[int, Box]]:
+        """A box of the part as boxes of the whole, in order, each after the index of its first
+        element along the dimension, counted from the box that it was cut from."""
+        offsets, sizes = box
         low, high = offsets[self.dim], offsets[self.dim] + sizes[self.dim]
         result = []
         for first, in_whole, length in self._spans():
@@ -64,14 +136,12 @@ class Partition:
                 place, shape = list(offsets), list(sizes)
                 place[self.dim] = in_whole + begin - first
                 shape[self.dim] = end - begin
-                result.append(Cut(begin - low, tuple(place), tuple(shape)))
+                result.append((begin - low, Box(tuple(place), tuple(shape))))
         return result
 
     def whole_index(self, index: Tensor, shape: Sequence[int]) -> Tensor:
         """Row-major indices of elements in the whole, from those in a part of a shape."""
-        inner = 1
-        for length in shape[self.dim + 1 :]:
-            inner *= length
+        inner = math.prod(shape[self.dim + 1 :])
         row = index // inner % shape[self.dim]
         before = index // (inner * shape[self.dim])
         place = row.clone()

@@ -25,25 +25,7 @@ from mp_optim.slots.param_attributes import (
     partition_dim,
     shard_info,
 )
-from mp_optim.slots.partition import Partition
-
-
-class Box(NamedTuple):
-    """A rectangle in a matrix: index of its first row and column, and how many it has."""
-
-    row: int
-    column: int
-    rows: int
-    columns: int
-
-    @property
-    def numel(self) -> int:
-        return self.rows * self.columns
-
-    def of(self, matrix: Tensor) -> Tensor:
-        """The rectangle, as a view."""
-        return matrix[self.row : self.row + self.rows, self.column : self.column + self.columns]
-
+from mp_optim.slots.partition import Box, Partition, boxes
 
 Boxes = tuple[Box, ...]
 """What a rank has of a matrix: rectangles, whose elements follow each other in its memory."""
@@ -57,15 +39,11 @@ def numel_of(part: Boxes) -> int:
 def range_of(box: Box, first: int, stop: int) -> Boxes:
     """Elements [first, stop) of a rectangle that is flattened by rows: the end of a row, whole
     rows, the beginning of one."""
-    part: list[Box] = []
-    while first < stop:
-        row, column = divmod(first, box.columns)
-        whole_rows = 0 if column else (stop - first) // box.columns
-        columns = min(box.columns - column, stop - first)
-        piece = Box(box.row + row, box.column + column, max(whole_rows, 1), columns)
-        part.append(piece)
-        first += piece.numel
-    return tuple(part)
+    if first >= stop:
+        return ()
+    row, column = box.offsets
+    cuts = boxes(box.sizes, first, stop - first)
+    return tuple(Box((row + down, column + across), sizes) for (down, across), sizes in cuts)
 
 
 def parts_of_range(part: Boxes, first: int, stop: int, matrices: int) -> list[Boxes]:
@@ -181,13 +159,10 @@ def _blocks(rows: int, columns: int, dim: int, ranks: int, blocks: tuple[int, ..
     """What each tensor-parallel rank has of a matrix, from the shape of what this one has."""
     blocks = blocks or ((rows, columns)[dim],)
     cuts = [Partition(dim, blocks, rank, ranks).cuts for rank in range(ranks)]
-    boxes = [((0, 0), (rows, columns))]
+    whole = [Box((0, 0), (rows, columns))]
     if dim == 1 and len(blocks) > 1:  # in memory the blocks take turns, row by row
-        boxes = [((row, 0), (1, columns)) for row in range(rows)]
-    return [
-        tuple(Box(*cut.offsets, *cut.sizes) for box in boxes for cut in cuts_of_rank(*box))
-        for cuts_of_rank in cuts
-    ]
+        whole = [Box((row, 0), (1, columns)) for row in range(rows)]
+    return [tuple(cut for box in whole for _, cut in cuts_of_rank(box)) for cuts_of_rank in cuts]
 
 
 @cache
@@ -208,7 +183,7 @@ def parts_on_mesh(
     """
     last = len(shape) - 2
     grid = Grid(tuple(mesh[axis] for axis in axes))
-    boxes: list[Box] = []
+    parts: list[Boxes] = []
     for rank in range(grid.size):
         place = list(coordinate)
         for axis, index in zip(axes, grid.coordinates(rank), strict=True):
@@ -216,13 +191,12 @@ def parts_on_mesh(
         down, across = (_indices(shape[dim], dim, cuts, mesh, place) for dim in (last, last + 1))
         if down is None or across is None:
             return None
-        boxes.append(Box(down.start, across.start, len(down), len(across)))
+        parts.append((Box((down.start, across.start), (len(down), len(across))),))
     leading = [_indices(shape[dim], dim, cuts, mesh, coordinate) for dim in range(last)]
     if None in leading:
         return None
     matrices = math.prod(len(indices) for indices in leading if indices is not None)
-    parts = tuple((box,) for box in boxes)
-    return MatrixParts(grid, shape[-2], shape[-1], (parts,) * matrices)
+    return MatrixParts(grid, shape[-2], shape[-1], (tuple(parts),) * matrices)
 
 
 def _indices(

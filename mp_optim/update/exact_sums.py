@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mp_optim.checkpoint.shards import box_views, boxes
+from mp_optim.slots.partition import box_views, boxes
 from mp_optim.slots.tensor_layout import Part
 from mp_optim.update.sums import Groups, reduce_over
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.ranks.missing_ranks import naming_missing_ranks, wait_for
+from mp_optim.slots.partition import box_views
 from mp_optim.slots.tensor_layout import Boxes, MatrixParts, numel_of
 from mp_optim.update.rule import Workspace
 
@@ -229,7 +230,7 @@ def assembled(shape: tuple[int, int], parts: Sequence[Boxes], flats: Sequence[Te
         return torch.cat(list(flats)).view(shape)
     whole = flats[0].new_empty(shape)
     for part, flat in zip(parts, flats, strict=True):
-        for box, values in zip(part, _by_box(flat, part), strict=True):
+        for box, values in box_views(flat, part):
             box.of(whole).copy_(values)
     return whole
 
@@ -245,18 +246,14 @@ def cut(whole: Tensor, parts: Sequence[Boxes]) -> list[Tensor]:
     return flats
 
 
-def _by_box(flat: Tensor, part: Boxes) -> list[Tensor]:
-    pieces = torch.split(flat, [box.numel for box in part])
-    return [piece.view(box.rows, box.columns) for box, piece in zip(part, pieces, strict=True)]
-
-
 def _are_in_order(parts: Sequence[Boxes], columns: int) -> bool:
     """Whether the parts follow each other as the rows of a matrix do."""
     end = 0
     for box in itertools.chain.from_iterable(parts):
-        if box.numel and (box.row * columns + box.column != end):
+        (row, column), (high, wide) = box.offsets, box.sizes
+        if box.numel and (row * columns + column != end):
             return False
-        if box.rows > 1 and box.columns != columns:
+        if high > 1 and wide != columns:
             return False
         end += box.numel
     return True

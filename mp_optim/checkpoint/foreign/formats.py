@@ -19,7 +19,7 @@ from mp_optim.checkpoint.entries import Models
 from mp_optim.checkpoint.foreign.state import ForeignGroup, ForeignState, positional_state
 from mp_optim.checkpoint.plans import check_cover
 from mp_optim.checkpoint.ranks import Ranks
-from mp_optim.checkpoint.shards import FlatShard, PartitionShard, narrowed, piece, places_of
+from mp_optim.checkpoint.shards import FlatShard, PartitionShard, held_places, piece
 from mp_optim.checkpoint.version_files import load_plain_file
 from mp_optim.process.calls import in_own_modes
 from mp_optim.slots import iter_slots
@@ -494,15 +494,15 @@ def _whole_tensors(
 def _joined(name: str, shard: PartitionShard, ranks: Ranks) -> Tensor:
     """The whole of what ranks have parts of, where this rank writes; elsewhere nothing of its
     size."""
-    shape, places = tuple(shard.shape), places_of(shard) or ()
-    gathered = ranks.gather([(place, piece(shard, place).cpu()) for place in places])
+    shape = tuple(shard.shape)
+    gathered = ranks.gather([(box, piece(shard, box).cpu()) for box in held_places(shard)])
 
     def join() -> Tensor:
         boxes = {place: value for of_rank in gathered for place, value in of_rank}
         check_cover(name, shape, boxes)
         full = torch.empty(shape, dtype=shard.dtype, device="cpu")
         for place, value in boxes.items():
-            narrowed(full, place.offsets, place.sizes).copy_(value)
+            place.of(full).copy_(value)
         return full
 
     full = ranks.on_first("putting parts together", join)

@@ -14,7 +14,7 @@ from torch import nn
 from mp_optim import checkpoint
 from mp_optim.checkpoint.plans import check_cover
 from mp_optim.checkpoint.reading import open_checkpoint
-from mp_optim.checkpoint.shards import Place
+from mp_optim.slots.partition import Box
 from support.forged import replaced
 from support.models import build
 from support.prints import differing, print_of
@@ -91,7 +91,7 @@ def test_boxes_that_do_not_are_refused(tmp_path: Path, boxes: Boxes) -> None:
 
 @pytest.mark.parametrize("boxes", WHOLE.values(), ids=WHOLE.keys())
 def test_parts_of_ranks_that_make_up_a_tensor(boxes: Boxes) -> None:
-    check_cover("w", SHAPE, [Place(*box) for box in boxes])
+    check_cover("w", SHAPE, [Box(*box) for box in boxes])
 
 
 @pytest.mark.parametrize("boxes", BROKEN.values(), ids=BROKEN.keys())
@@ -99,7 +99,7 @@ def test_parts_of_ranks_that_do_not(boxes: Boxes) -> None:
     count = sum(rows * columns for _, (rows, columns) in boxes)
     message = "overlap but are not the same" if count == 24 else "elements together"
     with pytest.raises(ValueError, match=message):
-        check_cover("w", SHAPE, [Place(*box) for box in boxes])
+        check_cover("w", SHAPE, [Box(*box) for box in boxes])
 
 
 @pytest.mark.parametrize("form", ["bf16", "bf16-8bit"])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mp_optim.slots.model_parallel import GlobalNames, Layer, Numbering, layer_indices
-from mp_optim.slots.partition import partition
+from mp_optim.slots.partition import Box, partition
 from support.launch import run_ranks
 from support.workers.partitions import SETTINGS, part_of
 
@@ -155,19 +155,19 @@ def test_parts_make_up_the_whole_once(before, blocks, after, size, data):
         box = expected
         for axis, (first, count) in enumerate(zip(offsets, sizes, strict=True)):
             box = box.narrow(axis, first, count)
-        for piece in cut.cuts(offsets, sizes):
+        for begin, piece in cut.cuts(Box(tuple(offsets), tuple(sizes))):
             there = whole
             for axis, (first, count) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
                 there = there.narrow(axis, first, count)
-            assert torch.equal(there, box.narrow(dim, piece.begin, piece.sizes[dim]))
-        found = cut.cuts([0] * len(local), local)
-        assert sum(torch.Size(piece.sizes).numel() for piece in found) == expected.numel()
-        for piece in found:
+            assert torch.equal(there, box.narrow(dim, begin, piece.sizes[dim]))
+        found = cut.cuts(Box((0,) * len(local), tuple(local)))
+        assert sum(torch.Size(piece.sizes).numel() for _, piece in found) == expected.numel()
+        for begin, piece in found:
             there = rebuilt
             for axis, (first, count) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
                 there = there.narrow(axis, first, count)
             assert (there == -1).all()
-            there.copy_(expected.narrow(dim, piece.begin, piece.sizes[dim]))
+            there.copy_(expected.narrow(dim, begin, piece.sizes[dim]))
     assert torch.equal(rebuilt, whole)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint.plans import Held, Holding, shares
 from mp_optim.checkpoint.ranks import to_compare
-from mp_optim.checkpoint.shards import Place, boxes, whole_place
+from mp_optim.checkpoint.shards import boxes, whole_box
 from mp_optim.checkpoint.version_files import (
     Index,
     Saved,
@@ -27,6 +27,7 @@ from mp_optim.checkpoint.version_files import (
     as_metadata,
     from_json,
 )
+from mp_optim.slots.partition import Box
 
 STATE = ("master_param", "exp_avg", "exp_avg_sq")
 
@@ -72,7 +73,7 @@ def written(holdings, plan):
     for rank, (holding, share) in enumerate(zip(holdings, plan, strict=True)):
         for entry in holding.whole:
             if entry.name in share.whole:
-                found.setdefault(entry.name, []).append((whole_place(entry.shape), rank))
+                found.setdefault(entry.name, []).append((whole_box(entry.shape), rank))
         for part in holding.parts:
             for place in part.places:
                 if place not in share.left_out.get(part.name, ()):
@@ -132,7 +133,7 @@ def layouts_of(draw):
         dim = draw(st.integers(0, len(shape) - 1))
         cuts = sorted({0, shape[dim], *draw(st.lists(st.integers(0, shape[dim])))})
         for begin, end in pairwise(cuts):
-            place = Place(
+            place = Box(
                 tuple(begin if at == dim else 0 for at in range(len(shape))),
                 tuple(end - begin if at == dim else size for at, size in enumerate(shape)),
             )
@@ -170,7 +171,7 @@ def test_parts_that_are_missing_or_overlap_are_refused(holdings, chance):
     if place.sizes == part.shape:
         return
     if chance.random() < 0.5:
-        parts[at] = part._replace(places=(whole_place(part.shape),))
+        parts[at] = part._replace(places=(whole_box(part.shape),))
     else:  # gone, wherever it was held
         gone = part.places
         holdings = [
@@ -206,7 +207,7 @@ def test_what_is_where_for_many_ranks_is_made_and_read_in_seconds():
             (16, 16),
             [
                 SavedBox(
-                    Place((0, 0), (16, 16)),
+                    Box((0, 0), (16, 16)),
                     f"__{chance.randrange(1024)}_0.distcp",
                     1024 * index,
                     1024,
