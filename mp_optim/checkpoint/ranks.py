@@ -145,8 +145,8 @@ class Ranks:
         """
         if self.group is None:
             return [work()]
-        result, error = _attempt(work)
-        results = self.gather((None if error else result, _report(self.rank, error)))
+        result, error, own = _attempt(self.rank, work)
+        results = self.gather((result, own))
         reports = self.broadcast([report for _, report in results if report])
         _raise(what, error, reports)
         return [value for value, _ in results]  # type: ignore[misc]
@@ -159,8 +159,8 @@ class Ranks:
         """
         if self.group is None:
             return work()
-        result, error = (None, None) if self.rank else _attempt(work)
-        value, report = self.broadcast((result, _report(0, error)))
+        result, error, own = (None, None, None) if self.rank else _attempt(0, work)
+        value, report = self.broadcast((result, own))
         _raise(what, error, [report] if report else [])
         item: T = value  # type: ignore[assignment]
         return item
@@ -235,17 +235,16 @@ def _new_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return made
 
 
-def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+def _attempt(
+    rank: int, work: Callable[[], T]
+) -> tuple[T | None, BaseException | None, tuple[str, int, str] | None]:
+    """The result; or the error, and what other ranks need to raise the same: its kind, the rank,
+    and a text."""
     try:
-        return work(), None
+        return work(), None, None
     except BaseException as error:  # others wait: they have to learn of an interrupt too
-        return None, error
-
-
-def _report(rank: int, error: BaseException | None) -> tuple[str, int, str] | None:
-    """What other ranks need to raise the same: the error's kind, the rank, and a text."""
-    kind = type(error).__name__
-    return None if error is None else (kind, rank, f"{kind}: {error}")
+        kind = type(error).__name__
+        return None, error, (kind, rank, f"{kind}: {error}")
 
 
 def _raise(what: str, own: BaseException | None, reports: list[Any]) -> None:

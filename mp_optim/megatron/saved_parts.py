@@ -5,6 +5,7 @@ not by their order, and state of which data-parallel ranks have parts, put toget
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -53,23 +54,16 @@ def groups_elsewhere(stack: MegatronOptimizer) -> list[list[Settings]]:
     dist.all_gather_object(everywhere, here)
     elsewhere: list[list[Settings]] = []
     for index, groups in enumerate(here):
-        of_ranks = [of_rank[index] for of_rank in everywhere if index < len(of_rank)]
-        elsewhere.append(_not_among(groups, of_ranks))
-    return elsewhere
-
-
-def _not_among(here: Sequence[Settings], of_ranks: Sequence[Sequence[Settings]]) -> list[Settings]:
-    """Groups of some rank that are of no kind that is here; each once."""
-    known = [_identity(group) for group in here]
-    others: list[Settings] = []
-    for groups in of_ranks:
-        for group in groups:
+        known, others = [_identity(group) for group in groups], []
+        of_ranks = (of_rank[index] for of_rank in everywhere if index < len(of_rank))
+        for group in chain.from_iterable(of_ranks):
             identity = _identity(group)
             # a rank without parameters has a group that says nothing
             if identity not in known and all(key in group for key in _KIND):
                 known.append(identity)
                 others.append(group)
-    return others
+        elsewhere.append(others)
+    return elsewhere
 
 
 def groups_with_settings(

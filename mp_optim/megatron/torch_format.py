@@ -95,8 +95,12 @@ def load_parameter_state(stack: MegatronOptimizer, filename: str) -> None:
         parts = _read(filename)
     state: dict[int, State] = {}
     for part, named in zip(stack.chained_optimizers, parts, strict=True):
-        for own in _handed_out(part, named):
-            state[len(state)] = own
+        group = part.process_groups.dp if isinstance(part, DistributedOptimizer) else None
+        for slot in part.slots():
+            sent: list[Any] = [None if named is None else named.get(part.slot_name(slot), {})]
+            if group is not None and group.size() > 1:
+                dist.broadcast_object_list(sent, dist.get_global_rank(group, 0), group=group)
+            state[len(state)] = _own_elements(part, slot, sent[0])
     plain = {"state": state, "param_groups": plain_groups(stack.param_groups)}
     if stack.grad_scaler is not None:
         plain["grad_scaler"] = stack.grad_scaler.state_dict()
@@ -118,17 +122,6 @@ def _read(filename: str) -> list[dict[str, State] | None]:
         )
     parts: list[dict[str, State] | None] = saved["parts"]
     return parts
-
-
-def _handed_out(part: MegatronOptimizer, named: Mapping[str, State] | None) -> Iterator[State]:
-    """The state of one slot after the other, of each what this rank has."""
-    group = part.process_groups.dp if isinstance(part, DistributedOptimizer) else None
-    for slot in part.slots():
-        name = part.slot_name(slot)
-        sent: list[Any] = [None if named is None else named.get(name, {})]
-        if group is not None and group.size() > 1:
-            dist.broadcast_object_list(sent, dist.get_global_rank(group, 0), group=group)
-        yield _own_elements(part, slot, sent[0])
 
 
 def _own_elements(part: MegatronOptimizer, slot: Slot, whole: State) -> State:
