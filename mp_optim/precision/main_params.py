@@ -207,7 +207,14 @@ class MainParams:
 
     def parts(self) -> list[tuple[ProcessGroup, ...]]:
         """For each slot the groups of ranks over which its parameter is split."""
-        return self.table.parts(self._tensor_parallel)
+        table = self.table
+        if table.parts is None:
+            table.parts = []
+            for slot, param, key in zip(table.slots, table.params, table.keys, strict=True):
+                ranks = self._tensor_parallel(slot)
+                also = () if ranks is None or not is_tensor_parallel(param) else (ranks,)
+                table.parts.append((*key.shard_groups, *also))
+        return table.parts
 
     def _tensor_parallel(self, slot: Slot) -> ProcessGroup | None:
         expert = self._param_groups[slot.group].get("is_expert_parallel", False)

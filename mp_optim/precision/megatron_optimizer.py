@@ -168,7 +168,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             if self.early_work.links:
                 self.early_work.finish()
             verdict = take_step(self)
-            scale_follows(self, verdict)
+            if self.grad_scaler is not None:
+                scale_follows(self, verdict)
         conclude(self, verdict)
         return verdict.result
 

@@ -27,7 +27,6 @@ from mp_optim.slots import (
     local_grad,
     local_tensor,
 )
-from mp_optim.slots.param_attributes import is_tensor_parallel
 from mp_optim.slots.seen_params import SeenParams
 from mp_optim.slots.tensor_layout import Layout
 from mp_optim.slots.tensors import has_memory
@@ -105,6 +104,7 @@ class SlotTable:
         streams: what tells its random numbers from others'.
         layouts: where the model's tensor lies, and how it is split.
         first: index of each group's first slot.
+        parts: what :meth:`MainParams.parts` found, for as long as nothing changes.
     """
 
     slots: list[Slot] = field(default_factory=list)
@@ -118,7 +118,7 @@ class SlotTable:
     first: list[int] = field(default_factory=list)
     _whole: Selection | None = None
     _common: Common | None = None
-    _parts: list[tuple[ProcessGroup, ...]] | None = None
+    parts: list[tuple[ProcessGroup, ...]] | None = None
 
     def index(self, slot: Slot) -> int:
         """Where a slot is in the lists."""
@@ -141,22 +141,6 @@ class SlotTable:
             )
         return self._common
 
-    def parts(
-        self, tensor_parallel: Callable[[Slot], ProcessGroup | None]
-    ) -> list[tuple[ProcessGroup, ...]]:
-        """For each slot the groups of ranks over which its parameter is split.
-
-        Args:
-            tensor_parallel: the ranks that have the other parts of a slot that is such a part by
-                Megatron's attributes.
-        """
-        if self._parts is None:
-            self._parts = [
-                _parts(key, param, tensor_parallel(slot))
-                for slot, param, key in zip(self.slots, self.params, self.keys, strict=True)
-            ]
-        return self._parts
-
     def add(self, slot: Slot, param: Tensor, key: NormKey, layout: Layout, stream: int) -> None:
         """Take one more slot and the tensor there as seen; it has no main param yet."""
         self.slots.append(slot)
@@ -176,7 +160,7 @@ class SlotTable:
 
     def _forget(self) -> None:
         """Drop what was put together from the columns."""
-        self._whole = self._common = self._parts = None
+        self._whole = self._common = self.parts = None
 
     def look(self, params: Sequence[Tensor]) -> None:
         """Take what is there now as seen."""
@@ -234,7 +218,11 @@ class SlotTable:
     ) -> None:
         if torch.device("meta") in grads.devices:
             self._refuse_meta(indices, grads, name_of)
-        if grads.strided and grads.dtypes <= GRADIENT_DTYPES:
+        try:  # what has no strides has no answer to whether it is contiguous
+            strided = grads.contiguous or all(grad.layout == torch.strided for grad in grads)
+        except RuntimeError:
+            strided = False
+        if strided and grads.dtypes <= GRADIENT_DTYPES:
             return
         index, grad = next(
             (i, g)
@@ -310,14 +298,6 @@ class SlotTable:
         updates = SlotUpdates(slots, (), (), outputs, shard_groups, streams, layouts)
         group = groups.pop() if len(groups) == 1 else None
         return Selection(indices, keys, group, writable, updates)
-
-
-def _parts(
-    key: NormKey, param: Tensor, tensor_parallel: ProcessGroup | None
-) -> tuple[ProcessGroup, ...]:
-    if tensor_parallel is None or not is_tensor_parallel(param):
-        return key.shard_groups
-    return (*key.shard_groups, tensor_parallel)
 
 
 GRADIENT_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}

@@ -111,7 +111,7 @@ class WrappedGrads(StepGrads):
             return [local_tensor(wrapper.executor.main_param(slot)) for slot in table.slots]
 
         measure, device = wrapper.backward_link.sum_of_squares, table.common.device
-        return [UpdateWatch(mains, wrapper.split_over(), measure, device)]
+        return [UpdateWatch(mains, wrapper._mains.parts(), measure, device)]
 
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
         if verdict.skip:
@@ -324,13 +324,9 @@ class WrappedOptimizer(MegatronOptimizer):
             self._norm_groups = norm_groups(all_keys, ranks)
         numbers = alike.numbers(config, self.param_groups, keys, all_keys)
         if config.log_param_grad_norms:
-            parts = [(*over, *split) for split in self.split_over()]
+            parts = [(*over, *split) for split in self._mains.parts()]
             params = of_parameters(each, indices, parts)
         return agree(sums, zeros, ranks, self._norm_groups, numbers, alike.copies, params)
-
-    def split_over(self) -> list[tuple[ProcessGroup, ...]]:
-        """For each slot the groups of ranks over which its parameter is split."""
-        return self._mains.parts()
 
     def verdict_device(self) -> torch.device | None:
         return self.executor.verdict_device()

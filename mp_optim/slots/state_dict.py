@@ -282,16 +282,14 @@ def _match_by_position(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> Gr
 
 
 def _checksums(index_of: Mapping[Slot, Any], saved: Sequence[dict[str, Any]]) -> dict[Slot, int]:
-    known = dict(chain.from_iterable(map(_saved_checksums, saved)))
+    """Who renames parameters (``torch.distributed.checkpoint`` puts names for indices) may order
+    them anew and leave this list as it is, so that it says nothing."""
+    known: dict[int, int] = {}
+    for group in saved:
+        for index, value in zip(group["params"], group.get(CHECKSUMS, ()), strict=False):
+            if isinstance(index, int) and isinstance(value, int):
+                known[index] = value
     return {slot: known[index] for slot, index in index_of.items() if index in known}
-
-
-def _saved_checksums(group: Mapping[str, Any]) -> Iterator[tuple[Any, int]]:
-    """By index. Who renames parameters (``torch.distributed.checkpoint`` puts names for indices)
-    may order them anew and leave this list as it is, so that it says nothing."""
-    for index, value in zip(group["params"], group.get(CHECKSUMS, ()), strict=False):
-        if isinstance(index, int) and isinstance(value, int):
-            yield index, value
 
 
 def _saved_names(saved: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Any, int]]:

@@ -93,15 +93,6 @@ class CachedTensorList(list[Tensor]):
     def contiguous(self) -> bool:
         return all(map(Tensor.is_contiguous, self))
 
-    @property
-    def strided(self) -> bool:
-        """Whether all are dense tensors with strides; one that is not has no answer to whether it
-        is contiguous."""
-        try:
-            return self.contiguous or all(tensor.layout == torch.strided for tensor in self)
-        except RuntimeError:
-            return False
-
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
