@@ -268,10 +268,6 @@ class ReleasedGrads:
         self._landings = [(make(), None), (make(), None)]
         self._previous = None
 
-    def has_waiting(self, bucket: Bucket, slot: Slot) -> bool:
-        """Whether a gradient waits to be added to what is held of its slot."""
-        return slot in self.held and slot in self.claims and slot in bucket.waiting
-
     def claim(self, update: SlotUpdate, claim: Claim | None) -> None:
         """Take note of a gradient that is about to wait. Where it will be added to what is held, it
         leaves its parameter now: another one would be added to it first, and sums round otherwise
@@ -286,8 +282,10 @@ class ReleasedGrads:
     def take_from(self, bucket: Bucket) -> list[SlotUpdate]:
         """The gradients of a bucket that a job can release, which do not wait any more: those that
         can be added to what is held of it; where nothing is, all, if all can be released."""
-        for slot in [slot for slot in bucket.waiting if self._is_stale(slot)]:
-            del bucket.waiting[slot], self.claims[slot]
+        for slot in list(bucket.waiting):
+            is_taken = slot in self.held or slot not in self.claims
+            if not is_taken and not self.claims[slot].is_there():
+                del bucket.waiting[slot], self.claims[slot]
         waiting = sorted(bucket.waiting)
         chosen = [slot for slot in waiting if slot in self.claims]
         if any(slot in self.held for slot in bucket.slots):
@@ -295,10 +293,6 @@ class ReleasedGrads:
         elif chosen != waiting:
             return []
         return [bucket.waiting.pop(slot) for slot in chosen]
-
-    def _is_stale(self, slot: Slot) -> bool:
-        is_taken = slot in self.held or slot not in self.claims
-        return not is_taken and not self.claims[slot].is_there()
 
     def _can_add(self, update: SlotUpdate) -> bool:
         held = self.held.get(update.slot)

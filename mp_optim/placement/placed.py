@@ -291,9 +291,8 @@ class PlacedExecutor(Executor):
     # -- stepping ---------------------------------------------------------------------------------
 
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
-        if not self._placed.are_bound:
+        if not self._placed.bind():
             self._watch()
-        self._placed.bind()
         updates = self._placed.with_outputs(SlotUpdates.of(updates))
         self.stepper.step_slots(updates, grad_norm, self.parts["device"])
         self._placed.written()

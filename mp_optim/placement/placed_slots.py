@@ -215,16 +215,12 @@ class PlacedSlots:
 
     # -- tensors ----------------------------------------------------------------------------------
 
-    @property
-    def are_bound(self) -> bool:
-        """Whether tensors were handed over of which it is known where their memory stays."""
-        return self._bound is not None
-
-    def bind(self) -> None:
-        """Hand the tensors of now to what steps them."""
+    def bind(self) -> bool:
+        """Hand the tensors of now to what steps them; whether it is known where their memory
+        stays."""
         params = all_params(self._param_groups)
         if self._bound is not None and all_same(params, self._bound):
-            return
+            return True
         stays = True
         for slot, param in iter_slots(self._param_groups):
             part, now = self._parts[self[slot].place], self._stepped(slot)
@@ -235,6 +231,7 @@ class PlacedSlots:
             # Only this package's own tensors are known to stay where they are, and unwritten.
             stays = stays and _is_own(param)
         self._bound = params if stays else None
+        return stays
 
     def written(self) -> None:
         """What is followed was written by a step, and by nothing else."""

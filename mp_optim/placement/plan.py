@@ -146,7 +146,9 @@ def plan_staging(
         needed[plan.bucket_of[slot.slot]] += tensors * aligned_bytes(slot.numel, slot.dtype)
     # In step, one bucket comes down, one is stepped, one goes up; backward brings all down.
     in_step = 3 if pipelined else 1
-    return plan, staging_sizes(needed, in_step if mode == "sync" else len(needed))
+    if mode == "sync" and len(needed) > in_step:  # a ring of pieces that each hold the largest
+        needed = [max(needed)] * in_step
+    return plan, needed
 
 
 def plan_buckets(slots: Sequence[Slot], sizes: Sequence[int], bucket_bytes: int) -> BucketPlan:
@@ -174,14 +176,6 @@ def fitting_bucket_bytes(total: int, most: int) -> int:
     """Staging bytes per bucket for ``total`` of them: small enough to start early, large enough to
     be worth it."""
     return max(1, min(most, max(SMALLEST, -(-total // PER_ROUND))))
-
-
-def staging_sizes(buckets: Sequence[int], in_flight: int) -> list[int]:
-    """Bytes of each piece of staging memory: one for every bucket, or, if there are more buckets
-    than may be in flight at a time, a ring of pieces that each hold the largest."""
-    if len(buckets) <= in_flight:
-        return list(buckets)
-    return [max(buckets)] * in_flight
 
 
 def back_buffer_bytes(tensors: Iterable[Tensor]) -> int:

@@ -22,10 +22,11 @@ from mp_optim.placement.arrivals import Arrivals, BackwardOrder, SecondLook
 from mp_optim.placement.backward_jobs import BackwardJob, Bucket, ReleasedGrads
 from mp_optim.placement.double_buffer import BackLaunch
 from mp_optim.placement.settings import HostStepSettings
-from mp_optim.placement.speculation import Ahead, same_launches, warn_of_changed
+from mp_optim.placement.speculation import Ahead, same_launches
 from mp_optim.placement.staging import Buckets, BucketStep, Staging
 from mp_optim.placement.timeline import WAIT_WORKER
 from mp_optim.placement.worker import Worker, WorkerError
+from mp_optim.process.calls import warn
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
 from mp_optim.slots.executor import Executor
 from mp_optim.slots.host_part import Claim, GradientSource
@@ -64,14 +65,15 @@ class Schedule:
         released: gradients that are here only.
         source: reports the gradients. arrivals: what was seen of them.
         ahead: steps into the spare, if that is speculated on.
-        is_last_microbatch, releases: see :class:`~mp_optim.placement.stepper.Stepper`.
+        is_last_microbatch: whether gradients that get ready are complete.
+        releases: gradients come with a claim, and are begun only if they can be released.
     """
 
     def __init__(
         self,
         mode: str,
         part: Executor,
-        bind_tensors: Callable[[], None],
+        bind_tensors: Callable[[], object],
         settings: HostStepSettings,
         label: Callable[[Sequence[Slot]], str],
         new_iteration: Callable[[bool], None],
@@ -151,10 +153,11 @@ class Schedule:
             return
         if slot in self.arrivals.uncounted and not (self.releases or self._may_compare):
             return  # what came down now would come down again
-        if self.released.has_waiting(bucket, slot):
-            # further ones are added in their turn
+        released = self.released
+        if slot in released.held and slot in released.claims and slot in bucket.waiting:
+            # one waits to be added to what is held; further ones are added in their turn
             self._try(bucket.slots, partial(self._begin, bucket))
-        self.released.claim(update, claim)
+        released.claim(update, claim)
         if bucket.add(update):
             self._try(bucket.slots, partial(self._begin_up_to, bucket))
 
@@ -406,10 +409,16 @@ class Schedule:
         return found
 
     def _count_changed(self, changed: int) -> None:
-        """The gradients of so many buckets are others than were worked on."""
+        """The gradients of so many buckets are others than were worked on; said the first
+        time."""
         self.counts["speculation_stale"] += changed
-        if changed:
-            warn_of_changed(self.mode, is_first=self.counts["speculation_stale"] == changed)
+        if changed and self.counts["speculation_stale"] == changed:
+            warn(
+                f"offload_mode={self.mode!r}: gradients were changed after backward, so what was "
+                "begun on them is done again in step(). If torch's clip_grad_norm_ did it, leave "
+                "clipping to OptimizerConfig.clip_grad (HF Trainer: max_grad_norm=0; Lightning: "
+                "gradient_clip_val=None). metrics()['speculation_stale'] counts the buckets"
+            )
 
     def notes_on_dtensors(self) -> Iterator[str]:
         """What a user should know of gradients of DTensors."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from mp_optim.placement.double_buffer import BackLaunch, DoubleBuffer
 from mp_optim.placement.staging import BucketStep
 from mp_optim.placement.timeline import StepTimeline
-from mp_optim.process.calls import warn
 from mp_optim.slots import SlotUpdates
 from mp_optim.update.executor import RuleExecutor
 from mp_optim.update.launches import PlannedLaunch
@@ -135,14 +134,3 @@ def same_launches(begun: Sequence[BackLaunch], planned: Sequence[PlannedLaunch])
     return len(begun) == len(planned) and all(
         launch.gives(now) for launch, now in zip(begun, planned, strict=True)
     )
-
-
-def warn_of_changed(mode: str, is_first: bool) -> None:
-    """Say, the first time, that gradients were changed after backward."""
-    if is_first:
-        warn(
-            f"offload_mode={mode!r}: gradients were changed after backward, so what was begun on "
-            "them is done again in step(). If torch's clip_grad_norm_ did it, leave clipping to "
-            "OptimizerConfig.clip_grad (HF Trainer: max_grad_norm=0; Lightning: "
-            "gradient_clip_val=None). metrics()['speculation_stale'] counts the buckets"
-        )

@@ -27,12 +27,6 @@ def blocks_bytes(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK) * BLOCK
 
 
-def file_bytes(num_bytes: int) -> int:
-    """What the file takes for so many bytes of whole blocks: what can be mapped."""
-    unit = mmap.ALLOCATIONGRANULARITY
-    return -(-num_bytes // unit) * unit
-
-
 @dataclass
 class _Segment:
     """A mapped part of the file.
@@ -91,7 +85,8 @@ class StateFile:
         Raises:
             OSError: they are not there; with the path and what to do.
         """
-        more = max(file_bytes(num_bytes) - self.capacity, 0)
+        unit = mmap.ALLOCATIONGRANULARITY  # what can be mapped
+        more = max(-(-num_bytes // unit) * unit - self.capacity, 0)
         if not self._is_planned:
             if self._file is None:
                 self._file = DirectFile(self.folder, more)

@@ -68,7 +68,7 @@ class Stepper:
         how: OffloadedStep,
         sub: Executor,
         slots: Sequence[HostSlot],
-        bind_tensors: Callable[[], None],
+        bind_tensors: Callable[[], object],
         settings: HostStepSettings,
     ) -> None:
         self.how, self.settings = how, settings
@@ -205,7 +205,7 @@ class Stepper:
             if place in self.lanes:
                 self.lanes[place].source.drop_early()
                 may_come = slots if self._split is None else self._slots
-                self.lanes[place].cut(slots, may_come, self.releases)
+                self.lanes[place].cut(slots, may_come, self.schedule.releases)
             if (buckets := self._new_buckets(place, slots)) is None:
                 continue
             self._buckets[place] = buckets
@@ -219,7 +219,7 @@ class Stepper:
     def _new_buckets(self, place: Place, slots: Sequence[HostSlot]) -> Buckets | None:
         """Buckets of a place, if gradients come down to it but with windows."""
         how, is_in_windows = self.settings, place in self.lanes
-        is_needed = self.schedule.is_early and (place == "host" or self.releases)
+        is_needed = self.schedule.is_early and (place == "host" or self.schedule.releases)
         if is_in_windows and not is_needed:
             return None
         has_outputs = not is_in_windows or (place == "host" and self.schedule.ahead is not None)
@@ -257,28 +257,14 @@ class Stepper:
                 live[slot.group, slot.position, key] = tensors[key]
         return self._rooms[index].reserve(live)
 
-    @property
-    def is_last_microbatch(self) -> bool:
-        """Whether gradients that get ready are complete."""
-        return self.schedule.is_last_microbatch
-
-    @is_last_microbatch.setter
-    def is_last_microbatch(self, value: bool) -> None:
-        self.schedule.is_last_microbatch = value
-
-    @property
-    def releases(self) -> bool:
-        """Whether gradients come with a claim, and are begun only if they can be released.
+    def release_gradients(self) -> None:
+        """From now on gradients come with a claim, and are begun only if they can be released.
 
         Raises:
             ValueError: a streamed parameter does not fit into a window with its gradient.
         """
-        return self.schedule.releases
-
-    @releases.setter
-    def releases(self, value: bool) -> None:
-        changes, self.schedule.releases = value != self.schedule.releases, value
-        if changes and "streamed" in self.lanes:
+        self.schedule.releases = True
+        if "streamed" in self.lanes:
             self.discard()
             self._cut_lanes()
 
@@ -698,7 +684,7 @@ class Stepper:
                 f"host: offload_mode {how.mode}, {len(self._buckets['host'].plan.buckets)} buckets "
                 f"of at most {self.settings.bucket_bytes:,} bytes, "
                 f"{self.host_bytes().back:,} bytes double buffer"
-                + (", gradients released" if self.releases else "")
+                + (", gradients released" if self.schedule.releases else "")
             )
         yield from self.schedule.notes_on_dtensors()
         if (file := self.settings.state_file) is not None:

@@ -96,7 +96,7 @@ class BackwardOverlap:
                     "belongs to what made it (Megatron's DistributedDataParallel) and cannot be "
                     "let go; set it to False"
                 )
-        self.host.releases = True
+        self.host.release_gradients()
 
     def follow(self, params: Sequence[Tensor]) -> None:
         """Have hooks on what is in the param groups now."""
@@ -132,7 +132,7 @@ class BackwardOverlap:
             return  # what cannot be stepped is named in the step
         if grad.layout == torch.strided:
             update, claim = table.update(index, local_tensor(grad)), None
-            if self.host.releases and _can_be_released(param, grad):
+            if self.host.schedule.releases and _can_be_released(param, grad):
                 claim = Claim(param, grad, index, self.released)
             self.host.on_grad_ready(update, claim, are_plain([grad]))
 
