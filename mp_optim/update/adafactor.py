@@ -182,14 +182,6 @@ class _Param:
             grad.mul_(multiplier)
         return cls(part, main, grad, state, matrices_shape(part.shape), blocks_of(part, grad))
 
-    @property
-    def device(self) -> torch.device:
-        return self.main.device
-
-    @property
-    def is_factored(self) -> bool:
-        return "row_var" in self.state
-
     def rms(self, digits: Tensor, top: float) -> float:
         """Root mean square over the whole parameter."""
         count = max(1, self.part.shape.numel())
@@ -217,7 +209,8 @@ def _step(
         _turn(passes, param, digits[2:], grad_top, scalars)
     tops = tops_of([passes.largest(p.direction)[None] for p in params])
     sums = [
-        passes.total_digits(p.blocks, top, p.device) for p, (top,) in zip(params, tops, strict=True)
+        passes.total_digits(p.blocks, top, p.main.device)
+        for p, (top,) in zip(params, tops, strict=True)
     ]
     sums = reduced(sums, largest_of=False)
     for param, digits, (top,), scale in zip(params, sums, tops, scales, strict=True):
@@ -229,9 +222,11 @@ def _digits_of(passes: ElementPasses, param: _Param, grad_top: float, main_top: 
     """Digits of the sum of squares of the parameter, and of the gradient's rows and columns where
     they are kept; int64, shape (n,)."""
     mains = blocks_of(param.part, param.main)
-    digits = [passes.total_digits(mains, main_top, param.device)]
-    if param.is_factored:
-        digits += passes.row_and_column_digits(param.blocks, grad_top, param.shape, param.device)
+    digits = [passes.total_digits(mains, main_top, param.main.device)]
+    if "row_var" in param.state:
+        digits += passes.row_and_column_digits(
+            param.blocks, grad_top, param.shape, param.main.device
+        )
     return torch.cat([each.reshape(-1) for each in digits])
 
 
@@ -239,7 +234,7 @@ def _turn(
     passes: ElementPasses, param: _Param, digits: Tensor, top: float, scalars: _Scalars
 ) -> None:
     """Update the moments, and turn the gradient into the direction."""
-    if not param.is_factored:
+    if "row_var" not in param.state:
         passes.turn_by_variance(param.direction, param.state["variance"], scalars)
         return
     matrices, rows, columns = param.shape

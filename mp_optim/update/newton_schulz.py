@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -333,12 +333,14 @@ class _Trial:
         x: wide matrices, multiplied with their transposes.
         z: wide, multiplied with ``symmetric``.
         power: symmetric, multiplied with itself.
+        rooms: memory for results.
     """
 
     x: Tensor
     z: Tensor
     symmetric: Tensor
     power: Tensor
+    rooms: Rooms
 
     @classmethod
     def of(cls, count: int, rows: int, columns: int, device: torch.device) -> _Trial:
@@ -346,7 +348,8 @@ class _Trial:
         side, length = sorted((rows, columns))
         x, z, symmetric, power = _cancelling(count, side, length)
         to = partial(Tensor.to, device=device, dtype=torch.bfloat16)
-        return cls(to(x), to(z).contiguous(), to(symmetric), to(power))
+        rooms = Rooms(device, torch.bfloat16)
+        return cls(to(x), to(z).contiguous(), to(symmetric), to(power), rooms)
 
     def also_lying(self, rows: int) -> list[_Trial]:
         """This, and for matrices with so many rows that are tall the same as transposes of what is
@@ -354,20 +357,17 @@ class _Trial:
         if rows == self.x.size(-2):
             return [self]
         x, z = (each.mT.contiguous().mT for each in (self.x, self.z))
-        return [self, _Trial(x, z, self.symmetric, self.power)]
+        return [self, replace(self, x=x, z=z)]
 
     def gram(self, products: Products) -> Tensor:
-        return products.gram(self.x, self._rooms())
+        return products.gram(self.x, self.rooms)
 
     def square(self, products: Products) -> Tensor:
-        return products.square(self.power, _WEIGHT, _FACTOR, self._rooms())
+        return products.square(self.power, _WEIGHT, _FACTOR, self.rooms)
 
     def left(self, products: Products) -> Tensor:
         to = torch.empty_like(self.z.contiguous())
-        return products.left(self.symmetric, self.z, _WEIGHT, to, self._rooms())
-
-    def _rooms(self) -> Rooms:
-        return Rooms(self.x.device, self.x.dtype)
+        return products.left(self.symmetric, self.z, _WEIGHT, to, self.rooms)
 
 
 def _cancelling(count: int, side: int, length: int) -> list[Tensor]:

@@ -242,18 +242,14 @@ def as_master(label: str, saved: Any, convert: bool) -> Tensor:
     Raises:
         ValueError: it is none, or would lose bits and ``convert`` is false.
     """
-    if not isinstance(saved, Tensor) or saved.is_complex() or saved.is_meta:
-        check_fits(f"{label}.{MASTER}", _fp32_of(getattr(saved, "shape", torch.Size())), saved)
-    narrow = saved.is_floating_point() and saved.dtype != torch.float64
-    if not (narrow or convert):
-        check_fits(f"{label}.{MASTER}", _fp32_of(saved.shape), saved)
+    has_values = isinstance(saved, Tensor) and not (saved.is_complex() or saved.is_meta)
+    narrow = has_values and saved.is_floating_point() and saved.dtype != torch.float64
+    if not (narrow or (has_values and convert)):
+        shape = getattr(saved, "shape", torch.Size())
+        form = torch.empty(shape, dtype=torch.float32, device="meta")
+        check_fits(f"{label}.{MASTER}", form, saved)
     value: Tensor = saved.float()
     return value
-
-
-def _fp32_of(shape: torch.Size) -> Tensor:
-    """A tensor of the form that main params have, without memory."""
-    return torch.empty(shape, dtype=torch.float32, device="meta")
 
 
 def _same_scales(saved: Tensor | None, own: Tensor | None) -> bool:

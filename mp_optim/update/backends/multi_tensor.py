@@ -198,10 +198,11 @@ def _flat_pieces(tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
     return owners, [piece for _, piece in pieces]
 
 
-def _adam_arguments(s: AdamScalars | LambScalars) -> tuple[Any, ...]:
+def _adam_arguments(s: AdamScalars) -> tuple[Any, ...]:
     """What both libraries' kernels make their own scalars of."""
     given = s.given
-    return given.lr, s.beta1, s.beta2, s.eps, given.step
+    switches = 0 if s.l2 else 1, int(given.bias_correction)
+    return given.lr, s.beta1, s.beta2, s.eps, given.step, *switches, given.weight_decay
 
 
 # -- apex -----------------------------------------------------------------------------------------
@@ -221,9 +222,7 @@ class ApexBackend(MultiTensorBackend):
         plain = kind.grad == torch.float32 and multiplier == 1.0
         grads = batch.grad if plain else self.scaled(batch.grad, multiplier)
         lists = [grads, batch.main, first_moments(batch), batch.state["exp_avg_sq"]]
-        switches = 0 if s.l2 else 1, int(s.given.bias_correction)
-        arguments = (*_adam_arguments(s), *switches, s.given.weight_decay)
-        self.launch("multi_tensor_adam", lists, [torch.float32] * 4, *arguments)
+        self.launch("multi_tensor_adam", lists, [torch.float32] * 4, *_adam_arguments(s))
         publish(batch)
 
     def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> None:
@@ -244,8 +243,9 @@ class ApexBackend(MultiTensorBackend):
         lists = [grads, batch.main, state["exp_avg"], state["exp_avg_sq"]]
         norm = torch.zeros(1, dtype=torch.float32, device=batch.main[0].device)
         switches = int(s.grad_weight != 1.0), 0 if s.l2 else 1, norm, 1.0, s.adapts
-        given = int(s.given.bias_correction), s.given.weight_decay
-        arguments = (*_adam_arguments(s), *given, *switches)
+        given = s.given
+        numbers = given.lr, s.beta1, s.beta2, s.eps, given.step
+        arguments = (*numbers, int(given.bias_correction), given.weight_decay, *switches)
         self.launch("multi_tensor_lamb", lists, [torch.float32] * 4, *arguments)
         publish(batch)
         take_averages(batch)
@@ -286,8 +286,6 @@ class TransformerEngineBackend(MultiTensorBackend):
     def adam(self, kind: Kind, batch: TensorLists, s: AdamScalars, multiplier: float) -> None:
         grads = batch.grad if multiplier == 1.0 else self.scaled(batch.grad, multiplier)
         first, second = first_moments(batch), batch.state["exp_avg_sq"]
-        switches = 0 if s.l2 else 1, int(s.given.bias_correction)
-        arguments = (*_adam_arguments(s), *switches, s.given.weight_decay)
         outputs = [output for output in batch.output if output is not None]
         name, lists = "multi_tensor_adam", [grads, batch.main, first, second]
         if REMAINDER in batch.state:
@@ -296,7 +294,7 @@ class TransformerEngineBackend(MultiTensorBackend):
             lists = [*lists, rests]
         elif outputs:
             lists = [grads, outputs, first, second, batch.main]
-        self.launch(name, lists, [tensors[0].dtype for tensors in lists], *arguments)
+        self.launch(name, lists, [tensors[0].dtype for tensors in lists], *_adam_arguments(s))
         if REMAINDER in batch.state:
             _show_nans(batch.main, rests)
             publish(batch)
