@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from mp_optim.config.rules import coefficients, scale_factor
 from mp_optim.slots.tensor_layout import Layout, MatrixParts
 from mp_optim.update.backends import native_library as lib
-from mp_optim.update.backends.native import NativeBackend, muon_values
+from mp_optim.update.backends.native import NativeBackend, values_of
 from mp_optim.update.chunking import mark_written, runs_of
 from mp_optim.update.kernel_args import MuonScalars, TensorLists, fp32
 from mp_optim.update.matrix_exchange import Exchange, MatrixOwners, newton_schulz_flops
@@ -322,7 +322,7 @@ def step_in_one_call(
     factors = array("f", [rule.factor(*piece.shape[-2:]) for piece in pieces])
     passes = lib.MuonPasses(
         *(ctypes.pointer(table.tensors) for table in tables),
-        ctypes.pointer(muon_values(scalars, multiplier)),
+        ctypes.pointer(values_of(lib.Muon, scalars, multiplier)),
         factors.buffer_info()[0],
         places.buffer_info()[0],
         ctypes.pointer(_spent),

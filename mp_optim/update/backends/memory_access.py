@@ -244,5 +244,4 @@ class _Scratch:
 
     def _call(self, name: str, *arguments: Any, **columns: Any) -> None:
         tensors = lib.Tensors(count=1, numel=ctypes.addressof(self._sizes), **columns)
-        given = [ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments]
-        self._library.call(name, ctypes.byref(tensors), *given, self._threads)
+        self._library.call(name, ctypes.byref(tensors), *arguments, self._threads)

@@ -172,7 +172,7 @@ class NativeBackend(ReferenceBackend):
                 lists.prepared[rule] = _Prepared(lists.made_for, kind.grad, table, written)
 
     def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
-        values = muon_values(scalars, multiplier)
+        values = values_of(lib.Muon, scalars, multiplier)
         for _, kind, part in parts_of(lists, (MOMENTUM,)):
             if kind is None:
                 super().muon_momentum(part.in_place(), scalars, multiplier)
@@ -207,7 +207,7 @@ class NativeBackend(ReferenceBackend):
     def stable_adamw_sums(
         self, lists: TensorLists, scalars: StableScalars, multiplier: float
     ) -> Tensor:
-        values = _chosen(lib.Clip, scalars, multiplier)
+        values = values_of(lib.Clip, scalars, multiplier)
         sums = torch.zeros(len(lists.main), 3, dtype=torch.int64, device="cpu")
         moments = kept_moments(lists, _MOMENTS)
         for indices, kind, part in parts_of(lists, moments):
@@ -223,7 +223,7 @@ class NativeBackend(ReferenceBackend):
     def stable_adamw_apply(
         self, lists: TensorLists, scalars: StableScalars, steps: Sequence[Step], multiplier: float
     ) -> None:
-        values = _chosen(lib.Adam, scalars, multiplier)
+        values = values_of(lib.Adam, scalars, multiplier)
         moments = kept_moments(lists, _MOMENTS)
         for indices, kind, part in parts_of(lists, moments):
             own = [steps[index] for index in indices]
@@ -236,7 +236,7 @@ class NativeBackend(ReferenceBackend):
             mark_written(part)
 
     def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
-        values = lib.Lamb(multiplier=multiplier, **_fields(scalars, "lr", "adapts"))
+        values = values_of(lib.Lamb, scalars, multiplier)
         sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device="cpu")
         for indices, kind, part in parts_of(lists, _MOMENTS):
             if kind is None:
@@ -249,7 +249,7 @@ class NativeBackend(ReferenceBackend):
         return sums
 
     def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
-        values = lib.Lamb(multiplier=1.0, **_fields(scalars, "lr", "adapts"))
+        values = values_of(lib.Lamb, scalars, 1.0)
         for indices, kind, part in parts_of(lists, _MOMENTS):
             part_ratios = array("f", [ratios[index] for index in indices])
             if kind is None:
@@ -316,22 +316,11 @@ def _prepared(rule: str, lists: TensorLists) -> _Prepared | None:
     return ready
 
 
-def muon_values(scalars: MuonScalars, multiplier: float) -> ctypes.Structure:
-    """Scalars of the pass over momenta."""
-    return lib.Muon(multiplier=multiplier, **_fields(scalars, "decay"))
-
-
-def _fields(scalars: Any, *without: str) -> dict[str, Any]:
-    return {name: getattr(scalars, name) for name in scalars.__slots__ if name not in without}
-
-
-def _chosen(
-    structure: type[ctypes.Structure], scalars: StableScalars, multiplier: float
-) -> ctypes.Structure:
-    """Those of StableAdamW's scalars that a structure has fields for."""
-    known = {"multiplier": multiplier, "l2": 0.0, **_fields(scalars)}
-    names = [name for name, *_ in structure._fields_]
-    return structure(**{name: known[name] for name in names})
+def values_of(structure: type[ctypes.Structure], scalars: Any, multiplier: float) -> Any:
+    """Those of a rule's scalars that a structure has fields for."""
+    known = {"multiplier": multiplier, "l2": 0.0}
+    known |= {name: getattr(scalars, name) for name in scalars.__slots__}
+    return structure(**{name: known[name] for name, *_ in structure._fields_})
 
 
 def _table(lists: TensorLists, kind: Kind, moments: tuple[str, ...]) -> Table:
