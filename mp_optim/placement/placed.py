@@ -166,6 +166,9 @@ class PlacedExecutor(Executor):
         self._placed.assign([self.param_groups[index]], self.fraction)
         for place, optimizer in self.optimizers.items():
             is_ours = isinstance(optimizer, SlotOptimizer)
+            if is_ours and "param_names" in self.param_groups[0]:
+                # of an empty first group: torch wants names in all groups or none
+                optimizer.param_groups[0].setdefault("param_names", [])
             optimizer.add_param_group(self._group_of(index, place, is_ours))
         self._groups_are_known([index])
         self._cut_buckets()
