@@ -6,7 +6,7 @@ The way of one step, from here to the kernel (FSDP2, offload and fp16 take no ot
    with a CUDA graph.
 2. ``precision/wrapped_optimizer.py``: ``WrappedOptimizer.collect_grads`` makes settings the same
    above and below, checks them, follows the model and takes the gradients, of a DTensor what this
-   rank has (``local_grad`` in ``slots/tensors.py``). ``WrappedOptimizer.agreed_sums`` takes sums of
+   rank has (``local_grad`` in ``slots/tensors.py``). ``agreed_sums`` takes sums of
    squares (those of gradients in host memory were taken in backward with ``overlap``) and adds them
    up over the ranks that share the DTensors. Back here, ``_decide`` makes a verdict of them, which
    holds the inverse loss scale times the clip coefficient. ``WrappedGrads.step`` hands each slot's
