@@ -162,7 +162,7 @@ class Bucket:
         is_ahead: it may be stepped ahead.
 
     Attributes:
-        slots: of the optimizer that steps them.
+        slots: that it brings down or steps.
         waiting: gradients that got ready since the last job.
         job: what the worker was last given, if it may still be of use.
     """
@@ -246,7 +246,7 @@ class ReleasedGrads:
     NOTE: ``held`` is written by the worker, and read by the caller once the worker is drained.
 
     Attributes:
-        held: by slot of the host's optimizer; in staging memory that is kept.
+        held: by slot; in staging memory that is kept.
         claims: of gradients that are waiting for their bucket.
         lost: why gradients that were released are gone; empty if none are.
     """

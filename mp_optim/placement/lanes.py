@@ -49,7 +49,7 @@ class WindowLane:
     """Steps slots in windows that a source lends, on the host or on the device.
 
     Args:
-        rule: the optimizer of the slots.
+        rule: the executor of the slots.
         place: where they are stepped.
         label: of some slots, for errors and the timeline.
 

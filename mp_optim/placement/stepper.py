@@ -52,7 +52,7 @@ class Stepper:
     the step.
 
     Args:
-        sub: the optimizer of the slots.
+        sub: the executor of the slots.
         slots: in the order in which their gradients are expected.
         bind_tensors: makes that have the tensors of now.
 

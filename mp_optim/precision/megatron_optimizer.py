@@ -1,23 +1,6 @@
 """MegatronOptimizer: the face of every stack, and its step: collect, measure, agree, decide, apply.
 
-The way of one step, from here to the kernel (FSDP2, offload and fp16 take no other):
-
-1. :meth:`MegatronOptimizer.unhooked_step`, and :func:`take_step` below; ``_by_graph`` is the same
-   with a CUDA graph.
-2. ``precision/wrapped_optimizer.py``: ``WrappedOptimizer.collect_grads`` makes settings the same
-   above and below, checks them, follows the model and takes the gradients, of a DTensor what this
-   rank has (``local_grad`` in ``slots/tensors.py``). ``agreed_sums`` takes sums of
-   squares (those of gradients in host memory were taken in backward with ``overlap``) and adds them
-   up over the ranks that share the DTensors. Back here, ``_decide`` makes a verdict of them, which
-   holds the inverse loss scale times the clip coefficient. ``WrappedGrads.step`` hands each slot's
-   gradient with this multiplier to ``step_slots`` of the executor.
-3. With offload that is ``PlacedExecutor.step_slots`` in ``placement/placed.py``. What is stepped on
-   the host goes to ``Stepper.step_buckets`` in ``placement/stepper.py``: gradients down, step,
-   parameters up. The rest goes on as in 4.
-4. ``RuleExecutor.step_slots`` in ``update/executor.py``, of either place, forms launches, or uses
-   those of the last step again; ``carry_out`` has the rule call the kernel of its backend:
-   ``AdamRule.apply`` in ``update/adam.py``, say, ``NativeBackend.adam``.
-
+The way of one step from here to the kernel is told, function by function, in ``docs/design.md``.
 How steps are counted, and what becomes of the counts of one that is skipped, is said in
 :mod:`mp_optim.precision.step_grads`.
 """

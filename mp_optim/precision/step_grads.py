@@ -17,7 +17,7 @@ A slot's ``step``, from which bias corrections and random numbers are made: ``Gr
   It is taken back if the device skipped the step, or if nothing was replayed: ``_Attempt`` in
   ``precision/graph_step.py``. The graph itself counts nothing.
 - *Speculation*: what is stepped during backward is not counted. ``Ahead.publish``
-  (``placement/speculation.py``) calls ``RuleExecutor.count`` as it swaps the buffers; a
+  (``placement/speculation.py``) calls ``RuleState.count`` as it swaps the buffers; a
   skipped step is never published. It never meets a verdict on the device: with a slot on the host
   ``PlacedExecutor.verdict_device`` is None, and the host decides.
 

@@ -64,7 +64,7 @@ def has_names(group: dict[str, Any]) -> bool:
 
 def slot_name(param_groups: ParamGroups, slot: Slot) -> str:
     """The FQN of a slot if its group carries ``param_names`` (or ``fqns``: torch forbids the former
-    in a group without parameters, which sub-optimizers may have), else ``group<g>.param<i>``."""
+    in a group without parameters, which executors may have), else ``group<g>.param<i>``."""
     group = param_groups[slot.group]
     names: Sequence[str] | None = group.get("param_names") or group.get("fqns")
     return names[slot.position] if names else f"group{slot.group}.param{slot.position}"

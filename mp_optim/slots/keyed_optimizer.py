@@ -38,8 +38,8 @@ Closure = Callable[[], Any]
 class SlotKeyedOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose state is keyed by ``(group, position)``.
 
-    Subclasses provide :meth:`state_of`. They differ in where a slot's state is: in themselves, in a
-    sub-optimizer, in the layer below. How state is shown, saved, matched and loaded is the same.
+    Subclasses provide :meth:`state_of`. They differ in where a slot's state is: in an executor, or
+    in the layer below. How state is shown, saved, matched and loaded is the same.
     """
 
     _live_groups: ParamGroups

@@ -89,6 +89,44 @@ def test_words_of_the_glossary_are_names_in_the_code():
     assert unknown == []
 
 
+def test_members_that_pages_name_are_there():
+    """`Class.member` on a page about the code is a member of a class of that name, or of a base."""
+    members: dict[str, set[str]] = {}
+    bases: dict[str, set[str]] = {}
+    for path in (ROOT / "mp_optim").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                members.setdefault(node.name, set()).update(_members(node))
+                named = (ast.unparse(base).partition("[")[0] for base in node.bases)
+                bases.setdefault(node.name, set()).update(named)
+
+    def has(name: str, member: str) -> bool:
+        if name not in members:
+            return name not in ("ABC", "NamedTuple", "Protocol")  # another package's
+        return member in members[name] or any(has(base, member) for base in bases[name])
+
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"]
+    named = {
+        (page.name, *pair)
+        for page in pages
+        for pair in re.findall(r"`(?:mp_optim\.)?([A-Z]\w+)\.(\w+)", page.read_text())
+        if pair[0] in members and pair[1] != "py"
+    }
+    assert len(named) > 20
+    assert [each for each in sorted(named) if not has(*each[1:])] == []
+
+
+def _members(node: ast.ClassDef) -> set[str]:
+    """Names that a class's body binds, or its methods bind on ``self``."""
+    names = set()
+    for inner in ast.walk(node):
+        if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            names.add(inner.name)
+        elif isinstance(inner, (ast.Name, ast.Attribute)) and isinstance(inner.ctx, ast.Store):
+            names.add(inner.id if isinstance(inner, ast.Name) else inner.attr)
+    return names
+
+
 def test_messages_in_troubleshooting_are_real():
     """What stands in quotes in the first column is text of the code, word for word."""
     texts = []
