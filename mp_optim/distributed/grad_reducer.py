@@ -323,7 +323,8 @@ class LaunchOrder:
 
     def _launch_next(self) -> None:
         if self._again and self._next == 0:
-            self._announced += [Flag(group, True) for group in self._groups]
+            with self._members[0].guard("announcing a pass to reduce"):
+                self._announced += [Flag(group, True) for group in self._groups]
         part, index = self.sequence[self._next]
         self._members[part].launch(index)
         self._next += 1
@@ -354,8 +355,10 @@ class LaunchOrder:
         """Whether this rank, or with a reduction after every pass any other, has to reduce."""
         of_members = [member.collect_all() for member in self._members]
         left = any(of_members)
-        if not self._again or self._next > 0:  # a backward that failed has begun the round
+        if not self._again:
             return left
+        if self._next > 0:  # a backward that failed has begun the round
+            return True
         with self._members[0].guard("asking for another pass to reduce"):
             for group in self._groups:
                 left = Flag(group, left).wait()

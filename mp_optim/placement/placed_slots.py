@@ -143,7 +143,7 @@ class PlacedSlots:
         self.offloaded, self.dtypes, self._exposed = offloaded, dtypes, exposed
         self._groups: list[list[PlacedSlot]] = []
         self._bound: list[Tensor] | None = None
-        self._all_resident: bool | None = None
+        self._have_outputs: tuple[Sequence[Slot], bool] = ((), True)
 
     def __getitem__(self, slot: Slot) -> PlacedSlot:
         return self._groups[slot.group][slot.position]
@@ -183,7 +183,7 @@ class PlacedSlots:
 
     def forget(self) -> None:
         """Slots or their main params are others now."""
-        self._bound = self._all_resident = None
+        self._bound, self._have_outputs = None, ((), True)
 
     def host_slots(self) -> list[HostSlot]:
         """What is offloaded, in the order in which backward is expected to reach it: the last
@@ -199,9 +199,11 @@ class PlacedSlots:
 
     def with_outputs(self, updates: SlotUpdates) -> SlotUpdates:
         """The updates with what receives each stepped value."""
-        if self._all_resident is None:
-            self._all_resident = all(each.resident for group in self._groups for each in group)
-        if self._all_resident:
+        slots, have_outputs = self._have_outputs
+        if slots is not updates.slots:
+            have_outputs = all(self[slot].resident for slot in updates.slots)
+            self._have_outputs = updates.slots, have_outputs
+        if have_outputs:
             return updates
         slots_and_outputs = zip(updates.slots, updates.outputs, strict=True)
         return replace(updates, outputs=[self.output(*pair) for pair in slots_and_outputs])

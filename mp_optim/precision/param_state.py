@@ -276,6 +276,8 @@ class ParamState(WithMainParam):
 
     def fit(self, saved: State, convert: bool) -> State:
         state = self._view.take_saved(saved, convert)
+        if saved and not state:
+            return {}  # nothing can take it here
         if REMAINDER in state and self._main is not None:
             state[MASTER] = joined(self.name, self._local, state.pop(REMAINDER))
         return super().fit(state, convert)

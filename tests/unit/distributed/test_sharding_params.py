@@ -344,6 +344,60 @@ def test_groups_cannot_be_added_and_hyperparameters_flow_down():
     ]
 
 
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("backward broke off")
+
+
+def test_a_round_that_a_failed_backward_has_begun_is_launched_whole(monkeypatch):
+    """Other ranks have launched all of it."""
+    model = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+    optimizer = sharded(model, strategy="optim_grads", overlap_grad_reduce=True, bucket_size=300)
+
+    def backward(fails):
+        value = torch.ones(2, 16)
+        for index, layer in enumerate(model):
+            value = layer(value)
+            if fails and index == 1:
+                value = _Fails.apply(value)
+        value.sum().backward()
+
+    reducer = optimizer.chained_optimizers[0].grad_reducer
+    launch, launched = reducer.launch, []
+    monkeypatch.setattr(reducer, "launch", lambda index: (launched.append(index), launch(index)))
+    backward(fails=False)
+    with pytest.raises(RuntimeError, match="broke off"):
+        backward(fails=True)
+    assert len(reducer.buckets) < len(launched) < 2 * len(reducer.buckets)
+    optimizer.step()
+    assert len(launched) == 2 * len(reducer.buckets)
+
+
+@pytest.mark.parametrize("settings", [{}, {"ema_decay": 0.9}], ids=["", "averages"])
+def test_state_of_what_was_frozen_when_buckets_were_made_is_refused_or_dropped(settings):
+    def built(frozen):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
+        model[0].weight.requires_grad_(not frozen)
+        named = list(model.named_parameters())
+        config = config_for("bf16", use_distributed_optimizer=True, **settings)
+        return get_megatron_optimizer(config, model, param_groups=[{"params": named}])
+
+    trained = built(False)
+    for param in trained.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    trained.step()
+    saved, other = trained.state_dict(), built(True)
+    with pytest.raises(ValueError, match=r"0\.weight: it was frozen when the optimizer was built"):
+        other.load_state_dict(saved)
+    other.load_state_dict(saved, convert=True)
+    assert len(other.state_dict()["state"]) == 3
+
+
 @pytest.mark.parametrize("owner", [DistributedOptimizer, ChainedOptimizer])
 def test_a_composite_is_no_wrapper_and_lacks_nothing_that_a_stack_offers(owner):
     """It has no main params of its own: whatever a precision wrapper does with them is passed
