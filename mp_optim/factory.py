@@ -29,6 +29,7 @@ from mp_optim.precision import (
     MegatronOptimizer,
     WrappedOptimizer,
 )
+from mp_optim.process.accelerator import accelerator_of
 from mp_optim.process.calls import warn
 from mp_optim.process.host_share import host_share, use_accelerator
 from mp_optim.ranks.agreement import ProcessGroups
@@ -148,7 +149,7 @@ def set_up_host(config: OptimizerConfig, device: torch.device) -> None:
     NOTE: these are one number and one list for the process, whichever stack asked last. So a plan,
     which builds a stack to add it up, does not come here.
     """
-    if device.type == "cuda":
+    if accelerator_of(device) is not None:
         use_accelerator(device.index)
     if config.host_threads is not None:
         set_host_threads(config.host_threads)

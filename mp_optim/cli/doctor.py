@@ -14,6 +14,7 @@ import torch
 
 from mp_optim.config.rules import BACKENDS, CAPABILITIES, Capability
 from mp_optim.precision.description import columns
+from mp_optim.process.accelerator import CUDA
 from mp_optim.process.host_share import use_accelerator
 from mp_optim.update import choose_backend, proof_of
 from mp_optim.update.backends.native import access_choice
@@ -34,7 +35,7 @@ def examine() -> tuple[Table, Table, Table]:
 
 
 def _accelerator() -> torch.device | None:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    return CUDA.current() if CUDA.is_available() else None
 
 
 def _backends(devices: Sequence[torch.device]) -> Table:
@@ -86,14 +87,13 @@ def _memory() -> str:
 
 
 def _accelerators() -> Table:
-    if not torch.cuda.is_available():
+    if not CUDA.is_available():
         return [
             ["accelerators", "none that torch can use"],
             ["pinned memory", "not needed without an accelerator"],
         ]
     rows = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
+    for index, properties in enumerate(CUDA.devices()):
         size = f"{properties.total_memory / 2**30:.1f} GiB"
         capability = f"compute capability {properties.major}.{properties.minor}"
         rows.append([f"cuda:{index}", f"{properties.name}, {size}, {capability}"])
@@ -111,7 +111,7 @@ def _pinned() -> str:
 def _config() -> str:
     """One config that runs here as fast as it can with the same bits everywhere."""
     device = _accelerator()
-    half = "bf16" if device is None or torch.cuda.is_bf16_supported() else "fp16"
+    half = "bf16" if device is None or CUDA.has_bf16() else "fp16"
     lines = [
         "from mp_optim import OptimizerConfig",
         "",

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from mp_optim.checkpoint.shards import FlatShard
 from mp_optim.distributed.optimizer import DistributedOptimizer
 from mp_optim.precision import MegatronOptimizer
+from mp_optim.process.accelerator import CUDA
 from mp_optim.slots import Slot, param_at
 from mp_optim.slots.slot_state import State
 from mp_optim.slots.state_dict import plain_groups
@@ -202,7 +203,7 @@ def _gather(
 ) -> list[Tensor]:
     """The whole tensors of some shards of one range, on one rank; nothing on the others."""
     is_nccl = "nccl" in str(dist.get_backend(group))
-    device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+    device = CUDA.current() if is_nccl else torch.device("cpu")
     largest = max(count for _, count in ranges)
     sent = torch.zeros(len(shards), largest, dtype=torch.float32, device=device)
     for row, shard in zip(sent, shards, strict=True):

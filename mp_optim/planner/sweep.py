@@ -22,6 +22,7 @@ from mp_optim.config.state_forms import MOMENT_WORDS
 from mp_optim.factory import device_of, with_data_parallel
 from mp_optim.groups.param_groups import ParamKey
 from mp_optim.planner.memory import Layout, MemoryPlan, plan, plan_rank, specs_of, with_defaults
+from mp_optim.process.accelerator import accelerator_of
 from mp_optim.ranks.agreement import ProcessGroups
 from mp_optim.ranks.missing_ranks import call, naming_missing_ranks
 from mp_optim.slots import local_tensor
@@ -241,8 +242,9 @@ def with_chosen_fraction(
             saying what is missing.
     """
     limit, device = config.gpu_memory, device_of(chunks)
-    if limit is None and device.type == "cuda":
-        limit = int(SHARE * torch.cuda.get_device_properties(device).total_memory)
+    accelerator = accelerator_of(device)
+    if limit is None and accelerator is not None:
+        limit = int(SHARE * accelerator.memory_bytes(device))
     if limit is None:
         _log.info("optimizer_offload_fraction='auto': 0, the model is on the host")
         return with_fraction(config, 0.0)

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import torch
 
+from mp_optim.process.accelerator import CUDA, Cuda, accelerator_of
+
 _Result = TypeVar("_Result")
 
 
@@ -15,19 +17,19 @@ class CudaGraph:
     """A CUDA graph with a memory pool of its own. Its tensors, also those it made, are at the same
     addresses in every replay. Other threads may use the device while it is captured."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._graph = torch.cuda.CUDAGraph()
+    def __init__(self, device: torch.device, accelerator: Cuda = CUDA) -> None:
+        self._accelerator, self._device = accelerator, device
+        self._graph = accelerator.new_graph()
         # NOTE: torch's own stream for captures belongs to the device that was current when any
         # graph was first captured; on another device nothing would be captured, in silence.
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = accelerator.stream(device)
 
     def capture(self, work: Callable[[], _Result]) -> _Result:
         """Let ``work`` queue what it does into the graph; nothing happens on the device before
         :meth:`replay`."""
         with (
-            torch.cuda.device(self._device),
-            torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"),
+            self._accelerator.on(self._device),
+            self._accelerator.capture(self._graph, self._stream),
         ):
             return work()
 
@@ -42,9 +44,10 @@ def graph_for(device: torch.device) -> Callable[[], CudaGraph]:
     Raises:
         ValueError: there are none on this type of device.
     """
-    if device.type != "cuda":
+    accelerator = accelerator_of(device)
+    if accelerator is None:
         raise ValueError(
             f"optimizer_cuda_graph=True: the model's parameters are on {device.type}, where there "
             "are no CUDA graphs; move the model to a GPU, or set optimizer_cuda_graph=False"
         )
-    return partial(CudaGraph, device)
+    return partial(CudaGraph, device, accelerator)

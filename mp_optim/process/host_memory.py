@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mp_optim.process.accelerator import CUDA
 from mp_optim.process.calls import in_own_modes
 
 Form = tuple[torch.Size, torch.dtype]
@@ -258,14 +259,13 @@ def page_locked(num_bytes: int, device: torch.device) -> Tensor:
 
 def _register(address: int, num_bytes: int, device: torch.device) -> None:
     try:
-        with torch.cuda.device(device):
-            runtime = _runtime()
-            status = runtime.cudaHostRegister(address, num_bytes, 0)
+        with CUDA.on(device):
+            refusal = CUDA.register(address, num_bytes)
     except (AssertionError, AttributeError, RuntimeError) as error:
         raise PageLockError(str(error).partition("\n")[0]) from error
-    if int(status):
+    if refusal is not None:
         _forget_error(device)
-        raise PageLockError(f"cudaHostRegister: {runtime.cudaGetErrorString(status)}")
+        raise PageLockError(refusal)
 
 
 _dropped: list[tuple[mmap.mmap, int, torch.device, int]] = []
@@ -275,19 +275,15 @@ _dropped: list[tuple[mmap.mmap, int, torch.device, int]] = []
 def _release(memory: mmap.mmap, address: int, device: torch.device, owner: int) -> None:
     if os.getpid() != owner:
         return
-    if torch.cuda.is_current_stream_capturing():  # which a wait for the device would end
+    if CUDA.is_capturing():  # which a wait for the device would end
         _dropped.append((memory, address, device, owner))
         return
-    with contextlib.suppress(AssertionError, RuntimeError), torch.cuda.device(device):
-        torch.cuda.synchronize()  # a caller may have started a copy of its own
-        if int(_runtime().cudaHostUnregister(address)):
-            _forget_error(device)  # and keep the memory
-        else:
+    with contextlib.suppress(AssertionError, RuntimeError), CUDA.on(device):
+        CUDA.synchronize()  # a caller may have started a copy of its own
+        if CUDA.unregister(address):
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(memory))
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        else:
+            _forget_error(device)  # and keep the memory
 
 
 def _forget_error(device: torch.device) -> None:

@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-import torch
+from mp_optim.process.accelerator import CUDA
 
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
@@ -207,11 +206,10 @@ def _affinity(pid: int) -> frozenset[int]:
 
 
 def _pci_addresses() -> list[str | None]:
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not CUDA.is_initialized():
         return []
     addresses: list[str | None] = []
-    for index in range(torch.cuda.device_count()):
-        properties: Any = torch.cuda.get_device_properties(index)
+    for properties in CUDA.devices():
         try:
             domain, bus = properties.pci_domain_id, properties.pci_bus_id
             addresses.append(f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0")

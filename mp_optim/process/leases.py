@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mp_optim.process import host_memory
+from mp_optim.process.accelerator import accelerator_of
 from mp_optim.process.calls import in_own_modes
 from mp_optim.process.host_memory import Block, aligned_bytes, empty_host_tensor
 from mp_optim.process.host_share import host_share
@@ -148,7 +149,7 @@ class Lease:
 
 def can_stage(tensor: Tensor) -> bool:
     """Whether a tensor is on an accelerator that memory is copied from in the background."""
-    return tensor.device.type == "cuda"
+    return accelerator_of(tensor.device) is not None
 
 
 def sums_of_bits(values: Tensor) -> Tensor:

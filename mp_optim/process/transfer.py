@@ -1,6 +1,6 @@
 """Copies between accelerator and host behind one small interface: copy, wait, join.
 
-The only module that talks to CUDA streams. Code above must be right for every implementation; one
+Code above must be right for every implementation; one
 in the tests delays each copy until the caller waits for it, so a missing wait fails on any machine.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mp_optim.process.accelerator import CUDA, Cuda, Event, Stream, accelerator_of
 from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.process.host_memory import REGISTERED_FROM, PageLockError, page_locked, zeros_host
 
@@ -81,7 +82,7 @@ class _Copies:
         held: what they read and write.
     """
 
-    done: torch.cuda.Event
+    done: Event
     held: Sequence[Tensor]
 
 
@@ -98,17 +99,13 @@ class CudaTransfer(Transfer):
 
     is_same_place = False
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device, accelerator: Cuda = CUDA) -> None:
+        self._accelerator, self._device = accelerator, device
+        self._down, self._up = accelerator.stream(device), accelerator.stream(device)
         self._notes: dict[str, None] = {}
         self._lock = Lock()  # of what is under way: the worker copies, too
-        self._under_way: dict[torch.cuda.Stream, deque[_Copies]] = {
-            self._down: deque(),
-            self._up: deque(),
-        }
-        weakref.finalize(self, _wait_for, self._under_way.values(), device)
+        self._under_way: dict[Stream, deque[_Copies]] = {self._down: deque(), self._up: deque()}
+        weakref.finalize(self, _wait_for, self._under_way.values(), accelerator, device)
 
     @in_own_modes
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
@@ -140,29 +137,24 @@ class CudaTransfer(Transfer):
     def notes(self) -> tuple[str, ...]:
         return tuple(self._notes)
 
-    def mark(self) -> torch.cuda.Event:
-        with torch.cuda.device(self._device):
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def mark(self) -> Event:
+        with self._accelerator.on(self._device):
+            event = self._accelerator.event()
             event.record()
             return event
 
     def _copy(
-        self,
-        stream: torch.cuda.Stream,
-        to: list[Tensor],
-        sources: list[Tensor],
-        after: torch.cuda.Event | None = None,
+        self, stream: Stream, to: list[Tensor], sources: list[Tensor], after: Event | None = None
     ) -> _Copies:
-        # A thread that waits for a copy sleeps: by default it would spin, and keep a core busy.
-        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        copies = _Copies(done, [*to, *sources])
-        with torch.cuda.device(self._device):
+        accelerator = self._accelerator
+        copies = _Copies(accelerator.event(sleeps=True), [*to, *sources])
+        with accelerator.on(self._device):
             self._let_go(self._under_way[stream])
             if after is None:
-                stream.wait_stream(torch.cuda.current_stream())
+                stream.wait_stream(accelerator.current_stream())
             else:
                 stream.wait_event(after)
-            with torch.cuda.stream(stream):
+            with accelerator.queue_on(stream):
                 try:
                     if to:
                         torch._foreach_copy_(to, sources, non_blocking=True)
@@ -181,7 +173,7 @@ class CudaTransfer(Transfer):
             copies.held = ()
 
     def download(
-        self, to: Sequence[Tensor], sources: Sequence[Tensor], after: torch.cuda.Event | None = None
+        self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Event | None = None
     ) -> _Copies:
         return self._copy(self._down, list(to), list(sources), after)
 
@@ -190,20 +182,19 @@ class CudaTransfer(Transfer):
         return self._copy(self._up, list(map(Tensor.detach, to)), list(sources))
 
     def wait(self, ticket: _Copies) -> None:
-        with torch.cuda.device(self._device):
+        with self._accelerator.on(self._device):
             ticket.done.synchronize()
         ticket.held = ()
 
     def join(self) -> None:
-        with torch.cuda.device(self._device):
-            torch.cuda.current_stream().wait_stream(self._up)
+        with self._accelerator.on(self._device):
+            self._accelerator.current_stream().wait_stream(self._up)
 
 
-def _wait_for(under_way: Iterable[deque[_Copies]], device: torch.device) -> None:
+def _wait_for(under_way: Iterable[deque[_Copies]], accelerator: Cuda, device: torch.device) -> None:
     """Before a transfer goes: what is on its way arrives."""
-    is_here = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if is_here:  # not in a forked child
-        with torch.cuda.device(device):
+    if accelerator.is_initialized():  # not in a forked child
+        with accelerator.on(device):
             for copies in itertools.chain(*under_way):
                 copies.done.synchronize()
 
@@ -218,8 +209,9 @@ def transfer_for(device: torch.device) -> Transfer:
         return Transfer()
     if device.type == "meta":
         return MetaTransfer()
-    if device.type == "cuda":
-        return CudaTransfer(device)
+    accelerator = accelerator_of(device)
+    if accelerator is not None:
+        return CudaTransfer(device, accelerator)
     raise ValueError(
         f"optimizer_cpu_offload=True: no transfer for device type {device.type!r} (available: cpu, "
         "cuda); set optimizer_cpu_offload=False"

@@ -7,7 +7,6 @@ import ctypes
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -318,12 +317,6 @@ class Part(NamedTuple):
     indices: Sequence[int]
     kind: Kind | None
     lists: TensorLists
-
-
-def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a device the current one: the kernels launch on the current device's stream whatever
-    they are handed."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def kept_moments(lists: TensorLists, moments: tuple[str, ...]) -> tuple[str, ...]:

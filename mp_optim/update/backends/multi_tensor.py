@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.config.rules import RULES
+from mp_optim.process.accelerator import CUDA, current_device
 from mp_optim.slots.slot_state import REMAINDER
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.chunking import (
@@ -36,7 +37,6 @@ from mp_optim.update.kernel_args import (
     Kind,
     LambScalars,
     TensorLists,
-    current_device,
     kept_moments,
     parts_of,
 )
@@ -51,7 +51,7 @@ MOST_ELEMENTS = 2**31 - 1 - CHUNK
 MOST_TENSORS = 1024
 """Tensors per call: Transformer Engine keeps a handle for each, of which there are some 20,000."""
 
-KERNEL_DEVICE = "cuda"
+KERNEL_DEVICE = CUDA.type
 """Where the kernels run."""
 
 

@@ -12,6 +12,7 @@ from functools import cache
 import torch
 
 from mp_optim.config.rules import BACKENDS, CAPABILITIES, Capability
+from mp_optim.process.accelerator import CUDA
 from mp_optim.process.calls import warn
 from mp_optim.slots import ParamGroups, iter_slots
 from mp_optim.update.backends import multi_tensor
@@ -76,7 +77,7 @@ _SOURCES: dict[str, _Source] = {
     "torch": _Source(TorchBackend),
     "triton": _Source(
         _triton,
-        lambda: ("cpu",) if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",),
+        lambda: ("cpu",) if os.environ.get("TRITON_INTERPRET") == "1" else (CUDA.type,),
         {"mp_optim.update.backends.triton": "not part of this version"},
     ),
     "apex": _Source(
@@ -131,7 +132,7 @@ def _proven(name: str, device: torch.device, whole: bool) -> tuple[Backend, Self
     try:
         backend = source.load()
         if source.devices is not None and device.type not in source.devices():
-            is_missing = device.type == "cpu" and not torch.cuda.is_available()
+            is_missing = device.type == "cpu" and not CUDA.is_available()
             none = "; torch finds no CUDA device" if is_missing else ""
             places = " and ".join(source.devices())
             raise _NotHereError(f"its kernels run on {places}, not on {device.type}{none}")
@@ -200,9 +201,7 @@ def _serving_device(name: str, device: torch.device) -> torch.device:
         return device
     if devices() == ("cpu",):
         return torch.device("cpu")
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else device
-    )
+    return CUDA.current() if CUDA.is_available() else device
 
 
 def _auto(device: torch.device) -> tuple[Backend, str]:

@@ -67,16 +67,19 @@ class _Remover(ast.NodeTransformer):
         kept = [
             item
             for item in node.items
-            if not (
-                ast.unparse(item.context_expr).startswith("torch.cuda.")
-                and self._takes(item.context_expr)
-            )
+            if not (_is_of_accelerator(item.context_expr) and self._takes(item.context_expr))
         ]
         self.generic_visit(node)
         if kept:
             node.items = kept
             return node
         return node.body
+
+
+def _is_of_accelerator(node: ast.expr) -> bool:
+    """Whether a block is on a device or queues on a stream: ``accelerator.on(...)`` or alike."""
+    owner = node.func.value if _calls(node, ("on", "queue_on")) else None  # type: ignore[attr-defined]
+    return owner is not None and ast.unparse(owner).lower().endswith("accelerator")
 
 
 def _calls(node: ast.expr, names: tuple[str, ...]) -> bool:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.process import accelerator
 from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.slots.slot_state import REMAINDER
-from mp_optim.update import FusedAdam, FusedLAMB, choose_backend, kernel_args
+from mp_optim.update import FusedAdam, FusedLAMB, choose_backend
 from mp_optim.update import chunking as batching
 from mp_optim.update.backends import multi_tensor
 from mp_optim.update.backends.multi_tensor import (
@@ -566,8 +567,8 @@ def test_kernels_launch_on_the_device_of_their_tensors(monkeypatch: pytest.Monke
     """Transformer Engine launches on the current device's stream whatever it is handed."""
     entered: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "device", entered.append)
-    kernel_args.current_device(torch.device("cuda", 3))
-    kernel_args.current_device(CPU)
+    accelerator.current_device(torch.device("cuda", 3))
+    accelerator.current_device(CPU)
     assert entered == [torch.device("cuda", 3)]
 
 

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from mp_optim.config.rules import RULES
+from mp_optim.process.accelerator import CUDA
 from mp_optim.slots import CachedTensorList
 from mp_optim.update.backends.reference import MOMENTUM
 from mp_optim.update.backends.triton.kernels import rules, two_passes
@@ -68,7 +69,7 @@ class TritonBackend(KernelLaunches):
 
     def __init__(self) -> None:
         self.interpreted = not isinstance(rules.adam, triton.runtime.JITFunction)
-        if not self.interpreted and not torch.cuda.is_available():
+        if not self.interpreted and not CUDA.is_available():
             raise RuntimeError(
                 "torch sees no GPU, and TRITON_INTERPRET=1 was not set before Triton was imported"
             )
@@ -77,7 +78,7 @@ class TritonBackend(KernelLaunches):
                 f"Triton {triton.__version__} takes denormals for 0 in divisions and square roots; "
                 f"{'.'.join(map(str, OLDEST))} and later do not"
             )
-        self.device_type = "cpu" if self.interpreted else "cuda"
+        self.device_type = "cpu" if self.interpreted else CUDA.type
         self.runs_on = f"Triton {triton.__version__}" + (
             ", interpreted" if self.interpreted else ""
         )

@@ -19,6 +19,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from mp_optim.process.accelerator import current_device
 from mp_optim.slots import CachedTensorList
 from mp_optim.update.backends.reference import NOT_CLIPPED, ReferenceBackend
 from mp_optim.update.backends.triton.kernels import sums, tiles
@@ -32,7 +33,6 @@ from mp_optim.update.kernel_args import (
     StableScalars,
     TensorLists,
     check_fit,
-    current_device,
     parts_of,
 )
 from mp_optim.update.sums import root, sum_of_squares

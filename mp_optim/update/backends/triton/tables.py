@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from mp_optim.process.accelerator import accelerator_of, is_capturing
 from mp_optim.slots import CachedTensorList
 from mp_optim.update.kernel_args import Kind, Part, TensorLists, check_fit, columns_of
 
@@ -205,9 +206,9 @@ class Tables:
             RuntimeError: a CUDA graph is being captured, which must not copy what the host may
                 free.
         """
-        if device.type != "cuda":
+        if accelerator_of(device) is None:
             return table.clone()
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing(device):
             raise RuntimeError(
                 "the addresses of these tensors are not on the device yet: take one step with the "
                 "same tensors before a CUDA graph is captured"
@@ -252,6 +253,6 @@ class Tables:
         return self._kept(value, device)
 
     def _kept(self, value: _Value, device: torch.device) -> _Value:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(device):
             self._captured.append(value)
         return value
