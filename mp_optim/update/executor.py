@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,7 @@ class _Steady(NamedTuple):
 
     Attributes:
         checked: settings of the group. outputs: as they were given.
+        planned: the launch, without gradients, which would stay for as long as it does.
     """
 
     share: Share
@@ -271,6 +273,8 @@ class RuleExecutor(Executor):
         stays = lists.main is mains and lists.output is planned.outputs
         is_own = settings is not self.param_groups[share.group]
         if stays and checked is not None and mains is known.steady_mains and not is_own:
+            updates = replace(planned.updates, grads=())
+            planned = planned._replace(updates=updates, lists=replace(lists, grad=[]))
             known.last_launch = _Steady(share, mains, checked, outputs, planned)
 
     def _again(

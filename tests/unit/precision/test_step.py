@@ -1,6 +1,8 @@
 """What a step may and may not do: skipping, clipping, scaling, stale gradients, norm groups."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -370,3 +372,20 @@ def test_state_that_was_moved_away_and_back_is_stepped_where_it_is_now(
         return state(optimizer)
 
     assert all(map(same_bits, run(True), run(False)))
+
+
+@pytest.mark.parametrize(
+    ("fraction", "mode"), [(0.0, "sync"), (0.5, "sync"), (0.5, "overlap"), (0.5, "speculative")]
+)
+def test_no_step_keeps_gradients_alive(fraction, mode):
+    model, optimizer = build("bf16", fraction, offload_mode=mode)
+    gradients = []
+    for step in range(4):
+        optimizer.scale_loss(model(tokens_of(step))).backward()
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        gradients += [weakref.ref(grad) for grad in found]
+        del found
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    assert [gone() for gone in gradients] == [None] * len(gradients)
