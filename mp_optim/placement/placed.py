@@ -151,9 +151,10 @@ class PlacedExecutor(Executor):
                 its place.
         """
         for index in indices:
-            for place in reversed(self.parts):
+            for place, part in self.parts.items():
                 if positions := self._placed.at(place, index):
-                    self.parts[place].step_together(index, positions)
+                    part.has_only(index, positions)
+                    part.step_together(index, [positions])
         _adopt_defaults(self.param_groups, [part.param_groups for part in self._executors])
         self.use_mark(self.step_mark)
 

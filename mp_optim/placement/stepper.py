@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any, cast
 
 from torch import Tensor
@@ -215,6 +216,21 @@ class Stepper:
             early.append((buckets, comes_down))
         self.schedule.cut(early if self.schedule.is_early else [], self.settings)
         self._cut_spares()
+        self._step_together()
+
+    def _step_together(self) -> None:
+        """Say which slots are stepped at a time: those of a bucket, or all that are in windows."""
+        sets: dict[int, list[list[int]]] = {}
+        for place, slots in self._parts_of_slots.items():
+            together: Sequence[Sequence[Slot]] = [[slot.slot for slot in slots]]
+            if place not in self.lanes:
+                together = self._buckets[place].plan.buckets
+            for each in together:
+                for group, members in groupby(sorted(each), key=attrgetter("group")):
+                    positions = [slot.position for slot in members]
+                    sets.setdefault(group, []).append(positions)
+        for group, of_group in sets.items():
+            self._sub.step_together(group, of_group)
 
     def _new_buckets(self, place: Place, slots: Sequence[HostSlot]) -> Buckets | None:
         """Buckets of a place, if gradients come down to it but with windows."""

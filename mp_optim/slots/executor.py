@@ -72,9 +72,13 @@ class Executor:
         come."""
         del self.param_groups[count:], self.sizes[count:]
 
-    def step_together(self, group: int, positions: Sequence[int]) -> None:
-        """Of a group just these are mostly stepped at a time. The caller has names for all of the
-        group's slots; a foreign optimizer has these alone."""
+    def has_only(self, group: int, positions: Sequence[int]) -> None:
+        """Of a group just these slots are stepped here. The caller has names for all of them; a
+        foreign optimizer has these alone."""
+
+    def step_together(self, group: int, sets: Sequence[Sequence[int]]) -> None:
+        """The slots at each of these positions of a group are mostly stepped at a time, and so are
+        those that are left: what is made for them is kept for the next step."""
 
     def all_groups(self) -> list[ParamGroups]:
         """The groups here and in executors below: a setting of one is a setting of all."""

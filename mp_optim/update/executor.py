@@ -48,8 +48,8 @@ class Share(NamedTuple):
 
 
 class _Steady(NamedTuple):
-    """The last launch of a group, for as long as what it was made from stays: only gradients, step
-    and multiplier are new then.
+    """The last launch of slots that are stepped together, for as long as what it was made from
+    stays: only gradients, step and multiplier are new then.
 
     Attributes:
         checked: settings of the group. outputs: as they were given.
@@ -94,8 +94,8 @@ class RuleExecutor(Executor):
 
     # -- groups and settings ----------------------------------------------------------------------
 
-    def step_together(self, group: int, positions: Sequence[int]) -> None:
-        self.rows.groups[group].step_together(positions)
+    def step_together(self, group: int, sets: Sequence[Sequence[int]]) -> None:
+        self.rows.groups[group].step_together(sets)
 
     def group_added(self) -> None:
         super().group_added()
@@ -240,14 +240,15 @@ class RuleExecutor(Executor):
     def _steady(
         self, share: Share, mains: CachedTensorList, updates: SlotUpdates, settings: dict[str, Any]
     ) -> PlannedLaunch | None:
-        """The last launch of a group, if it was made from all that this one is made from, but for
-        gradients.
+        """The last launch of these slots, if it was made from all that this one is made from, but
+        for gradients.
 
         NOTE: ``mains`` is the same list only while main params and state keep their memory
         (``RuleState.mains``), checked settings are the same object while they are equal
         (:meth:`check_groups`). A plan for other threads has settings of its own, and is made anew.
         """
-        last: _Steady | None = self.rows.groups[share.group].last_launch
+        kept = self.rows.groups[share.group].together(share.positions)
+        last: _Steady | None = None if kept is None else kept.launch
         if (
             last is not None
             and last.share is share
@@ -268,14 +269,17 @@ class RuleExecutor(Executor):
     ) -> None:
         """Keep a launch for the next step, if all that it is made of but gradients may stay: not
         copies of what is not contiguous, nor tensors whose memory others may move."""
-        known, checked = self.rows.groups[share.group], self._checked.get(share.group)
+        kept = self.rows.groups[share.group].together(share.positions)
+        checked = self._checked.get(share.group)
         lists, mains = planned.lists, planned.mains
         stays = lists.main is mains and lists.output is planned.outputs
         is_own = settings is not self.param_groups[share.group]
-        if stays and checked is not None and mains is known.steady_mains and not is_own:
+        if kept is None or checked is None or is_own or not stays:
+            return
+        if mains is kept.mains:
             updates = replace(planned.updates, grads=())
             planned = planned._replace(updates=updates, lists=replace(lists, grad=[]))
-            known.last_launch = _Steady(share, mains, checked, outputs, planned)
+            kept.launch = _Steady(share, mains, checked, outputs, planned)
 
     def _again(
         self, last: PlannedLaunch, updates: SlotUpdates, step: float, multiplier: Multiplier

@@ -46,7 +46,7 @@ class ForeignExecutor(Executor):
         self._bound = [list(group["params"]) for group in self.param_groups]
         self._own_positions: dict[int, dict[int, int]] = {}
 
-    def step_together(self, group: int, positions: Sequence[int]) -> None:
+    def has_only(self, group: int, positions: Sequence[int]) -> None:
         self._own_positions[group] = {given: own for own, given in enumerate(positions)}
 
     def _own(self, slot: Slot) -> Slot:

@@ -58,6 +58,39 @@ Allocate = Callable[[Sequence[Form]], list[Tensor]]
 """Makes zeroed tensors of some forms."""
 
 
+class SteppedTogether:
+    """Slots of a group that are mostly stepped at a time, and what is kept of that for the next
+    time: those of one place, or of one bucket there.
+
+    Attributes:
+        positions: of the slots, in order.
+        count: how often each of them was stepped, if it is known to be the same for all.
+        mains: what is stepped, if these are this package's own tensors and not a model's
+            parameters, whose memory others may move (``param.data = ...``).
+        lists: state tensors by key.
+        launch: what the executor made for them, as long as it can be used again.
+    """
+
+    def __init__(self, positions: Iterable[int]) -> None:
+        self.positions = list(positions)
+        self.count: float | None = None
+        self._known: Sequence[int] | None = None
+        self.replaced()
+
+    def replaced(self) -> None:
+        """Forget tensors: some are others now, or have other memory, and what is kept here keeps
+        the memory alive that they had."""
+        self.lists: dict[str, CachedTensorList] = {}
+        self.mains: CachedTensorList | None = None
+        self.launch: Any = None
+
+    def are(self, positions: Sequence[int]) -> bool:
+        """Whether these are just the positions, in order. The same list is compared once."""
+        if positions is not self._known and positions == self.positions:
+            self._known = positions
+        return positions is self._known
+
+
 class GroupState:
     """State of one param group.
 
@@ -67,10 +100,6 @@ class GroupState:
             is a view of it.
         slots: state tensors of each slot; empty until they are read.
         mains, shapes: the tensor each slot's state was last found to fit, and its shape then.
-        steady_mains: those that are stepped together, if they are this package's own tensors and
-            not a model's parameters, whose memory others may move (``param.data = ...``).
-        last_launch: what the executor made for all of them, as long as it can be used again. It
-            keeps memory alive, so it goes with the first tensor that is given other memory.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -80,40 +109,40 @@ class GroupState:
         self.slots: list[dict[str, Tensor]] = [{} for _ in range(count)]
         self.mains: list[Tensor | None] = [None] * count
         self.shapes: list[torch.Size | None] = [None] * count
-        self.steady_mains: CachedTensorList | None = None
-        self.last_launch: Any = None
-        self._lists: dict[str, CachedTensorList] = {}
-        self._common: tuple[float, int] | None = None
-        self.step_together(range(count))
+        self._version = self.steps._version
+        self._together: list[SteppedTogether] = []  # of each slot
+        self.step_together([])
 
-    def step_together(self, positions: Sequence[int]) -> None:
-        """These are mostly stepped at a time: lists of their tensors are kept."""
-        self._positions, self._members = list(positions), frozenset(positions)
-        self._known: Sequence[int] | None = None
-        self.replaced()
+    def step_together(self, sets: Iterable[Sequence[int]]) -> None:
+        """The slots at each of these positions are mostly stepped at a time, and so are those that
+        are left."""
+        found: dict[int, SteppedTogether] = {}
+        for positions in sets:
+            found |= dict.fromkeys(positions, SteppedTogether(positions))
+        every = range(len(self.slots))
+        rest = SteppedTogether(position for position in every if position not in found)
+        self._together = [found.get(position, rest) for position in every]
 
-    def are_together(self, positions: Sequence[int]) -> bool:
-        """Whether these are just those that are mostly stepped at a time, in order. The same list
-        is compared once."""
-        if positions is not self._known and positions == self._positions:
-            self._known = positions
-        return positions is self._known
+    def together(self, positions: Sequence[int]) -> SteppedTogether | None:
+        """What is kept for slots that are mostly stepped at a time, if these are all of them."""
+        kept = self._together[positions[0]]
+        return kept if kept.are(positions) else None
 
     def tensors(self, name: str, positions: Sequence[int]) -> list[Tensor]:
-        """State tensors of that name; the same list every time as long as all slots are asked
-        for."""
-        if not self.are_together(positions):
+        """State tensors of that name; the same list every time for what is stepped together."""
+        kept = self.together(positions)
+        if kept is None:
             return [self.slots[position][name] for position in positions]
-        if name not in self._lists:
+        if name not in kept.lists:
             tensors = CachedTensorList(self.slots[position][name] for position in positions)
-            self._lists[name] = tensors.hold()
-        return self._lists[name]
+            kept.lists[name] = tensors.hold()
+        return kept.lists[name]
 
     def replaced(self, positions: Iterable[int] | None = None) -> None:
         """Forget lists of tensors: at some positions, or anywhere, there are others now."""
-        if positions is None or not self._members.isdisjoint(positions):
-            self._lists.clear()
-            self.steady_mains = self.last_launch = None
+        every = self._together
+        for kept in set(every if positions is None else map(every.__getitem__, positions)):
+            kept.replaced()
 
     def was_stepped(self, position: int) -> bool:
         """Whether a slot was ever stepped."""
@@ -122,32 +151,41 @@ class GroupState:
 
     def count(self, positions: Sequence[int], by: int = 1) -> None:
         """Add a step to the given slots; -1 takes it back."""
-        common = self._common_count() if self.are_together(positions) else None
+        self._notice_writes()
+        kept = self.together(positions)
+        if kept is None:
+            self._forget_counts()
+        elif kept.count is not None:
+            kept.count += by
         if len(positions) == len(self.slots):
             self.steps += by
         else:
             self.steps[torch.tensor(positions, device="cpu")] += by
-        self._common = None if common is None else (common + by, self.steps._version)
+        self._version = self.steps._version
 
     def counts(self, positions: Sequence[int]) -> list[float]:
         """How often each of the given slots was stepped; of those that are mostly stepped at a time
         a single number if it is the same for all."""
-        together = self.are_together(positions)
-        if together and (common := self._common_count()) is not None:
-            return [common]
+        self._notice_writes()
+        kept = self.together(positions)
+        if kept is not None and kept.count is not None:
+            return [kept.count]
         of_all: list[float] = self.steps.tolist()
         counts = [of_all[position] for position in positions]
-        if together and len(set(counts)) == 1:
-            self._common = counts[0], self.steps._version
+        if kept is not None and len(set(counts)) == 1:
+            kept.count = counts[0]
             return counts[:1]
         return counts
 
-    def _common_count(self) -> float | None:
-        """The count of what is stepped together if it is known to be the same. Slots' ``step`` are
-        views, so torch counts who writes them."""
-        if self._common is None or self._common[1] != self.steps._version:
-            return None
-        return self._common[0]
+    def _notice_writes(self) -> None:
+        """Slots' ``step`` are views of the counts, so torch counts who writes them."""
+        if self.steps._version != self._version:
+            self._version = self.steps._version
+            self._forget_counts()
+
+    def _forget_counts(self) -> None:
+        for kept in set(self._together):
+            kept.count = None
 
 
 class RuleState:
@@ -340,16 +378,16 @@ class RuleState:
     def mains(self, index: int, positions: Sequence[int]) -> CachedTensorList:
         """The plain tensors to step at some positions of a group, with state that fits them."""
         params, group_state = self.param_groups[index]["params"], self.groups[index]
-        together = group_state.are_together(positions)
+        kept = group_state.together(positions)
         tensors, fitting = list(params), group_state.mains
         shapes = group_state.shapes
-        if not together or len(positions) < len(params):
+        if kept is None or len(positions) < len(params):
             tensors = [params[position] for position in positions]
             fitting = [group_state.mains[position] for position in positions]
             shapes = [group_state.shapes[position] for position in positions]
         same = all_same(tensors, fitting)
-        if same and together and group_state.steady_mains is not None:
-            return group_state.steady_mains
+        if same and kept is not None and kept.mains is not None:
+            return kept.mains
         mains = CachedTensorList(tensors if are_plain(tensors) else map(local_tensor, tensors))
         if not (same and list(map(Tensor.size, mains)) == shapes):
             self.allocate_state([Slot(index, position) for position in positions])
@@ -363,8 +401,8 @@ class RuleState:
                     "float32, and bfloat16 with store_param_remainders=True; wrap it in "
                     "Float16OptimizerWithFloat16Params, or use get_megatron_optimizer"
                 )
-        if together and set(map(type, tensors)) == {Tensor}:
-            group_state.steady_mains = mains.hold()
+        if kept is not None and set(map(type, tensors)) == {Tensor}:
+            kept.mains = mains.hold()
         return mains
 
     def moment_keys(self, index: int, positions: Sequence[int]) -> Sequence[tuple[str, ...]]:
