@@ -126,8 +126,8 @@ class PlacedExecutor(Executor):
         """All that steps, each once."""
         return [self.parts[place] for place in self.optimizers]
 
-    def stepper_of(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
-        return self.part_at(place).stepper_of(group, place, device)
+    def carried_out_by(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
+        return self.part_at(place).carried_out_by(group, place, device)
 
     def _group_of(self, index: int, place: Place, is_ours: bool) -> dict[str, Any]:
         """A group as the optimizer of a place is given it: one of this package has all slots, as

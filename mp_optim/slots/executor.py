@@ -134,7 +134,7 @@ class Executor:
         return "device"
 
     @abstractmethod
-    def stepper_of(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
+    def carried_out_by(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
         """Name of what steps the slots of a group that are in a place, and why.
 
         Args:

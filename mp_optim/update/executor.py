@@ -373,7 +373,7 @@ class RuleExecutor(Executor):
         self._plain = backend
         return backend, why
 
-    def stepper_of(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
+    def carried_out_by(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
         found = self.backend_for(_HOST if place == "host" else device)
         return self.rule.carried_out_by(*found, self.param_groups[group], self.workspace)
 

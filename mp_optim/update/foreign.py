@@ -107,7 +107,7 @@ class ForeignExecutor(Executor):
     def check_settings(self, group: dict[str, Any]) -> None:
         check_schedule(group)
 
-    def stepper_of(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
+    def carried_out_by(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
         return self.label, "given by the caller; gets FP32 gradients"
 
     def state_of(self, slot: Slot) -> SlotState:

@@ -368,7 +368,7 @@ def test_native_kernels_are_shown_and_tell_autograd():
     param = nn.Parameter(random((40, 33)))
     for backend in ("auto", "native"):
         optimizer = Adafactor([param], backend=backend)
-        assert optimizer.executor.stepper_of(0, "device", torch.device("cpu"))[0] == "native"
+        assert optimizer.executor.carried_out_by(0, "device", torch.device("cpu"))[0] == "native"
         version, param.grad = param._version, random((40, 33), 1)
         optimizer.step()
         assert param._version > version

@@ -88,7 +88,7 @@ def stepped(backend: str, form: dict[str, Any], grads: torch.dtype) -> list[Tens
                 for at, shape in enumerate(form["shapes"])
             ]
         )
-    assert optimizer.executor.stepper_of(0, "device", torch.device(device))[0] == backend
+    assert optimizer.executor.carried_out_by(0, "device", torch.device(device))[0] == backend
     state = [
         tensor
         for param in params
