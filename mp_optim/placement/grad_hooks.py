@@ -154,7 +154,7 @@ class OwnGrads:
     Args:
         on_grad_ready: is told of them.
         output: what receives a slot's stepped value, if that is not what is stepped.
-        push_hyperparams: see :class:`~mp_optim.slots.host_part.GradientSource`.
+        share_settings: see :class:`~mp_optim.slots.host_part.GradientSource`.
     """
 
     def __init__(
@@ -162,10 +162,10 @@ class OwnGrads:
         owner: Executor,
         on_grad_ready: Callable[..., None],
         output: Callable[[Slot, Tensor | None], Tensor | None],
-        push_hyperparams: Callable[[], None],
+        share_settings: Callable[[], None],
     ) -> None:
         self._owner, self._report, self._output = owner, on_grad_ready, output
-        self.push_hyperparams = push_hyperparams
+        self.share_settings = share_settings
         self._hooks = GradHooks(self._on_grad)
         self._watched: list[tuple[Slot, Tensor]] = []
 

@@ -70,13 +70,13 @@ class PlacedExecutor(Executor):
         classes: Mapping[Place, type[torch.optim.Optimizer]],
         arguments: dict[str, Any],
         settings: HostStepSettings,
-        push_settings: Callable[[], None],
+        share_settings: Callable[[], None],
     ) -> None:
         """Place the slots of the first groups, and build what steps them.
 
         Args:
             classes: of the optimizers of both places. arguments: for each of them.
-            push_settings: makes the groups here and in the parts alike, as long as nothing wraps
+            share_settings: makes the groups here and in the parts alike, as long as nothing wraps
                 the optimizer.
         """
         placed, offloaded = self._placed, self._how.sub_place
@@ -98,7 +98,7 @@ class PlacedExecutor(Executor):
         self._how.check(part, named, placed.is_offloaded, settings)
         self.stepper = Stepper(self._how, part, placed.host_slots(), placed.bind, settings)
         report = self.stepper.on_grad_ready
-        self.stepper.connect(OwnGrads(self, report, placed.output, push_settings))
+        self.stepper.connect(OwnGrads(self, report, placed.output, share_settings))
         self._watch()
 
     def _offloaded_forms(self) -> Iterator[tuple[int, torch.dtype]]:

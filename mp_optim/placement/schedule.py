@@ -184,7 +184,7 @@ class Schedule:
         """Whether those that work would have been begun with cannot be, or those of now."""
         try:
             self._part.check_groups()
-            self.source.push_hyperparams()
+            self.source.share_settings()
             self._part.check_groups()
         except (TypeError, ValueError):
             return True
@@ -201,7 +201,7 @@ class Schedule:
 
     def _iteration_of_now(self) -> Iteration:
         if self.iteration is None:
-            self.source.push_hyperparams()
+            self.source.share_settings()
             self._part.check_groups()
             self._bind_tensors()
             multiplier = self.source.predicted_multiplier()

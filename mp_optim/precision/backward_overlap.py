@@ -44,7 +44,7 @@ class BackwardOverlap:
 
     Args:
         wrapper: whose gradients. executor: steps for it.
-        sum_of_squares, push_hyperparams: see :class:`~mp_optim.slots.host_part.GradientSource`.
+        sum_of_squares: see :class:`~mp_optim.slots.host_part.GradientSource`.
 
     Attributes:
         host: what may begin to work during backward.
@@ -57,13 +57,12 @@ class BackwardOverlap:
         executor: Executor,
         table: SlotTable,
         sum_of_squares: Callable[[Sequence[Tensor]], Tensor],
-        push_hyperparams: Callable[[], None],
         releases: bool,
     ) -> None:
         self._wrapper, self._executor = wrapper, executor
         self._table = table
         self.sum_of_squares = sum_of_squares
-        self.push_hyperparams = push_hyperparams
+        self.share_settings = wrapper.share_settings
         self._is_offloaded: list[bool] = []
         self._index: dict[int, int] = {}  # of each parameter, by id
         self._hooks = GradHooks(self._on_backward)

@@ -212,7 +212,6 @@ class WrappedOptimizer(MegatronOptimizer):
             self.executor,
             self.table,
             partial(_sum_of_squares, config.fused_backend),
-            self.share_settings,
             config.release_gradients,
         )
         # some rank may have other norm groups and settings: all are asked at the next step

@@ -31,8 +31,8 @@ class TransferBytes:
 class GradientSource(Protocol):
     """The layer that has the gradients."""
 
-    def push_hyperparams(self) -> None:
-        """Bring settings down to the optimizer that steps; called before a step is begun early."""
+    def share_settings(self) -> None:
+        """Make settings here and of what steps the same; called before a step is begun early."""
 
     def predicted_multiplier(self) -> float:
         """What gradients will be multiplied with, in FP32, if nothing is clipped or skipped."""
