@@ -108,7 +108,7 @@ class DistributedOptimizer(CompositeOptimizer):
         self.averages.shares.append(self._model.share)
         _show_settings(self, sharded=not self._model.steps_everything)
         # a listener makes backward wait for earlier reductions
-        if self.early_work.hosts:
+        if self.early_work.steppers:
             self.grad_reducer.on_reduced = lambda bucket: self.shards.gradients_ready(
                 self._model.tensors[bucket]
             )

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 
 from mp_optim.placement.double_buffer import BackLaunch
-from mp_optim.placement.grad_hooks import GradVersion
+from mp_optim.placement.grad_hooks import Claim, GradVersion
 from mp_optim.placement.staging import Buckets, Staging
 from mp_optim.placement.timeline import WAIT_COPIES, StepTimeline
 from mp_optim.placement.worker import Job, Worker, WorkerError
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
-from mp_optim.slots.host_part import Claim
 
 
 class JobResult(NamedTuple):

@@ -1,11 +1,12 @@
-"""Notices that a parameter's gradient is ready, and tells whether a gradient is still the one that
-was ready."""
+"""Notices that a parameter's gradient is ready, for what works during backward; and tells whether
+a gradient is still the one that was ready."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -146,15 +147,52 @@ def final_in_backward(param: Tensor) -> bool:
     return isinstance(param, DTensor) and param.device_mesh.size() == dist.get_world_size()
 
 
+class GradientSource(Protocol):
+    """The layer that has the gradients."""
+
+    def share_settings(self) -> None:
+        """Make settings here and of what steps the same; called before a step is begun early."""
+
+    def predicted_multiplier(self) -> float:
+        """What gradients will be multiplied with, in FP32, if nothing is clipped or skipped."""
+
+    def sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
+        """FP64 sum of squares of each tensor of a list on the host, shape (n,)."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A gradient that may be released: its parameter need not keep it once the host has it.
+
+    Attributes:
+        index: of the parameter. released: takes the gradient, by that index.
+    """
+
+    param: Tensor
+    grad: Tensor
+    index: int
+    released: dict[int, Tensor]
+
+    def is_there(self) -> bool:
+        """Whether it still is its parameter's gradient."""
+        return self.param.grad is self.grad
+
+    def release(self, held: Tensor) -> None:
+        """Let go of it: from now on it is this tensor on the host, which its download may still be
+        writing."""
+        self.released[self.index] = held
+        self.param.grad = None
+
+
 class OwnGrads:
     """The gradients of an optimizer that nothing wraps, for what steps them on the host: a
-    :class:`~mp_optim.slots.host_part.GradientSource`, with hooks on the parameters that are not
+    :class:`GradientSource`, with hooks on the parameters that are not
     stepped on the device.
 
     Args:
         on_grad_ready: is told of them.
         output: what receives a slot's stepped value, if that is not what is stepped.
-        share_settings: see :class:`~mp_optim.slots.host_part.GradientSource`.
+        share_settings: see :class:`GradientSource`.
     """
 
     def __init__(
@@ -190,5 +228,5 @@ class OwnGrads:
         return 1.0
 
     def sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
-        """See :class:`~mp_optim.slots.host_part.GradientSource`."""
+        """See :class:`GradientSource`."""
         return choose_backend("auto", grads[0].device)[0].sum_of_squares(grads)

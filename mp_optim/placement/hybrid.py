@@ -18,7 +18,7 @@ from mp_optim.placement.timeline import StepTimeline
 from mp_optim.placement.worker import occupy, worker_threads
 from mp_optim.process.transfer import Transfer, transfer_for
 from mp_optim.slots import Slot, iter_slots, local_tensor
-from mp_optim.slots.host_part import Place
+from mp_optim.slots.executor import Place
 from mp_optim.update import FusedAdam
 from mp_optim.update.optimizer import SlotOptimizer
 

@@ -15,7 +15,7 @@ from mp_optim.placement.settings import HostStepSettings
 from mp_optim.placement.sites import DeviceRing, HostSite, Site
 from mp_optim.placement.sources import FileSource, LentWindows, MemorySource, Source
 from mp_optim.placement.state_file import blocks_bytes
-from mp_optim.placement.timeline import WAIT_COPIES
+from mp_optim.placement.timeline import WAIT_COPIES, TransferBytes
 from mp_optim.placement.windows import (
     GRAD,
     IN_FLIGHT,
@@ -29,7 +29,7 @@ from mp_optim.placement.windows import (
 )
 from mp_optim.process.host_memory import aligned_bytes
 from mp_optim.slots import Slot, SlotUpdates
-from mp_optim.slots.host_part import Place, TransferBytes
+from mp_optim.slots.executor import Place
 from mp_optim.slots.slot_state import AVERAGE, REMAINDER
 from mp_optim.update.executor import RuleExecutor
 from mp_optim.update.kernel_args import MAIN

@@ -30,8 +30,7 @@ from mp_optim.slots import (
     param_at,
     with_names,
 )
-from mp_optim.slots.executor import Executor, Mode
-from mp_optim.slots.host_part import Place
+from mp_optim.slots.executor import Executor, Mode, Place
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.update import executor_of
@@ -311,7 +310,7 @@ class PlacedExecutor(Executor):
             source.follow()
 
 
-def host_stepper(executor: Executor) -> Stepper | None:
+def stepper_of(executor: Executor) -> Stepper | None:
     """What steps the offloaded slots of an executor, if it places any."""
     return executor.stepper if isinstance(executor, PlacedExecutor) else None
 

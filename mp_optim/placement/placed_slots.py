@@ -34,8 +34,7 @@ from mp_optim.slots import (
     same_memory,
     slot_name,
 )
-from mp_optim.slots.executor import Executor
-from mp_optim.slots.host_part import Place
+from mp_optim.slots.executor import Executor, Place
 from mp_optim.slots.param_attributes import shard_info
 from mp_optim.slots.seen_params import SeenParams
 from mp_optim.slots.tensor_layout import split_dims

@@ -21,6 +21,7 @@ from torch import Tensor
 from mp_optim.placement.arrivals import Arrivals, BackwardOrder, SecondLook
 from mp_optim.placement.backward_jobs import BackwardJob, Bucket, ReleasedGrads
 from mp_optim.placement.double_buffer import BackLaunch
+from mp_optim.placement.grad_hooks import Claim, GradientSource
 from mp_optim.placement.settings import HostStepSettings
 from mp_optim.placement.speculation import Ahead, same_launches
 from mp_optim.placement.staging import Buckets, BucketStep, Staging
@@ -29,7 +30,6 @@ from mp_optim.placement.worker import Worker, WorkerError
 from mp_optim.process.calls import warn
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
 from mp_optim.slots.executor import Executor
-from mp_optim.slots.host_part import Claim, GradientSource
 from mp_optim.update.launches import PlannedLaunch
 
 

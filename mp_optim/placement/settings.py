@@ -15,8 +15,7 @@ from mp_optim.placement.state_file import StateFile
 from mp_optim.placement.timeline import StepTimeline
 from mp_optim.process.transfer import Transfer
 from mp_optim.slots import Slot, local_tensor, update_of
-from mp_optim.slots.executor import Executor
-from mp_optim.slots.host_part import Place
+from mp_optim.slots.executor import Executor, Place
 from mp_optim.update.executor import RuleExecutor
 
 NamedParam = tuple[Slot, str, Tensor]

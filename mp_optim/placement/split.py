@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mp_optim.placement.plan import HostSlot, plan_offload
-from mp_optim.slots.host_part import Place
+from mp_optim.slots.executor import Place
 
 STEPS = 3
 """Of each trial. The first pays for what is made once, the shorter one of the others counts."""

@@ -27,6 +27,7 @@ from mp_optim.placement.double_buffer import (
     Key,
     MemoryMaker,
 )
+from mp_optim.placement.grad_hooks import Claim, GradientSource
 from mp_optim.placement.lanes import WindowLane, disk_bytes, state_bytes
 from mp_optim.placement.plan import DiskBytes, HostBytes, HostSlot
 from mp_optim.placement.schedule import Schedule
@@ -34,14 +35,13 @@ from mp_optim.placement.settings import HostStepSettings, OffloadedStep
 from mp_optim.placement.speculation import Ahead
 from mp_optim.placement.split import Split, StepTime, by_place
 from mp_optim.placement.staging import Buckets, BucketStep, Staging
-from mp_optim.placement.timeline import WAIT_COPIES, WAIT_DISK
+from mp_optim.placement.timeline import WAIT_COPIES, WAIT_DISK, TransferBytes
 from mp_optim.placement.windows import IN_FLIGHT
 from mp_optim.process.calls import in_own_modes
 from mp_optim.process.host_memory import zeros_beside
 from mp_optim.process.transfer import Transfer
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates, UpdateSelection, param_at
-from mp_optim.slots.executor import Executor
-from mp_optim.slots.host_part import Claim, GradientSource, Place, TransferBytes
+from mp_optim.slots.executor import Executor, Place
 from mp_optim.update.executor import RuleExecutor
 from mp_optim.update.kernel_args import MAIN
 

@@ -1,5 +1,5 @@
 """Where the time of a step goes: spans of named stages, which the profiler shows under the same
-names."""
+names; and how many bytes it moves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch.profiler import record_function
@@ -90,3 +91,18 @@ class StepTimeline:
         """What some stages of the last round took, in all threads."""
         spans = [span for span in self.last if span.stage in stages]
         return 1e3 * sum(span.end - span.start for span in spans)
+
+
+@dataclass
+class TransferBytes:
+    """Bytes that the last step moved between accelerator and host, and from and to a disk."""
+
+    down: int = 0
+    up: int = 0
+    read: int = 0
+    written: int = 0
+
+    def add(self, down: int = 0, up: int = 0, read: int = 0, written: int = 0) -> None:
+        """So many more."""
+        self.down, self.up = self.down + down, self.up + up
+        self.read, self.written = self.read + read, self.written + written

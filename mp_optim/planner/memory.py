@@ -20,7 +20,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.distributed.buckets import make_buckets
 from mp_optim.factory import build
 from mp_optim.groups.param_groups import ParamKey
-from mp_optim.placement.placed import PlacedExecutor, host_stepper
+from mp_optim.placement.placed import PlacedExecutor, stepper_of
 from mp_optim.precision import MegatronOptimizer, WrappedOptimizer
 from mp_optim.process.host_memory import page_locked_bytes
 from mp_optim.quantized import FLOAT8_DTYPES
@@ -346,8 +346,8 @@ def plan_rank(
         parts = [
             each for each in optimizer.chained_optimizers if isinstance(each, WrappedOptimizer)
         ]
-        hosts = [host_stepper(part.executor) for part in parts]
-        grads -= sum(host.released_bytes for host in hosts if host is not None)
+        steppers = [stepper_of(part.executor) for part in parts]
+        grads -= sum(each.released_bytes for each in steppers if each is not None)
     return replace(
         memory,
         accelerator=replace(memory.accelerator, model_params=model_params, grads=grads),

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mp_optim.placement.grad_hooks import GradHooks, final_in_backward
-from mp_optim.placement.placed import host_stepper
+from mp_optim.placement.grad_hooks import Claim, GradHooks, final_in_backward
+from mp_optim.placement.placed import stepper_of
 from mp_optim.placement.stepper import Stepper
 from mp_optim.placement.worker import WorkerError
 from mp_optim.precision.slot_table import GRADIENT_DTYPES, SlotTable
 from mp_optim.slots import are_plain, current_grad, local_tensor, param_at
 from mp_optim.slots.executor import Executor
-from mp_optim.slots.host_part import Claim
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.slots.param_attributes import has_main_grad
 from mp_optim.update.kernel_args import fp32
@@ -36,7 +35,7 @@ def _can_be_released(param: Tensor, grad: Tensor) -> bool:
 
 class BackwardOverlap:
     """The wrapper's gradients, for what steps them on the host: a
-    :class:`~mp_optim.slots.host_part.GradientSource`, with hooks on the model's parameters if
+    :class:`~mp_optim.placement.grad_hooks.GradientSource`, with hooks on the model's parameters if
     anything may be begun during backward.
 
     What was begun is only used where it is what the step would do, so nothing here can change a
@@ -44,10 +43,10 @@ class BackwardOverlap:
 
     Args:
         wrapper: whose gradients. executor: steps for it.
-        sum_of_squares: see :class:`~mp_optim.slots.host_part.GradientSource`.
+        sum_of_squares: see :class:`~mp_optim.placement.grad_hooks.GradientSource`.
 
     Attributes:
-        host: what may begin to work during backward.
+        stepper: steps the host part, if some of that may begin during backward.
         released: gradients that left their parameters' ``grad``, by index in the table.
     """
 
@@ -67,10 +66,10 @@ class BackwardOverlap:
         self._index: dict[int, int] = {}  # of each parameter, by id
         self._hooks = GradHooks(self._on_backward)
         self._inverse_scale: Callable[[], Tensor] | None = None
-        self.host: Stepper | None = None
-        if (host := host_stepper(executor)) is not None:
-            host.connect(self)
-            self.host = host if host.works_in_backward else None
+        self.stepper: Stepper | None = None
+        if (stepper := stepper_of(executor)) is not None:
+            stepper.connect(self)
+            self.stepper = stepper if stepper.works_in_backward else None
         self.released: dict[int, Tensor] = {}
         if releases:
             self._release()
@@ -82,7 +81,7 @@ class BackwardOverlap:
             ValueError: nothing is stepped during backward, or something gathers gradients in
                 ``main_grad``.
         """
-        if self.host is None:
+        if self.stepper is None:
             raise ValueError(
                 "release_gradients=True: the optimizer that steps does not work during backward; "
                 "give HybridDeviceOptimizer offload_mode='overlap' or 'speculative', or set it to "
@@ -95,11 +94,11 @@ class BackwardOverlap:
                     "belongs to what made it (Megatron's DistributedDataParallel) and cannot be "
                     "let go; set it to False"
                 )
-        self.host.release_gradients()
+        self.stepper.release_gradients()
 
     def follow(self, params: Sequence[Tensor]) -> None:
         """Have hooks on what is in the param groups now."""
-        if self.host is None:
+        if self.stepper is None:
             return
         if len(self._is_offloaded) != len(params):
             place_of = self._executor.place
@@ -116,12 +115,12 @@ class BackwardOverlap:
             self._report(index)
 
     def _report(self, index: int) -> None:
-        """Tell the host's part that a slot's gradient is what will be stepped, if there is one."""
+        """Tell the stepper that a slot's gradient is what will be stepped, if there is one."""
         table = self._table
         slot, param = table.slots[index], table.params[index]
         grad, wrapper = current_grad(param), self._wrapper
         if (
-            self.host is None
+            self.stepper is None
             or grad is None
             or wrapper.has_edited_lists()
             or param_at(wrapper.param_groups, slot) is not param
@@ -131,13 +130,13 @@ class BackwardOverlap:
             return  # what cannot be stepped is named in the step
         if grad.layout == torch.strided:
             update, claim = table.update(index, local_tensor(grad)), None
-            if self.host.schedule.releases and _can_be_released(param, grad):
+            if self.stepper.schedule.releases and _can_be_released(param, grad):
                 claim = Claim(param, grad, index, self.released)
-            self.host.on_grad_ready(update, claim, are_plain([grad]))
+            self.stepper.on_grad_ready(update, claim, are_plain([grad]))
 
     def ready(self, params: Sequence[Tensor] | None) -> None:
         """These parameters' gradients, or all, are what will be stepped."""
-        if self.host is None:
+        if self.stepper is None:
             return
         now = self._table.params
         chosen = now if params is None else params
@@ -149,19 +148,19 @@ class BackwardOverlap:
     def finish(self) -> None:
         """Wait for what was begun during backward. Raises what went wrong there, before anything
         was stepped. Costs nothing if it was done since the last gradient."""
-        if self.host is not None:
-            self.host.collect()
+        if self.stepper is not None:
+            self.stepper.collect()
 
     def forget_released(self) -> None:
         """Released gradients are of no use any more."""
         self.released.clear()
-        if self.host is not None:
-            self.host.forget_released()
+        if self.stepper is not None:
+            self.stepper.forget_released()
 
     def skip(self) -> None:
         """The verdict is to change nothing."""
-        if self.host is not None:
-            self.host.skip()
+        if self.stepper is not None:
+            self.stepper.skip()
 
     def sums_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
         """FP64 sum of squares of each gradient of one device, shape (n,): taken now where backward
@@ -170,9 +169,9 @@ class BackwardOverlap:
         Gradients on an accelerator are measured there: faster, and with the bits of that device's
           backend.
         """
-        if self.host is None or grads[0].device.type != "cpu":
+        if self.stepper is None or grads[0].device.type != "cpu":
             return self.sum_of_squares(grads)
-        known = [self.host.known_sum_of_squares(grad) for grad in grads]
+        known = [self.stepper.known_sum_of_squares(grad) for grad in grads]
         unknown = [index for index, value in enumerate(known) if value is None]
         values = [value or 0.0 for value in known]
         sums = torch.tensor(values, dtype=torch.float64, device="cpu")
@@ -193,12 +192,12 @@ class BackwardOverlap:
         """The loss scale may have changed: start to bring it to the host, for the prediction in the
         next backward."""
         scaler = self._wrapper.grad_scaler
-        if self.host is None or scaler is None or scaler.present_scale.device.type == "cpu":
+        if self.stepper is None or scaler is None or scaler.present_scale.device.type == "cpu":
             return
-        self._inverse_scale = self.host.fetch(scaler.inv_scale)
+        self._inverse_scale = self.stepper.fetch(scaler.inv_scale)
 
     def predicted_multiplier(self) -> float:
-        """See :class:`~mp_optim.slots.host_part.GradientSource`."""
+        """See :class:`~mp_optim.placement.grad_hooks.GradientSource`."""
         scaler = self._wrapper.grad_scaler
         if scaler is None:
             return 1.0
@@ -218,9 +217,9 @@ class EarlyWork:
         self.links: list[BackwardOverlap] = []
 
     @property
-    def hosts(self) -> list[Stepper]:
+    def steppers(self) -> list[Stepper]:
         """What works during backward."""
-        return [link.host for link in self.links if link.host is not None]
+        return [link.stepper for link in self.links if link.stepper is not None]
 
     def finish(self) -> None:
         """Wait for what was begun.
@@ -247,8 +246,8 @@ class EarlyWork:
 
     def discard(self) -> None:
         """Forget what was done."""
-        for host in self.hosts:
-            host.discard()
+        for stepper in self.steppers:
+            stepper.discard()
 
     def stop(self) -> None:
         """Forget what was done, and begin nothing more: the stack is let go."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from mp_optim.placement.placed import host_stepper
+from mp_optim.placement.placed import stepper_of
 from mp_optim.precision.slot_table import SlotTable
 from mp_optim.slots import ParamGroups, iter_slots, param_at
 from mp_optim.slots.executor import Executor
@@ -85,8 +85,8 @@ def describe(groups: ParamGroups, executor: Executor, table: SlotTable) -> Descr
     rows = []
     for kind, (slots, params, size) in counts.items():
         rows.append(replace(kind, slots=slots, params=params, bytes=size))
-    host = host_stepper(executor)
-    notes = () if host is None else host.notes()
+    stepper = stepper_of(executor)
+    notes = () if stepper is None else stepper.notes()
     if any(row.backend == "native" for row in rows):
         notes = (*notes, describe_threads(), describe_access())
     return Description(tuple(rows), notes)

@@ -205,12 +205,12 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         """Whether gradients that get ready are complete, so that ``offload_mode`` may begin to work
         on them. Otherwise that work is done again after the micro-batches that follow: right, but
         not hidden."""
-        return all(host.schedule.is_last_microbatch for host in self.early_work.hosts)
+        return all(each.schedule.is_last_microbatch for each in self.early_work.steppers)
 
     @is_last_microbatch.setter
     def is_last_microbatch(self, value: bool) -> None:
-        for host in self.early_work.hosts:
-            host.schedule.is_last_microbatch = value
+        for each in self.early_work.steppers:
+            each.schedule.is_last_microbatch = value
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.placement.placed import host_stepper
+from mp_optim.placement.placed import stepper_of
 from mp_optim.precision import cuda_graph
 from mp_optim.precision.averaged_weights import WeightSwap
 from mp_optim.precision.backward_overlap import BackwardOverlap
@@ -217,7 +217,7 @@ class WrappedOptimizer(MegatronOptimizer):
         # some rank may have other norm groups and settings: all are asked at the next step
         self._norm_groups: list[str] | None = None
         self._has_compared = False
-        if self.backward_link.host is not None:
+        if self.backward_link.stepper is not None:
             self.early_work.links.append(self.backward_link)
         self.backward_link.follow(self.get_parameters())
         if config.optimizer_cuda_graph:
@@ -271,13 +271,13 @@ class WrappedOptimizer(MegatronOptimizer):
         if self._host_swap.parked:
             raise RuntimeError("the optimizer is offloaded: call restore_from_cpu() before step()")
         link, mains = self.backward_link, self._mains
-        if link.host is not None:
+        if link.stepper is not None:
             link.finish()
         self.share_settings()
         self.executor.check_groups()
         mains.follow()
         mains.check_remainders(None)
-        if link.host is not None:
+        if link.stepper is not None:
             link.follow(self.table.params)
         selection, grads = self.table.grads(self.slot_name, link.released)
         if not all(self.table.bound):
@@ -403,7 +403,7 @@ class WrappedOptimizer(MegatronOptimizer):
         return Description(rows.rows, (*rows.notes, *graph_notes(self.graphed)))
 
     def metrics(self) -> dict[str, float]:
-        host, verdict = host_stepper(self.executor), self.counts.settle()
+        stepper, verdict = stepper_of(self.executor), self.counts.settle()
         norms = {
             f"grad_norm/{name}": norm for name, norm in verdict.norms.items() if name != EXCLUDED
         }
@@ -412,9 +412,9 @@ class WrappedOptimizer(MegatronOptimizer):
             "grad_norm": float("nan") if verdict.grad_norm is None else verdict.grad_norm,
             "loss_scale": 1.0 if scaler is None else float(scaler.present_scale),
             "multiplier": verdict.multipliers.get(MAIN, 0.0),
-            "bytes_down": 0 if host is None else host.transfer_bytes.down,
-            "bytes_up": 0 if host is None else host.transfer_bytes.up,
-            **({} if host is None else host.metrics()),
+            "bytes_down": 0 if stepper is None else stepper.transfer_bytes.down,
+            "bytes_up": 0 if stepper is None else stepper.transfer_bytes.up,
+            **({} if stepper is None else stepper.metrics()),
             **self.executor.metrics(),
             **norms,
             **self.counts.metrics(),
@@ -449,7 +449,7 @@ def agreed_sums(
     if not wrapper._has_compared:
         alike.check(config, wrapper.param_groups, device)
         wrapper._has_compared = True
-    known = link.sum_of_squares if link.host is None else link.sums_of_squares
+    known = link.sum_of_squares if link.stepper is None else link.sums_of_squares
     each = measure(grads, known, device)
     is_alone = ranks is None and len(all_keys) == 1 and not all_keys[0].shard_groups
     are_more = config.log_num_zeros_in_grad or config.log_param_grad_norms

@@ -21,11 +21,14 @@ from torch import Tensor
 from mp_optim.process.host_memory import beside, zeros
 from mp_optim.process.leases import before_writing
 from mp_optim.slots import ParamGroups, Slot, SlotUpdate, param_at, slot_name
-from mp_optim.slots.host_part import Place
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState
 
 Mode = Literal["train", "eval"]
+
+Place = Literal["device", "host", "streamed"]
+"""Where a slot is stepped: where its parameter lies, with its main param and state beside it
+(``device``) or brought there from host memory for the step (``streamed``); or in host memory."""
 
 
 class Executor:

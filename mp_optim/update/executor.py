@@ -22,8 +22,7 @@ from mp_optim.slots import (
     all_same,
     stream_of,
 )
-from mp_optim.slots.executor import Executor
-from mp_optim.slots.host_part import Place
+from mp_optim.slots.executor import Executor, Place
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.update.backends import Backend, check_forms, choose_backend, rule_note
 from mp_optim.update.codecs import Noise, mix

@@ -15,8 +15,7 @@ from mp_optim.process.calls import in_own_modes
 from mp_optim.process.host_memory import as_tensor
 from mp_optim.process.leases import before_writing, is_lending
 from mp_optim.slots import DeviceMultiplier, Slot, SlotUpdate, iter_slots
-from mp_optim.slots.executor import Executor, Mode
-from mp_optim.slots.host_part import Place
+from mp_optim.slots.executor import Executor, Mode, Place
 from mp_optim.slots.slot_state import STEP, SlotState, State, check_state, check_step
 from mp_optim.update.optimizer import SlotOptimizer
 
