@@ -32,10 +32,9 @@ from mp_optim.slots import (
 )
 from mp_optim.slots.executor import Executor, Mode, Place
 from mp_optim.slots.interrupted_step import StepMark
-from mp_optim.slots.slot_state import SlotState
+from mp_optim.slots.slot_state import SlotState, WithMainParam
 from mp_optim.update import executor_of
 from mp_optim.update.optimizer import SlotOptimizer
-from mp_optim.update.state_format import WithMainParam
 
 
 class PlacedExecutor(Executor):

@@ -13,15 +13,23 @@ from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.shards import is_cut
 from mp_optim.config.rules import is_elementwise
+from mp_optim.process.host_memory import same_values
 from mp_optim.process.leases import before_writing
 from mp_optim.quantized import holds, is_quantized, quantize_
 from mp_optim.slots import Slot, local_tensor, param_at
 from mp_optim.slots.executor import Executor
-from mp_optim.slots.slot_state import MASTER, REMAINDER, SlotState, State, without_blocks
+from mp_optim.slots.slot_state import (
+    MASTER,
+    REMAINDER,
+    SlotState,
+    State,
+    WithMainParam,
+    without_blocks,
+)
 from mp_optim.slots.state_dict import names_in_words
 from mp_optim.update.codecs import split_
 from mp_optim.update.measures import checksums_of
-from mp_optim.update.state_format import WithMainParam, joined, unpacked
+from mp_optim.update.state_format import joined, unpacked
 
 
 def as_sharded(local: Tensor, param: Tensor, key: str = "") -> Tensor:
@@ -54,11 +62,6 @@ def as_local_state(state: dict[str, Any]) -> dict[str, Any]:
         key: local_tensor(value) if isinstance(value, Tensor) else value
         for key, value in state.items()
     }
-
-
-def same_values(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one device hold equal numbers, nan among them."""
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def stands_for(main: Tensor, param: Tensor) -> bool:

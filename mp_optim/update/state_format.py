@@ -14,16 +14,13 @@ from mp_optim.config.combinations import ROUNDS_AVERAGES
 from mp_optim.config.rules import FIRST_MOMENT_DTYPES, SECOND_MOMENT_DTYPES, moment_of
 from mp_optim.config.state_forms import CODED, blocks_of, packed_bytes
 from mp_optim.process.host_memory import Form, same_values, zeros
-from mp_optim.process.leases import before_writing
-from mp_optim.slots import local_tensor
 from mp_optim.slots.slot_state import (
     AVERAGE,
     MASTER,
     REMAINDER,
     SECOND,
-    SlotState,
     State,
-    check_fits,
+    as_master,
     is_scale,
     scale_key,
 )
@@ -236,22 +233,6 @@ def _can_be_read(saved: Tensor, scale: Any, convert: bool) -> bool:
     )
 
 
-def as_master(label: str, saved: Any, convert: bool) -> Tensor:
-    """A saved main param in FP32.
-
-    Raises:
-        ValueError: it is none, or would lose bits and ``convert`` is false.
-    """
-    has_values = isinstance(saved, Tensor) and not (saved.is_complex() or saved.is_meta)
-    narrow = has_values and saved.is_floating_point() and saved.dtype != torch.float64
-    if not (narrow or (has_values and convert)):
-        shape = getattr(saved, "shape", torch.Size())
-        form = torch.empty(shape, dtype=torch.float32, device="meta")
-        check_fits(f"{label}.{MASTER}", form, saved)
-    value: Tensor = saved.float()
-    return value
-
-
 def _same_scales(saved: Tensor | None, own: Tensor | None) -> bool:
     return saved is own if saved is None or own is None else saved.shape == own.shape
 
@@ -400,83 +381,3 @@ def stepped_without(label: str, moment: str, decided: str) -> ValueError:
         f"{label} was stepped without {moment}, which {decided} needs; set back what made it "
         "needless, or give the group the new value from its first step on; nothing was stepped"
     )
-
-
-# -- beside the FP32 main param of a parameter of fewer bits --------------------------------------
-
-
-class WithMainParam(SlotState):
-    """The state that an executor keeps and, under ``master_param``, the main param.
-
-    Args:
-        below: what the executor keeps.
-        name: of the slot, for messages.
-        main: the live main param; None if nothing is shown beside the state.
-        missing: what to say of a saved state that has no main param.
-    """
-
-    def __init__(self, below: SlotState, name: str, main: Tensor | None, missing: str) -> None:
-        self.below, self.name = below, name
-        self._main, self._missing = main, missing
-
-    def _beside_main(self, state: State) -> State:
-        return state if self._main is None else {**state, MASTER: self._main}
-
-    def tensors(self) -> State:
-        return self._beside_main(self.below.tensors())
-
-    def shown(self) -> State:
-        return self._beside_main(self.below.shown())
-
-    def full_precision(self) -> State:
-        return self._beside_main(self.below.full_precision())
-
-    def is_required(self) -> bool:
-        return self._main is not None or self.below.is_required()
-
-    def takes_any(self) -> bool:
-        return self.below.takes_any()
-
-    def in_blocks(self) -> set[str]:
-        return self.below.in_blocks()
-
-    def fit(self, saved: State, convert: bool) -> State:
-        if self._main is None:
-            return self.below.fit(saved, convert)
-        rest, main = _split(saved)
-        fitted = self.below.fit(rest, convert)
-        if main is None:
-            return fitted
-        value = as_master(self.name, main, convert)
-        if AVERAGE in fitted and AVERAGE not in saved:  # it starts from the main param
-            fitted = {**fitted, AVERAGE: value.to(fitted[AVERAGE].dtype)}
-        return {**fitted, MASTER: value}
-
-    def check(self, state: State) -> None:
-        rest = state
-        if self._main is not None:
-            if MASTER not in state:
-                raise ValueError(self._missing)
-            rest, main = _split(state)
-            check_fits(f"{self.name}.{MASTER}", self._main, main)
-        self.below.check(rest)
-
-    def check_values(self, key: str, values: Tensor) -> None:
-        self.below.check_values(key, values)
-
-    def load(self, state: State) -> None:
-        if self._main is None:
-            self.below.load(state)
-            return
-        rest, main = _split(state)
-        self.below.load(rest)
-        if main is not None:
-            before_writing([self._main])
-            self._main.copy_(main)
-
-
-def _split(state: State) -> tuple[State, Any]:
-    """A state without its main param, and that."""
-    rest = dict(state)
-    main = rest.pop(MASTER, None)
-    return rest, local_tensor(main) if isinstance(main, Tensor) else main

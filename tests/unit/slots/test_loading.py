@@ -7,8 +7,7 @@ import torch
 
 from mp_optim import FusedAdam
 from mp_optim.slots import Slot
-from mp_optim.slots.slot_state import SlotState
-from mp_optim.update.state_format import WithMainParam
+from mp_optim.slots.slot_state import SlotState, WithMainParam
 from support.models import build, train
 
 
