@@ -279,8 +279,18 @@ class SlotTable:
 
     def update(self, index: int, grad: Tensor) -> SlotUpdate:
         """One slot's update, but for the multiplier, which is not known yet."""
-        alone = self.select([index])
-        return alone.step_by([grad], {alone.keys[0].group: 1.0})[0]
+        param, key = self.params[index], self.keys[index]
+        output = None
+        if self.separate[index] and not self.quantized[index]:
+            output = param if are_plain([param]) else local_tensor(param)
+        return SlotUpdate(
+            self.slots[index],
+            grad,
+            output=output,
+            shard_groups=key.shard_groups,
+            stream=self.streams[index],
+            layout=self.layouts[index],
+        )
 
     def select(self, indices: list[int]) -> Selection:
         """Some slots as they are now."""
