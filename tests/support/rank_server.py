@@ -18,11 +18,12 @@ import sys
 from dataclasses import dataclass
 
 _TORCH = (
+    "torch._dynamo",  # torch.optim imports it at its first use, which takes a second
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
 )
-"""What the workers import of it."""
+"""What the workers import of it, and it imports when they use it."""
 
 
 @dataclass(frozen=True)

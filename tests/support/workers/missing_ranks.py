@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+# torch.optim imports it at its first use, which takes a second: once is enough
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
