@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up .venv, then everything that has to pass. Arguments go on to pytest; with them coverage is not enforced.
+# Set up .venv, then everything that has to pass. Arguments go on to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/setup_env.sh dev
@@ -22,14 +22,14 @@ rm -r "$site"
 PYTHONPATH=tests python -m support.tritons --fetch || true
 if [ "$#" -gt 0 ]; then
     echo "== pytest"
-    exec python -m pytest --cov=mp_optim --cov-report=term "$@"
+    exec python -m pytest "$@"
 fi
 echo "== the package as it is released"
 wait "$smoke" && cat "$log" || { cat "$log"; exit 1; }
 # One process a core, one thread each; tests of threads ask for theirs.
 export OMP_NUM_THREADS=1
 echo "== pytest"
-python -m pytest -n auto -m "not slow" --durations=40 --cov=mp_optim --cov-report=term --cov-fail-under=90
+python -m pytest -n auto -m "not slow" --durations=40
 # Again without the native kernels: all tests that step something and do not choose level or backend themselves. The
-# other levels of this CPU, and what is marked slow, are for the night (python tests/lab nightly).
+# other levels of this CPU, what is marked slow, and coverage are for the night (python tests/lab nightly).
 python tests/lab levels off
