@@ -21,7 +21,8 @@ _find_python() {
     return 1
 }
 
-_pip() { "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
+# 19,000 modules come with the extra `dev`: Python compiles those that are used, at their first import.
+_pip() { "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }
 
 _install_torch() {
     if "$VENV/bin/python" -c 'import torch' >/dev/null 2>&1; then
