@@ -9,10 +9,12 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 _WAITS = (
@@ -130,6 +132,27 @@ def _compiled(tree: ast.Module, module: str, name: str) -> CodeType:
         inner = (c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == part)
         code = next(inner)
     return code
+
+
+@contextmanager
+def called(sites: Sequence[Site]) -> Iterator[set[Site]]:
+    """The sites whose functions are called meanwhile, in this thread and in those that begin."""
+    sites_of: dict[CodeType, list[Site]] = {}
+    for site in sites:
+        sites_of.setdefault(_live(site.module, site.function).__code__, []).append(site)
+    found: set[Site] = set()
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code in sites_of:
+            found.update(sites_of[frame.f_code])
+
+    threading.setprofile(look)
+    sys.setprofile(look)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
 
 
 @contextmanager
