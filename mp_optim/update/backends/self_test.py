@@ -37,12 +37,13 @@ _SETTINGS = {"lr": _LR, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True}
 _MULTIPLIER, _FACTOR = fp32(0.37), fp32(0.011)
 _BFLOAT16_UNIT = 2.0**-7
 
-SIZES = (0, 1, 257, 2048 + 5, 16384, 2 * 8192 + 2048 + 3)
+SIZES = (0, 1, 257, 1024 + 256 + 16, 16384, 2 * 8192 + 2048 + 3)
 """Elements of the tensors that a backend is tried on.
 
-NOTE: they follow the kernels, and change with them: a whole tile of Triton's is 2048 elements at
-most, its chunks are 8192, those of its sums 16384; native's and the libraries' are smaller, or
-65536 (``multi_tensor``), of which one is as good as another.
+NOTE: they follow the kernels, and change with them: a whole tile of Triton's is 1024 elements, and
+the rest of a tensor that ends at a multiple of 16 goes another way; its chunks are 8192, those of
+its sums 16384; native's and the libraries' are smaller, or 65536 (``multi_tensor``), of which one
+is as good as another.
 """
 
 INTERPRETED_SIZES = (0, 257)

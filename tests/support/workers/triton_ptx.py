@@ -175,8 +175,9 @@ def backend_for(arch: int, compiled: list[Compiled]) -> backend.TritonBackend:
 
 
 def wide(kernel: str, case: Case, keys: tuple[str, ...]) -> dict[str, int]:
-    """How many accesses of 16 bytes, and of 8 where it has no more of a tensor, a thread needs for
-    its elements of an unmasked tile, or chunk of a sum."""
+    """How many accesses of 16 bytes, and of 8 where it takes no more of a tensor at once, a thread
+    needs for its elements of a tile, or chunk of a sum: an unmasked one, and but for LAMB's first
+    kernel one whose mask is alike in runs of 16."""
     if not case.aligned:
         return {"ld": 0, "st": 0, "ld half": 0, "st half": 0}
     kept = dict(zip(keys, (*case.moments, case.moments[0]), strict=False))
@@ -185,10 +186,9 @@ def wide(kernel: str, case: Case, keys: tuple[str, ...]) -> dict[str, int]:
     average = [] if case.average is None else [case.average]
     read = [case.grad, *main, *moments, *average]
     written = [*main, *moments, case.output, *average]
-    if moments and moments[0] == torch.uint8:
-        # 4-bit codes: the masked tile, too, reads runs, and a thread writes four bytes
-        read.append(moments[0])
-        written.remove(moments[0])
+    is_packed = bool(moments) and moments[0] == torch.uint8
+    if is_packed:
+        written.remove(torch.uint8)  # 4-bit codes: a thread writes four bytes
     if kernel == "lamb_moments":
         written = moments
     elif kernel == "lamb_apply":
@@ -201,27 +201,34 @@ def wide(kernel: str, case: Case, keys: tuple[str, ...]) -> dict[str, int]:
         read, written = [case.grad], []
     elif kernel == "run_sums":
         read, written = [], []
-    elements = elements_of(kernel, case, [*moments, None, None, None][:3])
+    elements, run = elements_of(kernel, case, [*moments, None, None, None][:3])
+    tiles = 1 if kernel == "lamb_moments" else 2
 
     def accesses(dtypes: list[torch.dtype | None], verb: str) -> dict[str, int]:
-        sizes = [dtype.itemsize * elements for dtype in dtypes if dtype is not None]
-        return {
-            verb: sum(size // 16 for size in sizes),
-            f"{verb} half": sum(size % 16 == 8 for size in sizes),
-        }
+        found = {16: 0, 8: 0}
+        for dtype in filter(None, dtypes):
+            width = min(16, dtype.itemsize * run)
+            if width >= 8:
+                found[width] += tiles * dtype.itemsize * elements // width
+        return {verb: found[16], f"{verb} half": found[8]}
 
-    return accesses(read, "ld") | accesses(written, "st")
+    counts = accesses(read, "ld") | accesses(written, "st")
+    if is_packed and "muon" not in kernel:
+        counts["ld half"] += 1  # of codes, in the tile with any mask
+    return counts
 
 
-def elements_of(kernel: str, case: Case, moments: list[torch.dtype | None]) -> int:
-    """Elements of a thread."""
+def elements_of(kernel: str, case: Case, moments: list[torch.dtype | None]) -> tuple[int, int]:
+    """Elements of a thread, and how many of them are side by side."""
     if kernel == "chunk_sums":
-        return launches.SUM_CHUNK // (32 * 4)
+        return launches.SUM_CHUNK // (32 * 8), 16 // case.grad.itemsize
     main = torch.float32 if case.rest is None else torch.bfloat16
-    kind = Kind(case.grad, main, case.rest, *moments, average=case.average)
+    whole = None if kernel == "muon_momentum" else main
+    kind = Kind(case.grad, whole, case.rest, *moments, output=case.output, average=case.average)
     shape = shape_of(kernel, kind)
     rows = launches.CHUNK // 1024 if kernel == "lamb_moments" else shape["ROWS"]
-    return int(rows * 256 // (32 * shape["num_warps"]))
+    elements = int(rows * 256 // (32 * shape["num_warps"]))
+    return elements, min(shape["RUN"], elements)
 
 
 def main(arch: int) -> None:

@@ -39,9 +39,12 @@ from mp_optim.update.sums import root, sum_of_squares
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
 """Of every launch."""
-ROWS, COMPACT_ROWS = 8, 4
-"""Blocks of 256 elements in a tile: 16 elements for each of 128 threads, or 8 where state is in
-fewer bits than FP32, or averages are kept."""
+WIDE = {**OPTIONS, "num_warps": 8}
+"""Of those whose tiles are large."""
+ROWS = 4
+"""Blocks of 256 elements in a tile: 8 elements for each of 128 threads. A multiprocessor has 70 to
+100 kB under way so, and what hides the latency of memory is below 50 (its share of the bandwidth
+times 800 ns)."""
 TYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -62,16 +65,13 @@ WIDTH = SCALARS + _MOST_SCALARS
 
 
 def shape_of(rule: str, kind: Kind) -> dict[str, Any]:
-    """Tile and threads of a rule's launch, chosen by what ptxas says for sm_90: at most 128
-    registers, so that a multiprocessor holds 16 warps, and no spills. Decoding and encoding in
-    tiles of 8 blocks takes up to 244 registers; the first kernel of LAMB, whose tile is that of
-    its sums, 180 in 4 warps; one with three moments 206."""
-    state = {kind.remainder, *kind.moments}
-    is_plain = state <= {None, torch.float32} and kind.average is None
-    has_three = kind.moment3 is not None
-    rows = ROWS if is_plain and not has_three else COMPACT_ROWS
-    is_wide = rule == "lamb_moments" or has_three
-    return {"ROWS": rows, **OPTIONS} | ({"num_warps": 8} if is_wide else {})
+    """Tile and threads of a rule's launch, chosen by what ptxas says: at most 128 registers, so
+    that a multiprocessor holds 16 warps, and no spills. The first kernel of LAMB, whose tile is
+    that of its sums, takes 180 in 4 warps; one with three moments 206. Four elements side by side
+    are 16 bytes of an FP32 tensor, eight where there is none."""
+    run = 4 if torch.float32 in kind else 8
+    is_wide = rule == "lamb_moments" or kind.moment3 is not None
+    return {"ROWS": ROWS, "RUN": run, **(WIDE if is_wide else OPTIONS)}
 
 
 def row_of(scalars: Any, seed: int, average_weight: float = 1.0) -> array[int]:
@@ -363,7 +363,7 @@ def sum_alike(tables: Tables, tensors: CachedTensorList) -> Tensor:
                     TYPE=TYPES[tensors[0].dtype],
                     ALIGNED=aligned,
                     CHUNK=SUM_CHUNK,
-                    **OPTIONS,
+                    **WIDE,
                 )
         total = joined(total, added(plan, squares))
     assert total is not None

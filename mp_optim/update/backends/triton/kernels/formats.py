@@ -65,6 +65,42 @@ def put(pointer, raw, offsets, count, MASKED: tl.constexpr):
         tl.store(pointer + offsets, raw)
 
 
+class Tile(NamedTuple):
+    """Elements that are read and written at once.
+
+    Attributes:
+        blocks: shape (rows,). offsets: shape (rows, 256). count: elements of the chunk.
+        inside: which offsets are below ``count``. masked: whether some may not be.
+        words: random bits, or None.
+    """
+
+    blocks: Any
+    offsets: Any
+    count: Any
+    inside: Any
+    masked: Any
+    words: Any
+
+
+@triton.jit
+def fetch_tile(pointer, tile):
+    """A tile's elements as they lie in memory; 0 from its count on."""
+    if tile.masked:
+        raw = tl.load(pointer + tile.offsets, mask=tile.inside, other=0)
+    else:
+        raw = tl.load(pointer + tile.offsets)
+    return raw
+
+
+@triton.jit
+def put_tile(pointer, raw, tile):
+    """Store a tile's elements below its count."""
+    if tile.masked:
+        tl.store(pointer + tile.offsets, raw, mask=tile.inside)
+    else:
+        tl.store(pointer + tile.offsets, raw)
+
+
 @triton.jit
 def widened(raw):
     """FP32 values of stored elements."""
@@ -140,21 +176,6 @@ def sixteen_bits(words, ROOT: tl.constexpr):
 # -- moments --------------------------------------------------------------------------------------
 
 
-class Tile(NamedTuple):
-    """Elements that are read and written at once.
-
-    Attributes:
-        blocks: shape (rows,). offsets: shape (rows, 256). count: elements of the chunk.
-        words: random bits, or None. masked: whether there may be offsets from ``count`` on.
-    """
-
-    blocks: Any
-    offsets: Any
-    count: Any
-    words: Any
-    masked: Any
-
-
 class Moment(NamedTuple):
     """Pointers to a moment as it is stored and to their scales; None where there are none."""
 
@@ -183,7 +204,7 @@ def read_moment(moment, tile, ROOT: tl.constexpr):
     if moment.stored.dtype.element_ty == tl.uint8 and not ROOT:
         raw = fetch_pairs(moment.stored, tile)
     else:
-        raw = fetch(moment.stored, tile.offsets, tile.count, tile.masked)
+        raw = fetch_tile(moment.stored, tile)
     return decoded(raw, scale, ROOT)
 
 
@@ -194,7 +215,7 @@ def write_moment(value, moment, tile, ROOT: tl.constexpr):
     scale = None
     if moment.scales is not None:
         if tile.masked:
-            value = tl.where(tile.offsets < tile.count, value, 0.0)
+            value = tl.where(tile.inside, value, 0.0)
         raw, scale = encoded(value, tile.words, TYPE, ROOT)
         put(moment.scales, scale, tile.blocks, tl.cdiv(tile.count, BLOCK), tile.masked)
     elif TYPE == tl.int16:
@@ -208,7 +229,7 @@ def write_moment(value, moment, tile, ROOT: tl.constexpr):
     if TYPE == tl.uint8 and not ROOT:
         put_pairs(moment.stored, raw, tile)
     else:
-        put(moment.stored, raw, tile.offsets, tile.count, tile.masked)
+        put_tile(moment.stored, raw, tile)
     return decoded(raw, scale, ROOT)
 
 
@@ -325,12 +346,12 @@ def byte_codes(scaled, good, words, TYPE: tl.constexpr, ROOT: tl.constexpr):
 @triton.jit
 def read_main(pointer, rests, tile):
     """FP32 main params, joined with their remainders if there are any."""
-    raw = fetch(pointer, tile.offsets, tile.count, tile.masked)
+    raw = fetch_tile(pointer, tile)
     if rests is None:
         value = raw
     else:
         high = raw.to(tl.int32) << 16
-        rest = fetch(rests, tile.offsets, tile.count, tile.masked)
+        rest = fetch_tile(rests, tile)
         value = joined(high, rest.to(tl.int32), rest.dtype)
     return value
 
@@ -340,18 +361,18 @@ def write_main(value, chunk, tile):
     """Store FP32 main params, split if there are remainders, and the outputs; and let the averages
     take them, as they are stored."""
     if chunk.rest is None:
-        put(chunk.main, value, tile.offsets, tile.count, tile.masked)
+        put_tile(chunk.main, value, tile)
         shown = value
     else:
         REMAINDER: tl.constexpr = chunk.rest.dtype.element_ty
         high, low = split(value, tile.words, REMAINDER)
-        put(chunk.main, high.to(tl.int16), tile.offsets, tile.count, tile.masked)
-        put(chunk.rest, low.to(REMAINDER), tile.offsets, tile.count, tile.masked)
+        put_tile(chunk.main, high.to(tl.int16), tile)
+        put_tile(chunk.rest, low.to(REMAINDER), tile)
         shown = (high << 16).to(tl.float32, bitcast=True)
         value = joined(high << 16, low, REMAINDER)
     if chunk.output is not None:
         raw = narrowed(shown, chunk.output.dtype.element_ty)
-        put(chunk.output, raw, tile.offsets, tile.count, tile.masked)
+        put_tile(chunk.output, raw, tile)
     if chunk.average is not None:
         write_average(value, chunk, tile)
 
@@ -360,13 +381,13 @@ def write_main(value, chunk, tile):
 def write_average(value, chunk, tile):
     """Move the averages towards FP32 values; bfloat16 ones are rounded stochastically."""
     TYPE: tl.constexpr = chunk.average.dtype.element_ty
-    mean = widened(fetch(chunk.average, tile.offsets, tile.count, tile.masked))
+    mean = widened(fetch_tile(chunk.average, tile))
     mean = tl.where(chunk.weight == 1.0, value, mean + (value - mean) * chunk.weight)
     if TYPE == tl.int16:
         raw = dithered(mean, (mix(tile.words ^ GOLDEN) >> 16).to(tl.int32))
     else:
         raw = mean
-    put(chunk.average, raw, tile.offsets, tile.count, tile.masked)
+    put_tile(chunk.average, raw, tile)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from mp_optim.update.backends.triton.kernels.formats import fetch, place, widened
-from mp_optim.update.backends.triton.kernels.tiles import located
+from mp_optim.update.backends.triton.kernels.tiles import even_count, located
 
 
 @triton.jit
@@ -61,9 +61,14 @@ def chunk_sums(
     """Each program the sum of one chunk, a power of two of blocks of 1024."""
     tensor, start, count = located(owners, firsts, sizes, None, CHUNK)
     pointer = place(tensors, tensor, start, TYPE, ALIGNED)
+    even = even_count(count, ALIGNED)
+    total = tl.full((), 0.0, tl.float64)
     if count == CHUNK:
         total = _chunk_sum(pointer, count, CHUNK // 1024, False)
-    else:
+    if ALIGNED:
+        if (count < CHUNK) & (even > 0):
+            total = _chunk_sum(pointer, even, CHUNK // 1024, True)
+    if (count < CHUNK) & (even == 0):
         total = _chunk_sum(pointer, count, CHUNK // 1024, True)
     tl.store(sums + tl.program_id(0), total)
 

@@ -9,7 +9,7 @@ from mp_optim.update.backends.triton.kernels.formats import (
     BLOCK,
     Moment,
     Tile,
-    fetch,
+    fetch_tile,
     place,
     random_words,
     widened,
@@ -47,6 +47,8 @@ class Chunk(NamedTuple):
         scalars: twelve FP32 numbers of the step; what each is, the rule knows.
         made: what the step itself made, or is to make, on the device.
         weight: of new main params in their averages.
+        run: how many elements a thread takes side by side: 4, or 8. aligned: whether all tensors
+            begin at multiples of 16 bytes.
         grad, main, rest, output, average: pointers to the first element; None where there is no
             column.
     """
@@ -60,6 +62,8 @@ class Chunk(NamedTuple):
     scalars: Any
     weight: Any
     made: Any
+    run: Any
+    aligned: Any
     grad: Any
     main: Any
     rest: Any
@@ -111,29 +115,60 @@ def factor(multiplier, ON_DEVICE: tl.constexpr):
 
 
 @triton.jit
-def located_in_tile(at, ROWS: tl.constexpr, STRIDE: tl.constexpr):
+def located_in_tile(at, count, ROWS: tl.constexpr, STRIDE: tl.constexpr, RUN: tl.constexpr):
     """Blocks, shape (ROWS,), and elements, shape (ROWS, 256), of a tile whose first element is
-    ``at``; from one row of it to the next it is STRIDE elements."""
+    ``at``; from one row of it to the next it is STRIDE elements. And which elements are below
+    ``count``.
+
+    NOTE: a thread takes as many elements side by side as are in 16 bytes of the narrowest tensor,
+    if it is not told of fewer, RUN. Beside FP32 tensors that would be two accesses for each of
+    theirs, 32 bytes from thread to thread, and values that go through shared memory. The mask is
+    made of numbers of which nothing was told: then its runs are found, and it is as wide.
+    """
     rows = tl.arange(0, ROWS) * STRIDE
-    return (at + rows) // BLOCK, at + rows[:, None] + tl.arange(0, BLOCK)[None, :]
+    offsets = at + rows[:, None] + tl.arange(0, BLOCK)[None, :]
+    inside = offsets < count
+    if RUN == 4:
+        steps = rows[:, None] + tl.arange(0, BLOCK)[None, :]
+        offsets = tl.max_contiguous(at + steps, (1, 4))
+    return (at + rows) // BLOCK, offsets, inside
+
+
+@triton.jit
+def even_count(count, ALIGNED: tl.constexpr):
+    """The count of an aligned chunk that ends at a multiple of 16, else 0: masks are alike in runs
+    of 16 then, so that masked accesses are wide, too.
+
+    NOTE: what is done with it and with other counts are not two ways of one condition. The compiler
+    would make one of them, with a count of which it knows nothing.
+    """
+    even = 0
+    if ALIGNED:
+        even = tl.where(count % 16 == 0, count // 16, 0) * 16
+    return even
 
 
 @triton.jit
 def each_tile(RULE: tl.constexpr, chunk, ratio, FLAGS: tl.constexpr, ROWS: tl.constexpr):
-    """Let a rule step the whole tiles without masks, so that their accesses can be wide, and the
-    rest of the chunk as one masked tile. ``ratio`` is LAMB's."""
+    """Let a rule step the whole tiles without masks, and the rest of the chunk as one masked tile.
+    ``ratio`` is LAMB's."""
     whole = chunk.count // (ROWS * BLOCK) * (ROWS * BLOCK)
     for at in range(0, whole, ROWS * BLOCK):
-        _one_tile(RULE, at, chunk, ratio, FLAGS, ROWS, False)
-    if whole < chunk.count:
-        _one_tile(RULE, whole, chunk, ratio, FLAGS, ROWS, True)
+        _one_tile(RULE, at, chunk.count, chunk, ratio, FLAGS, ROWS, False)
+    even = even_count(chunk.count, chunk.aligned)
+    if chunk.aligned:
+        if whole < even:
+            _one_tile(RULE, whole, even, chunk, ratio, FLAGS, ROWS, True)
+    if (whole < chunk.count) & (even == 0):
+        _one_tile(RULE, whole, chunk.count, chunk, ratio, FLAGS, ROWS, True)
 
 
 @triton.jit
-def _one_tile(RULE: tl.constexpr, at, chunk, ratio, FLAGS: tl.constexpr, ROWS: tl.constexpr,
+def _one_tile(RULE: tl.constexpr, at, count, chunk, ratio, FLAGS: tl.constexpr, ROWS: tl.constexpr,
               MASKED: tl.constexpr):
-    blocks, offsets = located_in_tile(at, ROWS, BLOCK)
-    RULE(Tile(blocks, offsets, chunk.count, words_of(chunk, offsets), MASKED), chunk, ratio, FLAGS)
+    blocks, offsets, inside = located_in_tile(at, count, ROWS, BLOCK, chunk.run)
+    words = words_of(chunk, offsets)
+    RULE(Tile(blocks, offsets, count, inside, MASKED, words), chunk, ratio, FLAGS)
 
 
 @triton.jit
@@ -150,7 +185,7 @@ def words_of(chunk, offsets):
 @triton.jit
 def gradient(chunk, main, tile, l2, HAS_L2: tl.constexpr):
     """FP32 gradient times the multiplier, plus ``l2 * main``."""
-    value = widened(fetch(chunk.grad, tile.offsets, tile.count, tile.masked)) * chunk.factor
+    value = widened(fetch_tile(chunk.grad, tile)) * chunk.factor
     if HAS_L2:
         value = value + main * l2
     return value
@@ -171,11 +206,12 @@ def _name(launch):
     return launch.constants["RULE"].__name__
 
 
-@triton.jit(repr=_name)
+# A multiplier and a flag may lie anywhere in what holds several: no reason to compile once more.
+@triton.jit(repr=_name, do_not_specialize_on_alignment=["multiplier", "skip"])
 def step(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains, rests, moments1,
          moments2, moments3, scales1, scales2, scales3, outputs, averages, made, RULE: tl.constexpr,
          FLAGS: tl.constexpr, KIND: tl.constexpr, ON_DEVICE: tl.constexpr, ALIGNED: tl.constexpr,
-         CHUNK: tl.constexpr, ROWS: tl.constexpr):
+         CHUNK: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr):
     """Let a rule step the chunk of this program."""
     tensor, start, count = located(owners, firsts, sizes, skip, CHUNK)
     seed = tl.load(numbers)
@@ -193,6 +229,7 @@ def step(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains
     third = Moment(values3, place(scales3, tensor, block, tl.float32, False))
     output = place(outputs, tensor, start, KIND.output, ALIGNED)
     average = place(averages, tensor, start, KIND.average, ALIGNED)
-    chunk = Chunk(tensor, start, count, streams, seed, scale, scalars, number(numbers, WEIGHT),
-                  made, grad, main, rest, first, second, third, output, average)
-    RULE(chunk, FLAGS, CHUNK, ROWS)
+    weight = number(numbers, WEIGHT)
+    # NOTE: not given a name, which would make tensors of what is known when it is compiled.
+    RULE(Chunk(tensor, start, count, streams, seed, scale, scalars, weight, made, RUN, ALIGNED,
+               grad, main, rest, first, second, third, output, average), FLAGS, CHUNK, ROWS)

@@ -11,7 +11,7 @@ from mp_optim.update.backends.triton.kernels.formats import (
     bounded,
     is_finite,
     narrowed,
-    put,
+    put_tile,
     read_main,
     read_moment,
     write_main,
@@ -21,6 +21,7 @@ from mp_optim.update.backends.triton.kernels.rules import adam_step, denominator
 from mp_optim.update.backends.triton.kernels.sums import lanes_added, pairs_added
 from mp_optim.update.backends.triton.kernels.tiles import (
     each_tile,
+    even_count,
     gradient,
     located_in_tile,
     words_of,
@@ -44,7 +45,7 @@ def rows_added(total, value, tile, ROWS: tl.constexpr):
     """The sums so far, shape (ROWS, 128), plus the squares of two more rows of 128, one after the
     other."""
     if tile.masked:
-        value = tl.where(tile.offsets < tile.count, value, 0.0)
+        value = tl.where(tile.inside, value, 0.0)
     square = value.to(tl.float64)
     square = square * square
     upper, lower = tl.split(tl.permute(tl.reshape(square, (ROWS, 2, 128)), (0, 2, 1)))
@@ -70,8 +71,9 @@ def _moments_chunk(chunk, FLAGS: tl.constexpr, BLOCKS: tl.constexpr, MASKED: tl.
     p_sums = tl.zeros((BLOCKS, 128), tl.float64)
     u_sums = tl.zeros((BLOCKS, 128), tl.float64)
     for at in range(0, 1024, BLOCK):
-        blocks, offsets = located_in_tile(at, BLOCKS, 1024)
-        tile = Tile(blocks, offsets, chunk.count, words_of(chunk, offsets), MASKED)
+        blocks, offsets, inside = located_in_tile(at, chunk.count, BLOCKS, 1024, chunk.run)
+        words = words_of(chunk, offsets)
+        tile = Tile(blocks, offsets, chunk.count, inside, MASKED, words)
         p = read_main(chunk.main, chunk.rest, tile)
         g = gradient(chunk, p, tile, chunk.scalars[8], FLAGS.has_l2)
         m = read_moment(chunk.first, tile, False)
@@ -135,7 +137,7 @@ def _momentum_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
         u = m
     write_moment(m, chunk.first, tile, False)
     raw = narrowed(u, chunk.output.dtype.element_ty)
-    put(chunk.output, raw, tile.offsets, tile.count, tile.masked)
+    put_tile(chunk.output, raw, tile)
 
 
 @triton.jit
@@ -167,9 +169,13 @@ def clip_sums(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexp
     high, low, nans = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     whole = chunk.count // (ROWS * BLOCK) * (ROWS * BLOCK)
     for at in range(0, whole, ROWS * BLOCK):
-        high, low, nans = _added(high, low, nans, at, chunk, ROWS, False)
-    if whole < chunk.count:
-        high, low, nans = _added(high, low, nans, whole, chunk, ROWS, True)
+        high, low, nans = _added(high, low, nans, at, chunk.count, chunk, ROWS, False)
+    even = even_count(chunk.count, chunk.aligned)
+    if chunk.aligned:
+        if whole < even:
+            high, low, nans = _added(high, low, nans, whole, even, chunk, ROWS, True)
+    if (whole < chunk.count) & (even == 0):
+        high, low, nans = _added(high, low, nans, whole, chunk.count, chunk, ROWS, True)
     to = chunk.made + 3 * tl.program_id(0).to(tl.int64)
     tl.store(to, high)
     tl.store(to + 1, low)
@@ -177,12 +183,12 @@ def clip_sums(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexp
 
 
 @triton.jit
-def _added(high, low, nans, at, chunk, ROWS: tl.constexpr, MASKED: tl.constexpr):
+def _added(high, low, nans, at, count, chunk, ROWS: tl.constexpr, MASKED: tl.constexpr):
     """The sums so far, and those of a tile that begins at ``at``."""
     beta2, one_minus_beta2 = chunk.scalars[2:4]
     inv_bias2, floor, limit = chunk.scalars[5], chunk.scalars[7], chunk.scalars[8]
-    blocks, offsets = located_in_tile(at, ROWS, BLOCK)
-    tile = Tile(blocks, offsets, chunk.count, None, MASKED)
+    blocks, offsets, inside = located_in_tile(at, count, ROWS, BLOCK, chunk.run)
+    tile = Tile(blocks, offsets, count, inside, MASKED, None)
     g = gradient(chunk, None, tile, 0.0, False)
     v = read_moment(chunk.second, tile, True)
     v = v * beta2 + (g * one_minus_beta2) * g
@@ -193,14 +199,14 @@ def _added(high, low, nans, at, chunk, ROWS: tl.constexpr, MASKED: tl.constexpr)
     ratio = tl.where((ratio > limit) | overflown, limit, ratio)
     is_nan = ratio != ratio
     if MASKED:
-        is_nan = is_nan & (offsets < chunk.count)
-        ratio = tl.where(offsets < chunk.count, ratio, 0.0)
+        is_nan = is_nan & inside
+        ratio = tl.where(inside, ratio, 0.0)
     y = tl.where(is_nan, 0.0, ratio).to(tl.float64) * (MAGIC / limit.to(tl.float64))
     units = ((y + MAGIC) - MAGIC).to(tl.int64)
     return (
         high + _total(units >> 31),
         low + _total(units & 0x7FFFFFFF),
-        nans + _total(is_nan.to(tl.int64)),
+        nans + _total(tl.where(is_nan, 1, 0)),
     )
 
 
