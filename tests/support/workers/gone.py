@@ -1,5 +1,8 @@
 """Four gloo processes, of which one is killed while it saves: what the others hear, and after how
-long."""
+long.
+
+One process imports torch, and forks them.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+# torch.optim imports it at its first use, which takes a second: once is enough
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
@@ -34,7 +40,7 @@ def heard(work: Any) -> dict[str, Any]:
     return {"said": "nothing was raised", "seconds": time.monotonic() - begun}
 
 
-def main(folder: Path, rank: int) -> None:
+def run(folder: Path, rank: int) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=TIMEOUT
     )
@@ -65,5 +71,23 @@ def main(folder: Path, rank: int) -> None:
     os._exit(0)
 
 
+def start(folder: Path, rank: int) -> int:
+    """The process of a rank."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run(folder, rank)
+        finally:
+            os._exit(1)
+    return pid
+
+
+def main(folder: Path) -> None:
+    ranks = [start(folder, rank) for rank in range(4)]
+    ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+    expected = [-signal.SIGKILL if rank == GONE else 0 for rank in range(4)]
+    assert ended == expected, f"exit status by rank: {ended}"
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]))
