@@ -18,8 +18,6 @@ echo "== documentation site"
 site="$(mktemp -d)"
 NO_MKDOCS_2_WARNING=1 mkdocs build --strict --site-dir "$site"
 rm -r "$site"
-# The kernels are compiled by the oldest Triton, too; where it cannot be had, that test says so.
-PYTHONPATH=tests python -m support.tritons --fetch || true
 if [ "$#" -gt 0 ]; then
     echo "== pytest"
     exec python -m pytest "$@"

@@ -19,6 +19,7 @@ from pathlib import Path
 from support.launch import ROOT, environment
 
 KILL_TESTS = ("tests/unit/checkpoint/test_kill.py", "tests/functional/test_kill_and_resume.py")
+OLDEST_TRITON = ("tests/unit/update/test_triton.py", "-k", "oldest_supported")
 COVERAGE = ("--cov=mp_optim", "--cov-report=term", "--cov-fail-under=90")
 """Of all tests that `tools/test.sh` runs: measured, they take half as long again."""
 
@@ -54,6 +55,7 @@ def machines(options: Options) -> dict[str, list[list[str]]]:
         "levels": [[*lab, "levels"]],
         "coverage": [[*pytest, "-n", "auto", "-m", "not slow", *COVERAGE]],
         "slow": [[*pytest, "-m", "slow"]],
+        "tritons": [["-m", "support.tritons", "--fetch"], [*pytest, *OLDEST_TRITON]],
         "kill": [[*pytest, *KILL_TESTS]],
         "mutants": [
             [*mutants, "cover", *kept],

@@ -150,16 +150,27 @@ def check(
 # -- the same bits --------------------------------------------------------------------------------
 
 
+SMALL = Case(rest=torch.int8, moments=(torch.int8, torch.uint8), output=None)
+
+
 @pytest.mark.repeats
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("rule", list(KEYS))
-def test_sizes_around_every_boundary(rule: str, aligned: bool) -> None:
-    check(rule, SIZES, Case(aligned=aligned))
-    check(
-        rule,
-        SIZES,
-        Case(rest=torch.int8, moments=(torch.int8, torch.uint8), output=None, aligned=aligned),
-    )
+@pytest.mark.parametrize(
+    ("rule", "aligned", "case"),
+    [
+        pytest.param(
+            rule,
+            aligned,
+            case,
+            marks=[] if (at + aligned + (case is SMALL)) % 2 else pytest.mark.slow,
+        )
+        for at, rule in enumerate(KEYS)
+        for aligned in (True, False)
+        for case in (Case(), SMALL)
+    ],
+    ids=str,
+)
+def test_sizes_around_every_boundary(rule: str, aligned: bool, case: Case) -> None:
+    check(rule, SIZES, replace(case, aligned=aligned))
 
 
 @pytest.mark.parametrize("rest", MAINS)
@@ -184,7 +195,7 @@ def test_dtypes_of_moments(first: torch.dtype, second: torch.dtype, noisy: bool)
             check(rule, [700, 3], Case(moments=(first, second), noisy=noisy, rest=rest))
 
 
-EXAMPLES = 25 if DEVICE == "cpu" else 5  # on a GPU nearly every one is compiled
+EXAMPLES = 12 if DEVICE == "cpu" else 5  # on a GPU nearly every one is compiled
 cases = st.builds(
     Case,
     st.sampled_from(FLOATS),
@@ -207,6 +218,19 @@ sizes_of_tensors = st.lists(
 @given(st.data())
 @pytest.mark.parametrize("rule", list(KEYS))
 def test_every_rule_equals_reference(rule: str, data: st.DataObject) -> None:
+    check_drawn(rule, data)
+
+
+@pytest.mark.repeats
+@pytest.mark.slow
+@settings(max_examples=4 * EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+@pytest.mark.parametrize("rule", list(KEYS))
+def test_every_rule_equals_reference_in_more_cases(rule: str, data: st.DataObject) -> None:
+    check_drawn(rule, data)
+
+
+def check_drawn(rule: str, data: st.DataObject) -> None:
     check(
         rule,
         data.draw(sizes_of_tensors),
@@ -313,7 +337,8 @@ def test_a_root_that_is_far_below_its_block_is_stored_as_the_smallest_code() -> 
 
 
 @pytest.mark.repeats
-def test_every_half_is_read_and_every_float_near_a_half_is_rounded_as_torch_does() -> None:
+@pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_half_is_read_and_floats_near_a_half_are_rounded_as_torch_does(stride: int) -> None:
     group = {**GROUP, "lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
     for dtype in (torch.float16, torch.bfloat16):
         every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -327,7 +352,7 @@ def test_every_half_is_read_and_every_float_near_a_half_is_rounded_as_torch_does
         near = torch.cat(
             [torch.nextafter(exact, torch.tensor(s)) for s in (math.inf, -math.inf)]
             + [(exact[1:] + exact[:-1]) / 2, exact * (1 + 2**-12), exact * (1 + 2**-9)]
-        )
+        )[::stride]
         output, mains = (
             torch.empty(len(near), dtype=dtype, device=DEVICE),
             near.to(DEVICE, copy=True),
@@ -912,6 +937,7 @@ def test_a_multiprocessor_holds_16_warps_of_a_kernel_and_nothing_is_spilled(
     assert all(enough for enough, _ in held.values()), held
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not tritons.folder_of(tritons.OLDEST).is_dir(),
     reason=f"not compiled by Triton {tritons.OLDEST}, the oldest supported: "
