@@ -94,7 +94,8 @@ LONG = {
 
 @pytest.mark.repeats
 @pytest.mark.parametrize("name", LONG)
-def test_two_hundred_steps_are_the_same_bits(name):
+@pytest.mark.parametrize("steps", [60, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_steps_are_the_same_bits(name, steps):
     case = dict(LONG[name])
     settings, precision, groups = (
         case.pop("settings"),
@@ -105,7 +106,7 @@ def test_two_hundred_steps_are_the_same_bits(name):
     for mode in MODES:
         model, optimizer = build_mode(mode, precision, groups=groups, lr=1e-3, **settings)
         with delays([0.0, 0.0, 0.0005, 0.0, 0.001]):
-            results = run(model, optimizer, 200, **case)
+            results = run(model, optimizer, steps, **case)
         now = results, snapshot(model, optimizer)
         if mode == "sync":
             expected = now
@@ -113,11 +114,11 @@ def test_two_hundred_steps_are_the_same_bits(name):
         assert now[0] == expected[0], mode
         assert differing(now[1], expected[1]) == [], mode
     if "skip" in name or "overflow" in name:
-        assert 0 < outcomes.count(False) < 60
+        assert 0 < outcomes.count(False) < 0.3 * steps
     if "always" in name:
-        assert counts(optimizer, "paused") > 180
+        assert counts(optimizer, "paused") > steps - 20
     else:
-        assert counts(optimizer, "hits") > 200
+        assert counts(optimizer, "hits") > steps
     assert (counts(optimizer, "redone") > 0) == (
         name.split(",")[0] in ("clip sometimes", "clip always", "fp16")
     )
