@@ -86,7 +86,7 @@ def everything(case: str, output: Path) -> dict[str, torch.Tensor]:
     [
         ("moe_bf16_offload_03", signal.SIGKILL),
         ("dense_fp16", signal.SIGINT),  # Ctrl-C
-        ("moe_fp32", signal.SIGKILL),
+        pytest.param("moe_fp32", signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
 def test_stopped_and_resumed_equals_uninterrupted(
