@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from support.launch import TOOLS, run, torchrun
+from support.launch import TOOLS, run_forked_program, run_program_of_ranks
 from support.programs import PROGRAMS, program
 
 EXAMPLES = TOOLS / "examples"
@@ -47,7 +47,7 @@ def test_rl_example_learns() -> None:
 def test_launched_example_learns(name: str) -> None:
     processes, factor = LAUNCHED[name]
     path = str(EXAMPLES / f"{name}.py")
-    written = torchrun(processes, path) if processes else run(path)
+    written = run_program_of_ranks(processes, path) if processes else run_forked_program(path)
     found = re.search(r"([0-9.]+) -> ([0-9.]+)", written)
     assert found is not None, written
     first, last = map(float, found.groups())

@@ -14,7 +14,7 @@ from train import main
 
 from mp_optim import OptimizerConfig, checkpoint
 from support.functional import load_case
-from support.launch import TOOLS, torchrun
+from support.launch import TOOLS, run_program_of_ranks
 from training.config import TrainConfig
 from training.loading import load_yaml, parse_command_line
 from training.loop import train
@@ -99,7 +99,8 @@ run: {steps: 2, global_batch_size: 8, micro_batch_size: 2, save_interval: 2}
         encoding="utf-8",
     )
     flags = ["--config", str(config), "--run.output-dir", str(tmp_path / "run")]
-    torchrun(2, str(TOOLS / "train.py"), *flags, "--run.layout", "zero2", timeout=200)
+    flags += ["--run.layout", "zero2"]
+    run_program_of_ranks(2, str(TOOLS / "train.py"), *flags, timeout=200)
     together = read_records(tmp_path / "run" / "metrics.jsonl")
     alone = train(
         dataclasses.replace(

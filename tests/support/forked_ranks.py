@@ -115,46 +115,56 @@ class _Job:
 def run_forked(
     variables: Mapping[str, str],
     folder: Path,
-    module: str,
-    size: int,
-    arguments: Sequence[str],
+    command: Sequence[str],
+    size: int | None,
     timeout: float,
-) -> None:
-    """Run a module in several processes, with what ``torchrun`` tells each of them.
+) -> str:
+    """Run a program in several processes, with what ``torchrun`` tells each of them.
 
     Args:
         variables, folder: the environment of each, and where it begins.
+        command: arguments of Python.
+        size: how many. None is one process that is told of no ranks.
+
+    Returns:
+        What they wrote to stdout, one after the other.
     """
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    common = {
-        **variables,
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
+    if size is not None:
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        variables = {
+            **variables,
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
     if not _servers:
         _servers.extend(_Server(variables, folder) for _ in range(_COUNT))
     with tempfile.TemporaryDirectory() as logs:
         ranks = [
             Rank(
                 number,
-                module,
-                list(arguments),
-                {**common, "RANK": str(number), "LOCAL_RANK": str(number)},
-                f"{logs}/{number}",
+                list(command),
+                {**variables, **({"RANK": str(number), "LOCAL_RANK": str(number)} if size else {})},
+                f"{logs}/{number}.out",
+                f"{logs}/{number}.log",
             )
-            for number in range(size)
+            for number in range(size or 1)
         ]
         for rank in ranks:  # one may be ended before it begins
+            Path(rank.output).touch()
             Path(rank.log).touch()
         job = _Job(_servers, ranks)
         in_time = job.wait(timeout)
+        written = [Path(rank.output).read_text() for rank in ranks]
         said = "\n".join(
-            f"-- rank {rank.number}\n{Path(rank.log).read_text()[-8000:]}" for rank in ranks
+            f"-- rank {rank.number}\n{output[-4000:]}{Path(rank.log).read_text()[-8000:]}"
+            for rank, output in zip(ranks, written, strict=True)
         )
-    assert in_time, f"{module} took longer than {timeout} s\n{said}"
+    name = " ".join(command)[:200]
+    assert in_time, f"{name} took longer than {timeout} s\n{said}"
     assert not job.failed, f"exit status by rank: {job.failed}\n{said}"
+    return "".join(written)

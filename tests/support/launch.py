@@ -46,6 +46,12 @@ def run(*command: str, timeout: float = 240, **variables: str) -> str:
     return done.stdout
 
 
+def run_forked_program(*command: str, timeout: float = 240) -> str:
+    """The same, forked from a process that has imported torch, which takes three seconds: for a
+    program of which it does not matter how its process begins."""
+    return run_forked(environment(), ROOT, command, None, timeout)
+
+
 def torchrun(size: int, *command: str, timeout: float = 240) -> str:
     """Run a program in several processes."""
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}")
@@ -54,8 +60,12 @@ def torchrun(size: int, *command: str, timeout: float = 240) -> str:
 
 def run_ranks(worker: str, size: int, *arguments: str, timeout: float = 240) -> None:
     """Run a module of ``support.workers`` in several gloo processes, as ``torchrun`` would."""
-    module = f"support.workers.{worker}"
-    run_forked(environment(), ROOT, module, size, arguments, timeout)
+    run_program_of_ranks(size, "-m", f"support.workers.{worker}", *arguments, timeout=timeout)
+
+
+def run_program_of_ranks(size: int, *command: str, timeout: float = 240) -> str:
+    """What :func:`torchrun` does, forked from processes that have imported torch."""
+    return run_forked(environment(), ROOT, command, size, timeout)
 
 
 def results_of_ranks(worker: str, size: int, folder: Path, timeout: float = 240) -> list[Any]:

@@ -1,4 +1,5 @@
-"""Forks the ranks of tests: ``python -m support.rank_server``, which :mod:`support.launch` starts.
+"""Forks the ranks and other programs of tests: ``python -m support.rank_server``, which
+:mod:`support.launch` starts.
 
 Torch takes a process two seconds of a core to import, most of what many a rank does. Here it is
 imported once. Nothing of ``mp_optim`` is: what that sets up in a process (kernels, threads, hooks)
@@ -16,6 +17,7 @@ import os
 import runpy
 import sys
 from dataclasses import dataclass
+from types import ModuleType
 
 _TORCH = (
     "torch._dynamo",  # torch.optim imports it at its first use, which takes a second
@@ -32,26 +34,36 @@ class Rank:
 
     Attributes:
         number: among the ranks of the job.
-        module: run as ``python -m`` would.
+        command: arguments of Python: ``-m`` and a module, ``-c`` and a text, or a file, and what is
+            for the program.
         variables: its whole environment.
-        log: the file that it writes to.
+        output, log: the files that it writes to.
     """
 
     number: int
-    module: str
-    arguments: list[str]
+    command: list[str]
     variables: dict[str, str]
+    output: str
     log: str
 
     def become(self) -> None:
         """Be this process, in a fork."""
         os.environ.clear()
         os.environ.update(self.variables)
-        sys.argv[1:] = self.arguments
-        written = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for number, source in enumerate((os.open(os.devnull, os.O_RDONLY), written, written)):
-            os.dup2(source, number)
-        runpy.run_module(self.module, run_name="__main__", alter_sys=True)
+        for number, path in enumerate((os.devnull, self.output, self.log)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY), number)
+        kind, *rest = self.command
+        if kind == "-m":
+            module, *sys.argv[1:] = rest
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        elif kind == "-c":
+            sys.argv[:] = [kind, *rest[1:]]
+            main = sys.modules["__main__"] = ModuleType("__main__")
+            exec(rest[0], vars(main))
+        else:
+            sys.argv[:] = self.command
+            sys.path.insert(0, os.path.dirname(os.path.abspath(kind)))
+            runpy.run_path(kind, run_name="__main__")
 
 
 def serve() -> Rank | None:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mp_optim import checkpoint
-from support.launch import run
+from support.launch import run_forked_program
 from support.workers.gone import GONE, TIMEOUT
 
 OTHERS = [rank for rank in range(4) if rank != GONE]
@@ -14,7 +14,7 @@ OTHERS = [rank for rank in range(4) if rank != GONE]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gone")
-    run("-m", "support.workers.gone", str(folder), timeout=200)
+    run_forked_program("-m", "support.workers.gone", str(folder), timeout=200)
     return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in OTHERS]
 
 

@@ -13,22 +13,19 @@ from mp_optim import OptimizerConfig
 from mp_optim.cli import doctor
 from mp_optim.config.rules import BACKENDS
 from mp_optim.update.backends.native_library import native_library
-from support.launch import run
-
-
-def run_doctor(**environment: str) -> str:
-    return run("-m", "mp_optim", "doctor", timeout=120, **environment)
+from support.launch import run, run_forked_program
 
 
 def run_without_triton(**environment: str) -> str:
-    """The same, but for the steps of Triton's interpreter, which take half of the time."""
-    return run_doctor(TRITON_INTERPRET="0", **environment)
+    """Without the steps of Triton's interpreter, which take half of the time."""
+    command = ("-m", "mp_optim", "doctor")
+    return run(*command, timeout=120, TRITON_INTERPRET="0", **environment)
 
 
 @pytest.fixture(scope="module")
 def text() -> str:
     """What it says here."""
-    return run_doctor()
+    return run_forked_program("-m", "mp_optim", "doctor", timeout=120)
 
 
 def row_of(text: str, backend: str) -> list[str]:

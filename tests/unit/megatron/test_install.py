@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mp_optim import OptimizerConfig
-from support.launch import run
+from support.launch import run, run_forked_program
 from support.models import TinyMoE, tokens_of
 
 core = pytest.importorskip("megatron.core.optimizer")
@@ -280,7 +280,7 @@ def test_a_program_is_run_with_it(tmp_path: Path) -> None:
         "from megatron.core.optimizer import get_megatron_optimizer\n"
         "print(get_megatron_optimizer.__module__, __name__, sys.argv[1:])\n"
     )
-    said = run("-m", "mp_optim.megatron", str(script), "--bf16")
+    said = run_forked_program("-m", "mp_optim.megatron", str(script), "--bf16")
     assert said.split() == ["mp_optim.megatron.install", "__main__", "['--bf16']"]
 
 
@@ -288,7 +288,7 @@ def test_settings_that_megatron_has_no_word_for(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_OFFLOADED)
     fields = ("--set", "offload_mode=overlap", "--set", "offload_bucket_bytes=4096")
-    said = run("-m", "mp_optim.megatron", *fields, str(script))
+    said = run_forked_program("-m", "mp_optim.megatron", *fields, str(script))
     assert said.split() == ["overlap", "4096", "host"]
 
 

@@ -17,7 +17,7 @@ import mp_optim
 from lab.__main__ import COMMANDS as LAB
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.cli.command import COMMANDS, main
-from support.launch import ROOT, run
+from support.launch import ROOT, run_forked_program
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 each_document = pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_every_installed_command_exists(document):
     ],
 )
 def test_generated_parts_are_up_to_date(tool, document):
-    assert run(*tool.split()).strip() in (ROOT / document).read_text(), (
+    assert run_forked_program(*tool.split()).strip() in (ROOT / document).read_text(), (
         f"paste the output of python {tool}"
     )
 

@@ -13,7 +13,7 @@ import torch
 from lab.gpu import agreement, parts
 from lab.gpu.parts import PARTS, Outcome, Results, Sizes, run_apart
 from mp_optim.update.backends.reference import ReferenceBackend
-from support.launch import TOOLS, environment, run
+from support.launch import TOOLS, environment, run_forked_program
 
 SMALL = ("--device", "cpu", "--params", "1e5", "--hybrid-params", "1e5", "--rounds", "3")
 MACHINE = {"device": "a GPU", "torch": "2", "date": "today"}
@@ -21,7 +21,7 @@ SIZES = Sizes("cpu", 100_000, 100_000, 3)
 
 
 def check(*arguments: str) -> str:
-    return run(str(TOOLS / "gpu_check.py"), *SMALL, *arguments)
+    return run_forked_program(str(TOOLS / "gpu_check.py"), *SMALL, *arguments)
 
 
 def test_parts_run_alone_are_written_at_once_and_not_run_again(tmp_path: Path) -> None:
@@ -94,5 +94,5 @@ def test_the_triton_tests_are_split_without_rest() -> None:
         "tests = _collect(TRITON)\n"
         "print(len(tests), sum(len(tests[third::THIRDS]) for third in range(THIRDS)))"
     )
-    count, split = run("-c", program).split()
+    count, split = run_forked_program("-c", program).split()
     assert int(count) == int(split) > 100

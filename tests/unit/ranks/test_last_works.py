@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mp_optim.ranks import missing_ranks
-from support.launch import run
+from support.launch import run_forked_program
 
 _SET_NAME = 15
 """PR_SET_NAME of prctl(2)."""
@@ -55,7 +55,7 @@ def test_a_thread_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_stack_with_ranks_registers_it() -> None:
-    said = run("-c", _PROGRAM)
+    said = run_forked_program("-c", _PROGRAM)
     assert said.splitlines()[-1] == "finished"
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from mp_optim.ranks.missing_ranks import Address, exists, own_address
-from support.launch import results_of_ranks, run, start
+from support.launch import results_of_ranks, run_forked_program, start
 from support.workers.missing_ranks import DISAGREE, RANKS, SCENARIOS, TIMEOUT
 
 SECONDS = 10.0
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 def told(tmp_path_factory):
     """What each rank that stayed was told, by scenario and rank."""
     folder = tmp_path_factory.mktemp("missing")
-    run("-m", "support.workers.missing_ranks", str(folder), "", timeout=280)
+    run_forked_program("-m", "support.workers.missing_ranks", str(folder), "", timeout=280)
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
