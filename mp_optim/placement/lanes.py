@@ -49,7 +49,7 @@ class WindowLane:
     """Steps slots in windows that a source lends, on the host or on the device.
 
     Args:
-        rule: the executor of the slots.
+        executor: of the slots.
         place: where they are stepped.
         label: of some slots, for errors and the timeline.
 
@@ -59,12 +59,12 @@ class WindowLane:
 
     def __init__(
         self,
-        rule: RuleExecutor,
+        executor: RuleExecutor,
         place: Place,
         settings: HostStepSettings,
         label: Callable[[Sequence[Slot]], str],
     ) -> None:
-        self.place, self._rule, self._label = place, rule, label
+        self.place, self._executor, self._label = place, executor, label
         self._is_host = place == "host"
         self._stage = "host_step" if self._is_host else "stream_step"
         self._lag = HostSite.lag if self._is_host else DeviceRing.lag
@@ -111,8 +111,11 @@ class WindowLane:
             self._refuse(largest.slot, size)
 
     def _refuse(self, slot: Slot, size: int) -> None:
-        group = self._rule.param_groups[slot.group]
-        rule, name = group.get("optimizer", self._rule.rule.name), self._rule.slot_name(slot)
+        group = self._executor.param_groups[slot.group]
+        rule, name = (
+            group.get("optimizer", self._executor.rule.name),
+            self._executor.slot_name(slot),
+        )
         what = f"{rule} needs whole parameters, and {name}"
         if self._may_cut(slot):
             what = f"the smallest part of {name}"
@@ -124,7 +127,7 @@ class WindowLane:
     # -- memory -----------------------------------------------------------------------------------
 
     def _may_cut(self, slot: Slot) -> bool:
-        return self._rule.rule.is_elementwise(self._rule.param_groups[slot.group])
+        return self._executor.rule.is_elementwise(self._executor.param_groups[slot.group])
 
     def _along_bytes(self, slot: HostSlot, numel: int) -> int:
         """What comes along with some elements, at most: a gradient in FP32, and to the host an
@@ -136,7 +139,7 @@ class WindowLane:
 
     def _slot_bytes(self, slot: HostSlot) -> int:
         """What a slot takes in a window."""
-        size = self.source.form.forms_bytes(self._rule.rows.forms(slot.slot).values())
+        size = self.source.form.forms_bytes(self._executor.rows.forms(slot.slot).values())
         return size + self._along_bytes(slot, slot.numel)
 
     def _smallest(self, slot: HostSlot) -> int:
@@ -144,7 +147,7 @@ class WindowLane:
         whole = self._slot_bytes(slot)
         if not self._may_cut(slot.slot):
             return whole
-        forms = self._rule.rows.forms(slot.slot).items()
+        forms = self._executor.rows.forms(slot.slot).items()
         elements, size = self.source.form.cuts({key: dtype for key, (_, dtype) in forms})
         return min(whole, size + self._along_bytes(slot, elements))
 
@@ -182,7 +185,7 @@ class WindowLane:
                 f"streamed: {count} parameters are stepped on the device from host memory, in "
                 f"windows of {sizes[0]:,} bytes, {len(sizes)} at a time in step()"
             )
-        size = sum(disk_bytes(self._rule, [slot.slot for slot in self._slots], 1))
+        size = sum(disk_bytes(self._executor, [slot.slot for slot in self._slots], 1))
         return (
             f"on disk: main params and state of {count} parameters, {size:,} bytes, lie in a file "
             f"in {self.source.file.folder}, which has no name and is no checkpoint, and are "
@@ -209,8 +212,8 @@ class WindowLane:
             Which share of the windows is stepped, or queued on the device; first 0.0, as soon as
             ``step_device`` was called.
         """
-        launches = self._rule.plan(updates, grad_norm)
-        may_cut = [self._rule.rule.is_elementwise(each.settings) for each in launches]
+        launches = self._executor.plan(updates, grad_norm)
+        may_cut = [self._executor.rule.is_elementwise(each.settings) for each in launches]
         along = partial(self._along, on_host)
         windows = cut_windows(launches, self.source.form, self.sizes[0], may_cut, along)
         if not windows:
@@ -228,7 +231,7 @@ class WindowLane:
             lent.finish()
         for launch in launches:
             launch.copy_back()
-            self._rule.rows.count(launch.group, launch.positions)
+            self._executor.rows.count(launch.group, launch.positions)
         self.moved.add(site.down, site.up, lent.read, lent.written)
 
     def _along(self, on_host: Collection[Slot], launch: PlannedLaunch, index: int) -> Tensors:
@@ -260,7 +263,7 @@ class WindowLane:
             resident = site.bring(coming)
             step_device()
             yield 0.0
-            self._rule.step_mark.touch()
+            self._executor.step_mark.touch()
             for number in range(count):
                 window, stepped = coming, resident
                 if (before := number - site.lag) >= 0:
@@ -274,7 +277,7 @@ class WindowLane:
                 slots = [flow.launches[p.launch].updates.slots[p.index] for p in window]
                 with self._timeline.stage(self._stage, self._label(slots)):
                     for launch in launches_of(flow.launches, window, stepped):
-                        self._rule.carry_out(launch)
+                        self._executor.carry_out(launch)
                 site.send_back(number, window, stepped)
                 yield (number + 1) / count
         finally:
@@ -289,7 +292,7 @@ class WindowLane:
         file into their spare there. From any thread, while nothing else is lent."""
         assert isinstance(self.source, FileSource) and self._is_host
         planned = [launch.planned for launch in launches]
-        may_cut = [self._rule.rule.is_elementwise(each.settings) for each in planned]
+        may_cut = [self._executor.rule.is_elementwise(each.settings) for each in planned]
         windows = cut_windows(planned, self.source.form, self.sizes[0], may_cut, lambda *_: {})
         into = partial(held_by, [launch.target for launch in launches])
         lent = self.source.lend_ahead(windows, into)
@@ -299,7 +302,7 @@ class WindowLane:
                 with self._timeline.stage(self._stage, label):
                     resident = [piece.held for piece in window]
                     for launch in launches_of(planned, window, resident):
-                        self._rule.carry_out(launch)
+                        self._executor.carry_out(launch)
                 lent.store(number)
         finally:
             lent.finish()
@@ -309,11 +312,11 @@ class WindowLane:
 # -- what state takes -----------------------------------------------------------------------------
 
 
-def state_bytes(rule: RuleExecutor, slots: Iterable[Slot]) -> HostBytes:
+def state_bytes(executor: RuleExecutor, slots: Iterable[Slot]) -> HostBytes:
     """Host memory of the state of some slots, each kind of it in one piece."""
     sizes: Counter[str] = Counter()
     for slot in slots:
-        for key, (shape, dtype) in rule.rows.forms(slot).items():
+        for key, (shape, dtype) in executor.rows.forms(slot).items():
             sizes[key] += aligned_bytes(shape.numel(), dtype)
     others = (MAIN, REMAINDER, AVERAGE)
     return HostBytes(
@@ -327,11 +330,11 @@ def state_bytes(rule: RuleExecutor, slots: Iterable[Slot]) -> HostBytes:
 _KINDS = {MAIN: "main_params", REMAINDER: "main_params", AVERAGE: "averages"}
 
 
-def disk_bytes(rule: RuleExecutor, slots: Iterable[Slot], times: int) -> DiskBytes:
+def disk_bytes(executor: RuleExecutor, slots: Iterable[Slot], times: int) -> DiskBytes:
     """What main params and state of some slots take in a file, so many times."""
     sizes: Counter[str] = Counter()
     for slot in slots:
-        for key, (shape, dtype) in rule.rows.forms(slot).items():
+        for key, (shape, dtype) in executor.rows.forms(slot).items():
             size = blocks_bytes(shape.numel() * dtype.itemsize)
             sizes[_KINDS.get(key, "moments")] += times * size
     return DiskBytes(**sizes)

@@ -103,7 +103,7 @@ class OffloadedStep:
 
     def check(
         self,
-        sub: Executor,
+        executor: Executor,
         params: Sequence[NamedParam],
         is_offloaded: Callable[[Slot], bool],
         settings: HostStepSettings,
@@ -118,41 +118,43 @@ class OffloadedStep:
         """
         here = [param for param in params if is_offloaded(param[0])]
         if settings.state_file is not None:
-            _check_windows(sub, here, "optimizer_state_path", "leave it out")
+            _check_windows(executor, here, "optimizer_state_path", "leave it out")
         elif self.place != "host":
-            _check_windows(sub, here, f"offload_place={self.place!r}", "use 'host'")
+            _check_windows(executor, here, f"offload_place={self.place!r}", "use 'host'")
         if self.mode == "speculative" and self.place != "streamed":
-            _check_speculative(sub, params)
+            _check_speculative(executor, params)
 
 
-def _check_speculative(sub: Executor, params: Sequence[NamedParam]) -> None:
-    if not isinstance(sub, RuleExecutor):
+def _check_speculative(executor: Executor, params: Sequence[NamedParam]) -> None:
+    if not isinstance(executor, RuleExecutor):
         raise ValueError(
-            f"offload_mode='speculative': {sub.label} cannot step into other memory than "
+            f"offload_mode='speculative': {executor.label} cannot step into other memory than "
             "it steps from; use one of this package's optimizers, or 'overlap'"
         )
-    for name in _collective(sub, params):
+    for name in _collective(executor, params):
         raise ValueError(
-            f"offload_mode='speculative': {sub.label} steps {name}, which is "
+            f"offload_mode='speculative': {executor.label} steps {name}, which is "
             "split over ranks, by a collective, which may not meet those of backward; use "
             "'overlap'"
         )
 
 
-def _check_windows(sub: Executor, params: Sequence[NamedParam], asked: str, way_out: str) -> None:
-    if not isinstance(sub, RuleExecutor):
+def _check_windows(
+    executor: Executor, params: Sequence[NamedParam], asked: str, way_out: str
+) -> None:
+    if not isinstance(executor, RuleExecutor):
         raise ValueError(
-            f"{asked}: {sub.label} cannot be stepped in windows; use one of this package's "
+            f"{asked}: {executor.label} cannot be stepped in windows; use one of this package's "
             f"optimizers, or {way_out}"
         )
-    if sub.rule.name not in RULES:
+    if executor.rule.name not in RULES:
         raise ValueError(
-            f"{asked}: {sub.label} cannot be stepped in windows (this package's rules "
+            f"{asked}: {executor.label} cannot be stepped in windows (this package's rules "
             f"can); {way_out}"
         )
-    for name in _collective(sub, params):
+    for name in _collective(executor, params):
         raise ValueError(
-            f"{asked}: {sub.label} steps {name}, which is split over ranks, by a "
+            f"{asked}: {executor.label} steps {name}, which is split over ranks, by a "
             f"collective, and ranks may cut other windows; {way_out}"
         )
     devices = {local_tensor(param).device: name for _, name, param in params}
@@ -163,11 +165,11 @@ def _check_windows(sub: Executor, params: Sequence[NamedParam], asked: str, way_
         )
 
 
-def _collective(sub: RuleExecutor, params: Sequence[NamedParam]) -> Iterable[str]:
+def _collective(executor: RuleExecutor, params: Sequence[NamedParam]) -> Iterable[str]:
     return (
         name
         for slot, name, param in params
-        if sub.is_collective(update_of(slot, name, param, param))
+        if executor.is_collective(update_of(slot, name, param, param))
     )
 
 
