@@ -95,8 +95,8 @@ class PlacedExecutor(Executor):
         named = [(s, self.slot_name(s), p) for s, p in iter_slots(self.param_groups)]
         self._how.check(part, named, placed.is_offloaded, settings)
         self.stepper = Stepper(self._how, part, placed.host_slots(), placed.bind, settings)
-        report = self.stepper.on_grad_ready
-        self.stepper.connect(OwnGrads(self, report, placed.output, share_settings))
+        report = self.stepper.schedule.on_grad_ready
+        self.stepper.schedule.source = OwnGrads(self, report, placed.output, share_settings)
         self._watch()
 
     def _offloaded_forms(self) -> Iterator[tuple[int, torch.dtype]]:
@@ -113,7 +113,7 @@ class PlacedExecutor(Executor):
         return self._placed.memory
 
     def place(self, slot: Slot) -> Place:
-        return self.stepper.place_of(slot)
+        return self.stepper.host_part.place_of(slot)
 
     def part_at(self, place: Place) -> Executor:
         """What steps the slots of a place."""
@@ -273,7 +273,7 @@ class PlacedExecutor(Executor):
 
     def _exposed(self, slot: Slot) -> None:
         """The stepper of now hears of it."""
-        self.stepper.state_exposed(slot)
+        self.stepper.schedule.distrust(slot)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         for place, part in self.parts.items():
@@ -305,7 +305,7 @@ class PlacedExecutor(Executor):
     def _watch(self) -> None:
         """Notice gradients of the parameters of now, as long as nothing above reports them."""
         source = self.stepper.schedule.source
-        if self.stepper.works_in_backward and isinstance(source, OwnGrads):
+        if self.stepper.schedule.is_early and isinstance(source, OwnGrads):
             source.follow()
 
 

@@ -28,9 +28,9 @@ parameters, too), and streamed with ``release_gradients``. Windows of a file tak
 file then. A model in host memory does without gradients there that nothing releases.
 
 Decided here: :func:`plan_staging` cuts buckets and sizes staging, :func:`back_buffer_bytes` sizes
-the back buffer. The run allocates just that (:class:`~mp_optim.placement.stepper.Stepper`,
+the back buffer. The run allocates just that (:class:`~mp_optim.placement.host_part.HostPart`,
 :class:`~mp_optim.placement.double_buffer.DoubleBuffer`). The planner (``planner/memory.py``) builds
-the same stack on the meta device, and reads :class:`HostBytes` from ``Stepper.host_bytes()``.
+the same stack on the meta device, and reads :class:`HostBytes` from ``HostPart.host_bytes()``.
 ``tests/unit/placement/test_host_bytes.py`` and ``test_combinations.py`` count what a run allocates
 and compare.
 """

@@ -22,14 +22,14 @@ from mp_optim.placement.arrivals import Arrivals, BackwardOrder, SecondLook
 from mp_optim.placement.backward_jobs import BackwardJob, Bucket, ReleasedGrads
 from mp_optim.placement.double_buffer import BackLaunch
 from mp_optim.placement.grad_hooks import Claim, GradientSource
-from mp_optim.placement.settings import HostStepSettings
-from mp_optim.placement.speculation import Ahead, same_launches
-from mp_optim.placement.staging import Buckets, BucketStep, Staging
+from mp_optim.placement.host_part import HostPart
+from mp_optim.placement.speculation import same_launches
+from mp_optim.placement.staging import BucketStep, Staging
 from mp_optim.placement.timeline import WAIT_WORKER
 from mp_optim.placement.worker import Worker, WorkerError
-from mp_optim.process.calls import warn
+from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
-from mp_optim.slots.executor import Executor
+from mp_optim.slots.executor import Place
 from mp_optim.update.launches import PlannedLaunch
 
 
@@ -50,11 +50,8 @@ class Schedule:
     """What is begun during backward; with ``sync`` nothing.
 
     Args:
-        part: steps the slots.
-        bind_tensors: makes it have the tensors of now.
-        new_iteration: called with the first gradient of a backward; whether it is speculated on.
-        lost_memory: called when the worker may write for ever to memory that it was given: the
-            next buckets get others.
+        host_part: the slots, and where each is stepped.
+        bind_tensors: makes their executor have the tensors of now.
 
     Attributes:
         worker: the thread.
@@ -64,60 +61,59 @@ class Schedule:
             gradients were changed after backward.
         released: gradients that are here only.
         source: reports the gradients. arrivals: what was seen of them.
-        ahead: steps into the spare, if that is speculated on.
         is_last_microbatch: whether gradients that get ready are complete.
-        releases: gradients come with a claim, and are begun only if they can be released.
     """
 
-    def __init__(
-        self,
-        mode: str,
-        part: Executor,
-        bind_tensors: Callable[[], object],
-        settings: HostStepSettings,
-        label: Callable[[Sequence[Slot]], str],
-        new_iteration: Callable[[bool], None],
-        lost_memory: Callable[[], None],
-    ) -> None:
-        self.mode, self.is_early = mode, mode != "sync"
+    def __init__(self, host_part: HostPart, bind_tensors: Callable[[], object]) -> None:
+        settings = host_part.settings
+        self.mode, self.is_early = host_part.how.mode, host_part.how.is_early
         self.counts = Counter(
             speculation_hits=0, speculation_redone=0, speculation_paused=0, speculation_stale=0
         )
         self.worker = Worker("mp_optim-host", capacity=64, set_up=settings.set_up)
         self.released = ReleasedGrads(self.worker)
         self.buckets: list[Bucket] = []
-        self.ahead: Ahead | None = None
-        self.is_last_microbatch, self.releases = True, False
+        self.is_last_microbatch = True
         self.source: GradientSource
         self.order = BackwardOrder()
         self.iteration: Iteration | None = None
-        self._part, self._bind_tensors, self._label = part, bind_tensors, label
-        self._new_iteration, self._lost_memory = new_iteration, lost_memory
-        self._transfer, self._timeline = settings.transfer, settings.timeline
+        self._host_part, self._ahead = host_part, host_part.ahead
+        self._executor, self._bind_tensors = host_part.executor, bind_tensors
+        self._timeline = settings.timeline
         self._reporting = threading.Lock()
         self.arrivals = Arrivals()
         self._bucket_of: dict[Slot, Bucket] = {}
         self._failure: WorkerError | None = None
         self._is_collected = False
 
-    def cut(self, lanes: Sequence[tuple[Buckets, bool]], settings: HostStepSettings) -> None:
-        """Have these buckets of each lane from now on, and whether their gradients come down though
-        they stay on the device. Nothing may be begun."""
+    def cut(self) -> None:
+        """Have the buckets that the host part has now. Nothing may be begun."""
+        host_part, settings = self._host_part, self._host_part.settings
         self._transfer = settings.transfer
         self.buckets = []
-        for buckets, comes_down in lanes:
+        for buckets, comes_down in host_part.early:
             is_ahead = self.mode == "speculative" and buckets.has_outputs
             for index in range(len(buckets.plan.buckets)):
                 self.buckets.append(Bucket(buckets, index, comes_down, is_ahead))
         self._bucket_of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
         grads = [
             staging.capacity // (1 + buckets.has_outputs)
-            for buckets, _ in lanes
+            for buckets, _ in host_part.early
             for staging in buckets.staging
         ]
         make = partial(Staging, settings.transfer, max(grads, default=0), settings.pin_staging)
         self.released.use_landings(make)
         self._second_look = SecondLook(settings.transfer, make)
+
+    @property
+    def releases(self) -> bool:
+        """Whether gradients come with a claim, and are begun only if they can be released."""
+        return self._host_part.releases
+
+    def early_buckets(self, place: Place) -> list[Bucket]:
+        """The buckets of a place that backward may begin."""
+        lane = self._host_part.buckets[place]
+        return [each for each in self.buckets if each.lane is lane]
 
     # -- during backward --------------------------------------------------------------------------
 
@@ -127,8 +123,20 @@ class Schedule:
         down."""
         return self._transfer.is_same_place or self.mode == "speculative"
 
-    def report(self, update: SlotUpdate, claim: Claim | None, writes_are_counted: bool) -> None:
-        """See :meth:`~mp_optim.placement.stepper.Stepper.on_grad_ready`."""
+    @in_own_modes
+    def on_grad_ready(
+        self, update: SlotUpdate, claim: Claim | None = None, writes_are_counted: bool = True
+    ) -> None:
+        """A gradient is complete; the step will be given the same update but for the multiplier, or
+        what the claim was released to. Never raises: what goes wrong is reported by
+        :meth:`collect`.
+
+        Args:
+            writes_are_counted: torch counts every write to it, which it does not for the local
+                tensor of a DTensor.
+        """
+        if not self.is_early:
+            return
         # NOTE: backward has a thread for each device that has parameters, and one for the CPU.
         with self._reporting:
             self.arrivals.note(update.slot, writes_are_counted)
@@ -175,7 +183,7 @@ class Schedule:
             if not self.releases and self._settings_are_refused():
                 return  # they came after the first of some micro-batches
             self._failure = WorkerError(
-                f"{self._label(slots)}: work on the host during backward could not be "
+                f"{self._host_part.label(slots)}: work on the host during backward could not be "
                 f"begun: {error!r}. The optimizer is as it was before this step"
             )
             self._failure.__cause__ = error
@@ -183,9 +191,9 @@ class Schedule:
     def _settings_are_refused(self) -> bool:
         """Whether those that work would have been begun with cannot be, or those of now."""
         try:
-            self._part.check_groups()
+            self._executor.check_groups()
             self.source.share_settings()
-            self._part.check_groups()
+            self._executor.check_groups()
         except (TypeError, ValueError):
             return True
         return False
@@ -202,13 +210,13 @@ class Schedule:
     def _iteration_of_now(self) -> Iteration:
         if self.iteration is None:
             self.source.share_settings()
-            self._part.check_groups()
+            self._executor.check_groups()
             self._bind_tensors()
             multiplier = self.source.predicted_multiplier()
-            speculates = self.ahead is not None and self.ahead.is_on and self.order.is_known
+            speculates = self._ahead is not None and self._ahead.is_on and self.order.is_known
             self.iteration = Iteration(speculates, multiplier)
             try:
-                self._new_iteration(speculates)
+                self._host_part.begin_early(speculates)
             except Exception as error:
                 self._failure = WorkerError(
                     f"work on the disk during backward could not be begun: {error!r}. The "
@@ -231,12 +239,12 @@ class Schedule:
         room = released.room_for(updates, bucket) if releases else bucket.room_for(updates)
         launches: Sequence[BackLaunch] = ()
         goes_ahead = iteration.speculates and bucket.is_ahead and room.in_place
-        if self.ahead is not None and goes_ahead and self.is_last_microbatch:
-            launches = self.ahead.predicted(bucket.index, room.staged)
+        if self._ahead is not None and goes_ahead and self.is_last_microbatch:
+            launches = self._ahead.predicted(bucket.index, room.staged)
         # Elsewhere the host cannot compare what it has with what is there at the step.
         with_bits = not (releases or self._transfer.is_same_place)
         job = BackwardJob(
-            self._label(updates.slots),
+            self._host_part.label(updates.slots),
             room.memory,
             updates,
             room.staged,
@@ -247,7 +255,7 @@ class Schedule:
             self.is_last_microbatch,
             room.landing,
             releases,
-            None if self.ahead is None else self.ahead.run,
+            None if self._ahead is None else self._ahead.run,
         )
         if releases:
             released.begin(job)
@@ -259,7 +267,17 @@ class Schedule:
     # -- between backward and step ----------------------------------------------------------------
 
     def collect(self) -> None:
-        """See :meth:`~mp_optim.placement.stepper.Stepper.collect`."""
+        """Wait for what was begun, between backward and the verdict.
+
+        NOTE: the caller waits for the worker. It cannot be later: the verdict reads the sums that
+        jobs leave, and staging memory and spares are the worker's until it is drained. It is not
+        earlier: whatever is done by now, backward has hidden.
+
+        Raises:
+            WorkerError: it failed. All of it is dropped; nothing was stepped.
+        """
+        if (file := self._host_part.settings.state_file) is not None:
+            file.check_owner()
         if self._is_collected or not self.is_early:
             return
         self._timeline.begin_step()
@@ -292,12 +310,15 @@ class Schedule:
                 bucket.job.gave_up_grads()
 
     def distrust(self, slot: Slot) -> None:
-        """Main param or state of a slot may be written without a trace."""
+        """The caller gets live tensors of a slot, and may write to them without a trace."""
+        if (file := self._host_part.settings.state_file) is not None:
+            file.exposed()
+            self._host_part.drop_early()
         if (bucket := self._bucket_of.get(slot)) is not None:
             bucket.distrust()
 
     def forget_released(self) -> None:
-        """See :meth:`~mp_optim.placement.stepper.Stepper.forget_released`."""
+        """Released gradients are of no use any more."""
         if not self.released:
             return
         self.released.forget()
@@ -307,7 +328,7 @@ class Schedule:
             self.discard()
 
     def discard(self) -> None:
-        """Drop what was begun."""
+        """Drop what was begun; the step does it again."""
         if self.released.held:
             try:
                 self._finish_jobs()
@@ -316,10 +337,29 @@ class Schedule:
         # NOTE: a worker that is stuck keeps the memory that it may still write to, so the buckets
         # get others.
         if not self.worker.discard():
-            self._lost_memory()
+            self._host_part.lost_memory()
+            self.cut()
         self._failure = None
         self.end_iteration()
         self._timeline.end_step()
+
+    def skip(self) -> None:
+        """The step changes nothing, which no prediction says: drop what was begun."""
+        if self._ahead is not None:
+            self.counts["speculation_paused"] += self._ahead.record(False)
+        self.end_iteration()
+        self._timeline.end_step()
+
+    def check_prediction(self, updates: SlotUpdates | None) -> None:
+        """Take note of whether the step was the one that was predicted."""
+        if self._ahead is None or not updates:
+            return
+        if self.iteration is not None:
+            predicted = self.iteration.multiplier
+        else:
+            predicted = self.source.predicted_multiplier()
+        was_right = set(updates.multipliers) == {predicted}
+        self.counts["speculation_paused"] += self._ahead.record(was_right)
 
     def end_iteration(self) -> None:
         """What was begun is of no use any more. The worker is drained."""
@@ -327,12 +367,16 @@ class Schedule:
             bucket.release()
         self.arrivals.forget_sums()
         self.iteration, self._is_collected = None, False
+        self._host_part.drop_early()
 
     # -- in step ----------------------------------------------------------------------------------
 
-    def judge(self, steps: Sequence[BucketStep], buckets: Sequence[Bucket]) -> None:
-        """Find out what of these buckets' steps came down during backward, and is the same."""
-        stale = 0
+    def judge(self, steps: Sequence[BucketStep]) -> None:
+        """Find out what of the steps of the host's buckets came down during backward, and is the
+        same."""
+        if not self.is_early:
+            return
+        stale, buckets = 0, self.early_buckets("host")
         for step in steps:
             bucket = buckets[step.bucket]
             bucket.expect(step.updates.slots)

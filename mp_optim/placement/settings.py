@@ -81,6 +81,11 @@ class OffloadedStep:
         check_field("offload_streamed_fraction", self.streamed_fraction)
 
     @property
+    def is_early(self) -> bool:
+        """Whether anything is begun during backward."""
+        return self.mode != "sync"
+
+    @property
     def sub_place(self) -> Place:
         """By which the optimizer of the offloaded slots is known."""
         return "streamed" if self.place == "streamed" else "host"

@@ -9,14 +9,28 @@ So speculating pays well below even odds, and stops only where it nearly always 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from mp_optim.placement.double_buffer import BackLaunch, DoubleBuffer
+from torch import Tensor
+
+from mp_optim.placement.backward_jobs import Bucket
+from mp_optim.placement.double_buffer import (
+    BackLaunch,
+    DoubleBuffer,
+    FileRoom,
+    HostRoom,
+    Key,
+    MemoryMaker,
+)
 from mp_optim.placement.staging import BucketStep
+from mp_optim.placement.state_file import StateFile
 from mp_optim.placement.timeline import StepTimeline
-from mp_optim.slots import SlotUpdates
+from mp_optim.process.transfer import Transfer
+from mp_optim.slots import Slot, SlotUpdates, param_at
 from mp_optim.update.executor import RuleExecutor
+from mp_optim.update.kernel_args import MAIN
 from mp_optim.update.launches import PlannedLaunch
 
 
@@ -62,63 +76,158 @@ def speculates_next(
 
 
 class Ahead:
-    """Steps buckets into their spares, and publishes what is there.
+    """Steps buckets of the host part into their spares, and publishes what is there.
 
     Args:
-        run: carries launches into the spare out; with a label.
+        file: where main params and state rest, and the spare, too, if not in memory.
+        run: carries launches into the spare out, with a label; by default from memory.
 
     Attributes:
-        spares: of each bucket.
-        reserve: called before a bucket's spare is used.
         is_on: speculation does not pause.
     """
 
     def __init__(
         self,
-        rule: RuleExecutor,
+        executor: RuleExecutor,
         settings: SpeculationSettings,
         timeline: StepTimeline,
-        run: Callable[[Sequence[BackLaunch], str], None],
+        file: StateFile | None,
+        run: Callable[[Sequence[BackLaunch], str], None] | None,
     ) -> None:
-        self.run = run
-        self.spares: Sequence[DoubleBuffer] = ()
-        self.reserve: Callable[[int], object] | None = None
+        self.run = self._step_in_memory if run is None else run
         self.is_on = True
-        self._rule, self._settings, self._timeline = rule, settings, timeline
+        self._executor, self._settings, self._timeline = executor, settings, timeline
+        self._in_file = None if file is None else DoubleBuffer(FileRoom(file))
+        self._buckets: Sequence[Sequence[Slot]] = ()
+        self._rooms: list[HostRoom] = []
+        self._spares: Sequence[DoubleBuffer] = ()
         self._outcomes: deque[bool] = deque(maxlen=settings.window)
+
+    # -- spares -----------------------------------------------------------------------------------
+
+    def cut(self, buckets: Sequence[Sequence[Slot]], transfer: Transfer, pin: bool) -> None:
+        """Have a spare of each of these buckets from now on. Nothing may be begun."""
+        self._buckets = buckets
+        if self._in_file is not None:
+            self._spares = [self._in_file] * len(buckets)
+            return
+        maker = MemoryMaker(transfer.empty_host)
+        self._rooms = [HostRoom(transfer, pin, maker) for _ in buckets]
+        self._spares = [DoubleBuffer(room) for room in self._rooms]
+
+    def lost_memory(self) -> None:
+        """The worker may write for ever to a spare that it was given. Those in memory are cut
+        anew; a file has another part for it."""
+        if self._in_file is not None:
+            self._in_file.forget()
+
+    def reserved(self) -> list[tuple[int, int]]:
+        """Bytes of the back buffer of each bucket, for main params and for the rest, with room for
+        all of its slots."""
+        return [self._reserve(index) for index in range(len(self._rooms))]
+
+    def _reserve(self, index: int) -> tuple[int, int]:
+        live: dict[Key, Tensor] = {}
+        for slot in self._buckets[index]:
+            tensors = {**self._executor.state_of(slot).tensors()}
+            tensors[MAIN] = param_at(self._executor.param_groups, slot)
+            for key in tensors.keys() - {"step"}:
+                live[slot.group, slot.position, key] = tensors[key]
+        return self._rooms[index].reserve(live)
+
+    def restore(self) -> None:
+        """Have all slots be in the memory that they had before the first step, unless they rest in
+        a file, which keeps its spare. Nothing may be begun."""
+        if self._in_file is None:
+            for spare in self._spares:
+                spare.restore()
+            self._executor.memory_moved()
+
+    # -- launches ---------------------------------------------------------------------------------
 
     def predicted(self, bucket: int, staged: SlotUpdates) -> Sequence[BackLaunch]:
         """A bucket's launches into its spare as they are predicted; none if it cannot be stepped
         during backward."""
-        if any(map(self._rule.is_collective, staged)):
+        if any(map(self._executor.is_collective, staged)):
             return ()
-        return self.launches(bucket, self._rule.plan(staged))
+        return self._launches(bucket, self._executor.plan(staged))
 
-    def launches(self, bucket: int, planned: Sequence[PlannedLaunch]) -> Sequence[BackLaunch]:
+    def planned(
+        self, steps: Sequence[BucketStep], grad_norm: float | None
+    ) -> dict[int, list[PlannedLaunch]]:
+        """What the step of each bucket is by now."""
+        return {step.bucket: self._executor.plan(step.staged, grad_norm) for step in steps}
+
+    def _launches(self, bucket: int, planned: Sequence[PlannedLaunch]) -> Sequence[BackLaunch]:
         """Launches of a bucket into its spare; none if it cannot be stepped there."""
-        if self.reserve is not None:
-            self.reserve(bucket)
-        return self.spares[bucket].launches(planned)
+        if self._rooms:
+            self._reserve(bucket)
+        return self._spares[bucket].launches(planned)
+
+    def _step_in_memory(self, launches: Sequence[BackLaunch], label: str) -> None:
+        """Step into a back buffer. Nothing that is in use is written."""
+        with self._timeline.stage("host_step", label):
+            for launch in launches:
+                self._executor.carry_out(launch.target)
+
+    # -- in step ----------------------------------------------------------------------------------
+
+    def fill(
+        self,
+        steps: Sequence[BucketStep],
+        buckets: Sequence[Bucket],
+        planned: Mapping[int, Sequence[PlannedLaunch]],
+        hits: Collection[int],
+        gradients: Any,
+    ) -> dict[int, Sequence[BackLaunch]]:
+        """Make the spare of every bucket hold its step: where it does already (``hits``), that is
+        done. Launches by bucket; none for one that has to be stepped where it is.
+
+        Args:
+            gradients: the mark at which they are complete.
+
+        Raises:
+            RuntimeError: a step failed; the optimizer is as it was.
+        """
+        launches: dict[int, Sequence[BackLaunch]] = {}
+        again = []
+        for step in steps:
+            bucket = buckets[step.bucket]
+            if step.bucket in hits and bucket.job is not None:
+                launches[step.bucket] = bucket.job.back
+                continue
+            launches[step.bucket] = self._launches(step.bucket, planned[step.bucket])
+            if launches[step.bucket]:
+                bucket.distrust()  # what it holds is about to be written over
+                again.append(step)
+        for step in again:
+            step.start(gradients)
+        for step in again:
+            self._step_again(step, launches[step.bucket])
+        return launches
+
+    def _step_again(self, step: BucketStep, launches: Sequence[BackLaunch]) -> None:
+        try:
+            step.wait(self._timeline)
+            self.run(launches, step.label)
+        except Exception as error:
+            raise RuntimeError(
+                f"{step.label}: the step on the host failed: {error!r}. The optimizer is as it was "
+                "before this step"
+            ) from error
 
     def publish(self, step: BucketStep, launches: Sequence[BackLaunch]) -> None:
         """Swap the spare with what is in use, and send the parameters up."""
         if not launches:
             return
-        self._rule.step_mark.touch()
+        self._executor.step_mark.touch()
         with self._timeline.stage("publish", step.label):
             for launch in launches:
-                self.spares[step.bucket].swap(launch.keys)
+                self._spares[step.bucket].swap(launch.keys)
                 group, positions = launch.planned.group, launch.planned.positions
-                self._rule.rows.groups[group].replaced(positions)
-                self._rule.rows.count(group, positions)
+                self._executor.rows.groups[group].replaced(positions)
+                self._executor.rows.count(group, positions)
             step.upload()
-
-    def restore(self) -> None:
-        """Have all slots be in the memory that they had before the first step; nothing may be
-        begun."""
-        for spare in self.spares:
-            spare.restore()
-        self._rule.memory_moved()
 
     def record(self, was_right: bool) -> bool:
         """Take note of whether the step was the one that was predicted; whether speculation paused

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.placement.plan import HostSlot, plan_staging
+from mp_optim.placement.timeline import WAIT_COPIES, StepTimeline
 from mp_optim.process.host_memory import Block, aligned_bytes
 from mp_optim.process.leases import before_writing
 from mp_optim.process.transfer import Transfer
@@ -189,6 +190,17 @@ class BucketStep:
             grads = [grads[index] for index in missing]
             staged = [staged[index] for index in missing]
         self.ticket = self.staging.download(grads, staged, after)
+
+    def wait(self, timeline: StepTimeline) -> None:
+        """Wait until the gradients are in staging memory.
+
+        NOTE: the host waits for this bucket's download. It cannot be later: the host reads the
+        gradients next. The download was started a bucket before, or in backward, and has run beside
+        the arithmetic since.
+        """
+        if not self.is_downloaded:
+            with timeline.stage(WAIT_COPIES):
+                self.staging.transfer.wait(self.ticket)
 
     def upload(self) -> None:
         """Start the upload of the parameters."""

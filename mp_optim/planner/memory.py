@@ -347,7 +347,7 @@ def plan_rank(
             each for each in optimizer.chained_optimizers if isinstance(each, WrappedOptimizer)
         ]
         steppers = [stepper_of(part.executor) for part in parts]
-        grads -= sum(each.released_bytes for each in steppers if each is not None)
+        grads -= sum(each.host_part.released_bytes for each in steppers if each is not None)
     return replace(
         memory,
         accelerator=replace(memory.accelerator, model_params=model_params, grads=grads),
@@ -440,7 +440,7 @@ def _reserves(part: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tuple
     """Where, what for, and how much memory is taken when stepping begins."""
     if not isinstance(part.executor, PlacedExecutor):
         return
-    held, pins_mains = part.executor.stepper.host_bytes(), config.pin_cpu_params
+    held, pins_mains = part.executor.stepper.host_part.host_bytes(), config.pin_cpu_params
     yield _taken("main_params", [part.executor.main_memory.host_bytes], pins_mains)
     yield _taken("staging", held.staging, config.pin_cpu_grads)
     yield _taken("double_buffers", held.back_mains, pins_mains)
@@ -449,11 +449,11 @@ def _reserves(part: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tuple
     yield _taken("averages", held.averages, pins_mains)
     yield _taken("main_params", held.remainders, pins_mains)
     yield _taken("staging", held.windows, pins_mains)
-    on_disk = part.executor.stepper.disk_bytes()
+    on_disk = part.executor.stepper.host_part.disk_bytes()
     yield "disk", "main_params", on_disk.main_params
     yield "disk", "moments", on_disk.moments
     yield "disk", "averages", on_disk.averages
-    yield "accelerator", "staging", part.executor.stepper.device_bytes
+    yield "accelerator", "staging", part.executor.stepper.host_part.device_bytes
 
 
 def _taken(what: str, pieces: Sequence[int], is_pinned: bool) -> tuple[str, str, int]:

@@ -15,6 +15,7 @@ from mp_optim.placement.placed import stepper_of
 from mp_optim.placement.stepper import Stepper
 from mp_optim.placement.worker import WorkerError
 from mp_optim.precision.slot_table import GRADIENT_DTYPES, SlotTable
+from mp_optim.process.transfer import fetch
 from mp_optim.slots import are_plain, current_grad, local_tensor, param_at
 from mp_optim.slots.executor import Executor
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
@@ -68,8 +69,8 @@ class BackwardOverlap:
         self._inverse_scale: Callable[[], Tensor] | None = None
         self.stepper: Stepper | None = None
         if (stepper := stepper_of(executor)) is not None:
-            stepper.connect(self)
-            self.stepper = stepper if stepper.works_in_backward else None
+            stepper.schedule.source = self
+            self.stepper = stepper if stepper.schedule.is_early else None
         self.released: dict[int, Tensor] = {}
         if releases:
             self._release()
@@ -130,9 +131,9 @@ class BackwardOverlap:
             return  # what cannot be stepped is named in the step
         if grad.layout == torch.strided:
             update, claim = table.update(index, local_tensor(grad)), None
-            if self.stepper.schedule.releases and _can_be_released(param, grad):
+            if self.stepper.host_part.releases and _can_be_released(param, grad):
                 claim = Claim(param, grad, index, self.released)
-            self.stepper.on_grad_ready(update, claim, are_plain([grad]))
+            self.stepper.schedule.on_grad_ready(update, claim, are_plain([grad]))
 
     def ready(self, params: Sequence[Tensor] | None) -> None:
         """These parameters' gradients, or all, are what will be stepped."""
@@ -149,18 +150,18 @@ class BackwardOverlap:
         """Wait for what was begun during backward. Raises what went wrong there, before anything
         was stepped. Costs nothing if it was done since the last gradient."""
         if self.stepper is not None:
-            self.stepper.collect()
+            self.stepper.schedule.collect()
 
     def forget_released(self) -> None:
         """Released gradients are of no use any more."""
         self.released.clear()
         if self.stepper is not None:
-            self.stepper.forget_released()
+            self.stepper.schedule.forget_released()
 
     def skip(self) -> None:
         """The verdict is to change nothing."""
         if self.stepper is not None:
-            self.stepper.skip()
+            self.stepper.schedule.skip()
 
     def sums_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
         """FP64 sum of squares of each gradient of one device, shape (n,): taken now where backward
@@ -171,7 +172,8 @@ class BackwardOverlap:
         """
         if self.stepper is None or grads[0].device.type != "cpu":
             return self.sum_of_squares(grads)
-        known = [self.stepper.known_sum_of_squares(grad) for grad in grads]
+        arrivals = self.stepper.schedule.arrivals
+        known = [arrivals.sum_of_squares(grad) for grad in grads]
         unknown = [index for index, value in enumerate(known) if value is None]
         values = [value or 0.0 for value in known]
         sums = torch.tensor(values, dtype=torch.float64, device="cpu")
@@ -194,7 +196,7 @@ class BackwardOverlap:
         scaler = self._wrapper.grad_scaler
         if self.stepper is None or scaler is None or scaler.present_scale.device.type == "cpu":
             return
-        self._inverse_scale = self.stepper.fetch(scaler.inv_scale)
+        self._inverse_scale = fetch(self.stepper.transfer, scaler.inv_scale)
 
     def predicted_multiplier(self) -> float:
         """See :class:`~mp_optim.placement.grad_hooks.GradientSource`."""
@@ -247,7 +249,7 @@ class EarlyWork:
     def discard(self) -> None:
         """Forget what was done."""
         for stepper in self.steppers:
-            stepper.discard()
+            stepper.schedule.discard()
 
     def stop(self) -> None:
         """Forget what was done, and begin nothing more: the stack is let go."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -64,6 +64,18 @@ class Transfer:
     def notes(self) -> tuple[str, ...]:
         """What a user should know of the memory that was asked for so far."""
         return ()
+
+
+def fetch(transfer: Transfer, tensor: Tensor) -> Callable[[], Tensor]:
+    """Start to copy a small tensor to the host; the result waits for the copy and returns it."""
+    copy = transfer.empty_host(tensor.nbytes, True).view(tensor.dtype)
+    ticket = transfer.download([copy], [tensor])
+
+    def value() -> Tensor:
+        transfer.wait(ticket)
+        return copy
+
+    return value
 
 
 class MetaTransfer(Transfer):

@@ -217,7 +217,7 @@ class Run:
 
     def _discard(self) -> None:
         if self.schedule.owner == "hybrid":
-            self.optimizer.stepper.discard()
+            self.optimizer.stepper.schedule.discard()
         else:
             self.optimizer.offload_to_cpu()
             self.optimizer.restore_from_cpu()

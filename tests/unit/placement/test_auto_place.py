@@ -139,7 +139,7 @@ def test_state_that_was_written_without_a_trace_is_stepped_again():
         for step in range(5):
             go_backward(model, step)
             if step == 4:
-                stepper_of(optimizer).collect()  # the host's share is stepped
+                stepper_of(optimizer).schedule.collect()  # the host's share is stepped
                 for of_slot in optimizer.state_dict()["state"].values():
                     of_slot["exp_avg"].data.mul_(0.5)
             optimizer.step()

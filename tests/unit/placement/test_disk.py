@@ -253,7 +253,7 @@ def test_a_run_holds_the_bytes_that_were_planned(tmp_path, form, place, window):
     planned = plan(model, optimizer.config)
     train(model, optimizer, 2)
     on_disk = os.fstat(hybrid.stepper.settings.state_file.file._buffered).st_blocks * 512
-    assert planned.disk.total == on_disk == sum(hybrid.stepper.disk_bytes())
+    assert planned.disk.total == on_disk == sum(hybrid.stepper.host_part.disk_bytes())
     elements = sum(param.numel() for param in model.parameters())
     least = elements * (12 if form == "fp32" else 8)
     assert least <= planned.disk.total < least + 20 * 4096
@@ -279,7 +279,9 @@ def test_a_step_reads_and_writes_past_the_page_cache(tmp_path, place):
     optimizer.step()
     assert cached_bytes(hybrid) == 0
     moved = optimizer.metrics()
-    assert moved["bytes_read"] == moved["bytes_written"] == sum(hybrid.stepper.disk_bytes())
+    assert (
+        moved["bytes_read"] == moved["bytes_written"] == sum(hybrid.stepper.host_part.disk_bytes())
+    )
     assert moved["disk_wait_ms"] > 0
 
 

@@ -46,7 +46,7 @@ WINDOW = SpeculationSettings().window
 
 
 def back_buffer_bytes(hybrid):
-    return hybrid.stepper.host_bytes().back
+    return hybrid.stepper.host_part.host_bytes().back
 
 
 def counts(optimizer, name):

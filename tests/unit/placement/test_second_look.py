@@ -168,7 +168,7 @@ def test_memory_for_the_comparison_is_taken_when_it_is_needed() -> None:
         hybrid.stepper.use_transfer(transfer, 1 << 20)
         run(model, optimizer, 3, after_backward=after)
         held[after is None] = sum(sizes)
-        staging = max(hybrid.stepper.host_bytes().staging)
+        staging = max(hybrid.stepper.host_part.host_bytes().staging)
     assert held[False] - held[True] == staging // 2  # the gradients of one bucket, once
 
 

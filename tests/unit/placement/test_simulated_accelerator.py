@@ -22,7 +22,7 @@ from mp_optim.placement.staging import Staging
 from mp_optim.placement.timeline import StepTimeline
 from mp_optim.process import leases
 from mp_optim.process.host_memory import cut
-from mp_optim.process.transfer import CudaTransfer
+from mp_optim.process.transfer import CudaTransfer, fetch
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
 from support.accelerator.disk import simulated_disk
 from support.accelerator.removals import called, sites, without
@@ -147,7 +147,7 @@ def fetched_number(simulation):
     settings = {"cpu_optimizer_cls": FusedAdam, "gpu_optimizer_cls": FusedAdam}
     optimizer = HybridDeviceOptimizer([torch.nn.Parameter(torch.ones(1))], 1.0, **settings)
     optimizer.stepper.use_transfer(CudaTransfer(torch.device("cuda", DEVICE)))
-    return optimizer.stepper.fetch(value)().item() == 3.0
+    return fetch(optimizer.stepper.transfer, value)().item() == 3.0
 
 
 def download_of_a_transfer_that_is_dropped(simulation):

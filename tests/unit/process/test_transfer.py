@@ -178,7 +178,7 @@ def test_an_optimizer_registers_what_it_holds_and_leaves_nothing(mode: str) -> N
         for _ in range(3):  # buckets are cut anew after the first
             torch.cat(params).sum().backward()
             optimizer.step()
-        held = sum(map(sum, optimizer.stepper.host_bytes()))
+        held = sum(map(sum, optimizer.stepper.host_part.host_bytes()))
         assert sum(runtime.registered.values()) == held > 0
         del optimizer
         gc.collect()
