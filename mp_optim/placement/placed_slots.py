@@ -39,6 +39,9 @@ from mp_optim.slots.param_attributes import shard_info
 from mp_optim.slots.seen_params import SeenParams
 from mp_optim.slots.tensor_layout import split_dims
 
+Outputs = Sequence[Tensor | None]
+"""What receives each stepped value, if that is not what is stepped."""
+
 
 class MainMemory:
     """Room for the main params of an optimizer.
@@ -142,7 +145,7 @@ class PlacedSlots:
         self.offloaded, self.dtypes, self._exposed = offloaded, dtypes, exposed
         self._groups: list[list[PlacedSlot]] = []
         self._bound: list[Tensor] | None = None
-        self._have_outputs: tuple[Sequence[Slot], bool] = ((), True)
+        self._outputs: tuple[Sequence[Slot], Outputs, Outputs] | None = None
 
     def __getitem__(self, slot: Slot) -> PlacedSlot:
         return self._groups[slot.group][slot.position]
@@ -182,7 +185,7 @@ class PlacedSlots:
 
     def forget(self) -> None:
         """Slots or their main params are others now."""
-        self._bound, self._have_outputs = None, ((), True)
+        self._bound = self._outputs = None
 
     def host_slots(self) -> list[HostSlot]:
         """What is offloaded, in the order in which backward is expected to reach it: the last
@@ -198,14 +201,12 @@ class PlacedSlots:
 
     def with_outputs(self, updates: SlotUpdates) -> SlotUpdates:
         """The updates with what receives each stepped value."""
-        slots, have_outputs = self._have_outputs
-        if slots is not updates.slots:
-            have_outputs = all(self[slot].resident for slot in updates.slots)
-            self._have_outputs = updates.slots, have_outputs
-        if have_outputs:
-            return updates
-        slots_and_outputs = zip(updates.slots, updates.outputs, strict=True)
-        return replace(updates, outputs=[self.output(*pair) for pair in slots_and_outputs])
+        known, slots, outputs = self._outputs, updates.slots, updates.outputs
+        if known is None or known[0] is not slots or known[1] is not outputs:
+            if not all(self[slot].resident for slot in slots):
+                outputs = list(map(self.output, slots, outputs))
+            known = self._outputs = slots, updates.outputs, outputs
+        return updates if known[2] is updates.outputs else replace(updates, outputs=known[2])
 
     def output(self, slot: Slot, output: Tensor | None) -> Tensor | None:
         """What receives the stepped value: the parameter, if the copy that is stepped was made

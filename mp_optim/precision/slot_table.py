@@ -116,7 +116,7 @@ class SlotTable:
     streams: list[int] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
-    _whole: Selection | None = None
+    _last: Selection | None = None
     _common: Common | None = None
     parts: list[tuple[ProcessGroup, ...]] | None = None
 
@@ -160,7 +160,7 @@ class SlotTable:
 
     def _forget(self) -> None:
         """Drop what was put together from the columns."""
-        self._whole = self._common = self.parts = None
+        self._last = self._common = self.parts = None
 
     def look(self, params: Sequence[Tensor]) -> None:
         """Take what is there now as seen."""
@@ -194,9 +194,8 @@ class SlotTable:
             present[index] = grad
         is_whole = all(map(operator.is_not, present, itertools.repeat(None)))
         if is_whole and (simple or released):
-            if self._whole is None:
-                self._whole = self.select([*range(len(self.slots))])
-            selection, grads = self._whole, CachedTensorList(cast("list[Tensor]", present))
+            selection = self.select([*range(len(self.slots))])
+            grads = CachedTensorList(cast("list[Tensor]", present))
         else:
             indices = [index for index, grad in enumerate(present) if grad is not None]
             if not indices:
@@ -293,7 +292,13 @@ class SlotTable:
         )
 
     def select(self, indices: list[int]) -> Selection:
-        """Some slots as they are now."""
+        """Some slots as they are now; the same object as in the last step, where they are the same
+        ones and nothing of them has changed."""
+        if self._last is None or self._last.indices != indices:
+            self._last = self._select(indices)
+        return self._last
+
+    def _select(self, indices: list[int]) -> Selection:
         params = [self.params[index] for index in indices]
         writable = CachedTensorList(params if are_plain(params) else map(local_tensor, params))
         written = [self.separate[index] and not self.quantized[index] for index in indices]

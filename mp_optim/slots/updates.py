@@ -132,7 +132,7 @@ class UpdateSelection:
     def __init__(self, indices: Sequence[int], slots: Sequence[Slot], count: int) -> None:
         self.slots = tuple(slots)
         self._is_whole = list(indices) == list(range(count))
-        self._indices = indices
+        self.indices = indices
         self._kept: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {}
 
     def take(self, updates: SlotUpdates) -> SlotUpdates:
@@ -153,9 +153,9 @@ class UpdateSelection:
         )
 
     def _pick(self, column: Sequence[Any]) -> Sequence[Any]:
-        if len(self._indices) < 2:
-            return [column[index] for index in self._indices]
-        picked: Sequence[Any] = itemgetter(*self._indices)(column)
+        if len(self.indices) < 2:
+            return [column[index] for index in self.indices]
+        picked: Sequence[Any] = itemgetter(*self.indices)(column)
         return picked
 
     def _keep(self, name: str, column: Sequence[Any]) -> Sequence[Any]:

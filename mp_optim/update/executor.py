@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from mp_optim.slots import (
     Slot,
     SlotUpdate,
     SlotUpdates,
+    UpdateSelection,
     all_same,
     stream_of,
 )
@@ -42,7 +43,7 @@ class Share(NamedTuple):
     """The slots of a step that are in one group: which of the updates, and at which positions."""
 
     group: int
-    members: list[int]
+    members: UpdateSelection
     positions: list[int]
 
 
@@ -94,6 +95,7 @@ class RuleExecutor(Executor):
     # -- groups and settings ----------------------------------------------------------------------
 
     def step_together(self, group: int, sets: Sequence[Sequence[int]]) -> None:
+        self._shares.clear()
         self.rows.groups[group].step_together(sets)
 
     def group_added(self) -> None:
@@ -176,14 +178,18 @@ class RuleExecutor(Executor):
     ) -> Iterator[tuple[Share, SlotUpdates, dict[str, Any]]]:
         """The updates by group, with the group."""
         slots, shares = self._shares.get(id(columns.slots), ((), []))
-        if slots is not columns.slots:
+        is_known = slots is columns.slots
+        if not is_known:
             shares = _by_group(columns.slots)
         if isinstance(columns.slots, tuple):  # a list may hold others at the next step
             if len(self._shares) >= _MOST_SHARES:
                 self._shares.clear()
             self._shares[id(columns.slots)] = columns.slots, shares
         for share in shares:
-            part = columns if len(shares) == 1 else columns.take(share.members)
+            part = columns
+            if len(shares) > 1:  # a selection keeps outputs alive, so only one that comes again
+                members = share.members
+                part = members.take(columns) if is_known else columns.take(members.indices)
             yield share, part, self.param_groups[share.group]
 
     def _plan_group(
@@ -400,6 +406,7 @@ class RuleExecutor(Executor):
         self.rows.allocate_state(slots)
 
     def memory_moved(self) -> None:
+        self._shares.clear()
         self.rows.replaced()
 
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -412,6 +419,7 @@ class RuleExecutor(Executor):
         self.rows.set_main_param(slot, value)
 
     def written_outside(self, slot: Slot) -> None:
+        self._shares.clear()
         self.rows.written_outside(slot)
 
 
@@ -441,11 +449,14 @@ def settings_now(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _by_group(slots: Iterable[Slot]) -> list[Share]:
+def _by_group(slots: Sequence[Slot]) -> list[Share]:
     """The shares of all groups that occur, in the order in which they do."""
-    shares: dict[int, Share] = {}
+    members: dict[int, list[int]] = {}
     for index, slot in enumerate(slots):
-        share = shares.setdefault(slot.group, Share(slot.group, [], []))
-        share.members.append(index)
-        share.positions.append(slot.position)
-    return list(shares.values())
+        members.setdefault(slot.group, []).append(index)
+    shares = []
+    for group, indices in members.items():
+        of_group = [slots[index] for index in indices]
+        selection = UpdateSelection(indices, of_group, len(slots))
+        shares.append(Share(group, selection, [slot.position for slot in of_group]))
+    return shares

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -47,6 +48,7 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         self.executor = executor
         executor.label = type(self).__name__
         self._live_groups, self._sizes = executor.param_groups, executor.sizes
+        self._stepped: Sequence[Slot] = ()
         super().__init__(params, defaults)
         self.use_mark(self.step_mark)
 
@@ -105,7 +107,12 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
                 _check_grad(name, grad)
                 updates.append(update_of(slot, name, param, grad))
         clips = any(group.get("max_grad_norm", 0.0) for group in self.param_groups)
-        self.step_slots(updates, grad_norm=global_grad_norm(updates) if clips else None)
+        grad_norm = global_grad_norm(updates) if clips else None
+        columns = SlotUpdates.of(updates)
+        if columns.slots == self._stepped:  # what is made for slots is kept for this very object
+            columns = replace(columns, slots=self._stepped)
+        self._stepped = columns.slots
+        self.step_slots(columns, grad_norm=grad_norm)
         return loss
 
     @in_own_modes

@@ -63,7 +63,7 @@ class SteppedTogether:
     time: those of one place, or of one bucket there.
 
     Attributes:
-        positions: of the slots, in order.
+        positions: of the slots, in order. known: the last list that was compared with them.
         count: how often each of them was stepped, if it is known to be the same for all.
         mains: what is stepped, if these are this package's own tensors and not a model's
             parameters, whose memory others may move (``param.data = ...``).
@@ -74,7 +74,7 @@ class SteppedTogether:
     def __init__(self, positions: Iterable[int]) -> None:
         self.positions = list(positions)
         self.count: float | None = None
-        self._known: Sequence[int] | None = None
+        self.known: Sequence[int] | None = None
         self.replaced()
 
     def replaced(self) -> None:
@@ -83,12 +83,6 @@ class SteppedTogether:
         self.lists: dict[str, CachedTensorList] = {}
         self.mains: CachedTensorList | None = None
         self.launch: Any = None
-
-    def are(self, positions: Sequence[int]) -> bool:
-        """Whether these are just the positions, in order. The same list is compared once."""
-        if positions is not self._known and positions == self.positions:
-            self._known = positions
-        return positions is self._known
 
 
 class GroupState:
@@ -126,7 +120,9 @@ class GroupState:
     def together(self, positions: Sequence[int]) -> SteppedTogether | None:
         """What is kept for slots that are mostly stepped at a time, if these are all of them."""
         kept = self._together[positions[0]]
-        return kept if kept.are(positions) else None
+        if positions is not kept.known and positions == kept.positions:
+            kept.known = positions
+        return kept if positions is kept.known else None
 
     def tensors(self, name: str, positions: Sequence[int]) -> list[Tensor]:
         """State tensors of that name; the same list every time for what is stepped together."""

@@ -23,6 +23,7 @@ from mp_optim.placement.plan import plan_buckets
 from mp_optim.placement.speculation import SpeculationSettings, speculates_next
 from mp_optim.process.host_share import host_share
 from mp_optim.process.transfer import Transfer
+from mp_optim.update.rule_state import RuleState
 from support.models import COMPACT, config_for, same_bits, tokens_of
 from support.offload import (
     MODES,
@@ -64,6 +65,19 @@ def overflow_at(*steps):
             model.dense.grad[0, 0] = math.inf if step % 2 else math.nan
 
     return after_backward
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_a_step_like_the_last_one_forms_no_launches(mode, monkeypatch):
+    """Neither those of the device nor those of any of several buckets."""
+    model, optimizer = build_mode(mode, bucket_bytes=64)
+    parts = [hybrid.stepper.host_part for hybrid in hybrids(optimizer)]
+    assert any(len(part.buckets["host"].plan.buckets) > 1 for part in parts)
+    run(model, optimizer, 4)
+    formed = []
+    monkeypatch.setattr(RuleState, "stored_keys", lambda *given: formed.append(given))
+    run(model, optimizer, 2)
+    assert not formed
 
 
 LONG = {
