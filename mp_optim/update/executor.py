@@ -52,13 +52,14 @@ class _Steady(NamedTuple):
     stays: only gradients, step and multiplier are new then.
 
     Attributes:
-        checked: settings of the group. outputs: as they were given.
+        checked: settings of the group. moments: that are kept under them. outputs: as given.
         planned: the launch, without gradients, which would stay for as long as it does.
     """
 
     share: Share
     mains: CachedTensorList
-    checked: dict[str, Any]
+    checked: dict[str, Any] | None
+    moments: tuple[tuple[str, ...], ...]
     outputs: Sequence[Tensor | None]
     planned: PlannedLaunch
 
@@ -250,7 +251,8 @@ class RuleExecutor(Executor):
 
         NOTE: ``mains`` is the same list only while main params and state keep their memory
         (``RuleState.mains``), checked settings are the same object while they are equal
-        (:meth:`check_groups`). A plan for other threads has settings of its own, and is made anew.
+        (:meth:`check_groups`); of others, as a scheduler sets them, a launch depends on nothing but
+        the moments. A plan for other threads has settings of its own, and is made anew.
         """
         kept = self.rows.groups[share.group].together(share.positions)
         last: _Steady | None = None if kept is None else kept.launch
@@ -259,11 +261,15 @@ class RuleExecutor(Executor):
             and last.share is share
             and last.mains is mains
             and last.outputs is updates.outputs
-            and last.checked is self._checked.get(share.group)
             and settings is self.param_groups[share.group]
         ):
-            return last.planned
+            checked = self._checked.get(share.group)
+            is_same = checked is not None and checked is last.checked
+            return last.planned if is_same or self._moments(settings) == last.moments else None
         return None
+
+    def _moments(self, settings: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
+        return self.rule.moments(settings), self.rule.unread_moments(settings)
 
     def _keep(
         self,
@@ -275,16 +281,14 @@ class RuleExecutor(Executor):
         """Keep a launch for the next step, if all that it is made of but gradients may stay: not
         copies of what is not contiguous, nor tensors whose memory others may move."""
         kept = self.rows.groups[share.group].together(share.positions)
-        checked = self._checked.get(share.group)
+        checked, moments = self._checked.get(share.group), self._moments(settings)
         lists, mains = planned.lists, planned.mains
         stays = lists.main is mains and lists.output is planned.outputs
         is_own = settings is not self.param_groups[share.group]
-        if kept is None or checked is None or is_own or not stays:
-            return
-        if mains is kept.mains:
+        if kept is not None and mains is kept.mains and stays and not is_own:
             updates = replace(planned.updates, grads=())
             planned = planned._replace(updates=updates, lists=replace(lists, grad=[]))
-            kept.launch = _Steady(share, mains, checked, outputs, planned)
+            kept.launch = _Steady(share, mains, checked, moments, outputs, planned)
 
     def _again(
         self, last: PlannedLaunch, updates: SlotUpdates, step: float, multiplier: Multiplier

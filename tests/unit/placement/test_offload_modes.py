@@ -76,7 +76,10 @@ def test_a_step_like_the_last_one_forms_no_launches(mode, monkeypatch):
     run(model, optimizer, 4)
     formed = []
     monkeypatch.setattr(RuleState, "stored_keys", lambda *given: formed.append(given))
-    run(model, optimizer, 2)
+    for _ in range(3):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+        run(model, optimizer, 1)
     assert not formed
 
 
