@@ -137,7 +137,7 @@ class HostPart:
 
     def place_slots(self) -> None:
         """Give each slot its place anew, by the split of now."""
-        self.by_place = by_place(self.slots, self.how.sub_place, self.split)
+        self.by_place = by_place(self.slots, self.how.offloaded_place, self.split)
         self._place_of = {
             slot.slot: place for place, part in self.by_place.items() for slot in part
         }

@@ -61,7 +61,9 @@ class PlacedExecutor(Executor):
         self.fraction, self._how = fraction, how
         self.optimizers: dict[Place, torch.optim.Optimizer] = {}
         self.parts: dict[Place, Executor] = {}
-        self._placed = PlacedSlots(param_groups, self.parts, how.sub_place, dtypes, self._exposed)
+        self._placed = PlacedSlots(
+            param_groups, self.parts, how.offloaded_place, dtypes, self._exposed
+        )
 
     def build(
         self,
@@ -77,7 +79,7 @@ class PlacedExecutor(Executor):
             share_settings: makes the groups here and in the parts alike, as long as nothing wraps
                 the optimizer.
         """
-        placed, offloaded = self._placed, self._how.sub_place
+        placed, offloaded = self._placed, self._how.offloaded_place
         placed.assign(self.param_groups, self.fraction)
         empty_host = partial(settings.transfer.empty_host, pin=settings.pin_mains)
         placed.memory = MainMemory(settings.state_file, self._offloaded_forms(), empty_host)
@@ -117,7 +119,7 @@ class PlacedExecutor(Executor):
 
     def part_at(self, place: Place) -> Executor:
         """What steps the slots of a place."""
-        return self.parts["device" if place == "device" else self._how.sub_place]
+        return self.parts["device" if place == "device" else self._how.offloaded_place]
 
     @property
     def _executors(self) -> list[Executor]:

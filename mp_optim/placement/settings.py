@@ -86,7 +86,7 @@ class OffloadedStep:
         return self.mode != "sync"
 
     @property
-    def sub_place(self) -> Place:
+    def offloaded_place(self) -> Place:
         """By which the optimizer of the offloaded slots is known."""
         return "streamed" if self.place == "streamed" else "host"
 
@@ -104,7 +104,7 @@ class OffloadedStep:
                 f"class; {host.__name__} and {device.__name__} are two"
             )
         offloaded = device if self.place == "streamed" else host
-        return {"device": device, self.sub_place: offloaded}
+        return {"device": device, self.offloaded_place: offloaded}
 
     def check(
         self,
