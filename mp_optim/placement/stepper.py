@@ -181,7 +181,13 @@ class Stepper:
         grad_norm: float | None,
         step_device: Callable[[], None],
     ) -> None:
-        """Step the host's part, and what is streamed so that it stays ahead of that."""
+        """Step the host part, and what is streamed so that it stays ahead of that.
+
+        Spares that backward began to fill are made to hold this step. Then the device gets its own
+        slots, and as many windows as may be in flight, to work on beside the host, and the spares
+        are published. The host steps what is left, by bucket or window; further windows are queued
+        as it goes.
+        """
         iteration = self.schedule.iteration
         speculates = iteration is not None and iteration.speculates
         steps: list[BucketStep] = []
