@@ -25,7 +25,7 @@ from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.measure import Measurement, NormKey
 from mp_optim.precision.settings_agreement import of_config, of_groups
 from mp_optim.precision.step_grads import GradsOfParts, StepGrads
-from mp_optim.precision.wrapped_optimizer import WrappedOptimizer, agreed_sums
+from mp_optim.precision.wrapped_optimizer import WrappedOptimizer
 from mp_optim.process.calls import in_own_modes
 from mp_optim.ranks.agreement import ProcessGroups, check_agreement
 from mp_optim.ranks.missing_ranks import learn_addresses, naming_missing_ranks
@@ -279,7 +279,7 @@ class ReducedGrads(GradsOfParts):
         where = {slot: index for index, slot in enumerate(keys)}
         indices = [where[slot] for slot in self._trained]
         of_grads, over = [keys[slot] for slot in self._trained], (optimizer._group,)
-        return agreed_sums(optimizer.shards, grads, of_grads, distinct, indices, over=over)
+        return optimizer.shards.sums.of(grads, of_grads, distinct, indices, over=over)
 
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
         super().apply(verdict)

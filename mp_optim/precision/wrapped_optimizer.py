@@ -102,9 +102,7 @@ class WrappedGrads(StepGrads):
 
     def sums(self, on_host: bool = False) -> Measurement:
         some, every = self.selection, self.wrapper.table.common.keys
-        return agreed_sums(
-            self.wrapper, self.grads, some.keys, every, some.indices, on_host=on_host
-        )
+        return self.wrapper.sums.of(self.grads, some.keys, every, some.indices, on_host=on_host)
 
     def watch_updates(self) -> list[UpdateWatch]:
         wrapper, table = self.wrapper, self.wrapper.table
@@ -214,9 +212,7 @@ class WrappedOptimizer(MegatronOptimizer):
             partial(_sum_of_squares, config.fused_backend),
             config.release_gradients,
         )
-        # some rank may have other norm groups and settings: all are asked at the next step
-        self._norm_groups: list[str] | None = None
-        self._has_compared = False
+        self.sums = AgreedSums(self)
         if self.backward_link.stepper is not None:
             self.early_work.links.append(self.backward_link)
         self.backward_link.follow(self.get_parameters())
@@ -257,7 +253,7 @@ class WrappedOptimizer(MegatronOptimizer):
         self.share_settings()
         # backward may come before a step
         self.backward_link.follow(self.get_parameters())
-        self._norm_groups, self._has_compared = None, False
+        self.sums.forget()
         self._mains.bind_group(len(self.param_groups) - 1)
 
     def forget_groups(self, count: int) -> None:
@@ -424,49 +420,65 @@ class WrappedOptimizer(MegatronOptimizer):
         }
 
 
-def agreed_sums(
-    wrapper: WrappedOptimizer,
-    grads: Sequence[Tensor],
-    keys: Sequence[NormKey],
-    all_keys: Sequence[NormKey],
-    indices: Sequence[int],
-    *,
-    over: tuple[ProcessGroup, ...] = (),
-    on_host: bool = False,
-) -> Measurement:
-    """Sums of squares of gradients, agreed with the other ranks.
+class AgreedSums:
+    """Sums of squares of a wrapper's gradients, agreed with the other ranks.
 
-    Args:
-        grads, keys: local gradients, and which norm each counts in.
-        all_keys: every key of the model, also those without a gradient now, so that all ranks
-            reduce alike.
-        indices: of the slots of these gradients.
-        over: ranks over which the gradients are split although the parameters are not.
-        on_host: numbers may be returned.
+    What ranks compare once (settings, and the names of norm groups) is remembered here.
     """
-    config, common, link = wrapper.config, wrapper.table.common, wrapper.backward_link
-    device, alike, ranks = common.device, common.settings, wrapper.process_groups.grad_stats
-    if not wrapper._has_compared:
-        alike.check(config, wrapper.param_groups, device)
-        wrapper._has_compared = True
-    known = link.sum_of_squares if link.stepper is None else link.sums_of_squares
-    each = measure(grads, known, device)
-    is_alone = ranks is None and len(all_keys) == 1 and not all_keys[0].shard_groups
-    are_more = config.log_num_zeros_in_grad or config.log_param_grad_norms
-    if on_host and is_alone and not are_more and each.device.type == "cpu":
-        name = all_keys[0].group
-        return Measurement(known={EXCLUDED: 0.0, MAIN: 0.0, name: pairwise_sum_on_host(each)})
-    sums = total_by_key(each, keys, all_keys)
-    zeros = params = None
-    if config.log_num_zeros_in_grad:
-        zeros = count_zeros(grads, keys, all_keys, device)
-    if wrapper._norm_groups is None or ranks is None:
-        wrapper._norm_groups = norm_groups(all_keys, ranks)
-    numbers = alike.numbers(config, wrapper.param_groups, keys, all_keys)
-    if config.log_param_grad_norms:
-        parts = [(*over, *split) for split in wrapper._mains.parts()]
-        params = of_parameters(each, indices, parts)
-    return agree(sums, zeros, ranks, wrapper._norm_groups, numbers, alike.copies, params)
+
+    def __init__(self, wrapper: WrappedOptimizer) -> None:
+        self._wrapper = wrapper
+        self._names: list[str] | None = None
+        self._has_compared = False
+
+    def forget(self) -> None:
+        """Compare again: some rank may have other norm groups and settings."""
+        self._names, self._has_compared = None, False
+
+    def of(
+        self,
+        grads: Sequence[Tensor],
+        keys: Sequence[NormKey],
+        all_keys: Sequence[NormKey],
+        indices: Sequence[int],
+        *,
+        over: tuple[ProcessGroup, ...] = (),
+        on_host: bool = False,
+    ) -> Measurement:
+        """Measure gradients, and agree on the sums. Collective.
+
+        Args:
+            grads, keys: local gradients, and which norm each counts in.
+            all_keys: every key of the model, also those without a gradient now, so that all ranks
+                reduce alike.
+            indices: of the slots of these gradients.
+            over: ranks over which the gradients are split although the parameters are not.
+            on_host: numbers may be returned.
+        """
+        wrapper = self._wrapper
+        config, common, link = wrapper.config, wrapper.table.common, wrapper.backward_link
+        device, alike, ranks = common.device, common.settings, wrapper.process_groups.grad_stats
+        if not self._has_compared:
+            alike.check(config, wrapper.param_groups, device)
+            self._has_compared = True
+        known = link.sum_of_squares if link.stepper is None else link.sums_of_squares
+        each = measure(grads, known, device)
+        is_alone = ranks is None and len(all_keys) == 1 and not all_keys[0].shard_groups
+        are_more = config.log_num_zeros_in_grad or config.log_param_grad_norms
+        if on_host and is_alone and not are_more and each.device.type == "cpu":
+            name = all_keys[0].group
+            return Measurement(known={EXCLUDED: 0.0, MAIN: 0.0, name: pairwise_sum_on_host(each)})
+        sums = total_by_key(each, keys, all_keys)
+        zeros = params = None
+        if config.log_num_zeros_in_grad:
+            zeros = count_zeros(grads, keys, all_keys, device)
+        if self._names is None or ranks is None:
+            self._names = norm_groups(all_keys, ranks)
+        numbers = alike.numbers(config, wrapper.param_groups, keys, all_keys)
+        if config.log_param_grad_norms:
+            parts = [(*over, *split) for split in wrapper._mains.parts()]
+            params = of_parameters(each, indices, parts)
+        return agree(sums, zeros, ranks, self._names, numbers, alike.copies, params)
 
 
 def _with_model_names(wrapper: WrappedOptimizer, group: dict[str, Any]) -> dict[str, Any]:

@@ -40,8 +40,7 @@ _OF_THE_ENGINE = (
     "_mains",
     "table",
     "backward_link",
-    "_norm_groups",
-    "_has_compared",
+    "sums",
 )
 """What :class:`~mp_optim.precision.wrapped_optimizer.WrappedOptimizer` builds."""
 
