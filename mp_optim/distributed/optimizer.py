@@ -279,7 +279,7 @@ class ReducedGrads(GradsOfParts):
         where = {slot: index for index, slot in enumerate(keys)}
         indices = [where[slot] for slot in self._trained]
         of_grads, over = [keys[slot] for slot in self._trained], (optimizer._group,)
-        return optimizer.shards.sums.of(grads, of_grads, distinct, indices, over=over)
+        return optimizer.shards.engine.sums.of(grads, of_grads, distinct, indices, over=over)
 
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
         super().apply(verdict)

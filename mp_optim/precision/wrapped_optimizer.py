@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ from mp_optim.precision.measure import (
 from mp_optim.precision.megatron_optimizer import MegatronOptimizer
 from mp_optim.precision.param_state import View
 from mp_optim.precision.settings_agreement import SettingsAlike
-from mp_optim.precision.slot_table import Selection
+from mp_optim.precision.slot_table import Selection, SlotTable
 from mp_optim.precision.step_grads import StepGrads
 from mp_optim.precision.verdict import Verdict
 from mp_optim.process.calls import in_own_modes
@@ -56,7 +56,7 @@ from mp_optim.slots import (
     local_tensor,
     with_names,
 )
-from mp_optim.slots.executor import Mode
+from mp_optim.slots.executor import Executor, Mode
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.update import choose_backend, executor_of
@@ -86,6 +86,28 @@ class HostSwap:
 
 
 @dataclass(eq=False)
+class Engine:
+    """What a wrapper steps with.
+
+    Attributes:
+        optimizer: the inner one, as it was given. executor: steps for it.
+        groups_below: of the inner optimizer, and of what is below it.
+        table: what was last seen at every slot, as main params have it.
+        link: what may begin during backward.
+        sums: how gradients are measured, and agreed on.
+    """
+
+    optimizer: torch.optim.Optimizer
+    executor: Executor
+    groups_below: Sequence[ParamGroups]
+    mains: MainParams
+    table: SlotTable
+    link: BackwardOverlap
+    sums: AgreedSums
+    swap: HostSwap = field(default_factory=HostSwap)
+
+
+@dataclass(eq=False)
 class WrappedGrads(StepGrads):
     """Gradients of a wrapper's parameters.
 
@@ -101,17 +123,19 @@ class WrappedGrads(StepGrads):
         return bool(self.selection.indices)
 
     def sums(self, on_host: bool = False) -> Measurement:
-        some, every = self.selection, self.wrapper.table.common.keys
-        return self.wrapper.sums.of(self.grads, some.keys, every, some.indices, on_host=on_host)
+        engine, some = self.wrapper.engine, self.selection
+        every = engine.table.common.keys
+        return engine.sums.of(self.grads, some.keys, every, some.indices, on_host=on_host)
 
     def watch_updates(self) -> list[UpdateWatch]:
-        wrapper, table = self.wrapper, self.wrapper.table
+        engine = self.wrapper.engine
+        table = engine.table
 
         def mains() -> list[Tensor]:
-            return [local_tensor(wrapper.executor.main_param(slot)) for slot in table.slots]
+            return [local_tensor(engine.executor.main_param(slot)) for slot in table.slots]
 
-        measure, device = wrapper.backward_link.sum_of_squares, table.common.device
-        return [UpdateWatch(mains, wrapper._mains.parts(), measure, device)]
+        measure, device = engine.link.sum_of_squares, table.common.device
+        return [UpdateWatch(mains, engine.mains.parts(), measure, device)]
 
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
         if verdict.skip:
@@ -122,12 +146,12 @@ class WrappedGrads(StepGrads):
         self.step(verdict.multipliers, clipped)
 
     def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
-        wrapper, executor = self.wrapper, self.wrapper.executor
+        wrapper, engine = self.wrapper, self.wrapper.engine
+        executor, table = engine.executor, engine.table
         updates = self.selection.step_by(self.grads, multipliers)
         executor.step_slots(updates, grad_norm=grad_norm)
         if executor.writes_settings:
             wrapper.share_settings()
-        table = wrapper.table
         if any(table.quantized):
             wrapper.step_mark.touch()
             for index in self.selection.indices:
@@ -174,6 +198,8 @@ class WrappedOptimizer(MegatronOptimizer):
         TypeError, ValueError: a parameter's dtype does not fit, naming it.
     """
 
+    _engine: Engine | None = None
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -184,44 +210,57 @@ class WrappedOptimizer(MegatronOptimizer):
         process_groups: ProcessGroups | None = None,
     ) -> None:
         self.process_groups = process_groups or ProcessGroups()
-        self._take(optimizer)
+        executor = executor_of(optimizer)
         groups = [with_names(group) for group in optimizer.param_groups]
         super().__init__(groups, dict(optimizer.defaults), config, grad_scaler)
-        self._build_engine()
+        self._build_engine(optimizer, executor)
 
-    def _take(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step by this optimizer, whose groups are those here."""
-        self._given, self.executor = optimizer, executor_of(optimizer)
-        self._groups_below = self.executor.all_groups()
-
-    def _build_engine(self) -> None:
-        """Give main params to the parameters, and put together what a step goes through."""
+    def _build_engine(self, optimizer: torch.optim.Optimizer, executor: Executor) -> None:
+        """Step by this optimizer, whose groups are those here: give main params to the parameters,
+        and put together what a step goes through."""
         config = self.config
-        self._host_swap = HostSwap()
-        self._mains = MainParams(
-            self.param_groups, self.executor, self.process_groups, self.check_param
-        )
-        self.table = self._mains.table
-        self.averages.swaps.append(WeightSwap(self._mains))
-        self.use_mark(self.step_mark)
-        self.share_settings()
-        self.backward_link = BackwardOverlap(
+        mains = MainParams(self.param_groups, executor, self.process_groups, self.check_param)
+        link = BackwardOverlap(
             self,
-            self.executor,
-            self.table,
+            executor,
+            mains.table,
             partial(_sum_of_squares, config.fused_backend),
             config.release_gradients,
         )
-        self.sums = AgreedSums(self)
-        if self.backward_link.stepper is not None:
-            self.early_work.links.append(self.backward_link)
-        self.backward_link.follow(self.get_parameters())
+        below = executor.all_groups()
+        self._engine = Engine(
+            optimizer, executor, below, mains, mains.table, link, AgreedSums(self)
+        )
+        self.averages.swaps.append(WeightSwap(mains))
+        self.use_mark(self.step_mark)
+        self.share_settings()
+        if link.stepper is not None:
+            self.early_work.links.append(link)
+        link.follow(self.get_parameters())
         if config.optimizer_cuda_graph:
             check_capturable(self)
 
     @property
+    def engine(self) -> Engine:
+        """What this wrapper steps with."""
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def executor(self) -> Executor:
+        return self.engine.executor
+
+    @property
+    def table(self) -> SlotTable:
+        return self.engine.table
+
+    @property
+    def backward_link(self) -> BackwardOverlap:
+        return self.engine.link
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
-        return self._given
+        return self.engine.optimizer
 
     @abstractmethod
     def check_param(self, slot: Slot, param: Tensor) -> None:
@@ -236,7 +275,7 @@ class WrappedOptimizer(MegatronOptimizer):
         Raises:
             ValueError: some parameter is not there, and the other groups have names.
         """
-        if len(self.param_groups) < len(self.executor.param_groups):
+        if self._engine is None:
             super().add_param_group(param_group)  # torch's constructor is adding the first groups
             return
         with self.added_whole():
@@ -244,17 +283,17 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def _add(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(_with_model_names(self, param_group))
-        added = self.param_groups[-1]
-        self._given.add_param_group(with_names(added))
-        inner_group = self.executor.param_groups[-1]
-        self.executor.check_settings(inner_group)  # torch's do not
+        added, engine = self.param_groups[-1], self.engine
+        engine.optimizer.add_param_group(with_names(added))
+        inner_group = engine.executor.param_groups[-1]
+        engine.executor.check_settings(inner_group)  # torch's do not
         for key, value in inner_group.items():
             added.setdefault(key, value)
         self.share_settings()
         # backward may come before a step
-        self.backward_link.follow(self.get_parameters())
-        self.sums.forget()
-        self._mains.bind_group(len(self.param_groups) - 1)
+        engine.link.follow(self.get_parameters())
+        engine.sums.forget()
+        engine.mains.bind_group(len(self.param_groups) - 1)
 
     def forget_groups(self, count: int) -> None:
         super().forget_groups(count)
@@ -264,21 +303,22 @@ class WrappedOptimizer(MegatronOptimizer):
     # -- the step ---------------------------------------------------------------------------------
 
     def collect_grads(self) -> StepGrads:
-        if self._host_swap.parked:
+        engine = self.engine
+        if engine.swap.parked:
             raise RuntimeError("the optimizer is offloaded: call restore_from_cpu() before step()")
-        link, mains = self.backward_link, self._mains
+        link, mains, table = engine.link, engine.mains, engine.table
         if link.stepper is not None:
             link.finish()
         self.share_settings()
-        self.executor.check_groups()
+        engine.executor.check_groups()
         mains.follow()
         mains.check_remainders(None)
         if link.stepper is not None:
-            link.follow(self.table.params)
-        selection, grads = self.table.grads(self.slot_name, link.released)
-        if not all(self.table.bound):
+            link.follow(table.params)
+        selection, grads = table.grads(self.slot_name, link.released)
+        if not all(table.bound):
             mains.bind_trained(selection.indices)
-            selection = self.table.select(selection.indices)
+            selection = table.select(selection.indices)
         return WrappedGrads(self, selection, grads)
 
     def verdict_device(self) -> torch.device | None:
@@ -308,7 +348,7 @@ class WrappedOptimizer(MegatronOptimizer):
     # -- the optimizer below ----------------------------------------------------------------------
 
     def settings_below(self) -> Sequence[ParamGroups]:
-        return self._groups_below
+        return self.engine.groups_below
 
     @property
     def has_modes(self) -> bool:
@@ -321,30 +361,32 @@ class WrappedOptimizer(MegatronOptimizer):
             self.step_mark.touch()
             self.executor.switch_mode(mode)
             self.share_settings()
-            for slot in self._mains.trained_slots():
-                self._mains.write_model(slot)
-            self._mains.take_as_seen()
+            mains = self.engine.mains
+            for slot in mains.trained_slots():
+                mains.write_model(slot)
+            mains.take_as_seen()
             self.share_settings()
         self.averages.share()
 
     # -- main params and state --------------------------------------------------------------------
 
     def follow_model(self, slot: Slot | None = None) -> None:
-        self._mains.follow(slot)
+        self.engine.mains.follow(slot)
 
     def make_current(self, slot: Slot | None = None) -> None:
-        self._mains.follow(slot)
-        self._mains.bind_trainable(slot)
-        self._mains.check_remainders(slot)
+        mains = self.engine.mains
+        mains.follow(slot)
+        mains.bind_trainable(slot)
+        mains.check_remainders(slot)
 
     def state_of(self, slot: Slot, view: View | None = None) -> SlotState:
-        return self._mains.state_of(slot, view)
+        return self.engine.mains.state_of(slot, view)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         self.executor.allocate_state([slot for slot in slots if self.has_state(slot)])
 
     def param_checksums(self) -> list[int | None]:
-        return self._mains.checksums()
+        return self.engine.mains.checksums()
 
     def check_settings(self, group: dict[str, Any]) -> None:
         self.executor.check_settings(group)
@@ -352,13 +394,13 @@ class WrappedOptimizer(MegatronOptimizer):
     def main_param(self, slot: Slot) -> Tensor:
         self.step_mark.check("main_param")
         self.make_current(slot)
-        return self._mains.main_param(slot)
+        return self.engine.mains.main_param(slot)
 
     def has_separate_main(self, slot: Slot) -> bool:
-        return self._mains.is_separate(slot)
+        return self.engine.mains.is_separate(slot)
 
     def has_state(self, slot: Slot) -> bool:
-        return self._mains.is_bound(slot)
+        return self.engine.mains.is_bound(slot)
 
     def norm_key(self, slot: Slot) -> NormKey:
         return self.table.keys[self.table.index(slot)]
@@ -368,28 +410,29 @@ class WrappedOptimizer(MegatronOptimizer):
         return any(self.table.quantized)
 
     def sharers(self) -> Iterator[tuple[str, tuple[ProcessGroup, ...]]]:
-        for slot in self._mains.trained_slots():
-            yield self.slot_name(slot), self._mains.sharers(slot)
+        mains = self.engine.mains
+        for slot in mains.trained_slots():
+            yield self.slot_name(slot), mains.sharers(slot)
 
     def take_model_params(self, values: Mapping[str, Any]) -> None:
-        self._mains.reload(values)
+        self.engine.mains.reload(values)
 
     def use_mark(self, mark: StepMark) -> None:
         super().use_mark(mark)
         self.executor.use_mark(mark)
-        if isinstance(self._given, SlotOptimizer):
-            self._given.step_mark = mark
+        if isinstance(self.optimizer, SlotOptimizer):
+            self.optimizer.step_mark = mark
 
     def recover(self) -> None:
         self.executor.recover()
 
     def offload_to_cpu(self) -> None:
         self.discard_early_work()  # it holds gradients
-        self._host_swap.park(self._mains.accelerator_tensors())
+        self.engine.swap.park(self.engine.mains.accelerator_tensors())
         self.executor.memory_moved()
 
     def restore_from_cpu(self) -> None:
-        self._host_swap.restore()
+        self.engine.swap.restore()
         self.executor.memory_moved()
 
     # -- what is going on -------------------------------------------------------------------------
@@ -416,7 +459,7 @@ class WrappedOptimizer(MegatronOptimizer):
             **self.counts.metrics(),
             **self.health.metrics(),
             **graph_metrics(self.graphed),
-            "reloaded_params": self._mains.reloaded,
+            "reloaded_params": self.engine.mains.reloaded,
         }
 
 
@@ -456,7 +499,8 @@ class AgreedSums:
             on_host: numbers may be returned.
         """
         wrapper = self._wrapper
-        config, common, link = wrapper.config, wrapper.table.common, wrapper.backward_link
+        config, engine = wrapper.config, wrapper.engine
+        common, link = engine.table.common, engine.link
         device, alike, ranks = common.device, common.settings, wrapper.process_groups.grad_stats
         if not self._has_compared:
             alike.check(config, wrapper.param_groups, device)
@@ -476,7 +520,7 @@ class AgreedSums:
             self._names = norm_groups(all_keys, ranks)
         numbers = alike.numbers(config, wrapper.param_groups, keys, all_keys)
         if config.log_param_grad_norms:
-            parts = [(*over, *split) for split in wrapper._mains.parts()]
+            parts = [(*over, *split) for split in engine.mains.parts()]
             params = of_parameters(each, indices, parts)
         return agree(sums, zeros, ranks, self._names, numbers, alike.copies, params)
 

@@ -13,6 +13,7 @@ from mp_optim.factory import inner_optimizer, set_up_host
 from mp_optim.planner.sweep import with_chosen_fraction
 from mp_optim.precision import MegatronOptimizer, StepResult, WrappedOptimizer
 from mp_optim.precision.grad_scaler import MegatronGradScaler
+from mp_optim.precision.wrapped_optimizer import Engine
 from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.ranks.agreement import ProcessGroups
@@ -21,7 +22,7 @@ from mp_optim.slots.group_lists import SharedSettings, check_assigned
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer, matched_groups
 from mp_optim.slots.state_dict import SlotStateView, plain_groups
 from mp_optim.torch_style.settings import config_of
-from mp_optim.update import check_serves
+from mp_optim.update import check_serves, executor_of
 from mp_optim.update.backends.selection import warn_of_missing_kernels
 from mp_optim.update.rules import CLASSES, construction_of, settings_of
 
@@ -31,18 +32,6 @@ _FP16 = (
     "use torch.amp.GradScaler (scaler.scale(loss).backward(), scaler.step(optimizer), "
     "scaler.update()), or bfloat16"
 )
-
-_OF_THE_ENGINE = (
-    "executor",
-    "_given",
-    "_groups_below",
-    "_host_swap",
-    "_mains",
-    "table",
-    "backward_link",
-    "sums",
-)
-"""What :class:`~mp_optim.precision.wrapped_optimizer.WrappedOptimizer` builds."""
 
 
 class StackOptimizer(WrappedOptimizer):
@@ -68,7 +57,6 @@ class StackOptimizer(WrappedOptimizer):
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], settings: Mapping[str, Any]
     ) -> None:
-        self._is_built = self._is_building = False
         self._last: StepResult | None = None
         self._warned_of_fp16 = False
         self._given_settings = dict(settings)
@@ -83,12 +71,16 @@ class StackOptimizer(WrappedOptimizer):
 
     # -- what is built late -----------------------------------------------------------------------
 
-    def __getattr__(self, name: str) -> Any:
-        """Build what steps as soon as something asks for a part of it."""
-        if name in _OF_THE_ENGINE and not vars(self).get("_is_building", True):
+    @property
+    def engine(self) -> Engine:
+        """What steps, built when it is first asked for.
+
+        Raises:
+            TypeError: a parameter's dtype cannot be trained, naming it.
+        """
+        if self._engine is None:
             self._build()
-            return vars(self)[name]
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return super().engine
 
     @property
     def stack(self) -> StackOptimizer:
@@ -97,7 +89,7 @@ class StackOptimizer(WrappedOptimizer):
         Raises:
             TypeError: a parameter's dtype cannot be trained, naming it.
         """
-        if not self._is_built:
+        if self._engine is None:
             self._build()
         return self
 
@@ -112,25 +104,21 @@ class StackOptimizer(WrappedOptimizer):
         groups = [with_names(group) for group in self.param_groups]
         settings = {**settings_of(self.config), **self._hyperparameters}
         self.lists_are_known()
-        self._is_building = True
         try:
-            self._take(inner_optimizer(self.config, groups, settings))
-            for group, built in zip(self.param_groups, self.executor.param_groups, strict=True):
+            inner = inner_optimizer(self.config, groups, settings)
+            executor = executor_of(inner)
+            for group, built in zip(self.param_groups, executor.param_groups, strict=True):
                 for name, value in group_settings(built).items():
                     if name != "fqns":
                         group.setdefault(name, value)
-            self._build_engine()
-            self._is_built = True
-        finally:
-            self._is_building = False
-            if not self._is_built:
-                self._forget_engine()
+            self._build_engine(inner, executor)
+        except BaseException:
+            self._forget_engine()
+            raise
 
     def _forget_engine(self) -> None:
         self.early_work.stop()
-        for name in _OF_THE_ENGINE:
-            vars(self).pop(name, None)
-        self._is_built, self._settings = False, SharedSettings()
+        self._engine, self._settings = None, SharedSettings()
         self.step_mark.clear()
         self._begin(self.config)
 
@@ -176,7 +164,7 @@ class StackOptimizer(WrappedOptimizer):
             self._last = StepResult(False, None, None, "GradScaler found an inf or nan")
             return loss
         self.grad_scaler = None if scale is None else AmpLossScale(scale)
-        self._last = self.unhooked_step()
+        self._last = self.stack.unhooked_step()
         return loss
 
     @property
@@ -196,7 +184,7 @@ class StackOptimizer(WrappedOptimizer):
 
     @param_groups.setter
     def param_groups(self, groups: ParamGroups) -> None:
-        if not vars(self).get("_is_built"):
+        if self._engine is None:
             self._live_groups = groups
             return
         check_assigned(self._live_groups, groups, self.defaults)
@@ -204,7 +192,7 @@ class StackOptimizer(WrappedOptimizer):
 
     def check_lists(self) -> None:
         """As of every optimizer; before the first step lists may be edited."""
-        if self._is_built:
+        if self._engine is not None:
             super().check_lists()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -215,7 +203,7 @@ class StackOptimizer(WrappedOptimizer):
         """
         with self.added_whole():
             for group in self.arranged(param_group):
-                if self._is_built:
+                if self._engine is not None:
                     super().add_param_group(group)
                 else:
                     SlotKeyedOptimizer.add_param_group(self, group)
@@ -225,7 +213,7 @@ class StackOptimizer(WrappedOptimizer):
         self._rule.check_settings({**self._rule.defaults, **group})
 
     def forget_groups(self, count: int) -> None:
-        if self._is_built:
+        if self._engine is not None:
             super().forget_groups(count)
         else:
             SlotKeyedOptimizer.forget_groups(self, count)
@@ -243,14 +231,14 @@ class StackOptimizer(WrappedOptimizer):
 
     @state.setter
     def state(self, value: Mapping[Tensor, dict[str, Any]]) -> None:
-        if value or vars(self).get("_is_built"):  # torch's constructor begins with none
+        if value or self._engine is not None:  # torch's constructor begins with none
             self.stack._state_view.assign(value)
 
     def state_dict(
         self, is_loading: bool = False, *, full_precision: bool = False
     ) -> dict[str, Any]:
         """As torch's: without state before the first step (or look at :attr:`state`)."""
-        if not self._is_built:
+        if self._engine is None:
             return {"state": {}, "param_groups": plain_groups(self.param_groups)}
         self.grad_scaler = None  # a GradScaler saves itself
         return super().state_dict(is_loading, full_precision=full_precision)
@@ -277,7 +265,7 @@ class StackOptimizer(WrappedOptimizer):
         """For pickle and ``copy.deepcopy``, as torch's: the parameters are part of it, so an
         optimizer that is copied together with its model stays that model's. Hooks are not."""
         groups = [with_names(group) for group in self.param_groups]
-        saved = self.state_dict() if self._is_built else None
+        saved = self.state_dict() if self._engine is not None else None
         return {
             "hyperparameters": self._hyperparameters,
             "defaults": self.defaults,
