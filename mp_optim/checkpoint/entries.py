@@ -368,7 +368,7 @@ def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
         _check_plain(buffer, content)
         return buffer.getvalue()
 
-    return ranks.on_first("saving what is not a tensor", pack) or b""
+    return ranks.run_on_first("saving what is not a tensor", pack) or b""
 
 
 def _merged(

@@ -126,7 +126,7 @@ class Ranks:
         others = self.gather(None if digest == self.broadcast(digest) else names)
         return self.broadcast(names.union(*(other for other in others if other)))
 
-    def alike(self, what: str, arguments: Mapping[str, object]) -> None:
+    def check_arguments(self, what: str, arguments: Mapping[str, object]) -> None:
         """Compare the arguments with which the ranks call something.
 
         Raises:
@@ -134,9 +134,9 @@ class Ranks:
         """
         if self.group is not None:
             arguments_of = self.gather(dict(arguments))
-            self.first(what, lambda: _check_alike(what, arguments_of))
+            self.run_on_first(what, lambda: _check_same(what, arguments_of))
 
-    def agree(self, what: str, work: Callable[[], T]) -> list[T]:
+    def gather_results(self, what: str, work: Callable[[], T]) -> list[T]:
         """All ranks work; the results, in order, on the first rank, an empty list on the others.
 
         Raises:
@@ -151,11 +151,11 @@ class Ranks:
         _raise(what, error, reports)
         return [value for value, _ in results]  # type: ignore[misc]
 
-    def first(self, what: str, work: Callable[[], T]) -> T:
+    def broadcast_result(self, what: str, work: Callable[[], T]) -> T:
         """The first rank works, all get the result.
 
         Raises:
-            Exception: as :meth:`agree`.
+            Exception: as :meth:`gather_results`.
         """
         if self.group is None:
             return work()
@@ -165,28 +165,28 @@ class Ranks:
         item: T = value  # type: ignore[assignment]
         return item
 
-    def each(self, what: str, work: Callable[[], T]) -> T:
+    def run_on_all(self, what: str, work: Callable[[], T]) -> T:
         """All ranks work, and each keeps its own result.
 
         Raises:
-            Exception: as :meth:`agree`.
+            Exception: as :meth:`gather_results`.
         """
         kept: list[T] = []
-        self.agree(what, lambda: kept.append(work()))
+        self.gather_results(what, lambda: kept.append(work()))
         return kept[0]
 
-    def on_first(self, what: str, work: Callable[[], T]) -> T | None:
+    def run_on_first(self, what: str, work: Callable[[], T]) -> T | None:
         """The first rank works and keeps the result; None elsewhere.
 
         Raises:
-            Exception: as :meth:`agree`.
+            Exception: as :meth:`gather_results`.
         """
         kept: list[T] = []
-        self.first(what, lambda: kept.append(work()))
+        self.broadcast_result(what, lambda: kept.append(work()))
         return kept[0] if kept else None
 
 
-def _check_alike(what: str, arguments_of: Sequence[Mapping[str, object]]) -> None:
+def _check_same(what: str, arguments_of: Sequence[Mapping[str, object]]) -> None:
     differing = []
     for name in dict.fromkeys(itertools.chain(*arguments_of)):
         ranks_of: dict[str, list[int]] = {}
@@ -291,7 +291,7 @@ def check_replicas(params: Mapping[str, Tensor], ranks: Ranks) -> None:
     compared = ranks.broadcast(to_compare(reports, names_of))
     own = {name: _digest([param]) for name, param in plain.items() if name in compared}
     digests = ranks.gather(own)
-    ranks.first("comparing the ranks' parameters", lambda: _compare(digests))
+    ranks.run_on_first("comparing the ranks' parameters", lambda: _compare(digests))
 
 
 def to_compare(

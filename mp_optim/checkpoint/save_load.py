@@ -140,7 +140,7 @@ def save(
     wait_for_previous()  # it talks over the same group
     stack: SlotKeyedOptimizer | None = stack_of(optimizer)
     ranks = Ranks.of(process_group)
-    ranks.alike(
+    ranks.check_arguments(
         "checkpoint.save",
         {
             "the call": "save",
@@ -152,7 +152,7 @@ def save(
     )
     _check_keep(keep)
     parallel = parallel_of(stack, model_parallel, ranks)
-    ranks.agree("an earlier save", finish_previous)
+    ranks.run_on_all("an earlier save", finish_previous)
     common = {
         "optimizer": stack and settings_of(stack, parallel),
         "extra": dict(extra or {}),
@@ -160,7 +160,7 @@ def save(
         "scheduler": None if scheduler is None else scheduler.state_dict(),
     }
     content = packed(common, ranks)
-    target = Path(ranks.first("preparing a checkpoint", lambda: str(begin(Path(path)))))
+    target = Path(ranks.broadcast_result("preparing a checkpoint", lambda: str(begin(Path(path)))))
     # Copies of what another of these ranks saves: tied embeddings, which ZeRO may cut in other
     # places on another stage.
     members = ranks.members()
@@ -205,8 +205,8 @@ def _write(writing: Writing, common: bytes, target: Path, keep: int | None, rank
         publish(target, keep)
 
     try:
-        parts = ranks.agree(f"writing {target}", writing.write)
-        ranks.first(f"completing {target}", commit)
+        parts = ranks.gather_results(f"writing {target}", writing.write)
+        ranks.run_on_first(f"completing {target}", commit)
     except Exception:
         if ranks.rank == 0:
             shutil.rmtree(staging, ignore_errors=True)  # the disk may be full
@@ -282,22 +282,22 @@ def load(
     if stack is not None:
         stack.step_mark.check_lent("checkpoint.load")
     ranks = Ranks.of(process_group)
-    ranks.alike(
+    ranks.check_arguments(
         "checkpoint.load",
         {"the call": "load", "path": str(Path(path)), "convert": convert, "verify": verify},
     )
     parallel = parallel_of(stack, model_parallel, ranks)
-    version = Path(ranks.first(f"loading {path}", lambda: str(newest(Path(path)))))
+    version = Path(ranks.broadcast_result(f"loading {path}", lambda: str(newest(Path(path)))))
     loading = f"loading {version}"
     if stack is not None:  # what was set since the last step says what state there is
-        ranks.agree(loading, stack.share_settings)
-    index, common = ranks.each(loading, lambda: _open(version, verify, ranks))
+        ranks.run_on_all(loading, stack.share_settings)
+    index, common = ranks.run_on_all(loading, lambda: _open(version, verify, ranks))
     load = CheckedLoad(version, index, common, model, stack, scheduler, parallel, ranks, convert)
-    ranks.agree(loading, load.check_files)
-    ranks.agree(loading, load.check_values)
+    ranks.run_on_all(loading, load.check_files)
+    ranks.run_on_all(loading, load.check_values)
     try:
-        ranks.agree(loading, load.rehearse)
-        ranks.agree(loading, load.write)
+        ranks.run_on_all(loading, load.rehearse)
+        ranks.run_on_all(loading, load.write)
     except BaseException:
         load.take_back()
         raise

@@ -234,7 +234,7 @@ def plan_writing(
         held.append(known[0] if known and is_known else new)  # whose sheets are known, too
         return is_known, [*held[0].sheets] if ranks.size > 1 else []
 
-    described = ranks.agree("planning a checkpoint", describe)
+    described = ranks.gather_results("planning a checkpoint", describe)
     (holding,) = held
     share = Share(frozenset(entry.name for entry in holding.whole))
     if ranks.group is not None:
@@ -247,7 +247,7 @@ def plan_writing(
     writing = Writing(folder, ranks.rank, list(_items(tensors, holding, share)), params)
     if snapshot:
         try:
-            ranks.agree("copying what is saved", writing.take_snapshot)
+            ranks.run_on_all("copying what is saved", writing.take_snapshot)
         except BaseException:
             writing.give_back()
             raise
@@ -271,7 +271,7 @@ def _shared(holding: Holding, held: list[list[bytes]], ranks: Ranks) -> Share:
             everything |= spoken
         return shares(everything, held, [parts for _, parts in gathered])
 
-    return ranks.scatter(ranks.on_first("planning a checkpoint", decide) or [])
+    return ranks.scatter(ranks.run_on_first("planning a checkpoint", decide) or [])
 
 
 def _items(tensors: Mapping[str, Tensor], holding: Holding, share: Share) -> Iterator[Item]:

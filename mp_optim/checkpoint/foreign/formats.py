@@ -402,10 +402,10 @@ def export_safetensors(
         ) from error
     ranks, folder = Ranks.of(process_group), Path(path)
     stack = stack_of(optimizer)
-    names = ranks.each("exporting", lambda: _names(stack, model))
+    names = ranks.run_on_all("exporting", lambda: _names(stack, model))
     every = ranks.union(set(names.values()))
     written: list[tuple[Path, list[str], int]] = []
-    ranks.agree("exporting", lambda: _check_names(set(names.values()), every))
+    ranks.run_on_all("exporting", lambda: _check_names(set(names.values()), every))
 
     def write(tensors: dict[str, Tensor]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -417,8 +417,8 @@ def export_safetensors(
 
     named = _named_averages(stack) if averaged else stack.named_main_params()
     for tensors in _files(_whole_tensors(stack, named, names, ranks), max_shard_size):
-        ranks.first(f"exporting to {folder}", lambda tensors=tensors: write(tensors))  # type: ignore[misc]
-    paths = ranks.first(f"exporting to {folder}", lambda: _publish(folder, written))
+        ranks.run_on_first(f"exporting to {folder}", lambda tensors=tensors: write(tensors))  # type: ignore[misc]
+    paths = ranks.broadcast_result(f"exporting to {folder}", lambda: _publish(folder, written))
     return list(map(Path, paths))
 
 
@@ -505,7 +505,7 @@ def _joined(name: str, shard: PartitionShard, ranks: Ranks) -> Tensor:
             place.of(full).copy_(value)
         return full
 
-    full = ranks.on_first("putting parts together", join)
+    full = ranks.run_on_first("putting parts together", join)
     empty = torch.empty(shape, dtype=shard.dtype, device="meta")
     return empty if full is None else full
 
