@@ -70,13 +70,18 @@ _EXTRA_STATE = "_extra_state"
 
 @dataclass
 class CheckedLoad:
-    """A load of a version. Collective when it is made.
+    """A load of a version, of one rank.
 
     Attributes:
         version: names the checkpoint.
         index: its tensors. common: its plain data.
         optimizer: None loads the model alone. scheduler: None loads none.
         convert: also where that loses bits.
+        entries: tensors of the model and the optimizer, by name. saved: of the checkpoint's, those
+            that are wanted.
+        staged: tensors that are read to be checked, or loaded in another form. live: those that
+            are read into where they belong.
+        read_anywhere: names that some rank reads. keeps: some rank has hooks that may refuse.
     """
 
     version: Path
@@ -86,40 +91,60 @@ class CheckedLoad:
     optimizer: SlotKeyedOptimizer | None
     scheduler: Any
     parallel: ModelParallel
-    ranks: Ranks
     convert: bool
+    entries: dict[str, Tensor]
+    saved: Mapping[str, Saved]
+    staged: dict[str, Tensor]
+    live: dict[str, Tensor]
+    read_anywhere: set[str]
+    keeps: bool
 
     def __post_init__(self) -> None:
-        optimizer, parallel, ranks = self.optimizer, self.parallel, self.ranks
-        saved = {
-            name: entry
-            for name, entry in self.index.entries.items()
-            if optimizer is not None or name.startswith(MODEL)
-        }
-        self._entries = entries_of(self.model, optimizer, parallel)
-        tensors = dict(self._entries)
-        tensors |= (new := unallocated(optimizer, parallel, saved, tensors))
-        if self.convert:
-            saved = without_surplus(saved, ranks.union(set(tensors)))
-        copies = _copies_of(optimizer, parallel, tensors) | new.keys()
-        self._saved = saved
-        self._staged, self._live = _targets_of(tensors, saved, copies, convert=self.convert)
-        self._read_anywhere = ranks.union({*self._staged, *self._live})
         self._reading = Reading(self.version, self.index, {})
         self._kept = ExitStack()
-        has_hooks = _has_own_hooks(self.model, optimizer)
-        self._keeps = bool(ranks.union({"hooks"} if has_hooks else set()))
         self._is_written, self._was_broken_off = False, False
+
+    @classmethod
+    def agreed(
+        cls,
+        version: Path,
+        index: Index,
+        common: dict[str, Any],
+        model: Models,
+        optimizer: SlotKeyedOptimizer | None,
+        scheduler: Any,
+        parallel: ModelParallel,
+        ranks: Ranks,
+        convert: bool,
+    ) -> CheckedLoad:
+        """This rank's part, when all ranks have said what they read. Collective."""
+        saved = {
+            name: entry
+            for name, entry in index.entries.items()
+            if optimizer is not None or name.startswith(MODEL)
+        }
+        entries = entries_of(model, optimizer, parallel)
+        new = unallocated(optimizer, parallel, saved, entries)
+        tensors = entries | new
+        if convert:
+            saved = without_surplus(saved, ranks.union(set(tensors)))
+        copies = _copies_of(optimizer, parallel, tensors) | new.keys()
+        staged, live = _targets_of(tensors, saved, copies, convert=convert)
+        read_anywhere = ranks.union({*staged, *live})
+        hooks = {"hooks"} if _has_own_hooks(model, optimizer) else set()
+        keeps = bool(ranks.union(hooks))
+        taken = (version, index, common, model, optimizer, scheduler, parallel, convert)
+        return cls(*taken, entries, saved, staged, live, read_anywhere, keeps)
 
     # -- the files --------------------------------------------------------------------------------
 
     def check_files(self) -> None:
         """Raise ValueError if names, shapes, dtypes or settings do not fit, or files are damaged
         or hold second moments that the optimizer refuses."""
-        tensors = self._staged | self._live
-        check_entries(self.version, self._saved, tensors, self._read_anywhere)
+        tensors = self.staged | self.live
+        check_entries(self.version, self.saved, tensors, self.read_anywhere)
         for name, value in self.common["model"].items():
-            if MODEL + name in self._entries:
+            if MODEL + name in self.entries:
                 raise ValueError(
                     f"{self.version} does not fit this model: {name} is a {type(value).__name__} "
                     "beside the tensors, and a tensor here"
@@ -155,7 +180,7 @@ class CheckedLoad:
             return {}
         slots = self._slots(optimizer)
         checks: dict[str, ValueCheck] = {}
-        for name, value in self._live.items():
+        for name, value in self.live.items():
             key, fqn = key_and_fqn(name)
             if key == SECOND and value.is_floating_point():
                 state = optimizer.state_of(slots[fqn])
@@ -180,14 +205,14 @@ class CheckedLoad:
         """Read what may be refused for its values into memory of its own, and raise ValueError if
         the optimizer does not take it. Hooks for loading may change what is loaded, so an optimizer
         that has some checks it when they have been called."""
-        self._reading.read(self._staged)
+        self._reading.read(self.staged)
         if (optimizer := self._without_hooks()) is None:
             return
-        if any(key_and_fqn(name)[0] not in ("", STEP) for name in self._staged):
+        if any(key_and_fqn(name)[0] not in ("", STEP) for name in self.staged):
             self._check_state(optimizer)
             return
         slots = self._slots(optimizer)
-        for name, value in self._staged.items():
+        for name, value in self.staged.items():
             key, fqn = key_and_fqn(name)
             if key:
                 optimizer.state_of(slots[fqn]).check_values(key, value)
@@ -197,9 +222,9 @@ class CheckedLoad:
         match = check_plain(optimizer, settings, convert=self.convert)
         # of what is live, which has the form of the tensors that are there, values are yet to come
         zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        live = {name: value for name, value in self._live.items() if name.startswith(STATE)}
+        live = {name: value for name, value in self.live.items() if name.startswith(STATE)}
         blanks = {name: _blank(value, zeros) for name, value in live.items()}
-        state = state_by_index(settings["param_groups"], as_read(self._staged | blanks))
+        state = state_by_index(settings["param_groups"], as_read(self.staged | blanks))
         # the weights that remainders belong to are yet to come
         yet_to_come = replace(match, checksums={})
         StateLoad(optimizer, yet_to_come, state, self.convert).check()
@@ -213,9 +238,9 @@ class CheckedLoad:
         belongs to, where it becomes a main param."""
         fqn = self.parallel.names[optimizer.slot_name(slot)]
         entry, name = entry_name(REMAINDER, fqn), MODEL + fqn
-        if entry not in self._staged or name not in self._live:
+        if entry not in self.staged or name not in self.live:
             return
-        weights = torch.empty_like(self._live[name], device="cpu")
+        weights = torch.empty_like(self.live[name], device="cpu")
         plan_reading({name: weights}, self.version, self.index).read({name})
         optimizer.state_of(slot).check_weights(saved, checksum, weights)
 
@@ -230,11 +255,11 @@ class CheckedLoad:
             keep(kept_settings(self.optimizer))
         if self.scheduler is not None:
             keep(_kept_scheduler(self.scheduler))
-        if self.optimizer is not None and self._keeps:
+        if self.optimizer is not None and self.keeps:
             keep(kept_state(self.optimizer))
-        keep(_kept_model(self.model, self._entries, self.parallel, values=self._keeps))
-        saved = {name: value for name, value in self._staged.items() if _is_extra_state(name)}
-        self._load_model({**self._entries, **saved})
+        keep(_kept_model(self.model, self.entries, self.parallel, values=self.keeps))
+        saved = {name: value for name, value in self.staged.items() if _is_extra_state(name)}
+        self._load_model({**self.entries, **saved})
         self._load_scheduler()
 
     def take_back(self) -> None:
@@ -245,7 +270,7 @@ class CheckedLoad:
         if self.optimizer is None or not self._is_written:
             return
         mark = self.optimizer.step_mark
-        if self._keeps and not self._was_broken_off:
+        if self.keeps and not self._was_broken_off:
             mark.clear()
         else:
             mark.touch()
@@ -263,8 +288,8 @@ class CheckedLoad:
         self._is_written = True
         if self.optimizer is not None:
             self._was_broken_off = self.optimizer.step_mark.is_set
-        self._reading.read(self._live)
-        tensors = self._staged | self._live
+        self._reading.read(self.live)
+        tensors = self.staged | self.live
         self._load_model(tensors)
         if self.optimizer is not None:
             state_dict = self._settings(self.optimizer)

@@ -292,7 +292,9 @@ def load(
     if stack is not None:  # what was set since the last step says what state there is
         ranks.run_on_all(loading, stack.share_settings)
     index, common = ranks.run_on_all(loading, lambda: _open(version, verify, ranks))
-    load = CheckedLoad(version, index, common, model, stack, scheduler, parallel, ranks, convert)
+    load = CheckedLoad.agreed(
+        version, index, common, model, stack, scheduler, parallel, ranks, convert
+    )
     ranks.run_on_all(loading, load.check_files)
     ranks.run_on_all(loading, load.check_values)
     try:
