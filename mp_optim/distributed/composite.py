@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.distributed.grad_reducer import GradReducer, reduce_in_one_order
+from mp_optim.distributed.grad_reducer import GradReducer, LaunchOrder, reduce_in_one_order
 from mp_optim.distributed.transport import Reducer
 from mp_optim.precision import MegatronGradScaler, MegatronOptimizer
 from mp_optim.precision.description import Description, DescriptionRow
@@ -277,9 +277,10 @@ class ChainedOptimizer(CompositeOptimizer):
         composites = [part for part in self.parts if isinstance(part, CompositeOptimizer)]
         reducers = [part.grad_reducer for part in composites]
         ours = [reducer for reducer in reducers if isinstance(reducer, GradReducer)]
+        self._order: LaunchOrder | None = None
         if len(ours) > 1:  # the same order on all ranks
             again = self.config.data_parallel_sharding_strategy == "optim_grads"
-            reduce_in_one_order(ours, again=again)
+            self._order = reduce_in_one_order(ours, again=again)
 
     @property
     def chained_optimizers(self) -> list[MegatronOptimizer]:
@@ -332,6 +333,17 @@ class ChainedOptimizer(CompositeOptimizer):
         groups = iter(self.param_groups)
         for part in self.parts:
             part.param_groups[:] = islice(groups, len(part.param_groups))
+
+    def _between_passes(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._order is None else self._order.between_passes()
+
+    def collect_grads(self) -> StepGrads:
+        with self._between_passes():
+            return super().collect_grads()
+
+    def finish_grad_sync(self) -> None:
+        with self._between_passes():
+            super().finish_grad_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for part in self.parts:
