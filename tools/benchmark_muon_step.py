@@ -22,7 +22,7 @@ from torch import nn
 
 from benchmarks import allocator
 from benchmarks.timing import Timing, alternate, ratio
-from mp_optim.update import Muon
+from mp_optim.update import FusedMuon
 from mp_optim.update.backends.native_library import NativeLibrary
 from mp_optim.update.muon_directions import seconds_of_products
 
@@ -78,7 +78,7 @@ def of_pytorch_optimizer(params: list[nn.Parameter]) -> Callable[[], object]:
 
 def of_mp_optim(backend: str, **settings: str) -> Callable[[list[nn.Parameter]], Callable]:
     def build(params: list[nn.Parameter]) -> Callable[[], object]:
-        return Muon(
+        return FusedMuon(
             params,
             lr=1e-3,
             weight_decay=0.1,

@@ -10,20 +10,20 @@ from mp_optim.update.backends.native_library import (
 )
 from mp_optim.update.foreign import ForeignExecutor, executor_of
 from mp_optim.update.lamb import FusedLAMB
-from mp_optim.update.lion import Lion
+from mp_optim.update.lion import FusedLion
 from mp_optim.update.measures import global_grad_norm
-from mp_optim.update.muon import Muon
+from mp_optim.update.muon import FusedMuon
 from mp_optim.update.optimizer import RuleOptimizer
-from mp_optim.update.sgd import SGD
+from mp_optim.update.sgd import FusedSGD
 
 __all__ = [
-    "SGD",
     "Backend",
     "ForeignExecutor",
     "FusedAdam",
     "FusedLAMB",
-    "Lion",
-    "Muon",
+    "FusedLion",
+    "FusedMuon",
+    "FusedSGD",
     "RuleOptimizer",
     "check_serves",
     "choose_backend",

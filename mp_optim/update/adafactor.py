@@ -81,7 +81,7 @@ class AdafactorRule(Rule):
         backend.average(lists)
 
 
-class Adafactor(RuleOptimizer):
+class FusedAdafactor(RuleOptimizer):
     """Adafactor over FP32 tensors, wherever they lie and however they are split. Of a parameter of
     two or more dimensions it keeps a sum for each row and column instead of a second moment.
 

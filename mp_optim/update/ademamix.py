@@ -16,7 +16,7 @@ class AdemamixRule(AdamRule):
     name = "ademamix"
 
 
-class AdEMAMix(RuleOptimizer):
+class FusedAdEMAMix(RuleOptimizer):
     """AdEMAMix over FP32 tensors on any device, in one pass per batch.
 
     Args:

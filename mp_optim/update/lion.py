@@ -18,7 +18,7 @@ class LionRule(ElementRule):
         return False
 
 
-class Lion(RuleOptimizer):
+class FusedLion(RuleOptimizer):
     """Lion over FP32 tensors, with decoupled weight decay.
 
     Args:

@@ -138,7 +138,7 @@ class MuonRule(Rule):
         backend.average(lists)
 
 
-class Muon(RuleOptimizer):
+class FusedMuon(RuleOptimizer):
     """Muon over FP32 matrices, shape (rows, columns), and stacks of them, shape (experts, rows,
     columns), with decoupled weight decay. Groups with ``optimizer="adam"`` or ``"lion"`` are
     stepped by that rule instead.

@@ -21,24 +21,24 @@ from typing import Any
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES
-from mp_optim.update.adafactor import Adafactor
+from mp_optim.update.adafactor import FusedAdafactor
 from mp_optim.update.adam import FusedAdam
-from mp_optim.update.ademamix import AdEMAMix
+from mp_optim.update.ademamix import FusedAdEMAMix
 from mp_optim.update.lamb import FusedLAMB
-from mp_optim.update.lion import Lion
-from mp_optim.update.muon import Muon
-from mp_optim.update.sgd import SGD
-from mp_optim.update.stable_adamw import StableAdamW
+from mp_optim.update.lion import FusedLion
+from mp_optim.update.muon import FusedMuon
+from mp_optim.update.sgd import FusedSGD
+from mp_optim.update.stable_adamw import FusedStableAdamW
 
 CLASSES: dict[str, type[Any]] = {
     "adam": FusedAdam,
     "lamb": FusedLAMB,
-    "sgd": SGD,
-    "lion": Lion,
-    "muon": Muon,
-    "adafactor": Adafactor,
-    "stable_adamw": StableAdamW,
-    "ademamix": AdEMAMix,
+    "sgd": FusedSGD,
+    "lion": FusedLion,
+    "muon": FusedMuon,
+    "adafactor": FusedAdafactor,
+    "stable_adamw": FusedStableAdamW,
+    "ademamix": FusedAdEMAMix,
 }
 assert CLASSES.keys() == RULES.keys()
 

@@ -30,7 +30,7 @@ class SgdRule(ElementRule):
             )
 
 
-class SGD(RuleOptimizer):
+class FusedSGD(RuleOptimizer):
     """SGD over FP32 tensors. The momentum buffer starts as the first gradient.
 
     Args:

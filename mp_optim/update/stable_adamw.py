@@ -85,7 +85,7 @@ class StableAdamWRule(AdamRule):
             launch.workspace.note(updates.slots, clipped, multiplier)
 
 
-class StableAdamW(RuleOptimizer):
+class FusedStableAdamW(RuleOptimizer):
     """AdamW over FP32 tensors, wherever they lie and however they are split. A parameter whose
     gradients are larger than its second moment knows, as a root mean square over all of it, steps
     by so much less.

@@ -13,7 +13,7 @@ from benchmarks.section import Section
 from lab.gpu.waiting import with_host_verdict
 from mp_optim import FusedAdam, FusedLAMB, OptimizerConfig, get_megatron_optimizer
 from mp_optim.quantized import quantize_weights
-from mp_optim.update import Lion
+from mp_optim.update import FusedLion
 from mp_optim.update.backends import choose_backend
 from mp_optim.update.backends.triton import triton_backend
 
@@ -112,7 +112,7 @@ def bits(device: torch.device) -> Section:
         section.rows[f"float8 weights: {STEPS} steps, fraction {fraction} as 0"] = {
             "same": float(same)
         }
-    for rule in (FusedAdam, FusedLAMB, Lion):
+    for rule in (FusedAdam, FusedLAMB, FusedLion):
         for states, precision in _STATES.items():
             ours, theirs = (
                 _stream(rule, where, precision) for where in (device, torch.device("cpu"))

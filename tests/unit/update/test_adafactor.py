@@ -12,7 +12,7 @@ from torch import nn
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.update import FusedAdam
-from mp_optim.update.adafactor import Adafactor
+from mp_optim.update.adafactor import FusedAdafactor
 from mp_optim.update.backends.native_library import native_library, set_host_threads
 from support.models import same_bits
 
@@ -45,7 +45,7 @@ def test_it_is_torchs_adafactor(shape, settings):
     """Within an ulp of the parameter a step; state within rounding, under torch's keys and in its
     shapes."""
     grads = [random(shape, 1 + step) * 2.0 ** -(step % 7) for step in range(20)]
-    ours, state = stepped(Adafactor, shape, grads, **settings)
+    ours, state = stepped(FusedAdafactor, shape, grads, **settings)
     theirs, torchs = stepped(torch.optim.Adafactor, shape, grads, **settings)
     top = float(theirs.abs().max())
     assert float((ours - theirs).abs().max()) <= 20 * 2.0**-23 * max(top, 1.0)
@@ -72,7 +72,7 @@ def paper(param, grads, lr=1e-2, decay=-0.8, eps1=2.0**-23, eps2=1e-3, d=1.0):
 
 def test_it_is_the_papers():
     grads = [random((40, 30), 1 + step) for step in range(50)]
-    ours, _ = stepped(Adafactor, (40, 30), grads)
+    ours, _ = stepped(FusedAdafactor, (40, 30), grads)
     expected = paper(random((40, 30)).double().numpy(), [grad.double().numpy() for grad in grads])
     assert np.abs(ours.double().numpy() - expected).max() <= 1e-3 * 1e-2
 
@@ -121,13 +121,13 @@ def documented(p, grads, lr=1e-2, weight_decay=0.1):
 @pytest.mark.parametrize("shape", [(64, 128), (37, 5), (1, 9), (9, 1)], ids=str)
 def test_it_is_what_the_page_of_numerics_says_to_the_bit(shape):
     grads = [random(shape, 1 + step) * 2.0 ** -(9 * step % 20) for step in range(5)]
-    ours, _ = stepped(Adafactor, shape, grads, weight_decay=0.1)
+    ours, _ = stepped(FusedAdafactor, shape, grads, weight_decay=0.1)
     expected = documented(random(shape).numpy(), [grad.numpy() for grad in grads])
     assert same_bits(ours, torch.from_numpy(expected))
 
 
 def test_a_tensor_without_elements_is_stepped():
-    param, state = stepped(Adafactor, (0, 4), [torch.zeros(0, 4)])
+    param, state = stepped(FusedAdafactor, (0, 4), [torch.zeros(0, 4)])
     assert param.shape == (0, 4) and state["row_var"].shape == (0, 1)
 
 
@@ -135,11 +135,11 @@ def test_a_tensor_without_elements_is_stepped():
 def test_a_gradient_that_is_not_finite_spoils_its_parameter(bad):
     grad = random((4, 5))
     grad[1, 2] = bad
-    assert stepped(Adafactor, (4, 5), [grad])[0].isnan().all()
+    assert stepped(FusedAdafactor, (4, 5), [grad])[0].isnan().all()
 
 
 def test_large_matrices_keep_less_than_one_state():
-    _, state = stepped(Adafactor, (64, 128), [random((64, 128))])
+    _, state = stepped(FusedAdafactor, (64, 128), [random((64, 128))])
     assert {key: tuple(value.shape) for key, value in state.items()} == {
         "step": (),
         "row_var": (64, 1),
@@ -161,7 +161,7 @@ def test_large_matrices_keep_less_than_one_state():
 )
 def test_settings_are_checked(settings, said):
     with pytest.raises(ValueError, match=said):
-        Adafactor([nn.Parameter(torch.ones(2, 2))], **settings)
+        FusedAdafactor([nn.Parameter(torch.ones(2, 2))], **settings)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_the_config_reaches_the_rule():
 def test_another_rules_state_is_refused():
     param = nn.Parameter(torch.ones(3, 4))
     param.grad = torch.ones(3, 4)
-    adam, ours = FusedAdam([param]), Adafactor([param])
+    adam, ours = FusedAdam([param]), FusedAdafactor([param])
     with pytest.raises(ValueError, match=r"missing \['col_var', 'row_var'\], unknown \['exp_avg'"):
         ours.load_state_dict({**ours.state_dict(), "state": adam.state_dict()["state"]})
     saved = ours.state_dict()
@@ -220,7 +220,7 @@ def test_torchs_state_dict_is_loaded_and_ours_by_torch():
     for grad in grads:
         param.grad = grad
         torchs.step()
-    ours = Adafactor([param])
+    ours = FusedAdafactor([param])
     ours.load_state_dict(torchs.state_dict())
     assert float(ours.state[param]["step"]) == 3
     assert torch.equal(ours.state[param]["row_var"], torchs.state[param]["row_var"])
@@ -273,7 +273,7 @@ def assert_native_is_reference(shapes, grads, cut=torch.clone, main=None, **sett
     for backend in ("native", "reference"):
         mains = [cut(spread(shape, 1) if main is None else main) for shape in shapes]
         outputs = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
-        optimizer = Adafactor(mains, backend=backend, **settings)
+        optimizer = FusedAdafactor(mains, backend=backend, **settings)
         for step in range(3):
             optimizer.step_slots(
                 [
@@ -367,7 +367,7 @@ def test_native_kernels_step_large_tensors_on_any_number_of_threads(level):
 def test_native_kernels_are_shown_and_tell_autograd():
     param = nn.Parameter(random((40, 33)))
     for backend in ("auto", "native"):
-        optimizer = Adafactor([param], backend=backend)
+        optimizer = FusedAdafactor([param], backend=backend)
         assert optimizer.executor.carried_out_by(0, "device", torch.device("cpu"))[0] == "native"
         version, param.grad = param._version, random((40, 33), 1)
         optimizer.step()

@@ -16,7 +16,7 @@ from torch import Tensor
 from mp_optim.config.rules import CAPABILITIES, KERNEL_RULES, Capability
 from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.slots.slot_state import REMAINDER
-from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, choose_backend, proof_of
+from mp_optim.update import FusedAdam, FusedLAMB, FusedLion, FusedSGD, choose_backend, proof_of
 from mp_optim.update.backends import Backend
 from mp_optim.update.backends.native_library import native_library
 from mp_optim.update.backends.reference import ReferenceBackend, step_with
@@ -351,7 +351,7 @@ def test_gradients_that_are_not_finite_spread(candidate: Candidate, rule: str, b
     candidate.check(found)
 
 
-RULE_CLASSES = {"adam": FusedAdam, "lamb": FusedLAMB, "sgd": SGD, "lion": Lion}
+RULE_CLASSES = {"adam": FusedAdam, "lamb": FusedLAMB, "sgd": FusedSGD, "lion": FusedLion}
 
 
 @pytest.mark.parametrize("rule", RULE_CLASSES)
@@ -364,7 +364,7 @@ def test_optimizers_with_strides_missing_gradients_and_outputs(
         pytest.skip("refused at construction")
     results = []
     cls: Any = RULE_CLASSES[rule]
-    extra = {"momentum": 0.9} if cls is SGD else {}
+    extra = {"momentum": 0.9} if cls is FusedSGD else {}
     for name in (candidate.name, "reference"):
         params = [
             numbers(120, 1, candidate.device).view(10, 12).t(),

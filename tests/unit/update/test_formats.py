@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mp_optim.config.state_forms import BLOCK, UINT4
 from mp_optim.slots import Slot, SlotUpdate
-from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion
+from mp_optim.update import FusedAdam, FusedLAMB, FusedLion, FusedSGD
 from mp_optim.update import chunking as batching
 from mp_optim.update.codecs import SECOND, Noise, decode, encode_, join, keep_valid, split_
 from mp_optim.update.state_format import StatePrecision, moment_forms
@@ -286,7 +286,7 @@ def updates(mains: list[Tensor], step: int) -> list[SlotUpdate]:
     ]
 
 
-RULES = {"adam": FusedAdam, "lamb": FusedLAMB, "lion": Lion, "sgd": SGD}
+RULES = {"adam": FusedAdam, "lamb": FusedLAMB, "lion": FusedLion, "sgd": FusedSGD}
 PRECISIONS = [
     StatePrecision(torch.float16, torch.uint8, True),
     StatePrecision(torch.uint8, torch.bfloat16, True, 8),

@@ -249,12 +249,12 @@ def test_sgd_steps_bfloat16_too(standins: Gpu, name: str, grad: torch.dtype) -> 
 @each_library
 def test_first_step_of_a_momentum_buffer_is_per_parameter(standins: Gpu, name: str) -> None:
     """apex takes from the last parameter whether it is the first step of all."""
-    from mp_optim.update import SGD
+    from mp_optim.update import FusedSGD
 
     results = []
     for backend in (name, "reference"):
         params = [torch.ones(5), torch.ones(6)]
-        optimizer = SGD(params, lr=0.1, momentum=0.9, dampening=0.5, backend=backend)
+        optimizer = FusedSGD(params, lr=0.1, momentum=0.9, dampening=0.5, backend=backend)
         for slots in ([0], [0, 1]):
             optimizer.step_slots([SlotUpdate(Slot(0, i), torch.ones(5 + i)) for i in slots])
         results.append(torch.cat(params))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
-from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, global_grad_norm
+from mp_optim.update import FusedAdam, FusedLAMB, FusedLion, FusedSGD, global_grad_norm
 from mp_optim.update.backends import memory_access
 from mp_optim.update.backends.memory_access import (
     LARGE,
@@ -24,7 +24,7 @@ from mp_optim.update.backends.memory_access import (
 from mp_optim.update.backends.native_library import NativeLibrary, native_library
 from support.launch import run
 
-RULES = {"adam": FusedAdam, "lamb": FusedLAMB, "lion": Lion, "sgd": SGD}
+RULES = {"adam": FusedAdam, "lamb": FusedLAMB, "lion": FusedLion, "sgd": FusedSGD}
 ACCESSES = st.builds(
     MemoryAccess,
     prefetch=st.integers(0, 5000),

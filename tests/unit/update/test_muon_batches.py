@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mp_optim.update import Muon, newton_schulz
+from mp_optim.update import FusedMuon, newton_schulz
 
 SHAPES = [(64, 128), (128, 64), (48, 48), (37, 91), (300, 91), (256, 16), (1, 9), (9, 1)]
 
@@ -27,7 +27,7 @@ def random(shape: tuple[int, ...], seed: int) -> Tensor:
 def stepped(shapes, places, **settings) -> list[Tensor]:
     """Parameters after two steps; their values and gradients depend on their places alone."""
     params = [nn.Parameter(random(s, at)) for s, at in zip(shapes, places, strict=True)]
-    optimizer = Muon(params, lr=0.1, nesterov=True, **settings)
+    optimizer = FusedMuon(params, lr=0.1, nesterov=True, **settings)
     for step in range(1, 3):
         for param, at in zip(params, places, strict=True):
             param.grad = random(tuple(param.shape), 1000 * step + at)

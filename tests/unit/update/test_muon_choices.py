@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.config.rules import COEFFICIENT_TYPES, coefficients
-from mp_optim.update import Muon
+from mp_optim.update import FusedMuon
 from mp_optim.update.newton_schulz import orthogonalize_each
 
 
@@ -83,7 +83,7 @@ def test_a_gram_does_not_depend_on_what_is_stepped_beside_it():
 
 def stepped(value: Tensor, grads: list[Tensor], **settings) -> Tensor:
     param = nn.Parameter(value.clone())
-    optimizer = Muon([param], lr=0.02, weight_decay=0.1, **settings)
+    optimizer = FusedMuon([param], lr=0.02, weight_decay=0.1, **settings)
     for grad in grads:
         param.grad = grad.clone()
         optimizer.step()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mp_optim.slots import Slot, SlotUpdate
-from mp_optim.update import Muon
+from mp_optim.update import FusedMuon
 from mp_optim.update.backends import choose_backend
 from mp_optim.update.backends.native_library import native_library
 from mp_optim.update.backends.self_test import compare
@@ -66,7 +66,7 @@ def stepped(backend: str, form: dict[str, Any], grads: torch.dtype) -> list[Tens
         nn.Parameter(values(shape, at, dtype).to(device)) for at, shape in enumerate(form["shapes"])
     ]
     outputs = [torch.zeros_like(param, dtype=form["output"]) for param in params]
-    optimizer = Muon(
+    optimizer = FusedMuon(
         [(f"p{at}", param) for at, param in enumerate(params)],
         lr=0.02,
         weight_decay=form["decay"],
@@ -192,7 +192,7 @@ def test_the_momentum_is_numpys_in_fp64(momentum: float) -> None:
     scale = torch.logspace(-6, 6, 64)
     grads = [values(shape, 1, torch.float32) * scale, values(shape, 2, torch.float32)]
     param = nn.Parameter(torch.zeros(shape))
-    optimizer = Muon([param], momentum=momentum, backend="native")
+    optimizer = FusedMuon([param], momentum=momentum, backend="native")
     expected = np.zeros(shape, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         for grad in grads:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mp_optim.update import Muon, set_host_threads
+from mp_optim.update import FusedMuon, set_host_threads
 from mp_optim.update.matrix_products import (
     Chunks,
     NativeProducts,
@@ -136,7 +136,7 @@ SHAPES_OF_A_STEP = [(64, 96), (96, 64), (160, 1024), (64, 96), (3, 64, 80), (192
 def stepped(backend: str, shapes: list[tuple[int, ...]], **settings) -> list[Tensor]:
     """Parameters after two steps."""
     params = [torch.nn.Parameter(random(*shape)) for shape in shapes]
-    optimizer = Muon(params, lr=0.1, backend=backend, **settings)
+    optimizer = FusedMuon(params, lr=0.1, backend=backend, **settings)
     for step in range(2):
         for param in params:
             param.grad = random(step + 1, *param.shape)[step]

@@ -12,10 +12,18 @@ import torch
 from torch import Tensor
 
 from mp_optim.slots import Slot, SlotUpdate
-from mp_optim.update import SGD, FusedAdam, FusedLAMB, Lion, RuleOptimizer, choose_backend, sums
+from mp_optim.update import (
+    FusedAdam,
+    FusedLAMB,
+    FusedLion,
+    FusedSGD,
+    RuleOptimizer,
+    choose_backend,
+    sums,
+)
 from mp_optim.update import chunking as batching
-from mp_optim.update.ademamix import AdEMAMix
-from mp_optim.update.stable_adamw import StableAdamW
+from mp_optim.update.ademamix import FusedAdEMAMix
+from mp_optim.update.stable_adamw import FusedStableAdamW
 from mp_optim.update.sums import sum_of_squares
 from support import numpy_rules as oracle
 
@@ -70,7 +78,7 @@ LAMB: list[dict[str, Any]] = [
 RULES = {
     FusedAdam: (oracle.adam, ADAM),
     FusedLAMB: (oracle.lamb, LAMB),
-    StableAdamW: (oracle.stable_adamw, [{"weight_decay": 0.1, "betas": (0.9, 0.99)}]),
+    FusedStableAdamW: (oracle.stable_adamw, [{"weight_decay": 0.1, "betas": (0.9, 0.99)}]),
 }
 
 
@@ -105,7 +113,7 @@ def test_rules_with_two_moments_equal_numpy(cls: Any, extra: dict[str, Any]) -> 
 )
 def test_sgd_equals_numpy(extra: dict[str, Any]) -> None:
     mains = tensors(0)
-    optimizer = SGD(mains, lr=0.1, weight_decay=0.01, **extra)
+    optimizer = FusedSGD(mains, lr=0.1, weight_decay=0.01, **extra)
     expected = [(p.numpy().copy(), np.zeros(p.shape, np.float32)) for p in mains]
     run(optimizer, 3)
     for step in range(3):
@@ -150,7 +158,7 @@ def test_adam_with_bfloat16_moments_equals_numpy() -> None:
 @pytest.mark.parametrize("warmups", [{}, {"alpha_warmup": 2, "beta3_warmup": 4}])
 def test_ademamix_equals_numpy(warmups: dict[str, Any]) -> None:
     mains = tensors(0)
-    optimizer = AdEMAMix(mains, lr=3e-3, weight_decay=0.1, **warmups)
+    optimizer = FusedAdEMAMix(mains, lr=3e-3, weight_decay=0.1, **warmups)
     kept = [tuple(np.zeros(p.shape, np.float32) for _ in range(3)) for p in mains]
     expected = [(p.numpy().copy(), *moments) for p, moments in zip(mains, kept, strict=True)]
     run(optimizer, 3)
@@ -168,7 +176,7 @@ def test_ademamix_equals_numpy(warmups: dict[str, Any]) -> None:
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_lion_equals_numpy(decay: float) -> None:
     mains = tensors(0)
-    optimizer = Lion(mains, lr=0.01, weight_decay=decay)
+    optimizer = FusedLion(mains, lr=0.01, weight_decay=decay)
     expected = [(p.numpy().copy(), np.zeros(p.shape, np.float32)) for p in mains]
     run(optimizer, 3)
     for step in range(3):
@@ -198,7 +206,7 @@ def test_output_is_rounded_to_nearest_even_through_any_strides() -> None:
     main = torch.tensor([[1 + 2**-8, 1 + 3 * 2**-8], [2.0, -1 - 2**-8]])
     output = torch.empty(2, 2, dtype=torch.bfloat16).t()
     grad = torch.zeros(4, 2, dtype=torch.bfloat16)[::2]
-    SGD([main]).step_slots([SlotUpdate(Slot(0, 0), grad, 1.0, output)])
+    FusedSGD([main]).step_slots([SlotUpdate(Slot(0, 0), grad, 1.0, output)])
     assert output.tolist() == [[1.0, 1 + 2**-6], [2.0, -1.0]]
 
 

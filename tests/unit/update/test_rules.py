@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mp_optim.update import SGD, FusedAdam, FusedLAMB
+from mp_optim.update import FusedAdam, FusedLAMB, FusedSGD
 from mp_optim.update.backends import choose_backend
 
 LR = 1e-2
@@ -80,7 +80,7 @@ def test_unknown_backend_and_bad_settings_are_named():
         with pytest.raises(ValueError, match=next(iter(settings))):
             FusedAdam([nn.Parameter(torch.ones(1))], **settings)
     with pytest.raises(ValueError, match="nesterov"):
-        SGD([nn.Parameter(torch.ones(1))], nesterov=True)
+        FusedSGD([nn.Parameter(torch.ones(1))], nesterov=True)
 
 
 def test_standalone_needs_fp32_dense_gradients():

@@ -15,7 +15,7 @@ from torch import nn
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.config.rules import CAPABILITIES, RULES, Capability
-from mp_optim.update import FusedAdam, FusedLAMB, Lion, choose_backend, proof_of
+from mp_optim.update import FusedAdam, FusedLAMB, FusedLion, choose_backend, proof_of
 from mp_optim.update.backends import forget, multi_tensor, selection
 from mp_optim.update.backends import triton as triton_package
 from mp_optim.update.backends.native import NativeBackend
@@ -321,7 +321,7 @@ def test_rules_refuse_what_the_config_would(standins: Gpu) -> None:
     with pytest.raises(
         ValueError, match="fused_backend='apex': has no kernels for optimizer='lion'"
     ):
-        Lion([torch.zeros(3)], backend="apex")
+        FusedLion([torch.zeros(3)], backend="apex")
     with pytest.raises(ValueError, match="exp_avg_dtype="):
         FusedAdam([torch.zeros(3)], backend="apex", exp_avg_dtype=torch.bfloat16)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mp_optim.process import host_memory
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
-from mp_optim.update import SGD, ForeignExecutor, FusedAdam, FusedLAMB, executor_of
+from mp_optim.update import ForeignExecutor, FusedAdam, FusedLAMB, FusedSGD, executor_of
 
 A, B = Slot(0, 0), Slot(0, 1)
 
@@ -69,7 +69,7 @@ def test_step_evaluates_the_closure_once_and_skips_missing_gradients() -> None:
         loss.backward()
         return loss
 
-    assert SGD([used, unused], lr=0.5).step(closure).item() == 4.0
+    assert FusedSGD([used, unused], lr=0.5).step(closure).item() == 4.0
     assert calls == [True] and used.tolist() == [0.0, 0.0] and unused.tolist() == [1.0, 1.0]
 
 
@@ -77,7 +77,7 @@ def test_sparse_gradients_are_refused_before_anything_moves() -> None:
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     params[0].grad, params[1].grad = torch.ones(2), torch.ones(2).to_sparse()
     with pytest.raises(TypeError, match=r"group0\.param1"):
-        SGD(params).step()
+        FusedSGD(params).step()
     assert params[0].tolist() == [1.0, 1.0]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from mp_optim import AdamW, OptimizerConfig, StableAdamW, get_megatron_optimizer
 from mp_optim.update import choose_backend
-from mp_optim.update.stable_adamw import StableAdamW as Rule
+from mp_optim.update.stable_adamw import FusedStableAdamW as Rule
 from support.kernels import NEED_KERNELS
 from support.models import same_bits
 
