@@ -310,7 +310,7 @@ def parallel_of(
     return optimizer.model_parallel.among(ranks.members())
 
 
-def settings_of(optimizer: SlotKeyedOptimizer, parallel: ModelParallel) -> dict[str, Any]:
+def saved_settings(optimizer: SlotKeyedOptimizer, parallel: ModelParallel) -> dict[str, Any]:
     """An optimizer's state dict without state, with a name for each parameter, and without
     checksums of what is a part here."""
     settings, names = optimizer.settings_dict(), optimizer.model_parallel.names

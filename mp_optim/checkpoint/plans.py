@@ -63,7 +63,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Share:
+class WriteShare:
     """What a rank writes of what it holds.
 
     Attributes:
@@ -90,7 +90,7 @@ def holding_of(tensors: Mapping[str, Tensor]) -> Holding:
 @uncollected()
 def shares(
     sheets: Sheets, held: Sequence[Collection[bytes]], parts: Sequence[Sequence[Held]]
-) -> list[Share]:
+) -> list[WriteShare]:
     """What each rank writes: every element once, spread evenly.
 
     Args:
@@ -110,7 +110,7 @@ def shares(
     loads = [0] * len(held)
     left_out = _shared_parts(parts, loads)
     written = _shared_wholes(sheets, ranks_of, loads)
-    return list(map(Share, map(frozenset, written), left_out))
+    return list(map(WriteShare, map(frozenset, written), left_out))
 
 
 def _shared_wholes(

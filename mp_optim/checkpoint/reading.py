@@ -25,7 +25,7 @@ from mp_optim.checkpoint.version_files import (
     Index,
     Saved,
     SavedBox,
-    memory_of,
+    byte_view,
     read_index,
     read_manifest,
 )
@@ -168,7 +168,7 @@ def _read(file: BinaryIO, copy: _Copy, version: Path) -> None:
     begin, end = copy.rows()
     file.seek(begin)
     if copy.is_contiguous():
-        _fill(file, memory_of(copy.target), version, copy)
+        _fill(file, byte_view(copy.target), version, copy)
         return
     first_dim, *others = copy.part.sizes or (1,)
     target = copy.target if copy.part.sizes else copy.target.view(1)
@@ -176,7 +176,7 @@ def _read(file: BinaryIO, copy: _Copy, version: Path) -> None:
     for start in range(0, first_dim, rows):
         count = min(rows, first_dim - start)
         staged = torch.empty((count, *copy.box.place.sizes[1:]), dtype=target.dtype, device="cpu")
-        _fill(file, memory_of(staged), version, copy)
+        _fill(file, byte_view(staged), version, copy)
         part = Box((0, *copy.part.offsets[1:]), (count, *others))
         target.narrow(0, start, count).copy_(part.of(staged))
 

@@ -39,7 +39,7 @@ from mp_optim.checkpoint.entries import (
     param_entries,
     params_of,
     plain_of,
-    settings_of,
+    saved_settings,
 )
 from mp_optim.checkpoint.ranks import Ranks, check_replicas
 from mp_optim.checkpoint.version_files import (
@@ -154,7 +154,7 @@ def save(
     parallel = parallel_of(stack, model_parallel, ranks)
     ranks.run_on_all("an earlier save", finish_previous)
     common = {
-        "optimizer": stack and settings_of(stack, parallel),
+        "optimizer": stack and saved_settings(stack, parallel),
         "extra": dict(extra or {}),
         "model": plain_of(model, parallel),
         "scheduler": None if scheduler is None else scheduler.state_dict(),

@@ -455,7 +455,7 @@ def header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     return buffer.getvalue() + struct.pack("<q", math.prod(shape) * dtype.itemsize)
 
 
-def memory_of(tensor: Tensor) -> memoryview:
+def byte_view(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the host, writable; the tensor has to outlive the
     view."""
     assert tensor.device.type == "cpu" and tensor.is_contiguous()

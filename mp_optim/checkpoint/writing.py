@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mp_optim.checkpoint.commit import naming, write_durably
 from mp_optim.checkpoint.entries import STATE
-from mp_optim.checkpoint.plans import Held, Holding, Share, holding_of, shares
+from mp_optim.checkpoint.plans import Held, Holding, WriteShare, holding_of, shares
 from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.checkpoint.shards import piece
 from mp_optim.checkpoint.version_files import (
@@ -40,9 +40,9 @@ from mp_optim.checkpoint.version_files import (
     SavedBox,
     as_json,
     as_metadata,
+    byte_view,
     file_sum,
     header,
-    memory_of,
 )
 from mp_optim.process import host_memory, leases
 from mp_optim.process.calls import in_background, uncollected
@@ -72,7 +72,7 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class WrittenFile:
     file: str
     sum: FileSum
     blocks: Sequence[int]
@@ -130,7 +130,7 @@ class Writing:
             self._lent, self.items = None, []
 
     @uncollected()
-    def write(self) -> list[Part]:
+    def write(self) -> list[WrittenFile]:
         """Write this rank's files, synced: one for each thread that is worth it. No communication.
 
         Raises:
@@ -142,7 +142,7 @@ class Writing:
         return _write_files(list(zip(_by_file(self.items, threads), paths, strict=False)))
 
     @uncollected()
-    def finish(self, parts: list[Part]) -> dict[str, FileSum]:
+    def finish(self, parts: list[WrittenFile]) -> dict[str, FileSum]:
         """On the first rank, after all have written: write what is where.
 
         Returns:
@@ -201,7 +201,7 @@ def _copied(item: Item, lent: SaveBorrow) -> Tensor:
 # -- planning -------------------------------------------------------------------------------------
 
 
-_plans: WeakKeyDictionary[dist.ProcessGroup, tuple[Holding, Share]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[dist.ProcessGroup, tuple[Holding, WriteShare]] = WeakKeyDictionary()
 """What this rank held at its last save with a group, and its share; good as long as no rank of it
 holds anything else."""
 
@@ -236,7 +236,7 @@ def plan_writing(
 
     described = ranks.gather_results("planning a checkpoint", describe)
     (holding,) = held
-    share = Share(frozenset(entry.name for entry in holding.whole))
+    share = WriteShare(frozenset(entry.name for entry in holding.whole))
     if ranks.group is not None:
         unchanged = ranks.broadcast(all(is_known for is_known, _ in described))
         if unchanged and known is not None:
@@ -254,7 +254,7 @@ def plan_writing(
     return writing
 
 
-def _shared(holding: Holding, held: list[list[bytes]], ranks: Ranks) -> Share:
+def _shared(holding: Holding, held: list[list[bytes]], ranks: Ranks) -> WriteShare:
     """This rank's share; ``held`` is all ranks' digests on the first, which decides."""
     sheets = holding.sheets
     first: dict[bytes, int] = {}
@@ -265,7 +265,7 @@ def _shared(holding: Holding, held: list[list[bytes]], ranks: Ranks) -> Share:
     mine = [digest for digest in sheets if speakers[digest] == ranks.rank]
     gathered = ranks.gather(({digest: sheets[digest] for digest in mine}, holding.parts))
 
-    def decide() -> list[Share]:
+    def decide() -> list[WriteShare]:
         everything: dict[bytes, Sequence[Held]] = {}
         for spoken, _ in gathered:
             everything |= spoken
@@ -274,7 +274,7 @@ def _shared(holding: Holding, held: list[list[bytes]], ranks: Ranks) -> Share:
     return ranks.scatter(ranks.run_on_first("planning a checkpoint", decide) or [])
 
 
-def _items(tensors: Mapping[str, Tensor], holding: Holding, share: Share) -> Iterator[Item]:
+def _items(tensors: Mapping[str, Tensor], holding: Holding, share: WriteShare) -> Iterator[Item]:
     for entry in holding.whole:
         if entry.name in share.whole:
             place = whole_box(entry.shape)
@@ -305,21 +305,21 @@ def _by_file(items: Sequence[Item], threads: int) -> list[list[Item]]:
     return [file for file in files if file]
 
 
-def _write_files(files: Sequence[tuple[Sequence[Item], Path]]) -> list[Part]:
+def _write_files(files: Sequence[tuple[Sequence[Item], Path]]) -> list[WrittenFile]:
     """Write each in a thread; the first failure stops all.
 
     NOTE: these are no threads of an executor: that takes no work any more when the process has come
     to its end, and then waits for its save.
     """
     stop = threading.Event()
-    parts: dict[Path, Part] = {}
+    parts: dict[Path, WrittenFile] = {}
     errors: list[BaseException] = []
 
     def write(items: Sequence[Item], path: Path) -> None:
         try:
             with closing(_SummedFile(path, stop)) as file:
                 written = list(_written(file, items, path.name))
-                parts[path] = Part(path.name, file.finish(), file.blocks, written)
+                parts[path] = WrittenFile(path.name, file.finish(), file.blocks, written)
         except BaseException as error:
             errors.append(error)  # NOTE: before others notice, which fail because of it
             stop.set()
@@ -348,7 +348,7 @@ def _written(
         if isinstance(content, Tensor):
             value = content.resolve_conj() if content.is_complex() else content
             value = value.cpu().contiguous()
-            memory = memory_of(value)
+            memory = byte_view(value)
             if len(memory) <= _TINY:
                 key = entry.dtype, place.sizes, bytes(memory)
                 start = tiny.setdefault(key, start)
@@ -379,7 +379,7 @@ class _SummedFile:
         rest = memoryview(data)
         while rest:
             begin, end = self._room(len(rest))
-            memory_of(self._filled)[begin:end] = rest[: end - begin]
+            byte_view(self._filled)[begin:end] = rest[: end - begin]
             rest = rest[end - begin :]
 
     def write_from(self, content: Lease | StagedBytes) -> None:
@@ -403,7 +403,7 @@ class _SummedFile:
         """Sum up the buffer that is filled, and begin to write it."""
         if self._stop.is_set():
             raise RuntimeError("another file failed")
-        data = memory_of(self._filled)[: self._used]
+        data = byte_view(self._filled)[: self._used]
         for begin in range(0, len(data), BLOCK_BYTES):
             self.blocks.append(zlib.crc32(data[begin : begin + BLOCK_BYTES]))
         self._wait()  # NOTE: only then the other buffer may be filled

@@ -2,7 +2,7 @@
 
 Parameters are laid one after another, row-major, into buckets; a bucket is cut into as many shards
 as there are ranks, equal ones or between parameters, and a rank owns one of them. Every parameter
-and every shard starts at a multiple of :data:`ALIGNMENT` elements.
+and every shard starts at a multiple of :data:`SHARD_ALIGNMENT` elements.
 
 The buffers are new memory, made without autograd and detached from it: nothing is flattened from
 tensors that autograd knows, and a group of one parameter shares no memory with what the model had
@@ -25,7 +25,7 @@ from mp_optim.quantized import is_quantized
 from mp_optim.slots import check_shape
 from mp_optim.slots.seen_params import check_memory
 
-ALIGNMENT = 256
+SHARD_ALIGNMENT = 256
 """Elements: a block of the compact state formats, and at least a cache line of any dtype. So blocks
 of a fragment are blocks of the whole parameter, and vector loads are aligned."""
 
@@ -46,7 +46,7 @@ class ParamRange:
 
 
 @dataclass(frozen=True, slots=True)
-class BucketPlan:
+class FlatBucketPlan:
     """Where parameters lie in one bucket.
 
     Attributes:
@@ -58,7 +58,7 @@ class BucketPlan:
     bounds: tuple[int, ...]
 
     @classmethod
-    def even(cls, placed: Sequence[ParamRange], shard: int, ranks: int) -> BucketPlan:
+    def even(cls, placed: Sequence[ParamRange], shard: int, ranks: int) -> FlatBucketPlan:
         """Shards of one size."""
         return cls(tuple(placed), tuple(range(0, shard * ranks + 1, shard)))
 
@@ -85,11 +85,13 @@ class BucketPlan:
 
 
 def aligned(numel: int) -> int:
-    """``numel`` rounded up to a multiple of :data:`ALIGNMENT`."""
-    return -(-numel // ALIGNMENT) * ALIGNMENT
+    """``numel`` rounded up to a multiple of :data:`SHARD_ALIGNMENT`."""
+    return -(-numel // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
 
 
-def plan_flat(sizes: Sequence[int], ranks: int, bucket_size: int | None = None) -> list[BucketPlan]:
+def plan_flat(
+    sizes: Sequence[int], ranks: int, bucket_size: int | None = None
+) -> list[FlatBucketPlan]:
     """Buckets whose shards may begin and end anywhere in a parameter.
 
     Parameters are taken from the last to the first, because backward produces their gradients in
@@ -107,7 +109,7 @@ def plan_flat(sizes: Sequence[int], ranks: int, bucket_size: int | None = None) 
         raise ValueError(f"ranks={ranks}: must be at least 1")
     if bucket_size is not None and bucket_size < 1:
         raise ValueError(f"bucket_size={bucket_size}: must be at least 1 element")
-    buckets: list[BucketPlan] = []
+    buckets: list[FlatBucketPlan] = []
     placed: list[ParamRange] = []
     filled = 0
     present = [index for index in reversed(range(len(sizes))) if sizes[index]]
@@ -115,12 +117,12 @@ def plan_flat(sizes: Sequence[int], ranks: int, bucket_size: int | None = None) 
         placed.append(ParamRange(index, filled, sizes[index]))
         filled += aligned(sizes[index])
         if index == present[-1] or (bucket_size is not None and filled >= bucket_size):
-            buckets.append(BucketPlan.even(placed, aligned(-(-filled // ranks)), ranks))
+            buckets.append(FlatBucketPlan.even(placed, aligned(-(-filled // ranks)), ranks))
             placed, filled = [], 0
     return buckets
 
 
-def plan_whole(sizes: Sequence[int], ranks: int) -> list[BucketPlan]:
+def plan_whole(sizes: Sequence[int], ranks: int) -> list[FlatBucketPlan]:
     """One bucket in which every parameter lies in a single shard, for rules that need whole
     matrices.
 
@@ -144,7 +146,7 @@ def plan_whole(sizes: Sequence[int], ranks: int) -> list[BucketPlan]:
         for index in sorted(indices, reverse=True):
             placed.append(ParamRange(index, start, sizes[index]))
             start += aligned(sizes[index])
-    return [BucketPlan(tuple(placed), bounds)] if placed else []
+    return [FlatBucketPlan(tuple(placed), bounds)] if placed else []
 
 
 @dataclass(slots=True)
@@ -166,7 +168,7 @@ class Entry:
 
 
 @dataclass(slots=True, eq=False)
-class Bucket:
+class FlatBucket:
     """Parameters of one dtype and device that are reduced and gathered together.
 
     Attributes:
@@ -180,7 +182,7 @@ class Bucket:
         entries: the parameters.
     """
 
-    plan: BucketPlan
+    plan: FlatBucketPlan
     rank: int
     params: Tensor
     grad_dtype: torch.dtype
@@ -276,7 +278,7 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
 
 def make_buckets(
     named: Sequence[tuple[str, Tensor]], config: OptimizerConfig, rank: int, ranks: int
-) -> list[Bucket]:
+) -> list[FlatBucket]:
     """Buckets for parameters, which look into them afterwards; one set of buckets for each dtype
     and device.
 
@@ -302,15 +304,15 @@ def make_buckets(
 
 @in_own_modes
 def _filled(
-    plan: BucketPlan, named: Sequence[tuple[str, Tensor]], rank: int, config: OptimizerConfig
-) -> Bucket:
+    plan: FlatBucketPlan, named: Sequence[tuple[str, Tensor]], rank: int, config: OptimizerConfig
+) -> FlatBucket:
     _, like = named[plan.placed[0].param]
     dtype = torch.float32 if config.grad_reduce_in_fp32 else like.dtype
     params = torch.zeros(plan.numel, dtype=like.dtype, device=like.device)
     grads = None
     if config.data_parallel_sharding_strategy != "optim_grads":
         grads = torch.zeros(plan.numel, dtype=dtype, device=like.device)
-    bucket = Bucket(plan, rank, params, dtype, grads)
+    bucket = FlatBucket(plan, rank, params, dtype, grads)
     for item in plan.placed:
         name, param = named[item.param]
         bucket.adopt(bucket.add(name, param, item), param)

@@ -28,7 +28,7 @@ from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.distributed.buckets import Bucket, Entry
+from mp_optim.distributed.buckets import Entry, FlatBucket
 from mp_optim.distributed.collectives import (
     Flag,
     Reduction,
@@ -75,7 +75,7 @@ class GradReducer:
 
     def __init__(
         self,
-        buckets: list[Bucket],
+        buckets: list[FlatBucket],
         first_used: Sequence[int],
         config: OptimizerConfig,
         group: ProcessGroup,
@@ -251,7 +251,7 @@ class GradReducer:
         self.bytes_reduced = self.grad_bytes_gathered = 0
 
 
-def _named(bucket: Bucket) -> str:
+def _named(bucket: FlatBucket) -> str:
     first, last = bucket.entries[0].name, bucket.entries[-1].name
     return f"the bucket from {first} to {last}"
 

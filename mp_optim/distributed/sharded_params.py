@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from mp_optim.checkpoint.shards import FlatShard
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES, is_elementwise
-from mp_optim.distributed.buckets import ALIGNMENT, Entry
+from mp_optim.distributed.buckets import SHARD_ALIGNMENT, Entry
 from mp_optim.distributed.transport import make_transport
 from mp_optim.precision.param_state import View
 from mp_optim.slots import (
@@ -104,9 +104,9 @@ class ParamShard:
         """Of a scale for each element, or for each block of the whole parameter, the owned part."""
         if scale.dim() > 1:
             return scale.reshape(*self.tensor.shape, 1)
-        if scale.shape != (-(-self.shape.numel() // ALIGNMENT),):
+        if scale.shape != (-(-self.shape.numel() // SHARD_ALIGNMENT),):
             return scale
-        return scale[self.start // ALIGNMENT : -(-self.stop // ALIGNMENT)]
+        return scale[self.start // SHARD_ALIGNMENT : -(-self.stop // SHARD_ALIGNMENT)]
 
 
 class ShardView(View):

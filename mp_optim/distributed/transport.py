@@ -18,9 +18,9 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.distributed.buckets import (
-    Bucket,
-    BucketPlan,
     Entry,
+    FlatBucket,
+    FlatBucketPlan,
     ParamRange,
     check_shardable,
     make_buckets,
@@ -52,7 +52,7 @@ class ParamGatherer:
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[FlatBucket],
         group: ProcessGroup,
         modules: Sequence[nn.Module],
         guard: Callable[[str], Any],
@@ -152,7 +152,7 @@ class MegatronHooks:
     ``finish_grad_sync`` is the training loop's to call. Parameters are gathered after the step
     where the modules' forward does not."""
 
-    def __init__(self, chunks: Sequence[Any], buckets: Sequence[Bucket]) -> None:
+    def __init__(self, chunks: Sequence[Any], buckets: Sequence[FlatBucket]) -> None:
         self._chunks, self._buckets = chunks, buckets
         self.bytes_gathered = self.grad_bytes_gathered = self.rounds = 0
         self.has_gradients = True  # Megatron's hooks tell no one
@@ -198,7 +198,7 @@ class MegatronHooks:
 
 def _buckets_of(
     chunks: Sequence[nn.Module], named: Sequence[tuple[str, Tensor]], group: ProcessGroup
-) -> list[Bucket]:
+) -> list[FlatBucket]:
     """The buckets that hold some parameters of Megatron's modules.
 
     Raises:
@@ -206,7 +206,7 @@ def _buckets_of(
             optimizer is not to be distributed; naming it.
     """
     name_of = {id(param): name for name, param in named}
-    buckets: list[Bucket] = []
+    buckets: list[FlatBucket] = []
     bucketed: set[int] = set()
     for chunk in chunks:
         if not getattr(chunk.ddp_config, "use_distributed_optimizer", False):
@@ -236,7 +236,7 @@ def _bucket(
     members: Sequence[Tensor],
     name_of: Mapping[int, str],
     group: ProcessGroup,
-) -> Bucket:
+) -> FlatBucket:
     ranks, rank = group.size(), group.rank()
     if megatron_bucket.param_data is None:
         raise ValueError(
@@ -253,9 +253,9 @@ def _bucket(
     for index, param in enumerate(members):
         start = buffer.param_index_map[param][0] - megatron_bucket.offset
         placed.append(ParamRange(index, start, param.numel()))
-    plan = BucketPlan.even(placed, megatron_bucket.param_data.numel() // ranks, ranks)
+    plan = FlatBucketPlan.even(placed, megatron_bucket.param_data.numel() // ranks, ranks)
     grads = megatron_bucket.grad_data
-    bucket = Bucket(plan, rank, megatron_bucket.param_data, grads.dtype, grads)
+    bucket = FlatBucket(plan, rank, megatron_bucket.param_data, grads.dtype, grads)
     for item, param in zip(placed, members, strict=True):
         entry = bucket.add(name_of[id(param)], param, item)
         if entry.data.data_ptr() != param.data_ptr():
@@ -275,7 +275,7 @@ Reducer = GradReducer | MegatronHooks
 class Transport:
     """Buckets, and what moves their contents between ranks."""
 
-    buckets: list[Bucket]
+    buckets: list[FlatBucket]
     reducer: Reducer
     gatherer: ParamGatherer | MegatronHooks
 

@@ -390,7 +390,7 @@ _EMBEDDINGS = ("embed_tokens", "word_embeddings", "lm_head", "output_layer")
 def is_embedding_or_output(param: Tensor, name: str) -> bool:
     """Megatron's attribute ``is_embedding_or_output_parameter``, or, where it is absent, a part of
     the FQN."""
-    attribute = param_attributes.is_embedding_or_output(param)
+    attribute = param_attributes.marked_embedding_or_output(param)
     if attribute is None:
         return any(part in _EMBEDDINGS for part in name.split("."))
     return attribute

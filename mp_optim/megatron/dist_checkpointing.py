@@ -36,7 +36,7 @@ from mp_optim.config.rules import is_elementwise
 from mp_optim.distributed.optimizer import DistributedOptimizer
 from mp_optim.megatron.saved_parts import (
     REQUEST,
-    Settings,
+    SavedSettings,
     group_settings_of,
     groups_with_settings,
     name_of,
@@ -86,7 +86,7 @@ def _key_of(part: MegatronOptimizer, slot: Slot, key: str, is_distributed: bool)
     return _DISTRIBUTED_MAIN if is_distributed and not (is_muons and is_float16) else _FLOAT16_MAIN
 
 
-def kept_parts(stack: MegatronOptimizer, elsewhere: Sequence[Sequence[Settings]]) -> list[int]:
+def kept_parts(stack: MegatronOptimizer, elsewhere: Sequence[Sequence[SavedSettings]]) -> list[int]:
     """Which parts Megatron has too: the first, and those with parameters on some rank."""
     return [
         index
@@ -101,7 +101,7 @@ def kept_parts(stack: MegatronOptimizer, elsewhere: Sequence[Sequence[Settings]]
 def sharded_state_dict(
     stack: MegatronOptimizer,
     model_sharded_state_dict: Any,
-    elsewhere: Sequence[Sequence[Settings]],
+    elsewhere: Sequence[Sequence[SavedSettings]],
     metadata: dict[str, Any],
     sharding_type: str | None,
 ) -> dict[Any, Any]:
@@ -159,7 +159,7 @@ def _common_step(stack: MegatronOptimizer) -> float | None:
 def _saved_part(
     part: MegatronOptimizer,
     model_sharded_state_dict: Any,
-    elsewhere: Sequence[Settings],
+    elsewhere: Sequence[SavedSettings],
     is_distributed: bool,
     step: float | None,
 ) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def _placed(
 def requested_state_dict(
     stack: MegatronOptimizer,
     model_sharded_state_dict: Any,
-    elsewhere: Sequence[Sequence[Settings]],
+    elsewhere: Sequence[Sequence[SavedSettings]],
     metadata: Mapping[str, Any],
     sharding_type: str | None,
     chunks: Sequence[nn.Module],

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from mp_optim.checkpoint.foreign.formats import COPIES, parts_of
+from mp_optim.checkpoint.foreign.formats import COPIES, states_of_members
 from mp_optim.checkpoint.version_files import load_plain_file
 from mp_optim.distributed.optimizer import DistributedOptimizer
 from mp_optim.megatron import torch_format
-from mp_optim.megatron.saved_parts import REQUEST, Settings
+from mp_optim.megatron.saved_parts import REQUEST, SavedSettings
 from mp_optim.precision import MegatronOptimizer, Verdict
 from mp_optim.precision.grad_scaler import scaling_of
-from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
+from mp_optim.precision.measure import EXCLUDED, MAIN_NORM, Measurement
 from mp_optim.precision.megatron_optimizer import (
     apply_verdict,
     conclude,
@@ -69,7 +69,7 @@ class MegatronFace(torch.optim.Optimizer):
         self,
         stack: MegatronOptimizer,
         chunks: Sequence[nn.Module] = (),
-        elsewhere: Sequence[Sequence[Settings]] | None = None,
+        elsewhere: Sequence[Sequence[SavedSettings]] | None = None,
     ) -> None:
         # NOTE: torch's constructor would make groups of its own; all there is belongs to the stack.
         self.__dict__["stack"] = stack
@@ -159,7 +159,7 @@ class MegatronFace(torch.optim.Optimizer):
     def grad_norms_by_group(self) -> dict[str, float]:
         """Of the last step: the norms of gradients that are clipped by one of their own."""
         norms = self.stack.counts.settle().norms
-        return {key: norms[key] for key in norms if key not in (MAIN, EXCLUDED)}
+        return {key: norms[key] for key in norms if key not in (MAIN_NORM, EXCLUDED)}
 
     def get_grad_stats_parallel_group(self) -> ProcessGroup | None:
         """The ranks that agree on the gradient norm; None for this one alone.
@@ -208,7 +208,7 @@ class MegatronFace(torch.optim.Optimizer):
     def get_grad_norm(self) -> float:
         """Of the prepared gradients, unscaled and not clipped, over all ranks."""
         norms = self._require("get_grad_norm").verdict.norms
-        return norms.get(MAIN, 0.0)
+        return norms.get(MAIN_NORM, 0.0)
 
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Step with gradients clipped to this norm (0: as they are); returns the norm before.
@@ -260,7 +260,7 @@ class MegatronFace(torch.optim.Optimizer):
         if self._prepared is None:
             with self.stack.step_mark.step(self.stack):
                 self.stack.collect_grads()
-        scaler, group = self.stack.grad_scaler, grad_norm_group or MAIN
+        scaler, group = self.stack.grad_scaler, grad_norm_group or MAIN_NORM
         factor = 1.0 if scaler is None else scaler.inv_scale
         grads: list[Tensor] = []
         for part in self.stack.chained_optimizers:
@@ -309,7 +309,7 @@ class MegatronFace(torch.optim.Optimizer):
         Raises:
             ValueError: it does not fit; nothing was loaded.
         """
-        is_mapping, parts = isinstance(state_dict, Mapping), parts_of(state_dict)
+        is_mapping, parts = isinstance(state_dict, Mapping), states_of_members(state_dict)
         if is_mapping and state_dict.get(torch_format.APART):
             torch_format.load_common(self.stack, state_dict)
         elif any(COPIES in part for part in parts):  # of Megatron's Float16 optimizer

@@ -21,7 +21,7 @@ from mp_optim.slots import Slot, param_at
 from mp_optim.slots.slot_state import State
 from mp_optim.slots.state_dict import plain_groups
 
-Settings = dict[str, Any]
+SavedSettings = dict[str, Any]
 Range = tuple[int, int]
 """First element of a flattened parameter that a rank has, and how many it has."""
 
@@ -37,7 +37,7 @@ _NOT_IDENTITY = ("lr", "weight_decay", "step", *_OF_THIS_RANK)
 # -- settings of param groups
 
 
-def group_settings_of(part: MegatronOptimizer) -> list[Settings]:
+def group_settings_of(part: MegatronOptimizer) -> list[SavedSettings]:
     """The settings of a part's groups, without its parameters."""
     return [
         {key: value for key, value in group.items() if key not in _OF_THIS_RANK}
@@ -45,7 +45,7 @@ def group_settings_of(part: MegatronOptimizer) -> list[Settings]:
     ]
 
 
-def groups_elsewhere(stack: MegatronOptimizer) -> list[list[Settings]]:
+def groups_elsewhere(stack: MegatronOptimizer) -> list[list[SavedSettings]]:
     """For each part, groups that only other ranks have (experts, say, of other pipeline stages).
     Collective over all processes, as Megatron's factory is."""
     here = [group_settings_of(part) for part in stack.chained_optimizers]
@@ -53,7 +53,7 @@ def groups_elsewhere(stack: MegatronOptimizer) -> list[list[Settings]]:
         return [[] for _ in here]
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, here)
-    elsewhere: list[list[Settings]] = []
+    elsewhere: list[list[SavedSettings]] = []
     for index, groups in enumerate(here):
         known, others = [_identity(group) for group in groups], []
         of_ranks = (of_rank[index] for of_rank in everywhere if index < len(of_rank))
@@ -69,7 +69,7 @@ def groups_elsewhere(stack: MegatronOptimizer) -> list[list[Settings]]:
 
 def groups_with_settings(
     stack: MegatronOptimizer, saved: Sequence[Mapping[str, Any]]
-) -> list[Settings]:
+) -> list[SavedSettings]:
     """The stack's groups, each with the settings of the saved one that is of its kind."""
     groups = plain_groups(stack.param_groups)
     for group in groups:
@@ -78,7 +78,7 @@ def groups_with_settings(
     return groups
 
 
-def matched_settings(live: Settings, saved: Sequence[Mapping[str, Any]]) -> Settings:
+def matched_settings(live: SavedSettings, saved: Sequence[Mapping[str, Any]]) -> SavedSettings:
     """The settings that a group takes from saved ones: of the group of its kind, and of those the
     one that is most like it. Experts are a kind of their own only in some layouts, so for want of
     it a dense group will do, and the other way round.
@@ -109,7 +109,7 @@ def matched_settings(live: Settings, saved: Sequence[Mapping[str, Any]]) -> Sett
     return taken[0]
 
 
-def _identity(group: Mapping[str, Any]) -> Settings:
+def _identity(group: Mapping[str, Any]) -> SavedSettings:
     return {key: _plain(value) for key, value in group.items() if key not in _NOT_IDENTITY}
 
 

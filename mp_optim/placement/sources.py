@@ -32,7 +32,7 @@ from mp_optim.placement.windows import (
     Window,
     WindowForm,
 )
-from mp_optim.process.direct_file import BLOCK, Ticket
+from mp_optim.process.direct_file import DISK_BLOCK, Ticket
 from mp_optim.process.host_memory import ALIGNMENT, aligned_bytes
 from mp_optim.process.leases import before_writing
 from mp_optim.process.transfer import Transfer
@@ -271,7 +271,7 @@ class FileSource:
         stages: what comes along with a window has room in its memory.
     """
 
-    form = WindowForm(BLOCK)
+    form = WindowForm(DISK_BLOCK)
 
     def __init__(
         self, file: StateFile, transfer: Transfer, pin: bool, timeline: StepTimeline, stages: bool
@@ -288,12 +288,12 @@ class FileSource:
         """As allowed, and together about as much as there is, if that is less."""
         count = windows_held(lag)
         share = -(-sum(sizes) // count)
-        wanted = blocks_bytes(max(share, smallest, BLOCK))
-        return [min(most // BLOCK * BLOCK, wanted)] * count
+        wanted = blocks_bytes(max(share, smallest, DISK_BLOCK))
+        return [min(most // DISK_BLOCK * DISK_BLOCK, wanted)] * count
 
     def host_bytes(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """All windows, and what it takes to begin them with a block."""
-        return (sum(sizes) + BLOCK,)
+        return (sum(sizes) + DISK_BLOCK,)
 
     def resize(self, sizes: Sequence[int]) -> None:
         if list(sizes) != self._sizes:
@@ -308,7 +308,7 @@ class FileSource:
         if self._memory is None:
             (size,) = self.host_bytes(self._sizes)
             self._memory = self._transfer.empty_host(size, self._pin)
-        begin = -self._memory.data_ptr() % BLOCK
+        begin = -self._memory.data_ptr() % DISK_BLOCK
         return list(torch.split(self._memory[begin:][: sum(self._sizes)], self._sizes))
 
     def lend(self, windows: Sequence[Window]) -> FileWindows:

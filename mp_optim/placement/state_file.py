@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.process.calls import in_own_modes
-from mp_optim.process.direct_file import BLOCK, DirectFile, Ticket, not_a_local_disk
+from mp_optim.process.direct_file import DISK_BLOCK, DirectFile, Ticket, not_a_local_disk
 from mp_optim.process.host_memory import Form, cut
 
 SETTLED_EVERY = 256 << 20
@@ -24,7 +24,7 @@ SETTLED_EVERY = 256 << 20
 
 def blocks_bytes(num_bytes: int) -> int:
     """What so many bytes take in the file: whole blocks, of which no two tensors share one."""
-    return -(-num_bytes // BLOCK) * BLOCK
+    return -(-num_bytes // DISK_BLOCK) * DISK_BLOCK
 
 
 @dataclass

@@ -33,7 +33,7 @@ from mp_optim.slots.param_attributes import (
     set_shard_info,
 )
 from mp_optim.slots.slot_state import AVERAGE, REMAINDER
-from mp_optim.slots.tensor_layout import part_of
+from mp_optim.slots.tensor_layout import region_of
 
 # -- what is planned for --------------------------------------------------------------------------
 
@@ -308,11 +308,11 @@ def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> 
     return replace(of_rank, params=sum(spec.numel for spec in specs if spec.trainable))
 
 
-Named = list[tuple[str, nn.Parameter]]
+NamedParams = list[tuple[str, nn.Parameter]]
 
 
 def plan_rank(
-    named: Named,
+    named: NamedParams,
     experts: Collection[str],
     config: OptimizerConfig,
     ranks: int,
@@ -359,7 +359,7 @@ def plan_rank(
 class _NamedParams(nn.Module):
     """Parameters under given names, which may have dots."""
 
-    def __init__(self, named: Named) -> None:
+    def __init__(self, named: NamedParams) -> None:
         super().__init__()
         self._named = named
 
@@ -385,8 +385,12 @@ def with_defaults(
 
 
 def _sharded(
-    named: Named, experts: Collection[str], config: OptimizerConfig, ranks: int, expert_ranks: int
-) -> tuple[Named, int, int]:
+    named: NamedParams,
+    experts: Collection[str],
+    config: OptimizerConfig,
+    ranks: int,
+    expert_ranks: int,
+) -> tuple[NamedParams, int, int]:
     """What the first data-parallel rank of a distributed optimizer steps; and bytes of the model's
     parameters there, and of gradients that stay between steps."""
     trained = [(name, param) for name, param in named if param.requires_grad]
@@ -410,7 +414,7 @@ def _sharded(
 def _part(param: Tensor, shape: torch.Size) -> nn.Parameter:
     values = torch.empty(shape, dtype=param.dtype, device="meta")
     part = nn.Parameter(values, requires_grad=param.requires_grad)
-    set_shard_info(part, ShardInfo(whole_shape=part_of(param).shape))
+    set_shard_info(part, ShardInfo(whole_shape=region_of(param).shape))
     return part
 
 

@@ -19,7 +19,7 @@ from mp_optim.ranks.missing_ranks import MissingRanksError
 from mp_optim.slots import Slot, local_tensor
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import AVERAGE
-from mp_optim.slots.tensor_layout import part_of
+from mp_optim.slots.tensor_layout import region_of
 
 
 class WeightSwap:
@@ -172,7 +172,7 @@ def scale_rows_(
 
 
 def _check(name: str, param: Tensor, factors: Any) -> None:
-    shape = part_of(param).shape
+    shape = region_of(param).shape
     needed = (
         f"the parameter has shape {tuple(shape)}, so one floating-point factor is needed for each "
         f"of {shape[0] if shape else 'its (no)'} rows"
@@ -210,7 +210,7 @@ def _scale(wrapper: MainParams, slot: Slot, factors: Tensor) -> None:
 
 def _for_elements(param: Tensor, factors: Tensor) -> Tensor:
     """The factor of each element that a rank has of a parameter, in a shape that multiplies it."""
-    part, local = part_of(param), local_tensor(param)
+    part, local = region_of(param), local_tensor(param)
     if part.offsets is not None:
         first = part.offsets[0]
         rows = factors[first : first + local.shape[0]]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
+from mp_optim.precision.measure import EXCLUDED, MAIN_NORM, Measurement
 from mp_optim.precision.skip_rule import NUMBERS, RollingRule
 from mp_optim.precision.verdict import StepResult, Verdict, finite, not_finite
 from mp_optim.process.transfer import Transfer, transfer_for
@@ -73,10 +73,10 @@ def form(
     multipliers = multipliers.float()
     overflow = ~(sums.amax() < math.inf)  # sums of squares: none is below 0
     skip, judged = overflow, norms[:0]
-    if MAIN in measurement.sums:
+    if MAIN_NORM in measurement.sums:
         rows = dict(zip(names, multipliers.unbind(), strict=True))
-        multipliers = torch.stack([rows[MAIN if name == EXCLUDED else name] for name in names])
-        norm = norms[names.index(MAIN)]
+        multipliers = torch.stack([rows[MAIN_NORM if name == EXCLUDED else name] for name in names])
+        norm = norms[names.index(MAIN_NORM)]
         skip = overflow | (norm > config.grad_norm_skip_threshold)
         if rule is not None:
             spike, judged = rule.judge(norm)

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.shards import is_cut
-from mp_optim.precision.measure import EXCLUDED, MAIN, NormKey
+from mp_optim.precision.measure import EXCLUDED, MAIN_NORM, NormKey
 from mp_optim.precision.param_state import Agreement, ParamState, UntrainedState, View, as_sharded
 from mp_optim.precision.slot_table import SlotTable
 from mp_optim.process.calls import in_own_modes
@@ -56,7 +56,7 @@ from mp_optim.slots.param_attributes import (
 )
 from mp_optim.slots.seen_params import check_memory
 from mp_optim.slots.slot_state import SlotState, State
-from mp_optim.slots.tensor_layout import Layout, layout_of, ranks_of_copies, shard_groups_of
+from mp_optim.slots.tensor_layout import ParamLayout, layout_of, ranks_of_copies, shard_groups_of
 from mp_optim.update.measures import checksums_of
 
 
@@ -116,7 +116,7 @@ class MainParams:
                     "so nothing can train it; build the model outside of it"
                 )
         self._executor.reserve_main_params(coming)
-        rows: list[tuple[Slot, Tensor, NormKey, Layout, int]] = []
+        rows: list[tuple[Slot, Tensor, NormKey, ParamLayout, int]] = []
         mains: dict[Slot, Tensor] = {}
         for position, param in enumerate(params):
             slot = Slot(index, position)
@@ -199,10 +199,10 @@ class MainParams:
     def _norm_key(self, slot: Slot, param: Tensor) -> NormKey:
         ranks = self._tensor_parallel(slot)
         is_copy = ranks is not None and not is_tensor_parallel(param) and ranks.rank() > 0
-        group = EXCLUDED if is_shared(param) or is_copy else grad_norm_group(param) or MAIN
+        group = EXCLUDED if is_shared(param) or is_copy else grad_norm_group(param) or MAIN_NORM
         return NormKey(group, shard_groups_of(self.name(slot), param))
 
-    def _layout(self, slot: Slot, param: Tensor) -> Layout:
+    def _layout(self, slot: Slot, param: Tensor) -> ParamLayout:
         return layout_of(param, self._tensor_parallel(slot))
 
     def parts(self) -> list[tuple[ProcessGroup, ...]]:

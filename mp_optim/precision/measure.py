@@ -21,7 +21,7 @@ from mp_optim.ranks.missing_ranks import call, learn_addresses, naming_missing_r
 from mp_optim.slots import CachedTensorList
 from mp_optim.update.sums import Groups, index_on, reduce_over
 
-MAIN = "main"
+MAIN_NORM = "main"
 EXCLUDED = "excluded"
 """Norm group of gradients that another rank counts: checked for inf and nan, left out of the
 norm."""
@@ -34,7 +34,7 @@ SumOfSquares = Callable[[Sequence[Tensor]], Tensor]
 class NormKey:
     """Which norm a gradient counts in, and over which process groups its parameter is split."""
 
-    group: str = MAIN
+    group: str = MAIN_NORM
     shard_groups: tuple[ProcessGroup, ...] = ()
 
 
@@ -228,7 +228,7 @@ def _reduce(packed: Tensor, group: ProcessGroup) -> None:
 def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str]:
     """Names of the norm groups that any rank of ``group`` has, in one order on all of them.
     Collective."""
-    names = {MAIN, EXCLUDED, *(key.group for key in keys)}
+    names = {MAIN_NORM, EXCLUDED, *(key.group for key in keys)}
     if group is not None:
         of_ranks: list[set[str]] = [set()] * dist.get_world_size(group)
         with naming_missing_ranks(group)("comparing the names of norm groups"):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.precision.measure import MAIN
+from mp_optim.precision.measure import MAIN_NORM
 from mp_optim.process.calls import in_own_modes
 
 _TO_SIGMA = 1.4826
@@ -166,8 +166,8 @@ class RollingRule:
 
     def take_on_host(self, norms: Mapping[str, float]) -> None:
         """Put a step's norm into the window, if its verdict has one."""
-        if MAIN in norms:
-            self.take(_number(norms[MAIN]))
+        if MAIN_NORM in norms:
+            self.take(_number(norms[MAIN_NORM]))
 
     # -- state ------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from mp_optim.slots import (
     local_tensor,
 )
 from mp_optim.slots.seen_params import SeenParams
-from mp_optim.slots.tensor_layout import Layout
+from mp_optim.slots.tensor_layout import ParamLayout
 from mp_optim.slots.tensors import has_memory
 
 
@@ -114,7 +114,7 @@ class SlotTable:
     bound: list[bool] = field(default_factory=list)
     keys: list[NormKey] = field(default_factory=list)
     streams: list[int] = field(default_factory=list)
-    layouts: list[Layout] = field(default_factory=list)
+    layouts: list[ParamLayout] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
     _last: Selection | None = None
     _common: Common | None = None
@@ -141,7 +141,9 @@ class SlotTable:
             )
         return self._common
 
-    def add(self, slot: Slot, param: Tensor, key: NormKey, layout: Layout, stream: int) -> None:
+    def add(
+        self, slot: Slot, param: Tensor, key: NormKey, layout: ParamLayout, stream: int
+    ) -> None:
         """Take one more slot and the tensor there as seen; it has no main param yet."""
         self.slots.append(slot)
         self.seen.extend([param])

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, overload
 import torch
 from torch import Tensor
 
-from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
+from mp_optim.precision.measure import EXCLUDED, MAIN_NORM, Measurement
 from mp_optim.precision.skip_rule import Judgement, RollingRule
 from mp_optim.update.kernel_args import fp32
 
@@ -157,7 +157,7 @@ class Verdict:
     @property
     def grad_norm(self) -> float | None:
         """The global norm, or None if it is not a number."""
-        return None if self.found_inf else self.norms.get(MAIN, 0.0)
+        return None if self.found_inf else self.norms.get(MAIN_NORM, 0.0)
 
     @property
     def cause(self) -> str:
@@ -191,7 +191,7 @@ def finite(
 ) -> Verdict:
     """The verdict on finite gradients: the step is taken if the norm is not above a threshold, and
     is no spike."""
-    norm, spike = norms.get(MAIN, 0.0), ""
+    norm, spike = norms.get(MAIN_NORM, 0.0), ""
     over = norm > threshold
     if over:
         reason = f"the gradient norm is {norm:g}, over grad_norm_skip_threshold={threshold:g}"
@@ -244,8 +244,8 @@ def decide(
         # Megatron's and torch's definition
         coefficient = min(1.0, limit / (norm + 1e-6)) if limit > 0.0 else 1.0
         multipliers[name] = fp32(inverse * coefficient)
-    multipliers[EXCLUDED] = multipliers.get(MAIN, fp32(inverse))
-    judgement = None if rule is None else rule.judge_on_host(norms.get(MAIN, 0.0))
+    multipliers[EXCLUDED] = multipliers.get(MAIN_NORM, fp32(inverse))
+    judgement = None if rule is None else rule.judge_on_host(norms.get(MAIN_NORM, 0.0))
     verdict = finite(
         multipliers, norms, config.grad_norm_skip_threshold, num_zeros, scaling, judgement
     )

@@ -24,7 +24,7 @@ from mp_optim.precision.graph_step import graph_metrics, graph_notes
 from mp_optim.precision.main_params import MainParams
 from mp_optim.precision.measure import (
     EXCLUDED,
-    MAIN,
+    MAIN_NORM,
     Measurement,
     NormKey,
     UpdateWatch,
@@ -141,7 +141,7 @@ class WrappedGrads(StepGrads):
         if verdict.skip:
             self.wrapper.backward_link.skip()
             return
-        norm, limit = verdict.norms.get(MAIN), self.wrapper.config.clip_grad
+        norm, limit = verdict.norms.get(MAIN_NORM), self.wrapper.config.clip_grad
         clipped = min(norm, limit) if norm is not None and limit > 0 else norm
         self.step(verdict.multipliers, clipped)
 
@@ -450,7 +450,7 @@ class WrappedOptimizer(MegatronOptimizer):
         return {
             "grad_norm": float("nan") if verdict.grad_norm is None else verdict.grad_norm,
             "loss_scale": 1.0 if scaler is None else float(scaler.present_scale),
-            "multiplier": verdict.multipliers.get(MAIN, 0.0),
+            "multiplier": verdict.multipliers.get(MAIN_NORM, 0.0),
             "bytes_down": 0 if stepper is None else stepper.transfer_bytes.down,
             "bytes_up": 0 if stepper is None else stepper.transfer_bytes.up,
             **({} if stepper is None else stepper.metrics()),
@@ -511,7 +511,9 @@ class AgreedSums:
         are_more = config.log_num_zeros_in_grad or config.log_param_grad_norms
         if on_host and is_alone and not are_more and each.device.type == "cpu":
             name = all_keys[0].group
-            return Measurement(known={EXCLUDED: 0.0, MAIN: 0.0, name: pairwise_sum_on_host(each)})
+            return Measurement(
+                known={EXCLUDED: 0.0, MAIN_NORM: 0.0, name: pairwise_sum_on_host(each)}
+            )
         sums = total_by_key(each, keys, all_keys)
         zeros = params = None
         if config.log_num_zeros_in_grad:

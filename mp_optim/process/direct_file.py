@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-BLOCK = 4096
+DISK_BLOCK = 4096
 """Past the page cache, addresses in file and memory and numbers of bytes are multiples of this."""
 PIECE = 8 << 20
 """Bytes of a window that one thread carries at once."""
@@ -85,7 +85,7 @@ class DirectFile:
         num_bytes: of the file. All of it is taken from the disk now, so that a full disk is noticed
             before anything is stepped.
         threads: that carry pieces.
-        piece_bytes: a multiple of :data:`BLOCK`.
+        piece_bytes: a multiple of :data:`DISK_BLOCK`.
 
     Raises:
         OSError: it cannot be made; with the path and what to do. Nothing is left there.
@@ -164,7 +164,7 @@ class DirectFile:
 
     def read_into(self, memory: Tensor, offset: int) -> Ticket:
         """Begin to fill a contiguous tensor on the host with the bytes from ``offset`` on. Windows
-        and memory that begin and end with a :data:`BLOCK` are not copied."""
+        and memory that begin and end with a :data:`DISK_BLOCK` are not copied."""
         return self._begin("reading", os.preadv, memory, offset)
 
     def write_from(self, memory: Tensor, offset: int) -> Ticket:
@@ -239,14 +239,18 @@ class DirectFile:
         begin, end = piece
         address = memory.data_ptr() + begin - offset
         with self.explained(f"{what} bytes {begin} to {end} of"):
-            if self.direct and address % BLOCK and not (begin % BLOCK or end % BLOCK):
+            if (
+                self.direct
+                and address % DISK_BLOCK
+                and not (begin % DISK_BLOCK or end % DISK_BLOCK)
+            ):
                 self._carry_by_copy(move, address, begin, end - begin)
             else:
                 self._move(move, address, begin, end - begin)
 
     def _carry_by_copy(self, move: Callable[..., int], address: int, begin: int, size: int) -> None:
-        aligned = torch.empty(size + BLOCK, dtype=torch.uint8, device="cpu")
-        there = -(-aligned.data_ptr() // BLOCK) * BLOCK
+        aligned = torch.empty(size + DISK_BLOCK, dtype=torch.uint8, device="cpu")
+        there = -(-aligned.data_ptr() // DISK_BLOCK) * DISK_BLOCK
         if move is os.pwritev:
             ctypes.memmove(there, address, size)
         self._move(move, there, begin, size)
@@ -258,7 +262,7 @@ class DirectFile:
         whole blocks goes through the page cache."""
         view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
         while view:
-            blocks = (offset | len(view)) % BLOCK == 0
+            blocks = (offset | len(view)) % DISK_BLOCK == 0
             moved = move(self._direct if blocks else self._buffered, [view], offset)
             if not moved:
                 raise OSError(errno.EIO, "the file ends early")
@@ -283,7 +287,7 @@ def _cut(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
     NOTE: the first and the last go through the page cache, since their blocks may belong to two
     transfers at once; the system keeps cache and disk coherent.
     """
-    first, last = -(-begin // BLOCK) * BLOCK, end // BLOCK * BLOCK
+    first, last = -(-begin // DISK_BLOCK) * DISK_BLOCK, end // DISK_BLOCK * DISK_BLOCK
     if first >= last:
         if begin < end:
             yield begin, end

@@ -161,7 +161,7 @@ def is_tied_embedding(param: Tensor) -> bool:
     return bool(getattr(param, "shared_embedding", False))
 
 
-def is_embedding_or_output(param: Tensor) -> bool | None:
+def marked_embedding_or_output(param: Tensor) -> bool | None:
     """``is_embedding_or_output_parameter``; None if nothing is said."""
     said = getattr(param, "is_embedding_or_output_parameter", None)
     return None if said is None else bool(said)

@@ -294,7 +294,7 @@ def ranks_of_copies(param: DTensor) -> tuple[ProcessGroup, ...]:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardRegion:
     """Which elements of a parameter a rank has.
 
     Attributes:
@@ -309,16 +309,16 @@ class Part:
     start: int = 0
 
 
-def part_of(param: Tensor) -> Part:
+def region_of(param: Tensor) -> ShardRegion:
     """The part of a DTensor; of a flat range, whose ``ShardInfo`` says so; of any other
     tensor, which is whole."""
     if isinstance(param, DTensor) and _is_box(param):
         (chunk,) = param.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        return Part(param.shape, tuple(chunk.offsets))
+        return ShardRegion(param.shape, tuple(chunk.offsets))
     info = shard_info(param)
     if info.whole_shape is not None:
-        return Part(info.whole_shape, None, info.first_element)
-    return Part(param.shape, (0,) * param.dim())
+        return ShardRegion(info.whole_shape, None, info.first_element)
+    return ShardRegion(param.shape, (0,) * param.dim())
 
 
 def _is_box(param: DTensor) -> bool:
@@ -359,7 +359,7 @@ class FlatSplit:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParamLayout:
     """Where the model's own tensor lies.
 
     Attributes:
@@ -482,7 +482,7 @@ class Layout:
         return getattr(moved, "wait", lambda: moved)().contiguous()
 
 
-def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> Layout:
+def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> ParamLayout:
     """The layout of a DTensor; of a plain tensor that Megatron's attributes say is one rank's part
     (``tensor_model_parallel``, ``partition_dim``), or a flat range; of any other plain tensor,
     which is whole.
@@ -491,7 +491,7 @@ def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> Lay
         tensor_parallel: the ranks that have the other parts of the second kind.
     """
     if isinstance(param, DTensor):
-        return Layout(
+        return ParamLayout(
             param.to_local().device,
             param.device_mesh,
             tuple(param.placements),
@@ -506,13 +506,13 @@ def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> Lay
         cut = info.partition_dim if is_tensor_parallel(param) else None
         flat = FlatSplit(group, info.owned, cut, info.partition_blocks, tensor_parallel)
         whole = tuple(info.whole_shape)
-        return Layout(param.device, shape=whole, flat=flat, tensor_parallel=others)
+        return ParamLayout(param.device, shape=whole, flat=flat, tensor_parallel=others)
     dim = partition_dim(param)
     if others is None or dim is None:
         return _whole(param.device, others)
     shape, blocks = list(param.shape), partition_blocks(param)
     shape[dim] *= others.size()
-    return Layout(
+    return ParamLayout(
         param.device,
         _mesh(others, param.device.type),
         (Shard(dim),),
@@ -524,8 +524,8 @@ def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> Lay
 
 
 @cache
-def _whole(device: torch.device, tensor_parallel: ProcessGroup | None) -> Layout:
-    return Layout(device, tensor_parallel=tensor_parallel)
+def _whole(device: torch.device, tensor_parallel: ProcessGroup | None) -> ParamLayout:
+    return ParamLayout(device, tensor_parallel=tensor_parallel)
 
 
 @cache

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.slots.identity import Slot, stream_of
 from mp_optim.slots.param_attributes import shard_info
-from mp_optim.slots.tensor_layout import Layout, layout_of, shard_groups_of
+from mp_optim.slots.tensor_layout import ParamLayout, layout_of, shard_groups_of
 from mp_optim.slots.tensors import CachedTensorList, local_grad
 
 
@@ -62,7 +62,7 @@ class SlotUpdate(NamedTuple):
     output: Tensor | None = None
     shard_groups: tuple[ProcessGroup, ...] = ()
     stream: int | None = None
-    layout: Layout | None = None
+    layout: ParamLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class SlotUpdates(Sequence[SlotUpdate]):
     outputs: Sequence[Tensor | None]
     shard_groups: Sequence[tuple[ProcessGroup, ...]]
     streams: Sequence[int | None]
-    layouts: Sequence[Layout | None] = ()
+    layouts: Sequence[ParamLayout | None] = ()
 
     @classmethod
     def of(cls, updates: Sequence[SlotUpdate]) -> SlotUpdates:

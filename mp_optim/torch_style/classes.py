@@ -255,7 +255,7 @@ class Muon(StackOptimizer):
         return by_rule(group)
 
 
-Named = tuple[str, Tensor]
+NamedTensor = tuple[str, Tensor]
 
 
 def by_rule(group: dict[str, Any]) -> list[dict[str, Any]]:
@@ -284,10 +284,10 @@ def by_rule(group: dict[str, Any]) -> list[dict[str, Any]]:
     return [part for part in parts if part["params"]] or parts[:1]
 
 
-def _members(params: Any) -> list[Tensor | Named]:
+def _members(params: Any) -> list[Tensor | NamedTensor]:
     return [params] if isinstance(params, Tensor) else list(params)
 
 
-def _is_matrix(member: Tensor | Named) -> bool:
+def _is_matrix(member: Tensor | NamedTensor) -> bool:
     name, param = ("", member) if isinstance(member, Tensor) else member
     return is_hidden_matrix(param, name, is_expert_param(param, name))

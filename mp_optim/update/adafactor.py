@@ -15,7 +15,7 @@ from torch import Tensor
 from mp_optim.config.setting_checks import NOT_NEGATIVE, check_setting
 from mp_optim.slots import SlotUpdate
 from mp_optim.slots.slot_state import REMAINDER
-from mp_optim.slots.tensor_layout import Part
+from mp_optim.slots.tensor_layout import ShardRegion
 from mp_optim.update.backends import Backend
 from mp_optim.update.backends.native import NativeBackend
 from mp_optim.update.backends.native_library import Adafactor as AdafactorValues
@@ -23,12 +23,12 @@ from mp_optim.update.backends.native_library import Matrices, NativeLibrary, thr
 from mp_optim.update.chunking import runs_of, tell_autograd
 from mp_optim.update.codecs import join, split_
 from mp_optim.update.exact_sums import (
-    Block,
     MatricesShape,
-    blocks_of,
+    MatrixBlock,
     digits_of,
     digits_to_values,
     matrices_shape,
+    matrix_blocks,
     over_shards,
     pieces_of,
 )
@@ -164,15 +164,15 @@ class _Param:
         state: moments by name.
     """
 
-    part: Part
+    part: ShardRegion
     main: Tensor
     direction: Tensor
     state: dict[str, Tensor]
     shape: MatricesShape
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[MatrixBlock] = field(default_factory=list)
 
     @classmethod
-    def of(cls, lists: TensorLists, at: int, part: Part, multiplier: float) -> _Param:
+    def of(cls, lists: TensorLists, at: int, part: ShardRegion, multiplier: float) -> _Param:
         state = {key: tensors[at] for key, tensors in lists.state.items()}
         main = lists.main[at]
         if REMAINDER in state:
@@ -180,7 +180,7 @@ class _Param:
         grad = lists.grad[at].to(torch.float32, copy=True)
         if multiplier != 1.0:
             grad.mul_(multiplier)
-        return cls(part, main, grad, state, matrices_shape(part.shape), blocks_of(part, grad))
+        return cls(part, main, grad, state, matrices_shape(part.shape), matrix_blocks(part, grad))
 
     def rms(self, digits: Tensor, top: float) -> float:
         """Root mean square over the whole parameter."""
@@ -221,7 +221,7 @@ def _step(
 def _digits_of(passes: ElementPasses, param: _Param, grad_top: float, main_top: float) -> Tensor:
     """Digits of the sum of squares of the parameter, and of the gradient's rows and columns where
     they are kept; int64, shape (n,)."""
-    mains = blocks_of(param.part, param.main)
+    mains = matrix_blocks(param.part, param.main)
     digits = [passes.total_digits(mains, main_top, param.main.device)]
     if "row_var" in param.state:
         digits += passes.row_and_column_digits(
@@ -284,7 +284,9 @@ class ElementPasses:
         top = torch.maximum(low.abs(), high.abs())
         return torch.where(top.isfinite(), top, torch.inf)
 
-    def total_digits(self, blocks: Sequence[Block], top: float, device: torch.device) -> Tensor:
+    def total_digits(
+        self, blocks: Sequence[MatrixBlock], top: float, device: torch.device
+    ) -> Tensor:
         """The sum of all squares in digits, int64, shape (2,). Those of several ranks may be added
         up.
 
@@ -299,7 +301,7 @@ class ElementPasses:
         return total
 
     def row_and_column_digits(
-        self, blocks: Sequence[Block], top: float, shape: MatricesShape, device: torch.device
+        self, blocks: Sequence[MatrixBlock], top: float, shape: MatricesShape, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """The sums of squares of each row and column of a stack of matrices, in digits.
 
@@ -324,7 +326,7 @@ class ElementPasses:
         grad.div_(_root(variance.clamp(min=scalars.squared_floor)))
 
     def turn_by_matrices(
-        self, blocks: Sequence[Block], weights: Tensor, columns: Tensor, scalars: _Scalars
+        self, blocks: Sequence[MatrixBlock], weights: Tensor, columns: Tensor, scalars: _Scalars
     ) -> None:
         """Turn gradients into directions.
 
@@ -372,7 +374,9 @@ class NativeElementPasses(ElementPasses):
             self._call("mp_largest", values.data_ptr(), values.numel(), top.data_ptr())
         return top
 
-    def total_digits(self, blocks: Sequence[Block], top: float, device: torch.device) -> Tensor:
+    def total_digits(
+        self, blocks: Sequence[MatrixBlock], top: float, device: torch.device
+    ) -> Tensor:
         total = torch.zeros(2, dtype=torch.int64, device=device)
         for block in blocks if math.isfinite(top) else ():
             values = block.values
@@ -382,7 +386,7 @@ class NativeElementPasses(ElementPasses):
         return total
 
     def row_and_column_digits(
-        self, blocks: Sequence[Block], top: float, shape: MatricesShape, device: torch.device
+        self, blocks: Sequence[MatrixBlock], top: float, shape: MatricesShape, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         by_row, by_column = _no_digits(shape, device)
         for block in blocks if math.isfinite(top) else ():
@@ -398,7 +402,7 @@ class NativeElementPasses(ElementPasses):
             self._call("mp_turn_by_variance", *to, ctypes.byref(values))
 
     def turn_by_matrices(
-        self, blocks: Sequence[Block], weights: Tensor, columns: Tensor, scalars: _Scalars
+        self, blocks: Sequence[MatrixBlock], weights: Tensor, columns: Tensor, scalars: _Scalars
     ) -> None:
         shape = (*weights.shape, columns.shape[1])
         moments = (weights.data_ptr(), columns.data_ptr(), scalars.squared_floor)
@@ -436,6 +440,6 @@ def _scale(top: float) -> float:
     return float(2.0 ** -math.frexp(top)[1])
 
 
-def _matrices(block: Block, shape: MatricesShape) -> Any:
+def _matrices(block: MatrixBlock, shape: MatricesShape) -> Any:
     values = block.values
     return ctypes.byref(Matrices(values.data_ptr(), *values.shape, *block[1:], *shape))

@@ -117,7 +117,7 @@ def part_of_state(key: str, tensor: Tensor, start: int, count: int) -> Tensor:
     return tensor.view(-1).narrow(0, start, count)
 
 
-def publish(lists: TensorLists) -> None:
+def write_outputs(lists: TensorLists) -> None:
     """Copy main to output, rounding to nearest even into the output's dtype."""
     pairs = [
         (output, main)
@@ -187,7 +187,7 @@ def write_mains(batch: TensorLists, values: Lists) -> None:
             values, batch.main, batch.state[REMAINDER], _noise(batch), strict=True
         ):
             split_(value, main, rest, noise)
-    publish(batch)
+    write_outputs(batch)
     take_averages(batch)
 
 

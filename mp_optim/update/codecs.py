@@ -33,7 +33,7 @@ _MASK = 0xFFFFFFFF
 _Bits = TypeVar("_Bits", int, Tensor)
 
 
-def form_of(name: str, dtype: torch.dtype) -> StateForm:
+def state_form(name: str, dtype: torch.dtype) -> StateForm:
     """The form of a moment whose stored tensor has this dtype."""
     return _FORMS.get((name == SECOND, dtype)) or StateForm(str(dtype), dtype, 0)
 
@@ -48,7 +48,7 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 def is_packed(name: str, dtype: torch.dtype) -> bool:
     """Whether the stored tensor of this name has 4-bit codes, two a byte: it is 1-D, whatever the
     parameter's shape."""
-    return form_of(name, dtype).packed
+    return state_form(name, dtype).packed
 
 
 def is_blocked(dtype: torch.dtype) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.update.chunking import read_mains, read_moment, write_mains, write_moment
+from mp_optim.update.chunking import Lists, read_mains, read_moment, write_mains, write_moment
 from mp_optim.update.kernel_args import (
     LambScalars,
     Made,
@@ -27,7 +27,6 @@ from mp_optim.update.kernel_args import (
     fp32,
 )
 
-Lists = list[Tensor]
 Step = tuple[float, float]
 """``step_size`` and ``decay`` of a parameter, FP32 values."""
 
@@ -156,7 +155,7 @@ def slow_decay(start: float, end: float, progress: float) -> float:
     return math.exp(1.0 / (begun + progress / math.log(end)))
 
 
-SCALARS: dict[str, Any] = {
+RULE_SCALARS: dict[str, Any] = {
     "adam": AdamScalars,
     "sgd": SgdScalars,
     "lion": LionScalars,

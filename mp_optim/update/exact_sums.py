@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mp_optim.slots.partition import box_views, boxes
-from mp_optim.slots.tensor_layout import Part
+from mp_optim.slots.tensor_layout import ShardRegion
 from mp_optim.update.sums import Groups, reduce_over
 
 _BITS = 31
@@ -27,7 +27,7 @@ _MOST = 1 << 21
 MatricesShape = tuple[int, int, int]
 
 
-class Block(NamedTuple):
+class MatrixBlock(NamedTuple):
     """A contiguous box of a stack of matrices.
 
     Attributes:
@@ -49,54 +49,54 @@ def matrices_shape(shape: Sequence[int]) -> MatricesShape:
     return math.prod(shape[:-2]), shape[-2], shape[-1]
 
 
-def blocks_of(part: Part, local: Tensor) -> list[Block]:
+def matrix_blocks(part: ShardRegion, local: Tensor) -> list[MatrixBlock]:
     """The elements that a rank has of a parameter, as views of its contiguous tensor."""
     if not local.numel():
         return []
     if part.offsets is None:
         flat = local.view(-1)
         found = boxes(matrices_shape(part.shape), part.start, flat.numel())
-        return [Block(values, *box.offsets) for box, values in box_views(flat, found)]
+        return [MatrixBlock(values, *box.offsets) for box, values in box_views(flat, found)]
     if local.dim() < 2:
-        return [Block(local.view(1, 1, -1), 0, 0, part.offsets[0] if part.offsets else 0)]
+        return [MatrixBlock(local.view(1, 1, -1), 0, 0, part.offsets[0] if part.offsets else 0)]
     return list(_boxed(local, part.offsets, part.shape, 0))
 
 
 def _boxed(
     local: Tensor, offsets: tuple[int, ...], shape: torch.Size, matrix: int
-) -> Iterator[Block]:
+) -> Iterator[MatrixBlock]:
     """The blocks of a box that begins at ``offsets``, in a tensor whose matrices are counted from
     ``matrix``."""
     rows, columns = local.shape[-2:]
     if local.dim() == 2:
-        yield Block(local[None], matrix, *offsets[-2:])
+        yield MatrixBlock(local[None], matrix, *offsets[-2:])
         return
     inner = math.prod(shape[1:-2])
     if local.shape[1:-2] == shape[1:-2]:
-        yield Block(local.view(-1, rows, columns), matrix + offsets[0] * inner, *offsets[-2:])
+        yield MatrixBlock(local.view(-1, rows, columns), matrix + offsets[0] * inner, *offsets[-2:])
         return
     for index in range(local.shape[0]):
         first = matrix + (offsets[0] + index) * inner
         yield from _boxed(local[index], offsets[1:], shape[1:], first)
 
 
-def piece_elements(device: torch.device) -> int:
+def sum_piece_elements(device: torch.device) -> int:
     """Elements of a piece: what stays in a CPU core's cache in FP64, what keeps an accelerator
     busy."""
     return 1 << 16 if device.type == "cpu" else _MOST
 
 
-def pieces_of(block: Block) -> Iterator[Block]:
-    """The block in pieces of at most :func:`piece_elements`."""
+def pieces_of(block: MatrixBlock) -> Iterator[MatrixBlock]:
+    """The block in pieces of at most :func:`sum_piece_elements`."""
     _, rows, columns = block.values.shape
-    most = piece_elements(block.values.device)
+    most = sum_piece_elements(block.values.device)
     wide = min(columns, most)
     high = min(rows, max(1, most // wide))
     deep = max(1, most // (wide * high))
     for values, matrix in _cut(block.values, 0, deep, block.matrix):
         for part, row in _cut(values, 1, high, block.row):
             for piece, column in _cut(part, 2, wide, block.column):
-                yield Block(piece, matrix, row, column)
+                yield MatrixBlock(piece, matrix, row, column)
 
 
 def _cut(values: Tensor, dim: int, size: int, first: int) -> Iterator[tuple[Tensor, int]]:

@@ -39,7 +39,7 @@ _MOST_SHARES = 4096
 """Selections of slots whose shares are kept."""
 
 
-class Share(NamedTuple):
+class GroupSlots(NamedTuple):
     """The slots of a step that are in one group: which of the updates, and at which positions."""
 
     group: int
@@ -56,7 +56,7 @@ class _Steady(NamedTuple):
         planned: the launch, without gradients, which would stay for as long as it does.
     """
 
-    share: Share
+    share: GroupSlots
     mains: CachedTensorList
     checked: dict[str, Any] | None
     moments: tuple[tuple[str, ...], ...]
@@ -88,7 +88,7 @@ class RuleExecutor(Executor):
         check_backend(backend, rule.kernels, precision)
         self.rule, self.workspace, self._backend = rule, rule.new_workspace(), backend
         self.rows = RuleState(rule, precision, param_groups)
-        self._shares: dict[int, tuple[Sequence[Slot], list[Share]]] = {}
+        self._shares: dict[int, tuple[Sequence[Slot], list[GroupSlots]]] = {}
         self._plain: Backend | None = None  # one that has kernels for the rule
         self._checked: dict[int, dict[str, Any]] = {}
         self._values: dict[int, list[Any]] = {}
@@ -176,7 +176,7 @@ class RuleExecutor(Executor):
 
     def _shares_of(
         self, columns: SlotUpdates
-    ) -> Iterator[tuple[Share, SlotUpdates, dict[str, Any]]]:
+    ) -> Iterator[tuple[GroupSlots, SlotUpdates, dict[str, Any]]]:
         """The updates by group, with the group."""
         slots, shares = self._shares.get(id(columns.slots), ((), []))
         is_known = slots is columns.slots
@@ -194,7 +194,11 @@ class RuleExecutor(Executor):
             yield share, part, self.param_groups[share.group]
 
     def _plan_group(
-        self, share: Share, updates: SlotUpdates, settings: dict[str, Any], grad_norm: float | None
+        self,
+        share: GroupSlots,
+        updates: SlotUpdates,
+        settings: dict[str, Any],
+        grad_norm: float | None,
     ) -> Iterator[PlannedLaunch]:
         index, positions = share.group, share.positions
         rows = self.rows
@@ -244,7 +248,11 @@ class RuleExecutor(Executor):
         return self.rule.effective_multiplier(settings, value, grad_norm)
 
     def _steady(
-        self, share: Share, mains: CachedTensorList, updates: SlotUpdates, settings: dict[str, Any]
+        self,
+        share: GroupSlots,
+        mains: CachedTensorList,
+        updates: SlotUpdates,
+        settings: dict[str, Any],
     ) -> PlannedLaunch | None:
         """The last launch of these slots, if it was made from all that this one is made from, but
         for gradients.
@@ -273,7 +281,7 @@ class RuleExecutor(Executor):
 
     def _keep(
         self,
-        share: Share,
+        share: GroupSlots,
         planned: PlannedLaunch,
         outputs: Sequence[Tensor | None],
         settings: dict[str, Any],
@@ -453,7 +461,7 @@ def settings_now(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _by_group(slots: Sequence[Slot]) -> list[Share]:
+def _by_group(slots: Sequence[Slot]) -> list[GroupSlots]:
     """The shares of all groups that occur, in the order in which they do."""
     members: dict[int, list[int]] = {}
     for index, slot in enumerate(slots):
@@ -462,5 +470,5 @@ def _by_group(slots: Sequence[Slot]) -> list[Share]:
     for group, indices in members.items():
         of_group = [slots[index] for index in indices]
         selection = UpdateSelection(indices, of_group, len(slots))
-        shares.append(Share(group, selection, [slot.position for slot in of_group]))
+        shares.append(GroupSlots(group, selection, [slot.position for slot in of_group]))
     return shares

@@ -292,7 +292,7 @@ _FIRST, _SECOND, _AVERAGES = (
 )
 
 
-class Kind(NamedTuple):
+class LaunchDtypes(NamedTuple):
     """Dtypes that the tensors of a launch share; None where there is no tensor."""
 
     grad: torch.dtype
@@ -310,12 +310,12 @@ class Kind(NamedTuple):
         return self.moment1, self.moment2, self.moment3
 
 
-class Part(NamedTuple):
+class AlikeLists(NamedTuple):
     """Tensors of one kind: where they are in the lists, and the lists of them alone. A kind of
     None: no kernel."""
 
     indices: Sequence[int]
-    kind: Kind | None
+    kind: LaunchDtypes | None
     lists: TensorLists
 
 
@@ -324,7 +324,7 @@ def kept_moments(lists: TensorLists, moments: tuple[str, ...]) -> tuple[str, ...
     return tuple([name if name in lists.state else "" for name in moments])
 
 
-def parts_of(lists: TensorLists, moments: tuple[str, ...]) -> list[Part]:
+def alike_lists(lists: TensorLists, moments: tuple[str, ...]) -> list[AlikeLists]:
     """The lists by kind; the lists themselves if all tensors are of one.
 
     Args:
@@ -343,14 +343,14 @@ def parts_of(lists: TensorLists, moments: tuple[str, ...]) -> list[Part]:
     ]
     dtypes = list(map(_dtypes, columns))
     if set(map(len, dtypes)) == {1}:
-        kind = Kind._make(chain.from_iterable(dtypes))
-        return [Part(range(len(lists.grad)), _supported(kind, lists, moments), lists)]
+        kind = LaunchDtypes._make(chain.from_iterable(dtypes))
+        return [AlikeLists(range(len(lists.grad)), _supported(kind, lists, moments), lists)]
     rows = [_kind(columns, index) for index in range(len(lists.grad))]
     parts = []
     for kind in dict.fromkeys(rows):
         indices = [index for index, other in enumerate(rows) if other == kind]
         part = lists.take(indices)
-        parts.append(Part(indices, _supported(kind, part, moments), part))
+        parts.append(AlikeLists(indices, _supported(kind, part, moments), part))
     return parts
 
 
@@ -362,12 +362,14 @@ def _dtypes(column: Sequence[Tensor | None] | None) -> set[torch.dtype | None]:
     return {None if tensor is None else tensor.dtype for tensor in column}
 
 
-def _kind(columns: Sequence[Sequence[Tensor | None] | None], index: int) -> Kind:
+def _kind(columns: Sequence[Sequence[Tensor | None] | None], index: int) -> LaunchDtypes:
     tensors = [None if column is None else column[index] for column in columns]
-    return Kind._make(None if tensor is None else tensor.dtype for tensor in tensors)
+    return LaunchDtypes._make(None if tensor is None else tensor.dtype for tensor in tensors)
 
 
-def _supported(kind: Kind, lists: TensorLists, moments: tuple[str, ...]) -> Kind | None:
+def _supported(
+    kind: LaunchDtypes, lists: TensorLists, moments: tuple[str, ...]
+) -> LaunchDtypes | None:
     """The kind, if there are kernels for it, and scales and seeds are as they expect them."""
     scaled = True
     for name, dtype in zip(moments, kind.moments, strict=False):
@@ -389,7 +391,7 @@ def column_names(moments: tuple[str, ...]) -> dict[str, str]:
     """What kernels call the tensors of a slot, by the keys that these have in ``TensorLists``.
 
     Args:
-        moments: as of :func:`parts_of`.
+        moments: as of :func:`alike_lists`.
     """
     names = {MAIN: "main", REMAINDER: "remainder", AVERAGE: "average"}
     for number, moment in enumerate(moments, start=1):
@@ -399,7 +401,7 @@ def column_names(moments: tuple[str, ...]) -> dict[str, str]:
 
 
 def columns_of(
-    lists: TensorLists, kind: Kind, moments: tuple[str, ...]
+    lists: TensorLists, kind: LaunchDtypes, moments: tuple[str, ...]
 ) -> dict[str, Sequence[Any]]:
     """The lists of one kind that kernels read or write in place, by their names there."""
     names = column_names(moments)
@@ -415,13 +417,13 @@ def columns_of(
 # -- whether they fit each other ------------------------------------------------------------------
 
 
-def check_fit(kind: Kind, columns: Mapping[str, CachedTensorList]) -> None:
+def check_fit(kind: LaunchDtypes, columns: Mapping[str, CachedTensorList]) -> None:
     """Kernels read and write as many elements as they are told, wherever they are told. So each
     list is looked at when its addresses are first used, whatever was thought of it before.
 
     Args:
-        columns: by the names of :class:`Kind`, ``scale1`` to ``scale3``, and each of them with
-            ``from_`` before it where present values lie elsewhere.
+        columns: by the names of :class:`LaunchDtypes`, ``scale1`` to ``scale3``, and each of them
+            with ``from_`` before it where present values lie elsewhere.
 
     Raises:
         ValueError: a tensor has not the elements or the dtype that the others of its slot ask for,

@@ -6,7 +6,7 @@ other, so that the groups that a mesh has anyway are all that is needed.
 
 NOTE: batches overlap: while one is computed, the next one's parts come and the last one's results
 go. All ranks start the same communications in the same order, because all have the same plan
-(:func:`plan`).
+(:func:`plan_exchange`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Exchange:
         bytes_sent: so far, to other ranks.
     """
 
-    plan: Plan
+    plan: ExchangePlan
     params: Sequence[MatrixParts]
     groups: Sequence[ProcessGroup]
     sent: Sequence[Tensor]
@@ -111,7 +111,8 @@ class Exchange:
             wholes.append(assembled((param.rows, param.columns), parts_of[item], flats))
         results = self.compute(wholes)
         return {
-            item: cut(whole, parts_of[item]) for item, whole in zip(pieces, results, strict=True)
+            item: cut_matrix(whole, parts_of[item])
+            for item, whole in zip(pieces, results, strict=True)
         }
 
     def _of_item(self, tensors: Sequence[Tensor], item: int) -> Tensor:
@@ -235,7 +236,7 @@ def assembled(shape: tuple[int, int], parts: Sequence[Boxes], flats: Sequence[Te
     return whole
 
 
-def cut(whole: Tensor, parts: Sequence[Boxes]) -> list[Tensor]:
+def cut_matrix(whole: Tensor, parts: Sequence[Boxes]) -> list[Tensor]:
     """The flattened parts of a whole matrix: the inverse of :func:`assembled`."""
     if _are_in_order(parts, whole.shape[1]):
         return list(torch.split(whole.reshape(-1), list(map(numel_of, parts))))
@@ -306,7 +307,9 @@ def assign(costs: Sequence[int], held: Sequence[Sequence[int]], loads: Sequence[
     return owners
 
 
-def batches(owners: Sequence[int], sizes: Sequence[int], ranks: int, limit: int) -> list[list[int]]:
+def exchange_batches(
+    owners: Sequence[int], sizes: Sequence[int], ranks: int, limit: int
+) -> list[list[int]]:
     """Matrices that travel together, so that every rank has something to compute in each batch.
 
     Args:
@@ -326,7 +329,7 @@ def batches(owners: Sequence[int], sizes: Sequence[int], ranks: int, limit: int)
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExchangePlan:
     """Who orthogonalises which matrix of several parameters.
 
     Attributes:
@@ -342,9 +345,9 @@ class Plan:
 
 
 @lru_cache(maxsize=64)
-def plan(
+def plan_exchange(
     params: tuple[MatrixParts, ...], flops: tuple[int, ...], loads: tuple[int, ...], width: int
-) -> Plan:
+) -> ExchangePlan:
     """The owners of all matrices of parameters whose ranks are the same.
 
     Args:
@@ -362,8 +365,8 @@ def plan(
     ranks = params[0].grid.size
     share = sum(sizes) // (ranks * _BATCHES)
     limit = min(max(share, LEAST_BATCH_BYTES), BATCH_BYTES)
-    together = batches(owners, sizes, ranks, limit)
-    return Plan(tuple(items), tuple(owners), tuple(costs), tuple(map(tuple, together)))
+    together = exchange_batches(owners, sizes, ranks, limit)
+    return ExchangePlan(tuple(items), tuple(owners), tuple(costs), tuple(map(tuple, together)))
 
 
 class MatrixOwners(Workspace):
@@ -407,17 +410,17 @@ class MatrixOwners(Workspace):
         groups: Sequence[ProcessGroup],
         flops: Sequence[int],
         width: int,
-    ) -> Plan:
-        """Share out the matrices of parameters whose ranks are the same (see :func:`plan`).
+    ) -> ExchangePlan:
+        """Share out the matrices of parameters whose ranks are the same (:func:`plan_exchange`).
 
         Args:
             groups: that span the grid of these ranks.
-            flops, width: see :func:`plan`.
+            flops, width: see :func:`plan_exchange`.
         """
         grid = params[0].grid
         name = tuple(group.group_name for group in groups)
         loads = self._loads.setdefault(name, [0] * grid.size)
-        planned = plan(tuple(params), tuple(flops), tuple(loads), width)
+        planned = plan_exchange(tuple(params), tuple(flops), tuple(loads), width)
         (here,) = grid.block(*(group.rank() for group in groups))
         self.known += len(planned.items)
         for owner, cost in zip(planned.owners, planned.costs, strict=True):

@@ -188,7 +188,7 @@ def chunk_choices(inner: int) -> list[int]:
     return list(dict.fromkeys([*powers[:2], *even, *powers[2:]]))
 
 
-class Chunks(NamedTuple):
+class SumChunks(NamedTuple):
     """Elements of the inner side that are summed up by themselves, multiples of 32, in ``gram`` and
     ``left``."""
 
@@ -206,8 +206,8 @@ class NativeProducts:
         square_chunk: the same of ``square``.
     """
 
-    contiguous: Chunks
-    lying: Chunks
+    contiguous: SumChunks
+    lying: SumChunks
     square_chunk: int
 
     def gram(self, x: Tensor, rooms: Rooms) -> Tensor:
@@ -221,7 +221,7 @@ class NativeProducts:
     def left(self, factor: Tensor, x: Tensor, a: float, to: Tensor, rooms: Rooms) -> Tensor:
         return _multiply(factor, x, to, self._chunks(x).left, 1.0, a, rooms)
 
-    def _chunks(self, x: Tensor) -> Chunks:
+    def _chunks(self, x: Tensor) -> SumChunks:
         return self.lying if _lies_turned(x) else self.contiguous
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config.rules import coefficients, scale_factor
-from mp_optim.slots.tensor_layout import Layout, MatrixParts
+from mp_optim.slots.tensor_layout import MatrixParts, ParamLayout
 from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.native import NativeBackend, values_of
 from mp_optim.update.chunking import mark_written, runs_of
@@ -87,7 +87,7 @@ class Orthogonalization:
 
 
 def runs(
-    params: Sequence[Tensor], layouts: Sequence[Layout | None], blockwise: bool
+    params: Sequence[Tensor], layouts: Sequence[ParamLayout | None], blockwise: bool
 ) -> Iterator[tuple[list[int], bool]]:
     """Indices of parameters that are orthogonalised together, and whether each of them is whole and
     its products are taken where it is stepped. Runs of those that are split over ranks are the same
@@ -116,7 +116,7 @@ def runs(
 def directions(
     rule: Orthogonalization,
     rounded: Sequence[Tensor],
-    layouts: Sequence[Layout | None],
+    layouts: Sequence[ParamLayout | None],
     owners: MatrixOwners,
 ) -> list[Direction]:
     """The direction of each parameter of a run, for this rank's part of it. Collective if some are

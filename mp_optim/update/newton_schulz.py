@@ -17,11 +17,11 @@ from mp_optim.process.calls import without_autocast
 from mp_optim.update.backends import choose_backend
 from mp_optim.update.matrix_products import (
     TOGETHER,
-    Chunks,
     EachAlone,
     NativeProducts,
     NativeSteps,
     Rooms,
+    SumChunks,
     TorchProducts,
     chunk_choices,
     has_native_products,
@@ -289,7 +289,7 @@ def _by_kernels(rows: int, columns: int, threads: int) -> NativeProducts | None:
     threads."""
     trials = _Trial.of(1, rows, columns, torch.device("cpu")).also_lying(rows)
     side, length = sorted((rows, columns))
-    chunks = [Chunks(_chunk(length, trial.gram), _chunk(side, trial.left)) for trial in trials]
+    chunks = [SumChunks(_chunk(length, trial.gram), _chunk(side, trial.left)) for trial in trials]
     square = _chunk(side, trials[0].square)
     if not (square and all(map(all, chunks))):
         return None
@@ -300,7 +300,7 @@ def _chunk(inner: int, product: Callable[[Products], Tensor]) -> int:
     """What the kernels have to sum up at once in a product; 0 if nothing gives the bits."""
     expected = product(EachAlone())
     for size in chunk_choices(inner):
-        every = Chunks(size, size)
+        every = SumChunks(size, size)
         if torch.equal(product(NativeProducts(every, every, size)), expected):
             return size
     return 0

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from mp_optim.config.rules import RULES
 from mp_optim.slots import SlotUpdate, SlotUpdates
-from mp_optim.slots.tensor_layout import Part
+from mp_optim.slots.tensor_layout import ShardRegion
 from mp_optim.update.backends import Backend
-from mp_optim.update.element_rules import SCALARS
+from mp_optim.update.element_rules import RULE_SCALARS
 from mp_optim.update.kernel_args import TensorLists
 
 Settings = Mapping[str, Any]
@@ -58,7 +58,7 @@ class Launch:
     step: int
     multiplier: float | Tensor
     updates: SlotUpdates
-    parts: Sequence[Part]
+    parts: Sequence[ShardRegion]
     workspace: Workspace
 
 
@@ -156,5 +156,5 @@ class ElementRule(Rule):
     needs_numbers = False
 
     def apply(self, launch: Launch, backend: Backend) -> None:
-        scalars = SCALARS[self.name].at(launch.settings, launch.step)
+        scalars = RULE_SCALARS[self.name].at(launch.settings, launch.step)
         backend.step(self.name, launch.lists, scalars, launch.multiplier)

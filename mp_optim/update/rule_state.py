@@ -40,7 +40,7 @@ from mp_optim.slots.slot_state import (
     check_step,
     scale_key,
 )
-from mp_optim.slots.tensor_layout import part_of
+from mp_optim.slots.tensor_layout import region_of
 from mp_optim.update.codecs import is_blocked, is_packed, join, keep_valid, split_
 from mp_optim.update.kernel_args import MAIN
 from mp_optim.update.rule import Rule
@@ -98,7 +98,7 @@ class GroupState:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         count = len(params)
-        self.parts = [part_of(param) for param in params]
+        self.parts = [region_of(param) for param in params]
         self.steps = torch.zeros(count, dtype=torch.float32, device="cpu")
         self.slots: list[dict[str, Tensor]] = [{} for _ in range(count)]
         self.mains: list[Tensor | None] = [None] * count
@@ -216,7 +216,7 @@ class RuleState:
             if group["params"] is params:
                 yield from (part.shape for part in known.parts)
                 return
-        yield from (part_of(param).shape for param in params)
+        yield from (region_of(param).shape for param in params)
 
     # -- counts of steps --------------------------------------------------------------------------
 

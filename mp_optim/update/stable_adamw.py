@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.slots import Slot, SlotUpdate
-from mp_optim.slots.tensor_layout import Layout
+from mp_optim.slots.tensor_layout import ParamLayout
 from mp_optim.update.adam import AdamRule
 from mp_optim.update.backends import Backend
 from mp_optim.update.kernel_args import StableScalars
@@ -118,7 +118,7 @@ class FusedStableAdamW(RuleOptimizer):
         super().__init__(StableAdamWRule(), params, settings, backend, precision)
 
 
-def _parts_over(shard_groups: Groups, layout: Layout | None) -> Groups:
+def _parts_over(shard_groups: Groups, layout: ParamLayout | None) -> Groups:
     """The groups of ranks that have the other parts of a parameter, those of tensor parallelism
     among them."""
     if layout is None or layout.tensor_parallel is None:

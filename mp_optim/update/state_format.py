@@ -27,11 +27,11 @@ from mp_optim.slots.slot_state import (
 from mp_optim.update.codecs import (
     decode,
     encode_,
-    form_of,
     is_blocked,
     is_packed,
     join,
     split_,
+    state_form,
     stored_dtype,
 )
 from mp_optim.update.kernel_args import fp32
@@ -118,7 +118,7 @@ class StatePrecision:
 def moment_forms(name: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, Form]:
     """What a moment of a shape is stored in: a tensor of that shape, or of the bytes of its 4-bit
     codes; and its scales if it has some."""
-    form, numel = form_of(name, dtype), shape.numel()
+    form, numel = state_form(name, dtype), shape.numel()
     forms = {name: (torch.Size([form.held(numel)]) if form.packed else shape, dtype)}
     if form.in_blocks:
         forms[scale_key(name)] = (torch.Size([form.scales(numel)]), torch.float32)

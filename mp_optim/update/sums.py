@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from mp_optim.ranks.missing_ranks import naming_missing_ranks, wait_for
 from mp_optim.update.chunking import piece_elements
 
-BLOCK = 1024
+SUM_BLOCK = 1024
 _ROW = 128
 
 
@@ -41,9 +41,9 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         if tensor.numel() > piece:
             sums[index] = _sum_large(tensor, piece)
         elif tensor.numel():
-            small[_next_power(-(-tensor.numel() // BLOCK))].append(index)
+            small[_next_power(-(-tensor.numel() // SUM_BLOCK))].append(index)
     for blocks, indices in small.items():
-        step = max(1, piece // (blocks * BLOCK))
+        step = max(1, piece // (blocks * SUM_BLOCK))
         for start in range(0, len(indices), step):
             together = indices[start : start + step]
             sums[torch.tensor(together, device=device)] = _sum_batch(
@@ -108,11 +108,11 @@ def _next_power(value: int) -> int:
 def _sum_batch(tensors: Sequence[Tensor], blocks: int) -> Tensor:
     """Tensors of at most ``blocks`` (a power of two) blocks each."""
     padded = torch.zeros(
-        len(tensors), blocks * BLOCK, dtype=torch.float64, device=tensors[0].device
+        len(tensors), blocks * SUM_BLOCK, dtype=torch.float64, device=tensors[0].device
     )
     for row, tensor in zip(padded.unbind(), tensors, strict=True):
         row[: tensor.numel()].copy_(tensor.reshape(-1))
-    first, *others = padded.square_().view(len(tensors), blocks, BLOCK // _ROW, _ROW).unbind(-2)
+    first, *others = padded.square_().view(len(tensors), blocks, SUM_BLOCK // _ROW, _ROW).unbind(-2)
     total = first.clone()
     for row in others:
         total += row
@@ -133,7 +133,9 @@ def sum_in_pairs(values: Tensor) -> Tensor:
 
 def _sum_large(tensor: Tensor, piece: int) -> Tensor:
     parts = [
-        _sum_batch([_row_major(tensor, start, min(start + piece, tensor.numel()))], piece // BLOCK)
+        _sum_batch(
+            [_row_major(tensor, start, min(start + piece, tensor.numel()))], piece // SUM_BLOCK
+        )
         for start in range(0, tensor.numel(), piece)
     ]
     return sum_in_pairs(torch.cat(parts))

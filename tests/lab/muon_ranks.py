@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Shard
 
 from mp_optim.slots.tensor_layout import MatrixParts, parts_on_mesh
-from mp_optim.update.matrix_exchange import Plan, newton_schulz_flops, plan
+from mp_optim.update.matrix_exchange import ExchangePlan, newton_schulz_flops, plan_exchange
 
 STEPS, WIDTH = 5, 2
 """Newton-Schulz steps, and bytes of an element that travels (bfloat16)."""
@@ -43,7 +43,7 @@ class Options:
     """10^9 bytes a second that a rank sends, to all others together."""
 
 
-def sent(found: Plan, params: Sequence[MatrixParts], rank: int) -> int:
+def sent(found: ExchangePlan, params: Sequence[MatrixParts], rank: int) -> int:
     """Bytes that a rank sends: its parts to owners, and owners' results to the others."""
     elements = 0
     for (param, matrix), owner in zip(found.items, found.owners, strict=True):
@@ -60,7 +60,7 @@ def row(shapes: Sequence[tuple[int, ...]], ranks: int, options: Options) -> str:
         assert parts is not None
         params.append(parts)
     flops = tuple(newton_schulz_flops(p.rows, p.columns, STEPS) for p in params)
-    found = plan(tuple(params), flops, (0,) * ranks, WIDTH)
+    found = plan_exchange(tuple(params), flops, (0,) * ranks, WIDTH)
     loads = found.loads(ranks)
     most, total = max(loads), sum(loads)
     travels = max(sent(found, params, rank) for rank in range(ranks))

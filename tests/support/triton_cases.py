@@ -14,7 +14,7 @@ from torch import Tensor
 from mp_optim.config.state_forms import blocks_of
 from mp_optim.slots.slot_state import AVERAGE, REMAINDER, scale_key
 from mp_optim.update.codecs import Noise, encode_, is_blocked, split_
-from mp_optim.update.element_rules import SCALARS, TEXTS
+from mp_optim.update.element_rules import RULE_SCALARS, TEXTS
 from mp_optim.update.kernel_args import LambScalars, MuonScalars, StableScalars, TensorLists, fp32
 from mp_optim.update.state_format import moment_forms
 
@@ -149,7 +149,7 @@ def step_with(
     if rule in TEXTS:
         if rule == "ademamix":
             group = {**group, **ADEMAMIX, "betas": (*group["betas"], 0.9999)}
-        backend.step(rule, lists, SCALARS[rule].at(group, step), multiplier)
+        backend.step(rule, lists, RULE_SCALARS[rule].at(group, step), multiplier)
     elif rule == "stable_adamw":
         backend.stable_adamw(lists, StableScalars.at(group, step), multiplier)
     elif rule == "muon_momentum":

@@ -162,7 +162,7 @@ def from_megatron(
     Raises:
         ValueError: names and state do not fit each other.
     """
-    parts = parts_of(state_dict)
+    parts = states_of_members(state_dict)
     counts = []
     for part in parts:
         counts.append(sum(len(group["params"]) for group in _inner(part)["param_groups"]))
@@ -182,7 +182,7 @@ def from_megatron(
     return ForeignState(tuple(groups), state, scaler)
 
 
-def parts_of(
+def states_of_members(
     state_dict: Mapping[Any, Any] | Sequence[Mapping[str, Any]],
 ) -> list[Mapping[str, Any]]:
     """What is saved of each part of a chain, or of the only optimizer."""

@@ -24,7 +24,7 @@ import torch
 
 from mp_optim.update.backends import native_library as lib
 
-ENVIRONMENT = "MP_OPTIM_MEMORY_ACCESS"
+ACCESS_VARIABLE = "MP_OPTIM_MEMORY_ACCESS"
 """``trial``, ``default``, or settings such as ``prefetch=1024,streaming=0``; else as said above."""
 LARGE = 1 << 23
 """Elements of a launch that is worth a trial, and of the trial: far more than caches hold."""
@@ -59,7 +59,7 @@ class MemoryAccess:
             name, _, value = item.strip().partition("=")
             if name not in names or not value.isdecimal():
                 raise ValueError(
-                    f"{ENVIRONMENT}={text!r}: {item.strip()!r} is none of trial, default, "
+                    f"{ACCESS_VARIABLE}={text!r}: {item.strip()!r} is none of trial, default, "
                     + ", ".join(f"{known}=NUMBER" for known in names)
                 )
             settings[name] = int(value)
@@ -112,8 +112,8 @@ class AccessChoice:
         self.is_settled = True
         if library.handle is None:
             self.reason = "no native kernels"
-        elif wanted := os.environ.get(ENVIRONMENT, ""):
-            self.reason, self.is_settled = f"{ENVIRONMENT}={wanted}", wanted != "trial"
+        elif wanted := os.environ.get(ACCESS_VARIABLE, ""):
+            self.reason, self.is_settled = f"{ACCESS_VARIABLE}={wanted}", wanted != "trial"
             if wanted not in ("trial", "default"):
                 set_access(library, MemoryAccess.parse(wanted))
         else:
@@ -243,5 +243,5 @@ class _Scratch:
         )
 
     def _call(self, name: str, *arguments: Any, **columns: Any) -> None:
-        tensors = lib.Tensors(count=1, numel=ctypes.addressof(self._sizes), **columns)
+        tensors = lib.MpTensors(count=1, numel=ctypes.addressof(self._sizes), **columns)
         self._library.call(name, ctypes.byref(tensors), *arguments, self._threads)

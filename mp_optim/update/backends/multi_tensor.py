@@ -27,25 +27,25 @@ from mp_optim.update.chunking import (
     first_moments,
     mark_written,
     piece_elements,
-    publish,
     runs_of,
     take_averages,
+    write_outputs,
 )
 from mp_optim.update.element_rules import AdamScalars, SgdScalars, gradients
 from mp_optim.update.kernel_args import (
     FLOATS,
-    Kind,
     LambScalars,
+    LaunchDtypes,
     TensorLists,
+    alike_lists,
     kept_moments,
-    parts_of,
 )
 from mp_optim.update.sums import combine_pieces, sum_of_squares
 
-CHUNK = 2048 * 32
+CHUNK_ELEMENTS = 2048 * 32
 """Elements that one block of threads works on."""
 
-MOST_ELEMENTS = 2**31 - 1 - CHUNK
+MOST_ELEMENTS = 2**31 - 1 - CHUNK_ELEMENTS
 """Elements of a tensor that the kernels' 32-bit indices reach."""
 
 MOST_TENSORS = 1024
@@ -106,14 +106,16 @@ class MultiTensorBackend(ReferenceBackend):
     def __init__(self, library: Any) -> None:
         self.library = library
 
-    def takes(self, kind: Kind) -> bool:
+    def takes(self, kind: LaunchDtypes) -> bool:
         """Whether there are kernels for a kind; here: FP32 main params and state."""
         state = {kind.main, *kind.moments, kind.remainder} - {None}
         return state == {torch.float32}
 
-    def split(self, rule: str, lists: TensorLists) -> Iterator[tuple[Kind | None, TensorLists]]:
+    def split(
+        self, rule: str, lists: TensorLists
+    ) -> Iterator[tuple[LaunchDtypes | None, TensorLists]]:
         """Parts of the lists that are of one kind each; None for what goes to ``reference``."""
-        for _, kind, part in parts_of(lists, kept_moments(lists, RULES[rule].moment_names)):
+        for _, kind, part in alike_lists(lists, kept_moments(lists, RULES[rule].moment_names)):
             is_taken = kind is not None and part.noise is None and self.takes(kind)
             yield (kind if is_taken else None), part
 
@@ -130,7 +132,7 @@ class MultiTensorBackend(ReferenceBackend):
         with current_device(device):
             flag = torch.zeros(1, dtype=torch.int32, device=device)
             tensors = [list(each) for each in lists]
-            return getattr(self.library, name)(CHUNK, flag, tensors, *arguments)
+            return getattr(self.library, name)(CHUNK_ELEMENTS, flag, tensors, *arguments)
 
     def scaled(self, grads: Sequence[Tensor], multiplier: float) -> list[Tensor]:
         """FP32(g) * multiplier in memory of its own, of one batch's size."""
@@ -150,11 +152,13 @@ class MultiTensorBackend(ReferenceBackend):
                 take_averages(batch.lists)
             mark_written(part)
 
-    def adam(self, kind: Kind, batch: TensorLists, s: AdamScalars, multiplier: float) -> None:
+    def adam(
+        self, kind: LaunchDtypes, batch: TensorLists, s: AdamScalars, multiplier: float
+    ) -> None:
         """One batch of one kind."""
         raise NotImplementedError
 
-    def sgd(self, kind: Kind, batch: TensorLists, s: SgdScalars, multiplier: float) -> None:
+    def sgd(self, kind: LaunchDtypes, batch: TensorLists, s: SgdScalars, multiplier: float) -> None:
         """The kernel reads a buffer even without momentum, but writes none then: any list will
         do."""
         grads = batch.grad if kind.grad == torch.float32 else self.scaled(batch.grad, multiplier)
@@ -164,7 +168,7 @@ class MultiTensorBackend(ReferenceBackend):
         left = multiplier if grads is batch.grad else 1.0
         lists, dtypes = [grads, batch.main, buffers], [torch.float32] * 3
         self.launch("multi_tensor_sgd", lists, dtypes, *numbers, *switches, left)
-        publish(batch)
+        write_outputs(batch)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         """FP32 norms of pieces, added up in FP64. What overflows FP32 is summed by ``reference``:
@@ -218,12 +222,14 @@ class ApexBackend(MultiTensorBackend):
         "reference"
     )
 
-    def adam(self, kind: Kind, batch: TensorLists, s: AdamScalars, multiplier: float) -> None:
+    def adam(
+        self, kind: LaunchDtypes, batch: TensorLists, s: AdamScalars, multiplier: float
+    ) -> None:
         plain = kind.grad == torch.float32 and multiplier == 1.0
         grads = batch.grad if plain else self.scaled(batch.grad, multiplier)
         lists = [grads, batch.main, first_moments(batch), batch.state["exp_avg_sq"]]
         self.launch("multi_tensor_adam", lists, [torch.float32] * 4, *_adam_arguments(s))
-        publish(batch)
+        write_outputs(batch)
 
     def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> None:
         for kind, part in self.split("lamb", lists):
@@ -247,7 +253,7 @@ class ApexBackend(MultiTensorBackend):
         numbers = given.lr, s.beta1, s.beta2, s.eps, given.step
         arguments = (*numbers, int(given.bias_correction), given.weight_decay, *switches)
         self.launch("multi_tensor_lamb", lists, [torch.float32] * 4, *arguments)
-        publish(batch)
+        write_outputs(batch)
         take_averages(batch)
 
 
@@ -274,7 +280,7 @@ class TransformerEngineBackend(MultiTensorBackend):
     name = "transformer_engine"
     limits = "float64 gradients, lamb and lion: reference"
 
-    def takes(self, kind: Kind) -> bool:
+    def takes(self, kind: LaunchDtypes) -> bool:
         if super().takes(kind):
             return True
         mains = (kind.main, kind.remainder)
@@ -283,7 +289,9 @@ class TransformerEngineBackend(MultiTensorBackend):
         is_adams = kind.moment2 is not None and kind.moment3 is None
         return has_mains and is_adams and moments in ({torch.float32}, {torch.bfloat16})
 
-    def adam(self, kind: Kind, batch: TensorLists, s: AdamScalars, multiplier: float) -> None:
+    def adam(
+        self, kind: LaunchDtypes, batch: TensorLists, s: AdamScalars, multiplier: float
+    ) -> None:
         grads = batch.grad if multiplier == 1.0 else self.scaled(batch.grad, multiplier)
         first, second = first_moments(batch), batch.state["exp_avg_sq"]
         outputs = [output for output in batch.output if output is not None]
@@ -297,7 +305,7 @@ class TransformerEngineBackend(MultiTensorBackend):
         self.launch(name, lists, [tensors[0].dtype for tensors in lists], *_adam_arguments(s))
         if REMAINDER in batch.state:
             _show_nans(batch.main, rests)
-            publish(batch)
+            write_outputs(batch)
 
 
 def _bits_of(params: list[Tensor], rests: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -347,7 +355,7 @@ class TorchBackend(ReferenceBackend):
             return
         for batch in (cut.lists for cut in batches(lists)):
             kernels[rule](batch, gradients(batch, [], multiplier, 0.0), scalars)
-            publish(batch)
+            write_outputs(batch)
             take_averages(batch)
         mark_written(lists)
 

@@ -31,16 +31,16 @@ from mp_optim.update.codecs import Noise
 from mp_optim.update.element_rules import Step
 from mp_optim.update.kernel_args import (
     FLOATS,
-    Kind,
     LambScalars,
+    LaunchDtypes,
     MuonScalars,
     StableScalars,
     TensorLists,
+    alike_lists,
     check_fit,
     column_names,
     columns_of,
     kept_moments,
-    parts_of,
 )
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -53,17 +53,17 @@ _FORMS = {
 _FLOATS = {form.dtype: form.native for form in (FP32, BF16, FP16)}
 _CODES = {
     name: _FLOATS | {form.dtype: form.native for form in _FORMS.get(name, ())} | {None: 0}
-    for name in Kind._fields
+    for name in LaunchDtypes._fields
 }
 """Numbers of dtypes in ``csrc/api.h``, by the tensors they are of."""
 
 
-class Table:
+class NativeTable:
     """The C view of tensor lists; keeps what it points to alive."""
 
     def __init__(
         self,
-        kind: Kind,
+        kind: LaunchDtypes,
         lists: Mapping[str, Sequence[Tensor]],
         noise: Sequence[Noise] | None = None,
         average_weight: float = 1.0,
@@ -79,20 +79,20 @@ class Table:
         dtypes = {f"{name}_dtype": _CODES[name][dtype] for name, dtype in kind._asdict().items()}
         seed = noise[0].seed if noise else 0
         count = len(steady.get("grad") or steady["main"])
-        self.tensors = lib.Tensors(
+        self.tensors = lib.MpTensors(
             count=count, seed=seed, average_weight=average_weight, **addresses, **dtypes
         )
 
     @classmethod
-    def of_one(cls, tensors: CachedTensorList) -> Table:
+    def of_one(cls, tensors: CachedTensorList) -> NativeTable:
         """The view of one list, which is only read."""
         dtype = tensors[0].dtype
         if tensors.own_sizes != tensors.sizes or not tensors.stored:
-            return cls(Kind(dtype), {"grad": tensors})  # which says what does not fit
+            return cls(LaunchDtypes(dtype), {"grad": tensors})  # which says what does not fit
         table = cls.__new__(cls)
         table._arrays = {"grad": tensors.addresses, "numel": tensors.sizes}
         grad, numel = (values.buffer_info()[0] for values in table._arrays.values())
-        table.tensors = lib.Tensors(
+        table.tensors = lib.MpTensors(
             count=len(tensors),
             grad=grad,
             numel=numel,
@@ -125,7 +125,7 @@ class _Prepared(NamedTuple):
 
     made_for: tuple[Any, ...]
     grad_dtype: torch.dtype
-    table: Table
+    table: NativeTable
     written: list[Tensor]
 
 
@@ -159,7 +159,7 @@ class NativeBackend(ReferenceBackend):
             tell_autograd(ready.written)
             return
         moments = kept_moments(lists, RULES[rule].moment_names)
-        parts = parts_of(lists, moments)
+        parts = alike_lists(lists, moments)
         for _, kind, part in parts:
             if kind is None:
                 super().step(rule, part.in_place(), scalars, multiplier)
@@ -173,7 +173,7 @@ class NativeBackend(ReferenceBackend):
 
     def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
         values = values_of(lib.Muon, scalars, multiplier)
-        for _, kind, part in parts_of(lists, (MOMENTUM,)):
+        for _, kind, part in alike_lists(lists, (MOMENTUM,)):
             if kind is None:
                 super().muon_momentum(part.in_place(), scalars, multiplier)
             else:
@@ -183,7 +183,7 @@ class NativeBackend(ReferenceBackend):
     def muon_apply(
         self, lists: TensorLists, scalars: MuonScalars, factors: Sequence[float]
     ) -> None:
-        for indices, kind, part in parts_of(lists, ()):
+        for indices, kind, part in alike_lists(lists, ()):
             part_factors = array("f", [factors[index] for index in indices])
             if kind is None:
                 super().muon_apply(part.in_place(), scalars, part_factors)
@@ -192,11 +192,13 @@ class NativeBackend(ReferenceBackend):
                 self._call("mp_muon_apply", _table(part, kind, ()), *to)
                 mark_written(part)
 
-    def muon_tables(self, momenta: TensorLists, params: TensorLists) -> tuple[Table, Table] | None:
+    def muon_tables(
+        self, momenta: TensorLists, params: TensorLists
+    ) -> tuple[NativeTable, NativeTable] | None:
         """What both passes read and write; None if kernels do not take all of it at once."""
         tables = []
         for lists, moments in ((momenta, (MOMENTUM,)), (params, ())):
-            (_, kind, part), *others = parts_of(lists, moments)
+            (_, kind, part), *others = alike_lists(lists, moments)
             if kind is None or others:
                 return None
             tables.append(_table(part, kind, moments))
@@ -210,7 +212,7 @@ class NativeBackend(ReferenceBackend):
         values = values_of(lib.Clip, scalars, multiplier)
         sums = torch.zeros(len(lists.main), 3, dtype=torch.int64, device="cpu")
         moments = kept_moments(lists, _MOMENTS)
-        for indices, kind, part in parts_of(lists, moments):
+        for indices, kind, part in alike_lists(lists, moments):
             if kind is None:
                 found = super().stable_adamw_sums(part.in_place(), scalars, multiplier)
             else:
@@ -225,7 +227,7 @@ class NativeBackend(ReferenceBackend):
     ) -> None:
         values = values_of(lib.Adam, scalars, multiplier)
         moments = kept_moments(lists, _MOMENTS)
-        for indices, kind, part in parts_of(lists, moments):
+        for indices, kind, part in alike_lists(lists, moments):
             own = [steps[index] for index in indices]
             if kind is None:
                 super().stable_adamw_apply(part.in_place(), scalars, own, multiplier)
@@ -238,7 +240,7 @@ class NativeBackend(ReferenceBackend):
     def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
         values = values_of(lib.Lamb, scalars, multiplier)
         sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device="cpu")
-        for indices, kind, part in parts_of(lists, _MOMENTS):
+        for indices, kind, part in alike_lists(lists, _MOMENTS):
             if kind is None:
                 squares = super().lamb_moments(part.in_place(), scalars, multiplier)
             else:
@@ -250,7 +252,7 @@ class NativeBackend(ReferenceBackend):
 
     def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
         values = values_of(lib.Lamb, scalars, 1.0)
-        for indices, kind, part in parts_of(lists, _MOMENTS):
+        for indices, kind, part in alike_lists(lists, _MOMENTS):
             part_ratios = array("f", [ratios[index] for index in indices])
             if kind is None:
                 super().lamb_apply(part, scalars, part_ratios)
@@ -262,7 +264,7 @@ class NativeBackend(ReferenceBackend):
                 mark_written(part)
 
     def average(self, lists: TensorLists) -> None:
-        for _, kind, part in parts_of(lists.for_averages(), ()):
+        for _, kind, part in alike_lists(lists.for_averages(), ()):
             if kind is None:
                 super().average(part)
             else:
@@ -288,10 +290,10 @@ class NativeBackend(ReferenceBackend):
         if not tensors.contiguous:
             tensors = CachedTensorList(tensor.contiguous() for tensor in tensors)
         sums = torch.empty(len(tensors), dtype=torch.float64, device="cpu")
-        self._call("mp_measure", Table.of_one(tensors), sums.data_ptr(), None)
+        self._call("mp_measure", NativeTable.of_one(tensors), sums.data_ptr(), None)
         return sums
 
-    def _call(self, name: str, table: Table, *arguments: Any) -> None:
+    def _call(self, name: str, table: NativeTable, *arguments: Any) -> None:
         threads = thread_count()
         if not self.access.is_settled and table.numel >= LARGE:
             self.access.settle(threads)
@@ -323,8 +325,8 @@ def values_of(structure: type[ctypes.Structure], scalars: Any, multiplier: float
     return structure(**{name: known[name] for name, *_ in structure._fields_})
 
 
-def _table(lists: TensorLists, kind: Kind, moments: tuple[str, ...]) -> Table:
+def _table(lists: TensorLists, kind: LaunchDtypes, moments: tuple[str, ...]) -> NativeTable:
     columns, names = columns_of(lists, kind, moments), column_names(moments)
     for key, tensors in (lists.source or {}).items():
         columns[f"from_{names[key]}"] = tensors
-    return Table(kind, columns, lists.noise, lists.average_weight)
+    return NativeTable(kind, columns, lists.noise, lists.average_weight)

@@ -38,7 +38,7 @@ _DTYPES = "main_dtype remainder_dtype grad_dtype moment1_dtype moment2_dtype out
 _SOURCES = "from_main from_remainder from_moment1 from_moment2 from_scale1 from_scale2"
 
 
-class Tensors(ctypes.Structure):
+class MpTensors(ctypes.Structure):
     """``MpTensors``: tables of pointers."""
 
     _fields_ = [
@@ -113,8 +113,8 @@ class MuonPasses(ctypes.Structure):
     """``MpMuonPasses``: the passes before and after these steps."""
 
     _fields_ = [
-        ("momenta", ctypes.POINTER(Tensors)),
-        ("params", ctypes.POINTER(Tensors)),
+        ("momenta", ctypes.POINTER(MpTensors)),
+        ("params", ctypes.POINTER(MpTensors)),
         ("scalars", ctypes.POINTER(Muon)),
         *_fields(ctypes.c_void_p, "factors places"),
         ("seconds", ctypes.POINTER(ctypes.c_double)),
@@ -122,7 +122,7 @@ class MuonPasses(ctypes.Structure):
     ]
 
 
-_T, _P, _I = ctypes.POINTER(Tensors), ctypes.c_void_p, ctypes.c_int32
+_T, _P, _I = ctypes.POINTER(MpTensors), ctypes.c_void_p, ctypes.c_int32
 _M, _N, _F, _D = (ctypes.POINTER(Matrices), ctypes.c_int64, ctypes.c_float, ctypes.c_double)
 _SIGNATURES = {
     "mp_step": [_T, ctypes.c_char_p, _P, _I, _I],
@@ -265,7 +265,7 @@ def limit_openmp(threads: int) -> None:
 # -- threads of the kernels, and their cores ------------------------------------------------------
 
 
-MOST_THREADS = 4096
+MOST_HOST_THREADS = 4096
 """More than any machine has cores; beyond it the operating system refuses to start them."""
 _host_threads: int | None = None
 
@@ -284,7 +284,8 @@ def set_host_threads(threads: int | None) -> None:
     torch's number is (``torchrun`` sets it to 1).
 
     Raises:
-        ValueError: not a whole number from 1 to :data:`MOST_THREADS`; what was set before stays.
+        ValueError: not a whole number from 1 to :data:`MOST_HOST_THREADS`; what was set before
+            stays.
     """
     global _host_threads
     _host_threads = None if threads is None else _checked(threads)
@@ -323,10 +324,10 @@ def _checked(threads: Any) -> int:
         number = 0 if isinstance(threads, bool) else operator.index(threads)
     except TypeError:
         number = 0
-    if not 1 <= number <= MOST_THREADS:
+    if not 1 <= number <= MOST_HOST_THREADS:
         raise ValueError(
-            f"host_threads={threads!r}: must be a whole number from 1 to {MOST_THREADS}, or None "
-            "for this rank's share of the host's cores"
+            f"host_threads={threads!r}: must be a whole number from 1 to {MOST_HOST_THREADS}, or "
+            "None for this rank's share of the host's cores"
         )
     return number
 

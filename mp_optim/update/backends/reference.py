@@ -17,6 +17,7 @@ from torch import Tensor
 from mp_optim.config.rules import RULES
 from mp_optim.slots.slot_state import scale_key
 from mp_optim.update.chunking import (
+    Lists,
     batches,
     piece_elements,
     read_mains,
@@ -27,9 +28,8 @@ from mp_optim.update.chunking import (
 )
 from mp_optim.update.codecs import decode, encode_
 from mp_optim.update.element_rules import (
-    SCALARS,
+    RULE_SCALARS,
     TEXTS,
-    Lists,
     Step,
     adam_batch,
     average,
@@ -253,7 +253,7 @@ def step_with(
 ) -> None:
     """Let a backend carry out a rule for whole parameters, with scalars of a param group at step
     ``step`` >= 1; a rule that reads sums by the method of its name."""
-    scalars = SCALARS[rule].at(group, step)
+    scalars = RULE_SCALARS[rule].at(group, step)
     if rule in TEXTS:
         backend.step(rule, lists, scalars, multiplier)
     else:

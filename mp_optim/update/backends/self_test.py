@@ -50,7 +50,7 @@ INTERPRETED_SIZES = (0, 257)
 """The same where kernels are interpreted.
 
 NOTE: there :data:`SIZES` take 13 seconds instead of 2, and nothing is compiled that could go wrong
-from a whole tile on; the tests of Triton call :func:`compare` with them.
+from a whole tile on; the tests of Triton call :func:`compare_steps` with them.
 """
 
 RECORDED = {
@@ -72,7 +72,7 @@ class SelfTest:
     Attributes:
         backend, device: which.
         usable: it can be loaded, and what it computes is right within the tolerances of
-            :class:`Difference`.
+            :class:`Deviation`.
         exact: bit for bit what ``reference`` computes.
         ulps, lrs: largest difference of a parameter after two steps, in units in the last place of
             the largest parameter of its tensor, and in units of lr; NaN if it did not run.
@@ -99,7 +99,7 @@ def prove(backend: Backend, device: torch.device) -> SelfTest:
     """Prove a backend on a device; an exception is a verdict too."""
     sizes = INTERPRETED_SIZES if backend.interpreted else SIZES
     try:
-        found = compare(backend, device, _kernel_rules(backend), sizes)
+        found = compare_steps(backend, device, _kernel_rules(backend), sizes)
     except Exception as error:
         return _failed(backend, device, error)
     lacks = _lacks(backend, device) if found.tolerable else {}
@@ -114,7 +114,7 @@ def prove_by_a_step(backend: Backend, device: torch.device) -> SelfTest:
     except Exception as error:
         return _failed(backend, device, error)
     if found.items() <= RECORDED.items():
-        return _verdict(backend, device, Difference(), {})
+        return _verdict(backend, device, Deviation(), {})
     return prove(backend, device)
 
 
@@ -157,7 +157,7 @@ def _failed(backend: Backend, device: torch.device, error: Exception) -> SelfTes
 
 
 def _verdict(
-    backend: Backend, device: torch.device, found: Difference, lacks: Mapping[str, str]
+    backend: Backend, device: torch.device, found: Deviation, lacks: Mapping[str, str]
 ) -> SelfTest:
     apart = f"differs from reference by {found.ulps:.3g} ulp, {found.lrs:.2g} lr"
     if found.same:
@@ -172,15 +172,15 @@ def _verdict(
 
 
 @in_own_modes
-def compare(
+def compare_steps(
     backend: Backend, device: torch.device, rules: Sequence[str], sizes: Sequence[int] = SIZES
-) -> Difference:
+) -> Deviation:
     """Steps of each rule and the sums of squares, against ``reference`` on the same device.
 
     Args:
         sizes: elements of the tensors; the first three should be small ones.
     """
-    found = Difference()
+    found = Deviation()
     trial = _Trial(backend, device, sizes, found)
     for rule in rules:
         trial.steps(Case(rule))
@@ -210,7 +210,7 @@ def _lacks(backend: Backend, device: torch.device) -> dict[str, str]:
             _compacted(case.lists(device, SIZES[:3]), form == BFLOAT16_MOMENTS) for _ in range(2)
         )
         allowed = _BFLOAT16_UNIT if form == REMAINDERS else MOST_RELATIVE
-        found = Difference()
+        found = Deviation()
         try:
             _step(backend, "adam", ours, 1, 1.0)
             _step(ReferenceBackend(), "adam", theirs, 1, 1.0)
@@ -247,7 +247,7 @@ class _Trial:
     backend: Backend
     device: torch.device
     sizes: Sequence[int]
-    found: Difference
+    found: Deviation
 
     def steps(self, case: Case) -> None:
         """Two steps and the sums of squares."""
@@ -272,7 +272,7 @@ class _Trial:
     def denormals(self, rule: str) -> None:
         """Gradients whose second moments, and some whose first ones, are denormal, divided by an
         eps that hides nothing: who takes them for 0 is usable, but not exact."""
-        apart = Difference()
+        apart = Deviation()
         ours, theirs = (Case(rule).lists(self.device, self.sizes[:3]) for _ in range(2))
         for backend, lists in ((self.backend, ours), (ReferenceBackend(), theirs)):
             for main, grad in zip(lists.main, lists.grad, strict=True):
@@ -401,7 +401,7 @@ MOST_RELATIVE = 1e-4
 
 
 @dataclass
-class Difference:
+class Deviation:
     """Largest differences found so far: parameters in two units, and everything else relative to
     its largest value."""
 

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mp_optim.update.backends.native_library import NativeLibrary, Tensors
+from mp_optim.update.backends.native_library import MpTensors, NativeLibrary
 from support.accelerator.memory import Deed, Memory, Span
 from support.accelerator.simulation import Simulation
 
@@ -26,10 +26,10 @@ _QUEUED = ("mp_step",)
 class _Table:
     """A copy of the table that a kernel is given, which stays when the caller's goes."""
 
-    def __init__(self, table: Tensors) -> None:
-        self.tensors = Tensors.from_buffer_copy(table)
+    def __init__(self, table: MpTensors) -> None:
+        self.tensors = MpTensors.from_buffer_copy(table)
         self._columns: dict[str, Any] = {}
-        for name, kind in Tensors._fields_:
+        for name, kind in MpTensors._fields_:
             address = getattr(table, name)
             if kind is ctypes.c_void_p and address:
                 item = ctypes.c_uint32 if name == "stream" else ctypes.c_uint64

@@ -28,7 +28,7 @@ from triton.runtime.driver import driver
 
 from mp_optim.update.backends.triton import backend, launches
 from mp_optim.update.backends.triton.launches import shape_of
-from mp_optim.update.kernel_args import Kind
+from mp_optim.update.kernel_args import LaunchDtypes
 from support.triton_cases import GROUP, PASSES, Case, lists_of, step_with
 
 PLAIN = Case(aligned=True)
@@ -224,7 +224,9 @@ def elements_of(kernel: str, case: Case, moments: list[torch.dtype | None]) -> t
         return launches.SUM_CHUNK // (32 * 8), 16 // case.grad.itemsize
     main = torch.float32 if case.rest is None else torch.bfloat16
     whole = None if kernel == "muon_momentum" else main
-    kind = Kind(case.grad, whole, case.rest, *moments, output=case.output, average=case.average)
+    kind = LaunchDtypes(
+        case.grad, whole, case.rest, *moments, output=case.output, average=case.average
+    )
     shape = shape_of(kernel, kind)
     rows = launches.CHUNK // 1024 if kernel == "lamb_moments" else shape["ROWS"]
     elements = int(rows * 256 // (32 * shape["num_warps"]))

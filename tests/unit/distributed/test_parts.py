@@ -5,7 +5,7 @@ import torch
 
 from mp_optim import OptimizerConfig
 from mp_optim.precision.device_verdict import DeviceVerdict, form
-from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement
+from mp_optim.precision.measure import EXCLUDED, MAIN_NORM, Measurement
 from mp_optim.precision.verdict import decide
 from support.launch import results_of_ranks
 from support.workers.parts import KEPT_WHOLE, OTHER_SETTINGS, OTHERWISE, PROGRAMS, RANKS, SHARED
@@ -96,10 +96,10 @@ def test_a_rank_that_steps_twice_is_named(ranks):
 def test_the_device_leaves_everything_as_it_is_where_ranks_disagree(off, skips):
     """Nothing is stepped before the host hears of it."""
     config = OptimizerConfig(clip_grad=1.0)
-    sums = {name: torch.tensor(4.0, dtype=torch.float64) for name in (MAIN, EXCLUDED)}
+    sums = {name: torch.tensor(4.0, dtype=torch.float64) for name in (MAIN_NORM, EXCLUDED)}
     measured = Measurement(sums, None, torch.tensor(off, dtype=torch.float64))
     pending = DeviceVerdict(form(measured, (), config))
     verdict = decide(measured, (), config)
     assert pending.settle() == verdict
     assert (verdict.skip, verdict.disagrees) == (skips, skips)
-    assert bool(pending.multipliers[MAIN].values[1]) == skips
+    assert bool(pending.multipliers[MAIN_NORM].values[1]) == skips

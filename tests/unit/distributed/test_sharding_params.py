@@ -21,7 +21,7 @@ from mp_optim import (
     checkpoint,
     get_megatron_optimizer,
 )
-from mp_optim.distributed.buckets import ALIGNMENT
+from mp_optim.distributed.buckets import SHARD_ALIGNMENT
 from mp_optim.precision import WrappedOptimizer
 from support.models import config_for
 
@@ -65,7 +65,9 @@ def test_parameters_and_gradients_are_aligned_views_of_new_memory():
         assert torch.equal(param, before[name][0]) and param.data_ptr() != before[name][1]
         assert param.untyped_storage().data_ptr() == params.data_ptr()
         assert param.main_grad.untyped_storage().data_ptr() == grads.data_ptr()
-        assert (param.data_ptr() - params.data_ptr()) % (ALIGNMENT * 4) == 0 and param.grad is None
+        assert (param.data_ptr() - params.data_ptr()) % (
+            SHARD_ALIGNMENT * 4
+        ) == 0 and param.grad is None
     model(torch.ones(1, 5)).sum().backward()
     assert all(
         param.grad is None and param.main_grad.abs().sum() > 0 for param in model.parameters()

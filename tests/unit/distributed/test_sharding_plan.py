@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mp_optim.distributed.buckets import ALIGNMENT, plan_flat, plan_whole
+from mp_optim.distributed.buckets import SHARD_ALIGNMENT, plan_flat, plan_whole
 from mp_optim.ranks.agreement import difference
 
 SIZES = st.lists(st.integers(0, 5000), max_size=12)
@@ -26,15 +26,15 @@ def check(plans, sizes, ranks):
     """Every element of every parameter is owned once; everything is a whole number and aligned."""
     owned = {index: [] for index in range(len(sizes))}
     for plan in plans:
-        assert type(fullest(plan)) is int and fullest(plan) % ALIGNMENT == 0
+        assert type(fullest(plan)) is int and fullest(plan) % SHARD_ALIGNMENT == 0
         last = 0
         for item in plan.placed:
-            assert type(item.start) is int and item.start % ALIGNMENT == 0
+            assert type(item.start) is int and item.start % SHARD_ALIGNMENT == 0
             assert item.start >= last and item.numel == sizes[item.param]
             last = item.start + item.numel
             for rank in range(ranks):
                 start, stop = plan.fragment(item, rank)
-                assert 0 <= start <= stop <= item.numel and start % ALIGNMENT == 0
+                assert 0 <= start <= stop <= item.numel and start % SHARD_ALIGNMENT == 0
                 owned[item.param].append((start, stop))
         assert last <= plan.numel
     for index, fragments in owned.items():
@@ -51,9 +51,9 @@ def test_flat_shards_own_every_element_once(sizes, ranks, bucket_size):
     check(plans, sizes, ranks)
     for plan in plans:
         padding = plan.numel - payload(plan)
-        assert padding < ALIGNMENT * (len(plan.placed) + ranks)
+        assert padding < SHARD_ALIGNMENT * (len(plan.placed) + ranks)
         if bucket_size is not None and plan is not plans[-1]:
-            assert payload(plan) + ALIGNMENT * len(plan.placed) >= bucket_size
+            assert payload(plan) + SHARD_ALIGNMENT * len(plan.placed) >= bucket_size
 
 
 @given(SIZES, st.integers(1, 7))
@@ -64,10 +64,10 @@ def test_whole_shards_own_parameters_and_are_balanced(sizes, ranks):
         (plan,) = plans
         for item in plan.placed:
             assert (0, item.numel) in [plan.fragment(item, rank) for rank in range(ranks)]
-        filled = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+        filled = sum(-(-size // SHARD_ALIGNMENT) * SHARD_ALIGNMENT for size in sizes)
         assert plan.numel == filled  # no shard is padded to another's size
         assert fullest(plan) <= filled / ranks + (1 - 1 / ranks) * max(
-            -(-s // ALIGNMENT) * ALIGNMENT for s in sizes
+            -(-s // SHARD_ALIGNMENT) * SHARD_ALIGNMENT for s in sizes
         )
 
 

@@ -24,7 +24,7 @@ from mp_optim import (
 )
 from mp_optim.precision import MegatronOptimizer, device_verdict
 from mp_optim.precision.device_verdict import DeviceVerdict, form
-from mp_optim.precision.measure import EXCLUDED, MAIN, Measurement, NormKey, agree, count_zeros
+from mp_optim.precision.measure import EXCLUDED, MAIN_NORM, Measurement, NormKey, agree, count_zeros
 from mp_optim.precision.verdict import decide
 from mp_optim.slots import Slot
 from mp_optim.update import choose_backend
@@ -61,7 +61,7 @@ def bits(value: Any) -> Any:
     st.one_of(st.none(), st.integers(0, 2**40)),
 )
 def test_the_bits_are_those_of_the_host(sums, scale, clip, threshold, zeros):
-    names = [EXCLUDED, MAIN, "mtp", "other"][: len(sums)]
+    names = [EXCLUDED, MAIN_NORM, "mtp", "other"][: len(sums)]
     measurement = Measurement(
         dict(zip(names, torch.tensor(sums, dtype=torch.float64), strict=True)),
         None if zeros is None else torch.tensor(float(zeros), dtype=torch.float64),
@@ -98,7 +98,7 @@ def test_settling_waits_for_the_copy_that_started_with_the_verdict(monkeypatch):
     )
     monkeypatch.setattr(device_verdict, "_transfer", lambda device: transfer)
     measurement = Measurement(
-        {name: torch.tensor(4.0, dtype=torch.float64) for name in (EXCLUDED, MAIN)}
+        {name: torch.tensor(4.0, dtype=torch.float64) for name in (EXCLUDED, MAIN_NORM)}
     )
     verdict = DeviceVerdict(form(measurement, (), OptimizerConfig(lr=1.0)))
     assert len(transfer.pending) == 1 and transfer.pending[0] is not None
@@ -420,7 +420,7 @@ def test_a_verdict_takes_few_launches(scaled: bool) -> None:
     scaling = [torch.full((1,), 0.5, dtype=torch.float64)] if scaled else []
     config = config_for("fp16" if scaled else "bf16")
     with KernelLaunches() as launches:
-        measurement = agree({key: sums}, None, None, [EXCLUDED, MAIN])
+        measurement = agree({key: sums}, None, None, [EXCLUDED, MAIN_NORM])
         device_verdict.form(measurement, scaling, config)
     assert len(launches.names) <= (25 if scaled else 22), launches.names
 

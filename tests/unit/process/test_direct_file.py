@@ -17,11 +17,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mp_optim.process.direct_file import BLOCK, DirectFile
+from mp_optim.process.direct_file import DISK_BLOCK, DirectFile
 from support.launch import environment
 
-PIECE = 16 * BLOCK
-SIZE = 3 * PIECE + 5 * BLOCK + 77
+PIECE = 16 * DISK_BLOCK
+SIZE = 3 * PIECE + 5 * DISK_BLOCK + 77
 
 
 def random_bytes(size: int, seed: int = 0) -> torch.Tensor:
@@ -31,8 +31,8 @@ def random_bytes(size: int, seed: int = 0) -> torch.Tensor:
 
 def aligned(size: int, shift: int = 0) -> torch.Tensor:
     """Memory that begins so many bytes after a block does."""
-    memory = torch.zeros(size + 2 * BLOCK, dtype=torch.uint8)
-    begin = -memory.data_ptr() % BLOCK + shift
+    memory = torch.zeros(size + 2 * DISK_BLOCK, dtype=torch.uint8)
+    begin = -memory.data_ptr() % DISK_BLOCK + shift
     return memory[begin : begin + size]
 
 
@@ -48,7 +48,7 @@ def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "open", opened)
 
 
-NEAR = st.sampled_from([0, BLOCK, PIECE, 2 * PIECE])
+NEAR = st.sampled_from([0, DISK_BLOCK, PIECE, 2 * PIECE])
 ADDRESSES = st.one_of(
     st.builds(lambda base, more: max(base + more, 0), NEAR, st.integers(-70, 70)),
     st.integers(0, SIZE),
@@ -108,7 +108,7 @@ def test_several_windows_are_under_way_at_once(tmp_path):
 
 
 def _a_block(move, file, views, offset):
-    return move(file, [views[0][:BLOCK]], offset)
+    return move(file, [views[0][:DISK_BLOCK]], offset)
 
 
 def _no_whole_block(move, file, views, offset):
@@ -120,9 +120,9 @@ def _no_whole_block(move, file, views, offset):
 def test_a_system_that_does_less_than_asked_is_asked_again(tmp_path, monkeypatch, less):
     for name in ("preadv", "pwritev"):
         monkeypatch.setattr(os, name, functools.partial(less, getattr(os, name)))
-    data, back = aligned(4 * BLOCK), aligned(4 * BLOCK)
-    data.copy_(random_bytes(4 * BLOCK))
-    with closing(DirectFile(tmp_path, 4 * BLOCK)) as file:
+    data, back = aligned(4 * DISK_BLOCK), aligned(4 * DISK_BLOCK)
+    data.copy_(random_bytes(4 * DISK_BLOCK))
+    with closing(DirectFile(tmp_path, 4 * DISK_BLOCK)) as file:
         file.write_from(data, 0).wait()
         file.read_into(back, 0).wait()
     assert torch.equal(back, data)

@@ -13,7 +13,7 @@ from mp_optim import (
     get_megatron_optimizer,
 )
 from mp_optim.checkpoint.shards import FlatShard
-from mp_optim.precision.measure import EXCLUDED, MAIN
+from mp_optim.precision.measure import EXCLUDED, MAIN_NORM
 from mp_optim.quantized import quantize_weights
 from support.models import TinyMoE, config_for, is_expert, train
 
@@ -103,7 +103,7 @@ def test_a_slot_counts_in_the_norm_that_its_parameter_names(kind):
         optimizer.slot_name(slot): optimizer.norm_key(slot).group for slot in optimizer.slots()
     }
     special = {"bias": EXCLUDED, "dense": "dense"}
-    assert groups == {name: special.get(name, MAIN) for name in groups}
+    assert groups == {name: special.get(name, MAIN_NORM) for name in groups}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,7 +20,7 @@ from mp_optim.update import FusedAdam, FusedLAMB, FusedLion, FusedSGD, choose_ba
 from mp_optim.update.backends import Backend
 from mp_optim.update.backends.native_library import native_library
 from mp_optim.update.backends.reference import ReferenceBackend, step_with
-from mp_optim.update.backends.self_test import Difference
+from mp_optim.update.backends.self_test import Deviation
 from mp_optim.update.codecs import join
 from mp_optim.update.kernel_args import TensorLists
 
@@ -94,7 +94,7 @@ class Candidate(NamedTuple):
         """A launch takes the longer the more tensors it has, a hundredth of a second each."""
         return self.name == "triton" and self.device.type == "cpu"
 
-    def check(self, found: Difference) -> None:
+    def check(self, found: Deviation) -> None:
         assert found.same if self.exact else found.tolerable, (self.name, found)
 
     def claims(self, rule: str) -> bool:
@@ -211,7 +211,7 @@ def check_two_steps(
     for step in (1, 2):
         take_step(candidate.backend, rule, ours, group, step, multiplier)
         take_step(ReferenceBackend(), rule, theirs, group, step, multiplier)
-    found = Difference()
+    found = Deviation()
     found.lists(ours, theirs, group["lr"])
     assert found.same if not candidate.claims(rule) else True, (
         "what it has no kernels for is reference's"
@@ -244,7 +244,7 @@ def test_state_in_fewer_bits(candidate: Candidate, moments: torch.dtype, remaind
         take_step(backend, "adam", lists, BASE, 3, 1.0)
         results.append(lists)
     ours, theirs = results
-    found = Difference()
+    found = Deviation()
     for i in range(len(SIZES)):
         p, q = (
             join(x.main[i], x.state[REMAINDER][i]) if remainder else x.main[i]
@@ -267,7 +267,7 @@ def test_nothing_and_tensors_of_no_elements(candidate: Candidate, rule: str) -> 
         ours, theirs = (lists_of(rule, candidate.device, sizes=sizes) for _ in range(2))
         take_step(candidate.backend, rule, ours, BASE, 1, 1.0)
         take_step(ReferenceBackend(), rule, theirs, BASE, 1, 1.0)
-        found = Difference()
+        found = Deviation()
         found.lists(ours, theirs, BASE["lr"])
         candidate.check(found)
     assert candidate.backend.sum_of_squares([]).numel() == 0
@@ -290,7 +290,7 @@ def test_large_and_many_tensors(candidate: Candidate, rule: str, sizes: tuple[in
     )
     take_step(candidate.backend, rule, ours, BASE, 2, 0.5)
     take_step(ReferenceBackend(), rule, theirs, BASE, 2, 0.5)
-    found = Difference()
+    found = Deviation()
     for a, b in zip(ours.main, theirs.main, strict=True):
         found.params(a, b, BASE["lr"])
     candidate.check(found)
@@ -346,7 +346,7 @@ def test_gradients_that_are_not_finite_spread(candidate: Candidate, rule: str, b
         take_step(backend, rule, lists, BASE, 3, 0.5)
     assert ours.main[0].isnan().tolist() == theirs.main[0].isnan().tolist()
     assert ours.main[0].isfinite().tolist() == theirs.main[0].isfinite().tolist()
-    found = Difference()
+    found = Deviation()
     found.params(ours.main[1], theirs.main[1], BASE["lr"])
     candidate.check(found)
 
@@ -399,7 +399,7 @@ def test_optimizers_with_strides_missing_gradients_and_outputs(
             outputs[3], params[3].bfloat16()
         )
         results.append(params)
-    found = Difference()
+    found = Deviation()
     for ours, theirs in zip(*results, strict=True):
         found.params(ours, theirs, 0.01)
     candidate.check(found)

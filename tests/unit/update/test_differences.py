@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from mp_optim.update.backends.self_test import MOST_LR, MOST_RELATIVE, MOST_ULPS, Difference
+from mp_optim.update.backends.self_test import MOST_LR, MOST_RELATIVE, MOST_ULPS, Deviation
 
 
 def test_parameters_are_compared_in_units_of_the_largest_and_of_the_rate():
     theirs = torch.tensor([1.5, 0.25, -3.0])  # the largest is in [2, 4): its last place is 2**-22
     ours = theirs + torch.tensor([0.0, 3 * 2.0**-22, 0.0])
-    found = Difference()
+    found = Deviation()
     found.params(ours, theirs, 2.0**-10)
     assert (found.ulps, found.lrs, found.same) == (3.0, 3 * 2.0**-12, False)
     assert found.excess == pytest.approx(3 * 2.0**-22 / (MOST_ULPS * 2.0**-22 + MOST_LR * 2.0**-10))
@@ -20,17 +20,17 @@ def test_parameters_are_compared_in_units_of_the_largest_and_of_the_rate():
 
 
 def test_of_small_parameters_the_rate_is_the_measure():
-    found = Difference()
+    found = Deviation()
     found.params(torch.tensor([2.0**-30]), torch.zeros(1), 2.0**-10)
     assert (found.ulps, found.lrs) == (2.0**-30 / 2.0**-33, 2.0**-20)
 
 
 def test_everything_else_is_relative_to_its_largest():
-    found = Difference()
+    found = Deviation()
     found.others(torch.tensor([8.0, 1.5]), torch.tensor([8.0, 1.0]))
     assert (found.relative, found.same, found.ulps) == (0.0625, False, 0.0)
     assert found.excess == pytest.approx(0.0625 / MOST_RELATIVE)
-    found = Difference()
+    found = Deviation()
     found.others(torch.tensor([8.5]), torch.tensor([8.0]), allowed=0.0625)
     assert found.excess == 1.0 and found.tolerable
     found.others(torch.tensor([8.5]), torch.tensor([8.0]), allowed=0.0624)
@@ -38,7 +38,7 @@ def test_everything_else_is_relative_to_its_largest():
 
 
 def test_equal_bits_are_no_difference_and_a_zeros_sign_is_one():
-    found = Difference()
+    found = Deviation()
     for values in (
         torch.tensor([1.0, 0.0]),
         torch.tensor([], dtype=torch.float32),
@@ -46,14 +46,14 @@ def test_equal_bits_are_no_difference_and_a_zeros_sign_is_one():
     ):
         found.params(values, values.clone(), 0.1)
         found.others(values, values.clone())
-    assert found == Difference() and found.tolerable
+    assert found == Deviation() and found.tolerable
     found.params(torch.tensor([-0.0, 1.0]), torch.tensor([0.0, 1.0]), 0.1)
     assert not found.same and found.tolerable
     assert not _same_dtype()
 
 
 def _same_dtype():
-    found = Difference()
+    found = Deviation()
     found.others(torch.ones(1).bfloat16(), torch.ones(1).half())
     return found.same
 
@@ -62,6 +62,6 @@ def _same_dtype():
     "compare", [lambda f, a, b: f.params(a, b, 0.1), lambda f, a, b: f.others(a, b)]
 )
 def test_a_nan_is_as_far_as_can_be(compare):
-    found = Difference()
+    found = Deviation()
     compare(found, torch.tensor([1.0, math.nan]), torch.tensor([1.0, 1.0]))
     assert found.excess == math.inf and not found.tolerable

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from mp_optim.slots.tensor_layout import Part
+from mp_optim.slots.tensor_layout import ShardRegion
 from mp_optim.update import exact_sums
 from mp_optim.update.adafactor import ElementPasses
-from mp_optim.update.exact_sums import blocks_of, digits_to_values, matrices_shape
+from mp_optim.update.exact_sums import digits_to_values, matrices_shape, matrix_blocks
 
 passes = ElementPasses()
 largest, total_digits = passes.largest, passes.total_digits
@@ -28,13 +28,13 @@ def values_of(shape, seed=0):
 
 
 def whole(values):
-    return blocks_of(Part(values.shape, (0,) * values.dim()), values)
+    return matrix_blocks(ShardRegion(values.shape, (0,) * values.dim()), values)
 
 
 def flat_parts(values, cuts):
     """The tensor in ranges of its elements."""
     for start, stop in itertools.pairwise([0, *cuts, values.numel()]):
-        yield (Part(values.shape, None, start), values.reshape(-1)[start:stop].contiguous())
+        yield (ShardRegion(values.shape, None, start), values.reshape(-1)[start:stop].contiguous())
 
 
 def boxes(values, dim, count):
@@ -44,14 +44,14 @@ def boxes(values, dim, count):
     for part in parts:
         offsets = [0] * values.dim()
         offsets[dim] = start
-        yield Part(values.shape, tuple(offsets)), part.contiguous()
+        yield ShardRegion(values.shape, tuple(offsets)), part.contiguous()
         start += part.shape[dim]
 
 
 def sums(parts, shape, top):
     rows, columns, total = 0, 0, 0
     for part, local in parts:
-        blocks = blocks_of(part, local)
+        blocks = matrix_blocks(part, local)
         by_row, by_column = row_and_column_digits(blocks, top, matrices_shape(shape), CPU)
         rows, columns = rows + by_row, columns + by_column
         total = total + total_digits(blocks, top, CPU)
@@ -72,8 +72,8 @@ def test_sums_are_right_to_the_last_bit_of_the_largest(shape):
 def test_any_cut_gives_the_same_digits(monkeypatch, shape, piece):
     values = values_of(shape, 1)
     top, count = float(largest(values)), values.numel()
-    expected = sums([(Part(values.shape, (0,) * values.dim()), values)], shape, top)
-    monkeypatch.setattr(exact_sums, "piece_elements", lambda device: piece)
+    expected = sums([(ShardRegion(values.shape, (0,) * values.dim()), values)], shape, top)
+    monkeypatch.setattr(exact_sums, "sum_piece_elements", lambda device: piece)
     edges = ([], [count // 3], sorted({count // 5, count // 2, count}))
     cuts = [list(flat_parts(values, each)) for each in edges]
     ways = itertools.product(range(values.dim()), (2, 3, 6))

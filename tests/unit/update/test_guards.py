@@ -23,7 +23,7 @@ from mp_optim.update import FusedAdam, FusedLAMB, choose_backend
 from mp_optim.update import chunking as batching
 from mp_optim.update.backends import multi_tensor
 from mp_optim.update.backends.multi_tensor import (
-    CHUNK,
+    CHUNK_ELEMENTS,
     MOST_ELEMENTS,
     MOST_TENSORS,
     ApexBackend,
@@ -31,7 +31,7 @@ from mp_optim.update.backends.multi_tensor import (
     check_launch,
 )
 from mp_optim.update.backends.reference import ReferenceBackend, step_with
-from mp_optim.update.backends.self_test import Difference
+from mp_optim.update.backends.self_test import Deviation
 from mp_optim.update.codecs import join
 from mp_optim.update.element_rules import AdamScalars, SgdScalars
 from mp_optim.update.kernel_args import LambScalars, TensorLists
@@ -78,7 +78,7 @@ def backend_of(name: str) -> Any:
 
 
 def assert_close(ours: TensorLists, theirs: TensorLists) -> None:
-    found = Difference()
+    found = Deviation()
     for a, b in zip(ours.main, theirs.main, strict=True):
         found.params(a, b, GROUP["lr"])
     assert found.tolerable, found
@@ -97,7 +97,7 @@ def raw(made: TensorLists) -> list[list[Tensor]]:
 
 def test_an_empty_tensor_at_the_end_loses_the_launch_in_apex(standins: Gpu) -> None:
     made = lists(1000, 2000, 0)
-    amp_c.module().multi_tensor_adam(CHUNK, flag(), raw(made), *adam_args())
+    amp_c.module().multi_tensor_adam(CHUNK_ELEMENTS, flag(), raw(made), *adam_args())
     assert torch.equal(made.main[0], lists(1000, 2000, 0).main[0]), (
         "nothing was stepped, nothing was said"
     )
@@ -106,32 +106,32 @@ def test_an_empty_tensor_at_the_end_loses_the_launch_in_apex(standins: Gpu) -> N
 def test_an_empty_list_kills_the_process(standins: Gpu) -> None:
     for module in (amp_c.module(), te.modules()["transformer_engine_torch"]):
         with pytest.raises(SegmentationFaultError):
-            module.multi_tensor_l2norm(CHUNK, flag(), [[]], True)
+            module.multi_tensor_l2norm(CHUNK_ELEMENTS, flag(), [[]], True)
 
 
 def test_wrong_dtypes_and_strides_go_unnoticed(standins: Gpu) -> None:
     made = lists(100)
     made.state["exp_avg"] = [torch.zeros(100, dtype=torch.bfloat16)]
-    amp_c.module().multi_tensor_adam(CHUNK, flag(), raw(made), *adam_args())
+    amp_c.module().multi_tensor_adam(CHUNK_ELEMENTS, flag(), raw(made), *adam_args())
     strided = torch.zeros(20, 10).t()
     extension = te.modules()["transformer_engine_torch"]
-    extension.multi_tensor_adam(CHUNK, flag(), [[strided] for _ in range(4)], *adam_args())
+    extension.multi_tensor_adam(CHUNK_ELEMENTS, flag(), [[strided] for _ in range(4)], *adam_args())
     assert len(GPU.damage) >= 2
 
 
 def test_a_step_that_is_a_tensor_is_not_taken(standins: Gpu) -> None:
     with pytest.raises(TypeError, match="incompatible function arguments"):
         amp_c.module().multi_tensor_adam(
-            CHUNK, flag(), raw(lists(5)), *adam_args(torch.tensor(1.0))
+            CHUNK_ELEMENTS, flag(), raw(lists(5)), *adam_args(torch.tensor(1.0))
         )
 
 
 def test_host_memory_is_refused_by_apex_and_corrupted_by_transformer_engine(standins: Gpu) -> None:
     standins.device = "cuda"
     with pytest.raises(RuntimeError, match="expected input to be on cuda"):
-        amp_c.module().multi_tensor_adam(CHUNK, flag(), raw(lists(5)), *adam_args())
+        amp_c.module().multi_tensor_adam(CHUNK_ELEMENTS, flag(), raw(lists(5)), *adam_args())
     te.modules()["transformer_engine_torch"].multi_tensor_adam(
-        CHUNK, flag(), raw(lists(5)), *adam_args()
+        CHUNK_ELEMENTS, flag(), raw(lists(5)), *adam_args()
     )
     assert standins.damage[-1] == "multi_tensor_adam: host memory is written by the GPU"
 
@@ -354,7 +354,7 @@ def test_tensors_beyond_32_bit_indices(
 
 
 def test_pieces_stay_below_the_limits() -> None:
-    assert MOST_ELEMENTS + CHUNK <= 2**31 - 1
+    assert MOST_ELEMENTS + CHUNK_ELEMENTS <= 2**31 - 1
     huge = torch.empty(2**31 + 10, dtype=torch.bfloat16, device="meta")
     sizes = [
         t.numel()
@@ -467,7 +467,7 @@ def test_lamb_in_fp16_moves_on_its_first_step(standins: Gpu, scale: float) -> No
         assert success == moved == bool(state["exp_avg"].any()) == (scale < 2.0**22)
         assert state["step"] == int(moved)
         results.append(dict(optimizer.named_main_params())["weight"].detach())
-    found = Difference()
+    found = Deviation()
     found.params(*results, 0.01)
     assert found.tolerable
 
@@ -515,7 +515,7 @@ def test_a_zero_parameter_has_no_remainder(standins: Gpu) -> None:
     backend = TransformerEngineBackend(te.modules()["transformer_engine_torch"])
     backend.step("adam", made, AdamScalars.at(GROUP, 1), 1.0)
     ReferenceBackend().step("adam", theirs, AdamScalars.at(GROUP, 1), 1.0)
-    found = Difference()
+    found = Deviation()
     found.params(
         join(made.main[0], made.state[REMAINDER][0]),
         join(theirs.main[0], theirs.state[REMAINDER][0]),

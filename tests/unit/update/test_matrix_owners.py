@@ -17,10 +17,10 @@ from mp_optim.update.matrix_exchange import (
     MatrixOwners,
     assembled,
     assign,
-    batches,
-    cut,
+    cut_matrix,
+    exchange_batches,
     newton_schulz_flops,
-    plan,
+    plan_exchange,
 )
 from mp_optim.update.newton_schulz import orthogonalize_each
 
@@ -53,7 +53,7 @@ def test_what_ranks_have_to_do_already_counts():
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), max_size=20), st.integers(1, 40))
 def test_every_matrix_travels_once_and_batches_are_bounded(matrices, limit):
     owners, sizes = [owner for owner, _ in matrices], [size for _, size in matrices]
-    found = batches(owners, sizes, 4, limit)
+    found = exchange_batches(owners, sizes, 4, limit)
     assert sorted(itertools.chain(*found)) == list(range(len(matrices)))
     for batch in found:
         for rank in range(4):
@@ -82,7 +82,7 @@ def test_parts_on_a_mesh_make_up_the_matrix_on_every_rank(mesh, cuts, shape):
     matrix = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     for parts in found:
         assert parts.parts == found[0].parts
-        flats = cut(matrix, parts.parts[0])
+        flats = cut_matrix(matrix, parts.parts[0])
         assert sum(map(len, flats)) == matrix.numel()
         assert torch.equal(assembled(shape, parts.parts[0], flats), matrix)
     if cuts == (Shard(1),):
@@ -107,7 +107,7 @@ def test_flat_ranges_are_what_ranks_have_of_flattened_parts(shape, inner, cuttin
     owned = FlatRanges(bounds, 5, numel)
     parts = parts_of_ranges(shape, owned, dim, size)
     whole = torch.randn(shape[0], parts.rows, parts.columns)
-    flats = [cut(matrix, each) for matrix, each in zip(whole, parts.parts, strict=True)]
+    flats = [cut_matrix(matrix, each) for matrix, each in zip(whole, parts.parts, strict=True)]
     for place, (first, last) in enumerate(itertools.pairwise(bounds)):
         for rank, local in enumerate(whole.chunk(size, dim + 1)):
             buffer = torch.cat([torch.zeros(5), local.flatten(), torch.zeros(100)])
@@ -159,6 +159,6 @@ def test_every_rank_comes_to_the_same_plan():
             parts_on_mesh(shape, tuple(Shard(c.dim + len(shape)) for c in cuts), (0, 1), mesh, at)
             for shape in shapes
         )
-        plans.append(plan(params, (9, 4, 7), (0,) * 4, 2))
+        plans.append(plan_exchange(params, (9, 4, 7), (0,) * 4, 2))
     assert plans.count(plans[0]) == 4
     assert len(plans[0].items) == 8 and set(plans[0].owners) == set(range(4))

@@ -153,7 +153,7 @@ def test_the_default_stays_where_there_is_no_memory(monkeypatch: pytest.MonkeyPa
     def no_memory(*_: Any, **__: Any) -> None:
         raise RuntimeError("not enough memory")
 
-    monkeypatch.setenv(memory_access.ENVIRONMENT, "trial")
+    monkeypatch.setenv(memory_access.ACCESS_VARIABLE, "trial")
     choice = AccessChoice(_Machine(_zen))  # type: ignore[arg-type]
     monkeypatch.setattr(torch, "zeros", no_memory)
     choice.settle(1)
@@ -165,7 +165,7 @@ def test_the_default_stays_where_there_is_no_memory(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_known_make_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(memory_access.ENVIRONMENT, raising=False)
+    monkeypatch.delenv(memory_access.ACCESS_VARIABLE, raising=False)
     known = MemoryAccess(prefetch=64, streaming=False)
     monkeypatch.setattr(memory_access, "cpu_maker", lambda: "Maker")
     monkeypatch.setitem(memory_access.KNOWN, ("Maker", "some"), known)

@@ -17,7 +17,7 @@ from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.update import FusedMuon
 from mp_optim.update.backends import choose_backend
 from mp_optim.update.backends.native_library import native_library
-from mp_optim.update.backends.self_test import compare
+from mp_optim.update.backends.self_test import compare_steps
 from mp_optim.update.backends.triton import triton_backend
 from mp_optim.update.matrix_products import has_native_products
 from mp_optim.update.muon_directions import seconds_of_products
@@ -212,5 +212,5 @@ def test_the_momentum_is_numpys_in_fp64(momentum: float) -> None:
 def test_the_self_test_notices_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, _ = choose_backend("native", torch.device("cpu"))
     monkeypatch.setattr(backend, "muon_apply", lambda lists, scalars, factors: None)
-    found = compare(backend, torch.device("cpu"), ["sgd"], (0, 1, 257))
+    found = compare_steps(backend, torch.device("cpu"), ["sgd"], (0, 1, 257))
     assert not found.same and not found.tolerable

@@ -28,15 +28,15 @@ from mp_optim.process.host_share import host_share
 from mp_optim.slots.slot_state import REMAINDER, scale_key
 from mp_optim.update.backends.native import NativeBackend
 from mp_optim.update.backends.native_library import (
+    MpTensors,
     NativeLibrary,
-    Tensors,
     native_library,
     set_host_cores,
     set_host_threads,
 )
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.codecs import SECOND, Noise, encode_, split_, stored_dtype
-from mp_optim.update.element_rules import SCALARS, TEXTS
+from mp_optim.update.element_rules import RULE_SCALARS, TEXTS
 from mp_optim.update.kernel_args import MAIN, LambScalars, StableScalars, TensorLists
 from mp_optim.update.state_format import moment_forms
 
@@ -218,7 +218,7 @@ def run(
     multiplier: float,
 ) -> Tensor | None:
     if rule in TEXTS:
-        backend.step(rule, lists, SCALARS[rule].at(group, step), multiplier)
+        backend.step(rule, lists, RULE_SCALARS[rule].at(group, step), multiplier)
     elif rule == "stable_adamw":
         backend.stable_adamw(lists, StableScalars.at(group, step), multiplier)
     else:
@@ -394,7 +394,7 @@ def test_zeros_are_counted() -> None:
         grad = torch.zeros(70_001, dtype=dtype)
         grad[::7] = 1.0
         numel, address = array("q", [grad.numel()]), array("Q", [grad.data_ptr()])
-        tensors = Tensors(
+        tensors = MpTensors(
             count=1,
             numel=numel.buffer_info()[0],
             grad=address.buffer_info()[0],

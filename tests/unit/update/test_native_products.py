@@ -11,10 +11,10 @@ from torch import Tensor
 
 from mp_optim.update import FusedMuon, set_host_threads
 from mp_optim.update.matrix_products import (
-    Chunks,
     NativeProducts,
     NativeSteps,
     Rooms,
+    SumChunks,
     has_native_products,
 )
 from mp_optim.update.muon_directions import seconds_of_products
@@ -43,7 +43,7 @@ def rooms() -> Rooms:
 
 
 def by(chunk: int) -> NativeProducts:
-    return NativeProducts(Chunks(chunk, chunk), Chunks(chunk, chunk), chunk)
+    return NativeProducts(SumChunks(chunk, chunk), SumChunks(chunk, chunk), chunk)
 
 
 def turned(x: Tensor) -> Tensor:

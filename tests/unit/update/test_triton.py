@@ -31,7 +31,7 @@ from mp_optim.slots.slot_state import scale_key
 from mp_optim.update.backends import choose_backend, proof_of
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.self_test import SIZES as PROOF_SIZES
-from mp_optim.update.backends.self_test import compare
+from mp_optim.update.backends.self_test import compare_steps
 from mp_optim.update.backends.triton import triton_backend
 from mp_optim.update.backends.triton.backend import TritonBackend
 from mp_optim.update.backends.triton.launches import CHUNK, ROWS, SUM_CHUNK, WIDTH
@@ -781,7 +781,7 @@ def test_it_passes_the_self_test_of_compiled_kernels(rule: str) -> None:
     assert SUM_CHUNK in PROOF_SIZES and max(PROOF_SIZES) > SUM_CHUNK
     assert any(tile < size < 2 * tile and size % 16 == 0 for size in PROOF_SIZES)
     assert any(size % CHUNK > tile and size % 16 for size in PROOF_SIZES)
-    assert compare(kernels(), torch.device(DEVICE), [rule]).same
+    assert compare_steps(kernels(), torch.device(DEVICE), [rule]).same
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ from mp_optim.update.backends.triton.launches import (
 )
 from mp_optim.update.chunking import mark_written
 from mp_optim.update.kernel_args import (
+    AlikeLists,
     LambScalars,
     MuonScalars,
-    Part,
     StableScalars,
     TensorLists,
     kept_moments,
@@ -120,7 +120,7 @@ class TritonBackend(KernelLaunches):
         return sums
 
     def _moments(
-        self, part: Part, numbers: Tensor | None, scalars: LambScalars, multiplier: Multiplier
+        self, part: AlikeLists, numbers: Tensor | None, scalars: LambScalars, multiplier: Multiplier
     ) -> Tensor:
         device = part.lists.main[0].device
         if numbers is None or part.kind is None:
@@ -185,7 +185,7 @@ class TritonBackend(KernelLaunches):
             sums.index_copy_(0, self.index(part.indices, device), found)
         return sums
 
-    def _stable_sums(self, part: Part, numbers: Tensor, multiplier: Multiplier) -> Tensor:
+    def _stable_sums(self, part: AlikeLists, numbers: Tensor, multiplier: Multiplier) -> Tensor:
         device, count = part.lists.main[0].device, len(part.indices)
         sums = torch.zeros(count, 3, dtype=torch.int64, device=device)
         assert part.kind is not None

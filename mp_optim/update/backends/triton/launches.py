@@ -27,13 +27,13 @@ from mp_optim.update.backends.triton.kernels.tiles import Flags
 from mp_optim.update.backends.triton.tables import RUN, Plan, Tables
 from mp_optim.update.kernel_args import (
     FLOATS,
-    Kind,
+    AlikeLists,
     LambScalars,
-    Part,
+    LaunchDtypes,
     StableScalars,
     TensorLists,
+    alike_lists,
     check_fit,
-    parts_of,
 )
 from mp_optim.update.sums import root, sum_of_squares
 
@@ -64,7 +64,7 @@ WIDTH = SCALARS + _MOST_SCALARS
 """Int32 values of a row."""
 
 
-def shape_of(rule: str, kind: Kind) -> dict[str, Any]:
+def shape_of(rule: str, kind: LaunchDtypes) -> dict[str, Any]:
     """Tile and threads of a rule's launch, chosen by what ptxas says: at most 128 registers, so
     that a multiprocessor holds 16 warps, and no spills. The first kernel of LAMB, whose tile is
     that of its sums, takes 180 in 4 warps; one with three moments 206. Four elements side by side
@@ -191,12 +191,12 @@ and a flag that is not 0 if nothing is to be written. What is on the device can 
 without the host waiting for it."""
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """What a launch is of: a rule, and the programs of a part with the columns they read."""
 
     rule: Any
     flags: Flags
-    part: Part
+    part: AlikeLists
     plan: Plan
     aligned: bool
     columns: list[Tensor | None]
@@ -234,10 +234,10 @@ class KernelLaunches(ReferenceBackend):
 
     def parts(
         self, lists: TensorLists, moments: tuple[str, ...], scalars: Any
-    ) -> Iterator[tuple[Part, Tensor | None]]:
+    ) -> Iterator[tuple[AlikeLists, Tensor | None]]:
         """The parts with tensors, each with its numbers on the device; without any if there is no
         kernel for it."""
-        for part in parts_of(lists, moments):
+        for part in alike_lists(lists, moments):
             if part.kind is not None:
                 weight = part.lists.average_weight
                 seed = part.lists.noise[0].seed if part.lists.noise else 0
@@ -254,22 +254,22 @@ class KernelLaunches(ReferenceBackend):
             if self.launcher.launches:
                 yield part, None
 
-    def numbers_of(self, part: Part, numbers: Sequence[float]) -> Tensor:
+    def numbers_of(self, part: AlikeLists, numbers: Sequence[float]) -> Tensor:
         """Those of a part's tensors on the device, FP32."""
         some = [numbers[index] for index in part.indices]
         table = torch.tensor(some, dtype=torch.float32, device="cpu")
         return self.tables.upload(table, part.lists.grad[0].device)
 
     def launches_of(
-        self, rule: Any, part: Part, moments: tuple[str, ...], flags: Flags
-    ) -> Iterator[Launch]:
+        self, rule: Any, part: AlikeLists, moments: tuple[str, ...], flags: Flags
+    ) -> Iterator[KernelLaunch]:
         """The launches of a rule over a part, one or two (:meth:`Tables.plans`)."""
         columns, plans = self.tables.launch_of(part, moments, CHUNK)
         for plan, aligned in plans:
-            yield Launch(rule, flags, part, plan, aligned, columns)
+            yield KernelLaunch(rule, flags, part, plan, aligned, columns)
 
     def launch_part(
-        self, rule: Any, part: Part, moments: tuple[str, ...], flags: Flags, *given: Any
+        self, rule: Any, part: AlikeLists, moments: tuple[str, ...], flags: Flags, *given: Any
     ) -> None:
         """Launch a rule over a part."""
         for launch in self.launches_of(rule, part, moments, flags):
@@ -277,7 +277,7 @@ class KernelLaunches(ReferenceBackend):
 
     def launch(
         self,
-        launch: Launch,
+        launch: KernelLaunch,
         numbers: Tensor,
         multiplier: Multiplier,
         skip: Tensor | None = None,
@@ -305,7 +305,7 @@ class KernelLaunches(ReferenceBackend):
                     made,
                     RULE=rule,
                     FLAGS=flags,
-                    KIND=Kind._make(map(TYPES.__getitem__, kind)),
+                    KIND=LaunchDtypes._make(map(TYPES.__getitem__, kind)),
                     ON_DEVICE=isinstance(multiplier, Tensor),
                     ALIGNED=aligned,
                     CHUNK=CHUNK,
@@ -347,7 +347,7 @@ def sum_alike(tables: Tables, tensors: CachedTensorList) -> Tensor:
     if not tensors.contiguous:
         tensors = CachedTensorList(tensor.contiguous() for tensor in tensors)
     device = tensors[0].device
-    check_fit(Kind(tensors[0].dtype), {"grad": tensors})
+    check_fit(LaunchDtypes(tensors[0].dtype), {"grad": tensors})
     column = tables.column(tensors, device)
     total = None
     for plan, aligned in tables.plans(tensors, SUM_CHUNK, device, column.odd):

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from mp_optim.process.accelerator import accelerator_of, is_capturing
 from mp_optim.slots import CachedTensorList
-from mp_optim.update.kernel_args import Kind, Part, TensorLists, check_fit, columns_of
+from mp_optim.update.kernel_args import AlikeLists, LaunchDtypes, TensorLists, check_fit, columns_of
 
 RUN = 1024
 """Sums that one program adds up."""
 
-_WIDE = Kind._fields
+_WIDE = LaunchDtypes._fields
 """Columns that are read 16 bytes at a time where all addresses allow it: not the scales."""
 _COLUMNS = (
     *("grad", "main", "remainder", "moment1", "moment2", "moment3"),
@@ -129,7 +129,7 @@ class Tables:
         return self._known(tensors, ("column", device), device, build)
 
     def launch_of(
-        self, part: Part, moments: tuple[str, ...], chunk: int
+        self, part: AlikeLists, moments: tuple[str, ...], chunk: int
     ) -> tuple[list[Tensor | None], list[tuple[Plan, bool]]]:
         """Addresses of the parts of all tensors, in the order in which kernels take them; and the
         plans by whether all addresses of a tensor, but for its scales, are multiples of 16."""
