@@ -1,19 +1,5 @@
-"""The class of each rule, and a config as its hyperparameters.
-
-A new rule is written in four places: a row in :mod:`mp_optim.config.rules` (what it keeps, and its
-hyperparameters), its fields in :mod:`mp_optim.config.fields`, a module beside this one, and a line
-in :data:`CLASSES`. The module has two classes. The :class:`~mp_optim.update.rule.Rule` says how it
-steps (``apply``), and what settings may be together (``check_settings``; the row has what each may
-be by itself); it keeps nothing. The torch optimizer, with the signature that users see, hands it to
-:class:`~mp_optim.update.optimizer.RuleOptimizer`. A rule in torch operations (``has_kernels=False``
-in its row) does all of the step in ``apply``, as :mod:`mp_optim.update.muon` does. One that steps
-each element by itself is an :class:`~mp_optim.update.rule.ElementRule`, as
-:mod:`mp_optim.update.lion` is: its scalars and its text stand in
-:mod:`mp_optim.update.element_rules`, its kernels in ``csrc/rules.inl`` and
-``backends/triton/kernels/rules.py``. Another one calls the methods of backends. Those that lack
-kernels say which they have in :data:`mp_optim.config.rules.CAPABILITIES`: one that names none
-claims them all. CONTRIBUTING.md lists the tests.
-"""
+"""The class of each rule, and a config as its hyperparameters. How to write another rule is said in
+CONTRIBUTING.md."""
 
 from __future__ import annotations
 

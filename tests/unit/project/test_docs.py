@@ -127,6 +127,20 @@ def _members(node: ast.ClassDef) -> set[str]:
     return names
 
 
+def test_the_recipe_for_a_rule_names_the_files_that_one_touches():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    recipe = text[text.index("\n## Rules\n") : text.index("\n## Backends\n")]
+    sources = [*(ROOT / "mp_optim").rglob("*.py"), *(ROOT / "mp_optim/update/csrc").iterdir()]
+    touched = {
+        str(path.relative_to(ROOT))
+        for path in sources
+        if path.is_file() and "ademamix" in path.read_text().lower()
+    }
+    named = set(re.findall(r"`(mp_optim/[\w/]+\.\w+)`", recipe))
+    assert touched - named == {"mp_optim/update/ademamix.py"}
+    assert len(touched) == 9 and "touches nine files; AdEMAMix shows all" in recipe
+
+
 def test_messages_in_troubleshooting_are_real():
     """What stands in quotes in the first column is text of the code, word for word."""
     texts = []
