@@ -32,6 +32,7 @@ from mp_optim.checkpoint.entries import (
     key_and_fqn,
     load_model,
     plain_of,
+    refused,
     state_by_index,
     unallocated,
     without_checksums,
@@ -81,6 +82,7 @@ class CheckedLoad:
             that are wanted.
         staged: tensors that are read to be checked, or loaded in another form. live: those that
             are read into where they belong.
+        refused: why state is not taken that is saved, of some entries.
         read_anywhere: names that some rank reads. keeps: some rank has hooks that may refuse.
     """
 
@@ -96,6 +98,7 @@ class CheckedLoad:
     saved: Mapping[str, Saved]
     staged: dict[str, Tensor]
     live: dict[str, Tensor]
+    refused: Mapping[str, str]
     read_anywhere: set[str]
     keeps: bool
 
@@ -126,21 +129,26 @@ class CheckedLoad:
         entries = entries_of(model, optimizer, parallel)
         new = unallocated(optimizer, parallel, saved, entries)
         tensors = entries | new
+        not_taken = refused(optimizer, parallel, saved)
         if convert:
             saved = without_surplus(saved, ranks.union(set(tensors)))
+            saved = {name: entry for name, entry in saved.items() if name not in not_taken}
+            not_taken = {}
         copies = _copies_of(optimizer, parallel, tensors) | new.keys()
         staged, live = _targets_of(tensors, saved, copies, convert=convert)
         read_anywhere = ranks.union({*staged, *live})
         hooks = {"hooks"} if _has_own_hooks(model, optimizer) else set()
         keeps = bool(ranks.union(hooks))
         taken = (version, index, common, model, optimizer, scheduler, parallel, convert)
-        return cls(*taken, entries, saved, staged, live, read_anywhere, keeps)
+        return cls(*taken, entries, saved, staged, live, not_taken, read_anywhere, keeps)
 
     # -- the files --------------------------------------------------------------------------------
 
     def check_files(self) -> None:
         """Raise ValueError if names, shapes, dtypes or settings do not fit, or files are damaged
         or hold second moments that the optimizer refuses."""
+        for why in self.refused.values():
+            raise ValueError(why)
         tensors = self.staged | self.live
         check_entries(self.version, self.saved, tensors, self.read_anywhere)
         for name, value in self.common["model"].items():

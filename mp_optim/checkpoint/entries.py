@@ -183,6 +183,20 @@ def unallocated(
     return new
 
 
+def refused(
+    optimizer: SlotKeyedOptimizer | None, parallel: ModelParallel, saved: Mapping[str, Saved]
+) -> dict[str, str]:
+    """Entries whose state is not taken here, whatever it is, and why."""
+    if optimizer is None:
+        return {}
+    why_of: dict[str, str] = {}
+    for slot in optimizer.slots():
+        if why := optimizer.state_of(slot).refusal():
+            why_of[parallel.names[optimizer.slot_name(slot)]] = why
+    found = {name: key_and_fqn(name) for name in saved} if why_of else {}
+    return {name: why_of[fqn] for name, (key, fqn) in found.items() if key and fqn in why_of}
+
+
 def _unallocated(param: Tensor, partition: Partition | None, saved: Saved) -> Tensor:
     """A new tensor for state of a parameter: split as that is, if the state is of its shape."""
     if isinstance(param, DTensor) and saved.shape == param.shape:

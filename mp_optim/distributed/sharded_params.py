@@ -134,16 +134,14 @@ class ShardView(View):
     def take(self, state: State) -> State:
         return super().take({key: self._shard.localize(key, value) for key, value in state.items()})
 
-    def take_saved(self, saved: State, convert: bool) -> State:
-        if saved and self._shard.grad is None and self.param.numel():
-            if convert:
-                return {}
-            raise ValueError(
-                f"state of {self._shard.name}: it was frozen when the optimizer was built, so it "
-                "is in no bucket, and no rank keeps its state; build the optimizer while it can be "
-                "trained, and freeze it then, or load with convert=True, which drops its state"
-            )
-        return self.take(saved)
+    def refusal(self) -> str:
+        if self._shard.grad is not None or not self.param.numel():
+            return ""
+        return (
+            f"state of {self._shard.name}: it was frozen when the optimizer was built, so it "
+            "is in no bucket, and no rank keeps its state; build the optimizer while it can be "
+            "trained, and freeze it then, or load with convert=True, which drops its state"
+        )
 
     def written(self) -> None:
         """Of a parameter that ranks share out, what this rank owns; the rest comes with the next

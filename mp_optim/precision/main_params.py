@@ -393,7 +393,8 @@ class MainParams:
                 separate = self._separates(slot, self._prepare(slot))
                 return self._trained_state(slot, separate, view)
 
-            return UntrainedState(prepared, partial(self._take_in, slot))
+            view_of = view or View(self.param(slot))
+            return UntrainedState(view_of, prepared, partial(self._take_in, slot))
         return self._trained_state(slot, self.is_separate(slot), view)
 
     def _trained_state(self, slot: Slot, separate: bool, view: View | None = None) -> ParamState:

@@ -167,12 +167,19 @@ class View:
         return as_local_state(state)
 
     def take_saved(self, saved: State, convert: bool) -> State:
-        """The same, before it is fitted.
+        """The same, before it is fitted; nothing of what is refused, with ``convert``.
 
         Raises:
-            ValueError: nothing can take it here, and ``convert`` is false.
+            ValueError: it is refused, and ``convert`` is false.
         """
-        return self.take(saved)
+        why = self.refusal() if saved else ""
+        if why and not convert:
+            raise ValueError(why)
+        return {} if why else self.take(saved)
+
+    def refusal(self) -> str:
+        """See :meth:`~mp_optim.slots.slot_state.SlotState.refusal`."""
+        return ""
 
     def written(self) -> None:
         """The model's parameter took another value."""
@@ -183,13 +190,16 @@ class UntrainedState(SlotState):
     that froze it later, makes it one that has been.
 
     Args:
+        view: how state would be shown.
         prepared: gives it a main param, which nothing shows yet; returns its state as that of one
             that is trained.
         take: makes it one that is.
     """
 
-    def __init__(self, prepared: Callable[[], SlotState], take: Callable[[], None]) -> None:
-        self._prepared, self._take = prepared, take
+    def __init__(
+        self, view: View, prepared: Callable[[], SlotState], take: Callable[[], None]
+    ) -> None:
+        self._view, self._prepared, self._take = view, prepared, take
 
     @cached_property
     def _trained(self) -> SlotState:
@@ -199,7 +209,10 @@ class UntrainedState(SlotState):
         return {}
 
     def takes_any(self) -> bool:
-        return True
+        return not self.refusal()
+
+    def refusal(self) -> str:
+        return self._view.refusal()
 
     def fit(self, saved: State, convert: bool) -> State:
         return self._trained.fit(saved, convert) if saved else saved

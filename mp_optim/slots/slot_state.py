@@ -76,6 +76,10 @@ class SlotState(ABC):
         """Whether nothing is allocated yet, and whatever was saved would be taken as it is."""
         return False
 
+    def refusal(self) -> str:
+        """Why no saved state is taken here, whatever it is; empty if some is."""
+        return ""
+
     def in_blocks(self) -> set[str]:
         """Keys of what is stored in blocks. A layer that shows no scales for them shows FP32 copies
         of them, and what is loaded for those may be refused."""

@@ -21,6 +21,7 @@ from mp_optim import (
     checkpoint,
     get_megatron_optimizer,
 )
+from mp_optim.checkpoint import checked_load
 from mp_optim.distributed.buckets import SHARD_ALIGNMENT
 from mp_optim.precision import WrappedOptimizer
 from support.models import config_for
@@ -397,6 +398,38 @@ def test_state_of_what_was_frozen_when_buckets_were_made_is_refused_or_dropped(s
     with pytest.raises(ValueError, match=r"0\.weight: it was frozen when the optimizer was built"):
         other.load_state_dict(saved)
     other.load_state_dict(saved, convert=True)
+    assert len(other.state_dict()["state"]) == 3
+
+
+def test_state_that_no_rank_keeps_is_not_read(tmp_path, monkeypatch):
+    """Of a parameter in no bucket, where its state is refused or dropped."""
+    wanted: list[str] = []
+    plan = checked_load.plan_reading
+
+    def noted(tensors, *rest):
+        wanted.extend(tensors)
+        return plan(tensors, *rest)
+
+    def built(model):
+        config = config_for("bf16", use_distributed_optimizer=True)
+        groups = [{"params": list(model.named_parameters())}]
+        return get_megatron_optimizer(config, model, param_groups=groups)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
+    trained = built(model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    trained.step()
+    checkpoint.save(tmp_path, model, trained)
+    model[0].weight.requires_grad_(False)
+    other = built(model)
+    monkeypatch.setattr(checked_load, "plan_reading", noted)
+    with pytest.raises(ValueError, match=r"state of 0\.weight: it was frozen when .*convert=True"):
+        checkpoint.load(tmp_path, model, other)
+    checkpoint.load(tmp_path, model, other, convert=True)
+    of_state = {name for name in wanted if not name.startswith("model.")}
+    assert any(name.endswith("1.weight") for name in of_state)
+    assert [name for name in of_state if name.endswith("0.weight")] == []
     assert len(other.state_dict()["state"]) == 3
 
 
