@@ -155,8 +155,20 @@ class PlacedExecutor(Executor):
                 if positions := self._placed.at(place, index):
                     part.has_only(index, positions)
                     part.step_together(index, [positions])
+            self._release_others(index)
         _adopt_defaults(self.param_groups, [part.param_groups for part in self._executors])
         self.use_mark(self.step_mark)
+
+    def _release_others(self, index: int) -> None:
+        """An optimizer of this package has all slots of a group: those of the other place are
+        tensors without memory there, so that nothing keeps what is replaced."""
+        for place, optimizer in self.optimizers.items():
+            if len(self.optimizers) == 1 or not isinstance(optimizer, SlotOptimizer):
+                continue
+            params, here = optimizer.param_groups[index]["params"], self._placed.at(place, index)
+            for position in set(range(len(params))).difference(here):
+                with torch.no_grad():
+                    params[position] = torch.empty_like(params[position], device="meta")
 
     def group_added(self) -> None:
         """Its parameters are placed on their own, by the same fraction and policy."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import mp_optim
 from mp_optim import FusedAdam, HybridDeviceOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -349,3 +350,24 @@ def test_one_nan_leaves_the_other_elements_their_bits(
         after = dict(other.stack.named_main_params())["p"]
     assert before[0].isnan() and after[0].isnan()
     assert torch.equal(before[1:], after.detach()[1:])
+
+
+CLASSES = {
+    "foreign on the host": {"cpu_optimizer_cls": torch.optim.AdamW},
+    "foreign on the device": {"gpu_optimizer_cls": torch.optim.AdamW},
+}
+
+
+@pytest.mark.parametrize("classes", CLASSES.values(), ids=CLASSES)
+def test_neither_place_keeps_what_was_replaced_in_the_other(classes: dict[str, Any]) -> None:
+    params = [nn.Parameter(torch.ones(8)) for _ in range(4)]
+    optimizer = HybridDeviceOptimizer(params, 0.5, lr=0.1, weight_decay=0.0, **classes)
+    zero_grads(optimizer)
+    optimizer.step()
+    group = optimizer.param_groups[0]
+    replaced = [StorageWeakRef(param.untyped_storage()) for param in params]
+    group["params"][:] = [nn.Parameter(param.detach().clone()) for param in params]
+    params.clear()
+    zero_grads(optimizer)
+    optimizer.step()
+    assert all(memory.expired() for memory in replaced)
