@@ -94,11 +94,11 @@ def build(
         if groups or where.grad_stats is not None
     ]
     data_parallel = groups_of.dp.size() if groups_of.dp is not None else None
-    parts = [
+    members = [
         _part(config, groups, scaler, where, chunks, data_parallel)
         for groups, where in kinds or [(dense, groups_of)]
     ]
-    return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
+    return members[0] if len(members) == 1 else ChainedOptimizer(members)
 
 
 def _check_partitions(

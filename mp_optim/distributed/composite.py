@@ -1,9 +1,9 @@
-"""Several optimizers as one. What is asked about a slot is asked of the part that has it; what is
+"""Several optimizers as one. What is asked about a slot is asked of the member that has it; what is
 asked about all is asked of all.
 
-:class:`ChainedOptimizer` is the dense and the expert part of a MoE. The parts share one gradient
+:class:`ChainedOptimizer` is the dense and the expert optimizer of a MoE. They share one gradient
 norm, one verdict and one loss scale, so a step either happens for all parameters or for none, and
-no part can drift to a scale of its own.
+no member can drift to a scale of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mp_optim.precision.description import Description, DescriptionRow
 from mp_optim.precision.graph_step import graph_metrics, graph_notes
 from mp_optim.precision.measure import NormKey
 from mp_optim.precision.settings_agreement import SettingsAlike
-from mp_optim.precision.step_grads import GradsOfParts, StepGrads
+from mp_optim.precision.step_grads import GradsOfMembers, StepGrads
 from mp_optim.slots import Slot, iter_slots
 from mp_optim.slots.executor import Mode
 from mp_optim.slots.interrupted_step import StepMark
@@ -37,16 +37,16 @@ _SUMMED = (
     "bytes_|muon_flops$|update_clipped_params$|reloaded_params$|.*_ms$|"
     "speculation_(hits|redone|stale)$"
 )
-"""Metrics that are added up over the parts."""
+"""Metrics that are added up over the members."""
 
 
 class CompositeOptimizer(MegatronOptimizer):
-    """Parts that step together: one measurement, one verdict, one loss scale.
+    """Members that step together: one measurement, one verdict, one loss scale.
 
-    Subclasses provide :meth:`locate`, and :meth:`take_parts` when they have them.
+    Subclasses provide :meth:`locate`, and :meth:`take_members` when they have them.
 
     Attributes:
-        parts: in slot order.
+        members: in slot order.
     """
 
     def __init__(
@@ -56,23 +56,23 @@ class CompositeOptimizer(MegatronOptimizer):
         config: OptimizerConfig,
         grad_scaler: MegatronGradScaler | None,
     ) -> None:
-        self.parts: list[MegatronOptimizer] = []
+        self.members: list[MegatronOptimizer] = []
         super().__init__(params, defaults, config, grad_scaler)
 
-    def take_parts(self, parts: Sequence[MegatronOptimizer]) -> None:
+    def take_members(self, members: Sequence[MegatronOptimizer]) -> None:
         """Consist of these from now on: they share this optimizer's loss scale and step mark."""
-        self.parts.extend(parts)
-        for part in self.parts:
-            part.grad_scaler, part.skip_rule = self.grad_scaler, self.skip_rule
-            self.counts.parts.append(part.counts)
-            self.early_work.links += part.early_work.links
-            self.averages.swaps += part.averages.swaps
-            self.averages.shares += part.averages.shares
+        self.members.extend(members)
+        for member in self.members:
+            member.grad_scaler, member.skip_rule = self.grad_scaler, self.skip_rule
+            self.counts.members.append(member.counts)
+            self.early_work.links += member.early_work.links
+            self.averages.swaps += member.averages.swaps
+            self.averages.shares += member.averages.shares
         self.use_mark(self.step_mark)
 
     @abstractmethod
     def locate(self, slot: Slot) -> tuple[MegatronOptimizer, Slot]:
-        """The part that has a slot, and which of that part's slots it is."""
+        """The member that has a slot, and which of that member's slots it is."""
 
     @property
     def grad_reducer(self) -> Reducer | None:
@@ -81,13 +81,13 @@ class CompositeOptimizer(MegatronOptimizer):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The inner optimizer, if there is only one part.
+        """The inner optimizer, if there is only one member.
 
         Raises:
-            AttributeError: with several parts; use ``chained_optimizers``.
+            AttributeError: with several members; use ``chained_optimizers``.
         """
-        if len(self.parts) == 1:
-            return self.parts[0].optimizer
+        if len(self.members) == 1:
+            return self.members[0].optimizer
         raise AttributeError(
             "a chain of several optimizers has no single inner one; use .chained_optimizers"
         )
@@ -95,76 +95,80 @@ class CompositeOptimizer(MegatronOptimizer):
     # -- asked about a slot -----------------------------------------------------------------------
 
     def state_of(self, slot: Slot) -> SlotState:
-        part, part_slot = self.locate(slot)
-        return part.state_of(part_slot)
+        member, member_slot = self.locate(slot)
+        return member.state_of(member_slot)
 
     def main_param(self, slot: Slot) -> Tensor:
-        part, part_slot = self.locate(slot)
-        return part.main_param(part_slot)
+        member, member_slot = self.locate(slot)
+        return member.main_param(member_slot)
 
     def norm_key(self, slot: Slot) -> NormKey:
-        part, part_slot = self.locate(slot)
-        return part.norm_key(part_slot)
+        member, member_slot = self.locate(slot)
+        return member.norm_key(member_slot)
 
     def has_separate_main(self, slot: Slot) -> bool:
-        part, part_slot = self.locate(slot)
-        return part.has_separate_main(part_slot)
+        member, member_slot = self.locate(slot)
+        return member.has_separate_main(member_slot)
 
     def has_state(self, slot: Slot) -> bool:
-        part, part_slot = self.locate(slot)
-        return part.has_state(part_slot)
+        member, member_slot = self.locate(slot)
+        return member.has_state(member_slot)
 
     # -- asked about some slots, or all -----------------------------------------------------------
 
     def follow_model(self, slot: Slot | None = None) -> None:
-        for part, part_slot in self._located(slot):
-            part.follow_model(part_slot)
+        for member, member_slot in self._located(slot):
+            member.follow_model(member_slot)
 
     def make_current(self, slot: Slot | None = None) -> None:
-        for part, part_slot in self._located(slot):
-            part.make_current(part_slot)
+        for member, member_slot in self._located(slot):
+            member.make_current(member_slot)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         located = [self.locate(slot) for slot in slots]
-        for part in self.parts:
-            part.allocate_state([part_slot for owner, part_slot in located if owner is part])
+        for member in self.members:
+            member.allocate_state(
+                [member_slot for owner, member_slot in located if owner is member]
+            )
 
-    # -- asked of all parts -----------------------------------------------------------------------
+    # -- asked of all members ---------------------------------------------------------------------
 
     def collect_grads(self) -> StepGrads:
-        return GradsOfParts([part.collect_grads() for part in self.parts])
+        return GradsOfMembers([member.collect_grads() for member in self.members])
 
     def verdict_device(self) -> torch.device | None:
-        devices = {part.verdict_device() for part in self.parts if not part.is_stub_optimizer}
+        devices = {
+            member.verdict_device() for member in self.members if not member.is_stub_optimizer
+        }
         return devices.pop() if len(devices) == 1 else None
 
     def settings_alike(self) -> list[SettingsAlike]:
-        return [alike for part in self.parts for alike in part.settings_alike()]
+        return [alike for member in self.members for alike in member.settings_alike()]
 
     def norm_ranks(self) -> list[ProcessGroup]:
-        return [ranks for part in self.parts for ranks in part.norm_ranks()]
+        return [ranks for member in self.members for ranks in member.norm_ranks()]
 
     def param_checksums(self) -> list[int | None]:
-        return [checksum for part in self.parts for checksum in part.param_checksums()]
+        return [checksum for member in self.members for checksum in member.param_checksums()]
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        for part in self.parts:
-            yield from part.named_gradients()
+        for member in self.members:
+            yield from member.named_gradients()
 
     @property
     def has_quantized_params(self) -> bool:
-        return any(part.has_quantized_params for part in self.parts)
+        return any(member.has_quantized_params for member in self.members)
 
     def check_settings(self, group: dict[str, Any]) -> None:
-        self.parts[0].check_settings(group)  # the same rule in all
+        self.members[0].check_settings(group)  # the same rule in all
 
     def share_settings(self) -> None:
-        for part in self.parts:
-            part.share_settings()  # their groups are these
+        for member in self.members:
+            member.share_settings()  # their groups are these
 
     @property
     def has_modes(self) -> bool:
-        return any(part.has_modes for part in self.parts)
+        return any(member.has_modes for member in self.members)
 
     def switch_mode(self, mode: Mode) -> None:
         with self.step_mark.step(self):
@@ -172,110 +176,111 @@ class CompositeOptimizer(MegatronOptimizer):
             self.make_current()
             self.share_settings()
             self.step_mark.touch()
-            for part in self.parts:
-                part.switch_mode(mode)
+            for member in self.members:
+                member.switch_mode(mode)
             self.share_settings()
         self.averages.share()
 
     def use_mark(self, mark: StepMark) -> None:
         super().use_mark(mark)
-        for part in self.parts:
-            part.use_mark(mark)
+        for member in self.members:
+            member.use_mark(mark)
 
     def recover(self) -> None:
-        for part in self.parts:
-            part.recover()
+        for member in self.members:
+            member.recover()
 
     def sharers(self) -> Iterator[tuple[str, tuple[ProcessGroup, ...]]]:
-        for part in self.parts:
-            yield from part.sharers()
+        for member in self.members:
+            yield from member.sharers()
 
     def take_model_params(self, values: Mapping[str, Any]) -> None:
-        for part in self.parts:
-            part.take_model_params(values)
+        for member in self.members:
+            member.take_model_params(values)
 
     def offload_to_cpu(self) -> None:
-        for part in self.parts:
-            part.offload_to_cpu()
+        for member in self.members:
+            member.offload_to_cpu()
 
     def restore_from_cpu(self) -> None:
-        for part in self.parts:
-            part.restore_from_cpu()
+        for member in self.members:
+            member.restore_from_cpu()
 
     # -- communication ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """The parts' ``no_sync``."""
+        """The members' ``no_sync``."""
         with contextlib.ExitStack() as stack:
-            for part in self.parts:
-                stack.enter_context(part.no_sync())
+            for member in self.members:
+                stack.enter_context(member.no_sync())
             yield
 
     def finish_grad_sync(self) -> None:
-        for part in self.parts:
-            part.finish_grad_sync()
+        for member in self.members:
+            member.finish_grad_sync()
 
     def finish_param_sync(self) -> None:
-        for part in self.parts:
-            part.finish_param_sync()
+        for member in self.members:
+            member.finish_param_sync()
 
     # -- what is going on -------------------------------------------------------------------------
 
     def describe(self) -> Description:
-        """The parts' rows, with the groups numbered as they are here."""
+        """The members' rows, with the groups numbered as they are here."""
         rows: list[DescriptionRow] = []
         notes: list[str] = []
         first_group = 0
-        for part in self.parts:
-            described = part.describe()
+        for member in self.members:
+            described = member.describe()
             rows += [row.shifted(first_group) for row in described.rows]
             notes += described.notes
-            first_group += len(part.param_groups)
+            first_group += len(member.param_groups)
         return Description(tuple(rows), (*notes, *graph_notes(self.graphed)))
 
     def metrics(self) -> dict[str, float]:
-        """The first part's; bytes, times and counts added up over all."""
-        metrics = [part.metrics() for part in self.parts]
-        names = dict.fromkeys(name for of_part in metrics for name in of_part)
+        """The first member's; bytes, times and counts added up over all."""
+        metrics = [member.metrics() for member in self.members]
+        names = dict.fromkeys(name for of_member in metrics for name in of_member)
         added = [name for name in names if re.match(_SUMMED, name)]
         totals: dict[str, float] = dict.fromkeys(added, 0)
         for name in added:
-            totals[name] = sum(of_part.get(name, 0) for of_part in metrics)
+            totals[name] = sum(of_member.get(name, 0) for of_member in metrics)
         own = {**graph_metrics(self.graphed), **self.health.metrics()}
         return {**metrics[0], **totals, **own}
 
     def _located(self, slot: Slot | None) -> Sequence[tuple[MegatronOptimizer, Slot | None]]:
-        """The part that has a slot, and which it is there; all parts for None."""
-        return [(part, None) for part in self.parts] if slot is None else [self.locate(slot)]
+        """The member that has a slot, and which it is there; all members for None."""
+        return [(member, None) for member in self.members] if slot is None else [self.locate(slot)]
 
 
 class ChainedOptimizer(CompositeOptimizer):
     """Several :class:`MegatronOptimizer` that step together.
 
-    ``param_groups`` are the parts' own dicts, one after the other: a change here is a change there.
+    ``param_groups`` are the members' own dicts, one after the other: a change here is a change
+    there.
 
     Args:
         chained_optimizers: at least one, all built with equal configs. The first one's loss scaler
             becomes the scaler of all.
 
     Raises:
-        ValueError: no parts, or parts whose configs differ.
+        ValueError: no members, or members whose configs differ.
     """
 
     def __init__(self, chained_optimizers: Sequence[MegatronOptimizer]) -> None:
         if not chained_optimizers:
             raise ValueError("chained_optimizers is empty; pass at least one optimizer")
         first = chained_optimizers[0]
-        if any(part.config != first.config for part in chained_optimizers):
+        if any(member.config != first.config for member in chained_optimizers):
             raise ValueError(
                 "the chained optimizers' configs differ; build all parts with one OptimizerConfig"
             )
-        groups = [group for part in chained_optimizers for group in part.param_groups]
+        groups = [group for member in chained_optimizers for group in member.param_groups]
         super().__init__(groups, dict(first.defaults), first.config, first.grad_scaler)
-        self.take_parts(chained_optimizers)
-        composites = [part for part in self.parts if isinstance(part, CompositeOptimizer)]
-        reducers = [part.grad_reducer for part in composites]
+        self.take_members(chained_optimizers)
+        composites = [member for member in self.members if isinstance(member, CompositeOptimizer)]
+        reducers = [member.grad_reducer for member in composites]
         ours = [reducer for reducer in reducers if isinstance(reducer, GradReducer)]
         self._order: LaunchOrder | None = None
         if len(ours) > 1:  # the same order on all ranks
@@ -284,23 +289,23 @@ class ChainedOptimizer(CompositeOptimizer):
 
     @property
     def chained_optimizers(self) -> list[MegatronOptimizer]:
-        return self.parts
+        return self.members
 
     def locate(self, slot: Slot) -> tuple[MegatronOptimizer, Slot]:
         index = slot.group
-        for part in self.parts:
-            if index < len(part.param_groups):
-                return part, Slot(index, slot.position)
-            index -= len(part.param_groups)
+        for member in self.members:
+            if index < len(member.param_groups):
+                return member, Slot(index, slot.position)
+            index -= len(member.param_groups)
         raise IndexError(f"{slot} is not in the chain")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the last part of its kind (``is_expert_parallel`` or not).
+        """Add a group to the last member of its kind (``is_expert_parallel`` or not).
 
         Raises:
-            ValueError: a parameter is in some part already, naming it.
+            ValueError: a parameter is in some member already, naming it.
         """
-        if not self.parts:  # torch's constructor is adding the parts' own groups
+        if not self.members:  # torch's constructor is adding the members' own groups
             self.param_groups.append(param_group)
             self.lists_are_known()
             return
@@ -309,16 +314,16 @@ class ChainedOptimizer(CompositeOptimizer):
         self._refuse_known(params)
         kind = bool(param_group.get("is_expert_parallel", False))
         alike = []
-        for part in self.parts:
-            kinds = [group.get("is_expert_parallel", False) for group in part.param_groups]
+        for member in self.members:
+            kinds = [group.get("is_expert_parallel", False) for group in member.param_groups]
             if any(kinds) == kind:
-                alike.append(part)
-        (alike or self.parts)[-1].add_param_group({**param_group, "params": params})
-        self.param_groups[:] = [group for part in self.parts for group in part.param_groups]
+                alike.append(member)
+        (alike or self.members)[-1].add_param_group({**param_group, "params": params})
+        self.param_groups[:] = [group for member in self.members for group in member.param_groups]
         self.lists_are_known()
 
     def _refuse_known(self, params: Sequence[Any]) -> None:
-        """Each part looks at its own groups alone."""
+        """Each member looks at its own groups alone."""
         added = {id(param[1] if isinstance(param, tuple) else param) for param in params}
         for slot, param in iter_slots(self.param_groups):
             if id(param) in added:
@@ -328,11 +333,11 @@ class ChainedOptimizer(CompositeOptimizer):
                 )
 
     def check_lists(self) -> None:
-        """Also give the parts groups that were put in the place of theirs here."""
+        """Also give the members groups that were put in the place of theirs here."""
         super().check_lists()
         groups = iter(self.param_groups)
-        for part in self.parts:
-            part.param_groups[:] = islice(groups, len(part.param_groups))
+        for member in self.members:
+            member.param_groups[:] = islice(groups, len(member.param_groups))
 
     def _between_passes(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._order is None else self._order.between_passes()
@@ -346,5 +351,5 @@ class ChainedOptimizer(CompositeOptimizer):
             super().finish_grad_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for part in self.parts:
-            part.zero_grad(set_to_none)
+        for member in self.members:
+            member.zero_grad(set_to_none)

@@ -4,7 +4,7 @@ owns them.
 A parameter's hook moves its gradient into its bucket. When all of a bucket's have arrived, the
 bucket is reduced: while backward goes on (``overlap``, ZeRO-2), or at the step.
 
-All reductions of a process have one order, whichever part of the optimizer they belong to. Parts
+All reductions of a process have one order, whichever member of a chain they belong to. Members
 (dense parameters, experts) often share a communicator, where the n-th collective of one rank meets
 the n-th of another; and where they do not, communicators that share a device may wait for each
 other if ranks launch in different orders (NCCL). Which gradients a rank has must therefore not
@@ -278,15 +278,15 @@ class LaunchOrder:
 
     def __init__(self, members: Sequence[GradReducer], again: bool) -> None:
         places = [
-            (-place, part, index)
-            for part, member in enumerate(members)
+            (-place, number, index)
+            for number, member in enumerate(members)
             for index, place in enumerate(member.first_used)
         ]
         self._members, self._again = tuple(members), again
         self._groups = tuple(dict.fromkeys(member.group for member in members))
         self._announced: list[Flag] = []
         self.arrivals = threading.Lock()
-        self.sequence = [(part, index) for _, part, index in sorted(places)]
+        self.sequence = [(number, index) for _, number, index in sorted(places)]
         self.under_way: deque[tuple[GradReducer, int, Reduction]] = deque()
         self._next = 0
         self._in_backward = False
@@ -308,8 +308,8 @@ class LaunchOrder:
         if not all(member.synchronizes for member in self._members):
             return
         while self._next < len(self.sequence):
-            part, index = self.sequence[self._next]
-            member = self._members[part]
+            number, index = self.sequence[self._next]
+            member = self._members[number]
             if len(member.arrived[index]) < len(member.buckets[index].entries):
                 return
             self._launch_next()
@@ -326,8 +326,8 @@ class LaunchOrder:
         if self._again and self._next == 0:
             with self._members[0].guard("announcing a pass to reduce"):
                 self._announced += [Flag(group, True) for group in self._groups]
-        part, index = self.sequence[self._next]
-        self._members[part].launch(index)
+        number, index = self.sequence[self._next]
+        self._members[number].launch(index)
         self._next += 1
 
     def _end_of_round(self) -> None:
@@ -349,8 +349,8 @@ class LaunchOrder:
         if self._is_finished:
             return
         while self._is_anything_left():
-            for part, index in self.sequence[self._next :]:
-                self._members[part].launch(index)
+            for number, index in self.sequence[self._next :]:
+                self._members[number].launch(index)
             self._next = len(self.sequence)
             self._end_of_round()
         self.wait()
@@ -401,12 +401,12 @@ def reduce_in_one_order(members: Sequence[GradReducer], again: bool) -> LaunchOr
         ValueError: ranks would take turns differently, naming them.
     """
     order = LaunchOrder(members, again)
-    turns = [f"part {part}" for part, _ in order.sequence]
+    turns = [f"part {number}" for number, _ in order.sequence]
     groups = list(dict.fromkeys(member.group for member in members))
     ranks = [set(dist.get_process_group_ranks(group)) for group in groups]
     for group, members_of in zip(groups, ranks, strict=True):
-        # Ranks of a group inside all others see the same parts; those outside may have other
-        # parts of their own between the common ones.
+        # Ranks of a group inside all others see the same members; those outside may have other
+        # members of their own between the common ones.
         inside = all(members_of <= other for other in ranks)
         if group.size() > 1 and (inside or not any(all(a <= b for b in ranks) for a in ranks)):
             host, what = torch.device("cpu"), "the order in which gradients are reduced"

@@ -24,7 +24,7 @@ from mp_optim.precision import MegatronGradScaler, MegatronOptimizer, Verdict
 from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.measure import Measurement, NormKey
 from mp_optim.precision.settings_agreement import of_config, of_groups
-from mp_optim.precision.step_grads import GradsOfParts, StepGrads
+from mp_optim.precision.step_grads import GradsOfMembers, StepGrads
 from mp_optim.precision.wrapped_optimizer import WrappedOptimizer
 from mp_optim.process.calls import in_own_modes
 from mp_optim.ranks.agreement import ProcessGroups, check_agreement
@@ -69,7 +69,7 @@ class DistributedOptimizer(CompositeOptimizer):
             ranks of ``dp``.
 
     Attributes:
-        shards: the wrapper of the owned tensors, its only part.
+        shards: the wrapper of the owned tensors, its only member.
 
     Raises:
         ValueError: a parameter cannot become part of a flat buffer, or the ranks disagree about
@@ -104,7 +104,7 @@ class DistributedOptimizer(CompositeOptimizer):
             self.param_groups, config, self._group, model_chunks, divisor, self._guard
         )
         self.shards = build(self._model.groups())
-        self.take_parts([self.shards])
+        self.take_members([self.shards])
         self.averages.shares.append(self._model.share)
         _show_settings(self, sharded=not self._model.steps_everything)
         # a listener makes backward wait for earlier reductions
@@ -119,7 +119,7 @@ class DistributedOptimizer(CompositeOptimizer):
         Raises:
             ValueError: they are.
         """
-        if self.parts:
+        if self.members:
             raise ValueError(
                 "a DistributedOptimizer's buckets are made once: build a new optimizer for all "
                 "groups, and give it this one's state with mp_optim.checkpoint"
@@ -244,7 +244,7 @@ class DistributedOptimizer(CompositeOptimizer):
         return {**super().metrics(), **self._model.bytes}
 
 
-class ReducedGrads(GradsOfParts):
+class ReducedGrads(GradsOfMembers):
     """What a rank owns of the reduced gradients.
 
     Args:

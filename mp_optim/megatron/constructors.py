@@ -105,7 +105,7 @@ class FP32Optimizer(_Wrapper):
 
 
 class ChainedOptimizer(MegatronFace):
-    """See :class:`mp_optim.ChainedOptimizer`; without parts, one that has nothing to step.
+    """See :class:`mp_optim.ChainedOptimizer`; without members, one that has nothing to step.
 
     Args:
         chained_optimizers: what the wrappers here or :func:`get_megatron_optimizer` made.
@@ -115,18 +115,18 @@ class ChainedOptimizer(MegatronFace):
     """
 
     def __init__(self, chained_optimizers: Sequence[Any]) -> None:
-        parts: list[MegatronOptimizer] = []
-        for part in chained_optimizers:
-            if not isinstance(part, MegatronFace):
+        members: list[MegatronOptimizer] = []
+        for member in chained_optimizers:
+            if not isinstance(member, MegatronFace):
                 raise TypeError(
-                    f"chained_optimizers holds a {type(part).__name__}: wrap it in a "
+                    f"chained_optimizers holds a {type(member).__name__}: wrap it in a "
                     "Float16OptimizerWithFloat16Params or an FP32Optimizer of mp_optim.megatron"
                 )
-            parts += part.stack.chained_optimizers
-        if not parts:
+            members += member.stack.chained_optimizers
+        if not members:
             nothing = FusedAdam([{"params": []}], lr=0.0)
-            parts = [precision.FP32Optimizer(nothing, OptimizerConfig(lr=0.0))]
-        super().__init__(composite.ChainedOptimizer(parts))
+            members = [precision.FP32Optimizer(nothing, OptimizerConfig(lr=0.0))]
+        super().__init__(composite.ChainedOptimizer(members))
 
 
 class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):

@@ -105,12 +105,12 @@ class MegatronFace(torch.optim.Optimizer):
 
     @property
     def chained_optimizers(self) -> list[Any]:
-        """The parts, the same objects each time; those of a stack without any: itself."""
+        """The members, the same objects each time; those of a stack without any: itself."""
         stacks = self.stack.chained_optimizers
-        parts: list[PartFace] = self.__dict__.setdefault("_parts", [])
-        if [part.stack for part in parts] != stacks:
-            parts[:] = [PartFace(stack) for stack in stacks]
-        return parts
+        members: list[MemberFace] = self.__dict__.setdefault("_members", [])
+        if [member.stack for member in members] != stacks:
+            members[:] = [MemberFace(stack) for stack in stacks]
+        return members
 
     # -- methods that torch's class has and the stack overrides
 
@@ -167,13 +167,13 @@ class MegatronFace(torch.optim.Optimizer):
         Raises:
             ValueError: the dense and the expert part have different ones.
         """
-        parts = [part.norm_ranks() for part in self.stack.chained_optimizers]
-        if any(ranks != parts[0] for ranks in parts):
+        members = [member.norm_ranks() for member in self.stack.chained_optimizers]
+        if any(ranks != members[0] for ranks in members):
             raise ValueError(
                 "the dense and the expert part agree on their norms over different ranks; ask "
                 "the parts, in chained_optimizers"
             )
-        return parts[0][0] if parts[0] else None
+        return members[0][0] if members[0] else None
 
     # -- a step in parts, for callers that coordinate several optimizers: gradients are prepared,
     # their norm is asked for and clipped, and they are stepped with. Nothing is written between:
@@ -377,7 +377,7 @@ class MegatronFace(torch.optim.Optimizer):
         return dist_checkpointing.sharded_state_dict(*asked)
 
 
-class PartFace(MegatronFace):
+class MemberFace(MegatronFace):
     """A part of a stack. As a part of Megatron's it has no ``chained_optimizers``: callers ask for
     them by ``hasattr``."""
 

@@ -432,20 +432,20 @@ def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPl
     optimizer.init_state()
     kinds = ("accelerator", "pinned_host", "pageable_host", "disk")
     sizes: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
-    for part in optimizer.chained_optimizers:
-        assert isinstance(part, WrappedOptimizer)  # nothing is distributed here
-        for kind, what, size in (*_reserves(part, config), *_tensors(part, config)):
+    for member in optimizer.chained_optimizers:
+        assert isinstance(member, WrappedOptimizer)  # nothing is distributed here
+        for kind, what, size in (*_reserves(member, config), *_tensors(member, config)):
             sizes[kind][what] += size
     device, pinned, pageable, disk = (Memory(**of_kind) for of_kind in sizes.values())
     return MemoryPlan(device, pinned, pageable, disk)
 
 
-def _reserves(part: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tuple[str, str, int]]:
+def _reserves(member: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tuple[str, str, int]]:
     """Where, what for, and how much memory is taken when stepping begins."""
-    if not isinstance(part.executor, PlacedExecutor):
+    if not isinstance(member.executor, PlacedExecutor):
         return
-    held, pins_mains = part.executor.stepper.host_part.host_bytes(), config.pin_cpu_params
-    yield _taken("main_params", [part.executor.main_memory.host_bytes], pins_mains)
+    held, pins_mains = member.executor.stepper.host_part.host_bytes(), config.pin_cpu_params
+    yield _taken("main_params", [member.executor.main_memory.host_bytes], pins_mains)
     yield _taken("staging", held.staging, config.pin_cpu_grads)
     yield _taken("double_buffers", held.back_mains, pins_mains)
     yield _taken("double_buffers", held.back_state, False)
@@ -453,11 +453,11 @@ def _reserves(part: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tuple
     yield _taken("averages", held.averages, pins_mains)
     yield _taken("main_params", held.remainders, pins_mains)
     yield _taken("staging", held.windows, pins_mains)
-    on_disk = part.executor.stepper.host_part.disk_bytes()
+    on_disk = member.executor.stepper.host_part.disk_bytes()
     yield "disk", "main_params", on_disk.main_params
     yield "disk", "moments", on_disk.moments
     yield "disk", "averages", on_disk.averages
-    yield "accelerator", "staging", part.executor.stepper.host_part.device_bytes
+    yield "accelerator", "staging", member.executor.stepper.host_part.device_bytes
 
 
 def _taken(what: str, pieces: Sequence[int], is_pinned: bool) -> tuple[str, str, int]:
@@ -466,15 +466,15 @@ def _taken(what: str, pieces: Sequence[int], is_pinned: bool) -> tuple[str, str,
     return "pageable_host", what, sum(pieces)
 
 
-def _tensors(part: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tuple[str, str, int]]:
+def _tensors(member: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tuple[str, str, int]]:
     """Where, what for, and bytes of main params on the accelerator and of all state."""
-    for slot in filter(part.has_state, part.slots()):
-        on_device = part.executor.place(slot) == "device"
+    for slot in filter(member.has_state, member.slots()):
+        on_device = member.executor.place(slot) == "device"
         is_reserved = not on_device and config.has_windows
-        if on_device and part.has_separate_main(slot):
-            main = param_at(part.executor.param_groups, slot)
+        if on_device and member.has_separate_main(slot):
+            main = param_at(member.executor.param_groups, slot)
             yield "accelerator", "main_params", main.nbytes
-        for key, value in part.executor.state_of(slot).tensors().items():
+        for key, value in member.executor.state_of(slot).tensors().items():
             if is_reserved and key != "step":
                 continue
             is_here = on_device and key != "step"

@@ -87,7 +87,7 @@ class AveragedWeights:
     """The weights of a whole stack.
 
     Attributes:
-        swaps: part by part.
+        swaps: member by member.
         shares: what lets other ranks have parameters that were written here.
     """
 

@@ -48,7 +48,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     scale, that measures gradients, agrees on the norm, decides, and steps or skips.
 
     A :class:`~mp_optim.precision.wrapped_optimizer.WrappedOptimizer` has one inner optimizer and
-    does the work; a :class:`~mp_optim.distributed.composite.CompositeOptimizer` has parts and
+    does the work; a :class:`~mp_optim.distributed.composite.CompositeOptimizer` has members and
     delegates. They provide what is abstract here.
 
     Args:
@@ -109,11 +109,11 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @abstractmethod
     def settings_alike(self) -> list[SettingsAlike]:
-        """What ranks that share split parameters compare, part by part."""
+        """What ranks that share split parameters compare, member by member."""
 
     @abstractmethod
     def norm_ranks(self) -> list[ProcessGroup]:
-        """The ranks that agree on one gradient norm, part by part."""
+        """The ranks that agree on one gradient norm, member by member."""
 
     # -- the step ---------------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     @property
     def chained_optimizers(self) -> list[MegatronOptimizer]:
-        """The parts; an optimizer without parts is its own only part."""
+        """The members of a chain; any other optimizer is its own only member."""
         return [self]
 
     @property

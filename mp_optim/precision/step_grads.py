@@ -1,10 +1,10 @@
-"""The gradients of one step, as one part of a stack collected them: what is measured, and what is
+"""The gradients of one step, as one member of a stack collected them: what is measured, and what is
 stepped when the verdict is known; and how steps are counted, also those that are skipped.
 
 A skipped step leaves no trace but in counts of skips. The counts, and who writes them:
 
 ``steps`` and ``skipped_steps`` of a stack, and the latter by cause: :class:`StepCounts`, here. Each
-part of a composite has its own; ``metrics`` shows the first part's.
+member of a composite has its own; ``metrics`` shows the first member's.
 
 A slot's ``step``, from which bias corrections and random numbers are made: ``GroupState.count``.
 
@@ -58,7 +58,7 @@ class StepGrads(ABC):
 
     @abstractmethod
     def watch_updates(self) -> list[UpdateWatch]:
-        """What is to be compared with the parameters after :meth:`apply`, part by part."""
+        """What is to be compared with the parameters after :meth:`apply`, member by member."""
 
     @abstractmethod
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
@@ -83,34 +83,34 @@ class StepGrads(ABC):
         """Why this step cannot be captured; empty if it can."""
 
 
-class GradsOfParts(StepGrads):
-    """The parts' gradients: their measurements are one measurement, the verdict is for all."""
+class GradsOfMembers(StepGrads):
+    """The members' gradients: their measurements are one measurement, the verdict is for all."""
 
-    def __init__(self, parts: Sequence[StepGrads]) -> None:
-        self._parts = parts
+    def __init__(self, members: Sequence[StepGrads]) -> None:
+        self._members = members
 
     def has_any(self) -> bool:
-        return any(part.has_any() for part in self._parts)
+        return any(member.has_any() for member in self._members)
 
     def sums(self, on_host: bool = False) -> Measurement:
-        return functools.reduce(operator.add, (part.sums() for part in self._parts))
+        return functools.reduce(operator.add, (member.sums() for member in self._members))
 
     def watch_updates(self) -> list[UpdateWatch]:
-        return [watch for part in self._parts for watch in part.watch_updates()]
+        return [watch for member in self._members for watch in member.watch_updates()]
 
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
-        for part in self._parts:
-            part.apply(verdict)
+        for member in self._members:
+            member.apply(verdict)
 
     def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
-        for part in self._parts:
-            part.step(multipliers, grad_norm)
+        for member in self._members:
+            member.step(multipliers, grad_norm)
 
     def graph_key(self) -> Any:
-        return [part.graph_key() for part in self._parts]
+        return [member.graph_key() for member in self._members]
 
     def obstacle(self) -> str:
-        return next(filter(None, (part.obstacle() for part in self._parts)), "")
+        return next(filter(None, (member.obstacle() for member in self._members)), "")
 
 
 class StepCounts:
@@ -120,14 +120,14 @@ class StepCounts:
         refuse: raises what a step ends in on which ranks disagree.
 
     Attributes:
-        parts: of a stack's parts, which take the same steps.
+        members: of a stack's members, which take the same steps.
         steps: all of them. skipped: those of them, by cause, that the host knows to be skipped.
     """
 
     def __init__(self, refuse: Callable[[], object]) -> None:
         self._refuse = refuse
         self._last: Verdict | DeviceVerdict = Verdict()
-        self.parts: list[StepCounts] = []
+        self.members: list[StepCounts] = []
         self.steps = 0
         self.skipped = Counter(not_finite=0, over_threshold=0, spike=0)
 
@@ -142,8 +142,8 @@ class StepCounts:
             verdict.when_settled(self._see)
         elif verdict.skip:
             self._see(verdict)
-        for part in self.parts:
-            part.record(verdict)
+        for member in self.members:
+            member.record(verdict)
 
     def _see(self, verdict: Verdict) -> None:
         if verdict.skip:
