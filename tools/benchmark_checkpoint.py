@@ -128,10 +128,10 @@ def plan(options: Options, console: Console) -> None:
     alone, _ = timed(lambda: every[0].sheets)
     sheets = [holding.sheets for holding in every]
     told = {digest: sheet for own in sheets for digest, sheet in own.items()}
-    sent = pickle.dumps((told, [holding.parts for holding in every]))
+    sent = pickle.dumps((told, [holding.shards for holding in every]))
     received, _ = timed(lambda: pickle.loads(sent))
     decided, _ = timed(
-        lambda: shares(told, [list(own) for own in sheets], [holding.parts for holding in every])
+        lambda: shares(told, [list(own) for own in sheets], [holding.shards for holding in every])
     )
     table = Table("", "", title=f"{options.ranks:,} ranks, {options.params:,} parameters")
     table.add_row("each rank digests what it holds", f"{alone:.2f} s")

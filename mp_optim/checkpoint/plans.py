@@ -48,7 +48,7 @@ Sheets = Mapping[bytes, Sequence[Held]]
 @dataclass(frozen=True)
 class Holding:
     whole: tuple[Held, ...]
-    parts: tuple[Held, ...]
+    shards: tuple[Held, ...]
 
     @cached_property
     def sheets(self) -> Sheets:
@@ -77,26 +77,26 @@ class WriteShare:
 
 @uncollected()
 def holding_of(tensors: Mapping[str, Tensor]) -> Holding:
-    whole, parts = [], []
+    whole, shards = [], []
     for name, tensor in tensors.items():
         places = places_of(tensor)
         if places is None:
             whole.append(Held(name, tensor.dtype, tuple(tensor.shape)))
         elif places:
-            parts.append(Held(name, tensor.dtype, tuple(tensor.shape), places))
-    return Holding(tuple(whole), tuple(parts))
+            shards.append(Held(name, tensor.dtype, tuple(tensor.shape), places))
+    return Holding(tuple(whole), tuple(shards))
 
 
 @uncollected()
 def shares(
-    sheets: Sheets, held: Sequence[Collection[bytes]], parts: Sequence[Sequence[Held]]
+    sheets: Sheets, held: Sequence[Collection[bytes]], shards_of_ranks: Sequence[Sequence[Held]]
 ) -> list[WriteShare]:
     """What each rank writes: every element once, spread evenly.
 
     Args:
         sheets: of all ranks.
         held: digests of each rank's sheets.
-        parts: each rank's entries in parts.
+        shards_of_ranks: what each rank holds of entries that are split.
 
     Raises:
         ValueError: ranks disagree about an entry, or hold parts that do not make a whole, naming
@@ -106,9 +106,9 @@ def shares(
     for rank, digests in enumerate(held):
         for digest in digests:
             ranks_of.setdefault(digest, []).append(rank)
-    _check_agreement(sheets, ranks_of, parts)
+    _check_agreement(sheets, ranks_of, shards_of_ranks)
     loads = [0] * len(held)
-    left_out = _shared_parts(parts, loads)
+    left_out = _shared_shards(shards_of_ranks, loads)
     written = _shared_wholes(sheets, ranks_of, loads)
     return list(map(WriteShare, map(frozenset, written), left_out))
 
@@ -136,14 +136,14 @@ def _shared_wholes(
     return written
 
 
-def _shared_parts(
-    parts: Sequence[Sequence[Held]], loads: list[int]
+def _shared_shards(
+    shards_of_ranks: Sequence[Sequence[Held]], loads: list[int]
 ) -> list[dict[str, tuple[Box, ...]]]:
     """The boxes that each rank leaves to another that holds them, too; ``loads`` grow."""
     first: dict[tuple[str, Box], int] = {}
     several: dict[tuple[str, Box], list[int]] = {}
     width: dict[str, int] = {}
-    for rank, held in enumerate(parts):
+    for rank, held in enumerate(shards_of_ranks):
         for entry in held:
             width[entry.name] = entry.dtype.itemsize
             for place in entry.places or ():
@@ -153,7 +153,7 @@ def _shared_parts(
     for (name, place), rank in first.items():
         if (name, place) not in several:
             loads[rank] += place.numel * width[name]
-    left: list[dict[str, tuple[Box, ...]]] = [{} for _ in parts]
+    left: list[dict[str, tuple[Box, ...]]] = [{} for _ in shards_of_ranks]
     for (name, place), ranks in several.items():
         writer = min(ranks, key=lambda rank: (loads[rank], rank))
         loads[writer] += place.numel * width[name]
@@ -167,14 +167,16 @@ def _shared_parts(
 
 
 def _check_agreement(
-    sheets: Sheets, ranks_of: Mapping[bytes, Sequence[int]], parts: Sequence[Sequence[Held]]
+    sheets: Sheets,
+    ranks_of: Mapping[bytes, Sequence[int]],
+    shards_of_ranks: Sequence[Sequence[Held]],
 ) -> None:
     """Entries of the same name must be the same thing everywhere: a copy that is not written must
     not differ."""
     seen: dict[str, tuple[_Form, int]] = {}
     boxes: dict[tuple[str, tuple[int, ...]], set[Box]] = {}
     wholes = ((ranks_of[digest][0], sheet) for digest, sheet in sheets.items())
-    for rank, entries in chain(wholes, enumerate(parts)):
+    for rank, entries in chain(wholes, enumerate(shards_of_ranks)):
         for name, dtype, shape, places in entries:
             own = (dtype, shape, "whole" if places is None else "sharded"), rank
             other = seen.setdefault(name, own)

@@ -198,14 +198,14 @@ def _write(writing: Writing, common: bytes, target: Path, keep: int | None, rank
     staging = staging_of(target)
 
     def commit() -> None:
-        files = writing.finish([part for of_rank in parts for part in of_rank])
+        files = writing.finish([file for of_rank in written for file in of_rank])
         write_durably(staging / COMMON, common)
         files[COMMON] = file_sum(staging / COMMON)
         write_manifest(staging, files, ranks.size)
         publish(target, keep)
 
     try:
-        parts = ranks.gather_results(f"writing {target}", writing.write)
+        written = ranks.gather_results(f"writing {target}", writing.write)
         ranks.run_on_first(f"completing {target}", commit)
     except Exception:
         if ranks.rank == 0:

@@ -73,7 +73,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class WrittenFile:
-    file: str
+    name: str
     sum: FileSum
     blocks: Sequence[int]
     written: Sequence[tuple[Held, SavedBox]]
@@ -142,18 +142,18 @@ class Writing:
         return _write_files(list(zip(_by_file(self.items, threads), paths, strict=False)))
 
     @uncollected()
-    def finish(self, parts: list[WrittenFile]) -> dict[str, FileSum]:
+    def finish(self, written: list[WrittenFile]) -> dict[str, FileSum]:
         """On the first rank, after all have written: write what is where.
 
         Returns:
             The files of all ranks.
         """
         entries: dict[str, Saved] = {}
-        for part in parts:
-            for (name, dtype, shape, _), box in part.written:
+        for file in written:
+            for (name, dtype, shape, _), box in file.written:
                 entries.setdefault(name, Saved(dtype, shape, [])).boxes.append(box)
-        index = Index(entries, {part.file: part.blocks for part in parts})
-        files = {part.file: part.sum for part in parts}
+        index = Index(entries, {file.name: file.blocks for file in written})
+        files = {file.name: file.sum for file in written}
         contents = {INDEX: as_json(index), METADATA: as_metadata(index, self.folder)}
         for name, content in contents.items():
             write_durably(self.folder / name, content)
@@ -263,13 +263,13 @@ def _shared(holding: Holding, held: list[list[bytes]], ranks: Ranks) -> WriteSha
             first.setdefault(digest, rank)
     speakers = ranks.broadcast(first)
     mine = [digest for digest in sheets if speakers[digest] == ranks.rank]
-    gathered = ranks.gather(({digest: sheets[digest] for digest in mine}, holding.parts))
+    gathered = ranks.gather(({digest: sheets[digest] for digest in mine}, holding.shards))
 
     def decide() -> list[WriteShare]:
         everything: dict[bytes, Sequence[Held]] = {}
         for spoken, _ in gathered:
             everything |= spoken
-        return shares(everything, held, [parts for _, parts in gathered])
+        return shares(everything, held, [shards for _, shards in gathered])
 
     return ranks.scatter(ranks.run_on_first("planning a checkpoint", decide) or [])
 
@@ -279,11 +279,11 @@ def _items(tensors: Mapping[str, Tensor], holding: Holding, share: WriteShare) -
         if entry.name in share.whole:
             place = whole_box(entry.shape)
             yield Item(entry, place, piece(tensors[entry.name], place))
-    for part in holding.parts:
-        entry, left_out = part._replace(places=None), share.left_out.get(part.name, ())
-        for place in part.places or ():
+    for shard in holding.shards:
+        entry, left_out = shard._replace(places=None), share.left_out.get(shard.name, ())
+        for place in shard.places or ():
             if place not in left_out:
-                yield Item(entry, place, piece(tensors[part.name], place))
+                yield Item(entry, place, piece(tensors[shard.name], place))
 
 
 # -- data files -----------------------------------------------------------------------------------
@@ -312,14 +312,14 @@ def _write_files(files: Sequence[tuple[Sequence[Item], Path]]) -> list[WrittenFi
     to its end, and then waits for its save.
     """
     stop = threading.Event()
-    parts: dict[Path, WrittenFile] = {}
+    written: dict[Path, WrittenFile] = {}
     errors: list[BaseException] = []
 
     def write(items: Sequence[Item], path: Path) -> None:
         try:
             with closing(_SummedFile(path, stop)) as file:
-                written = list(_written(file, items, path.name))
-                parts[path] = WrittenFile(path.name, file.finish(), file.blocks, written)
+                boxes = list(_written(file, items, path.name))
+                written[path] = WrittenFile(path.name, file.finish(), file.blocks, boxes)
         except BaseException as error:
             errors.append(error)  # NOTE: before others notice, which fail because of it
             stop.set()
@@ -335,7 +335,7 @@ def _write_files(files: Sequence[tuple[Sequence[Item], Path]]) -> list[WrittenFi
         thread.join()
     if errors:
         raise errors[0]
-    return [parts[path] for _, path in files]
+    return [written[path] for _, path in files]
 
 
 def _written(

@@ -210,11 +210,11 @@ def _scale(wrapper: MainParams, slot: Slot, factors: Tensor) -> None:
 
 def _for_elements(param: Tensor, factors: Tensor) -> Tensor:
     """The factor of each element that a rank has of a parameter, in a shape that multiplies it."""
-    part, local = region_of(param), local_tensor(param)
-    if part.offsets is not None:
-        first = part.offsets[0]
+    region, local = region_of(param), local_tensor(param)
+    if region.offsets is not None:
+        first = region.offsets[0]
         rows = factors[first : first + local.shape[0]]
         return rows.view(-1, *[1] * (local.dim() - 1))
-    row = part.shape[1:].numel()
-    indices = torch.arange(local.numel(), device=factors.device) + part.start
+    row = region.shape[1:].numel()
+    indices = torch.arange(local.numel(), device=factors.device) + region.start
     return factors[indices // row].view(local.shape)

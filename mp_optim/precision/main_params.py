@@ -205,16 +205,16 @@ class MainParams:
     def _layout(self, slot: Slot, param: Tensor) -> ParamLayout:
         return layout_of(param, self._tensor_parallel(slot))
 
-    def parts(self) -> list[tuple[ProcessGroup, ...]]:
+    def split_over(self) -> list[tuple[ProcessGroup, ...]]:
         """For each slot the groups of ranks over which its parameter is split."""
         table = self.table
-        if table.parts is None:
-            table.parts = []
+        if table.split_over is None:
+            table.split_over = []
             for slot, param, key in zip(table.slots, table.params, table.keys, strict=True):
                 ranks = self._tensor_parallel(slot)
                 also = () if ranks is None or not is_tensor_parallel(param) else (ranks,)
-                table.parts.append((*key.shard_groups, *also))
-        return table.parts
+                table.split_over.append((*key.shard_groups, *also))
+        return table.split_over
 
     def _tensor_parallel(self, slot: Slot) -> ProcessGroup | None:
         expert = self._param_groups[slot.group].get("is_expert_parallel", False)

@@ -238,36 +238,36 @@ def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str
     return sorted(names)
 
 
-def of_parameters(sums: Tensor, indices: Sequence[int], parts: Sequence[Groups]) -> Tensor:
+def of_parameters(sums: Tensor, indices: Sequence[int], split_over: Sequence[Groups]) -> Tensor:
     """Gradients' sums of squares as those of whole parameters, shape (slots,), 0 where there is no
     gradient. Collective, once for each kind of split.
 
     Args:
         indices: in slot order, of the slots that have a gradient.
-        parts: for every slot the groups of ranks over which its gradient is split.
+        split_over: for every slot the groups of ranks over which its gradient is split.
     """
-    if len(indices) == len(parts):
+    if len(indices) == len(split_over):
         of_slots = sums.clone()
     else:
-        of_slots = sums.new_zeros(len(parts))
+        of_slots = sums.new_zeros(len(split_over))
         of_slots[index_on(sums.device, indices)] = sums
-    add_parts(of_slots, parts, "agreeing on the gradient norms of parameters")
+    add_over_ranks(of_slots, split_over, "agreeing on the gradient norms of parameters")
     return of_slots
 
 
-def add_parts(sums: Tensor, parts: Sequence[Groups], doing: str) -> None:
+def add_over_ranks(sums: Tensor, split_over: Sequence[Groups], doing: str) -> None:
     """Add up in place what ranks that hold parts of the same parameters have. Collective, once for
     each kind of split.
 
     Args:
         sums: shape (slots, ...).
-        parts: for every slot the groups of ranks over which it is split.
+        split_over: for every slot the groups of ranks over which it is split.
     """
     alike: dict[Groups, list[int]] = {}
-    for index, groups in enumerate(parts):
+    for index, groups in enumerate(split_over):
         alike.setdefault(groups, []).append(index)
     for groups, indices in alike.items():
-        if groups and len(indices) == len(parts):
+        if groups and len(indices) == len(split_over):
             reduce_over(groups, sums, doing)
         elif groups:
             where = index_on(sums.device, indices)
@@ -282,18 +282,18 @@ class UpdateWatch:
 
     Args:
         mains: the main params now, one of each slot.
-        parts: for every slot the groups of ranks over which its parameter is split.
+        split_over: for every slot the groups of ranks over which its parameter is split.
         device: of the result.
     """
 
     def __init__(
         self,
         mains: Callable[[], list[Tensor]],
-        parts: Sequence[Groups],
+        split_over: Sequence[Groups],
         sum_of_squares: SumOfSquares,
         device: torch.device,
     ) -> None:
-        self._mains, self._parts, self._device = mains, parts, device
+        self._mains, self._split_over, self._device = mains, split_over, device
         self._sum_of_squares = sum_of_squares
         self._before = [main.detach().clone() for main in mains()]
 
@@ -308,5 +308,5 @@ class UpdateWatch:
         self._before.clear()
         numel = index_on(self._device, counts).double()
         sums = torch.stack([weights, updates, numel], dim=1)
-        add_parts(sums, self._parts, "adding up the updates of parameters")
+        add_over_ranks(sums, self._split_over, "adding up the updates of parameters")
         return sums

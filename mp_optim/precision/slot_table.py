@@ -104,7 +104,7 @@ class SlotTable:
         streams: what tells its random numbers from others'.
         layouts: where the model's tensor lies, and how it is split.
         first: index of each group's first slot.
-        parts: what :meth:`MainParams.parts` found, for as long as nothing changes.
+        split_over: what :meth:`MainParams.split_over` found, for as long as nothing changes.
     """
 
     slots: list[Slot] = field(default_factory=list)
@@ -118,7 +118,7 @@ class SlotTable:
     first: list[int] = field(default_factory=list)
     _last: Selection | None = None
     _common: Common | None = None
-    parts: list[tuple[ProcessGroup, ...]] | None = None
+    split_over: list[tuple[ProcessGroup, ...]] | None = None
 
     def index(self, slot: Slot) -> int:
         """Where a slot is in the lists."""
@@ -162,7 +162,7 @@ class SlotTable:
 
     def _forget(self) -> None:
         """Drop what was put together from the columns."""
-        self._last = self._common = self.parts = None
+        self._last = self._common = self.split_over = None
 
     def look(self, params: Sequence[Tensor]) -> None:
         """Take what is there now as seen."""

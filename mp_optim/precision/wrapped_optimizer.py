@@ -135,7 +135,7 @@ class WrappedGrads(StepGrads):
             return [local_tensor(engine.executor.main_param(slot)) for slot in table.slots]
 
         measure, device = engine.link.sum_of_squares, table.common.device
-        return [UpdateWatch(mains, engine.mains.parts(), measure, device)]
+        return [UpdateWatch(mains, engine.mains.split_over(), measure, device)]
 
     def apply(self, verdict: Verdict | DeviceVerdict) -> None:
         if verdict.skip:
@@ -522,8 +522,8 @@ class AgreedSums:
             self._names = norm_groups(all_keys, ranks)
         numbers = alike.numbers(config, wrapper.param_groups, keys, all_keys)
         if config.log_param_grad_norms:
-            parts = [(*over, *split) for split in engine.mains.parts()]
-            params = of_parameters(each, indices, parts)
+            split_over = [(*over, *split) for split in engine.mains.split_over()]
+            params = of_parameters(each, indices, split_over)
         return agree(sums, zeros, ranks, self._names, numbers, alike.copies, params)
 
 

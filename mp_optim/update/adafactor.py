@@ -67,14 +67,14 @@ class AdafactorRule(Rule):
         return "torch", "adafactor: torch operations, with the same bits in every place"
 
     def apply(self, launch: Launch, backend: Backend) -> None:
-        lists, parts = launch.lists.in_place(), launch.parts
+        lists, regions = launch.lists.in_place(), launch.regions
         passes = ElementPasses()
         if isinstance(backend, NativeBackend):
             passes = NativeElementPasses(backend.library)
         scalars = _Scalars.at(launch.settings, launch.step)
         multiplier, shard_groups = float(launch.multiplier), launch.updates.shard_groups
-        for members in runs_of(enumerate(part.shape.numel() for part in parts), _TOGETHER):
-            params = [_Param.of(lists, at, parts[at], multiplier) for at in members]
+        for members in runs_of(enumerate(region.shape.numel() for region in regions), _TOGETHER):
+            params = [_Param.of(lists, at, regions[at], multiplier) for at in members]
             _step(passes, params, scalars, [shard_groups[at] for at in members])
             for at, param in zip(members, params, strict=True):
                 _store(lists, at, param)
@@ -164,7 +164,7 @@ class _Param:
         state: moments by name.
     """
 
-    part: ShardRegion
+    region: ShardRegion
     main: Tensor
     direction: Tensor
     state: dict[str, Tensor]
@@ -172,7 +172,7 @@ class _Param:
     blocks: list[MatrixBlock] = field(default_factory=list)
 
     @classmethod
-    def of(cls, lists: TensorLists, at: int, part: ShardRegion, multiplier: float) -> _Param:
+    def of(cls, lists: TensorLists, at: int, region: ShardRegion, multiplier: float) -> _Param:
         state = {key: tensors[at] for key, tensors in lists.state.items()}
         main = lists.main[at]
         if REMAINDER in state:
@@ -180,11 +180,13 @@ class _Param:
         grad = lists.grad[at].to(torch.float32, copy=True)
         if multiplier != 1.0:
             grad.mul_(multiplier)
-        return cls(part, main, grad, state, matrices_shape(part.shape), matrix_blocks(part, grad))
+        return cls(
+            region, main, grad, state, matrices_shape(region.shape), matrix_blocks(region, grad)
+        )
 
     def rms(self, digits: Tensor, top: float) -> float:
         """Root mean square over the whole parameter."""
-        count = max(1, self.part.shape.numel())
+        count = max(1, self.region.shape.numel())
         return math.sqrt(float(digits_to_values(digits, top)) / count)
 
 
@@ -221,7 +223,7 @@ def _step(
 def _digits_of(passes: ElementPasses, param: _Param, grad_top: float, main_top: float) -> Tensor:
     """Digits of the sum of squares of the parameter, and of the gradient's rows and columns where
     they are kept; int64, shape (n,)."""
-    mains = matrix_blocks(param.part, param.main)
+    mains = matrix_blocks(param.region, param.main)
     digits = [passes.total_digits(mains, main_top, param.main.device)]
     if "row_var" in param.state:
         digits += passes.row_and_column_digits(

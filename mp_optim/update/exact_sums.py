@@ -49,17 +49,17 @@ def matrices_shape(shape: Sequence[int]) -> MatricesShape:
     return math.prod(shape[:-2]), shape[-2], shape[-1]
 
 
-def matrix_blocks(part: ShardRegion, local: Tensor) -> list[MatrixBlock]:
+def matrix_blocks(region: ShardRegion, local: Tensor) -> list[MatrixBlock]:
     """The elements that a rank has of a parameter, as views of its contiguous tensor."""
     if not local.numel():
         return []
-    if part.offsets is None:
+    if region.offsets is None:
         flat = local.view(-1)
-        found = boxes(matrices_shape(part.shape), part.start, flat.numel())
+        found = boxes(matrices_shape(region.shape), region.start, flat.numel())
         return [MatrixBlock(values, *box.offsets) for box, values in box_views(flat, found)]
     if local.dim() < 2:
-        return [MatrixBlock(local.view(1, 1, -1), 0, 0, part.offsets[0] if part.offsets else 0)]
-    return list(_boxed(local, part.offsets, part.shape, 0))
+        return [MatrixBlock(local.view(1, 1, -1), 0, 0, region.offsets[0] if region.offsets else 0)]
+    return list(_boxed(local, region.offsets, region.shape, 0))
 
 
 def _boxed(

@@ -56,7 +56,7 @@ class _Steady(NamedTuple):
         planned: the launch, without gradients, which would stay for as long as it does.
     """
 
-    share: GroupSlots
+    of_group: GroupSlots
     mains: CachedTensorList
     checked: dict[str, Any] | None
     moments: tuple[tuple[str, ...], ...]
@@ -146,14 +146,14 @@ class RuleExecutor(Executor):
         # All launches are formed before the first is carried out: what does not fit is found while
         # nothing is stepped.
         planned = [
-            (share, part, list(self._plan_group(share, part, group, grad_norm)))
-            for share, part, group in self._shares_of(SlotUpdates.of(updates))
+            (of_group, chosen, list(self._plan_group(of_group, chosen, group, grad_norm)))
+            for of_group, chosen, group in self._shares_of(SlotUpdates.of(updates))
         ]
         self.step_mark.touch()
-        for share, part, launches in planned:
+        for of_group, chosen, launches in planned:
             for launch in launches:
                 self.carry_out(launch)
-            self.rows.count(share.group, share.positions, part.multipliers)
+            self.rows.count(of_group.group, of_group.positions, chosen.multipliers)
 
     def plan(
         self, updates: Sequence[SlotUpdate], grad_norm: float | None = None
@@ -167,8 +167,8 @@ class RuleExecutor(Executor):
         self.rows.settle()
         return [
             planned
-            for share, part, group in self._shares_of(SlotUpdates.of(updates))
-            for planned in self._plan_group(share, part, settings_now(group), grad_norm)
+            for of_group, chosen, group in self._shares_of(SlotUpdates.of(updates))
+            for planned in self._plan_group(of_group, chosen, settings_now(group), grad_norm)
         ]
 
     def recover(self) -> None:
@@ -186,21 +186,21 @@ class RuleExecutor(Executor):
             if len(self._shares) >= _MOST_SHARES:
                 self._shares.clear()
             self._shares[id(columns.slots)] = columns.slots, shares
-        for share in shares:
-            part = columns
+        for of_group in shares:
+            chosen = columns
             if len(shares) > 1:  # a selection keeps outputs alive, so only one that comes again
-                members = share.members
-                part = members.take(columns) if is_known else columns.take(members.indices)
-            yield share, part, self.param_groups[share.group]
+                members = of_group.members
+                chosen = members.take(columns) if is_known else columns.take(members.indices)
+            yield of_group, chosen, self.param_groups[of_group.group]
 
     def _plan_group(
         self,
-        share: GroupSlots,
+        of_group: GroupSlots,
         updates: SlotUpdates,
         settings: dict[str, Any],
         grad_norm: float | None,
     ) -> Iterator[PlannedLaunch]:
-        index, positions = share.group, share.positions
+        index, positions = of_group.group, of_group.positions
         rows = self.rows
         mains = rows.mains(index, positions)
         multipliers = {
@@ -211,7 +211,7 @@ class RuleExecutor(Executor):
         is_common = len(multipliers) == 1 and len(set(counts)) == 1
         if is_common:
             multiplier = multipliers[updates.multipliers[0]]
-            steady = self._steady(share, mains, updates, settings)
+            steady = self._steady(of_group, mains, updates, settings)
             if steady is not None:
                 yield self._again(steady, updates, counts[0], multiplier)
                 return
@@ -219,7 +219,7 @@ class RuleExecutor(Executor):
         if is_common and all(len(each) == 1 for each in (mains.devices, mains.dtypes, set(kept))):
             launch = SharedByLaunch(mains[0].device, mains[0].dtype, counts[0], multiplier, kept[0])
             planned = self._planned(index, launch, updates, positions, mains, settings)
-            self._keep(share, planned, updates.outputs, settings)
+            self._keep(of_group, planned, updates.outputs, settings)
             yield planned
             return
         if len(counts) < len(positions):
@@ -249,7 +249,7 @@ class RuleExecutor(Executor):
 
     def _steady(
         self,
-        share: GroupSlots,
+        of_group: GroupSlots,
         mains: CachedTensorList,
         updates: SlotUpdates,
         settings: dict[str, Any],
@@ -262,16 +262,16 @@ class RuleExecutor(Executor):
         (:meth:`check_groups`); of others, as a scheduler sets them, a launch depends on nothing but
         the moments. A plan for other threads has settings of its own, and is made anew.
         """
-        kept = self.rows.groups[share.group].together(share.positions)
+        kept = self.rows.groups[of_group.group].together(of_group.positions)
         last: _Steady | None = None if kept is None else kept.launch
         if (
             last is not None
-            and last.share is share
+            and last.of_group is of_group
             and last.mains is mains
             and last.outputs is updates.outputs
-            and settings is self.param_groups[share.group]
+            and settings is self.param_groups[of_group.group]
         ):
-            checked = self._checked.get(share.group)
+            checked = self._checked.get(of_group.group)
             is_same = checked is not None and checked is last.checked
             return last.planned if is_same or self._moments(settings) == last.moments else None
         return None
@@ -281,22 +281,22 @@ class RuleExecutor(Executor):
 
     def _keep(
         self,
-        share: GroupSlots,
+        of_group: GroupSlots,
         planned: PlannedLaunch,
         outputs: Sequence[Tensor | None],
         settings: dict[str, Any],
     ) -> None:
         """Keep a launch for the next step, if all that it is made of but gradients may stay: not
         copies of what is not contiguous, nor tensors whose memory others may move."""
-        kept = self.rows.groups[share.group].together(share.positions)
-        checked, moments = self._checked.get(share.group), self._moments(settings)
+        kept = self.rows.groups[of_group.group].together(of_group.positions)
+        checked, moments = self._checked.get(of_group.group), self._moments(settings)
         lists, mains = planned.lists, planned.mains
         stays = lists.main is mains and lists.output is planned.outputs
-        is_own = settings is not self.param_groups[share.group]
+        is_own = settings is not self.param_groups[of_group.group]
         if kept is not None and mains is kept.mains and stays and not is_own:
             updates = replace(planned.updates, grads=())
             planned = planned._replace(updates=updates, lists=replace(lists, grad=[]))
-            kept.launch = _Steady(share, mains, checked, moments, outputs, planned)
+            kept.launch = _Steady(of_group, mains, checked, moments, outputs, planned)
 
     def _again(
         self, last: PlannedLaunch, updates: SlotUpdates, step: float, multiplier: Multiplier
@@ -371,7 +371,7 @@ class RuleExecutor(Executor):
             int(launch.step) + 1,
             multiplier.values if isinstance(multiplier, DeviceMultiplier) else multiplier,
             planned.updates,
-            [known.parts[position] for position in planned.positions],
+            [known.regions[position] for position in planned.positions],
             self.workspace,
         )
         self.rule.apply(work, backend)
@@ -468,7 +468,7 @@ def _by_group(slots: Sequence[Slot]) -> list[GroupSlots]:
         members.setdefault(slot.group, []).append(index)
     shares = []
     for group, indices in members.items():
-        of_group = [slots[index] for index in indices]
-        selection = UpdateSelection(indices, of_group, len(slots))
-        shares.append(GroupSlots(group, selection, [slot.position for slot in of_group]))
+        own = [slots[index] for index in indices]
+        selection = UpdateSelection(indices, own, len(slots))
+        shares.append(GroupSlots(group, selection, [slot.position for slot in own]))
     return shares

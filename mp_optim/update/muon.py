@@ -117,12 +117,12 @@ class MuonRule(Rule):
         owners.begin(each.slot for each in updates if self.is_collective(group, each))
         rooms = Rooms(lists.main[0].device, rule.dtype)
         for members, is_here in runs(lists.main, updates.layouts, rule.blockwise):
-            part = lists.take(members)
-            shapes = [main.shape for main in part.main]
+            chosen = lists.take(members)
+            shapes = [main.shape for main in chosen.main]
             rounded = beside_each_other(shapes, rooms, "rounded")
-            momenta = part.only(MOMENTUM, scale_key(MOMENTUM))
+            momenta = chosen.only(MOMENTUM, scale_key(MOMENTUM))
             momenta = replace(momenta, main=[], output=rounded)
-            params = replace(part.only(MAIN, REMAINDER), grad=rounded)
+            params = replace(chosen.only(MAIN, REMAINDER), grad=rounded)
             if is_here and isinstance(backend, NativeBackend):
                 passes = momenta, params, scalars
                 if step_in_one_call(rule, backend, *passes, multiplier, rooms):

@@ -49,7 +49,7 @@ class Launch:
         multiplier: of the gradients; a tensor only if ``backend.takes_device_multipliers`` and not
             :attr:`Rule.needs_numbers`.
         updates: who the parameters are, and how they are split.
-        parts: what part of each parameter is here.
+        regions: which elements of each parameter are here.
         workspace: the rule's own (:meth:`Rule.new_workspace`).
     """
 
@@ -58,7 +58,7 @@ class Launch:
     step: int
     multiplier: float | Tensor
     updates: SlotUpdates
-    parts: Sequence[ShardRegion]
+    regions: Sequence[ShardRegion]
     workspace: Workspace
 
 

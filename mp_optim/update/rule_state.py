@@ -89,7 +89,7 @@ class GroupState:
     """State of one param group.
 
     Attributes:
-        parts: which part of a parameter each slot is.
+        regions: which elements of a parameter each slot is.
         steps: FP32, shape (slots,), on the CPU: how often each slot was stepped. A slot's ``step``
             is a view of it.
         slots: state tensors of each slot; empty until they are read.
@@ -98,7 +98,7 @@ class GroupState:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         count = len(params)
-        self.parts = [region_of(param) for param in params]
+        self.regions = [region_of(param) for param in params]
         self.steps = torch.zeros(count, dtype=torch.float32, device="cpu")
         self.slots: list[dict[str, Tensor]] = [{} for _ in range(count)]
         self.mains: list[Tensor | None] = [None] * count
@@ -214,7 +214,7 @@ class RuleState:
         """Shapes of what a group's tensors are parts of."""
         for group, known in zip(self.param_groups, self.groups, strict=False):
             if group["params"] is params:
-                yield from (part.shape for part in known.parts)
+                yield from (region.shape for region in known.regions)
                 return
         yield from (region_of(param).shape for param in params)
 
@@ -290,7 +290,7 @@ class RuleState:
 
     def kept(self, slot: Slot) -> tuple[str, ...]:
         """Names of the moments that are kept for a slot."""
-        whole = self.groups[slot.group].parts[slot.position].shape
+        whole = self.groups[slot.group].regions[slot.position].shape
         names = self._names(slot.group, slot.position)
         return tuple(name for name in names if moment_of(name).shape(whole) is not None)
 
@@ -330,7 +330,7 @@ class RuleState:
         """State of a main param."""
         main_shape, dtype = main
         state = self.groups[slot.group].slots[slot.position]
-        whole = self.groups[slot.group].parts[slot.position].shape
+        whole = self.groups[slot.group].regions[slot.position].shape
         is_small = self.precision.is_small(whole.numel())
         forms: dict[str, Form] = {}
         for name in self._names(slot.group, slot.position):
@@ -403,11 +403,11 @@ class RuleState:
 
     def moment_keys(self, index: int, positions: Sequence[int]) -> Sequence[tuple[str, ...]]:
         """Keys of the moments at some positions of a group, and of their scales."""
-        kept, parts = self._kept_names(index, positions), self.groups[index].parts
+        kept, regions = self._kept_names(index, positions), self.groups[index].regions
         small = [False] * len(positions)
         if self.precision.fp32_state_below:
             is_small = self.precision.is_small
-            small = [is_small(parts[position].shape.numel()) for position in positions]
+            small = [is_small(regions[position].shape.numel()) for position in positions]
         forms = list(zip(kept, small, strict=True))
         keys = {form: self._with_scales(*form) for form in dict.fromkeys(forms)}
         return list(map(keys.__getitem__, forms))

@@ -75,7 +75,7 @@ class StableAdamWRule(AdamRule):
         layouts = updates.layouts or [None] * len(updates)
         over = list(map(_parts_over, updates.shard_groups, layouts))
         reduce_rows(sums, over, "adding up StableAdamW's sums")
-        sizes = [part.shape.numel() for part in launch.parts]
+        sizes = [region.shape.numel() for region in launch.regions]
         for index, layout in enumerate(layouts):
             if layout is not None and layout.tensor_parallel is not None:  # it cuts equal parts
                 sizes[index] *= layout.tensor_parallel.size()

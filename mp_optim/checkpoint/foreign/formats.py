@@ -154,7 +154,7 @@ def from_megatron(
     Args:
         state_dict: ``state_dict()``; for a chain its list, or the dict by number that Megatron
             makes of it on disk.
-        names: of all parameters, in the order of ``optimizer.param_groups``, part after part.
+        names: of all parameters, in the order of ``optimizer.param_groups``, member after member.
         fp32_names: parameters that the model itself keeps in FP32 (routers, say), which have no
             copy.
         step: steps taken, if the state does not say.
@@ -162,10 +162,10 @@ def from_megatron(
     Raises:
         ValueError: names and state do not fit each other.
     """
-    parts = states_of_members(state_dict)
+    members = states_of_members(state_dict)
     counts = []
-    for part in parts:
-        counts.append(sum(len(group["params"]) for group in _inner(part)["param_groups"]))
+    for member in members:
+        counts.append(sum(len(group["params"]) for group in _inner(member)["param_groups"]))
     if len(names) != sum(counts):
         raise ValueError(
             f"{len(names)} names for parts of {counts} parameters, {sum(counts)} together"
@@ -173,19 +173,19 @@ def from_megatron(
     groups: list[ForeignGroup] = []
     state: dict[str, Mapping[str, Tensor]] = {}
     start = 0
-    for part, count in zip(parts, counts, strict=True):
-        named = _part(part, names[start : start + count], fp32_names, step)
+    for member, count in zip(members, counts, strict=True):
+        named = _state_of_member(member, names[start : start + count], fp32_names, step)
         groups += named.groups
         state |= named.state
         start += count
-    scaler = next((part["grad_scaler"] for part in parts if part.get("grad_scaler")), None)
+    scaler = next((member["grad_scaler"] for member in members if member.get("grad_scaler")), None)
     return ForeignState(tuple(groups), state, scaler)
 
 
 def states_of_members(
     state_dict: Mapping[Any, Any] | Sequence[Mapping[str, Any]],
 ) -> list[Mapping[str, Any]]:
-    """What is saved of each part of a chain, or of the only optimizer."""
+    """What is saved of each member of a chain, or of the only optimizer."""
     if not isinstance(state_dict, Mapping):
         return list(state_dict)
     if state_dict and all(isinstance(key, int) or str(key).isdigit() for key in state_dict):
@@ -193,8 +193,8 @@ def states_of_members(
     return [state_dict]
 
 
-def _inner(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner: Mapping[str, Any] = part.get("optimizer", part.get("optimizer_state_dict", part))
+def _inner(member: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner: Mapping[str, Any] = member.get("optimizer", member.get("optimizer_state_dict", member))
     if "param_groups" not in inner or "state" not in inner:
         raise ValueError(
             f"no state of Megatron's Float16 or FP32 optimizer: it has {sorted(map(str, inner))}. "
@@ -204,11 +204,11 @@ def _inner(part: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner
 
 
-def _part(
-    part: Mapping[str, Any], names: Sequence[str], fp32_names: Collection[str], step: float | None
+def _state_of_member(
+    member: Mapping[str, Any], names: Sequence[str], fp32_names: Collection[str], step: float | None
 ) -> ForeignState:
-    foreign = positional_state(_inner(part), names, step)
-    masters = part.get(COPIES, part.get("fp32_from_fp16"))
+    foreign = positional_state(_inner(member), names, step)
+    masters = member.get(COPIES, member.get("fp32_from_fp16"))
     if masters is None:
         return foreign
     copies: dict[str, Tensor] = {}

@@ -115,9 +115,9 @@ class MultiTensorBackend(ReferenceBackend):
         self, rule: str, lists: TensorLists
     ) -> Iterator[tuple[LaunchDtypes | None, TensorLists]]:
         """Parts of the lists that are of one kind each; None for what goes to ``reference``."""
-        for _, kind, part in alike_lists(lists, kept_moments(lists, RULES[rule].moment_names)):
-            is_taken = kind is not None and part.noise is None and self.takes(kind)
-            yield (kind if is_taken else None), part
+        for _, kind, alike in alike_lists(lists, kept_moments(lists, RULES[rule].moment_names)):
+            is_taken = kind is not None and alike.noise is None and self.takes(kind)
+            yield (kind if is_taken else None), alike
 
     def launch(
         self,
@@ -143,14 +143,14 @@ class MultiTensorBackend(ReferenceBackend):
 
     def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> None:
         launches: dict[str, Callable[..., None]] = {"adam": self.adam, "sgd": self.sgd}
-        for kind, part in self.split(rule, lists):
+        for kind, alike in self.split(rule, lists):
             if kind is None or rule not in launches:
-                super().step(rule, part, scalars, multiplier)
+                super().step(rule, alike, scalars, multiplier)
                 continue
-            for batch in batches(part, MOST_TENSORS):
+            for batch in batches(alike, MOST_TENSORS):
                 launches[rule](kind, batch.lists, scalars, multiplier)
                 take_averages(batch.lists)
-            mark_written(part)
+            mark_written(alike)
 
     def adam(
         self, kind: LaunchDtypes, batch: TensorLists, s: AdamScalars, multiplier: float
@@ -232,15 +232,15 @@ class ApexBackend(MultiTensorBackend):
         write_outputs(batch)
 
     def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> None:
-        for kind, part in self.split("lamb", lists):
-            sizes = [main.numel() for main in part.main]
+        for kind, alike in self.split("lamb", lists):
+            sizes = [main.numel() for main in alike.main]
             fits = [kind is not None and size <= MOST_ELEMENTS for size in sizes]
             taken = [(index, size) for index, size in enumerate(sizes) if fits[index] and size]
-            for indices in runs_of(taken, piece_elements(part.main[0].device)):
-                self._lamb_launch(part.take(indices), scalars, multiplier)
-            mark_written(part)
+            for indices in runs_of(taken, piece_elements(alike.main[0].device)):
+                self._lamb_launch(alike.take(indices), scalars, multiplier)
+            mark_written(alike)
             if rest := [index for index, fit in enumerate(fits) if not fit]:
-                super().lamb(part.take(rest), scalars, multiplier)
+                super().lamb(alike.take(rest), scalars, multiplier)
 
     def _lamb_launch(self, batch: TensorLists, s: LambScalars, multiplier: float) -> None:
         """The kernel writes the direction over the gradient, so it gets a copy. A clip limit of 0

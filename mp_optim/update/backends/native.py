@@ -159,38 +159,38 @@ class NativeBackend(ReferenceBackend):
             tell_autograd(ready.written)
             return
         moments = kept_moments(lists, RULES[rule].moment_names)
-        parts = alike_lists(lists, moments)
-        for _, kind, part in parts:
+        by_dtypes = alike_lists(lists, moments)
+        for _, kind, alike in by_dtypes:
             if kind is None:
-                super().step(rule, part.in_place(), scalars, multiplier)
+                super().step(rule, alike.in_place(), scalars, multiplier)
                 continue
-            table = _table(part, kind, moments)
+            table = _table(alike, kind, moments)
             self._call("mp_step", table, *given)
-            mark_written(part)
-            if len(parts) == 1 and lists.prepared is not None:
-                written = [*part.main, *(each for each in part.output if each is not None)]
+            mark_written(alike)
+            if len(by_dtypes) == 1 and lists.prepared is not None:
+                written = [*alike.main, *(each for each in alike.output if each is not None)]
                 lists.prepared[rule] = _Prepared(lists.made_for, kind.grad, table, written)
 
     def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
         values = values_of(lib.Muon, scalars, multiplier)
-        for _, kind, part in alike_lists(lists, (MOMENTUM,)):
+        for _, kind, alike in alike_lists(lists, (MOMENTUM,)):
             if kind is None:
-                super().muon_momentum(part.in_place(), scalars, multiplier)
+                super().muon_momentum(alike.in_place(), scalars, multiplier)
             else:
-                self._call("mp_muon_momentum", _table(part, kind, (MOMENTUM,)), values)
-                mark_written(part)
+                self._call("mp_muon_momentum", _table(alike, kind, (MOMENTUM,)), values)
+                mark_written(alike)
 
     def muon_apply(
         self, lists: TensorLists, scalars: MuonScalars, factors: Sequence[float]
     ) -> None:
-        for indices, kind, part in alike_lists(lists, ()):
+        for indices, kind, alike in alike_lists(lists, ()):
             part_factors = array("f", [factors[index] for index in indices])
             if kind is None:
-                super().muon_apply(part.in_place(), scalars, part_factors)
+                super().muon_apply(alike.in_place(), scalars, part_factors)
             else:
                 to = (scalars.decay, part_factors.buffer_info()[0])
-                self._call("mp_muon_apply", _table(part, kind, ()), *to)
-                mark_written(part)
+                self._call("mp_muon_apply", _table(alike, kind, ()), *to)
+                mark_written(alike)
 
     def muon_tables(
         self, momenta: TensorLists, params: TensorLists
@@ -198,10 +198,10 @@ class NativeBackend(ReferenceBackend):
         """What both passes read and write; None if kernels do not take all of it at once."""
         tables = []
         for lists, moments in ((momenta, (MOMENTUM,)), (params, ())):
-            (_, kind, part), *others = alike_lists(lists, moments)
+            (_, kind, alike), *others = alike_lists(lists, moments)
             if kind is None or others:
                 return None
-            tables.append(_table(part, kind, moments))
+            tables.append(_table(alike, kind, moments))
         if not self.access.is_settled and tables[0].numel >= LARGE:
             self.access.settle(thread_count())
         return tables[0], tables[1]
@@ -212,13 +212,13 @@ class NativeBackend(ReferenceBackend):
         values = values_of(lib.Clip, scalars, multiplier)
         sums = torch.zeros(len(lists.main), 3, dtype=torch.int64, device="cpu")
         moments = kept_moments(lists, _MOMENTS)
-        for indices, kind, part in alike_lists(lists, moments):
+        for indices, kind, alike in alike_lists(lists, moments):
             if kind is None:
-                found = super().stable_adamw_sums(part.in_place(), scalars, multiplier)
+                found = super().stable_adamw_sums(alike.in_place(), scalars, multiplier)
             else:
                 found = torch.empty(len(indices), 3, dtype=torch.int64, device="cpu")
                 to = found.data_ptr()
-                self._call("mp_clip_sums", _table(part, kind, moments), values, to)
+                self._call("mp_clip_sums", _table(alike, kind, moments), values, to)
             sums[torch.tensor(list(indices), device="cpu")] = found
         return sums
 
@@ -227,49 +227,49 @@ class NativeBackend(ReferenceBackend):
     ) -> None:
         values = values_of(lib.Adam, scalars, multiplier)
         moments = kept_moments(lists, _MOMENTS)
-        for indices, kind, part in alike_lists(lists, moments):
+        for indices, kind, alike in alike_lists(lists, moments):
             own = [steps[index] for index in indices]
             if kind is None:
-                super().stable_adamw_apply(part.in_place(), scalars, own, multiplier)
+                super().stable_adamw_apply(alike.in_place(), scalars, own, multiplier)
                 continue
             numbers = array("f", chain.from_iterable(own))
             to = numbers.buffer_info()[0]
-            self._call("mp_clipped_adamw", _table(part, kind, moments), values, to)
-            mark_written(part)
+            self._call("mp_clipped_adamw", _table(alike, kind, moments), values, to)
+            mark_written(alike)
 
     def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
         values = values_of(lib.Lamb, scalars, multiplier)
         sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device="cpu")
-        for indices, kind, part in alike_lists(lists, _MOMENTS):
+        for indices, kind, alike in alike_lists(lists, _MOMENTS):
             if kind is None:
-                squares = super().lamb_moments(part.in_place(), scalars, multiplier)
+                squares = super().lamb_moments(alike.in_place(), scalars, multiplier)
             else:
                 squares = torch.empty(len(indices), 2, dtype=torch.float64, device="cpu")
-                table = _table(part, kind._replace(output=None), _MOMENTS)
+                table = _table(alike, kind._replace(output=None), _MOMENTS)
                 self._call("mp_lamb_moments", table, values, squares.data_ptr())
             sums[torch.tensor(list(indices), device="cpu")] = squares
         return sums
 
     def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
         values = values_of(lib.Lamb, scalars, 1.0)
-        for indices, kind, part in alike_lists(lists, _MOMENTS):
+        for indices, kind, alike in alike_lists(lists, _MOMENTS):
             part_ratios = array("f", [ratios[index] for index in indices])
             if kind is None:
-                super().lamb_apply(part, scalars, part_ratios)
+                super().lamb_apply(alike, scalars, part_ratios)
             else:
                 table = _table(
-                    replace(part, source=None), kind, _MOMENTS
+                    replace(alike, source=None), kind, _MOMENTS
                 )  # the first pass brought it
                 self._call("mp_lamb_apply", table, values, part_ratios.buffer_info()[0])
-                mark_written(part)
+                mark_written(alike)
 
     def average(self, lists: TensorLists) -> None:
-        for _, kind, part in alike_lists(lists.for_averages(), ()):
+        for _, kind, alike in alike_lists(lists.for_averages(), ()):
             if kind is None:
-                super().average(part)
+                super().average(alike)
             else:
-                self._call("mp_average", _table(part, kind, ()))
-                tell_autograd(list(part.state[AVERAGE]))
+                self._call("mp_average", _table(alike, kind, ()))
+                tell_autograd(list(alike.state[AVERAGE]))
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         steady = CachedTensorList.of(tensors)

@@ -6,7 +6,7 @@ import math
 import pickle
 import random
 import time
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -63,7 +63,7 @@ def planned(holdings):
     sheets = [holding.sheets for holding in holdings]
     told = {digest: sheet for own in sheets for digest, sheet in own.items()}
     return told, shares(
-        told, [list(own) for own in sheets], [holding.parts for holding in holdings]
+        told, [list(own) for own in sheets], [holding.shards for holding in holdings]
     )
 
 
@@ -74,7 +74,7 @@ def written(holdings, plan):
         for entry in holding.whole:
             if entry.name in share.whole:
                 found.setdefault(entry.name, []).append((whole_box(entry.shape), rank))
-        for part in holding.parts:
+        for part in holding.shards:
             for place in part.places:
                 if place not in share.left_out.get(part.name, ()):
                     found.setdefault(part.name, []).append((place, rank))
@@ -90,7 +90,8 @@ def test_64_ranks_of_10000_parameters_are_planned_in_seconds():
     told, plan = planned(many)
     seconds = time.process_time() - begun
     found = written(many, plan)
-    entry_of = {entry.name: entry for holding in many for entry in (*holding.whole, *holding.parts)}
+    entries = chain.from_iterable((*holding.whole, *holding.shards) for holding in many)
+    entry_of = {entry.name: entry for entry in entries}
     assert found.keys() == entry_of.keys()
     for name, places in found.items():
         assert sum(math.prod(place.sizes) for place, _ in places) == math.prod(
@@ -102,8 +103,8 @@ def test_64_ranks_of_10000_parameters_are_planned_in_seconds():
             loads[rank] += math.prod(place.sizes) * entry_of[name].dtype.itemsize
     assert max(loads) < 1.1 * sum(loads) / 64
     assert seconds < 10
-    size = len(pickle.dumps((told, [holding.parts for holding in many])))
-    assert size < 1.2 * len(pickle.dumps((planned(few)[0], [holding.parts for holding in few])))
+    size = len(pickle.dumps((told, [holding.shards for holding in many])))
+    assert size < 1.2 * len(pickle.dumps((planned(few)[0], [holding.shards for holding in few])))
 
 
 def test_a_rank_tells_of_whole_entries_only_if_no_other_of_its_kind_does():
@@ -147,7 +148,7 @@ def layouts_of(draw):
 def test_every_element_is_written_once(holdings):
     _, plan = planned(holdings)
     entry_of = {
-        entry.name: entry for holding in holdings for entry in (*holding.whole, *holding.parts)
+        entry.name: entry for holding in holdings for entry in (*holding.whole, *holding.shards)
     }
     found = written(holdings, plan)
     assert found.keys() == entry_of.keys()
@@ -162,10 +163,10 @@ def test_every_element_is_written_once(holdings):
 @settings(max_examples=100, deadline=None)
 def test_parts_that_are_missing_or_overlap_are_refused(holdings, chance):
     rank = chance.randrange(len(holdings))
-    if not holdings[rank].parts:
+    if not holdings[rank].shards:
         return
-    at = chance.randrange(len(holdings[rank].parts))
-    parts = list(holdings[rank].parts)
+    at = chance.randrange(len(holdings[rank].shards))
+    parts = list(holdings[rank].shards)
     part = parts[at]
     (place,) = part.places
     if place.sizes == part.shape:
@@ -176,13 +177,13 @@ def test_parts_that_are_missing_or_overlap_are_refused(holdings, chance):
         gone = part.places
         holdings = [
             Holding(
-                held.whole, tuple(p for p in held.parts if (p.name, p.places) != (part.name, gone))
+                held.whole, tuple(p for p in held.shards if (p.name, p.places) != (part.name, gone))
             )
             for held in holdings
         ]
-        parts = list(holdings[rank].parts)
+        parts = list(holdings[rank].shards)
     broken = [*holdings[:rank], Holding(holdings[rank].whole, tuple(parts)), *holdings[rank + 1 :]]
-    if any(p.name == part.name for held in broken for p in held.parts):
+    if any(p.name == part.name for held in broken for p in held.shards):
         with pytest.raises(ValueError, match=part.name):
             planned(broken)
 
