@@ -61,9 +61,9 @@ from mp_optim.slots.slot_state import (
     is_scale,
     scale_key,
 )
-from mp_optim.slots.state_dict import check_form, with_params
+from mp_optim.slots.state_dict import check_is_state_dict, with_params
 
-_OTHER_FORMS = {"remainder": "master_param", "master_param": "remainder"}
+_OTHER_KEYS = {"remainder": "master_param", "master_param": "remainder"}
 """Keys under which the same thing may have been saved."""
 _EXTRA_STATE = "_extra_state"
 """What torch calls, in a module's state dict, the value of its ``get_extra_state``."""
@@ -167,7 +167,7 @@ class CheckedLoad:
                     f"{self.version} holds a model and no optimizer; load it with optimizer=None"
                 )
             settings = self._settings(self.optimizer)
-            check_form({**settings, "state": {}})
+            check_is_state_dict({**settings, "state": {}})
             check_plain(self.optimizer, settings, convert=self.convert)
         self._reading = plan_reading(tensors, self.version, self.index)
         self._reading.check(self._value_checks())
@@ -387,7 +387,7 @@ def _as_saved(name: str, own: Tensor, saved: Mapping[str, Saved]) -> dict[str, T
     with."""
     key, fqn = key_and_fqn(name)
     if name not in saved:
-        other = entry_name(_OTHER_FORMS.get(key, ""), fqn)
+        other = entry_name(_OTHER_KEYS.get(key, ""), fqn)
         if other in saved:
             return {other: _new_like(own, saved[other])}
         if is_scale(key) and entry_name(key.removesuffix(SCALE), fqn) in saved:

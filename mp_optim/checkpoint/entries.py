@@ -155,8 +155,8 @@ def _slot_state(
         return read(slot)
     optimizer.make_current(slot)
     shape = param_at(optimizer.param_groups, slot).shape
-    form = optimizer.state_of(slot)
-    state = form.full_precision() if full_precision else without_blocks(form)
+    live = optimizer.state_of(slot)
+    state = live.full_precision() if full_precision else without_blocks(live)
     return {key: as_partition(value, partition, shape) for key, value in state.items()}
 
 
@@ -238,7 +238,7 @@ def check_entries(
     """
     missing = sorted(wanted.keys() - saved.keys())
     unexpected = sorted(saved.keys() - set(others))
-    misshaped, of_another_dtype = _other_forms(saved, wanted)
+    misshaped, of_another_dtype = _misfits(saved, wanted)
     if any(key_and_fqn(name)[0] == AVERAGE for name in unexpected):
         unexpected.append("(averages: set ema_decay, or load with convert=True, which drops them)")
     if any(_is_unread(name, wanted) for name in unexpected):
@@ -262,7 +262,7 @@ def check_entries(
         raise ValueError(f"{where} does not fit this model and optimizer: {', '.join(listed)}")
 
 
-def _other_forms(
+def _misfits(
     saved: Mapping[str, Saved], wanted: Mapping[str, Tensor]
 ) -> tuple[list[str], list[str]]:
     misshaped, of_another_dtype = [], []

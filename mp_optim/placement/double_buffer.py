@@ -25,7 +25,7 @@ from torch import Tensor
 from mp_optim.placement.plan import back_buffer_bytes
 from mp_optim.placement.state_file import StateFile
 from mp_optim.process.calls import in_background
-from mp_optim.process.host_memory import Block, Form, aligned_bytes, touch
+from mp_optim.process.host_memory import Block, TensorSpec, aligned_bytes, touch
 from mp_optim.process.leases import before_moving, before_writing, is_borrowed, is_lending
 from mp_optim.process.transfer import Transfer
 from mp_optim.slots import CachedTensorList, all_same
@@ -148,7 +148,7 @@ class HostRoom:
     def has_room_for(self, tensors: Iterable[Tensor]) -> bool:
         return True
 
-    def take(self, is_main: bool, form: Form) -> Tensor:
+    def take(self, is_main: bool, form: TensorSpec) -> Tensor:
         """Memory for the spare of a main param, or of other state."""
         shape, dtype = form
         size = aligned_bytes(shape.numel(), dtype)
@@ -169,7 +169,7 @@ class FileRoom:
         """Whether all of these rest in the file."""
         return all(not each.numel() or self._file.offset_of(each) is not None for each in tensors)
 
-    def take(self, is_main: bool, form: Form) -> Tensor:
+    def take(self, is_main: bool, form: TensorSpec) -> Tensor:
         return self._file.take(*form)
 
     def third(self, tensors: Sequence[Tensor], is_main: bool) -> None: ...

@@ -139,7 +139,7 @@ class WindowLane:
 
     def _slot_bytes(self, slot: HostSlot) -> int:
         """What a slot takes in a window."""
-        size = self.source.form.forms_bytes(self._executor.rows.forms(slot.slot).values())
+        size = self.source.form.forms_bytes(self._executor.rows.specs(slot.slot).values())
         return size + self._along_bytes(slot, slot.numel)
 
     def _smallest(self, slot: HostSlot) -> int:
@@ -147,7 +147,7 @@ class WindowLane:
         whole = self._slot_bytes(slot)
         if not self._may_cut(slot.slot):
             return whole
-        forms = self._executor.rows.forms(slot.slot).items()
+        forms = self._executor.rows.specs(slot.slot).items()
         elements, size = self.source.form.cuts({key: dtype for key, (_, dtype) in forms})
         return min(whole, size + self._along_bytes(slot, elements))
 
@@ -316,7 +316,7 @@ def state_bytes(executor: RuleExecutor, slots: Iterable[Slot]) -> HostBytes:
     """Host memory of the state of some slots, each kind of it in one piece."""
     sizes: Counter[str] = Counter()
     for slot in slots:
-        for key, (shape, dtype) in executor.rows.forms(slot).items():
+        for key, (shape, dtype) in executor.rows.specs(slot).items():
             sizes[key] += aligned_bytes(shape.numel(), dtype)
     others = (MAIN, REMAINDER, AVERAGE)
     return HostBytes(
@@ -334,7 +334,7 @@ def disk_bytes(executor: RuleExecutor, slots: Iterable[Slot], times: int) -> Dis
     """What main params and state of some slots take in a file, so many times."""
     sizes: Counter[str] = Counter()
     for slot in slots:
-        for key, (shape, dtype) in executor.rows.forms(slot).items():
+        for key, (shape, dtype) in executor.rows.specs(slot).items():
             size = blocks_bytes(shape.numel() * dtype.itemsize)
             sizes[_KINDS.get(key, "moments")] += times * size
     return DiskBytes(**sizes)

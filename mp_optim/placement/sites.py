@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.placement.windows import GRAD, IN_FLIGHT, OUTPUT, Tensors, Window
-from mp_optim.process.host_memory import Form, aligned_bytes
+from mp_optim.process.host_memory import TensorSpec, aligned_bytes
 from mp_optim.process.leases import before_writing
 from mp_optim.process.transfer import Transfer
 
@@ -98,7 +98,7 @@ class _Room:
         return resident
 
 
-def view_of(memory: Tensor, start: int, form: Form) -> Tensor:
+def view_of(memory: Tensor, start: int, form: TensorSpec) -> Tensor:
     """A contiguous tensor in 1-D uint8 memory, which shares its storage."""
     shape, dtype = form
     size = shape.numel() * dtype.itemsize

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mp_optim.process.calls import in_own_modes
 from mp_optim.process.direct_file import DISK_BLOCK, DirectFile, Ticket, not_a_local_disk
-from mp_optim.process.host_memory import Form, cut
+from mp_optim.process.host_memory import TensorSpec, cut
 
 SETTLED_EVERY = 256 << 20
 """Bytes after which what was written to new tensors is brought to the disk."""
@@ -123,7 +123,7 @@ class StateFile:
         self.reserve(self.capacity + max(size, 1))
         return self._segments[-1]
 
-    def zeros(self, forms: Sequence[Form]) -> list[Tensor]:
+    def zeros(self, forms: Sequence[TensorSpec]) -> list[Tensor]:
         """The next tensors."""
         return [self.take(shape, dtype) for shape, dtype in forms]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.config.state_forms import BLOCK, packed_bytes
-from mp_optim.process.host_memory import ALIGNMENT, Form, aligned_bytes
+from mp_optim.process.host_memory import ALIGNMENT, TensorSpec, aligned_bytes
 from mp_optim.slots import CachedTensorList
 from mp_optim.slots.slot_state import is_scale
 from mp_optim.update.chunking import part_of_state
@@ -73,7 +73,7 @@ class WindowForm:
 
     unit: int = ALIGNMENT
 
-    def forms_bytes(self, forms: Iterable[Form]) -> int:
+    def forms_bytes(self, forms: Iterable[TensorSpec]) -> int:
         """What main params and state of these forms take."""
         sizes = (shape.numel() * dtype.itemsize for shape, dtype in forms)
         return sum(-(-size // self.unit) * self.unit for size in sizes)

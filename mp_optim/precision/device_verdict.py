@@ -26,7 +26,7 @@ from mp_optim.update.sums import root
 
 
 @dataclass(frozen=True)
-class Formed:
+class VerdictNumbers:
     """A verdict's numbers on the device.
 
     Attributes:
@@ -53,12 +53,12 @@ class Formed:
     params: int = 0
 
 
-def form(
+def decide_on_device(
     measurement: Measurement,
     scaled_by: Sequence[Tensor],
     config: Any,
     rule: RollingRule | None = None,
-) -> Formed:
+) -> VerdictNumbers:
     """The verdict on the device of the measurement's sums, of which there is at least one; nothing
     waits. The step goes into the rule's window. Arguments as of
     :func:`~mp_optim.precision.verdict.decide`, on the same device."""
@@ -91,7 +91,7 @@ def form(
     decided = [overflow.double(), skips, norms, multipliers.double()]
     counted = [measurement.zeros, judged, *scaled_by, measurement.params]
     parts = [*decided, *(value for value in counted if value is not None)]
-    return Formed(
+    return VerdictNumbers(
         names,
         controls,
         overflow,
@@ -148,22 +148,22 @@ class DeviceVerdict:
     skip = False
     norms: Mapping[str, float] = MappingProxyType({})
 
-    def __init__(self, formed: Formed) -> None:
-        self._formed = formed
-        self._report = Fetch(formed.report)
+    def __init__(self, decided: VerdictNumbers) -> None:
+        self._decided = decided
+        self._report = Fetch(decided.report)
         self._verdict: Verdict | None = None
         self._told_to: list[Callable[[Verdict], None]] = []
-        self.found_inf = formed.overflow
+        self.found_inf = decided.overflow
         self.multipliers = {
             name: DeviceMultiplier(row, lambda: self.settle().skip)
-            for name, row in zip(formed.names, formed.controls.unbind(), strict=True)
+            for name, row in zip(decided.names, decided.controls.unbind(), strict=True)
         }
         self.result = StepResult.later(lambda: (*self.settle().result, self.settle().reason))
 
     def settle(self) -> Verdict:
         """The verdict in the host's numbers; waits until the device has formed it, once."""
         if self._verdict is None:
-            self._verdict = _as_verdict(self._formed, self._report.read())
+            self._verdict = _as_verdict(self._decided, self._report.read())
             told_to, self._told_to = self._told_to, []
             for tell in told_to:
                 tell(self._verdict)
@@ -178,23 +178,23 @@ class DeviceVerdict:
             tell(self._verdict)
 
 
-def _as_verdict(formed: Formed, read: Tensor) -> Verdict:
-    count = len(read) - formed.params
-    report, params = read[:count].tolist(), read[count:].clone() if formed.params else None
-    numbers, names = iter(report), formed.names
+def _as_verdict(decided: VerdictNumbers, read: Tensor) -> Verdict:
+    count = len(read) - decided.params
+    report, params = read[:count].tolist(), read[count:].clone() if decided.params else None
+    numbers, names = iter(report), decided.names
     overflow, skip = bool(next(numbers)), next(numbers)
     norms = {name: next(numbers) for name in names}
     multipliers = {name: next(numbers) for name in names}
-    num_zeros = int(next(numbers)) if formed.counts_zeros else None
-    judged = [next(numbers) for _ in range(NUMBERS if formed.rule else 0)]
+    num_zeros = int(next(numbers)) if decided.counts_zeros else None
+    judged = [next(numbers) for _ in range(NUMBERS if decided.rule else 0)]
     scaling = tuple(numbers)
     if skip > 1.0:
         return Verdict(skip=True, disagrees=True, param_sums=params)
     if overflow:  # the norm is finite where the sum of squares is
         verdict = not_finite((n for n in names if not math.isfinite(norms[n])), scaling)
     else:
-        judgement = formed.rule.judgement(judged) if formed.rule else None
-        verdict = finite(multipliers, norms, formed.threshold, num_zeros, scaling, judgement)
+        judgement = decided.rule.judgement(judged) if decided.rule else None
+        verdict = finite(multipliers, norms, decided.threshold, num_zeros, scaling, judgement)
     return replace(verdict, param_sums=params)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.precision import cuda_graph
-from mp_optim.precision.device_verdict import DeviceVerdict, Formed
+from mp_optim.precision.device_verdict import DeviceVerdict, VerdictNumbers
 from mp_optim.precision.step_grads import StepGrads
 from mp_optim.slots import DeviceMultiplier
 from mp_optim.slots.interrupted_step import StepMark
@@ -42,7 +42,7 @@ class StepToCapture:
     """
 
     grads: StepGrads
-    decide: Callable[[], Formed]
+    decide: Callable[[], VerdictNumbers]
     record: Callable[[DeviceVerdict], None]
     mark: StepMark
 
@@ -54,13 +54,13 @@ class _Captured:
     Attributes:
         key: gradients and settings that ``measure`` holds. rehearsal: the launches that ``apply``
             holds.
-        table: their numbers. formed: where ``measure`` leaves the verdict.
+        table: their numbers. decided: where ``measure`` leaves the verdict.
     """
 
     key: Any
     measure: cuda_graph.CudaGraph
     apply: cuda_graph.CudaGraph
-    formed: Formed
+    decided: VerdictNumbers
     rehearsal: Any
     table: Tensor
 
@@ -141,7 +141,7 @@ class GraphedStep:
 
     def _by_graph(self, step: StepToCapture, captured: _Captured) -> DeviceVerdict:
         captured.measure.replay()
-        verdict = DeviceVerdict(captured.formed)
+        verdict = DeviceVerdict(captured.decided)
         step.record(verdict)
         attempt = _Attempt(verdict)
         rehearsal = self._rehearse(step, attempt)
@@ -165,9 +165,9 @@ class GraphedStep:
 
     def _capture(self, step: StepToCapture, key: Any) -> DeviceVerdict:
         measure, apply = self._new_graph(), self._new_graph()
-        formed = measure.capture(step.decide)
+        decided = measure.capture(step.decide)
         measure.replay()
-        verdict = DeviceVerdict(formed)
+        verdict = DeviceVerdict(decided)
         step.record(verdict)
         rehearsal = self._rehearse(step, _Attempt(verdict))
         if rehearsal.unfit:
@@ -183,7 +183,7 @@ class GraphedStep:
         apply.replay()
         attempt.happened = True
         self.captures += 1
-        self._captured = _Captured(key, measure, apply, formed, rehearsal, table)
+        self._captured = _Captured(key, measure, apply, decided, rehearsal, table)
         return verdict
 
 

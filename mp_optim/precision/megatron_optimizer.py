@@ -22,7 +22,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.precision.averaged_weights import AveragedWeights, scale_rows_
 from mp_optim.precision.backward_overlap import EarlyWork
 from mp_optim.precision.description import Description
-from mp_optim.precision.device_verdict import DeviceVerdict, Formed, form
+from mp_optim.precision.device_verdict import DeviceVerdict, VerdictNumbers, decide_on_device
 from mp_optim.precision.grad_scaler import MegatronGradScaler, scaling_of
 from mp_optim.precision.graph_step import GraphedStep, StepToCapture
 from mp_optim.precision.health import GradientHealth
@@ -447,7 +447,7 @@ def _decide(stack: MegatronOptimizer, grads: StepGrads) -> Verdict | DeviceVerdi
         if all(value.device == device for value in scalars):
             # whatever reads the verdict is on the device: nothing waits for it
             rule = stack.skip_rule.begun(device)
-            return DeviceVerdict(form(measurement, scaling, stack.config, rule))
+            return DeviceVerdict(decide_on_device(measurement, scaling, stack.config, rule))
     rule = stack.skip_rule.begun(_HOST)
     verdict = decide(measurement, scaling, stack.config, rule)
     if verdict.disagrees:
@@ -475,8 +475,8 @@ def _by_graph(stack: MegatronOptimizer, device: torch.device) -> Verdict | Devic
     stack.watch.see_gradients(stack, grads.has_any())
     rule = stack.skip_rule.begun(device)
 
-    def decide_there() -> Formed:
-        return form(grads.sums(), scaling_of(scaler), stack.config, rule)
+    def decide_there() -> VerdictNumbers:
+        return decide_on_device(grads.sums(), scaling_of(scaler), stack.config, rule)
 
     step = StepToCapture(grads, decide_there, stack.counts.record, stack.step_mark)
     return stack.graphed.step(step)

@@ -23,7 +23,7 @@ from torch import Tensor
 from mp_optim.process.accelerator import CUDA
 from mp_optim.process.calls import in_own_modes
 
-Form = tuple[torch.Size, torch.dtype]
+TensorSpec = tuple[torch.Size, torch.dtype]
 """What a tensor is to be."""
 
 ALIGNMENT = 64
@@ -179,21 +179,21 @@ class Block:
         self._used = 0
 
 
-def zeros_beside(forms: Sequence[Form], allocate: Callable[[int], Tensor]) -> list[Tensor]:
+def zeros_beside(specs: Sequence[TensorSpec], allocate: Callable[[int], Tensor]) -> list[Tensor]:
     """Zeroed tensors in one piece of memory, which ``allocate`` returns."""
-    size = sum(aligned_bytes(shape.numel(), dtype) for shape, dtype in forms)
+    size = sum(aligned_bytes(shape.numel(), dtype) for shape, dtype in specs)
     block = Block(size, allocate)
-    return [block.take(shape, dtype).zero_() for shape, dtype in forms]
+    return [block.take(shape, dtype).zero_() for shape, dtype in specs]
 
 
-def beside(forms: Sequence[Form]) -> list[Tensor] | None:
+def beside(specs: Sequence[TensorSpec]) -> list[Tensor] | None:
     """Zeroed host tensors that are contiguous to each other, for many that are stepped together;
     None if all of them are too little to be worth it."""
-    size = sum(aligned_bytes(shape.numel(), dtype) for shape, dtype in forms)
-    if size < HUGE_FROM or len(forms) < 2:
+    size = sum(aligned_bytes(shape.numel(), dtype) for shape, dtype in specs)
+    if size < HUGE_FROM or len(specs) < 2:
         return None
     block = Block(size)
-    return [block.take(shape, dtype) for shape, dtype in forms]
+    return [block.take(shape, dtype) for shape, dtype in specs]
 
 
 # -- page-locked memory ---------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from mp_optim.slots.state_dict import (
     CHECKSUMS,
     GroupMatch,
     carried,
-    check_form,
+    check_is_state_dict,
     match_groups,
     names_in_words,
     plain_groups,
@@ -210,9 +210,9 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self.follow_model()
         fitted: dict[Slot, State] = {}
         for slot, state in states.items():
-            form = self.state_of(slot)
-            fitted[slot] = form.fit(dict(state), convert=False)
-            form.check(fitted[slot])
+            live = self.state_of(slot)
+            fitted[slot] = live.fit(dict(state), convert=False)
+            live.check(fitted[slot])
         for slot, state in fitted.items():
             self.load_slot_state(slot, state)
 
@@ -408,14 +408,14 @@ def restore(
     warning."""
     optimizer.step_mark.check_lent("load_state_dict")
     optimizer.check_lists()
-    check_form(state_dict)
+    check_is_state_dict(state_dict)
     state_dict = dict(state_dict)
     if optimizer.step_mark.is_set:
         optimizer.recover()
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         hooked = pre_hook(optimizer, state_dict)
         state_dict = state_dict if hooked is None else hooked
-    check_form(state_dict)
+    check_is_state_dict(state_dict)
     if optimizer.begins_anew(state_dict):
         written: list[str] = []
     else:
@@ -611,9 +611,9 @@ def kept_state(optimizer: SlotKeyedOptimizer) -> Callable[[], None]:
 
     def put_back() -> None:
         for slot, state in states.items():
-            form = optimizer.state_of(slot)
-            if state or not form.is_required():  # else frozen, and the load gave it state
-                optimizer.load_slot_state(slot, form.fit(state, convert=False))
+            live = optimizer.state_of(slot)
+            if state or not live.is_required():  # else frozen, and the load gave it state
+                optimizer.load_slot_state(slot, live.fit(state, convert=False))
         optimizer.load_beside(beside)
 
     return put_back

@@ -131,13 +131,13 @@ class SlotState(ABC):
         return False
 
 
-def without_blocks(form: SlotState) -> State:
+def without_blocks(state: SlotState) -> State:
     """A slot's tensors, with moments that are stored in blocks in FP32. Blocks are cut from this
     rank's part, so no other layout could read them."""
-    tensors = form.tensors()
+    tensors = state.tensors()
     if not any(map(is_scale, tensors)):
         return tensors
-    full = form.full_precision()
+    full = state.full_precision()
     return {
         key: full[key] if scale_key(key) in tensors else value
         for key, value in tensors.items()

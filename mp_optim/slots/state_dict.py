@@ -203,7 +203,7 @@ def with_params(group: Mapping[str, Any], positions: Sequence[int]) -> dict[str,
     return some
 
 
-def check_form(state_dict: Any) -> None:
+def check_is_state_dict(state_dict: Any) -> None:
     """Raise unless this has the form of an optimizer's state dict, with an index for each
     parameter.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mp_optim.config.rules import moment_of
 from mp_optim.process.calls import in_own_modes
-from mp_optim.process.host_memory import Form, as_tensor, beside, zeros
+from mp_optim.process.host_memory import TensorSpec, as_tensor, beside, zeros
 from mp_optim.process.leases import before_writing
 from mp_optim.slots import (
     CachedTensorList,
@@ -48,13 +48,13 @@ from mp_optim.update.state_format import (
     StatePrecision,
     fitted,
     full_precision,
-    moment_forms,
+    moment_specs,
     stepped_without,
     unpacked,
     without_unread,
 )
 
-Allocate = Callable[[Sequence[Form]], list[Tensor]]
+Allocate = Callable[[Sequence[TensorSpec]], list[Tensor]]
 """Makes zeroed tensors of some forms."""
 
 
@@ -267,7 +267,7 @@ class RuleState:
         if missing and allocate is not None and main.device.type == "cpu":
             tensors = allocate(list(missing.values()))
         else:
-            tensors = [zeros(*form, main.device) for form in missing.values()]
+            tensors = [zeros(*spec, main.device) for spec in missing.values()]
         new = dict(zip(missing, tensors, strict=True))
         new |= {
             key: value.to(main.device)
@@ -302,23 +302,23 @@ class RuleState:
         present = [name for name in self.rule.unread_moments(group) if name in state]
         return (*present, *names) if present else names
 
-    def forms(self, slot: Slot) -> dict[str, Form]:
+    def specs(self, slot: Slot) -> dict[str, TensorSpec]:
         """Of all tensors that are stepped for a slot: its main param, by ``MAIN``, and its
         state."""
         param = self.stepped(slot)
         main = param.shape, self.precision.main_dtype(param.dtype)
-        return {MAIN: main, **self._state_forms(slot, main)}
+        return {MAIN: main, **self._state_specs(slot, main)}
 
-    def _missing(self, slot: Slot, main: Tensor) -> dict[str, Form]:
+    def _missing(self, slot: Slot, main: Tensor) -> dict[str, TensorSpec]:
         """State that a main param lacks."""
         state = self.groups[slot.group].slots[slot.position]
-        forms = self._state_forms(slot, (main.shape, main.dtype))
-        missing = {key: form for key, form in forms.items() if key not in state}
+        specs = self._state_specs(slot, (main.shape, main.dtype))
+        missing = {key: spec for key, spec in specs.items() if key not in state}
         if missing and self.groups[slot.group].was_stepped(slot.position):
             # the moment of a stepped slot would have to hold gradients that are gone
             moments = self._names(slot.group, slot.position)
             late = {key for name in moments for key in (name, scale_key(name))}
-            missing = {key: form for key, form in missing.items() if key not in late}
+            missing = {key: spec for key, spec in missing.items() if key not in late}
         return missing
 
     def deciding_setting(self, group: dict[str, Any]) -> str:
@@ -326,41 +326,43 @@ class RuleState:
         name = self.rule.decides_moments
         return f"{name}={group[name]!r}" if name in group else self.rule.name
 
-    def _state_forms(self, slot: Slot, main: Form) -> dict[str, Form]:
+    def _state_specs(self, slot: Slot, main: TensorSpec) -> dict[str, TensorSpec]:
         """State of a main param."""
         main_shape, dtype = main
         state = self.groups[slot.group].slots[slot.position]
         whole = self.groups[slot.group].regions[slot.position].shape
         is_small = self.precision.is_small(whole.numel())
-        forms: dict[str, Form] = {}
+        specs: dict[str, TensorSpec] = {}
         for name in self._names(slot.group, slot.position):
             shape = moment_of(name).local_shape(main_shape, whole)
             if shape is None:
                 continue
-            forms |= moment_forms(name, shape, self.precision.stored_dtype(name, is_small))
+            specs |= moment_specs(name, shape, self.precision.stored_dtype(name, is_small))
         if self._is_split_dtype(dtype):
-            forms[REMAINDER] = (main_shape, self.precision.remainder_dtype)
+            specs[REMAINDER] = (main_shape, self.precision.remainder_dtype)
         if self.precision.ema_decay is not None:
-            forms[AVERAGE] = (main_shape, self.precision.ema_dtype)
-        for key, (form, _) in forms.items():
-            if key in state and state[key].shape != form:
+            specs[AVERAGE] = (main_shape, self.precision.ema_dtype)
+        for key, (spec, _) in specs.items():
+            if key in state and state[key].shape != spec:
                 raise ValueError(
                     f"{self.name(slot)}: the parameter's shape is now {tuple(main_shape)}, "
                     f"its {key} has {tuple(state[key].shape)}; a replacement must keep the shape"
                 )
-        return forms
+        return specs
 
     @in_own_modes
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         """Host tensors of one name lie one after the other, if together they are large."""
-        missing: dict[tuple[str, Allocate | None], list[tuple[Slot, Form]]] = defaultdict(list)
+        missing: dict[tuple[str, Allocate | None], list[tuple[Slot, TensorSpec]]] = defaultdict(
+            list
+        )
         for slot in slots:
             if (main := self.stepped(slot)).device.type == "cpu":
-                for key, form in self._missing(slot, main).items():
-                    missing[key, self.allocators.get(slot)].append((slot, form))
+                for key, spec in self._missing(slot, main).items():
+                    missing[key, self.allocators.get(slot)].append((slot, spec))
         for (key, allocate), wanted in missing.items():
-            forms = [form for _, form in wanted]
-            tensors = beside(forms) if allocate is None else allocate(forms)
+            specs = [spec for _, spec in wanted]
+            tensors = beside(specs) if allocate is None else allocate(specs)
             for (slot, _), tensor in zip(wanted, tensors or (), strict=False):
                 group_state = self.groups[slot.group]
                 group_state.slots[slot.position].setdefault(
@@ -408,9 +410,9 @@ class RuleState:
         if self.precision.fp32_state_below:
             is_small = self.precision.is_small
             small = [is_small(regions[position].shape.numel()) for position in positions]
-        forms = list(zip(kept, small, strict=True))
-        keys = {form: self._with_scales(*form) for form in dict.fromkeys(forms)}
-        return list(map(keys.__getitem__, forms))
+        specs = list(zip(kept, small, strict=True))
+        keys = {spec: self._with_scales(*spec) for spec in dict.fromkeys(specs)}
+        return list(map(keys.__getitem__, specs))
 
     def _with_scales(self, names: tuple[str, ...], is_small: bool) -> tuple[str, ...]:
         dtypes = (self.precision.stored_dtype(name, is_small) for name in names)

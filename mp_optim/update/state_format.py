@@ -13,7 +13,7 @@ from torch import Tensor
 from mp_optim.config.combinations import ROUNDS_AVERAGES
 from mp_optim.config.rules import FIRST_MOMENT_DTYPES, SECOND_MOMENT_DTYPES, moment_of
 from mp_optim.config.state_forms import CODED, blocks_of, packed_bytes
-from mp_optim.process.host_memory import Form, same_values, zeros
+from mp_optim.process.host_memory import TensorSpec, same_values, zeros
 from mp_optim.slots.slot_state import (
     AVERAGE,
     MASTER,
@@ -115,14 +115,14 @@ class StatePrecision:
         return torch.int16 if self.param_remainder_bits == 16 else torch.int8
 
 
-def moment_forms(name: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, Form]:
+def moment_specs(name: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, TensorSpec]:
     """What a moment of a shape is stored in: a tensor of that shape, or of the bytes of its 4-bit
     codes; and its scales if it has some."""
     form, numel = state_form(name, dtype), shape.numel()
-    forms = {name: (torch.Size([form.held(numel)]) if form.packed else shape, dtype)}
+    specs = {name: (torch.Size([form.held(numel)]) if form.packed else shape, dtype)}
     if form.in_blocks:
-        forms[scale_key(name)] = (torch.Size([form.scales(numel)]), torch.float32)
-    return forms
+        specs[scale_key(name)] = (torch.Size([form.scales(numel)]), torch.float32)
+    return specs
 
 
 def full_precision(state: Mapping[str, Any], main: Tensor) -> State:
@@ -267,8 +267,8 @@ def _converted(
     label: str, key: str, mine: Mapping[str, Any], value: Tensor, convert: bool
 ) -> State:
     fresh = {
-        name: zeros(*form, value.device)
-        for name, form in moment_forms(key, value.shape, mine[key].dtype).items()
+        name: zeros(*spec, value.device)
+        for name, spec in moment_specs(key, value.shape, mine[key].dtype).items()
     }
     encode_(value.reshape(-1), fresh[key].view(-1), fresh.get(scale_key(key)), key == SECOND)
     if not convert and not same_values(_decoded(fresh, key, value), value):

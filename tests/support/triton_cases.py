@@ -16,7 +16,7 @@ from mp_optim.slots.slot_state import AVERAGE, REMAINDER, scale_key
 from mp_optim.update.codecs import Noise, encode_, is_blocked, split_
 from mp_optim.update.element_rules import RULE_SCALARS, TEXTS
 from mp_optim.update.kernel_args import LambScalars, MuonScalars, StableScalars, TensorLists, fp32
-from mp_optim.update.state_format import moment_forms
+from mp_optim.update.state_format import moment_specs
 
 ODD = [
     0.0,
@@ -112,7 +112,7 @@ def lists_of(seed: int, sizes: Sequence[int], keys: tuple[str, ...], case: Case)
     dtypes = (*case.moments, case.moments[0])
     kept = [pair for pair in zip(keys, dtypes, strict=False) if pair[0]]
     for key, dtype in kept:
-        forms = [moment_forms(key, torch.Size([n]), dtype)[key] for n in sizes]
+        forms = [moment_specs(key, torch.Size([n]), dtype)[key] for n in sizes]
         state[key] = [put(torch.zeros(shape), kind) for shape, kind in forms]
         if is_blocked(dtype):
             state[scale_key(key)] = [torch.zeros(blocks_of(n)) for n in sizes]

@@ -27,7 +27,7 @@ from mp_optim.slots.slot_state import AVERAGE, REMAINDER, SECOND, scale_key
 from mp_optim.update.backends.reference import MOMENTUM, Backend, ReferenceBackend, step_with
 from mp_optim.update.codecs import Noise, stored_dtype
 from mp_optim.update.kernel_args import MuonScalars, TensorLists, fp32
-from mp_optim.update.state_format import moment_forms
+from mp_optim.update.state_format import moment_specs
 
 BFLOAT16_MOMENTS, REMAINDERS = "bfloat16 moments", "remainders"
 """Forms of state beside FP32 that a proof tries."""
@@ -369,9 +369,9 @@ def _in_few_bits(lists: TensorLists, first: torch.dtype) -> TensorLists:
     in bfloat16, all with noise."""
     state: dict[str, Any] = {}
     for key, asked in (("exp_avg", first), (SECOND, torch.uint8)):
-        forms = [moment_forms(key, main.shape, stored_dtype(key, asked)) for main in lists.main]
+        specs = [moment_specs(key, main.shape, stored_dtype(key, asked)) for main in lists.main]
         for name in (key, scale_key(key)):
-            state[name] = [zeros(*each[name], lists.main[0].device) for each in forms]
+            state[name] = [zeros(*each[name], lists.main[0].device) for each in specs]
     state[REMAINDER] = [torch.zeros_like(main, dtype=torch.int8) for main in lists.main]
     mains = [main.bfloat16() for main in lists.main]
     state[AVERAGE] = [main.flip(0).contiguous() for main in mains]

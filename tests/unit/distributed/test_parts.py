@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mp_optim import OptimizerConfig
-from mp_optim.precision.device_verdict import DeviceVerdict, form
+from mp_optim.precision.device_verdict import DeviceVerdict, decide_on_device
 from mp_optim.precision.measure import EXCLUDED, MAIN_NORM, Measurement
 from mp_optim.precision.verdict import decide
 from support.launch import results_of_ranks
@@ -98,7 +98,7 @@ def test_the_device_leaves_everything_as_it_is_where_ranks_disagree(off, skips):
     config = OptimizerConfig(clip_grad=1.0)
     sums = {name: torch.tensor(4.0, dtype=torch.float64) for name in (MAIN_NORM, EXCLUDED)}
     measured = Measurement(sums, None, torch.tensor(off, dtype=torch.float64))
-    pending = DeviceVerdict(form(measured, (), config))
+    pending = DeviceVerdict(decide_on_device(measured, (), config))
     verdict = decide(measured, (), config)
     assert pending.settle() == verdict
     assert (verdict.skip, verdict.disagrees) == (skips, skips)

@@ -23,7 +23,7 @@ from mp_optim import (
     get_megatron_optimizer,
 )
 from mp_optim.precision import MegatronOptimizer, device_verdict
-from mp_optim.precision.device_verdict import DeviceVerdict, form
+from mp_optim.precision.device_verdict import DeviceVerdict, decide_on_device
 from mp_optim.precision.measure import EXCLUDED, MAIN_NORM, Measurement, NormKey, agree, count_zeros
 from mp_optim.precision.verdict import decide
 from mp_optim.slots import Slot
@@ -72,7 +72,7 @@ def test_the_bits_are_those_of_the_host(sums, scale, clip, threshold, zeros):
     config = OptimizerConfig(lr=1.0, clip_grad=clip, grad_norm_skip_threshold=threshold)
     host, device = (
         decide(measurement, scaling, config),
-        DeviceVerdict(form(measurement, scaling, config)),
+        DeviceVerdict(decide_on_device(measurement, scaling, config)),
     )
     found = device.settle()
     for mine, theirs in ((found.multipliers, host.multipliers), (found.norms, host.norms)):
@@ -100,7 +100,7 @@ def test_settling_waits_for_the_copy_that_started_with_the_verdict(monkeypatch):
     measurement = Measurement(
         {name: torch.tensor(4.0, dtype=torch.float64) for name in (EXCLUDED, MAIN_NORM)}
     )
-    verdict = DeviceVerdict(form(measurement, (), OptimizerConfig(lr=1.0)))
+    verdict = DeviceVerdict(decide_on_device(measurement, (), OptimizerConfig(lr=1.0)))
     assert len(transfer.pending) == 1 and transfer.pending[0] is not None
     assert (
         not verdict.result.is_known and verdict.result.grad_norm == 2.0 and verdict.result.is_known
@@ -421,7 +421,7 @@ def test_a_verdict_takes_few_launches(scaled: bool) -> None:
     config = config_for("fp16" if scaled else "bf16")
     with KernelLaunches() as launches:
         measurement = agree({key: sums}, None, None, [EXCLUDED, MAIN_NORM])
-        device_verdict.form(measurement, scaling, config)
+        device_verdict.decide_on_device(measurement, scaling, config)
     assert len(launches.names) <= (25 if scaled else 22), launches.names
 
 

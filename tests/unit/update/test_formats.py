@@ -17,7 +17,7 @@ from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.update import FusedAdam, FusedLAMB, FusedLion, FusedSGD
 from mp_optim.update import chunking as batching
 from mp_optim.update.codecs import SECOND, Noise, decode, encode_, join, keep_valid, split_
-from mp_optim.update.state_format import StatePrecision, moment_forms
+from mp_optim.update.state_format import StatePrecision, moment_specs
 from support import numpy_rules as oracle
 
 BLOCKED = [
@@ -61,7 +61,7 @@ def stored(
     value: Tensor, dtype: torch.dtype, second: bool, noise: Noise | None = None
 ) -> tuple[Tensor, Tensor]:
     name = SECOND if second else "exp_avg"
-    forms = moment_forms(name, value.shape, dtype)
+    forms = moment_specs(name, value.shape, dtype)
     codes, scale = (torch.empty(shape, dtype=kind) for shape, kind in forms.values())
     encode_(value, codes, scale, second, noise)
     return codes, scale
@@ -185,7 +185,7 @@ def test_what_is_finite_is_stored_as_something_finite(
     large = (3.39e38, 3.4e38, torch.finfo(torch.float32).max)
     value = values(0, 3 * BLOCK)
     value[5::BLOCK], value[7::BLOCK] = torch.tensor(large), -torch.tensor(large)
-    forms = moment_forms("exp_avg", value.shape, dtype)
+    forms = moment_specs("exp_avg", value.shape, dtype)
     codes, *scales = (torch.empty(shape, dtype=kind) for shape, kind in forms.values())
     scale = scales[0] if scales else None
     encode_(value, codes, scale, False, noise)

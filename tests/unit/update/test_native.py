@@ -38,7 +38,7 @@ from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.codecs import SECOND, Noise, encode_, split_, stored_dtype
 from mp_optim.update.element_rules import RULE_SCALARS, TEXTS
 from mp_optim.update.kernel_args import MAIN, LambScalars, StableScalars, TensorLists
-from mp_optim.update.state_format import moment_forms
+from mp_optim.update.state_format import moment_specs
 
 LIBRARY = native_library()
 STATUS = Path("/proc/self/status")
@@ -123,7 +123,7 @@ class Maker:
             value.copy_(torch.where(kinds == 0, value, torch.where(kinds == 1, mild, mild * 1e-30)))
         if name == SECOND:
             value.abs_()
-        forms = moment_forms(name, torch.Size([n]), stored_dtype(name, dtype))
+        forms = moment_specs(name, torch.Size([n]), stored_dtype(name, dtype))
         state = {key: self.empty(*shape, kind) for key, (shape, kind) in forms.items()}
         encode_(value, state[name], state.get(scale_key(name)), name == SECOND)
         return state
@@ -494,7 +494,7 @@ def test_scales_at_the_edges() -> None:
         for backend in (NativeBackend(LIBRARY), REFERENCE):
             n = 256 * len(tops)
             stored = stored_dtype("momentum_buffer", dtype)
-            forms = moment_forms("momentum_buffer", torch.Size([n]), stored)
+            forms = moment_specs("momentum_buffer", torch.Size([n]), stored)
             state = {key: [torch.zeros(shape, dtype=kind)] for key, (shape, kind) in forms.items()}
             grad = tops.repeat_interleave(256) * torch.linspace(-1, 1, 256).repeat(len(tops))
             lists = TensorLists([torch.zeros(n)], [grad], state, [None])
