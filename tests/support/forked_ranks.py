@@ -48,6 +48,12 @@ class _Server:
         self._requests.close()
         self._process.wait()
 
+    def wait_until_ready(self) -> None:
+        """Until it can fork: ranks of several servers then begin at one time, as some wait for each
+        other for two seconds only."""
+        while not list(self.events()):
+            pass
+
     def start(self, ranks: Sequence[Rank]) -> None:
         line = json.dumps([dataclasses.asdict(rank) for rank in ranks]) + "\n"
         self._requests.write(line.encode())
@@ -143,6 +149,8 @@ def run_forked(
         }
     if not _servers:
         _servers.extend(_Server(variables, folder) for _ in range(_COUNT))
+        for server in _servers:
+            server.wait_until_ready()
     with tempfile.TemporaryDirectory() as logs:
         ranks = [
             Rank(

@@ -5,8 +5,8 @@ Torch takes a process two seconds of a core to import, most of what many a rank 
 imported once. Nothing of ``mp_optim`` is: what that sets up in a process (kernels, threads, hooks)
 it sets up in each rank, which also ends like any program, through the interpreter's own exit.
 
-A line of stdin has ranks to start; lines of stdout then say the process id of each, and the exit
-status of each as it ends.
+It says when it is ready. A line of stdin has ranks to start; lines of stdout then say the process
+id of each, and the exit status of each as it ends.
 """
 
 from __future__ import annotations
@@ -88,5 +88,6 @@ def _say(**event: int) -> None:
 if __name__ == "__main__":
     for name in _TORCH:
         importlib.import_module(name)
+    _say(ready=os.getpid())
     if (rank := serve()) is not None:
         rank.become()
