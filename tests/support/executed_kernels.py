@@ -1,0 +1,35 @@
+"""A plugin of pytest: tests of the Triton backend run its compiled kernels, carried out from their
+PTX without a GPU, in place of the interpreter.
+
+MP_OPTIM_PTX=90 python -m pytest -p support.executed_kernels tests/unit/update/test_conformance.py
+
+With MP_OPTIM_LAUNCHES=FILE every form of a launch is noted there.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import mp_optim.update.backends.triton
+from ptx import forms
+from ptx.kernels import MachineBackend
+from ptx.triton_driver import Launch, StaticDriver
+
+NOTED: set[forms.Form] = set()
+BACKEND = MachineBackend()
+
+
+def carry(launch: Launch) -> None:
+    NOTED.add(forms.form_of(launch))
+    BACKEND.carry_out(launch)
+
+
+ARCH = int(os.environ.get("MP_OPTIM_PTX", "90"))
+StaticDriver(ARCH, carry).__enter__()
+mp_optim.update.backends.triton.triton_backend = lambda: (BACKEND, f"PTX of sm_{ARCH}")
+
+
+def pytest_sessionfinish() -> None:
+    if file := os.environ.get("MP_OPTIM_LAUNCHES"):
+        forms.add_to(Path(file), NOTED)

@@ -1,0 +1,88 @@
+"""Forms of launches: what Triton compiles a kernel of ours anew for. They are noted from launches,
+and a launch of each can be made again, on tensors of any size and with any values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+LIST = Path(__file__).with_name("launches.json")
+"""Every form that programs were seen to launch (README.md says which programs, and how it is
+made)."""
+
+
+@dataclass(frozen=True, order=True)
+class Form:
+    """Attributes:
+    kernel: its name; a rule's is the rule's.
+    constants: what is compiled in, by name, as text.
+    absent: pointers that are None.
+    divisible: arguments that are multiples of 16.
+    warps: of a block.
+    """
+
+    kernel: str
+    constants: tuple[tuple[str, str], ...]
+    absent: tuple[str, ...]
+    divisible: tuple[str, ...]
+    warps: int
+
+    @property
+    def values(self) -> dict[str, str]:
+        """The constants."""
+        return dict(self.constants)
+
+    def __str__(self) -> str:
+        said = [f"{name}={value}" for name, value in self.constants if value not in ("False", "-")]
+        return f"{self.kernel}: {' '.join(said)}"
+
+
+def form_of(launch: Any) -> Form:
+    """The form of a :class:`~ptx.triton_driver.Launch`."""
+    constants: dict[str, str] = {}
+    absent = []
+    for name, value in launch.constants.items():
+        if isinstance(value, tuple):  # flags, and dtypes of a kind
+            named = zip(value._fields, value, strict=True)
+            constants.update({part: _text(each) for part, each in named})
+        elif value is None:
+            absent.append(name)
+        elif name not in ("RULE", "CHUNK", "RUN"):
+            constants[name] = _text(value)
+    return Form(
+        launch.function.name,
+        tuple(sorted(constants.items())),
+        tuple(sorted(absent)),
+        tuple(sorted(launch.divisible)),
+        launch.warps,
+    )
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def read(file: Path = LIST) -> list[Form]:
+    """The forms of a list."""
+    if not file.exists():
+        return []
+    return [
+        Form(
+            one["kernel"],
+            tuple(sorted(one["constants"].items())),
+            tuple(one["absent"]),
+            tuple(one["divisible"]),
+            one["warps"],
+        )
+        for one in json.loads(file.read_text())
+    ]
+
+
+def add_to(file: Path, forms: Iterable[Form]) -> None:
+    """Have a list contain these forms, too."""
+    every = sorted({*read(file), *forms})
+    rows = [json.dumps({**asdict(one), "constants": one.values}) for one in every]
+    file.write_text("[\n" + ",\n".join(rows) + "\n]\n")
