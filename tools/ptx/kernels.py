@@ -8,10 +8,13 @@ them.
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+if "mp_optim.update.backends.triton.kernels" in sys.modules:
+    raise ImportError("this process has imported the kernels, to be interpreted or for a GPU")
 os.environ["TRITON_INTERPRET"] = "0"  # read when a kernel is defined
 
 import torch

@@ -29,7 +29,7 @@ from ptx.parser import (
 )
 from ptx.values import Array
 
-BLOCKS_AT_ONCE = 128
+BLOCKS_AT_ONCE = 32
 WARP = 32
 _LOCAL = 1 << 60
 """Where a thread's own memory begins among generic addresses."""
@@ -204,10 +204,11 @@ class _Turns:
         if isinstance(source, Symbol) and source.name in self._special:
             return values.typed(self._special[source.name][self._chosen], kind)
         if kind == "pred" and isinstance(source, Immediate):
-            return np.full(self._count, source.bits != 0)
+            return np.array([source.bits != 0])
         size = values.size_of(kind)
         bits = self._constant(source) & ((1 << 8 * size) - 1)
-        return values.typed(np.full(self._count, bits, values.UNSIGNED[size]), kind)
+        count = self._count if kind in values.PACKED else 1  # else one is enough for all threads
+        return values.typed(np.full(count, bits, values.UNSIGNED[size]), kind)
 
     def _constant(self, source: Operand) -> int:
         if isinstance(source, Immediate):
@@ -223,6 +224,8 @@ class _Turns:
         if kind != "pred" and values.size_of(kind) > np.dtype(dtype).itemsize:
             raise PtxError(f"{self._program.name}: {kind} does not fit into %{result.name}")
         bits = values.bits_of(numbers, kind, dtype)
+        if len(bits) != self._count:
+            bits = np.full(self._count, bits[0])
         if self._count == self._size:
             self._registers[result.name] = bits
             return
@@ -261,10 +264,8 @@ class _Turns:
         for each in pack.parts:
             assert each is not None
             if isinstance(each, Register) and each.name not in self._registers:
-                poison = np.full(self._count, _POISON, np.uint64)  # a half that nobody reads
-                columns.append(values.typed(poison, part))
-            else:
-                columns.append(self._read(each, part))
+                each = Immediate(_POISON)  # a half that nobody reads
+            columns.append(np.broadcast_to(self._read(each, part), self._count))
         return np.ascontiguousarray(np.stack(columns, 1)).view(values.KINDS[kind])[:, 0]
 
     def convert_address(self, one: Instruction, form: list[str]) -> None:
@@ -283,7 +284,7 @@ class _Turns:
         parts = result.parts if isinstance(result, Pack) else (result,)
         if space == "param":
             assert isinstance(address.base, Symbol)
-            number = np.full(self._count, self._params[address.base.name], np.uint64)
+            number = np.array([self._params[address.base.name]], np.uint64)
             self._write(result, values.typed(number, f"b{kind[1:]}"), f"b{kind[1:]}")
             return
         if len(parts) != count:

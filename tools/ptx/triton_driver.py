@@ -19,7 +19,6 @@ from ptx import parser
 from ptx.machine import execute
 from ptx.memory import GlobalMemory, piece_of
 
-ARCHES = (80, 90, 100, 120)
 _SHARED = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
 """Bytes a block may have, by target."""
 

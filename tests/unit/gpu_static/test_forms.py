@@ -1,0 +1,46 @@
+"""A sample of our kernels, compiled for each target and carried out from their PTX; all of them:
+``python tools/gpu_static.py``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mp_optim.config.rules import KERNEL_RULES
+from ptx import forms
+from support.launch import run
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton's assembler is for Linux")
+
+
+def static(cache: Path, *options: str) -> str:
+    return run("-W", "ignore", "tools/gpu_static.py", *options, TRITON_CACHE_DIR=str(cache))
+
+
+@pytest.mark.slow
+def test_a_step_of_each_rule_leaves_the_recorded_bits(tmp_path: Path) -> None:
+    """The library's short self-test, on what its kernels compile to."""
+    assert "sm_90: the recorded bits;" in static(tmp_path, "--step", "--arches", "90")
+
+
+def test_compiled_kernels_have_the_bits_of_reference_on_every_target(tmp_path: Path) -> None:
+    """Denormals, infinities and NaNs among the values, sums of squares included; no access outside
+    of a tensor, and no race."""
+    only = "^sgd: float32 - - float32 float32 -, aligned, host$"
+    printed = static(tmp_path, "--elements", "12000", "--only", only)
+    assert "1 trials of" in printed and " 0 wrong" in printed, printed
+
+
+def test_the_list_has_every_rule_and_each_form_once() -> None:
+    known = forms.read()
+    assert len(known) == len(set(known))
+    kernels = {form.kernel for form in known}
+    pairs = {"lamb_moments", "lamb_apply", "clip_sums", "clipped_adamw"}
+    muon = {"muon_momentum", "muon_apply"}
+    elements = {rule for rule in KERNEL_RULES if rule not in ("lamb", "stable_adamw")}
+    assert kernels == elements | pairs | muon | {"chunk_sums", "run_sums"}
+    aligned = {form.values.get("ALIGNED") for form in known if form.kernel in elements}
+    assert aligned == {"True", "False"}

@@ -1,0 +1,75 @@
+"""Small faults in a kernel's text, to see that a trial notices them."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_ROUNDED = re.compile(r"\b(add|sub|mul|div|sqrt)\.rn\.(f32|f64)\b")
+_TWO = re.compile(r"\b(sub\.\S+|div\.\S+|setp\.[lg][te]\S*)(\s+%\w+), (%\w+), (%\w+);")
+_SOURCE = re.compile(r"\b((?:add|mul|sub)\.rn\.\w+\s+%\w+, %\w+, )%r(\d+);")
+_IMMEDIATE = re.compile(r"\b((?:add|and|or|shl|shr|setp)\.\S+\s+%\w+, %\w+, )(-?\d+);")
+_GUARD = re.compile(r"@(!?)(%p\d+) (?=ld|st|bra|\s*bra)")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Attributes:
+    what: which fault, and where.
+    text, original: the kernel with it, and without.
+    """
+
+    what: str
+    text: str
+    original: str
+
+
+def _rounding(match: re.Match[str]) -> str:
+    return f"{match[1]}.rz.{match[2]}"
+
+
+def _swapped(match: re.Match[str]) -> str:
+    return f"{match[1]}{match[2]}, {match[4]}, {match[3]};"
+
+
+def _other_operand(match: re.Match[str]) -> str:
+    first = match[1].rstrip(", ").rsplit(", ", 1)[1]
+    return f"{match[1]}{first};"
+
+
+def _other_number(match: re.Match[str]) -> str:
+    """Without its lowest bit."""
+    number = int(match[2])
+    return f"{match[1]}{number & (number - 1) if number else 1};"
+
+
+def _negated(match: re.Match[str]) -> str:
+    return f"@{'' if match[1] else '!'}{match[2]} "
+
+
+def _dropped(match: re.Match[str]) -> str:
+    return ""
+
+
+FAULTS: dict[str, tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = {
+    "rounding": (_ROUNDED, _rounding),
+    "operands swapped": (_TWO, _swapped),
+    "another operand": (_SOURCE, _other_operand),
+    "immediate": (_IMMEDIATE, _other_number),
+    "predicate negated": (_GUARD, _negated),
+    "guard dropped": (_GUARD, _dropped),
+}
+
+
+def mutant_of(ptx: str, fault: str, generator: random.Random) -> Mutant | None:
+    """The text with a fault at a random place; None if it has no place for it."""
+    pattern, change = FAULTS[fault]
+    places = list(pattern.finditer(ptx))
+    if not places:
+        return None
+    match = generator.choice(places)
+    changed = ptx[: match.start()] + change(match) + ptx[match.end() :]
+    line = ptx.count("\n", 0, match.start()) + 1
+    return Mutant(f"{fault}, line {line}: {match[0].strip()}", changed, ptx)

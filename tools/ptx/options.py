@@ -1,0 +1,31 @@
+"""What ``tools/gpu_static.py`` is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ARCHES = (80, 90, 100, 120)
+"""Targets that kernels are compiled for: A100, H100, B200 and the desktop's Blackwell."""
+
+
+@dataclass
+class Options:
+    """What to carry out, and for which targets."""
+
+    arches: tuple[int, ...] = ARCHES
+    """Compute capabilities."""
+    elements: int = 1_000_000
+    """Of each trial, in tensors of odd sizes."""
+    only: tuple[str, ...] = ()
+    """Trials whose names have one of these regular expressions."""
+    every: int = 1
+    """One trial of so many."""
+    list: bool = False
+    """Show the names of trials."""
+    step: bool = False
+    """A step of each rule instead, whose bits are recorded in the library."""
+    proof: bool = False
+    """The library's own self-test instead."""
+    mutants: int = 0
+    """Instead so many faults, each in the text of one kernel; exits with 1 if more than one in
+    twenty passes for right."""

@@ -1,0 +1,140 @@
+"""Runs over many launches: all trials, the library's self-test, and faults to be noticed."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ptx.kernels import MachineBackend  # isort: skip  (before what interprets kernels)
+
+from mp_optim.update.backends.reference import ReferenceBackend
+from mp_optim.update.backends.self_test import RECORDED, digests, prove
+from ptx import forms, mutants, trials
+from ptx.options import Options
+from ptx.triton_driver import Launch, StaticDriver
+
+
+class Noting:
+    """A backend on the machine; the forms of its launches are counted."""
+
+    def __init__(self) -> None:
+        self.backend = MachineBackend()
+        self.launched: Counter[forms.Form] = Counter()
+
+    def carry(self, launch: Launch) -> None:
+        self.launched[forms.form_of(launch)] += 1
+        self.backend.carry_out(launch)
+
+
+def self_test(options: Options, console: Console) -> bool:
+    """Whether the library proves the backend on every target."""
+    right = True
+    for arch in options.arches:
+        noting, began = Noting(), time.perf_counter()
+        host = torch.device("cpu")
+        with StaticDriver(arch, noting.carry):
+            if options.step:
+                found = digests(noting.backend, host)
+                exact = found.items() <= RECORDED.items()
+                said = "the recorded bits" if exact else f"other bits: {found}"
+            else:
+                proof = prove(noting.backend, host)
+                exact, said = proof.exact, proof.reason
+        launches = sum(noting.launched.values())
+        console.print(
+            f"sm_{arch}: {said}; {launches} launches of {len(noting.launched)} forms, "
+            f"{time.perf_counter() - began:.0f} s"
+        )
+        right &= exact
+    return right
+
+
+def _tried(noting: Noting, trial: trials.Trial, sizes: list[int], theirs: Any) -> str:
+    """What is wrong with a trial; empty if nothing."""
+    try:
+        found = trials.tried(noting.backend, trial, sizes, theirs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return f"other bits: {found}" if found else ""
+
+
+def _chosen(options: Options) -> list[trials.Trial]:
+    found = trials.trials_of(forms.read())
+    if options.only:
+        wanted = re.compile("|".join(options.only))
+        found = [trial for trial in found if wanted.search(str(trial))]
+    return found[:: options.every]
+
+
+def all_trials(options: Options, console: Console) -> bool:
+    """Whether every trial has reference's bits on every target."""
+    known = forms.read()
+    chosen = _chosen(options)
+    sizes, wrong = trials.sizes_of(options.elements), 0
+    notings = {arch: Noting() for arch in options.arches}
+    for trial in chosen:
+        began = time.perf_counter()
+        theirs = trials.Found(ReferenceBackend(), trial, sizes)
+        for arch, noting in notings.items():
+            with StaticDriver(arch, noting.carry):
+                said = _tried(noting, trial, sizes, theirs)
+            wrong += bool(said)
+            if said:
+                console.print(f"sm_{arch} {trial}: {said}")
+        console.print(f"{trial}: {time.perf_counter() - began:.1f} s", highlight=False)
+    console.print(f"{len(chosen)} trials of {sum(sizes)} elements, {wrong} wrong")
+    for arch, noting in notings.items():
+        never = [form for form in known if form not in noting.launched]
+        console.print(f"sm_{arch}: {len(noting.launched)} forms; not launched: {len(never)}")
+        if len(chosen) == len(trials.trials_of(known)):
+            for form in never:
+                console.print(f"  {form}")
+    return not wrong
+
+
+def mutated(options: Options, console: Console) -> bool:
+    """Whether trials notice 95 % of faults, each in the first kernel that a trial launches."""
+    generator, passed, tried = random.Random(1), 0, 0
+    noting, chosen, sizes = Noting(), _chosen(options), trials.sizes_of(12000)
+    expected: dict[trials.Trial, Any] = {}
+    with StaticDriver(options.arches[0], noting.carry):
+        while tried < options.mutants:
+            fault, trial = generator.choice(list(mutants.FAULTS)), generator.choice(chosen)
+            if trial not in expected:
+                expected[trial] = trials.Found(ReferenceBackend(), trial, sizes)
+            done: list[mutants.Mutant] = []
+
+            def text(ptx: str, fault: str = fault, done: Any = done) -> str:
+                if not done and (mutant := mutants.mutant_of(ptx, fault, generator)):
+                    done.append(mutant)
+                is_same = bool(done) and ptx == done[0].original
+                return done[0].text if is_same else ptx
+
+            noting.backend.text = text
+            said = _tried(noting, trial, sizes, expected[trial])
+            if done:
+                tried += 1
+                passed += not said
+                console.print(f"{trial}: {done[0].what}: {said[:90] or 'PASSED'}", highlight=False)
+    console.print(f"{tried} mutants, {tried - passed} noticed")
+    return passed * 20 <= tried
+
+
+def run(options: Options, console: Console) -> bool:
+    """Do what is asked for; whether nothing was wrong."""
+    if options.list:
+        for trial in trials.trials_of(forms.read()):
+            console.print(str(trial), highlight=False)
+        return True
+    torch.set_num_threads(1)
+    if options.mutants:
+        return mutated(options, console)
+    if options.step or options.proof:
+        return self_test(options, console)
+    return all_trials(options, console)

@@ -1,0 +1,209 @@
+"""Launches of every form of our kernels, on the machine and by ``reference``, from the same
+tensors: odd sizes and places, and zeros, denormals, infinities and NaNs among the values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.update.backends.reference import ReferenceBackend
+from mp_optim.update.kernel_args import StableScalars, TensorLists
+from ptx.forms import Form
+from ptx.kernels import MachineBackend
+from support.triton_cases import GROUP, ODD, PASSES, Case, lists_of, step_with
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
+_PARTS = {
+    "lamb_moments": "lamb",
+    "lamb_apply": "lamb",
+    "clip_sums": "stable_adamw",
+    "clipped_adamw": "stable_adamw",
+}
+"""Kernels that are launched along with others, by the rule that launches them."""
+_SMALL = (0, 1, 255, 256, 257, 2047, 2049, 8191, 8193, 16385)
+_MULTIPLIER = 0.37
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Steps of a rule on tensors of a kind.
+
+    Attributes:
+        rule: or a pass of one.
+        control: where the multiplier is: "host", "device", or "flag": there, with a flag beside it.
+        settings: of its group.
+        step: number of its first step.
+    """
+
+    rule: str
+    case: Case
+    control: str
+    settings: tuple[tuple[str, Any], ...]
+    step: int
+
+    def __str__(self) -> str:
+        case = self.case
+        parts = [case.grad, case.output, case.rest, *case.moments, case.average]
+        names = [str(part).removeprefix("torch.") if part else "-" for part in parts]
+        said = [" ".join(names), *(["noisy"] if case.noisy else [])]
+        said += ["aligned" if case.aligned else "anywhere", self.control]
+        said += ["first step"] if self.step == 1 else []
+        said += [f"{name}={value}" for name, value in self.settings]
+        return f"{self.rule}: {', '.join(said)}"
+
+
+def trials_of(forms: Iterable[Form]) -> list[Trial]:
+    """What launches every form, each on aligned tensors and on others."""
+    found = {}
+    for form in forms:
+        if form.kernel in ("chunk_sums", "run_sums"):
+            continue  # along with every trial
+        trial = _trial_of(form)
+        for aligned in (True, False):
+            found[replace(trial, case=replace(trial.case, aligned=aligned))] = None
+    return list(found)
+
+
+def _trial_of(form: Form) -> Trial:
+    values = {**form.values}
+    first, second = (_DTYPES.get(values[name]) for name in ("moment1", "moment2"))
+    rule = _PARTS.get(form.kernel, form.kernel)
+    is_plain = first is None and f"plain {rule}" in PASSES
+    plain = torch.float32
+    if rule in ("lion", "sgd", "muon_momentum"):
+        second = None
+    case = Case(
+        grad=_DTYPES[values["grad"]],
+        output=_DTYPES.get(values["output"]),
+        rest=_DTYPES.get(values["remainder"]),
+        moments=(first or plain, second or plain),
+        noisy="streams" not in form.absent,
+        inside=True,
+        average=_DTYPES.get(values["average"]),
+    )
+    if form.kernel == "clip_sums" and second == torch.uint8:
+        case = replace(case, moments=(torch.int8, torch.uint8))
+    if rule == "muon_momentum" and case.output is None:
+        case = replace(case, output=torch.bfloat16)
+    settings = _settings(values, rule, is_plain)
+    control = "host"
+    if values["ON_DEVICE"] == "True" or "skip" not in form.absent:
+        control = "device" if "skip" in form.absent else "flag"
+    if rule == "muon_apply" or form.kernel == "lamb_apply":
+        control = "host"
+    step = 1 if values["first"] == "True" else 2
+    return Trial(f"plain {rule}" if is_plain else rule, case, control, settings, step)
+
+
+def _settings(values: dict[str, str], rule: str, is_plain: bool) -> tuple[tuple[str, Any], ...]:
+    found: dict[str, Any] = {}
+    if values["has_l2"] == "True":
+        found["adam_w_mode"] = False
+    elif values["has_decay"] == "False":
+        found["weight_decay"] = 0.0
+    if values["nesterov"] == "True":
+        found["nesterov"] = True
+    if rule == "muon_momentum":
+        found["momentum"] = 0.3 if values["average_from_end"] == "True" else 0.95
+    if is_plain:
+        found |= {"momentum": 0.0} if rule == "sgd" else {"betas": (0.0, 0.999)}
+    return tuple(sorted(found.items()))
+
+
+def sizes_of(elements: int) -> list[int]:
+    """Odd ones that together are as many, or few more."""
+    rest = elements - sum(_SMALL)
+    if rest <= 0:
+        return [0, 1, 257, 2047, 8192 + max(2047, elements - 10500)]  # a tail that fills a tile
+    return [*_SMALL, rest // 3 | 1, rest - rest // 3 | 1]
+
+
+def tensors_of(lists: TensorLists) -> dict[str, list[Tensor]]:
+    """What a step may write, and read."""
+    outputs = [each for each in lists.output if each is not None]
+    return {"main": lists.main, "output": outputs, "grad": lists.grad, **lists.state}
+
+
+def made_odd(lists: TensorLists, seed: int) -> TensorLists:
+    """The same lists, with one number of some hundreds one of the odd ones."""
+    generator = torch.Generator().manual_seed(seed)
+    odd = torch.tensor(ODD)
+    for name, tensors in tensors_of(lists).items():
+        for tensor in tensors:
+            if not tensor.is_floating_point() or not tensor.numel() or name.endswith("scale"):
+                continue
+            count = -(-tensor.numel() // 700)
+            at = torch.randint(0, tensor.numel(), (count,), generator=generator)
+            which = torch.randint(0, len(odd), (count,), generator=generator)
+            tensor[at] = odd[which].to(tensor.dtype)
+    return lists
+
+
+class Found:
+    """What a backend makes of a trial, on plain values and on odd ones: every tensor after two
+    steps, and sums. (Where sums over a tensor, or scales of a block, are NaN, so is all else.)"""
+
+    def __init__(self, backend: Any, trial: Trial, sizes: Sequence[int]) -> None:
+        self.tensors: dict[str, list[Tensor]] = {}
+        for odd in (False, True):
+            lists = lists_of(7, sizes, PASSES[trial.rule], trial.case)
+            if odd:
+                lists = made_odd(lists, 11)
+            sums = _stepped(backend, trial, lists)
+            for name, tensors in {**tensors_of(lists), "sums": sums}.items():
+                self.tensors[f"odd {name}" if odd else name] = tensors
+
+
+def _stepped(backend: Any, trial: Trial, lists: TensorLists) -> list[Tensor]:
+    """Take the steps of a trial; returns sums that it makes."""
+    group = {**GROUP, **dict(trial.settings)}
+    is_reference = type(backend) is ReferenceBackend
+    sums = []
+    for step, flag in ((trial.step, 0.0), (3, 0.0), (4, 1.0)):
+        given: Any = _MULTIPLIER
+        if flag and (trial.control != "flag" or is_reference):
+            continue  # nothing is to be written
+        if trial.control != "host" and not is_reference:
+            pair = torch.tensor([_MULTIPLIER, flag])
+            given = pair if trial.control == "flag" else pair[:1]
+        if trial.rule == "stable_adamw" and not flag:
+            scalars = StableScalars.at(group, step)
+            sums.append(backend.stable_adamw_sums(lists, scalars, given))
+        made = step_with(backend, trial.rule.split()[-1], lists, group, step, given)
+        if made is not None and not flag:
+            sums.append(made)
+    return [*sums, backend.sum_of_squares(lists.grad)]
+
+
+def differences(ours: Found, theirs: Found) -> dict[str, int]:
+    """Elements of other bits, by name; NaNs are one."""
+    found: dict[str, int] = {}
+    for name, mine in ours.tensors.items():
+        for one, other in zip(mine, theirs.tensors[name], strict=True):
+            if count := _apart(one, other):
+                found[name] = found.get(name, 0) + count
+    return found
+
+
+def _apart(one: Tensor, other: Tensor) -> int:
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
+    same = one.contiguous().view(bits) == other.contiguous().view(bits)
+    if one.is_floating_point():
+        same |= one.isnan() & other.isnan()
+    return int((~same).sum())
+
+
+def tried(backend: MachineBackend, trial: Trial, sizes: Sequence[int], theirs: Found) -> Any:
+    """Differences of a trial on the machine from ``reference``."""
+    return differences(Found(backend, trial, sizes), theirs)
