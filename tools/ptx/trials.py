@@ -136,14 +136,14 @@ def tensors_of(lists: TensorLists) -> dict[str, list[Tensor]]:
 
 
 def made_odd(lists: TensorLists, seed: int) -> TensorLists:
-    """The same lists, with one number of some hundreds one of the odd ones."""
+    """The same lists, of every 200 numbers one of the odd ones."""
     generator = torch.Generator().manual_seed(seed)
     odd = torch.tensor(ODD)
     for name, tensors in tensors_of(lists).items():
         for tensor in tensors:
             if not tensor.is_floating_point() or not tensor.numel() or name.endswith("scale"):
                 continue
-            count = -(-tensor.numel() // 700)
+            count = -(-tensor.numel() // 200)
             at = torch.randint(0, tensor.numel(), (count,), generator=generator)
             which = torch.randint(0, len(odd), (count,), generator=generator)
             tensor[at] = odd[which].to(tensor.dtype)
