@@ -26,6 +26,8 @@ class Options:
     """A step of each rule instead, whose bits are recorded in the library."""
     proof: bool = False
     """The library's own self-test instead."""
+    sass: bool = False
+    """Tables of their machine code instead, and what follows from it for some cards."""
     mutants: int = 0
     """Instead so many faults, each in the text of one kernel; exits with 1 if more than one in
     twenty passes for right."""

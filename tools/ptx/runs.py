@@ -17,6 +17,7 @@ from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.self_test import RECORDED, digests, prove
 from ptx import forms, mutants, trials
 from ptx.options import Options
+from ptx.tables import tables
 from ptx.triton_driver import Launch, StaticDriver
 
 
@@ -135,6 +136,10 @@ def run(options: Options, console: Console) -> bool:
             console.print(str(trial), highlight=False)
         return True
     torch.set_num_threads(1)
+    if options.sass:
+        for line in tables(_chosen(options), options.arches):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        return True
     if options.mutants:
         return mutated(options, console)
     if options.step or options.proof:

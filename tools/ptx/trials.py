@@ -31,7 +31,7 @@ _PARTS = {
     "clipped_adamw": "stable_adamw",
 }
 """Kernels that are launched along with others, by the rule that launches them."""
-_SMALL = (0, 1, 255, 256, 257, 2047, 2049, 8191, 8193, 16385)
+_SMALL = (0, 1, 255, 256, 257, 1296, 2047, 2049, 8191, 8193, 16385)
 _MULTIPLIER = 0.37
 
 
@@ -125,7 +125,8 @@ def sizes_of(elements: int) -> list[int]:
     """Odd ones that together are as many, or few more."""
     rest = elements - sum(_SMALL)
     if rest <= 0:
-        return [0, 1, 257, 2047, 8192 + max(2047, elements - 10500)]  # a tail that fills a tile
+        last = 8192 + max(2047, elements - 10500)  # whose tail fills a tile
+        return [0, 1, 257, 1296, 2047, last]
     return [*_SMALL, rest // 3 | 1, rest - rest // 3 | 1]
 
 
@@ -184,6 +185,11 @@ def _stepped(backend: Any, trial: Trial, lists: TensorLists) -> list[Tensor]:
         if made is not None and not flag:
             sums.append(made)
     return [*sums, backend.sum_of_squares(lists.grad)]
+
+
+def launches_of(backend: MachineBackend, trial: Trial) -> None:
+    """Launch what a trial does, on small tensors; whoever carries launches out sees them."""
+    _stepped(backend, trial, lists_of(7, [300, 1, 5000], PASSES[trial.rule], trial.case))
 
 
 def differences(ours: Found, theirs: Found) -> dict[str, int]:
