@@ -25,7 +25,7 @@ _WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", re.MULTILINE)
 _LABEL = re.compile(r"^\.(L_x_\d+):", re.MULTILINE)
 _BRANCH = re.compile(r"\bBRA\b.*\(\.(L_x_\d+)\)")
-_FUSED = re.compile(r"\b(?:FFMA|DFMA|HFMA2)\b")
+_FUSED = re.compile(r"\b(?:FFMA|DFMA)\b|\bHFMA2\b(?!.*-RZ, RZ,)")  # which makes constants so
 
 
 @dataclass(frozen=True)

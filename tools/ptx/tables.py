@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ptx.kernels import MachineBackend  # isort: skip  (before what interprets kernels)
 
 from ptx.forms import form_of
-from ptx.sass import CARDS, Assembled, assembled
+from ptx.sass import CARDS, Assembled, Card, assembled
 from ptx.trials import Trial, launches_of
 from ptx.triton_driver import Launch, StaticDriver
 
-_HEAD = (
-    "| kernel | state | elements a thread | registers | stack | warps | instructions an element "
-    "| bytes an element | in 16 bytes at a time | barriers | fused |"
-)
+Key = tuple[str, str]
+"""A kernel's name, and what state it is launched on."""
+Codes = dict[Key, tuple[Launch, Assembled]]
 
 
-def _kernels(trials: Sequence[Trial], arch: int) -> dict[tuple[str, str], tuple[Launch, Assembled]]:
+def _kernels(trials: Sequence[Trial], arch: int) -> Codes:
     """By kernel and what it is launched on: a launch, and its machine code."""
-    found: dict[tuple[str, str], tuple[Launch, Assembled]] = {}
+    found: Codes = {}
     backend = MachineBackend()
     launched: list[Launch] = []
 
@@ -52,38 +51,64 @@ def _elements(launch: Launch) -> int:
     return (8 if launch.function.name == "lamb_moments" else int(rows)) * 8 // launch.warps
 
 
+def _cost(launch: Launch, code: Assembled) -> tuple[float, float]:
+    """Instructions and bytes of an element; zeros where there is no loop."""
+    elements = _elements(launch)
+    if not elements or not code.loop:
+        return 0.0, 0.0
+    return code.loop / elements, code.loop_bytes / elements
+
+
 def tables(trials: Sequence[Trial], arches: Sequence[int]) -> Iterator[str]:
-    """Lines of Markdown, for aligned tensors and a multiplier on the host."""
+    """Lines of Markdown, for aligned tensors and a multiplier on the host: what the assembler
+    makes, and the time of a billion elements that it predicts for cards."""
     chosen = [trial for trial in trials if trial.case.aligned and trial.control == "host"]
-    costs: dict[int, dict[tuple[str, str], tuple[float, float]]] = {}
-    for arch in arches:
-        costs[arch] = {}
-        yield from ("", f"**sm_{arch}**", "", _HEAD, "|---" * 11 + "|")
-        for key, (launch, code) in _kernels(chosen, arch).items():
-            elements = _elements(launch)
-            cost = (0.0, 0.0)
-            if elements and code.loop:
-                cost = code.loop / elements, code.loop_bytes / elements
-                costs[arch][key] = cost
-            shown = [f"{value:.1f}" if value else "-" for value in cost]
-            wide = f"{code.wide:.0%}" if code.loop_bytes else "-"
-            held = [code.registers, code.stack, code.warps]
-            cells = [*key, elements or "-", *held, *shown, wide, code.barriers, code.fused]
-            yield f"| {' | '.join(map(str, cells))} |"
-    yield from _predictions(costs)
+    codes = {arch: _kernels(chosen, arch) for arch in arches}
+    said = ["instructions an element", "bytes an element", "16 bytes at a time", "barriers"]
+    said += ["stack", "fused"]
+    heads = [f"registers, warps: sm_{arch}" for arch in arches]
+    yield from _table(["kernel", "state", *heads, *said], _rows(codes))
+    cards = [card for card in CARDS if card.arch in codes]
+    heads = [f"{card.name}, ms" for card in cards]
+    yield from _table(["kernel", "state", *heads], _predictions(codes, cards))
 
 
-def _predictions(costs: dict[int, dict[tuple[str, str], tuple[float, float]]]) -> Iterator[str]:
-    cards = [card for card in CARDS if card.arch in costs]
-    if not cards:
-        return
-    yield from ("", "| kernel | state | " + " | ".join(card.name for card in cards) + " |")
-    yield "|---" * (2 + len(cards)) + "|"
-    for key in costs[cards[0].arch]:
-        times = []
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    yield from ("", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|")
+    for row in rows:
+        yield f"| {' | '.join(map(str, row))} |"
+
+
+def _rows(codes: dict[int, Codes]) -> Iterator[list[object]]:
+    """A row for each kernel; of numbers that differ between targets the least and the most."""
+    for key in next(iter(codes.values())):
+        found = [of_arch[key] for of_arch in codes.values()]
+        costs = [_cost(*each) for each in found]
+        assembled_ones = [code for _, code in found]
+        yield [
+            *key,
+            *(f"{code.registers}, {code.warps}" for code in assembled_ones),
+            _range([round(instructions) for instructions, _ in costs]),
+            f"{costs[0][1]:.1f}" if costs[0][1] else "-",
+            f"{assembled_ones[0].wide:.0%}" if costs[0][1] else "-",
+            _range([code.barriers for code in assembled_ones]),
+            _range([code.stack for code in assembled_ones]),
+            _range([code.fused for code in assembled_ones]),
+        ]
+
+
+def _range(numbers: Sequence[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return str(least) if least == most else f"{least} to {most}"
+
+
+def _predictions(codes: dict[int, Codes], cards: Sequence[Card]) -> Iterator[list[object]]:
+    for key in next(iter(codes.values())):
+        cells = []
         for card in cards:
-            instructions, num_bytes = costs[card.arch][key]
-            bound = card.picoseconds(num_bytes, instructions)
-            by = "memory" if card.picoseconds(num_bytes, 0.0) == bound else "instructions"
-            times.append(f"{bound:.2f} ms a billion, {by}")
-        yield f"| {key[0]} | {key[1]} | {' | '.join(times)} |"
+            instructions, num_bytes = _cost(*codes[card.arch][key])
+            time = card.picoseconds(num_bytes, instructions)
+            bound = "" if card.picoseconds(num_bytes, 0.0) == time else ", by instructions"
+            cells.append(f"{time:.2f}{bound}")
+        if cells and _cost(*codes[cards[0].arch][key])[0]:
+            yield [*key, *cells]
