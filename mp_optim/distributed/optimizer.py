@@ -157,6 +157,10 @@ class DistributedOptimizer(CompositeOptimizer):
     def finish_param_sync(self) -> None:
         self._model.transport.gatherer.finish()
 
+    def has_own_gradients(self) -> bool:
+        has_some = self.grad_reducer.has_gradients
+        return has_some or any(param.grad is not None for param in self.get_parameters())
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, and ``main_grad`` and what was reduced."""
         super().zero_grad(set_to_none=True)

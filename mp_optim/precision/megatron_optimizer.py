@@ -186,6 +186,11 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The local gradients there are now, by name."""
 
+    def has_own_gradients(self) -> bool:
+        """Whether what is to be stepped may come from this rank's backward, and not from other
+        ranks alone."""
+        return True
+
     def released_gradients(self) -> Iterator[Tensor]:
         """Those that are on the host only (``release_gradients``), perhaps still on their way."""
         return self.early_work.released()

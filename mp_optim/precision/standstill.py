@@ -51,6 +51,7 @@ class Watched(Protocol):
     def is_stub_optimizer(self) -> bool: ...
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]: ...
     def norm_ranks(self) -> list[ProcessGroup]: ...
+    def has_own_gradients(self) -> bool: ...
     def released_gradients(self) -> Iterator[Tensor]: ...
 
 
@@ -75,7 +76,8 @@ class StandstillWatch:
         """Raise if there is a loss scale, and the caller did not ask for it since the last step.
 
         Where ranks share the model, one that got scaled gradients from another need not have asked:
-        they compare notes at the first step, and are believed afterwards.
+        they compare notes at the first step, and are believed afterwards. One whose backward did
+        not come to the model has no gradients of its own to judge by.
 
         Raises:
             RuntimeError: on all ranks alike; nothing was stepped.
@@ -85,7 +87,7 @@ class StandstillWatch:
             return
         # the ranks that agree on one norm, if there are several
         ranks = next((ranks for ranks in stack.norm_ranks() if ranks.size() > 1), None)
-        first = _first_gradient(stack)
+        first = _first_gradient(stack) if stack.has_own_gradients() else None
         is_new = first is not None and not self._is_stepped(first)
         if ranks is not None and self._ranks_scaled:
             return

@@ -448,6 +448,18 @@ def test_a_composite_is_no_wrapper_and_lacks_nothing_that_a_stack_offers(owner):
     assert offered - of_wrappers - set(dir(owner)) == set()
 
 
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_a_rank_without_a_backward_need_not_have_scaled_it(strategy):
+    """Its data did not come to these parameters; what is stepped are other ranks' gradients."""
+    model = nn.Linear(3, 3).half()
+    optimizer = sharded(model, "fp16", strategy, initial_loss_scale=256.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    model(torch.ones(2, 3, dtype=torch.float16)).sum().backward()
+    with pytest.raises(RuntimeError, match="the gradients of this step were not scaled by it"):
+        optimizer.step()
+
+
 def test_one_process_has_to_say_so():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="DistributedDataParallel, which reduces gradients"):
