@@ -185,8 +185,15 @@ MP_INLINE void write_past_caches(const float* from, char* to) {
     for (int i = 0; i < kChunk; i += kLanes) store_past_caches(to + 4 * i, load<u16x32>(from + i));
 }
 
-// What is finite stays finite when it is rounded.
-MP_INLINE f32x16 read_below_bf16_inf(const float* from) { return finite_within(load<f32x16>(from), 0x7f7f0000u); }
+// Sixteen FP32 values twice, rounded to bfloat16 so that what is finite stays finite. That most have no exponent of all ones
+// after they are rounded is cheaper to see than which of them would overflow.
+template <class Round>
+MP_INLINE u16x32 rounded_below_inf(f32x16 a, f32x16 b, Round round) {
+    constexpr uint32_t largest_bf16 = 0x7f7f0000;
+    const u16x32 bits = round(a, b);
+    if (!any_above(bits + bits, 0xfeff)) return bits;
+    return round(finite_within(a, largest_bf16), finite_within(b, largest_bf16));
+}
 
 // What is cut off after random bits were added; inf stays what it is.
 template <bool second>
@@ -198,16 +205,18 @@ MP_INLINE u32x16 dithered(f32x16 x, uint32_t key, uint32_t index) {
 template <bool second>
 static void write_bf16_randomly(const float* from, char* to, uint32_t key, uint32_t index) {
     for (int i = 0; i < kChunk; i += kPair) {
-        u16x32 low, high;
-        halves(dithered<second>(read_below_bf16_inf(from + i), key, index + i),
-               dithered<second>(read_below_bf16_inf(from + i + kLanes), key, index + i + kLanes), low, high);
-        store(to + 2 * i, high);
+        const auto round = [&](f32x16 a, f32x16 b) {
+            u16x32 low, high;
+            halves(dithered<second>(a, key, index + i), dithered<second>(b, key, index + i + kLanes), low, high);
+            return high;
+        };
+        store(to + 2 * i, rounded_below_inf(load<f32x16>(from + i), load<f32x16>(from + i + kLanes), round));
     }
 }
 
 MP_INLINE void write_bf16_moment(const float* from, char* to) {
     for (int i = 0; i < kChunk; i += kPair)
-        store(to + 2 * i, to_bf16(read_below_bf16_inf(from + i), read_below_bf16_inf(from + i + kLanes)));
+        store(to + 2 * i, rounded_below_inf(load<f32x16>(from + i), load<f32x16>(from + i + kLanes), to_bf16));
 }
 
 // A chunk of a moment that is not in blocks.

@@ -45,6 +45,8 @@ MP_INLINE bool may_have_nan(f32xn a, f32xn b) {
     return _mm256_movemask_ps(_mm256_cmp_ps(as<__m256>(a), as<__m256>(b), _CMP_UNORD_Q)) != 0;
 }
 
+MP_INLINE bool may_be_set(u16x2n x) { return _mm256_movemask_epi8(as<__m256i>(x)) != 0; }
+
 MP_INLINE u16x2n lower(u32xn a, u32xn b) {
     const __m256i half = _mm256_set1_epi32(0xffff);
     __m256i low_a = _mm256_and_si256(as<__m256i>(a), half), low_b = _mm256_and_si256(as<__m256i>(b), half);

@@ -71,6 +71,11 @@ MP_INLINE u16x32 add_one_where_above(u16x32 x, u16x32 y, uint16_t limit) {
     return as<u16x32>(_mm512_mask_add_epi16(as<__m512i>(x), here, as<__m512i>(x), _mm512_set1_epi16(1)));
 }
 
+// Whether any lane is above the limit.
+MP_INLINE bool any_above(u16x32 x, uint16_t limit) {
+    return __builtin_expect(_mm512_cmpgt_epu16_mask(as<__m512i>(x), _mm512_set1_epi16(short(limit))) != 0, 0);
+}
+
 MP_INLINE bool may_have_nan(f32x16 a, f32x16 b) {
     return __builtin_expect(_mm512_cmp_ps_mask(as<__m512>(a), as<__m512>(b), _CMP_UNORD_Q) != 0, 0);
 }

@@ -40,6 +40,7 @@ MP_INLINE i32xn to_nearest(f32xn x) { return as<i32xn>(vcvtnq_s32_f32(as<float32
 MP_INLINE u32xn larger(u32xn a, u32xn b) { return as<u32xn>(vmaxq_u32(as<uint32x4_t>(a), as<uint32x4_t>(b))); }
 
 MP_INLINE bool may_have_nan(f32xn, f32xn) { return true; }
+MP_INLINE bool may_be_set(u16x2n) { return true; }
 
 MP_INLINE u16x2n lower(u32xn a, u32xn b) {
     return as<u16x2n>(vuzp1q_u16(as<uint16x8_t>(a), as<uint16x8_t>(b)));

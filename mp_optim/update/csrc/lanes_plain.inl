@@ -48,6 +48,7 @@ MP_INLINE u32xn larger(u32xn a, u32xn b) {
 }
 
 MP_INLINE bool may_have_nan(f32xn, f32xn) { return true; }
+MP_INLINE bool may_be_set(u16x2n) { return true; }
 
 MP_INLINE u16x2n lower(u32xn a, u32xn b) {
     u16x2n r{};

@@ -58,6 +58,8 @@ MP_INLINE bool may_have_nan(f32xn a, f32xn b) {
     return _mm_movemask_ps(_mm_cmpunord_ps(as<__m128>(a), as<__m128>(b))) != 0;
 }
 
+MP_INLINE bool may_be_set(u16x2n x) { return _mm_movemask_epi8(as<__m128i>(x)) != 0; }
+
 MP_INLINE u16x2n upper(u32xn a, u32xn b) {
     return as<u16x2n>(_mm_packs_epi32(_mm_srai_epi32(as<__m128i>(a), 16), _mm_srai_epi32(as<__m128i>(b), 16)));
 }

@@ -161,6 +161,14 @@ MP_INLINE u16x32 add_one_where_above(u16x32 x, u16x32 y, uint16_t limit) {
     return x - as<u16x32>(y > limit);  // a true lane is -1
 }
 
+template <class V>
+MP_INLINE bool may_be_set(Two<V> x) {
+    return int(may_be_set(x.low)) | int(may_be_set(x.high));
+}
+
+// Whether any lane is above the limit, or `true` where that is dear to know.
+MP_INLINE bool any_above(u16x32 x, uint16_t limit) { return may_be_set(as<u16x32>(x > limit)); }
+
 // -- reading fewer bits -------------------------------------------------------------------------------
 
 // Sixteen elements of so many bytes, the few of a register at a time.
