@@ -7,6 +7,7 @@ How steps are counted, and what becomes of the counts of one that is skipped, is
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from mp_optim.precision.step_grads import StepCounts, StepGrads
 from mp_optim.precision.verdict import StepResult, Verdict, decide
 from mp_optim.process.calls import in_own_modes
 from mp_optim.process.leases import before_writing
-from mp_optim.slots import Slot, iter_slots
+from mp_optim.slots import Slot, current_grad, iter_slots
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.slots.names import ModelParams
 from mp_optim.slots.param_attributes import clear_decoupled_grad
@@ -186,14 +187,13 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The local gradients there are now, by name."""
 
-    def has_own_gradients(self) -> bool:
-        """Whether what is to be stepped may come from this rank's backward, and not from other
-        ranks alone."""
-        return True
-
-    def released_gradients(self) -> Iterator[Tensor]:
-        """Those that are on the host only (``release_gradients``), perhaps still on their way."""
-        return self.early_work.released()
+    def own_gradient(self) -> tuple[object, int] | None:
+        """What holds the first gradient of this rank's backward, and how often that was written to;
+        None if there is none, and what is stepped comes from other ranks."""
+        grads = (current_grad(param) for _, param in iter_slots(self.param_groups))
+        present = (grad for grad in grads if grad is not None)
+        first = next(itertools.chain(present, self.early_work.released()), None)
+        return None if first is None else (first, first._version)
 
     def finish_grad_sync(self) -> None:
         """Reduce what has not been reduced over the ranks, and wait; :meth:`step` does so

@@ -4,7 +4,6 @@ clipped already. A healthy step pays a comparison or two for it, and never waits
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from mp_optim.precision.step_grads import StepCounts
 from mp_optim.precision.verdict import Verdict
 from mp_optim.process.calls import warn
 from mp_optim.ranks.missing_ranks import call, naming_missing_ranks
-from mp_optim.slots import ParamGroups, current_grad, iter_slots
+from mp_optim.slots import ParamGroups
 from mp_optim.slots.names import ModelParams
 from mp_optim.slots.state_dict import names_in_words
 from mp_optim.update.kernel_args import fp32
@@ -51,8 +50,7 @@ class Watched(Protocol):
     def is_stub_optimizer(self) -> bool: ...
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]: ...
     def norm_ranks(self) -> list[ProcessGroup]: ...
-    def has_own_gradients(self) -> bool: ...
-    def released_gradients(self) -> Iterator[Tensor]: ...
+    def own_gradient(self) -> tuple[object, int] | None: ...
 
 
 class StandstillWatch:
@@ -70,7 +68,7 @@ class StandstillWatch:
         self._norms: list[float] = []  # of the last steps
         self._warned_of_clipping = False
         self._ranks_scaled = False
-        self._stepped: tuple[weakref.ref[Tensor], int] | None = None
+        self._stepped: tuple[weakref.ref[object], int] | None = None
 
     def check_scaled(self, stack: Watched) -> None:
         """Raise if there is a loss scale, and the caller did not ask for it since the last step.
@@ -87,10 +85,10 @@ class StandstillWatch:
             return
         # the ranks that agree on one norm, if there are several
         ranks = next((ranks for ranks in stack.norm_ranks() if ranks.size() > 1), None)
-        first = _first_gradient(stack) if stack.has_own_gradients() else None
-        is_new = first is not None and not self._is_stepped(first)
         if ranks is not None and self._ranks_scaled:
             return
+        own = stack.own_gradient()
+        is_new = own is not None and not self._is_stepped(*own)
         if (
             _is_suspect(ranks, scaler.was_asked, is_new)
             and (scale := float(scaler.present_scale)) != 1.0
@@ -105,16 +103,13 @@ class StandstillWatch:
                 "step, which says so"
             )
         self._ranks_scaled = ranks is not None
-        self._stepped = None if first is None else (weakref.ref(first), first._version)
+        self._stepped = None if own is None else (weakref.ref(own[0]), own[1])
 
-    def _is_stepped(self, grad: Tensor) -> bool:
+    def _is_stepped(self, holder: object, writes: int) -> bool:
         """Whether it is what the last step was taken with: then it is scaled as it was, and is
         taken again."""
-        return (
-            self._stepped is not None
-            and self._stepped[0]() is grad
-            and self._stepped[1] == grad._version
-        )
+        before = self._stepped
+        return before is not None and before[0]() is holder and before[1] == writes
 
     def see_gradients(self, stack: Watched, present: bool) -> None:
         """Warn, once, of a step for which no parameter has a gradient."""
@@ -246,12 +241,6 @@ def _ranks_alike(part: Any) -> Iterator[set[int]]:
         for group in (*shard_groups, *part.norm_ranks()):
             ranks.update(dist.get_process_group_ranks(group))
         yield ranks
-
-
-def _first_gradient(stack: Watched) -> Tensor | None:
-    grads = (current_grad(param) for _, param in iter_slots(stack.param_groups))
-    present = (grad for grad in grads if grad is not None)
-    return next(itertools.chain(present, stack.released_gradients()), None)
 
 
 def _culprit(stack: Watched) -> str:

@@ -448,15 +448,72 @@ def test_a_composite_is_no_wrapper_and_lacks_nothing_that_a_stack_offers(owner):
     assert offered - of_wrappers - set(dir(owner)) == set()
 
 
-def test_a_rank_without_a_backward_need_not_have_scaled_it():
-    """Its data did not come to these parameters; what is stepped are other ranks' gradients."""
-    model = nn.Linear(3, 3).half()
-    optimizer = sharded(model, "fp16", initial_loss_scale=256.0)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_gradients_that_were_not_scaled_are_noticed(strategy):
+    """Also where backward has reduced them, and nothing is left of them at the step. A rank whose
+    data came to no parameter steps with those of other ranks, and need not have asked."""
+    model, inputs = nn.Linear(3, 3).half(), torch.ones(2, 3, dtype=torch.float16)
+    optimizer = sharded(model, "fp16", strategy, initial_loss_scale=256.0)
+
+    def refused():
+        return pytest.raises(RuntimeError, match="the gradients of this step were not scaled by it")
+
+    optimizer.step()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        with refused():
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(inputs).sum()).backward()
+        assert optimizer.step().success
+    assert optimizer.step().success  # the same once more
+    if strategy == "optim_grads":  # the others take no gradient without zero_grad()
+        model(inputs).sum().backward()
+        with refused():
+            optimizer.step()
+    optimizer.zero_grad()
+    model.weight.grad = torch.ones_like(model.weight)
+    with refused():
+        optimizer.step()
+    optimizer.get_loss_scale()
+    assert optimizer.step().success
+    assert optimizer.step().success
+
+
+def without_the_module(model):
+    """A loss that uses a parameter and calls nothing that would wait for its values."""
+    return (model[0].weight * 2.0).sum()
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_parameters_may_be_used_anyhow_once_they_were_waited_for(experts):
+    """``finish_param_sync`` is the way out that the error names; with one member and with two."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = get_megatron_optimizer(
+        config_for("fp32", use_distributed_optimizer=True, overlap_param_gather=True),
+        model,
+        expert_predicate=lambda _, name: experts and name.startswith("1"),
+    )
+    assert isinstance(optimizer, ChainedOptimizer) == experts
+    without_the_module(model).backward()
     optimizer.step()
     optimizer.zero_grad()
-    model(torch.ones(2, 3, dtype=torch.float16)).sum().backward()
-    with pytest.raises(RuntimeError, match="the gradients of this step were not scaled by it"):
-        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"call optimizer\.finish_param_sync"):
+        without_the_module(model).backward()
+    optimizer.finish_param_sync()
+    without_the_module(model).backward()
+    assert optimizer.step().success
+
+
+def test_what_is_said_of_a_shard_has_the_parameters_name():
+    model = nn.Linear(3, 3)
+    optimizer = sharded(model)
+    model.bias.grad = torch.full((3,), torch.nan)
+    with pytest.warns(UserWarning, match="the gradient of bias holds an inf or nan"):
+        assert not optimizer.step().success
+    with pytest.raises(ValueError, match="bias"):
+        optimizer.state[model.bias] = {"step": 1.0}
 
 
 def test_one_process_has_to_say_so():
