@@ -67,7 +67,6 @@ class _Queue:
 
     def tell_owner(self) -> None:
         """Something was done. Called with the lock."""
-        self.changed.notify_all()
         if self.progress.locked():
             self.progress.release()
 

@@ -13,7 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from mp_optim.config.setting_checks import check_schedule
 from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.process.leases import before_writing
 from mp_optim.slots import ParamGroups, Slot, SlotStateView, iter_slots, local_tensor, slot_name
@@ -38,8 +37,8 @@ Closure = Callable[[], Any]
 class SlotKeyedOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose state is keyed by ``(group, position)``.
 
-    Subclasses provide :meth:`state_of`. They differ in where a slot's state is: in an executor, or
-    in the layer below. How state is shown, saved, matched and loaded is the same.
+    Subclasses differ in where a slot's state is: in an executor, or in the layer below. How state
+    is shown, saved, matched and loaded is the same.
     """
 
     _live_groups: ParamGroups
@@ -64,6 +63,15 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def state_of(self, slot: Slot) -> SlotState:
         """A slot's state as this layer shows and loads it."""
+
+    @abstractmethod
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        """Allocate the state of some slots together."""
+
+    @abstractmethod
+    def check_settings(self, group: dict[str, Any]) -> None:
+        """Raise ValueError naming a setting of a param group, and its value, if it cannot be
+        stepped with."""
 
     # -- param groups -----------------------------------------------------------------------------
 
@@ -216,11 +224,6 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         for slot, state in fitted.items():
             self.load_slot_state(slot, state)
 
-    def allocate_state(self, slots: Sequence[Slot]) -> None:
-        """Allocate the state of some slots together."""
-        for slot in slots:
-            self.state_of(slot).tensors()
-
     # -- torch's contract -----------------------------------------------------------------------
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -348,12 +351,6 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             ValueError: a loaded remainder lies beside a parameter that it was not saved with,
                 naming the parameters.
         """
-        self.follow_model(slot)
-
-    def check_settings(self, group: dict[str, Any]) -> None:
-        """Raise ValueError naming a setting of a param group, and its value, if it cannot be
-        stepped with."""
-        check_schedule(group)
 
     def begins_anew(self, state_dict: Mapping[str, Any]) -> bool:
         """Whether loading this means to forget all state; it is forgotten then."""

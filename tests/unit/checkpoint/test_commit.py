@@ -49,6 +49,23 @@ def test_retention(tmp_path, trained, keep, left):
     assert checkpoint.load(tmp_path / f"version-{left[0]}", *build("bf16")) == {"step": left[0] - 1}
 
 
+def test_what_is_made_durable_is_all_there(tmp_path, trained, monkeypatch):
+    """What a program still holds back when it asks for a file to be on the disk may never be."""
+    lengths, fsync = {}, os.fsync
+
+    def noted(descriptor):
+        found = os.fstat(descriptor)
+        lengths[found.st_ino] = found.st_size
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    path = checkpoint.save(tmp_path, *trained)
+    files = [file for file in [tmp_path / "latest", *path.rglob("*")] if file.is_file()]
+    assert len(files) > 3
+    for file in files:
+        assert lengths[file.stat().st_ino] == file.stat().st_size, file
+
+
 def test_keeping_none_is_refused(tmp_path, trained):
     with pytest.raises(ValueError, match="keep=0"):
         checkpoint.save(tmp_path, *trained, keep=0)

@@ -67,6 +67,28 @@ def planned(holdings):
     )
 
 
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (Held("w", torch.bfloat16, (4, 2)), r"is torch.float32 \(4, 2\), whole on rank 0 and"),
+        (Held("w", torch.float32, (2, 4)), r"and torch.float32 \(2, 4\), whole on rank 1;"),
+        (
+            Held("w", torch.float32, (4, 2), boxes((4, 2), 0, 8)),
+            r"and torch.float32 \(4, 2\), sharded on rank 1; different things need different names",
+        ),
+    ],
+)
+def test_one_name_for_two_things_is_refused(other, said):
+    own = Held("w", torch.float32, (4, 2))
+    with pytest.raises(ValueError, match=said):
+        planned(
+            [
+                Holding(*(((held,), ()) if held.places is None else ((), (held,))))
+                for held in (own, other)
+            ]
+        )
+
+
 def written(holdings, plan):
     """Every box that is written, by name, with the rank."""
     found = {}

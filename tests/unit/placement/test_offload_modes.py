@@ -710,6 +710,11 @@ def test_the_rule_of_pausing():
         False, [*always, *never[3:]]
     )
     assert speculates_next(False, [*never, *always[4:]]) and not speculates_next(False, never)
+    SpeculationSettings(window=4, pause_below=4, resume_at=4)
+    SpeculationSettings(window=1, pause_below=0, resume_at=0)
+    for window, pause_below, resume_at in ((0, 0, 0), (4, -1, 0), (4, 3, 2), (4, 2, 5)):
+        with pytest.raises(ValueError, match="pause_below <= resume_at <= window"):
+            SpeculationSettings(window, pause_below, resume_at)
 
 
 def test_buckets_hold_every_slot_once():

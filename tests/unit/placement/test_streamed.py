@@ -1,6 +1,7 @@
 """State that is streamed: the bits of the device, in at most three windows of it."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -241,6 +242,16 @@ def test_the_smallest_fraction_is_the_smallest(rule):
 def test_what_cannot_be_streamed_is_refused_by_name(fields, said):
     with pytest.raises(ValueError, match=said):
         build(**fields)
+
+
+def test_the_window_that_a_refusal_names_is_large_enough():
+    with pytest.raises(ValueError, match="set stream_window_bytes to at least that") as error:
+        build(optimizer="lamb")
+    needed = int(re.search(r"big takes (\d+) bytes", str(error.value))[1])
+    with pytest.raises(ValueError, match="set stream_window_bytes"):
+        build(optimizer="lamb", window=needed - 1)
+    expected = train(*build(place="device", optimizer="lamb"), 2)
+    assert differing(train(*build(optimizer="lamb", window=needed), 2), expected) == []
 
 
 @pytest.mark.parametrize(

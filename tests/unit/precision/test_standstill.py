@@ -240,6 +240,14 @@ def test_adapters_that_came_after_the_optimizer_are_named() -> None:
     assert warned(fresh.step) == [] and fresh.metrics()["grad_norm"] > 0
 
 
+def test_only_parameters_that_came_later_are_named() -> None:
+    model = regression(torch.float32)
+    stack = get_megatron_optimizer(OptimizerConfig(lr=1e-2), model)
+    model.add_module("late", nn.Linear(2, 2, bias=False))
+    (message,) = warned(stack.step)
+    assert "1 trainable parameters that the optimizer does not know: late.weight. " in message
+
+
 def test_an_expert_part_without_tokens_is_nothing_to_warn_of() -> None:
     model, stack = build("bf16")
     for name, param in model.named_parameters():

@@ -15,6 +15,7 @@ from mp_optim import (
     FP32Optimizer,
     FusedAdam,
     HybridDeviceOptimizer,
+    checkpoint,
     get_megatron_optimizer,
 )
 from mp_optim.placement.plan import plan_offload
@@ -58,6 +59,21 @@ def test_state_dict_hooks_run():
     optimizer.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert seen == ["save", 1, "loaded"]
+
+
+def test_what_a_hook_adds_goes_into_a_checkpoint_and_state_beside_it_does_not(tmp_path):
+    model, optimizer = build("bf16")
+    states = []
+
+    def marked(_, state):
+        states.append(len(state["state"]))
+        return {**state, "mark": 1}
+
+    optimizer.register_state_dict_post_hook(marked)
+    path = checkpoint.save(tmp_path, model, optimizer)
+    common = torch.load(path / "common.pt", weights_only=True)["optimizer"]
+    assert states == [len(list(model.parameters()))]
+    assert common["mark"] == 1 and not any("state" in key for key in common)
 
 
 def test_step_hooks_and_zero_grad():
@@ -123,6 +139,34 @@ def test_a_chain_grows_by_kind_and_answers_for_its_parts():
     with pytest.raises(AttributeError, match="chained_optimizers"):
         _ = optimizer.optimizer
     assert ChainedOptimizer([dense]).optimizer is dense.optimizer
+
+
+@pytest.mark.parametrize("edit", ["param", "group"])
+def test_edited_lists_of_a_chain_are_refused(edit):
+    model, optimizer = build("bf16")
+    if edit == "param":
+        optimizer.param_groups[0]["params"].pop()
+    else:
+        optimizer.param_groups.pop()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    before = model.embed.detach().clone()
+    for use in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(ValueError, match="param_groups"):
+            use()
+    assert torch.equal(model.embed, before)
+
+
+def test_numbers_of_a_chain_are_those_of_its_members():
+    settings = {"offload_mode": "speculative", "clip_grad": 0.0}
+    model, optimizer = build("bf16", 1.0, **settings)
+    train(model, optimizer, 3)
+    of_members = [member.metrics() for member in optimizer.chained_optimizers]
+    metrics = optimizer.metrics()
+    for name in ("speculation_hits", "speculation_redone", "bytes_down", "bytes_up"):
+        assert metrics[name] == sum(each[name] for each in of_members)
+    assert all(each["speculation_hits"] > 0 for each in of_members)
+    assert metrics["steps"] == 3
 
 
 def test_a_chain_needs_parts_of_one_config():

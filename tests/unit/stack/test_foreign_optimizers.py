@@ -111,6 +111,21 @@ def test_keys_that_others_keep_in_groups_stay_there(make, tmp_path):
     assert kept.items() <= optimizer.base.param_groups[0].items()
 
 
+@pytest.mark.parametrize("make", [wrapped, wrapped_hybrid])
+def test_state_in_full_precision_is_what_there_is(make):
+    params = [nn.Parameter(torch.full((3,), float(value))) for value in range(4)]
+    optimizer = make(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    expected = optimizer.state_dict()["state"]
+    found = optimizer.state_dict(full_precision=True)["state"]
+    assert found.keys() == expected.keys() and len(found) == 4
+    for index, state in expected.items():
+        assert {"step", "exp_avg", "exp_avg_sq"} <= found[index].keys() == state.keys()
+        assert all(torch.equal(found[index][key], value) for key, value in state.items())
+
+
 @pytest.mark.parametrize("make", [torch_shaped, bf16_stack])
 def test_state_that_is_assigned_by_hand_is_kept_or_refused(make):
     params = [nn.Parameter(torch.ones(3).to(torch.bfloat16))]

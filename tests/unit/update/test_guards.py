@@ -364,6 +364,11 @@ def test_pieces_stay_below_the_limits() -> None:
     assert sum(sizes) == 2**31 + 10 and max(sizes) < MOST_ELEMENTS
 
 
+def test_runs_are_as_full_as_they_may_be() -> None:
+    sizes = enumerate([2, 2, 1, 3, 9, 4])
+    assert list(batching.runs_of(sizes, 4)) == [[0, 1], [2, 3], [4], [5]]
+
+
 @each_library
 def test_many_tensors_do_not_exhaust_handles(standins: Gpu, name: str) -> None:
     assert MOST_TENSORS * 5 < te.HANDLES

@@ -306,6 +306,20 @@ def test_every_rule_equals_reference(rule: str, data: st.DataObject) -> None:
         assert_same(found, expected, "sums")
 
 
+def test_rounding_by_chance_is_left_to_no_torch_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    group |= {"bias_correction": True, "adam_w_mode": True}
+    moments = torch.bfloat16, torch.uint8
+    ours = lists_of(
+        1, [300, 5], *[torch.bfloat16] * 2, KEYS["adam"], False, moments, torch.int16, noisy=True
+    )
+    monkeypatch.setattr(ReferenceBackend, "step", lambda *_: pytest.fail("torch operations"))
+    run(NativeBackend(LIBRARY), "adam", ours, group, 1, 1.0)
+    two_seeds = replace(ours, noise=[Noise(1, 0, 0), Noise(2, 0, 0)])
+    with pytest.raises(pytest.fail.Exception, match="torch operations"):
+        run(NativeBackend(LIBRARY), "adam", two_seeds, group, 1, 1.0)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     sizes_of_tensors,
