@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
 from ptx import values
-from ptx.memory import GlobalMemory, Memory, OutOfBoundsError, Threads
+from ptx.lanes import POISON, Lanes, computing, reader, writer
+from ptx.memory import BARRIER, GlobalMemory, Memory, OutOfBoundsError, Threads
 from ptx.opcodes import OF_THREE, TABLE
 from ptx.parser import (
     Address,
@@ -29,12 +31,11 @@ from ptx.parser import (
 )
 from ptx.values import Array
 
-BLOCKS_AT_ONCE = 32
+BLOCKS_AT_ONCE = 64
+"""Registers of so many threads fit into a processor's cache, a few at a time."""
 WARP = 32
 _LOCAL = 1 << 60
 """Where a thread's own memory begins among generic addresses."""
-_POISON = 0xA5A5A5A5A5A5A5A5
-"""What a register holds that was not written yet."""
 _REDUCED = {"s32": ("add", "min", "max"), "u32": ("add", "min", "max"), "f32": ("min", "max")}
 """What a warp reduces, by kind."""
 STEPS = 1 << 22
@@ -85,6 +86,58 @@ def execute(
     return done
 
 
+@dataclass(frozen=True)
+class _Step:
+    """A decoded instruction.
+
+    Attributes:
+        target: where threads go on that take a branch, or return; -1 for any other instruction.
+    """
+
+    opcode: str
+    guard: str | None
+    negated: bool
+    target: int
+    run: Callable[[_Turns], None]
+
+
+@lru_cache(maxsize=512)
+def _decoded(program: Program, exact: bool) -> list[_Step]:
+    """A program's steps.
+
+    Raises:
+        PtxError: it has what the machine does not know, or an approximation and ``exact``.
+    """
+    steps, end = [], len(program.instructions)
+    for one in program.instructions:
+        target = one.target
+        if one.opcode == "ret":
+            target = end
+        run = _nothing if target >= 0 else _carrying_out(program, one, exact)
+        steps.append(_Step(one.opcode, one.guard, one.negated, target, run))
+    return steps
+
+
+def _nothing(turns: _Turns) -> None:
+    """What a branch does beside going elsewhere."""
+
+
+def _carrying_out(program: Program, one: Instruction, exact: bool) -> Callable[[_Turns], None]:
+    operation = TABLE.get(one.opcode)
+    if operation is not None and len(one.operands) == len(operation.operands) + 2:
+        operation = TABLE.get(one.opcode + OF_THREE)
+    if operation is None:
+        family, *form = one.opcode.split(".")
+        if family not in _TOGETHER:
+            raise PtxError(f"{program.name}: unknown instruction: {one.text}")
+        together = _TOGETHER[family]
+        return lambda turns: together(turns, one, form)
+    if exact and not operation.exact:
+        raise InexactError(f"{program.name}: {one.text}")
+    compute = computing(program, one, operation)
+    return lambda turns: compute(turns.lanes)
+
+
 class _Turns:
     """Some blocks of a launch, from their first instruction to their last."""
 
@@ -100,142 +153,92 @@ class _Turns:
         exact: bool,
         done: Executed,
     ) -> None:
-        self._program, self._params, self._exact, self._done = program, params, exact, done
+        self._program, self._params, self._done = program, params, done
+        self._steps = _decoded(program, exact)
         self._size = blocks * threads
-        numbers = np.arange(self._size, dtype=np.int64)
-        self._who = Threads(
-            numbers + first * threads,
-            np.zeros(self._size, np.int32),
-            np.zeros(self._size, np.int32),
-            threads,
-        )
-        self._special = {
+        numbers = np.arange(self._size, dtype=np.int32)
+        times = np.zeros(self._size, np.int32)
+        self._who = Threads(numbers + np.int32(first * threads), times, threads)
+        special = {
             "%tid.x": (numbers % threads).astype(np.uint32),
             "%ctaid.x": (numbers // threads + first).astype(np.uint32),
             "%ntid.x": np.full(self._size, threads, np.uint32),
             "%laneid": (numbers % WARP).astype(np.uint32),
         }
-        self._registers: dict[str, Array] = {}
+        self.lanes = Lanes(self._size, special)
         self._global = memory
         self._shared, self._shared_size = Memory(blocks * shared, equal_writes=True), shared
         self._local = Memory(self._size * program.depot[1])
         self._at = np.zeros(self._size, np.int64)
-        self._chosen: Array | slice = slice(None)
-        self._count = self._size
+        self._meetings = 0
 
     # -- turns ------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        end = len(self._program.instructions)
+        end = len(self._steps)
         for _ in range(STEPS):
             place = int(self._at.min())
             if place >= end:
                 return
-            here = np.flatnonzero(self._at == place)
-            self._turn(place, here)
+            self._turn(place, self._those_at(place))
         raise PtxError(f"{self._program.name}: no end in sight")
 
-    def _turn(self, place: int, here: Array) -> None:
+    def _those_at(self, place: int) -> slice | Array:
+        """The threads at a place; if most of them are blocks in a row, then those alone: their
+        registers are read where they lie, and blocks need not wait for each other."""
+        here = self._at == place
+        whole = here.reshape(-1, self._who.of_block).all(axis=1)
+        edges = np.flatnonzero(np.diff(whole, prepend=False, append=False))
+        if len(edges):
+            longest = int(np.argmax(edges[1::2] - edges[::2]))
+            start, stop = (edges[2 * longest : 2 * longest + 2] * self._who.of_block).tolist()
+            if 2 * (stop - start) >= np.count_nonzero(here):
+                return slice(start, stop)
+        return np.flatnonzero(here)
+
+    def _turn(self, place: int, here: slice | Array) -> None:
         """From one place to the next branch, or to where others may wait."""
-        instructions, leaders = self._program.instructions, self._program.leaders
+        leaders, opcodes = self._program.leaders, self._done.opcodes
         while True:
-            one = instructions[place]
-            self._done.opcodes[one.opcode] += 1
-            chosen = self._passing(one, here)
-            if one.opcode in ("bra", "bra.uni", "ret"):
-                target = one.target if one.target >= 0 else len(instructions)
-                self._at[here] = place + 1
-                self._at[chosen] = target
-                return
-            if len(chosen):
-                self._choose(chosen)
-                self._do(one)
+            one = self._steps[place]
+            opcodes[one.opcode] += 1
+            chosen = here if one.guard is None else self._passing(one, here)
             place += 1
+            if one.target >= 0:
+                self._at[here] = place
+                if chosen is not None:
+                    self._at[chosen] = one.target
+                return
+            if chosen is not None:
+                self.lanes.choose(chosen)
+                one.run(self)
             if place in leaders:
                 self._at[here] = place
                 return
 
-    def _passing(self, one: Instruction, here: Array) -> Array:
-        if one.guard is None:
+    def _passing(self, one: _Step, here: slice | Array) -> slice | Array | None:
+        """Those whom a guard lets pass; None if nobody."""
+        register = self.lanes.registers.get(one.guard or "")
+        if register is None:
+            raise PtxError(f"{self._program.name}: %{one.guard} is read before it is written")
+        holds = register[here]
+        if one.negated:
+            holds = ~holds
+        if holds.all():
             return here
-        self._choose(here)
-        holds = self._read(Register(one.guard), "pred")
-        return here[~holds if one.negated else holds]
-
-    def _choose(self, chosen: Array) -> None:
-        self._count = len(chosen)
-        self._chosen = slice(None) if self._count == self._size else chosen
-
-    def _do(self, one: Instruction) -> None:
-        operation = TABLE.get(one.opcode)
-        if operation is not None and len(one.operands) == len(operation.operands) + 2:
-            operation = TABLE.get(one.opcode + OF_THREE)
-        if operation is None:
-            family = one.opcode.split(".")[0]
-            if family not in _TOGETHER:
-                raise PtxError(f"{self._program.name}: unknown instruction: {one.text}")
-            _TOGETHER[family](self, one, one.opcode.split(".")[1:])
-            return
-        if self._exact and not operation.exact:
-            raise InexactError(f"{self._program.name}: {one.text}")
-        result, *sources = one.operands
-        if len(sources) != len(operation.operands):
-            raise PtxError(f"{self._program.name}: operands: {one.text}")
-        numbers = [
-            self._read(source, kind)
-            for source, kind in zip(sources, operation.operands, strict=True)
-        ]
-        self._write(result, operation.function(*numbers), operation.result)
+        if not holds.any():
+            return None
+        if isinstance(here, slice):
+            return np.flatnonzero(holds) + here.start
+        return here[holds]
 
     # -- operands ---------------------------------------------------------------------------------
 
-    def _kind(self, name: str) -> str:
-        return self._program.kinds[name.rstrip("0123456789")]
-
-    def _dtype(self, name: str) -> type:
-        kind = values.KINDS[self._kind(name)]
-        return np.bool_ if kind is np.bool_ else values.UNSIGNED[np.dtype(kind).itemsize]
-
     def _read(self, source: Operand, kind: str) -> Array:
-        if isinstance(source, Register):
-            if source.name not in self._registers:
-                raise PtxError(f"{self._program.name}: %{source.name} is read before it is written")
-            return values.typed(self._registers[source.name][self._chosen], kind)
-        if isinstance(source, Symbol) and source.name in self._special:
-            return values.typed(self._special[source.name][self._chosen], kind)
-        if kind == "pred" and isinstance(source, Immediate):
-            return np.array([source.bits != 0])
-        size = values.size_of(kind)
-        bits = self._constant(source) & ((1 << 8 * size) - 1)
-        count = self._count if kind in values.PACKED else 1  # else one is enough for all threads
-        return values.typed(np.full(count, bits, values.UNSIGNED[size]), kind)
-
-    def _constant(self, source: Operand) -> int:
-        if isinstance(source, Immediate):
-            return source.bits
-        if isinstance(source, Symbol) and source.name in ("global_smem", self._program.depot[0]):
-            return 0
-        raise PtxError(f"{self._program.name}: unknown operand: {source}")
+        return _reader(self._program, source, kind)(self.lanes)
 
     def _write(self, result: Operand, numbers: Array, kind: str) -> None:
-        if not isinstance(result, Register):
-            raise PtxError(f"{self._program.name}: cannot write {result}")
-        dtype = self._dtype(result.name)
-        if kind != "pred" and values.size_of(kind) > np.dtype(dtype).itemsize:
-            raise PtxError(f"{self._program.name}: {kind} does not fit into %{result.name}")
-        bits = values.bits_of(numbers, kind, dtype)
-        if len(bits) != self._count:
-            bits = np.full(self._count, bits[0])
-        if self._count == self._size:
-            self._registers[result.name] = bits
-            return
-        if result.name not in self._registers:
-            poison = np.array(_POISON, np.uint64).astype(dtype)
-            self._registers[result.name] = np.full(self._size, poison)
-        register = self._registers[result.name]
-        if not register.flags.writeable or register.base is not None:
-            register = self._registers[result.name] = register.copy()
-        register[self._chosen] = bits
+        _writer(self._program, result, kind)(self.lanes, numbers)
 
     # -- moves ------------------------------------------------------------------------------------
 
@@ -243,7 +246,7 @@ class _Turns:
         """``mov``: a copy, or several registers as one, or one as several."""
         (kind,), (result, source) = form, one.operands
         if kind == "pred":
-            self._write(result, self._read(source, kind), kind)
+            self._write(result, self._read(source, kind).copy(), kind)
             return
         bits = f"b{kind[1:]}"
         if isinstance(source, Pack):
@@ -251,21 +254,21 @@ class _Turns:
         elif isinstance(result, Pack):
             part = f"b{8 * values.size_of(bits) // len(result.parts)}"
             whole = np.ascontiguousarray(self._read(source, bits))
+            halves = whole.view(values.KINDS[part]).reshape(-1, len(result.parts))
             for place, each in enumerate(result.parts):
                 if each is not None:
-                    halves = whole.view(values.KINDS[part]).reshape(-1, len(result.parts))
-                    self._write(each, np.ascontiguousarray(halves[:, place]), part)
+                    self._write(each, halves[:, place].copy(), part)
         else:
-            self._write(result, self._read(source, bits), bits)
+            self._write(result, self._read(source, bits).copy(), bits)
 
     def _joined(self, pack: Pack, kind: str) -> Array:
         part = f"b{8 * values.size_of(kind) // len(pack.parts)}"
         columns = []
         for each in pack.parts:
             assert each is not None
-            if isinstance(each, Register) and each.name not in self._registers:
-                each = Immediate(_POISON)  # a half that nobody reads
-            columns.append(np.broadcast_to(self._read(each, part), self._count))
+            if isinstance(each, Register) and each.name not in self.lanes.registers:
+                each = Immediate(POISON)  # a half that nobody reads
+            columns.append(self._each(each, part))
         return np.ascontiguousarray(np.stack(columns, 1)).view(values.KINDS[kind])[:, 0]
 
     def convert_address(self, one: Instruction, form: list[str]) -> None:
@@ -289,12 +292,12 @@ class _Turns:
             return
         if len(parts) != count:
             raise PtxError(f"{self._program.name}: operands: {one.text}")
-        memory, places = self._places(address, space, values.size_of(kind) * count)
-        who, width = self._touching(), values.size_of(kind)
+        width = values.size_of(kind)
+        memory, places = self._places(address, space, width * count)
+        found = memory.load(places, width, count, self._touching())
         for index, part in enumerate(parts):
-            found = memory.load(places + index * width, width, who)
             if part is not None:
-                self._write(part, values.typed(found, kind), kind)
+                self._write(part, values.typed(found[:, index].copy(), kind), kind)
 
     def store(self, one: Instruction, form: list[str]) -> None:
         space, count, kind = _access(form)
@@ -303,22 +306,22 @@ class _Turns:
         parts = source.parts if isinstance(source, Pack) else (source,)
         if len(parts) != count:
             raise PtxError(f"{self._program.name}: operands: {one.text}")
-        memory, places = self._places(address, space, values.size_of(kind) * count)
-        who, width = self._touching(), values.size_of(kind)
-        for index, part in enumerate(parts):
+        width = values.size_of(kind)
+        memory, places = self._places(address, space, width * count)
+        columns = []
+        for part in parts:
             assert part is not None
-            memory.store(places + index * width, width, self._read(part, f"b{8 * width}"), who)
+            columns.append(self._each(part, f"b{8 * width}"))
+        memory.store(places, width, np.stack(columns, 1), self._touching())
 
     def _touching(self) -> Threads:
-        if isinstance(self._chosen, slice):
-            return self._who
-        return self._who.some(self._chosen)
+        return self._who.some(self.lanes.chosen)
 
     def _places(self, address: Address, space: str, width: int) -> tuple[Memory, Array]:
         if space == "shared":
-            offset = self._read(address.base, "u32").astype(np.int64) + address.offset
+            offset = self._each(address.base, "u32").astype(np.int64) + address.offset
             return self._shared, self._own(offset, width, self._shared_size, self._who.of_block)
-        start = self._read(address.base, "u64") + np.uint64(address.offset & (2**64 - 1))
+        start = self._each(address.base, "u64") + np.uint64(address.offset & (2**64 - 1))
         if not space and (start >= _LOCAL).all():
             depot = self._program.depot[1]
             return self._local, self._own(
@@ -326,11 +329,15 @@ class _Turns:
             )
         return self._global.memory, self._global.places(start, width)
 
+    def _each(self, source: Operand, kind: str) -> Array:
+        """A number for each thread, even if all have the same."""
+        return np.broadcast_to(self._read(source, kind), self.lanes.count)
+
     def _own(self, offset: Array, width: int, size: int, threads: int) -> Array:
         """Places in memory of which each block, or thread, has ``size`` bytes."""
         if ((offset < 0) | (offset + width > size) | (offset % width != 0)).any():
             raise OutOfBoundsError(f"{self._program.name}: of {size} bytes of its own memory")
-        index = np.arange(self._size)[self._chosen] // threads
+        index = np.arange(self._size)[self.lanes.chosen] // threads
         return offset + index * size
 
     # -- threads together -------------------------------------------------------------------------
@@ -341,17 +348,22 @@ class _Turns:
             raise PtxError(f"{self._program.name}: unknown instruction: {one.text}")
         of_warp = form[0] == "warp"
         self._whole(WARP if of_warp else self._who.of_block, one)
-        self._who.meetings[self._chosen] += 1
-        if not of_warp:
-            self._who.barriers[self._chosen] += 1
+        self._met(BARRIER + 1 if not of_warp else 1)
+
+    def _met(self, time: int = 1) -> None:
+        self._meetings += 1
+        if self._meetings == min(BARRIER, 2**31 // BARRIER):
+            raise PtxError(f"{self._program.name}: more meetings than can be counted")
+        self._who.times[self.lanes.chosen] += np.int32(time)
 
     def _whole(self, size: int, one: Instruction) -> None:
         """That groups of so many threads are here altogether."""
-        if isinstance(self._chosen, slice):
-            return
-        together = len(self._chosen) % size == 0
+        chosen = self.lanes.chosen
+        if isinstance(chosen, slice):
+            return  # whole blocks
+        together = len(chosen) % size == 0
         if together:
-            groups = self._chosen.reshape(-1, size)
+            groups = chosen.reshape(-1, size)
             together = bool((groups[:, 0] % size == 0).all())
             together &= bool((groups[:, -1] - groups[:, 0] == size - 1).all())
         if not together:
@@ -361,7 +373,7 @@ class _Turns:
         self._whole(WARP, one)
         if (self._read(mask, "u32") != 0xFFFFFFFF).any():
             raise DivergedError(f"{self._program.name}: {one.text}")
-        self._who.meetings[self._chosen] += 1
+        self._met()
 
     def shuffle(self, one: Instruction, form: list[str]) -> None:
         how = form[1]
@@ -371,11 +383,11 @@ class _Turns:
         self._all_lanes(mask, one)
         if (self._read(clamp, "u32") != 31).any():
             raise PtxError(f"{self._program.name}: segments: {one.text}")
-        lanes = np.arange(self._count, dtype=np.int64) % WARP
+        lanes = np.arange(self.lanes.count, dtype=np.int64) % WARP
         wanted = self._read(which, "u32").astype(np.int64) & (WARP - 1)
         giver = (lanes ^ wanted) if how == "bfly" else wanted
-        start = np.arange(self._count) - lanes
-        self._write(result, self._read(source, "b32")[start + giver], "b32")
+        start = np.arange(self.lanes.count) - lanes
+        self._write(result, self._each(source, "b32")[start + giver], "b32")
 
     def reduce(self, one: Instruction, form: list[str]) -> None:
         name, kind = form[1], form[-1]
@@ -384,7 +396,7 @@ class _Turns:
             raise PtxError(f"{self._program.name}: unknown instruction: {one.text}")
         result, source, mask = one.operands
         self._all_lanes(mask, one)
-        lanes = self._read(source, kind).reshape(-1, WARP)
+        lanes = self._each(source, kind).reshape(-1, WARP)
         combine = TABLE[f"{name}.{kind}"].function
         found = lanes[:, 0]
         for lane in range(1, WARP):
@@ -401,14 +413,14 @@ class _Turns:
         result, address = one.operands
         assert isinstance(result, Pack) and isinstance(address, Address)
         memory, rows = self._places(address, "shared", 16)
-        lanes = np.arange(self._count, dtype=np.int64) % WARP
-        start = np.arange(self._count) - lanes
+        lanes = np.arange(self.lanes.count, dtype=np.int64) % WARP
+        start = np.arange(self.lanes.count) - lanes
         who = self._touching()
         for matrix, part in enumerate(result.parts):
             assert part is not None
             row = rows[start + 8 * matrix + lanes // 4]
-            self._write(part, memory.load(row + lanes % 4 * 4, 4, who), "b32")
-        self._who.meetings[self._chosen] += 1
+            self._write(part, memory.load(row + lanes % 4 * 4, 4, 1, who)[:, 0], "b32")
+        self._met()
 
 
 _TOGETHER: dict[str, Callable[[_Turns, Instruction, list[str]], None]] = {
@@ -422,6 +434,9 @@ _TOGETHER: dict[str, Callable[[_Turns, Instruction, list[str]], None]] = {
     "ldmatrix": _Turns.load_matrices,
 }
 """Instructions that are no function of registers alone."""
+
+
+_reader, _writer = lru_cache(maxsize=1 << 16)(reader), lru_cache(maxsize=1 << 16)(writer)
 
 
 def _access(form: list[str]) -> tuple[str, int, str]:

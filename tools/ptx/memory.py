@@ -12,6 +12,8 @@ import numpy as np
 from ptx.parser import PtxError
 from ptx.values import UNSIGNED, Array
 
+_WIDEST = 32
+"""Bytes of the widest access."""
 _SPACE = 256
 """Pieces keep their addresses modulo this, and lie at least so far apart."""
 
@@ -30,112 +32,137 @@ class RaceError(PtxError):
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes of a launch, at an address that its kernel knows them by."""
+    """Bytes of a launch, at an address that its kernel knows them by; ``item`` of them are a
+    number."""
 
     address: int
     bytes: Array
+    item: int = 1
+
+
+BARRIER = 1 << 16
+"""A thread's time counts barriers of its block in these units, and meetings of its warp in ones."""
 
 
 @dataclass(frozen=True)
 class Threads:
-    """Who touches memory: of each thread its number in the grid, and how many barriers of its
-    block, and meetings of its warp, it has passed."""
+    """Who touches memory: of each thread its number in the grid, and its time."""
 
     numbers: Array
-    barriers: Array
-    meetings: Array
+    times: Array
     of_block: int
 
-    def some(self, chosen: Array) -> Threads:
-        return Threads(
-            self.numbers[chosen], self.barriers[chosen], self.meetings[chosen], self.of_block
-        )
+    def some(self, chosen: Array | slice) -> Threads:
+        return Threads(self.numbers[chosen], self.times[chosen], self.of_block)
 
-
-def unordered(one: Threads, numbers: Array, barriers: Array, meetings: Array) -> Array:
-    """Whether other threads' earlier accesses are not ordered before those of threads now; a
-    number of -1 is nobody."""
-    same_block = one.numbers // one.of_block == numbers // one.of_block
-    same_warp = one.numbers // 32 == numbers // 32
-    ordered = same_block & (one.barriers > barriers)
-    ordered |= same_warp & (one.meetings > meetings)
-    ordered |= one.numbers == numbers
-    return (numbers >= 0) & ~ordered
+    def unordered(self, numbers: Array, times: Array) -> Array:
+        """Whether others' earlier accesses, a row of them for each thread, are not ordered
+        before what these threads do now; a number of -1 is nobody."""
+        mine, now = self.numbers[:, None], self.times[:, None]
+        same_block = mine // self.of_block == numbers // self.of_block
+        same_warp = mine // 32 == numbers // 32
+        ordered = same_block & (now // BARRIER > times // BARRIER)
+        ordered |= same_warp & (now % BARRIER > times % BARRIER)
+        ordered |= mine == numbers
+        return (numbers >= 0) & ~ordered
 
 
 class _Touched:
-    """Who touched each byte last, and when. Several readers are noted as two: the first since a
-    writer, and the last."""
+    """Who touched each granule last, and when. An access is a row of granules side by side, in a
+    table of all rows of that width."""
 
-    def __init__(self, size: int) -> None:
-        self.numbers = np.full(size, -1, np.int64)
-        self.barriers = np.zeros(size, np.int32)
-        self.meetings = np.zeros(size, np.int32)
+    def __init__(self, granules: int) -> None:
+        self._numbers, self._times = np.full(granules, -1, np.int32), np.zeros(granules, np.int32)
 
-    def clashes(self, places: Array, threads: Threads) -> Array:
-        return unordered(
-            threads, self.numbers[places], self.barriers[places], self.meetings[places]
-        )
+    def numbers(self, rows: Array, width: int) -> Array:
+        return self._numbers.reshape(-1, width).take(rows, axis=0)
 
-    def note(self, places: Array, threads: Threads) -> None:
-        self.numbers[places] = threads.numbers
-        self.barriers[places] = threads.barriers
-        self.meetings[places] = threads.meetings
+    def clashes(self, rows: Array, width: int, threads: Threads) -> Array | None:
+        """Whether an access now is unordered, of each granule; None if all were their own."""
+        numbers = self.numbers(rows, width)
+        if ((numbers < 0) | (numbers == threads.numbers[:, None])).all():
+            return None
+        return threads.unordered(numbers, self._times.reshape(-1, width).take(rows, axis=0))
+
+    def note(self, rows: Array, width: int, threads: Threads) -> None:
+        self._numbers.reshape(-1, width)[rows] = threads.numbers[:, None]
+        self._times.reshape(-1, width)[rows] = threads.times[:, None]
+
+    def note_first(self, rows: Array, width: int, threads: Threads) -> None:
+        """Note those granules that nobody has touched; of several threads, the first."""
+        is_new = self.numbers(rows, width) < 0
+        if is_new.all():
+            self.note(rows[::-1], width, threads.some(slice(None, None, -1)))
+        elif is_new.any():
+            at, column = np.nonzero(is_new[::-1])
+            at = len(rows) - 1 - at
+            self.note(rows[at] * width + column, 1, threads.some(at))
+
+    def forget(self, rows: Array, width: int) -> None:
+        self._numbers.reshape(-1, width)[rows] = -1
 
 
 class Memory:
-    """Some bytes, beginning anywhere, and who touched them.
+    """Some bytes, beginning anywhere, and who touched them: the last that wrote, and of those that
+    read since, the first and the last.
 
     A thread that reads what others of its warp then write does not race with them: both are one
     instruction after another of the same warp.
 
     Args:
+        granule: bytes that are noted as one: who touches some of them touches all.
         equal_writes: several threads may write the same value at once. Compilers have all threads
             that hold a value put it into a block's memory.
     """
 
-    def __init__(self, size: int, equal_writes: bool = False) -> None:
-        self._equal_writes = equal_writes
-        self.bytes = np.zeros(-(-size // 16) * 16, np.uint8)
+    def __init__(self, size: int, granule: int = 1, equal_writes: bool = False) -> None:
+        self._granule, self._equal_writes = granule, equal_writes
+        size = -(-size // _WIDEST) * _WIDEST
+        self.bytes = np.zeros(size, np.uint8)
         self._views = {width: self.bytes.view(dtype) for width, dtype in UNSIGNED.items()}
-        size = len(self.bytes)
+        size //= granule
         self._writers, self._first, self._last = _Touched(size), _Touched(size), _Touched(size)
 
-    def load(self, places: Array, width: int, threads: Threads) -> Array:
-        """Numbers of ``width`` bytes."""
-        each, who = _spread(places, width, threads)
-        self._refuse(self._writers.clashes(each, who), each, who, "reads what another wrote")
-        is_new = self._first.numbers[each] < 0
-        is_new |= self._writers.barriers[each] > self._first.barriers[each]
-        backwards = np.flatnonzero(is_new)[::-1]  # of those that read it now the first is noted
-        self._first.note(each[backwards], who.some(backwards))
-        self._last.note(each, who)
-        return self._views[width][places // width]
+    def load(self, places: Array, width: int, count: int, threads: Threads) -> Array:
+        """Of each thread ``count`` numbers of ``width`` bytes, side by side."""
+        rows, granules = self._row(places, width * count)
+        clashes = self._writers.clashes(rows, granules, threads)
+        self._refuse(clashes, "reads what another wrote", places, threads)
+        self._first.note_first(rows, granules, threads)
+        self._last.note(rows, granules, threads)
+        return self._views[width].reshape(-1, count).take(places // (width * count), axis=0)
 
     def store(self, places: Array, width: int, values: Array, threads: Threads) -> None:
-        each, who = _spread(places, width, threads)
-        self._refuse(self._writers.clashes(each, who), each, who, "writes what another wrote")
+        """``values`` has a row for each thread."""
+        count = values.shape[1]
+        rows, granules = self._row(places, width * count)
+        clashes = self._writers.clashes(rows, granules, threads)
+        self._refuse(clashes, "writes what another wrote", places, threads)
+        warps = threads.numbers[:, None] // 32
         for readers in (self._first, self._last):
-            of_others = readers.numbers[each] // 32 != who.numbers // 32
-            clashes = readers.clashes(each, who) & of_others
-            self._refuse(clashes, each, who, "writes what another read")
-        self._writers.note(each, who)
-        self._views[width][places // width] = values
-        clashes = self._writers.numbers[each] != who.numbers
-        if self._equal_writes:
-            clashes &= np.repeat(self._views[width][places // width] != values, width)
-        self._refuse(clashes, each, who, "writes what another writes")
+            clashes = readers.clashes(rows, granules, threads)
+            if clashes is not None:
+                clashes &= readers.numbers(rows, granules) // 32 != warps
+            self._refuse(clashes, "writes what another read", places, threads)
+            readers.forget(rows, granules)
+        self._writers.note(rows, granules, threads)
+        numbers = self._views[width].reshape(-1, count)
+        numbers[places // (width * count)] = values
+        clashes = self._writers.numbers(rows, granules) != threads.numbers[:, None]
+        if self._equal_writes and clashes.any():
+            found = numbers[places // (width * count)]
+            clashes &= (found != values).any(axis=1)[:, None]
+        self._refuse(clashes, "writes what another writes", places, threads)
 
-    def _refuse(self, clashes: Array, each: Array, who: Threads, what: str) -> None:
-        if clashes.any():
-            at = int(np.argmax(clashes))
-            raise RaceError(f"thread {who.numbers[at]} {what}, at byte {each[at]}")
+    def _row(self, places: Array, width: int) -> tuple[Array, int]:
+        """Which rows accesses are, and their granules."""
+        width = max(width, self._granule)
+        return places // width, width // self._granule
 
-
-def _spread(places: Array, width: int, threads: Threads) -> tuple[Array, Threads]:
-    """Every byte of accesses, and who touches it."""
-    each = (places[:, None] + np.arange(width)).reshape(-1)
-    return each, threads.some(np.repeat(np.arange(len(places)), width))
+    def _refuse(self, clashes: Array | None, what: str, places: Array, threads: Threads) -> None:
+        if clashes is not None and clashes.any():
+            at = int(np.argmax(clashes.any(axis=1)))
+            raise RaceError(f"thread {threads.numbers[at]} {what}, at byte {places[at]}")
 
 
 class GlobalMemory:
@@ -152,7 +179,8 @@ class GlobalMemory:
         sizes = np.array([len(piece.bytes) for piece in self._pieces], np.uint64)
         self._ends = self._starts + sizes
         self._places = np.array(places, np.int64)
-        self.memory = Memory(place + _SPACE)
+        granule = min((piece.item for piece in self._pieces), default=1)
+        self.memory = Memory(place + _SPACE, granule)
         for at, piece in zip(places, self._pieces, strict=True):
             self.memory.bytes[at : at + len(piece.bytes)] = piece.bytes
 
@@ -163,17 +191,30 @@ class GlobalMemory:
             OutOfBoundsError: in no tensor, or over the end of one.
             MisalignedError: not at a multiple of their width.
         """
-        if (addresses % np.uint64(width)).any():
-            at = int(np.argmax(addresses % np.uint64(width) != 0))
+        rest = addresses & np.uint64(width - 1)
+        if rest.any():
+            at = int(np.argmax(rest != 0))
             raise MisalignedError(f"{width} bytes at {int(addresses[at]):#x}")
-        found = np.searchsorted(self._starts, addresses, side="right") - 1
-        outside = (found < 0) | (addresses + np.uint64(width) > self._ends[found])
+        found = self._piece_of_first(addresses)
+        outside = self._outside(addresses, width, found)
+        if outside.any():  # then each for itself
+            found = np.searchsorted(self._starts, addresses, side="right") - 1
+            outside = self._outside(addresses, width, found)
         if outside.any():
             at = int(np.argmax(outside))
             raise OutOfBoundsError(
                 f"{width} bytes at {int(addresses[at]):#x}, {self._nearest(int(addresses[at]))}"
             )
         return self._places[found] + (addresses - self._starts[found]).astype(np.int64)
+
+    def _piece_of_first(self, addresses: Array) -> Array:
+        """For each address the tensor of the first of 32, in which the others likely are."""
+        firsts = np.searchsorted(self._starts, addresses[::32], side="right") - 1
+        return np.repeat(firsts, 32)[: len(addresses)]
+
+    def _outside(self, addresses: Array, width: int, found: Array) -> Array:
+        last = self._ends[found] - np.uint64(width)
+        return (found < 0) | (addresses < self._starts[found]) | (addresses > last)
 
     def _nearest(self, address: int) -> str:
         for start, end in zip(self._starts.tolist(), self._ends.tolist(), strict=True):
@@ -216,4 +257,5 @@ def bytes_at(address: int, count: int) -> Array:
 def piece_of(tensor: Any) -> Piece:
     """A contiguous tensor's bytes."""
     address = tensor.data_ptr()
-    return Piece(address, bytes_at(address, tensor.numel() * tensor.element_size()))
+    size = tensor.element_size()
+    return Piece(address, bytes_at(address, tensor.numel() * size), size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 ARCHES = (80, 90, 100, 120)
 """Targets that kernels are compiled for: A100, H100, B200 and the desktop's Blackwell."""
@@ -15,7 +16,9 @@ class Options:
     arches: tuple[int, ...] = ARCHES
     """Compute capabilities."""
     elements: int = 1_000_000
-    """Of each trial, in tensors of odd sizes."""
+    """Of each trial, in tensors of odd sizes; half of them with odd values."""
+    results: Path | None = None
+    """Where results are kept: what is in this file is not carried out again."""
     only: tuple[str, ...] = ()
     """Trials whose names have one of these regular expressions."""
     every: int = 1

@@ -72,9 +72,9 @@ class Instruction:
     target: int = -1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """A kernel.
+    """A kernel; two are never the same.
 
     Attributes:
         params: kinds by name, in their order.

@@ -17,6 +17,7 @@ from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.self_test import RECORDED, digests, prove
 from ptx import forms, mutants, trials
 from ptx.options import Options
+from ptx.results import Executed, OnTarget, Results, table
 from ptx.tables import tables
 from ptx.triton_driver import Launch, StaticDriver
 
@@ -56,13 +57,13 @@ def self_test(options: Options, console: Console) -> bool:
     return right
 
 
-def _tried(noting: Noting, trial: trials.Trial, sizes: list[int], theirs: Any) -> str:
-    """What is wrong with a trial; empty if nothing."""
+def _tried(noting: Noting, trial: trials.Trial, sizes: list[int], theirs: Any) -> tuple[int, str]:
+    """How many elements of a trial differ, and what the machine refused."""
     try:
         found = trials.tried(noting.backend, trial, sizes, theirs)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return f"other bits: {found}" if found else ""
+        return 0, f"{type(error).__name__}: {error}"
+    return sum(found.values()), ""
 
 
 def _chosen(options: Options) -> list[trials.Trial]:
@@ -74,29 +75,73 @@ def _chosen(options: Options) -> list[trials.Trial]:
 
 
 def all_trials(options: Options, console: Console) -> bool:
-    """Whether every trial has reference's bits on every target."""
-    known = forms.read()
-    chosen = _chosen(options)
-    sizes, wrong = trials.sizes_of(options.elements), 0
-    notings = {arch: Noting() for arch in options.arches}
+    """Whether every trial has reference's bits on every target. What several targets compile to
+    the same text is carried out once."""
+    known, chosen = forms.read(), _chosen(options)
+    sizes, results = trials.sizes_of(options.elements // 2), Results(options.results)
+    targets = {arch: OnTarget() for arch in options.arches}
+    noting = Noting()
     for trial in chosen:
-        began = time.perf_counter()
-        theirs = trials.Found(ReferenceBackend(), trial, sizes)
-        for arch, noting in notings.items():
-            with StaticDriver(arch, noting.carry):
-                said = _tried(noting, trial, sizes, theirs)
-            wrong += bool(said)
-            if said:
-                console.print(f"sm_{arch} {trial}: {said}")
-        console.print(f"{trial}: {time.perf_counter() - began:.1f} s", highlight=False)
-    console.print(f"{len(chosen)} trials of {sum(sizes)} elements, {wrong} wrong")
-    for arch, noting in notings.items():
-        never = [form for form in known if form not in noting.launched]
-        console.print(f"sm_{arch}: {len(noting.launched)} forms; not launched: {len(never)}")
+        began, work = time.perf_counter(), _Work(noting, trial, sizes, results)
+        digests = {arch: work.texts(arch, found) for arch, found in targets.items()}
+        for arch, found in targets.items():
+            done = work.executed(arch, digests[arch])
+            found.executed.append(done)
+            if done.error or done.differing:
+                console.print(f"sm_{arch} {trial}: {done.differing} differ. {done.error}")
+        seconds, different = time.perf_counter() - began, len(set(digests.values()))
+        console.print(f"{trial}: {different} texts, {seconds:.1f} s", highlight=False)
+    for line in table(targets):
+        console.print(line, highlight=False)
+    done = [each for found in targets.values() for each in found.executed]
+    wrong = sum(bool(each.error or each.differing) for each in done)
+    console.print(f"{len(chosen)} trials of {2 * sum(sizes)} elements, {wrong} wrong")
+    for arch, found in targets.items():
+        never = [form for form in known if form not in found.texts]
+        console.print(f"sm_{arch}: {len(found.texts)} forms; not launched: {len(never)}")
         if len(chosen) == len(trials.trials_of(known)):
             for form in never:
                 console.print(f"  {form}")
     return not wrong
+
+
+class _Work:
+    """A trial, whose tensors and expected values are those of all targets."""
+
+    def __init__(
+        self, noting: Noting, trial: trials.Trial, sizes: list[int], results: Results
+    ) -> None:
+        self._noting, self._trial, self._sizes, self._results = noting, trial, sizes, results
+        self._lists = trials.lists_for(trial, sizes)
+        self._theirs: trials.Found | None = None
+
+    def texts(self, arch: int, target: OnTarget) -> str:
+        """A digest of what a target compiles, without carrying it out."""
+        launched: list[Launch] = []
+
+        def note(launch: Launch) -> None:
+            self._noting.backend.pass_by(launch)
+            launched.append(launch)
+
+        with StaticDriver(arch, note):
+            trials.stepped(self._noting.backend, self._trial, self._lists)
+        return target.note(launched)
+
+    def executed(self, arch: int, texts: str) -> Executed:
+        """What carrying it out finds, or found."""
+        elements = 2 * sum(self._sizes)
+        known = self._results.of(str(self._trial), texts, elements)
+        if known is not None:
+            return known
+        if self._theirs is None:
+            self._theirs = trials.Found(ReferenceBackend(), self._trial, self._sizes)
+        began = time.perf_counter()
+        with StaticDriver(arch, self._noting.carry):
+            differing, error = _tried(self._noting, self._trial, self._sizes, self._theirs)
+        seconds = round(time.perf_counter() - began, 1)
+        done = Executed(str(self._trial), texts, elements, differing, error, arch, seconds)
+        self._results.add(done)
+        return done
 
 
 def mutated(options: Options, console: Console) -> bool:
@@ -120,11 +165,12 @@ def mutated(options: Options, console: Console) -> bool:
                 return done[0].text if is_same else ptx
 
             noting.backend.text = text
-            said = _tried(noting, trial, sizes, expected[trial])
+            differing, error = _tried(noting, trial, sizes, expected[trial])
+            said = error[:90] or (f"{differing} differ" if differing else "PASSED")
             if done:
                 tried += 1
-                passed += not said
-                console.print(f"{trial}: {done[0].what}: {said[:90] or 'PASSED'}", highlight=False)
+                passed += said == "PASSED"
+                console.print(f"{trial}: {done[0].what}: {said}", highlight=False)
     console.print(f"{tried} mutants, {tried - passed} noticed")
     return passed * 20 <= tried
 

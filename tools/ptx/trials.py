@@ -158,15 +158,15 @@ class Found:
     def __init__(self, backend: Any, trial: Trial, sizes: Sequence[int]) -> None:
         self.tensors: dict[str, list[Tensor]] = {}
         for odd in (False, True):
-            lists = lists_of(7, sizes, PASSES[trial.rule], trial.case)
+            lists = lists_for(trial, sizes)
             if odd:
                 lists = made_odd(lists, 11)
-            sums = _stepped(backend, trial, lists)
+            sums = stepped(backend, trial, lists)
             for name, tensors in {**tensors_of(lists), "sums": sums}.items():
                 self.tensors[f"odd {name}" if odd else name] = tensors
 
 
-def _stepped(backend: Any, trial: Trial, lists: TensorLists) -> list[Tensor]:
+def stepped(backend: Any, trial: Trial, lists: TensorLists) -> list[Tensor]:
     """Take the steps of a trial; returns sums that it makes."""
     group = {**GROUP, **dict(trial.settings)}
     is_reference = type(backend) is ReferenceBackend
@@ -187,9 +187,14 @@ def _stepped(backend: Any, trial: Trial, lists: TensorLists) -> list[Tensor]:
     return [*sums, backend.sum_of_squares(lists.grad)]
 
 
+def lists_for(trial: Trial, sizes: Sequence[int]) -> TensorLists:
+    """The tensors of a trial, with plain values."""
+    return lists_of(7, sizes, PASSES[trial.rule], trial.case)
+
+
 def launches_of(backend: MachineBackend, trial: Trial) -> None:
     """Launch what a trial does, on small tensors; whoever carries launches out sees them."""
-    _stepped(backend, trial, lists_of(7, [300, 1, 5000], PASSES[trial.rule], trial.case))
+    stepped(backend, trial, lists_for(trial, [300, 1, 5000]))
 
 
 def differences(ours: Found, theirs: Found) -> dict[str, int]:

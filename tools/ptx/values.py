@@ -48,7 +48,9 @@ def bits_of(values: Array, kind: str, register: Any) -> Array:
     dtype = KINDS[number]
     values = np.ascontiguousarray(values, dtype=dtype)
     if number in ("f16", "f32", "f64"):
-        values = np.where(np.isnan(values), _nan(number), values)
+        nan = np.isnan(values)
+        if nan.any():
+            values = np.where(nan, _nan(number), values)
     if np.dtype(register).itemsize == values.itemsize or kind in PACKED:
         return values.view(register)
     if values.dtype.kind == "f":
