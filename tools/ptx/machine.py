@@ -167,7 +167,9 @@ class _Turns:
         }
         self.lanes = Lanes(self._size, special)
         self._global = memory
-        self._shared, self._shared_size = Memory(blocks * shared, equal_writes=True), shared
+        granule = _least_shared(program) if shared % 4 == 0 else 1
+        self._shared = Memory(blocks * shared, granule, equal_writes=True)
+        self._shared_size = shared
         self._local = Memory(self._size * program.depot[1])
         self._at = np.zeros(self._size, np.int64)
         self._meetings = 0
@@ -437,6 +439,13 @@ _TOGETHER: dict[str, Callable[[_Turns, Instruction, list[str]], None]] = {
 
 
 _reader, _writer = lru_cache(maxsize=1 << 16)(reader), lru_cache(maxsize=1 << 16)(writer)
+
+
+@lru_cache(maxsize=512)
+def _least_shared(program: Program) -> int:
+    """Bytes of the smallest number, of at most 4, that blocks read or write in their memory."""
+    kinds = [one.opcode.split(".")[-1] for one in program.instructions if ".shared" in one.opcode]
+    return min([4, *map(values.size_of, kinds)])
 
 
 def _access(form: list[str]) -> tuple[str, int, str]:
