@@ -223,7 +223,7 @@ class PlacedSlots:
         params = all_params(self._param_groups)
         if self._bound is not None and all_same(params, self._bound):
             return True
-        stays = True
+        stays, self._outputs = True, None
         for slot, param in iter_slots(self._param_groups):
             part, now = self._parts[self[slot].place], self._stepped(slot)
             before = part.stepped(slot)

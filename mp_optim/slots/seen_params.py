@@ -119,6 +119,13 @@ class SeenParams:
             if param is not seen or index in self._gone or now != before
         ]
 
+    def moved(self, params: Sequence[Tensor]) -> bool:
+        """Whether parameters are others than were last seen, or were moved or reshaped since; a
+        write is neither."""
+        if self._gone or not all_same(params, self.params):
+            return True
+        return Marks.of(params, self.plain)[1:] != self.marks[1:]
+
     def is_same(self, index: int, param: Tensor) -> bool:
         """Whether a parameter is the one that was last seen at an index, and was neither written,
         moved nor reshaped since."""

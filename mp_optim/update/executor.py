@@ -269,7 +269,7 @@ class RuleExecutor(Executor):
             and last.of_group is of_group
             and last.mains is mains
             and last.outputs is updates.outputs
-            and settings is self.param_groups[of_group.group]
+            and last.planned.settings is settings
         ):
             checked = self._checked.get(of_group.group)
             is_same = checked is not None and checked is last.checked

@@ -48,7 +48,7 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         self.executor = executor
         executor.label = type(self).__name__
         self._live_groups, self._sizes = executor.param_groups, executor.sizes
-        self._stepped: Sequence[Slot] = ()
+        self._last = SlotUpdates.of([])  # without gradients
         super().__init__(params, defaults)
         self.use_mark(self.step_mark)
 
@@ -109,9 +109,9 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         clips = any(group.get("max_grad_norm", 0.0) for group in self.param_groups)
         grad_norm = global_grad_norm(updates) if clips else None
         columns = SlotUpdates.of(updates)
-        if columns.slots == self._stepped:  # what is made for slots is kept for this very object
-            columns = replace(columns, slots=self._stepped)
-        self._stepped = columns.slots
+        if columns.slots == self._last.slots:  # a launch is kept for these very objects
+            columns = replace(columns, slots=self._last.slots, outputs=self._last.outputs)
+        self._last = replace(columns, grads=())
         self.step_slots(columns, grad_norm=grad_norm)
         return loss
 

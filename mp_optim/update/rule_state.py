@@ -27,6 +27,7 @@ from mp_optim.slots import (
     param_at,
     slot_name,
 )
+from mp_optim.slots.seen_params import SeenParams
 from mp_optim.slots.slot_state import (
     AVERAGE,
     MASTER,
@@ -65,8 +66,8 @@ class SteppedTogether:
     Attributes:
         positions: of the slots, in order. known: the last list that was compared with them.
         count: how often each of them was stepped, if it is known to be the same for all.
-        mains: what is stepped, if these are this package's own tensors and not a model's
-            parameters, whose memory others may move (``param.data = ...``).
+        mains: what is stepped. seen: how it was laid out then, if it is a model's parameters: whose
+            memory others may move (``param.data = ...``), and so it is not held.
         lists: state tensors by key.
         launch: what the executor made for them, as long as it can be used again.
     """
@@ -82,7 +83,12 @@ class SteppedTogether:
         the memory alive that they had."""
         self.lists: dict[str, CachedTensorList] = {}
         self.mains: CachedTensorList | None = None
+        self.seen: SeenParams | None = None
         self.launch: Any = None
+
+    def mains_of(self, tensors: Sequence[Tensor]) -> CachedTensorList | None:
+        """What is stepped, if it lies where it lay."""
+        return None if self.seen is not None and self.seen.moved(tensors) else self.mains
 
 
 class GroupState:
@@ -384,8 +390,8 @@ class RuleState:
             fitting = [group_state.mains[position] for position in positions]
             shapes = [group_state.shapes[position] for position in positions]
         same = all_same(tensors, fitting)
-        if same and kept is not None and kept.mains is not None:
-            return kept.mains
+        if same and kept is not None and (known := kept.mains_of(tensors)) is not None:
+            return known
         mains = CachedTensorList(tensors if are_plain(tensors) else map(local_tensor, tensors))
         if not (same and list(map(Tensor.size, mains)) == shapes):
             self.allocate_state([Slot(index, position) for position in positions])
@@ -399,8 +405,10 @@ class RuleState:
                     "float32, and bfloat16 with store_param_remainders=True; wrap it in "
                     "Float16OptimizerWithFloat16Params, or use get_megatron_optimizer"
                 )
-        if kept is not None and set(map(type, tensors)) == {Tensor}:
-            kept.mains = mains.hold()
+        if kept is not None and are_plain(tensors):
+            is_own = set(map(type, tensors)) == {Tensor}
+            kept.mains = mains.hold() if is_own else mains
+            kept.seen = None if is_own else SeenParams(tensors)
         return mains
 
     def moment_keys(self, index: int, positions: Sequence[int]) -> Sequence[tuple[str, ...]]:

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import mp_optim
 from mp_optim import FusedAdam, HybridDeviceOptimizer, OptimizerConfig, get_megatron_optimizer
+from mp_optim.update.rule_state import RuleState
 
 HOST = {"offload": 1.0}
 PLACES: dict[str, dict[str, Any]] = {
@@ -371,3 +372,33 @@ def test_neither_place_keeps_what_was_replaced_in_the_other(classes: dict[str, A
     zero_grads(optimizer)
     optimizer.step()
     assert all(memory.expired() for memory in replaced)
+
+
+@pytest.mark.parametrize("make", [FusedAdam, mp_optim.AdamW])
+def test_a_launch_is_kept_while_parameters_lie_where_they_lay_and_holds_no_memory(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formed: list[object] = []
+    stored_keys = RuleState.stored_keys
+
+    def noted(*given: Any) -> Any:
+        formed.append(given)
+        return stored_keys(*given)
+
+    params = [nn.Parameter(torch.arange(1.0, 65.0)) for _ in range(2)]
+    optimizer = make(params, lr=1.0, betas=(0.0, 0.0), eps=0.0, weight_decay=0.0)
+    for step in range(6):
+        for param in params:
+            param.grad = torch.ones(64)
+        monkeypatch.setattr(RuleState, "stored_keys", noted)
+        optimizer.step()
+        if step in (2, 5):
+            assert not formed  # two steps alike
+        formed.clear()
+        if step == 2:
+            before = StorageWeakRef(params[0].untyped_storage())
+            params[0].data = params[0].detach() + 100
+            optimizer.step()
+            assert before.expired()
+    assert torch.equal(params[0].detach(), torch.arange(1.0, 65.0) + 93)
+    assert torch.equal(params[1].detach(), torch.arange(1.0, 65.0) - 7)
