@@ -111,6 +111,7 @@ def test_planned_bytes_are_those_of_the_real_tensors(
     without = dataclasses.replace(planned.accelerator, model_params=0, grads=0)
     assert without == real.accelerator
     assert planned.pinned_host == real.pinned_host and planned.pageable_host == real.pageable_host
+    assert planned.disk.total == 0
     assert planned.accelerator.model_params == sum(param.nbytes for param in model.parameters())
     assert planned.accelerator.grads == sum(
         param.nbytes for param in model.parameters() if param.requires_grad

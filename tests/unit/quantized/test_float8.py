@@ -393,8 +393,10 @@ def test_self_quantised_values_written_from_outside_are_followed() -> None:
     assert (
         differing({name: value.clone() for name, value in stack.named_main_params()}, before) == []
     )
+    assert stack.metrics()["reloaded_params"] == 0
     _replace(model, stack, SelfQuantized.make(torch.full((8, 8), 0.25)))
     stack.step()
+    assert stack.metrics()["reloaded_params"] == 1
     assert torch.equal(dict(stack.named_main_params())["dense"], torch.full((8, 8), 0.25))
 
 
