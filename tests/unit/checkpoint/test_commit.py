@@ -135,6 +135,9 @@ def test_the_manifest_lists_every_file(tmp_path, trained):
     manifest = json.loads((version / "manifest.json").read_text())
     assert sorted(manifest["files"]) == sorted(set(os.listdir(version)) - {"manifest.json"})
     assert manifest["world_size"] == 1 and manifest["torch"] == torch.__version__
+    index = json.loads((version / "index.json").read_text())
+    # other versions of the package read these, and write them
+    assert (manifest["format"], index["format"]) == (2, 1)
 
 
 def test_errors_list_what_is_missing_unexpected_and_mis_shaped(tmp_path):

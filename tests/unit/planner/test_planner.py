@@ -118,13 +118,17 @@ def test_planned_bytes_are_those_of_the_real_tensors(
     )
 
 
-def test_a_plan_of_a_module_of_its_specs_and_of_the_module_on_meta_is_one() -> None:
-    config = OptimizerConfig(lr=1e-3, bf16=True)
-    model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4)).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_plan_of_a_module_of_its_specs_and_of_the_module_on_meta_is_one(
+    dtype: torch.dtype,
+) -> None:
+    halves = dtype == torch.bfloat16
+    config = OptimizerConfig(lr=1e-3, bf16=halves)
+    model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4)).to(dtype)
     expected = plan(model, config)
     assert plan(specs_of(model), config) == expected
     assert plan(model.to("meta"), config) == expected
-    assert expected.accelerator.main_params == 4 * sum(
+    assert expected.accelerator.main_params == 4 * halves * sum(
         param.numel() for param in model.parameters()
     )
 

@@ -119,6 +119,22 @@ def test_the_state_of_the_beginning_begins_anew(
     assert all(map(same_bits, run(True), run(False)))
 
 
+def test_what_begins_anew_leaves_no_hooks_of_what_was_stepped_before() -> None:
+    params = named("w", "v")
+    optimizer = mp_optim.AdamW(params, lr=0.1, offload=1.0, offload_mode="speculative")
+    beginning = optimizer.state_dict()
+
+    def hooks() -> list[int]:
+        return [len(param._post_accumulate_grad_hooks or ()) for _, param in params]
+
+    stepped(optimizer)
+    assert hooks() == [1, 1]
+    optimizer.load_state_dict(beginning)
+    assert hooks() == [0, 0]
+    stepped(optimizer)
+    assert hooks() == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("state_dict", "said"),
     [
