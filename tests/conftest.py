@@ -3,6 +3,7 @@ not run."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -61,6 +62,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=_NEEDS_A_GPU))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: a collection of garbage need not look at it, which took a
+    third of a second each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 def _mark_quick(items: list[pytest.Item]) -> None:

@@ -25,6 +25,9 @@ from torch.distributed import TCPStore
 from support.rank_server import Rank
 
 _COUNT = 2
+_LAST_WORDS = "nanobind: leaked "
+"""Triton's bindings say so when an interpreter has ended that did not free what it was forked
+with."""
 
 
 class _Server:
@@ -135,9 +138,11 @@ def run_forked(
     Returns:
         What they wrote to stdout, one after the other.
     """
-    if size is not None:
+    if size is None:
+        ended = [end_forked(variables, folder, command, timeout)]
+    else:
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        variables = {
+        of_all = {
             **variables,
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),
@@ -147,32 +152,56 @@ def run_forked(
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
+        each = [{**of_all, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(size)]
+        ended = _run_together(each, folder, command, timeout)
+    failed = {rank: done.returncode for rank, done in enumerate(ended) if done.returncode}
+    assert not failed, f"exit status by rank: {failed}\n{_said(ended)}"
+    return "".join(done.stdout for done in ended)
+
+
+def end_forked(
+    variables: Mapping[str, str], folder: Path, command: Sequence[str], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """How a program ended, in a process that is told of no ranks."""
+    (ended,) = _run_together([variables], folder, command, timeout)
+    return ended
+
+
+def _run_together(
+    variables: Sequence[Mapping[str, str]], folder: Path, command: Sequence[str], timeout: float
+) -> list[subprocess.CompletedProcess[str]]:
+    """Processes with an environment each. Where one fails the others are ended, and have not
+    failed."""
     if not _servers:
-        _servers.extend(_Server(variables, folder) for _ in range(_COUNT))
+        _servers.extend(_Server(variables[0], folder) for _ in range(_COUNT))
         for server in _servers:
             server.wait_until_ready()
     with tempfile.TemporaryDirectory() as logs:
         ranks = [
-            Rank(
-                number,
-                list(command),
-                {**variables, **({"RANK": str(number), "LOCAL_RANK": str(number)} if size else {})},
-                f"{logs}/{number}.out",
-                f"{logs}/{number}.log",
-            )
-            for number in range(size or 1)
+            Rank(number, list(command), dict(own), f"{logs}/{number}.out", f"{logs}/{number}.log")
+            for number, own in enumerate(variables)
         ]
         for rank in ranks:  # one may be ended before it begins
             Path(rank.output).touch()
             Path(rank.log).touch()
         job = _Job(_servers, ranks)
         in_time = job.wait(timeout)
-        written = [Path(rank.output).read_text() for rank in ranks]
-        said = "\n".join(
-            f"-- rank {rank.number}\n{output[-4000:]}{Path(rank.log).read_text()[-8000:]}"
-            for rank, output in zip(ranks, written, strict=True)
-        )
+        ended = [
+            subprocess.CompletedProcess(
+                command,
+                job.failed.get(rank.number, 0),
+                Path(rank.output).read_text(),
+                Path(rank.log).read_text().partition(_LAST_WORDS)[0],
+            )
+            for rank in ranks
+        ]
     name = " ".join(command)[:200]
-    assert in_time, f"{name} took longer than {timeout} s\n{said}"
-    assert not job.failed, f"exit status by rank: {job.failed}\n{said}"
-    return "".join(written)
+    assert in_time, f"{name} took longer than {timeout} s\n{_said(ended)}"
+    return ended
+
+
+def _said(ended: Sequence[subprocess.CompletedProcess[str]]) -> str:
+    return "\n".join(
+        f"-- rank {rank}\n{done.stdout[-4000:]}{done.stderr[-8000:]}"
+        for rank, done in enumerate(ended)
+    )

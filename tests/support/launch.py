@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from support.forked_ranks import run_forked
+from support.forked_ranks import end_forked, run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout."""
@@ -46,16 +46,21 @@ def run(*command: str, timeout: float = 240, **variables: str) -> str:
     return done.stdout
 
 
-def run_forked_program(*command: str, timeout: float = 240) -> str:
+def run_forked_program(*command: str, timeout: float = 240, **variables: str) -> str:
     """The same, forked from a process that has imported torch, which takes three seconds: for a
     program of which it does not matter how its process begins."""
-    return run_forked(environment(), ROOT, command, None, timeout)
+    return run_forked(environment(**variables), ROOT, command, None, timeout)
+
+
+def end_forked_program(*command: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """The same; returns how it ended, which may be with a failure."""
+    return end_forked(environment(), ROOT, command, timeout)
 
 
 def torchrun(size: int, *command: str, timeout: float = 240) -> str:
-    """Run a program in several processes."""
+    """Run a program in several processes, each of which Python begins anew."""
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}")
-    return run(*launcher, *command, timeout=timeout)
+    return run_forked_program(*launcher, *command, timeout=timeout)
 
 
 def run_ranks(worker: str, size: int, *arguments: str, timeout: float = 240) -> None:

@@ -11,11 +11,13 @@ id of each, and the exit status of each as it ends.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
 import runpy
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -48,6 +50,9 @@ class Rank:
 
     def become(self) -> None:
         """Be this process, in a fork."""
+        ours = _python_path(os.environ)
+        others = [path for path in sys.path if path and path not in ours]
+        sys.path[:] = [*_python_path(self.variables), *others]
         os.environ.clear()
         os.environ.update(self.variables)
         for number, path in enumerate((os.devnull, self.output, self.log)):
@@ -58,12 +63,17 @@ class Rank:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         elif kind == "-c":
             sys.argv[:] = [kind, *rest[1:]]
+            sys.path.insert(0, "")
             main = sys.modules["__main__"] = ModuleType("__main__")
             exec(rest[0], vars(main))
         else:
             sys.argv[:] = self.command
             sys.path.insert(0, os.path.dirname(os.path.abspath(kind)))
             runpy.run_path(kind, run_name="__main__")
+
+
+def _python_path(variables: Mapping[str, str]) -> list[str]:
+    return variables.get("PYTHONPATH", "").split(os.pathsep)
 
 
 def serve() -> Rank | None:
@@ -88,6 +98,10 @@ def _say(**event: int) -> None:
 if __name__ == "__main__":
     for name in _TORCH:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a fork need not look at all that, nor free it when it ends
     _say(ready=os.getpid())
-    if (rank := serve()) is not None:
-        rank.become()
+    rank = serve()
+    if rank is None:
+        os._exit(0)
+    rank.become()

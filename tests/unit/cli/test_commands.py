@@ -11,7 +11,7 @@ import torch
 
 from mp_optim import checkpoint
 from mp_optim.cli.command import COMMANDS, main
-from support.launch import run
+from support.launch import run_forked_program
 from support.models import build, train
 
 LLAMA = {
@@ -230,7 +230,7 @@ print("imported:", sorted({"matplotlib", "rich", "transformers", "yaml"} & set(s
 
 
 def test_help_imports_nothing_heavy() -> None:
-    assert run("-c", HELP).endswith("imported: []\n")
+    assert run_forked_program("-c", HELP).endswith("imported: []\n")
 
 
 BARE = """
@@ -253,7 +253,8 @@ print("plan", main(["plan", "--model", sys.argv[1], "--optimizer", sys.argv[1]])
 def test_without_the_extra_help_and_the_doctor_work_and_others_say_what_to_install(
     config: Path,
 ) -> None:
-    text = run("-c", BARE, str(config), TRITON_INTERPRET="0")  # whose proof takes half of the time
+    # whose proof takes half of the time
+    text = run_forked_program("-c", BARE, str(config), TRITON_INTERPRET="0")
     for name in COMMANDS:
         assert f"\n{name} 0\n" in text and f"usage: mp-optim {name}" in text
     assert "A config for this machine" in text

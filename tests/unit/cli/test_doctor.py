@@ -13,13 +13,13 @@ from mp_optim import OptimizerConfig
 from mp_optim.cli import doctor
 from mp_optim.config.rules import BACKENDS
 from mp_optim.update.backends.native_library import native_library
-from support.launch import run, run_forked_program
+from support.launch import run_forked_program
 
 
 def run_without_triton(**environment: str) -> str:
     """Without the steps of Triton's interpreter, which take half of the time."""
     command = ("-m", "mp_optim", "doctor")
-    return run(*command, timeout=120, TRITON_INTERPRET="0", **environment)
+    return run_forked_program(*command, timeout=120, TRITON_INTERPRET="0", **environment)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mp_optim import OptimizerConfig
-from support.launch import run, run_forked_program
+from support.launch import run_forked_program
 from support.models import TinyMoE, tokens_of
 
 core = pytest.importorskip("megatron.core.optimizer")
@@ -83,7 +83,7 @@ def test_a_megatron_whose_factory_takes_something_new_is_named(
 
 def test_nothing_of_it_is_imported_without_being_asked_for() -> None:
     program = "import sys, mp_optim; print(any('megatron.' in m for m in sys.modules))"
-    assert run("-c", program).split() == ["False"]
+    assert run_forked_program("-c", program).split() == ["False"]
 
 
 @pytest.mark.usefixtures("installed")

@@ -28,7 +28,7 @@ from mp_optim import (
 from mp_optim.planner import plan
 from mp_optim.process.host_memory import page_locked_bytes
 from mp_optim.slots.interrupted_step import BrokenOffError
-from support.launch import environment, run
+from support.launch import environment, run_forked_program
 from support.models import AdversarialTransfer
 from support.offload import differing, hybrids, snapshot
 from support.slow_disk import slow_disk
@@ -430,7 +430,7 @@ def test_killed_within_a_step_and_resumed_from_the_last_checkpoint(tmp_path):
     expected = train(*build(), 30)
     (tmp_path / "streamed" / "state").mkdir(parents=True)
     where = os.pathsep.join([environment()["PYTHONPATH"], os.path.dirname(__file__)])
-    run("-c", KILLED, str(tmp_path), "streamed", PYTHONPATH=where)
+    run_forked_program("-c", KILLED, str(tmp_path), "streamed", PYTHONPATH=where)
     model, optimizer = build()
     checkpoint.load(tmp_path / "streamed" / "end", model, optimizer)
     assert differing(snapshot(model, optimizer), expected) == []

@@ -1,7 +1,6 @@
 """What ends badly ends soon, says whose work it was, and leaves the optimizer as it was."""
 
 import gc
-import subprocess
 import threading
 import time
 
@@ -15,7 +14,7 @@ from mp_optim.placement.backward_jobs import BackwardJob
 from mp_optim.placement.worker import PATIENCE, Worker, WorkerError
 from mp_optim.process.transfer import Transfer
 from mp_optim.update.executor import RuleExecutor
-from support.launch import start
+from support.launch import end_forked_program
 from support.models import tokens_of
 from support.offload import (
     MODES,
@@ -336,8 +335,7 @@ ENDS = {
 def test_the_interpreter_ends_in_the_middle_of_work(end):
     code, status = ENDS[end]
     script = SCRIPT.format(end=code)
-    process = start("-c", script, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout.readline() == "ready\n", process.stderr.read()
-    _, errors = process.communicate(timeout=240)  # a hang; torch itself may take long to end
-    assert process.returncode in (status, 130 if status == -2 else status), errors
-    assert "Fatal" not in errors
+    ended = end_forked_program("-c", script, timeout=240)  # a hang; torch may take long to end
+    assert ended.stdout == "ready\n", ended.stderr
+    assert ended.returncode in (status, 130 if status == -2 else status), ended.stderr
+    assert "Fatal" not in ended.stderr

@@ -7,7 +7,6 @@ import errno
 import functools
 import os
 import shutil
-import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mp_optim.process.direct_file import DISK_BLOCK, DirectFile
-from support.launch import environment
+from support.launch import end_forked_program, run_forked_program
 
 PIECE = 16 * DISK_BLOCK
 SIZE = 3 * PIECE + 5 * DISK_BLOCK + 77
@@ -194,8 +193,7 @@ def test_nothing_is_left_by_a_process_that_is_killed(tmp_path):
         "file.write_from(torch.ones(1 << 24, dtype=torch.uint8), 0)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    assert subprocess.run(command, env=environment()).returncode == -9
+    assert end_forked_program("-c", program, str(tmp_path)).returncode == -9
     assert list(tmp_path.iterdir()) == []
 
 
@@ -267,10 +265,7 @@ file.close()
 
 def test_a_limit_on_files_is_said_when_made_and_when_written(tmp_path):
     """And the file goes on."""
-    command = [sys.executable, "-c", LIMITED, str(tmp_path)]
-    ended = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    making, writing = ended.stdout.splitlines()
+    making, writing = run_forked_program("-c", LIMITED, str(tmp_path)).splitlines()
     for line in (making, writing):
         assert "File too large" in line and "ulimit -f" in line and str(tmp_path) in line
     assert writing.startswith("writing: [Errno 27] writing bytes ")

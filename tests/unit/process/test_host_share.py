@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from mp_optim.process.host_share import parse_list, share_of
 from support.fake_host import FakeHost
-from support.launch import ROOT, run, torchrun
+from support.launch import ROOT, run_forked_program, run_program_of_ranks, torchrun
 
 
 @pytest.fixture
@@ -186,14 +187,33 @@ print(get_megatron_optimizer(OptimizerConfig(bf16=True, lr=1e-3), model).describ
 """
 
 
+TOLD = """
+import json, os
+words = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
+print(json.dumps({name: os.environ[name] for name in os.environ if name.endswith(words)}))
+"""
+
+
+def test_ranks_of_tests_are_told_what_torchrun_tells(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(TOLD)
+    by_torchrun = torchrun(2, str(program)).splitlines()
+    by_the_tests = run_program_of_ranks(2, str(program)).splitlines()
+    told, ours = (list(map(json.loads, lines)) for lines in (by_torchrun, by_the_tests))
+    assert sorted(each["LOCAL_RANK"] for each in told) == ["0", "1"]
+    for each in ours:
+        (same,) = [other for other in told if other["RANK"] == each["RANK"]]
+        assert each == {name: same.get(name) for name in each}
+
+
 @pytest.mark.native
-def test_ranks_of_torchrun_say_their_share_of_this_host(tmp_path):
+def test_ranks_say_their_share_of_this_host(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     cores = len(os.sched_getaffinity(0))
-    text = torchrun(2, str(program))
+    text = run_program_of_ranks(2, str(program))
     each = max(1, cores // 2)
     threads = "1 thread" if each == 1 else f"{each} threads"
     assert text.count(f"host kernels: {threads}; {each} of {cores} cores") == 2
-    alone = run(str(program), OMP_NUM_THREADS="1", LOCAL_WORLD_SIZE="1")
+    alone = run_forked_program(str(program), OMP_NUM_THREADS="1", LOCAL_WORLD_SIZE="1")
     assert f"{cores} threads" in alone or cores == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import mmap
 import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from mp_optim.process.host_memory import (
     power_of_two,
 )
 from support.cuda_runtime import LockingRuntime, can_lock, is_mapped, locked_bytes, locking_runtime
+from support.launch import end_forked_program
 
 CUDA = torch.device("cuda", 1)
 SIZE = 33 * 10**6
@@ -158,14 +158,7 @@ IN_CHILD = """
 
 def run(then: str) -> str:
     script = textwrap.dedent(IN_CHILD.format(size=SIZE, then=then))
-    path = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=120,
-    )
+    done = end_forked_program("-c", script, timeout=120)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return done.stdout.strip()
 

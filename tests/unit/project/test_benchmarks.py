@@ -6,7 +6,7 @@ import pytest
 
 from support.installed import copy_package, make_kernels_stale
 from support.kernels import needs_kernels
-from support.launch import TOOLS, run
+from support.launch import TOOLS, run_forked_program
 
 BENCHMARKS = {path.stem for path in TOOLS.glob("benchmark_*.py")}
 FILES_ALONE = {"benchmark_disk"}
@@ -36,7 +36,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     make_kernels_stale(folder)
     names = sorted(BENCHMARKS - FILES_ALONE)
     variables = {"PYTHONPATH": f"{folder}:{TOOLS}", "TRITON_INTERPRET": "0"}
-    return run(
+    return run_forked_program(
         "-c", PROGRAM, str(folder), str(TOOLS), *names, MP_OPTIM_NATIVE="", **variables
     ).splitlines()
 

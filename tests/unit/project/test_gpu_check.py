@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ import torch
 from lab.gpu import agreement, parts
 from lab.gpu.parts import PARTS, Outcome, Results, Sizes, run_apart
 from mp_optim.update.backends.reference import ReferenceBackend
-from support.launch import TOOLS, environment, run_forked_program
+from support.launch import TOOLS, end_forked_program, run_forked_program
 
 SMALL = ("--device", "cpu", "--params", "1e5", "--hybrid-params", "1e5", "--rounds", "3")
 MACHINE = {"device": "a GPU", "torch": "2", "date": "today"}
@@ -57,13 +55,7 @@ def test_no_part_begins_that_has_no_time(tmp_path: Path) -> None:
 
 
 def test_a_part_that_is_not_there_is_named() -> None:
-    done = subprocess.run(
-        [sys.executable, str(TOOLS / "gpu_check.py"), "--only", "speed"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = end_forked_program(str(TOOLS / "gpu_check.py"), "--only", "speed")
     assert done.returncode == 1 and "--only speed: choose from backend" in done.stderr
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import measure_code
 
-from support.launch import run
+from support.launch import run_forked_program
 
 FILES = {
     "__init__.py": "from mp_optim.below import Base as Exported\n",
@@ -43,9 +43,9 @@ def test_classes_are_followed_through_imports_and_namesakes(tmp_path: Path) -> N
 
 
 def test_a_walk_counts_functions_of_the_package_in_every_thread() -> None:
-    built = json.loads(run("tools/measuring/passes.py", "build"))
+    built = json.loads(run_forked_program("tools/measuring/passes.py", "build"))
     first, second = built.values()
     assert first["calls"] > second["calls"] > second["functions"] >= second["files"] > 1
     assert second["deepest"] > 1
-    (stepped,) = json.loads(run("tools/measuring/passes.py", "step")).values()
+    (stepped,) = json.loads(run_forked_program("tools/measuring/passes.py", "step")).values()
     assert stepped["functions"] < second["functions"]

@@ -22,7 +22,7 @@ from mp_optim.update.backends.memory_access import (
     try_out,
 )
 from mp_optim.update.backends.native_library import NativeLibrary, native_library
-from support.launch import run
+from support.launch import run_forked_program
 
 RULES = {"adam": FusedAdam, "lamb": FusedLAMB, "lion": FusedLion, "sgd": FusedSGD}
 ACCESSES = st.builds(
@@ -198,13 +198,14 @@ def test_another_make_is_tried_once_at_the_first_large_step(library: NativeLibra
     waiting = f"{default} (default; Maker with {library.level} is tried at the first step)"
     tried = f"{chosen} (tried on Maker)"
     expected = ["1000", waiting, str(LARGE), "tried", tried, str(LARGE), tried]
-    assert run("-c", _FIRST_STEPS).splitlines() == expected
+    assert run_forked_program("-c", _FIRST_STEPS).splitlines() == expected
 
 
 @pytest.mark.parametrize("wanted", ["default", "prefetch=128,streaming=0"])
 def test_the_variable_decides(wanted: str, library: NativeLibrary) -> None:
     program = "from mp_optim.update.backends.native import access_choice as choice\n"
-    said = run("-c", program + "print(choice().describe())", MP_OPTIM_MEMORY_ACCESS=wanted)
+    program += "print(choice().describe())"
+    said = run_forked_program("-c", program, MP_OPTIM_MEMORY_ACCESS=wanted)
     access = MemoryAccess() if wanted == "default" else MemoryAccess.parse(wanted)
     assert said.strip() == f"{access} (MP_OPTIM_MEMORY_ACCESS={wanted})"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.installed import copy_package
-from support.launch import TOOLS, run
+from support.launch import TOOLS, run_forked_program
 
 PROGRAM = """
 import sys, warnings
@@ -39,7 +39,7 @@ def without_compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def said_by(folder: Path, how: str, **environment: str) -> str:
     program, path = PROGRAM.replace("BUILD", how), f"{folder}:{TOOLS}"
-    return run("-c", program, str(folder), PYTHONPATH=path, **environment)
+    return run_forked_program("-c", program, str(folder), PYTHONPATH=path, **environment)
 
 
 @pytest.mark.parametrize("how", [STACK, CLASS], ids=["stack", "class"])
