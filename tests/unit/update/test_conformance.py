@@ -4,6 +4,7 @@ libraries themselves on a GPU."""
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -110,7 +111,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def candidate(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Candidate]:
     name = request.param
     if device.type == "cpu" and name in ("apex", "transformer_engine"):
-        request.getfixturevalue("standins")
+        request.getfixturevalue("faultless_standins")
     if name == "native" and (device.type != "cpu" or native_library().handle is None):
         pytest.skip("no native kernels here")
     if name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -121,13 +122,17 @@ def candidate(request: pytest.FixtureRequest, device: torch.device) -> Iterator[
     yield Candidate(name, choose_backend(name, device)[0], device, name in EXACT)
 
 
+@functools.cache
+def drawn(count: int, seed: int) -> Tensor:
+    """FP32 values of eight magnitudes. Most tests begin with the same ones."""
+    x = torch.randn(count, generator=torch.Generator().manual_seed(seed))
+    return x * torch.exp2(-8 * torch.rand(count, generator=torch.Generator().manual_seed(seed + 1)))
+
+
 def numbers(
     count: int, seed: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    x = torch.randn(count, generator=torch.Generator().manual_seed(seed))
-    return (
-        x * torch.exp2(-8 * torch.rand(count, generator=torch.Generator().manual_seed(seed + 1)))
-    ).to(device, dtype)
+    return drawn(count, seed).to(device, dtype, copy=True)
 
 
 def lists_of(
@@ -223,6 +228,27 @@ def check_two_steps(
     start = lists_of(rule, candidate.device, sizes=sizes)
     largest = sizes.index(max(sizes))
     assert not torch.equal(ours.main[largest], start.main[largest])
+
+
+@pytest.mark.parametrize("output", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", KERNEL_RULES)
+def test_values_halfway_between_two_are_written_as_the_even_one(
+    candidate: Candidate, rule: str, output: torch.dtype
+) -> None:
+    """Random ones hardly ever are. Nothing is moved here."""
+    if not candidate.exact:
+        pytest.skip("promises no bits")
+    lists = lists_of(rule, candidate.device, output=output, sizes=(600,))
+    below = lists.main[0].to(output)
+    above = torch.nextafter(below, torch.full_like(below, math.inf))
+    halfway = (below.float() + above.float()) / 2
+    lists.main[0].copy_(halfway)
+    for tensors in (lists.grad, *lists.state.values()):
+        tensors[0].zero_()
+    take_step(candidate.backend, rule, lists, BASE | {"weight_decay": 0.0}, 1, 1.0)
+    assert torch.equal(lists.main[0], halfway)
+    assert torch.equal(lists.output[0], halfway.to(output))
+    assert halfway.to(output).eq(below).any() and halfway.to(output).eq(above).any()
 
 
 @pytest.mark.parametrize("remainder", [False, True])
