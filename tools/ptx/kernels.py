@@ -54,7 +54,7 @@ class MachineBackend(TritonBackend):
     """The backend of a :class:`~ptx.triton_driver.StaticDriver` that is active.
 
     Attributes:
-        text: what becomes of a kernel's PTX before it is carried out.
+        text: the PTX that is carried out in place of a launch's.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class MachineBackend(TritonBackend):
         self._watched = _WatchedTables()
         self.tables = self._watched
         self.launcher = Launcher(self.tables)
-        self.text: Callable[[str], str] | None = None
+        self.text: Callable[[Launch], str] | None = None
 
     def carry_out(self, launch: Launch) -> None:
         """Carry a launch out, to the bit."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import random
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+
+LIST = Path(__file__).with_name("mutants.json")
+"""Faults that were drawn once, to be the same ones whenever they are tried."""
 
 _ROUNDED = re.compile(r"\b(add|sub|mul|div|sqrt)\.rn\.(f32|f64)\b")
 _TWO = re.compile(r"\b(sub\.\S+|div\.\S+|setp\.[lg][te]\S*)(\s+%\w+), (%\w+), (%\w+);")
@@ -63,13 +67,32 @@ FAULTS: dict[str, tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = {
 }
 
 
-def mutant_of(ptx: str, fault: str, generator: random.Random) -> Mutant | None:
-    """The text with a fault at a random place; None if it has no place for it."""
-    pattern, change = FAULTS[fault]
-    places = list(pattern.finditer(ptx))
-    if not places:
-        return None
-    match = generator.choice(places)
-    changed = ptx[: match.start()] + change(match) + ptx[match.end() :]
-    line = ptx.count("\n", 0, match.start()) + 1
-    return Mutant(f"{fault}, line {line}: {match[0].strip()}", changed, ptx)
+@dataclass(frozen=True)
+class Drawn:
+    """A fault of the list.
+
+    Attributes:
+        kernel: in whose text it is, when ``trial`` launches it.
+        place: which of the text's places for it, as a share of them: texts change.
+    """
+
+    trial: str
+    kernel: str
+    fault: str
+    place: float
+
+    def mutant(self, ptx: str) -> Mutant | None:
+        """The text with the fault; None if it has no place for it."""
+        pattern, change = FAULTS[self.fault]
+        places = list(pattern.finditer(ptx))
+        if not places:
+            return None
+        match = places[int(self.place * len(places))]
+        changed = ptx[: match.start()] + change(match) + ptx[match.end() :]
+        line = ptx.count("\n", 0, match.start()) + 1
+        return Mutant(f"{self.fault}, line {line}: {match[0].strip()}", changed, ptx)
+
+
+def read(file: Path = LIST) -> list[Drawn]:
+    """The faults that trials have to notice."""
+    return [Drawn(**row) for row in json.loads(file.read_text())]

@@ -31,6 +31,6 @@ class Options:
     """The library's own self-test instead."""
     sass: bool = False
     """Tables of their machine code instead, and what follows from it for some cards."""
-    mutants: int = 0
-    """Instead so many faults, each in the text of one kernel; exits with 1 if more than one in
+    mutants: bool = False
+    """The listed faults instead, each in the text of one kernel; exits with 1 if more than one in
     twenty passes for right."""

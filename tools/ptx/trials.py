@@ -3,6 +3,7 @@ tensors: odd sizes and places, and zeros, denormals, infinities and NaNs among t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mp_optim.config.state_forms import BLOCK
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.kernel_args import StableScalars, TensorLists
 from ptx.forms import Form
@@ -137,17 +139,21 @@ def tensors_of(lists: TensorLists) -> dict[str, list[Tensor]]:
 
 
 def made_odd(lists: TensorLists, seed: int) -> TensorLists:
-    """The same lists, of every 200 numbers one of the odd ones."""
+    """The same lists with odd numbers: one of 200, and in two of eight blocks all of them, so that
+    they meet in each step of a rule; in the first of these they are finite."""
     generator = torch.Generator().manual_seed(seed)
-    odd = torch.tensor(ODD)
+    odd = torch.tensor(sorted(ODD, key=math.isfinite, reverse=True))
+    finite = sum(map(math.isfinite, ODD))
     for name, tensors in tensors_of(lists).items():
         for tensor in tensors:
-            if not tensor.is_floating_point() or not tensor.numel() or name.endswith("scale"):
+            if not tensor.is_floating_point() or name.endswith("scale"):
                 continue
-            count = -(-tensor.numel() // 200)
-            at = torch.randint(0, tensor.numel(), (count,), generator=generator)
-            which = torch.randint(0, len(odd), (count,), generator=generator)
-            tensor[at] = odd[which].to(tensor.dtype)
+            size = tensor.numel()
+            block = torch.arange(size) // BLOCK % 8
+            chosen = (torch.rand(size, generator=generator) < 0.005) | (block == 3) | (block == 6)
+            which = torch.randint(0, len(odd), (size,), generator=generator)
+            which = torch.where(block == 3, which % finite, which)
+            tensor[chosen] = odd[which[chosen]].to(tensor.dtype)
     return lists
 
 

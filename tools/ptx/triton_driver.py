@@ -147,19 +147,19 @@ def carry_out(
     launch: Launch,
     others: Iterable[torch.Tensor] = (),
     exact: bool = True,
-    text: Callable[[str], str] | None = None,
+    text: Callable[[Launch], str] | None = None,
 ) -> Counter[str]:
     """Carry out a launch on tensors in host memory; returns its instructions by name.
 
     Args:
         others: tensors that it may touch beside its arguments.
         exact: an approximate instruction is an error.
-        text: what becomes of the PTX before.
+        text: the PTX to carry out in place of the launch's.
 
     Raises:
         PtxError: the kernel does what it must not.
     """
-    ptx = launch.function.ptx if text is None else text(launch.function.ptx)
+    ptx = launch.function.ptx if text is None else text(launch)
     program = parser.parse(ptx)
     given = [bits_of(value, launch.signature[name]) for name, value in launch.arguments.items()]
     scratch = len(program.params) - len(given)  # Triton's own, which nothing here uses
