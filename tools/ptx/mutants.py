@@ -13,7 +13,7 @@ LIST = Path(__file__).with_name("mutants.json")
 
 _ROUNDED = re.compile(r"\b(add|sub|mul|div|sqrt)\.rn\.(f32|f64)\b")
 _TWO = re.compile(r"\b(sub\.\S+|div\.\S+|setp\.[lg][te]\S*)(\s+%\w+), (%\w+), (%\w+);")
-_SOURCE = re.compile(r"\b((?:add|mul|sub)\.rn\.\w+\s+%\w+, %\w+, )%r(\d+);")
+_SOURCE = re.compile(r"\b((?:add|mul|sub)\.rn\.\w+\s+%\w+, %\w+, )%(rd?\d+);")
 _IMMEDIATE = re.compile(r"\b((?:add|and|or|shl|shr|setp)\.\S+\s+%\w+, %\w+, )(-?\d+);")
 _GUARD = re.compile(r"@(!?)(%p\d+) (?=ld|st|bra|\s*bra)")
 

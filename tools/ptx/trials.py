@@ -33,7 +33,8 @@ _PARTS = {
     "clipped_adamw": "stable_adamw",
 }
 """Kernels that are launched along with others, by the rule that launches them."""
-_SMALL = (0, 1, 255, 256, 257, 1296, 2047, 2049, 8191, 8193, 16385)
+_SMALL = (0, 1, 255, 256, 257, 1296, 2047, 2049, 8176, 8191, 8193, 16385)
+"""Tails of a few elements and of almost whole tiles and chunks, at multiples of 16 and elsewhere."""
 _MULTIPLIER = 0.37
 
 
@@ -127,8 +128,7 @@ def sizes_of(elements: int) -> list[int]:
     """Odd ones that together are as many, or few more."""
     rest = elements - sum(_SMALL)
     if rest <= 0:
-        last = 8192 + max(2047, elements - 10500)  # whose tail fills a tile
-        return [0, 1, 257, 1296, 2047, last]
+        return [0, 1, 257, 8176, 2047, 8192 + max(2047, elements - 18500)]
     return [*_SMALL, rest // 3 | 1, rest - rest // 3 | 1]
 
 
