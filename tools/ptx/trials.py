@@ -34,7 +34,7 @@ _PARTS = {
 }
 """Kernels that are launched along with others, by the rule that launches them."""
 _SMALL = (0, 1, 255, 256, 257, 1296, 2047, 2049, 8176, 8191, 8193, 16385)
-"""Tails of a few elements and of almost whole tiles and chunks, at multiples of 16 and elsewhere."""
+"""Tails of a few elements and of almost whole tiles and chunks, at multiples of 16 and not."""
 _MULTIPLIER = 0.37
 
 
