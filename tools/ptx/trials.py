@@ -35,7 +35,8 @@ _PARTS = {
 """Kernels that are launched along with others, by the rule that launches them."""
 _SMALL = (0, 1, 255, 256, 257, 1296, 2047, 2049, 8176, 8191, 8193, 16385)
 """Tails of a few elements and of almost whole tiles and chunks, at multiples of 16 and not."""
-_MULTIPLIER = 0.37
+_MULTIPLIERS = (0.37, 0.87)
+"""Of the first step and of later ones. By the second the largest gradients stay about as large."""
 
 
 @dataclass(frozen=True)
@@ -178,11 +179,12 @@ def stepped(backend: Any, trial: Trial, lists: TensorLists) -> list[Tensor]:
     is_reference = type(backend) is ReferenceBackend
     sums = []
     for step, flag in ((trial.step, 0.0), (3, 0.0), (4, 1.0)):
-        given: Any = _MULTIPLIER
+        multiplier = _MULTIPLIERS[step > trial.step]
+        given: Any = multiplier
         if flag and (trial.control != "flag" or is_reference):
             continue  # nothing is to be written
         if trial.control != "host" and not is_reference:
-            pair = torch.tensor([_MULTIPLIER, flag])
+            pair = torch.tensor([multiplier, flag])
             given = pair if trial.control == "flag" else pair[:1]
         if trial.rule == "stable_adamw" and not flag:
             scalars = StableScalars.at(group, step)
