@@ -20,8 +20,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.distributed.composite import CompositeOptimizer
 from mp_optim.distributed.sharded_params import ShardedParams, ShardView, in_forward_order
 from mp_optim.distributed.transport import Reducer
-from mp_optim.precision import MegatronGradScaler, MegatronOptimizer, Verdict
-from mp_optim.precision.device_verdict import DeviceVerdict
+from mp_optim.precision import MegatronGradScaler, MegatronOptimizer
 from mp_optim.precision.measure import Measurement, NormKey
 from mp_optim.precision.settings_agreement import of_config, of_groups
 from mp_optim.precision.step_grads import GradsOfMembers, StepGrads
@@ -30,6 +29,7 @@ from mp_optim.process.calls import in_own_modes
 from mp_optim.ranks.agreement import ProcessGroups, check_agreement
 from mp_optim.ranks.missing_ranks import learn_addresses, naming_missing_ranks
 from mp_optim.slots import (
+    Multiplier,
     ParamGroups,
     Slot,
     group_settings,
@@ -104,6 +104,7 @@ class DistributedOptimizer(CompositeOptimizer):
             self.param_groups, config, self._group, model_chunks, divisor, self._guard
         )
         self.shards = build(self._model.groups())
+        self.groups_below = [self.shards.param_groups, *self.shards.groups_below]
         self.take_members([self.shards])
         self.averages.shares.append(self._model.share)
         _show_settings(self, sharded=not self._model.steps_everything)
@@ -125,9 +126,6 @@ class DistributedOptimizer(CompositeOptimizer):
                 "groups, and give it this one's state with mp_optim.checkpoint"
             )
         super().add_param_group(param_group)
-
-    def settings_below(self) -> Sequence[ParamGroups]:
-        return [self.shards.param_groups, *self.shards.settings_below()]
 
     def share_settings(self) -> None:
         SlotKeyedOptimizer.share_settings(self)  # the shards have groups of their own
@@ -289,12 +287,16 @@ class ReducedGrads(GradsOfMembers):
         of_grads, over = [keys[slot] for slot in self._trained], (optimizer._group,)
         return optimizer.shards.engine.sums.of(grads, of_grads, distinct, indices, over=over)
 
-    def apply(self, verdict: Verdict | DeviceVerdict) -> None:
-        super().apply(verdict)
+    def skip(self) -> None:
+        super().skip()
         self._optimizer.share_settings()
-        if not verdict.skip:
-            self._optimizer.step_mark.touch()
-        self._model.gather(not verdict.skip)
+        self._model.gather(False)
+
+    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
+        super().step(multipliers, grad_norm)
+        self._optimizer.share_settings()
+        self._optimizer.step_mark.touch()
+        self._model.gather(True)
 
 
 def _of_construction(

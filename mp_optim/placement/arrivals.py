@@ -90,9 +90,9 @@ class Arrivals:
         Args:
             compares: the host can compare the gradients with what came down of them.
         """
-        if job is None or job.result is None:
+        if job is None or job.sums is None:
             return
-        rows = zip(job.versions.items(), job.result.sums, job.staged.grads, strict=True)
+        rows = zip(job.versions.items(), job.sums, job.staged.grads, strict=True)
         for (slot, version), value, grad in rows:
             staged = grad if compares and not job.releases else None
             self._sums[version.address] = version, slot, value, staged

@@ -29,24 +29,13 @@ from mp_optim.placement.worker import Job, Worker, WorkerError
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
 
 
-class JobResult(NamedTuple):
-    """What a job leaves.
-
-    Attributes:
-        sums: sum of squares of each gradient, FP64.
-        stepped: the back buffer holds the step.
-    """
-
-    sums: list[float]
-    stepped: bool
-
-
 @dataclass(eq=False)
 class BackwardJob(Job):
     """A job for the worker.
 
     NOTE: the caller's thread makes it and may cancel it; the worker's runs it, and writes
-    :attr:`result` once, as its last deed. The caller reads that after the worker was drained.
+    :attr:`sums` and :attr:`stepped` once, as its last deed. The caller reads them after the worker
+    was drained.
 
     Attributes:
         owner: the memory that gradients come down into.
@@ -60,6 +49,8 @@ class BackwardJob(Job):
             ``staged`` has; None where they are the first.
         releases: ``staged`` is all that will be left of the gradients. Such a job is prepared by
             the caller, and copies and adds even if it is cancelled.
+        sums: sum of squares of each gradient, FP64; None as long as it has not measured them.
+        stepped: the back buffer holds the step.
     """
 
     label: str
@@ -74,7 +65,8 @@ class BackwardJob(Job):
     landing: Sequence[Tensor] | None = None
     releases: bool = False
     step_ahead: Callable[[Sequence[BackLaunch], str], None] | None = None
-    result: JobResult | None = None
+    sums: list[float] | None = None
+    stepped: bool = False
 
     def __post_init__(self) -> None:
         self._is_cancelled = self._is_prepared = self._gave_up = False
@@ -127,7 +119,7 @@ class BackwardJob(Job):
         steps = len(self.back) > 0 and all(map(math.isfinite, sums))
         if steps and self.step_ahead is not None:
             self.step_ahead(self.back, self.label)
-        self.result = JobResult(sums, steps)
+        self.sums, self.stepped = sums, steps
 
 
 class Landing(NamedTuple):
@@ -211,8 +203,7 @@ class Bucket:
     @property
     def was_stepped(self) -> bool:
         """Whether the job was done, and stepped into the back buffer."""
-        result = None if self.job is None else self.job.result
-        return result is not None and result.stepped
+        return self.job is not None and self.job.stepped
 
     @property
     def holds_step(self) -> bool:

@@ -26,7 +26,7 @@ from mp_optim.placement.plan import back_buffer_bytes
 from mp_optim.placement.state_file import StateFile
 from mp_optim.process.calls import in_background
 from mp_optim.process.host_memory import Block, TensorSpec, aligned_bytes, touch
-from mp_optim.process.leases import before_moving, before_writing, is_borrowed, is_lending
+from mp_optim.process.leases import before_moving, before_writing, borrows, is_borrowed
 from mp_optim.process.transfer import Transfer
 from mp_optim.slots import CachedTensorList, all_same
 from mp_optim.update.kernel_args import MAIN
@@ -233,11 +233,11 @@ class DoubleBuffer:
     def _avoid_borrowed(self, pairs: Mapping[Key, _Pair]) -> None:
         """See to it that a step into the backs writes nothing that a save reads, nor the step after
         that one."""
-        if not (is_lending() or self._has_thirds):
+        if not (borrows or self._has_thirds):
             return
         for pair in pairs.values():
             pair.avoid_borrowed()
-        if is_lending():
+        if borrows:
             for is_main in (True, False):
                 same = [pairs[key] for key in pairs if _is_main(key) == is_main]
                 # The step after the next would write what a save reads now.

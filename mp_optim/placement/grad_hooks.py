@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from mp_optim.process.leases import sums_of_bits
 from mp_optim.slots import Slot, are_plain, current_grad, iter_slots, param_at, update_of
 from mp_optim.slots.executor import Executor
-from mp_optim.update import choose_backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +147,19 @@ def final_in_backward(param: Tensor) -> bool:
 
 
 class GradientSource(Protocol):
-    """The layer that has the gradients."""
+    """The layer that has the gradients.
+
+    Attributes:
+        fused_backend: by which they are measured.
+    """
+
+    fused_backend: str
 
     def share_settings(self) -> None:
         """Make settings here and of what steps the same; called before a step is begun early."""
 
     def predicted_multiplier(self) -> float:
         """What gradients will be multiplied with, in FP32, if nothing is clipped or skipped."""
-
-    def sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
-        """FP64 sum of squares of each tensor of a list on the host, shape (n,)."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,8 @@ class OwnGrads:
         share_settings: see :class:`GradientSource`.
     """
 
+    fused_backend = "auto"
+
     def __init__(
         self,
         owner: Executor,
@@ -226,7 +230,3 @@ class OwnGrads:
     def predicted_multiplier(self) -> float:
         """There is no loss scale."""
         return 1.0
-
-    def sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
-        """See :class:`GradientSource`."""
-        return choose_backend("auto", grads[0].device)[0].sum_of_squares(grads)

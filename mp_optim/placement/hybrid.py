@@ -110,6 +110,7 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
         )
         self.timeline = settings.timeline
         executor.build(classes, {**kwargs, **construction}, settings, self.share_settings)
+        _, *self.groups_below = executor.all_groups()
         self.share_settings()
 
     @property

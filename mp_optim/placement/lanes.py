@@ -231,7 +231,7 @@ class WindowLane:
             lent.finish()
         for launch in launches:
             launch.copy_back()
-            self._executor.rows.count(launch.group, launch.positions)
+            self._executor.rows.groups[launch.group].count(launch.positions)
         self.moved.add(site.down, site.up, lent.read, lent.written)
 
     def _along(self, on_host: Collection[Slot], launch: PlannedLaunch, index: int) -> Tensors:

@@ -22,7 +22,6 @@ from mp_optim.placement.stepper import Stepper
 from mp_optim.slots import (
     ParamGroups,
     Slot,
-    SlotUpdate,
     SlotUpdates,
     group_settings,
     iter_slots,
@@ -306,10 +305,10 @@ class PlacedExecutor(Executor):
 
     # -- stepping ---------------------------------------------------------------------------------
 
-    def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
+    def step_slots(self, updates: SlotUpdates, *, grad_norm: float | None = None) -> None:
         if not self._placed.bind():
             self._watch()
-        updates = self._placed.with_outputs(SlotUpdates.of(updates))
+        updates = self._placed.with_outputs(updates)
         self.stepper.step_slots(updates, grad_norm, self.parts["device"])
         self._placed.written()
 

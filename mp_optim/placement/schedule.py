@@ -12,10 +12,11 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mp_optim.placement.arrivals import Arrivals, BackwardOrder, SecondLook
@@ -30,20 +31,10 @@ from mp_optim.placement.worker import Worker, WorkerError
 from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
 from mp_optim.slots.executor import Place
+from mp_optim.update import choose_backend
 from mp_optim.update.launches import PlannedLaunch
 
-
-@dataclass(frozen=True)
-class Iteration:
-    """What holds from the first gradient to the end of ``step()``.
-
-    Attributes:
-        speculates: whether gradients are stepped as soon as they are down.
-        multiplier: with which.
-    """
-
-    speculates: bool
-    multiplier: float
+_HOST = torch.device("cpu")
 
 
 class Schedule:
@@ -62,6 +53,8 @@ class Schedule:
         released: gradients that are here only.
         source: reports the gradients. arrivals: what was seen of them.
         is_last_microbatch: whether gradients that get ready are complete.
+        speculates: from the first gradient to the end of ``step()``, whether gradients are stepped
+            as soon as they are down. multiplier: with which; None before the first gradient.
     """
 
     def __init__(self, host_part: HostPart, bind_tensors: Callable[[], object]) -> None:
@@ -76,7 +69,8 @@ class Schedule:
         self.is_last_microbatch = True
         self.source: GradientSource
         self.order = BackwardOrder()
-        self.iteration: Iteration | None = None
+        self.speculates = False
+        self.multiplier: float | None = None
         self._host_part, self._ahead = host_part, host_part.ahead
         self._executor, self._bind_tensors = host_part.executor, bind_tensors
         self._timeline = settings.timeline
@@ -172,7 +166,7 @@ class Schedule:
     def _try(self, slots: Sequence[Slot], begin: Callable[[], None]) -> None:
         """Begin work on some slots; what goes wrong is kept for :meth:`collect`."""
         try:
-            self._iteration_of_now()
+            self._begin_iteration()
         except (TypeError, ValueError):
             return  # of settings that cannot be: the step says so, before anything is stepped
         try:
@@ -207,23 +201,23 @@ class Schedule:
                 self._begin(earlier)
         self._begin(bucket)
 
-    def _iteration_of_now(self) -> Iteration:
-        if self.iteration is None:
-            self.source.share_settings()
-            self._executor.check_groups()
-            self._bind_tensors()
-            multiplier = self.source.predicted_multiplier()
-            speculates = self._ahead is not None and self._ahead.is_on and self.order.is_known
-            self.iteration = Iteration(speculates, multiplier)
-            try:
-                self._host_part.begin_early(speculates)
-            except Exception as error:
-                self._failure = WorkerError(
-                    f"work on the disk during backward could not be begun: {error!r}. The "
-                    "optimizer is as it was before this step"
-                )
-                self._failure.__cause__ = error
-        return self.iteration
+    def _begin_iteration(self) -> None:
+        """Settle what holds from the first gradient on."""
+        if self.multiplier is not None:
+            return
+        self.source.share_settings()
+        self._executor.check_groups()
+        self._bind_tensors()
+        self.multiplier = self.source.predicted_multiplier()
+        self.speculates = self._ahead is not None and self._ahead.is_on and self.order.is_known
+        try:
+            self._host_part.begin_early(self.speculates)
+        except Exception as error:
+            self._failure = WorkerError(
+                f"work on the disk during backward could not be begun: {error!r}. The optimizer "
+                "is as it was before this step"
+            )
+            self._failure.__cause__ = error
 
     def _begin(self, bucket: Bucket) -> None:
         """Hand what is ready of a bucket to the worker, or what can be released of that, and
@@ -232,13 +226,15 @@ class Schedule:
         waiting = released.take_from(bucket) if releases else bucket.take_waiting()
         if not waiting:
             return
-        iteration, updates = self._iteration_of_now(), SlotUpdates.of(waiting)
-        updates = replace(updates, multipliers=[iteration.multiplier] * len(updates))
+        self._begin_iteration()
+        assert self.multiplier is not None
+        updates = SlotUpdates.of(waiting)
+        updates = replace(updates, multipliers=[self.multiplier] * len(updates))
         # NOTE: a cancelled job of this bucket may still run, and write to the same staging memory.
         # Nothing is written here; jobs of one bucket run one after the other.
         room = released.room_for(updates, bucket) if releases else bucket.room_for(updates)
         launches: Sequence[BackLaunch] = ()
-        goes_ahead = iteration.speculates and bucket.is_ahead and room.in_place
+        goes_ahead = self.speculates and bucket.is_ahead and room.in_place
         if self._ahead is not None and goes_ahead and self.is_last_microbatch:
             launches = self._ahead.predicted(bucket.index, room.staged)
         # Elsewhere the host cannot compare what it has with what is there at the step.
@@ -250,7 +246,7 @@ class Schedule:
             room.staged,
             self.arrivals.versions(updates, with_bits),
             launches,
-            self.source.sum_of_squares,
+            choose_backend(self.source.fused_backend, _HOST)[0].sum_of_squares,
             self._timeline,
             self.is_last_microbatch,
             room.landing,
@@ -324,7 +320,7 @@ class Schedule:
         self.released.forget()
         for bucket in self.buckets:
             bucket.staging.is_kept = False
-        if self.iteration is not None or self._failure is not None:
+        if self.multiplier is not None or self._failure is not None:
             self.discard()
 
     def discard(self) -> None:
@@ -354,9 +350,8 @@ class Schedule:
         """Take note of whether the step was the one that was predicted."""
         if self._ahead is None or not updates:
             return
-        if self.iteration is not None:
-            predicted = self.iteration.multiplier
-        else:
+        predicted = self.multiplier
+        if predicted is None:
             predicted = self.source.predicted_multiplier()
         was_right = set(updates.multipliers) == {predicted}
         self.counts["speculation_paused"] += self._ahead.record(was_right)
@@ -366,7 +361,7 @@ class Schedule:
         for bucket in self.buckets:
             bucket.release()
         self.arrivals.forget_sums()
-        self.iteration, self._is_collected = None, False
+        self.speculates, self.multiplier, self._is_collected = False, None, False
         self._host_part.drop_early()
 
     # -- in step ----------------------------------------------------------------------------------
@@ -417,7 +412,7 @@ class Schedule:
 
     def _job_of(self, bucket: Bucket) -> BackwardJob | None:
         job = bucket.job
-        return None if job is None or job.result is None else job
+        return None if job is None or job.sums is None else job
 
     def _look_again(self, steps: Sequence[BucketStep], gradients: Any) -> list[BucketStep]:
         """Those of some buckets whose gradients were written and are what they were; see

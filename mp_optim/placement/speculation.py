@@ -226,7 +226,7 @@ class Ahead:
                 self._spares[step.bucket].swap(launch.keys)
                 group, positions = launch.planned.group, launch.planned.positions
                 self._executor.rows.groups[group].replaced(positions)
-                self._executor.rows.count(group, positions)
+                self._executor.rows.groups[group].count(positions)
             step.upload()
 
     def record(self, was_right: bool) -> bool:

@@ -188,8 +188,7 @@ class Stepper:
         are published. The host steps what is left, by bucket or window; further windows are queued
         as it goes.
         """
-        iteration = self.schedule.iteration
-        speculates = iteration is not None and iteration.speculates
+        speculates = self.schedule.speculates
         steps: list[BucketStep] = []
         if "host" in parts and ("host" not in self.host_part.lanes or speculates):
             steps = self._bucket_steps(parts["host"])

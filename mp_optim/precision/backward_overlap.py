@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mp_optim.config import OptimizerConfig
 from mp_optim.placement.grad_hooks import Claim, GradHooks, final_in_backward
 from mp_optim.placement.placed import stepper_of
 from mp_optim.placement.stepper import Stepper
 from mp_optim.placement.worker import WorkerError
+from mp_optim.precision.measure import measure
 from mp_optim.precision.slot_table import GRADIENT_DTYPES, SlotTable
 from mp_optim.process.transfer import fetch
 from mp_optim.slots import are_plain, current_grad, local_tensor, param_at
@@ -21,6 +23,7 @@ from mp_optim.slots.executor import Executor
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.slots.param_attributes import has_main_grad
 from mp_optim.update.kernel_args import fp32
+from mp_optim.update.sums import index_on
 
 
 def _can_be_released(param: Tensor, grad: Tensor) -> bool:
@@ -44,7 +47,6 @@ class BackwardOverlap:
 
     Args:
         wrapper: whose gradients. executor: steps for it.
-        sum_of_squares: see :class:`~mp_optim.placement.grad_hooks.GradientSource`.
 
     Attributes:
         stepper: steps the host part, if some of that may begin during backward.
@@ -56,12 +58,11 @@ class BackwardOverlap:
         wrapper: SlotKeyedOptimizer,
         executor: Executor,
         table: SlotTable,
-        sum_of_squares: Callable[[Sequence[Tensor]], Tensor],
-        releases: bool,
+        config: OptimizerConfig,
     ) -> None:
         self._wrapper, self._executor = wrapper, executor
         self._table = table
-        self.sum_of_squares = sum_of_squares
+        self.fused_backend = config.fused_backend
         self.share_settings = wrapper.share_settings
         self._is_offloaded: list[bool] = []
         self._index: dict[int, int] = {}  # of each parameter, by id
@@ -72,7 +73,7 @@ class BackwardOverlap:
             stepper.schedule.source = self
             self.stepper = stepper if stepper.schedule.is_early else None
         self.released: dict[int, Tensor] = {}
-        if releases:
+        if config.release_gradients:
             self._release()
 
     def _release(self) -> None:
@@ -163,29 +164,29 @@ class BackwardOverlap:
         if self.stepper is not None:
             self.stepper.schedule.skip()
 
-    def sums_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
-        """FP64 sum of squares of each gradient of one device, shape (n,): taken now where backward
-        did not bring it.
+    def measure(self, grads: Sequence[Tensor], device: torch.device) -> Tensor:
+        """As :func:`~mp_optim.precision.measure.measure`; of gradients on the host that backward
+        measured, what it found.
 
         Gradients on an accelerator are measured there: faster, and with the bits of that device's
-          backend.
+        backend.
         """
-        if self.stepper is None or grads[0].device.type != "cpu":
-            return self.sum_of_squares(grads)
+        assert self.stepper is not None
         arrivals = self.stepper.schedule.arrivals
-        known = [arrivals.sum_of_squares(grad) for grad in grads]
-        unknown = [index for index, value in enumerate(known) if value is None]
-        values = [value or 0.0 for value in known]
-        sums = torch.tensor(values, dtype=torch.float64, device="cpu")
+        known = [arrivals.sum_of_squares(grad) if grad.is_cpu else None for grad in grads]
+        sums = torch.zeros(len(grads), dtype=torch.float64, device=device)
+        if found := {index: value for index, value in enumerate(known) if value is not None}:
+            values = torch.tensor([*found.values()], dtype=torch.float64, device="cpu")
+            sums[index_on(device, [*found])] = values.to(device)
         # One launch reads memory of one place: released gradients apart from the others, which lie
         # on the device where the tests simulate one.
         released = {id(grad) for grad in self.released.values()}
+        unknown = [index for index in range(len(grads)) if index not in found]
         for are_released in (True, False):
             some = [i for i in unknown if (id(grads[i]) in released) is are_released]
             if some:
-                sums[torch.tensor(some, device="cpu")] = self.sum_of_squares(
-                    [grads[index] for index in some]
-                )
+                left = [grads[index] for index in some]
+                sums[index_on(device, some)] = measure(left, self.fused_backend, device)
         return sums
 
     # -- the multiplier that nothing would change -------------------------------------------------

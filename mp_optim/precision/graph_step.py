@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from mp_optim.precision import cuda_graph
-from mp_optim.precision.device_verdict import DeviceVerdict, VerdictNumbers
 from mp_optim.precision.step_grads import StepGrads
+from mp_optim.precision.verdict import DeviceVerdict, VerdictNumbers
 from mp_optim.slots import DeviceMultiplier
 from mp_optim.slots.interrupted_step import StepMark
 

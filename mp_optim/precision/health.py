@@ -8,7 +8,7 @@ travel to the host in the verdict's own copy. So they cost no read of gradients,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import NamedTuple
@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.precision.device_verdict import DeviceVerdict, Fetch
 from mp_optim.precision.step_grads import StepGrads
-from mp_optim.precision.verdict import Verdict
+from mp_optim.precision.verdict import DeviceVerdict, Verdict, fetched
 from mp_optim.process.calls import in_own_modes
 from mp_optim.slots import local_tensor
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
@@ -65,7 +64,7 @@ class GradientHealth:
     def __init__(self, stack: SlotKeyedOptimizer, config: OptimizerConfig) -> None:
         self._stack, self._config = stack, config
         self.verdict: Verdict | DeviceVerdict | None = None
-        self._updates: Fetch | None = None
+        self._updates: Callable[[], Tensor] | None = None
         self._updated = 0
 
     @in_own_modes
@@ -99,7 +98,7 @@ class GradientHealth:
             ranks = dist.group.WORLD if group is None else group
             assert ranks is not None
             reduce_over((ranks,), total, "averaging the loss")
-        rule.report(total[:1] / total[1:])
+        rule.reported = total[:1] / total[1:]
 
     def grad_norms(self, top: int | None = None) -> dict[str, float]:
         """The norm of each parameter's gradient in the last step, unscaled, before clipping, by
@@ -138,7 +137,7 @@ class GradientHealth:
         """
         if self._updates is None:
             return {}
-        rows = self._updates.read().reshape(-1, 3).tolist()
+        rows = self._updates().reshape(-1, 3).tolist()
         found = [_update(row) for row in rows]
         ratios = [update.ratio for update in found]
         return {name: found[index] for index, name in self._in_order(ratios, top)}
@@ -159,7 +158,7 @@ class GradientHealth:
     def _update_metrics(self, top: int) -> dict[str, float]:
         if self._updates is None:
             return {}
-        total = self._updates.read().reshape(-1, 3).sum(dim=0).tolist()
+        total = self._updates().reshape(-1, 3).sum(dim=0).tolist()
         whole, largest = _update(total), self.updates(top)
         return {
             "update_step": self._updated,
@@ -177,7 +176,7 @@ class GradientHealth:
         yield
         sums = [watch.finish() for watch in watches]
         device = sums[0].device
-        self._updates = Fetch(torch.cat([of.to(device) for of in sums]).reshape(-1))
+        self._updates = fetched(torch.cat([of.to(device) for of in sums]).reshape(-1))
         self._updated = step
 
     def _settled(self) -> Verdict:

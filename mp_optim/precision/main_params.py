@@ -413,8 +413,12 @@ class MainParams:
         known = dict(zip(slots, checksums_of([self._local(slot) for slot in slots]), strict=True))
         return [known.get(slot) for slot in self.table.slots]
 
+    @property
+    def expects_weights(self) -> bool:
+        """Whether there are loaded remainders beside which no parameter was seen yet."""
+        return bool(self._agreement.expected)
+
     def check_remainders(self, slot: Slot | None) -> None:
         """Raise ValueError if a loaded remainder, of one slot or of all, lies beside a parameter
         that it was not saved with, naming the parameters."""
-        if self._agreement.expected:
-            self._agreement.check_expected(slot, self._local, self.name)
+        self._agreement.check_expected(slot, self._local, self.name)

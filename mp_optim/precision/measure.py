@@ -19,15 +19,13 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.ranks.missing_ranks import call, learn_addresses, naming_missing_ranks, wait_for
 from mp_optim.slots import CachedTensorList
+from mp_optim.update import choose_backend
 from mp_optim.update.sums import Groups, index_on, reduce_over
 
 MAIN_NORM = "main"
 EXCLUDED = "excluded"
 """Norm group of gradients that another rank counts: checked for inf and nan, left out of the
 norm."""
-
-SumOfSquares = Callable[[Sequence[Tensor]], Tensor]
-"""FP64 sum of squares of each tensor of a list on one device, shape (n,)."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +69,19 @@ def _total(values: Sequence[Tensor | None]) -> Tensor | None:
     return sum((value.to(given[0].device) for value in given[1:]), given[0]) if given else None
 
 
-def measure(grads: Sequence[Tensor], sum_of_squares: SumOfSquares, device: torch.device) -> Tensor:
-    """Sum of squares of each of this step's local gradients, shape (n,) FP64 on ``device``."""
-    grads = CachedTensorList.of(grads)
+def measure(grads: Sequence[Tensor], fused_backend: str, device: torch.device) -> Tensor:
+    """Sum of squares of each of this step's local gradients, shape (n,) FP64 on ``device``; each is
+    read where it lies."""
+    if not isinstance(grads, CachedTensorList):
+        grads = CachedTensorList(grads)
     if len(grads.devices) == 1:
-        return sum_of_squares(grads).to(device)
+        backend, _ = choose_backend(fused_backend, grads[0].device)
+        return backend.sum_of_squares(grads).to(device)
     sums = torch.zeros(len(grads), dtype=torch.float64, device=device)
     for where in grads.devices:
         here = [index for index, grad in enumerate(grads) if grad.device == where]
-        sums[index_on(device, here)] = sum_of_squares([grads[i] for i in here]).to(device)
+        some = [grads[index] for index in here]
+        sums[index_on(device, here)] = measure(some, fused_backend, device)
     return sums
 
 
@@ -283,27 +285,27 @@ class UpdateWatch:
     Args:
         mains: the main params now, one of each slot.
         split_over: for every slot the groups of ranks over which its parameter is split.
-        device: of the result.
+        fused_backend: of the config. device: of the result.
     """
 
     def __init__(
         self,
         mains: Callable[[], list[Tensor]],
         split_over: Sequence[Groups],
-        sum_of_squares: SumOfSquares,
+        fused_backend: str,
         device: torch.device,
     ) -> None:
         self._mains, self._split_over, self._device = mains, split_over, device
-        self._sum_of_squares = sum_of_squares
+        self._fused_backend = fused_backend
         self._before = [main.detach().clone() for main in mains()]
 
     def finish(self) -> Tensor:
         """After the step: for each slot the sum of squares of its main param before, of what the
         step added to it, and the number of elements; FP64, shape (slots, 3). Collective."""
-        weights = measure(self._before, self._sum_of_squares, self._device)
+        weights = measure(self._before, self._fused_backend, self._device)
         for before, now in zip(self._before, self._mains(), strict=True):
             before.sub_(now.detach())
-        updates = measure(self._before, self._sum_of_squares, self._device)
+        updates = measure(self._before, self._fused_backend, self._device)
         counts = [tensor.numel() for tensor in self._before]
         self._before.clear()
         numel = index_on(self._device, counts).double()

@@ -2,15 +2,16 @@
 
 The way of one step from here to the kernel is told, function by function, in ``docs/design.md``.
 How steps are counted, and what becomes of the counts of one that is skipped, is said in
-:mod:`mp_optim.precision.step_grads`.
+:mod:`mp_optim.precision.verdict`.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -23,16 +24,23 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.precision.averaged_weights import AveragedWeights, scale_rows_
 from mp_optim.precision.backward_overlap import EarlyWork
 from mp_optim.precision.description import Description
-from mp_optim.precision.device_verdict import DeviceVerdict, VerdictNumbers, decide_on_device
 from mp_optim.precision.grad_scaler import MegatronGradScaler, scaling_of
 from mp_optim.precision.graph_step import GraphedStep, StepToCapture
 from mp_optim.precision.health import GradientHealth
-from mp_optim.precision.measure import NormKey
+from mp_optim.precision.measure import MAIN_NORM, NormKey
 from mp_optim.precision.settings_agreement import SettingsAlike, check_write, disagreement
 from mp_optim.precision.skip_rule import RollingRule
 from mp_optim.precision.standstill import StandstillWatch
-from mp_optim.precision.step_grads import StepCounts, StepGrads
-from mp_optim.precision.verdict import StepResult, Verdict, decide
+from mp_optim.precision.step_grads import StepGrads
+from mp_optim.precision.verdict import (
+    DeviceVerdict,
+    StepCounts,
+    StepResult,
+    Verdict,
+    VerdictNumbers,
+    decide,
+    decide_on_device,
+)
 from mp_optim.process.calls import in_own_modes
 from mp_optim.process.leases import before_writing
 from mp_optim.slots import Slot, current_grad, iter_slots
@@ -442,19 +450,22 @@ def _timed_step(stack: MegatronOptimizer) -> Verdict | DeviceVerdict:
 
 
 def _decide(stack: MegatronOptimizer, grads: StepGrads) -> Verdict | DeviceVerdict:
-    device = stack.verdict_device()
+    config, device = stack.config, stack.verdict_device()
     measurement = grads.sums(on_host=device is None)
     if not grads.has_any():
         stack.watch.see_gradients(stack, False)
-    scaling = scaling_of(stack.grad_scaler)
+    scaling = () if stack.grad_scaler is None else scaling_of(stack.grad_scaler)
     if device is not None:
         scalars = [*measurement.sums.values(), *scaling]
-        if all(value.device == device for value in scalars):
-            # whatever reads the verdict is on the device: nothing waits for it
-            rule = stack.skip_rule.begun(device)
-            return DeviceVerdict(decide_on_device(measurement, scaling, stack.config, rule))
-    rule = stack.skip_rule.begun(_HOST)
-    verdict = decide(measurement, scaling, stack.config, rule)
+        if any(value.device != device for value in scalars):
+            device = None
+    rule: RollingRule | None = None
+    if stack.skip_rule.reported is not None or math.isfinite(config.skip_step_sigma_factor):
+        rule = stack.skip_rule.begun(device or _HOST)
+    if device is not None:
+        # whatever reads the verdict is on the device: nothing waits for it
+        return DeviceVerdict(decide_on_device(measurement, scaling, config, rule))
+    verdict = decide(measurement, scaling, config, rule)
     if verdict.disagrees:
         refuse_disagreement(stack)
     if rule is not None:
@@ -493,11 +504,14 @@ def apply_verdict(
     """Count the step, and take it unless the verdict says skip."""
     stack.counts.record(verdict)
     interval = stack.config.log_update_ratios_interval
-    if interval and stack.counts.steps % interval == 0:
-        with stack.health.watching(grads, stack.counts.steps):
-            grads.apply(verdict)
-    else:
-        grads.apply(verdict)
+    watches = interval > 0 and stack.counts.steps % interval == 0
+    with stack.health.watching(grads, stack.counts.steps) if watches else nullcontext():
+        if verdict.skip:
+            grads.skip()
+            return
+        norm, limit = verdict.norms.get(MAIN_NORM), stack.config.clip_grad
+        clipped = min(norm, limit) if norm is not None and limit > 0 else norm
+        grads.step(verdict.multipliers, clipped)
 
 
 def scale_follows(stack: MegatronOptimizer, verdict: Verdict | DeviceVerdict) -> None:

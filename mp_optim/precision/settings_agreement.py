@@ -21,7 +21,7 @@ from mp_optim.precision.measure import NormKey
 from mp_optim.process.calls import in_own_modes
 from mp_optim.ranks.agreement import check_agreement, difference_told, number_of
 from mp_optim.ranks.missing_ranks import learn_addresses
-from mp_optim.slots import ParamGroups, Slot, slot_name
+from mp_optim.slots import ParamGroups, Slot, local_tensor, slot_name
 from mp_optim.slots.tensor_layout import ranks_of_copies
 from mp_optim.update.measures import checksums_of
 
@@ -64,12 +64,15 @@ _UNSTEPPED, _UNCHANGED = "; nothing was stepped", "; nothing was changed"
 
 
 class SettingsAlike:
-    """What this rank would step its parts of split parameters with.
+    """What is said of all slots together, and what this rank would step its parts of split
+    parameters with.
 
     Args:
         slots, params, keys: of the model's parameters, as parallel lists.
 
     Attributes:
+        device: where the model's parameters lie.
+        keys: every norm key once, in order.
         copies: for each norm key, groups of ranks that hold copies of these parts (HSDP): they step
             them alike too.
         said: what the last numbers were made of.
@@ -78,6 +81,9 @@ class SettingsAlike:
     def __init__(
         self, slots: Sequence[Slot], params: Sequence[Tensor], keys: Sequence[NormKey]
     ) -> None:
+        devices = (local_tensor(param).device for param in params)
+        self.device = next(devices, torch.device("cpu"))
+        self.keys = list(dict.fromkeys(keys))
         self._groups: dict[NormKey, dict[int, None]] = {}
         self.copies: dict[NormKey, dict[ProcessGroup, None]] = {}
         self.said: list[str] = []
@@ -90,7 +96,7 @@ class SettingsAlike:
                     self._ranks |= dict.fromkeys(param.device_mesh.mesh.reshape(-1).tolist())
                 self._groups.setdefault(key, {})[slot.group] = None
 
-    def check(self, config: OptimizerConfig, groups: ParamGroups, device: torch.device) -> None:
+    def check(self, config: OptimizerConfig, groups: ParamGroups) -> None:
         """Compare all settings, before what they say is done. Collective.
 
         Raises:
@@ -100,7 +106,7 @@ class SettingsAlike:
             over, said = [*key.shard_groups, *self.copies[key]], of_config(config)
             said += of_groups(groups, indices)
             doing, what = "comparing the ranks' settings", "split parameters"
-            check_agreement(over, said, device, doing, what, _UNSTEPPED)
+            check_agreement(over, said, self.device, doing, what, _UNSTEPPED)
             for group in over:
                 learn_addresses(group)
 

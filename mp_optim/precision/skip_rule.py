@@ -74,6 +74,9 @@ class RollingRule:
 
     Args:
         config: whose present values are read at each step, but for the window's length.
+
+    Attributes:
+        reported: the loss of the coming step, one element, if it was reported.
     """
 
     @in_own_modes
@@ -84,22 +87,18 @@ class RollingRule:
         self._window = torch.full((2, self.length), math.nan, dtype=torch.float64, device="cpu")
         self._next = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._loss = torch.full((1,), math.nan, dtype=torch.float64, device="cpu")
-        self._reported: Tensor | None = None
+        self.reported: Tensor | None = None
 
     @property
     def is_on(self) -> bool:
         """Whether anything is ever skipped by it."""
         return math.isfinite(self._config.skip_step_sigma_factor)
 
-    def report(self, loss: Tensor) -> None:
-        """Take one element as the loss of the coming step."""
-        self._reported = loss.detach().reshape(1)
-
     def begun(self, device: torch.device) -> RollingRule | None:
         """This, ready for a step that is decided on a device: the loss that was reported is there,
         for this step alone. None if the rule is off."""
         if not math.isfinite(self._config.skip_step_sigma_factor):
-            self._reported = None
+            self.reported = None
             return None
         self._begin(device)
         return self
@@ -110,11 +109,11 @@ class RollingRule:
             self._window, self._next, self._loss = (
                 tensor.to(device) for tensor in (self._window, self._next, self._loss)
             )
-        if self._reported is None:
+        if self.reported is None:
             self._loss.fill_(math.nan)
         else:
-            self._loss.copy_(self._reported, non_blocking=True)
-        self._reported = None
+            self._loss.copy_(self.reported, non_blocking=True)
+        self.reported = None
 
     def judge(self, norm: Tensor) -> tuple[Tensor, Tensor]:
         """What the window says of a step, and leaves the window as it is.

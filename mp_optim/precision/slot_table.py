@@ -73,21 +73,6 @@ class Selection:
         )
 
 
-@dataclass(frozen=True)
-class Common:
-    """What is said of all slots together.
-
-    Attributes:
-        device: where the model's parameters lie.
-        keys: every norm key once, in order.
-        settings: what ranks that share split parameters compare.
-    """
-
-    device: torch.device
-    keys: list[NormKey]
-    settings: SettingsAlike
-
-
 @dataclass
 class SlotTable:
     """What was last seen at every slot, in slot order, as parallel lists: one pass over each is
@@ -117,7 +102,7 @@ class SlotTable:
     layouts: list[ParamLayout] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
     _last: Selection | None = None
-    _common: Common | None = None
+    _common: SettingsAlike | None = None
     split_over: list[tuple[ProcessGroup, ...]] | None = None
 
     def index(self, slot: Slot) -> int:
@@ -130,15 +115,10 @@ class SlotTable:
         return self.seen.params
 
     @property
-    def common(self) -> Common:
+    def common(self) -> SettingsAlike:
         """What is said of all slots; put together once for as long as nothing changes."""
         if self._common is None:
-            devices = (local_tensor(param).device for param in self.params)
-            self._common = Common(
-                next(devices, torch.device("cpu")),
-                list(dict.fromkeys(self.keys)),
-                SettingsAlike(self.slots, self.params, self.keys),
-            )
+            self._common = SettingsAlike(self.slots, self.params, self.keys)
         return self._common
 
     def add(

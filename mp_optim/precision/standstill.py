@@ -18,8 +18,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.health import GradientHealth
 from mp_optim.precision.measure import NormKey
-from mp_optim.precision.step_grads import StepCounts
-from mp_optim.precision.verdict import Verdict
+from mp_optim.precision.verdict import StepCounts, Verdict
 from mp_optim.process.calls import warn
 from mp_optim.ranks.missing_ranks import call, naming_missing_ranks
 from mp_optim.slots import ParamGroups

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from mp_optim.precision import cuda_graph
 from mp_optim.precision.averaged_weights import WeightSwap
 from mp_optim.precision.backward_overlap import BackwardOverlap
 from mp_optim.precision.description import Description, describe
-from mp_optim.precision.device_verdict import DeviceVerdict
 from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.graph_step import graph_metrics, graph_notes
 from mp_optim.precision.main_params import MainParams
@@ -41,7 +39,6 @@ from mp_optim.precision.param_state import View
 from mp_optim.precision.settings_agreement import SettingsAlike
 from mp_optim.precision.slot_table import Selection, SlotTable
 from mp_optim.precision.step_grads import StepGrads
-from mp_optim.precision.verdict import Verdict
 from mp_optim.process.calls import in_own_modes
 from mp_optim.process.leases import before_writing
 from mp_optim.quantized import FLOAT8_DTYPES, quantize_
@@ -49,7 +46,6 @@ from mp_optim.ranks.agreement import ProcessGroups
 from mp_optim.slots import (
     CachedTensorList,
     Multiplier,
-    ParamGroups,
     Slot,
     current_grad,
     iter_slots,
@@ -57,32 +53,22 @@ from mp_optim.slots import (
     with_names,
 )
 from mp_optim.slots.executor import Executor, Mode
+from mp_optim.slots.identity import SharedSettings
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.update import choose_backend, executor_of
 from mp_optim.update.optimizer import SlotOptimizer
 
+Parked = list[tuple[Tensor, torch.device]]
+"""Tensors that were moved to the host, and where they came from. They stay the same objects."""
 
-class HostSwap:
-    """Tensors that were moved to the host, and where they came from. They stay the same objects."""
 
-    def __init__(self) -> None:
-        self.parked: list[tuple[Tensor, torch.device]] = []
-
-    @in_own_modes
-    def park(self, tensors: Iterable[Tensor]) -> None:
-        """Move tensors to the host."""
-        for tensor in tensors:
-            before_writing([tensor])  # a save would keep its memory
-            self.parked.append((tensor, tensor.device))
-            tensor.data = tensor.data.cpu()
-
-    @in_own_modes
-    def restore(self) -> None:
-        """Move them back."""
-        for tensor, device in self.parked:
-            tensor.data = tensor.data.to(device)
-        self.parked.clear()
+def park(tensors: Iterable[Tensor], parked: Parked) -> None:
+    """Move tensors to the host."""
+    for tensor in tensors:
+        before_writing([tensor])  # a save would keep its memory
+        parked.append((tensor, tensor.device))
+        tensor.data = tensor.data.cpu()
 
 
 @dataclass(eq=False)
@@ -91,20 +77,19 @@ class Engine:
 
     Attributes:
         optimizer: the inner one, as it was given. executor: steps for it.
-        groups_below: of the inner optimizer, and of what is below it.
         table: what was last seen at every slot, as main params have it.
         link: what may begin during backward.
         sums: how gradients are measured, and agreed on.
+        parked: what waits on the host while something else needs the accelerator's memory.
     """
 
     optimizer: torch.optim.Optimizer
     executor: Executor
-    groups_below: Sequence[ParamGroups]
     mains: MainParams
     table: SlotTable
     link: BackwardOverlap
     sums: AgreedSums
-    swap: HostSwap = field(default_factory=HostSwap)
+    parked: Parked = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -116,6 +101,7 @@ class WrappedGrads(StepGrads):
     """
 
     wrapper: WrappedOptimizer
+    engine: Engine
     selection: Selection
     grads: CachedTensorList
 
@@ -123,37 +109,31 @@ class WrappedGrads(StepGrads):
         return bool(self.selection.indices)
 
     def sums(self, on_host: bool = False) -> Measurement:
-        engine, some = self.wrapper.engine, self.selection
+        engine, some = self.engine, self.selection
         every = engine.table.common.keys
         return engine.sums.of(self.grads, some.keys, every, some.indices, on_host=on_host)
 
     def watch_updates(self) -> list[UpdateWatch]:
-        engine = self.wrapper.engine
+        engine, backend = self.engine, self.wrapper.config.fused_backend
         table = engine.table
 
         def mains() -> list[Tensor]:
             return [local_tensor(engine.executor.main_param(slot)) for slot in table.slots]
 
-        measure, device = engine.link.sum_of_squares, table.common.device
-        return [UpdateWatch(mains, engine.mains.split_over(), measure, device)]
+        split_over = engine.mains.split_over()
+        return [UpdateWatch(mains, split_over, backend, table.common.device)]
 
-    def apply(self, verdict: Verdict | DeviceVerdict) -> None:
-        if verdict.skip:
-            self.wrapper.backward_link.skip()
-            return
-        norm, limit = verdict.norms.get(MAIN_NORM), self.wrapper.config.clip_grad
-        clipped = min(norm, limit) if norm is not None and limit > 0 else norm
-        self.step(verdict.multipliers, clipped)
+    def skip(self) -> None:
+        self.engine.link.skip()
 
     def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
-        wrapper, engine = self.wrapper, self.wrapper.engine
-        executor, table = engine.executor, engine.table
+        executor, table = self.engine.executor, self.engine.table
         updates = self.selection.step_by(self.grads, multipliers)
         executor.step_slots(updates, grad_norm=grad_norm)
         if executor.writes_settings:
-            wrapper.share_settings()
+            self.wrapper.share_settings()
         if any(table.quantized):
-            wrapper.step_mark.touch()
+            self.wrapper.step_mark.touch()
             for index in self.selection.indices:
                 if table.quantized[index]:
                     main = executor.main_param(table.slots[index])
@@ -177,7 +157,7 @@ class WrappedGrads(StepGrads):
         return limits, zeros, scale, some.indices, some.keys, memory
 
     def obstacle(self) -> str:
-        params = map(local_tensor, self.wrapper.table.params)
+        params = map(local_tensor, self.engine.table.params)
         if self.grads.contiguous and all(map(Tensor.is_contiguous, params)):
             return ""
         return "a parameter or gradient is not contiguous, and is copied in each step"
@@ -220,17 +200,9 @@ class WrappedOptimizer(MegatronOptimizer):
         and put together what a step goes through."""
         config = self.config
         mains = MainParams(self.param_groups, executor, self.process_groups, self.check_param)
-        link = BackwardOverlap(
-            self,
-            executor,
-            mains.table,
-            partial(_sum_of_squares, config.fused_backend),
-            config.release_gradients,
-        )
-        below = executor.all_groups()
-        self._engine = Engine(
-            optimizer, executor, below, mains, mains.table, link, AgreedSums(self)
-        )
+        link = BackwardOverlap(self, executor, mains.table, config)
+        self._engine = Engine(optimizer, executor, mains, mains.table, link, AgreedSums(self))
+        self.groups_below, self._settings = executor.all_groups(), SharedSettings()
         self.averages.swaps.append(WeightSwap(mains))
         self.use_mark(self.step_mark)
         self.share_settings()
@@ -242,21 +214,23 @@ class WrappedOptimizer(MegatronOptimizer):
 
     @property
     def engine(self) -> Engine:
-        """What this wrapper steps with."""
+        """What this wrapper steps with, built when it is first asked for.
+
+        Raises:
+            TypeError: a parameter's dtype cannot be trained, naming it.
+        """
+        if self._engine is None:
+            self._build()
         assert self._engine is not None
         return self._engine
 
+    def _build(self) -> None:
+        """Build what steps, in a class whose constructor does not."""
+
     @property
     def executor(self) -> Executor:
+        """What steps for the inner optimizer."""
         return self.engine.executor
-
-    @property
-    def table(self) -> SlotTable:
-        return self.engine.table
-
-    @property
-    def backward_link(self) -> BackwardOverlap:
-        return self.engine.link
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -298,13 +272,13 @@ class WrappedOptimizer(MegatronOptimizer):
     def forget_groups(self, count: int) -> None:
         super().forget_groups(count)
         self.executor.forget_groups(count)
-        self.backward_link.follow(self.get_parameters())
+        self.engine.link.follow(self.get_parameters())
 
     # -- the step ---------------------------------------------------------------------------------
 
     def collect_grads(self) -> StepGrads:
         engine = self.engine
-        if engine.swap.parked:
+        if engine.parked:
             raise RuntimeError("the optimizer is offloaded: call restore_from_cpu() before step()")
         link, mains, table = engine.link, engine.mains, engine.table
         if link.stepper is not None:
@@ -312,20 +286,21 @@ class WrappedOptimizer(MegatronOptimizer):
         self.share_settings()
         engine.executor.check_groups()
         mains.follow()
-        mains.check_remainders(None)
+        if mains.expects_weights:
+            mains.check_remainders(None)
         if link.stepper is not None:
             link.follow(table.params)
         selection, grads = table.grads(self.slot_name, link.released)
         if not all(table.bound):
             mains.bind_trained(selection.indices)
             selection = table.select(selection.indices)
-        return WrappedGrads(self, selection, grads)
+        return WrappedGrads(self, engine, selection, grads)
 
     def verdict_device(self) -> torch.device | None:
-        return self.executor.verdict_device()
+        return self.engine.executor.verdict_device()
 
     def settings_alike(self) -> list[SettingsAlike]:
-        return [self.table.common.settings]
+        return [self.engine.table.common]
 
     def norm_ranks(self) -> list[ProcessGroup]:
         ranks = self.process_groups.grad_stats
@@ -333,12 +308,13 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def reduces(self) -> bool:
         """Whether a step takes part in reductions with other ranks."""
-        return bool(self.norm_ranks()) or any(key.shard_groups for key in self.table.keys)
+        return bool(self.norm_ranks()) or any(key.shard_groups for key in self.engine.table.keys)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        released = self.backward_link.released
+        link = self.engine.link
+        released = link.released
         if released:
-            self.backward_link.finish()
+            link.finish()
         for index, (slot, param) in enumerate(iter_slots(self.param_groups)):
             grad = current_grad(param)
             grad = released.get(index) if grad is None else grad
@@ -346,9 +322,6 @@ class WrappedOptimizer(MegatronOptimizer):
                 yield self.slot_name(slot), local_tensor(grad)
 
     # -- the optimizer below ----------------------------------------------------------------------
-
-    def settings_below(self) -> Sequence[ParamGroups]:
-        return self.engine.groups_below
 
     @property
     def has_modes(self) -> bool:
@@ -403,11 +376,12 @@ class WrappedOptimizer(MegatronOptimizer):
         return self.engine.mains.is_bound(slot)
 
     def norm_key(self, slot: Slot) -> NormKey:
-        return self.table.keys[self.table.index(slot)]
+        table = self.engine.table
+        return table.keys[table.index(slot)]
 
     @property
     def has_quantized_params(self) -> bool:
-        return any(self.table.quantized)
+        return any(self.engine.table.quantized)
 
     def sharers(self) -> Iterator[tuple[str, tuple[ProcessGroup, ...]]]:
         mains = self.engine.mains
@@ -426,19 +400,23 @@ class WrappedOptimizer(MegatronOptimizer):
     def recover(self) -> None:
         self.executor.recover()
 
+    @in_own_modes
     def offload_to_cpu(self) -> None:
         self.discard_early_work()  # it holds gradients
-        self.engine.swap.park(self.engine.mains.accelerator_tensors())
+        park(self.engine.mains.accelerator_tensors(), self.engine.parked)
         self.executor.memory_moved()
 
+    @in_own_modes
     def restore_from_cpu(self) -> None:
-        self.engine.swap.restore()
+        for tensor, device in self.engine.parked:
+            tensor.data = tensor.data.to(device)
+        self.engine.parked.clear()
         self.executor.memory_moved()
 
     # -- what is going on -------------------------------------------------------------------------
 
     def describe(self) -> Description:
-        rows = describe(self.param_groups, self.executor, self.table)
+        rows = describe(self.param_groups, self.executor, self.engine.table)
         return Description(rows.rows, (*rows.notes, *graph_notes(self.graphed)))
 
     def metrics(self) -> dict[str, float]:
@@ -501,12 +479,14 @@ class AgreedSums:
         wrapper = self._wrapper
         config, engine = wrapper.config, wrapper.engine
         common, link = engine.table.common, engine.link
-        device, alike, ranks = common.device, common.settings, wrapper.process_groups.grad_stats
+        device, ranks = common.device, wrapper.process_groups.grad_stats
         if not self._has_compared:
-            alike.check(config, wrapper.param_groups, device)
+            common.check(config, wrapper.param_groups)
             self._has_compared = True
-        known = link.sum_of_squares if link.stepper is None else link.sums_of_squares
-        each = measure(grads, known, device)
+        if link.stepper is None:
+            each = measure(grads, config.fused_backend, device)
+        else:
+            each = link.measure(grads, device)
         is_alone = ranks is None and len(all_keys) == 1 and not all_keys[0].shard_groups
         are_more = config.log_num_zeros_in_grad or config.log_param_grad_norms
         if on_host and is_alone and not are_more and each.device.type == "cpu":
@@ -520,11 +500,11 @@ class AgreedSums:
             zeros = count_zeros(grads, keys, all_keys, device)
         if self._names is None or ranks is None:
             self._names = norm_groups(all_keys, ranks)
-        numbers = alike.numbers(config, wrapper.param_groups, keys, all_keys)
+        numbers = common.numbers(config, wrapper.param_groups, keys, all_keys)
         if config.log_param_grad_norms:
             split_over = [(*over, *split) for split in engine.mains.split_over()]
             params = of_parameters(each, indices, split_over)
-        return agree(sums, zeros, ranks, self._names, numbers, alike.copies, params)
+        return agree(sums, zeros, ranks, self._names, numbers, common.copies, params)
 
 
 def _with_model_names(wrapper: WrappedOptimizer, group: dict[str, Any]) -> dict[str, Any]:
@@ -585,11 +565,6 @@ def check_capturable(stack: WrappedOptimizer) -> None:
 
 def _refuse(reason: str) -> None:
     raise ValueError(f"optimizer_cuda_graph=True: {reason}; or set optimizer_cuda_graph=False")
-
-
-def _sum_of_squares(fused_backend: str, grads: Sequence[Tensor]) -> Tensor:
-    backend, _ = choose_backend(fused_backend, grads[0].device)
-    return backend.sum_of_squares(grads)
 
 
 class Float16OptimizerWithFloat16Params(WrappedOptimizer):

@@ -224,15 +224,13 @@ _accelerator: int | None = None
 def use_accelerator(index: int | None) -> None:
     """Set which CUDA device this rank uses; None if none."""
     global _accelerator
-    _accelerator = index
-
-
-def host_share() -> HostShare:
-    """This process's share of its host, found out once for each accelerator it uses."""
-    return _share(_accelerator)
+    if index != _accelerator:
+        _accelerator = index
+        host_share.cache_clear()
 
 
 @cache
-def _share(accelerator: int | None) -> HostShare:
+def host_share() -> HostShare:
+    """This process's share of its host, found out once for the accelerator it uses."""
     host = Host(_affinity(0), _affinity(os.getppid()), os.environ, _pci_addresses())
-    return share_of(host, accelerator)
+    return share_of(host, _accelerator)

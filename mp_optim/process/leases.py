@@ -494,8 +494,8 @@ class SaveBorrow:
         """Nothing is read any more."""
         for borrow in self._of_devices.values():
             borrow.stop(RuntimeError("the save is over"))
-        if self in _lent:
-            _lent.remove(self)
+        if self in borrows:
+            borrows.remove(self)
 
     def leases_of(self, tensor: Tensor) -> Sequence[Lease]:
         """Leases of memory that a tensor has; all, where it is not known which it has."""
@@ -513,8 +513,9 @@ class SaveBorrow:
         return self._apart[first : bisect.bisect_left(self._starts, end)]
 
 
-_lent: list[SaveBorrow] = []
-"""What the save in the background borrows; at most one is under way.
+borrows: list[SaveBorrow] = []
+"""What the save in the background borrows; at most one is under way. While it is empty,
+:func:`before_writing` has nothing to do.
 
 NOTE: the thread that trains adds, the save's thread takes away; any thread reads. Work that was
 begun before a save was called writes gradients and back buffers alone, which no save borrows.
@@ -524,7 +525,7 @@ begun before a save was called writes gradients and back buffers alone, which no
 def lend(tensors: Sequence[Tensor]) -> SaveBorrow:
     """Borrow tensors of the host, until :meth:`SaveBorrow.give_back`."""
     lent = SaveBorrow(tensors)
-    _lent.append(lent)
+    borrows.append(lent)
     _watch_torch_optimizers()
     return lent
 
@@ -536,25 +537,20 @@ def _watch_torch_optimizers() -> None:
 
 
 def _before_torchs_step(*_: Any) -> None:
-    for lent in tuple(_lent):
+    for lent in tuple(borrows):
         lent.wait_for_devices()
-
-
-def is_lending() -> bool:
-    """Whether :func:`before_writing` has anything to do."""
-    return bool(_lent)
 
 
 def is_borrowed(memory: Tensor) -> bool:
     """Whether a save still has to read of a plain tensor's memory on the host, so that a writer
     pays for a copy."""
-    return any(lease.is_unread for lent in tuple(_lent) for lease in lent.leases_of(memory))
+    return any(lease.is_unread for lent in tuple(borrows) for lease in lent.leases_of(memory))
 
 
 def before_moving(memory: Tensor) -> None:
     """The tensor whose memory on the host this is will have other memory; what a save reads stays
     here."""
-    for lent in tuple(_lent):
+    for lent in tuple(borrows):
         for lease in lent.leases_of(memory):
             lease.stop_watching()
 
@@ -563,7 +559,7 @@ def before_writing(*lists: Iterable[Tensor | None]) -> None:
     """Announce that tensors are about to be written, or handed to code that may: copy what saves
     have not read of them; of accelerators, wait until saves read nothing any more. Free while no
     save is under way."""
-    for lent in tuple(_lent):
+    for lent in tuple(borrows):
         waits = False
         for tensors in lists:
             for tensor in tensors:

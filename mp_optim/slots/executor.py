@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mp_optim.process.host_memory import beside, zeros
 from mp_optim.process.leases import before_writing
-from mp_optim.slots import ParamGroups, Slot, SlotUpdate, param_at, slot_name
+from mp_optim.slots import ParamGroups, Slot, SlotUpdates, param_at, slot_name
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState
 
@@ -107,7 +107,7 @@ class Executor:
     # -- steps ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
+    def step_slots(self, updates: SlotUpdates, *, grad_norm: float | None = None) -> None:
         """Step the given slots, and only those.
 
         Args:

@@ -1,4 +1,5 @@
-"""Slots: a parameter's identity is its place in the param groups, never the tensor that sits there.
+"""Slots: a parameter's identity is its place in the param groups, never the tensor that sits there;
+and param groups as callers treat them: edited, assigned, with settings that are changed.
 
 Wrappers replace tensors (a mixed-precision wrapper, FSDP2, tensor parallelism); the pair
 ``(group, position)`` outlives all of that. Everything in this package that has to be found again
@@ -8,9 +9,9 @@ later is found by slot.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -74,3 +75,138 @@ def stream_of(name: str, first_element: int = 0) -> int:
     """The stream of random numbers of a parameter, from its name and the place of its first local
     element."""
     return zlib.crc32(name.encode()) | first_element << 32
+
+
+# -- groups as callers treat them -----------------------------------------------------------------
+
+_OF_THE_MODEL = ("param_names", "fqns", "is_expert_parallel")
+"""What groups have beside settings; a group that is assigned without it keeps it."""
+
+
+def sizes_of(groups: ParamGroups) -> list[int]:
+    """The number of parameters of each group."""
+    return [len(group["params"]) for group in groups]
+
+
+def edited_lists(sizes: Sequence[int], added: Sequence[int]) -> ValueError:
+    """What to say of lists that were edited by hand.
+
+    Args:
+        sizes: parameters in each group now. added: as many were added.
+    """
+    what = f"there are {len(sizes)} param_groups, and {len(added)} were added"
+    for index, (now, before) in enumerate(zip(sizes, added, strict=False)):
+        if now != before:
+            what = f"param_groups[{index}] has {now} parameters, and {before} were added"
+            break
+    return ValueError(
+        f"{what}: groups and parameters cannot be added or taken away by editing the lists. Add a "
+        "group by add_param_group; freeze a parameter (requires_grad_(False)) to leave it out, or "
+        "build another optimizer"
+    )
+
+
+def check_assigned(live: ParamGroups, groups: Any, defaults: Mapping[str, Any]) -> None:
+    """Raise unless these groups can take the place of the live ones; those without names get
+    theirs.
+
+    Raises:
+        ValueError: groups or parameters are more or fewer, or a setting is missing, naming it.
+    """
+    if not isinstance(groups, list) or not all(
+        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+    ):
+        raise ValueError(
+            "param_groups = ...: they are a list of dicts with a list of 'params' each"
+        )
+    if sizes_of(groups) != sizes_of(live):
+        raise edited_lists(sizes_of(groups), sizes_of(live))
+    for index, (before, group) in enumerate(zip(live, groups, strict=True)):
+        if missing := [key for key in defaults if key in before and key not in group]:
+            raise ValueError(
+                f"param_groups = ...: group {index} has no {', '.join(missing)}; take the other "
+                "settings along, as {**group, 'lr': 0.1} does"
+            )
+    for before, group in zip(live, groups, strict=True):
+        for key in _OF_THE_MODEL:
+            if key in before:
+                group.setdefault(key, before[key])
+
+
+_OF_EACH = ("params", "param_names", "fqns")
+"""What every optimizer has of its own in a group."""
+_NOTHING = object()
+
+
+class SharedSettings:
+    """Hands on what was changed in one optimizer's groups since the last time to those of the
+    others: what the caller writes down, what an optimizer below writes (steps it counts, the rate
+    it found) up. Where both wrote, the caller did so later, or wants it otherwise."""
+
+    def __init__(self) -> None:
+        self._seen: list[list[dict[str, Any]]] = []
+
+    def forget_groups(self, count: int) -> None:
+        """Forget the groups after the first ``count``."""
+        del self._seen[count:]
+
+    def exchange(self, groups: ParamGroups, below: Sequence[ParamGroups]) -> None:
+        """Make groups at the same position alike.
+
+        Raises:
+            ValueError: two of the optimizers below step parameters of one group, and wrote
+                different values for a setting.
+        """
+        for index, group in enumerate(groups):
+            alike = [group, *(of_one[index] for of_one in below)]
+            if index == len(self._seen):
+                self._seen.append([{} for _ in alike])
+            for one, seen in zip(alike, self._seen[index], strict=True):
+                same_keys = list(one) == list(seen)
+                if not (same_keys and all(map(is_, one.values(), seen.values()))):
+                    _agree(index, alike, self._seen[index])
+                    self._seen[index] = [dict(each) for each in alike]
+                    break
+
+
+def _agree(index: int, alike: Sequence[dict[str, Any]], seen: Sequence[Mapping[str, Any]]) -> None:
+    above, *below = alike
+    told, gone = _changed(above, seen[0]), seen[0].keys() - above.keys()
+    for group in below:
+        for key in gone.difference(_OF_EACH):
+            group.pop(key, None)
+    news: dict[str, Any] = {}
+    for group, before in zip(below, seen[1:], strict=True):
+        if not group["params"]:
+            continue  # it steps nothing, so what it writes means nothing
+        for key, value in _changed(group, before).items():
+            if key in told:
+                continue
+            if not _is_same(news.setdefault(key, value), value):
+                raise ValueError(
+                    f"param group {index}: the optimizer that steps its parameters on the device "
+                    f"has {key}={news[key]!r}, the one on the host {value!r}. This rule goes by "
+                    "all parameters of a group together, so they have to be in one place: use "
+                    "offload_fraction 0 or 1, or make a group for each place"
+                )
+    for group in alike:
+        group.update({**news, **told})
+
+
+def _changed(group: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in group.items()
+        if key not in _OF_EACH and not _is_same(value, seen.get(key, _NOTHING))
+    }
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two settings are one; of tensors and the like, whether they are the same object."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, list | tuple) and len(one) == len(other):
+        return all(map(_is_same, one, other))
+    return isinstance(one, bool | int | float | str) and bool(one == other)

@@ -17,7 +17,7 @@ from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.process.leases import before_writing
 from mp_optim.slots import ParamGroups, Slot, SlotStateView, iter_slots, local_tensor, slot_name
 from mp_optim.slots.executor import Mode
-from mp_optim.slots.group_lists import SharedSettings, check_assigned, edited_lists, sizes_of
+from mp_optim.slots.identity import SharedSettings, check_assigned, edited_lists, sizes_of
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.slots.slot_state import AVERAGE, SlotState, State
@@ -43,6 +43,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     _live_groups: ParamGroups
     _sizes: list[int]
+    groups_below: Sequence[ParamGroups] = ()
+    """Groups of what steps for this optimizer, each list with a group for each of its own."""
     grad_scaler: Any = None
     """The loss scale, of an optimizer that has one."""
     skip_rule: Any = None
@@ -121,7 +123,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     def check_lists(self) -> None:
         """Raise ValueError if groups, or parameters in them, were added or taken away by editing
         the lists, naming the first group."""
-        if (sizes := sizes_of(self.param_groups)) != self._sizes:
+        sizes = sizes_of(self.param_groups)
+        if sizes != self._sizes and self._sizes:
             raise edited_lists(sizes, self._sizes)
 
     def _checked_groups(self) -> ParamGroups:
@@ -152,10 +155,6 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     # -- what is below ----------------------------------------------------------------------------
 
-    def settings_below(self) -> Sequence[ParamGroups]:
-        """Groups of what steps for this optimizer, each list with a group for each of its own."""
-        return ()
-
     def share_settings(self) -> None:
         """Make settings here and below the same: what was changed in one since the last time is
         changed in the others, so that optimizers that write into their own groups go on from there.
@@ -163,7 +162,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: two optimizers below wrote different values for one group, naming them.
         """
-        self._settings.exchange(self.param_groups, self.settings_below())
+        self._settings.exchange(self.param_groups, self.groups_below)
 
     @property
     def has_modes(self) -> bool:

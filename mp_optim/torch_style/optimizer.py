@@ -13,12 +13,11 @@ from mp_optim.factory import inner_optimizer, set_up_host
 from mp_optim.planner.sweep import with_chosen_fraction
 from mp_optim.precision import MegatronOptimizer, StepResult, WrappedOptimizer
 from mp_optim.precision.grad_scaler import MegatronGradScaler
-from mp_optim.precision.wrapped_optimizer import Engine
 from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.ranks.agreement import ProcessGroups
 from mp_optim.slots import ParamGroups, Slot, group_settings, iter_slots, with_names
-from mp_optim.slots.group_lists import SharedSettings, check_assigned
+from mp_optim.slots.identity import check_assigned
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer, matched_groups
 from mp_optim.slots.state_dict import SlotStateView, plain_groups
 from mp_optim.torch_style.settings import config_of
@@ -72,25 +71,13 @@ class StackOptimizer(WrappedOptimizer):
     # -- what is built late -----------------------------------------------------------------------
 
     @property
-    def engine(self) -> Engine:
-        """What steps, built when it is first asked for.
-
-        Raises:
-            TypeError: a parameter's dtype cannot be trained, naming it.
-        """
-        if self._engine is None:
-            self._build()
-        return super().engine
-
-    @property
     def stack(self) -> StackOptimizer:
         """This optimizer, with what steps built.
 
         Raises:
             TypeError: a parameter's dtype cannot be trained, naming it.
         """
-        if self._engine is None:
-            self._build()
+        assert self.engine is not None
         return self
 
     @in_own_modes
@@ -103,7 +90,7 @@ class StackOptimizer(WrappedOptimizer):
             self.config = with_chosen_fraction(self.config, [container], {}, ranks, None)
         groups = [with_names(group) for group in self.param_groups]
         settings = {**settings_of(self.config), **self._hyperparameters}
-        self.lists_are_known()
+        super().lists_are_known()
         try:
             inner = inner_optimizer(self.config, groups, settings)
             executor = executor_of(inner)
@@ -118,7 +105,8 @@ class StackOptimizer(WrappedOptimizer):
 
     def _forget_engine(self) -> None:
         self.early_work.stop()
-        self._engine, self._settings = None, SharedSettings()
+        self._engine, self.groups_below = None, ()
+        self._sizes.clear()
         self.step_mark.clear()
         self._begin(self.config)
 
@@ -164,7 +152,9 @@ class StackOptimizer(WrappedOptimizer):
             self._last = StepResult(False, None, None, "GradScaler found an inf or nan")
             return loss
         self.grad_scaler = None if scale is None else AmpLossScale(scale)
-        self._last = self.stack.unhooked_step()
+        if self._engine is None:
+            self._build()
+        self._last = self.unhooked_step()
         return loss
 
     @property
@@ -190,10 +180,10 @@ class StackOptimizer(WrappedOptimizer):
         check_assigned(self._live_groups, groups, self.defaults)
         self._live_groups[:] = groups
 
-    def check_lists(self) -> None:
+    def lists_are_known(self) -> None:
         """As of every optimizer; before the first step lists may be edited."""
         if self._engine is not None:
-            super().check_lists()
+            super().lists_are_known()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Where it is refused, nothing is changed.

@@ -5,7 +5,7 @@ batch holds, however it is stored.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -135,13 +135,17 @@ def mark_written(lists: TensorLists) -> None:
     tell_autograd([*lists.main, *outputs])
 
 
-def tell_autograd(written: list[Tensor]) -> None:
-    """These were written where autograd cannot see it."""
-    try:
-        increment_version(written)
-    except TypeError:  # before torch 2.7 one at a time
-        for tensor in written:
-            increment_version(tensor)
+def _tell_one_by_one(written: list[Tensor]) -> None:
+    for tensor in written:
+        increment_version(tensor)
+
+
+tell_autograd: Callable[[list[Tensor]], None] = increment_version
+"""These were written where autograd cannot see it."""
+try:
+    increment_version([])
+except TypeError:  # before torch 2.7
+    tell_autograd = _tell_one_by_one
 
 
 # -- FP32 values, for rules in torch operations ---------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.config.rules import refusal
-from mp_optim.process.leases import before_writing, is_lending
+from mp_optim.process.leases import before_writing, borrows
 from mp_optim.slots import (
     CachedTensorList,
     DeviceMultiplier,
@@ -30,7 +30,7 @@ from mp_optim.update.codecs import Noise, mix
 from mp_optim.update.kernel_args import TensorLists
 from mp_optim.update.launches import PlannedLaunch, SharedByLaunch, contiguous, contiguous_outputs
 from mp_optim.update.rule import Launch, Rule
-from mp_optim.update.rule_state import GroupState, RuleSlotState, RuleState
+from mp_optim.update.rule_state import GroupState, RuleSlotState, RuleState, SteppedTogether
 from mp_optim.update.state_format import StatePrecision
 
 _HOST = torch.device("cpu")
@@ -45,23 +45,6 @@ class GroupSlots(NamedTuple):
     group: int
     members: UpdateSelection
     positions: list[int]
-
-
-class _Steady(NamedTuple):
-    """The last launch of slots that are stepped together, for as long as what it was made from
-    stays: only gradients, step and multiplier are new then.
-
-    Attributes:
-        checked: settings of the group. moments: that are kept under them. outputs: as given.
-        planned: the launch, without gradients, which would stay for as long as it does.
-    """
-
-    of_group: GroupSlots
-    mains: CachedTensorList
-    checked: dict[str, Any] | None
-    moments: tuple[tuple[str, ...], ...]
-    outputs: Sequence[Tensor | None]
-    planned: PlannedLaunch
 
 
 class RuleExecutor(Executor):
@@ -141,23 +124,25 @@ class RuleExecutor(Executor):
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
-        self.rows.settle()
+    def step_slots(self, updates: SlotUpdates, *, grad_norm: float | None = None) -> None:
+        rows = self.rows
+        if rows.unsettled:
+            rows.settle()
         # All launches are formed before the first is carried out: what does not fit is found while
         # nothing is stepped.
         planned = [
-            (of_group, chosen, list(self._plan_group(of_group, chosen, group, grad_norm)))
-            for of_group, chosen, group in self._shares_of(SlotUpdates.of(updates))
+            (of_group, self._plan_group(of_group, chosen, group, grad_norm))
+            for of_group, chosen, group in self._shares_of(updates)
         ]
         self.step_mark.touch()
-        for of_group, chosen, launches in planned:
+        for (index, _, positions), launches in planned:
             for launch in launches:
                 self.carry_out(launch)
-            self.rows.count(of_group.group, of_group.positions, chosen.multipliers)
+            rows.groups[index].count(positions)
+            if isinstance(multiplier := launches[0].launch.multiplier, DeviceMultiplier):
+                rows.unsettled.append((rows.groups[index], positions, multiplier))
 
-    def plan(
-        self, updates: Sequence[SlotUpdate], grad_norm: float | None = None
-    ) -> list[PlannedLaunch]:
+    def plan(self, updates: SlotUpdates, grad_norm: float | None = None) -> list[PlannedLaunch]:
         """What :meth:`step_slots` would do now, with settings of its own: later changes of a group
         do not reach it.
 
@@ -167,7 +152,7 @@ class RuleExecutor(Executor):
         self.rows.settle()
         return [
             planned
-            for of_group, chosen, group in self._shares_of(SlotUpdates.of(updates))
+            for of_group, chosen, group in self._shares_of(updates)
             for planned in self._plan_group(of_group, chosen, settings_now(group), grad_norm)
         ]
 
@@ -199,109 +184,83 @@ class RuleExecutor(Executor):
         updates: SlotUpdates,
         settings: dict[str, Any],
         grad_norm: float | None,
-    ) -> Iterator[PlannedLaunch]:
-        index, positions = of_group.group, of_group.positions
-        rows = self.rows
-        mains = rows.mains(index, positions)
-        multipliers = {
-            value: self._multiplier(settings, value, grad_norm)
-            for value in set(updates.multipliers)
-        }
-        counts = rows.groups[index].counts(positions)
+    ) -> list[PlannedLaunch]:
+        index, positions, rows = of_group.group, of_group.positions, self.rows
+        kept = rows.groups[index].together(positions)
+        mains = rows.mains(index, positions, kept)
+        counts = rows.groups[index].counts(positions, kept)
+        multipliers = {value: value for value in set(updates.multipliers)}
+        if self.rule.clips:
+            multipliers = {
+                value: self._clipped(settings, value, grad_norm) for value in multipliers
+            }
         is_common = len(multipliers) == 1 and len(set(counts)) == 1
-        if is_common:
-            multiplier = multipliers[updates.multipliers[0]]
-            steady = self._steady(of_group, mains, updates, settings)
-            if steady is not None:
-                yield self._again(steady, updates, counts[0], multiplier)
-                return
-        kept = rows.moment_keys(index, positions)
-        if is_common and all(len(each) == 1 for each in (mains.devices, mains.dtypes, set(kept))):
-            launch = SharedByLaunch(mains[0].device, mains[0].dtype, counts[0], multiplier, kept[0])
+        multiplier = multipliers[updates.multipliers[0]]
+        if is_common and kept is not None:
+            again = self._again(kept, mains, updates, settings, counts[0], multiplier)
+            if again is not None:
+                return [again]
+        names = rows.moment_keys(index, positions)
+        if is_common and all(len(each) == 1 for each in (mains.devices, mains.dtypes, set(names))):
+            launch = SharedByLaunch(
+                mains[0].device, mains[0].dtype, counts[0], multiplier, names[0]
+            )
             planned = self._planned(index, launch, updates, positions, mains, settings)
-            self._keep(of_group, planned, updates.outputs, settings)
-            yield planned
-            return
+            if kept is not None:
+                self._keep(kept, planned, updates.outputs, settings)
+            return [planned]
         if len(counts) < len(positions):
             counts = counts * len(positions)
         values = [multipliers[value] for value in updates.multipliers]
         launches = [
             SharedByLaunch(main.device, main.dtype, count, value, names)
-            for main, count, value, names in zip(mains, counts, values, kept, strict=True)
+            for main, count, value, names in zip(mains, counts, values, names, strict=True)
         ]
+        several = []
         for launch in dict.fromkeys(launches):
             members = [i for i, other in enumerate(launches) if other == launch]
-            yield self._planned(
-                index,
-                launch,
-                updates.take(members),
-                [positions[member] for member in members],
-                CachedTensorList(map(mains.__getitem__, members)),
-                settings,
-            )
+            chosen, of_launch = updates.take(members), [positions[member] for member in members]
+            some = CachedTensorList(map(mains.__getitem__, members))
+            several.append(self._planned(index, launch, chosen, of_launch, some, settings))
+        return several
 
-    def _multiplier(
+    def _clipped(
         self, settings: dict[str, Any], value: Multiplier, grad_norm: float | None
     ) -> Multiplier:
-        if isinstance(value, DeviceMultiplier) or not self.rule.clips:
+        """A multiplier after the rule's own clipping."""
+        if isinstance(value, DeviceMultiplier):
             return value
         return self.rule.effective_multiplier(settings, value, grad_norm)
 
-    def _steady(
+    def _again(
         self,
-        of_group: GroupSlots,
+        kept: SteppedTogether,
         mains: CachedTensorList,
         updates: SlotUpdates,
         settings: dict[str, Any],
+        step: float,
+        multiplier: Multiplier,
     ) -> PlannedLaunch | None:
-        """The last launch of these slots, if it was made from all that this one is made from, but
-        for gradients.
+        """The last launch of these slots with other gradients, if it was made from all that this
+        one is made from but for these.
 
         NOTE: ``mains`` is the same list only while main params and state keep their memory
         (``RuleState.mains``), checked settings are the same object while they are equal
         (:meth:`check_groups`); of others, as a scheduler sets them, a launch depends on nothing but
         the moments. A plan for other threads has settings of its own, and is made anew.
         """
-        kept = self.rows.groups[of_group.group].together(of_group.positions)
-        last: _Steady | None = None if kept is None else kept.launch
+        last: PlannedLaunch | None = kept.launch
         if (
-            last is not None
-            and last.of_group is of_group
-            and last.mains is mains
-            and last.outputs is updates.outputs
-            and last.planned.settings is settings
+            last is None
+            or last.mains is not mains
+            or last.settings is not settings
+            or kept.outputs is not updates.outputs
         ):
-            checked = self._checked.get(of_group.group)
-            is_same = checked is not None and checked is last.checked
-            return last.planned if is_same or self._moments(settings) == last.moments else None
-        return None
-
-    def _moments(self, settings: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
-        return self.rule.moments(settings), self.rule.unread_moments(settings)
-
-    def _keep(
-        self,
-        of_group: GroupSlots,
-        planned: PlannedLaunch,
-        outputs: Sequence[Tensor | None],
-        settings: dict[str, Any],
-    ) -> None:
-        """Keep a launch for the next step, if all that it is made of but gradients may stay: not
-        copies of what is not contiguous, nor tensors whose memory others may move."""
-        kept = self.rows.groups[of_group.group].together(of_group.positions)
-        checked, moments = self._checked.get(of_group.group), self._moments(settings)
-        lists, mains = planned.lists, planned.mains
-        stays = lists.main is mains and lists.output is planned.outputs
-        is_own = settings is not self.param_groups[of_group.group]
-        if kept is not None and mains is kept.mains and stays and not is_own:
-            updates = replace(planned.updates, grads=())
-            planned = planned._replace(updates=updates, lists=replace(lists, grad=[]))
-            kept.launch = _Steady(of_group, mains, checked, moments, outputs, planned)
-
-    def _again(
-        self, last: PlannedLaunch, updates: SlotUpdates, step: float, multiplier: Multiplier
-    ) -> PlannedLaunch:
-        """A launch of the same main params and state, with other gradients."""
+            return None
+        checked = self._checked.get(last.group)
+        is_same = checked is not None and checked is kept.checked
+        if not is_same and self._moments(settings) != kept.moments:
+            return None
         known, launch = last.lists, last.launch._replace(step=step, multiplier=multiplier)
         precision, grads = self.rows.precision, CachedTensorList.of(updates.grads)
         lists = TensorLists(
@@ -315,6 +274,26 @@ class RuleExecutor(Executor):
             known.prepared,
         )
         return last._replace(launch=launch, updates=updates, lists=lists)
+
+    def _moments(self, settings: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
+        return self.rule.moments(settings), self.rule.unread_moments(settings)
+
+    def _keep(
+        self,
+        kept: SteppedTogether,
+        planned: PlannedLaunch,
+        outputs: Sequence[Tensor | None],
+        settings: dict[str, Any],
+    ) -> None:
+        """Keep a launch for the next step, if all that it is made of but gradients may stay: not
+        copies of what is not contiguous, nor tensors whose memory others may move."""
+        lists, mains, live = planned.lists, planned.mains, self.param_groups[planned.group]
+        stays = lists.main is mains and lists.output is planned.outputs
+        if mains is kept.mains and stays and settings is live:
+            updates = replace(planned.updates, grads=())
+            kept.launch = planned._replace(updates=updates, lists=replace(lists, grad=[]))
+            kept.outputs, kept.moments = outputs, self._moments(settings)
+            kept.checked = self._checked.get(planned.group)
 
     def _planned(
         self,
@@ -358,7 +337,7 @@ class RuleExecutor(Executor):
         """Step the tensors of a launch. Reads nothing of this object that a step changes, so any
         thread may do it."""
         launch, lists = planned.launch, planned.lists
-        if is_lending():
+        if borrows:
             before_writing(planned.mains, lists.main, *lists.state.values())
         backend, _ = self.backend_for(launch.device)
         if not backend.reads_source:

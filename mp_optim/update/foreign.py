@@ -13,8 +13,8 @@ from torch import Tensor
 from mp_optim.config.setting_checks import check_schedule
 from mp_optim.process.calls import in_own_modes
 from mp_optim.process.host_memory import as_tensor
-from mp_optim.process.leases import before_writing, is_lending
-from mp_optim.slots import DeviceMultiplier, Slot, SlotUpdate, iter_slots
+from mp_optim.process.leases import before_writing, borrows
+from mp_optim.slots import DeviceMultiplier, Slot, SlotUpdates, iter_slots
 from mp_optim.slots.executor import Executor, Mode, Place
 from mp_optim.slots.slot_state import STEP, SlotState, State, check_state, check_step
 from mp_optim.update.optimizer import SlotOptimizer
@@ -74,7 +74,7 @@ class ForeignExecutor(Executor):
 
     def _announce(self) -> None:
         """Everything may be written now."""
-        if is_lending():
+        if borrows:
             for param, state in self.optimizer.state.items():
                 before_writing([param], dict(_flat(state)).values())
 
@@ -141,7 +141,7 @@ class ForeignExecutor(Executor):
                     )
 
     @in_own_modes
-    def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
+    def step_slots(self, updates: SlotUpdates, *, grad_norm: float | None = None) -> None:
         self._rebind()
         for _, param in iter_slots(self.param_groups):
             param.grad = None

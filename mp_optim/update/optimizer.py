@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.process.calls import in_own_modes
-from mp_optim.slots import (
-    ParamGroups,
-    Slot,
-    SlotUpdate,
-    SlotUpdates,
-    current_grad,
-    iter_slots,
-    update_of,
-)
+from mp_optim.slots import Slot, SlotUpdate, SlotUpdates, current_grad, iter_slots, update_of
 from mp_optim.slots.executor import Executor, Mode
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
@@ -79,9 +71,6 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
     def forget_groups(self, count: int) -> None:
         self.executor.forget_groups(count)
         self._settings.forget_groups(count)
-
-    def settings_below(self) -> Sequence[ParamGroups]:
-        return [groups for groups in self.executor.all_groups() if groups is not self.param_groups]
 
     def check_settings(self, group: dict[str, Any]) -> None:
         self.executor.check_settings(group)

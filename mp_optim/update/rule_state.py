@@ -18,7 +18,6 @@ from mp_optim.process.leases import before_writing
 from mp_optim.slots import (
     CachedTensorList,
     DeviceMultiplier,
-    Multiplier,
     ParamGroups,
     Slot,
     all_same,
@@ -69,7 +68,9 @@ class SteppedTogether:
         mains: what is stepped. seen: how it was laid out then, if it is a model's parameters: whose
             memory others may move (``param.data = ...``), and so it is not held.
         lists: state tensors by key.
-        launch: what the executor made for them, as long as it can be used again.
+        launch: what the executor made for them, without gradients, as long as all that it was made
+            from stays: ``outputs`` as they were given, the settings that were ``checked``, and the
+            ``moments`` that are kept under them.
     """
 
     def __init__(self, positions: Iterable[int]) -> None:
@@ -85,6 +86,9 @@ class SteppedTogether:
         self.mains: CachedTensorList | None = None
         self.seen: SeenParams | None = None
         self.launch: Any = None
+        self.outputs: Sequence[Tensor | None] = ()
+        self.checked: dict[str, Any] | None = None
+        self.moments: tuple[tuple[str, ...], ...] = ()
 
     def mains_of(self, tensors: Sequence[Tensor]) -> CachedTensorList | None:
         """What is stepped, if it lies where it lay."""
@@ -153,9 +157,8 @@ class GroupState:
 
     def count(self, positions: Sequence[int], by: int = 1) -> None:
         """Add a step to the given slots; -1 takes it back."""
-        self._notice_writes()
         kept = self.together(positions)
-        if kept is None:
+        if kept is None or self.steps._version != self._version:
             self._forget_counts()
         elif kept.count is not None:
             kept.count += by
@@ -165,11 +168,15 @@ class GroupState:
             self.steps[torch.tensor(positions, device="cpu")] += by
         self._version = self.steps._version
 
-    def counts(self, positions: Sequence[int]) -> list[float]:
+    def counts(self, positions: Sequence[int], kept: SteppedTogether | None) -> list[float]:
         """How often each of the given slots was stepped; of those that are mostly stepped at a time
-        a single number if it is the same for all."""
-        self._notice_writes()
-        kept = self.together(positions)
+        a single number if it is the same for all.
+
+        Args:
+            kept: for these positions (:meth:`together`).
+        """
+        if self.steps._version != self._version:
+            self._forget_counts()
         if kept is not None and kept.count is not None:
             return [kept.count]
         of_all: list[float] = self.steps.tolist()
@@ -179,13 +186,9 @@ class GroupState:
             return counts[:1]
         return counts
 
-    def _notice_writes(self) -> None:
-        """Slots' ``step`` are views of the counts, so torch counts who writes them."""
-        if self.steps._version != self._version:
-            self._version = self.steps._version
-            self._forget_counts()
-
     def _forget_counts(self) -> None:
+        """They were written: slots' ``step`` are views of them, so torch counts who writes them."""
+        self._version = self.steps._version
         for kept in set(self._together):
             kept.count = None
 
@@ -204,13 +207,15 @@ class RuleState:
     Attributes:
         groups: what is kept for each of them.
         allocators: make state of some slots on the host.
+        unsettled: slots whose steps are counted, though a multiplier may say, on the device, that
+            they were skipped; :meth:`settle` takes those back.
     """
 
     def __init__(self, rule: Rule, precision: StatePrecision, param_groups: ParamGroups) -> None:
         self.rule, self.precision, self.param_groups = rule, precision, param_groups
         self.groups: list[GroupState] = []
         self.allocators: dict[Slot, Allocate] = {}
-        self._unsettled: list[tuple[GroupState, list[int], DeviceMultiplier]] = []
+        self.unsettled: list[tuple[GroupState, list[int], DeviceMultiplier]] = []
 
     def name(self, slot: Slot) -> str:
         """FQN of a slot."""
@@ -226,26 +231,17 @@ class RuleState:
 
     # -- counts of steps --------------------------------------------------------------------------
 
-    def count(
-        self, index: int, positions: list[int], multipliers: Sequence[Multiplier] = ()
-    ) -> None:
-        """Add a step to slots of a group. If a multiplier may say, on the device, that it was
-        skipped, :meth:`settle` takes it back."""
-        self.groups[index].count(positions)
-        waits = [value for value in set(multipliers) if isinstance(value, DeviceMultiplier)]
-        self._unsettled += [(self.groups[index], positions, value) for value in waits[:1]]
-
     def settle(self) -> None:
         """Take back the counts of steps of which only the device knew, until now, that they were
         skipped."""
-        unsettled, self._unsettled = self._unsettled, []
+        unsettled, self.unsettled = self.unsettled, []
         for group_state, positions, multiplier in unsettled:
             if multiplier.skipped():
                 group_state.count(positions, -1)
 
     def recover(self) -> None:
         """A step was broken off: what it counted is loaded anew."""
-        self._unsettled = []
+        self.unsettled = []
         self.replaced()
 
     def replaced(self) -> None:
@@ -379,10 +375,15 @@ class RuleState:
         for slot in slots:
             self.present(slot)
 
-    def mains(self, index: int, positions: Sequence[int]) -> CachedTensorList:
-        """The plain tensors to step at some positions of a group, with state that fits them."""
+    def mains(
+        self, index: int, positions: Sequence[int], kept: SteppedTogether | None
+    ) -> CachedTensorList:
+        """The plain tensors to step at some positions of a group, with state that fits them.
+
+        Args:
+            kept: for these positions (:meth:`GroupState.together`).
+        """
         params, group_state = self.param_groups[index]["params"], self.groups[index]
-        kept = group_state.together(positions)
         tensors, fitting = list(params), group_state.mains
         shapes = group_state.shapes
         if kept is None or len(positions) < len(params):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mp_optim.precision import cuda_graph, device_verdict
+from mp_optim.precision import cuda_graph, verdict
 from mp_optim.update import sums
 from mp_optim.update.backends.triton import backend, launches
 
@@ -79,7 +79,7 @@ class TapeGraph:
                     lambda: launch(executor, *args, **named)
                 ),
             )
-            patch.setattr(device_verdict, "root", rooted)
+            patch.setattr(verdict, "root", rooted)
             patch.setattr(backend, "root", rooted)
             patch.setattr(launches, "root", rooted)
             with _Tape(self.played):

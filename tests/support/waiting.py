@@ -96,7 +96,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
     """
     from triton.runtime.interpreter import GridExecutor
 
-    from mp_optim.precision import device_verdict
+    from mp_optim.precision import verdict
     from mp_optim.update import sums
     from mp_optim.update.backends.triton import backend, launches
 
@@ -116,8 +116,8 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
         return [steps for optimizer in optimizers for steps in _steps(optimizer)]
 
     newest: list[Any] = []
-    create = device_verdict.DeviceVerdict.__init__
-    settle = unwatched(device_verdict.DeviceVerdict.settle)
+    create = verdict.DeviceVerdict.__init__
+    settle = unwatched(verdict.DeviceVerdict.settle)
 
     def created(self: Any, *args: Any) -> None:
         create(self, *args)
@@ -129,10 +129,10 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
         return settle(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(device_verdict.DeviceVerdict, "__init__", created)
-        patch.setattr(device_verdict.DeviceVerdict, "settle", settled)
+        patch.setattr(verdict.DeviceVerdict, "__init__", created)
+        patch.setattr(verdict.DeviceVerdict, "settle", settled)
         patch.setattr(GridExecutor, "__call__", unwatched(GridExecutor.__call__))
-        for module in (device_verdict, backend, launches, sums):
+        for module in (verdict, backend, launches, sums):
             patch.setattr(module, "root", unwatched(module.root))
         with _Functions(counters) as functions, _Kernels() as kernels:
             modes[:] = [functions, kernels]

@@ -85,10 +85,7 @@ class NativeTable:
 
     @classmethod
     def of_one(cls, tensors: CachedTensorList) -> NativeTable:
-        """The view of one list, which is only read."""
-        dtype = tensors[0].dtype
-        if tensors.own_sizes != tensors.sizes or not tensors.stored:
-            return cls(LaunchDtypes(dtype), {"grad": tensors})  # which says what does not fit
+        """The view of one list of whole tensors of one dtype, which is only read."""
         table = cls.__new__(cls)
         table._arrays = {"grad": tensors.addresses, "numel": tensors.sizes}
         grad, numel = (values.buffer_info()[0] for values in table._arrays.values())
@@ -96,7 +93,7 @@ class NativeTable:
             count=len(tensors),
             grad=grad,
             numel=numel,
-            grad_dtype=_CODES["grad"][dtype],
+            grad_dtype=_CODES["grad"][tensors[0].dtype],
             average_weight=1.0,
         )
         return table
@@ -155,7 +152,8 @@ class NativeBackend(ReferenceBackend):
         numbers = [multiplier, *map(getattr, repeat(scalars), scalars.__slots__)]
         given = rule.encode(), (ctypes.c_float * len(numbers))(*numbers), len(numbers)
         if (ready := _prepared(rule, lists)) is not None:
-            self._call("mp_step", ready.table, *given)
+            to = ctypes.byref(ready.table.tensors)
+            self.library.call("mp_step", to, *given, thread_count())
             tell_autograd(ready.written)
             return
         moments = kept_moments(lists, RULES[rule].moment_names)
@@ -273,24 +271,20 @@ class NativeBackend(ReferenceBackend):
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         steady = CachedTensorList.of(tensors)
-        if len(steady.dtypes) == 1:
-            return self._sum_alike(steady)
         sums = torch.empty(len(steady), dtype=torch.float64, device="cpu")
-        for dtype in steady.dtypes:
-            indices = [index for index, tensor in enumerate(steady) if tensor.dtype == dtype]
-            sums[torch.tensor(indices, device="cpu")] = self._sum_alike(
-                CachedTensorList(steady[index] for index in indices)
-            )
-        return sums
-
-    def _sum_alike(self, tensors: CachedTensorList) -> Tensor:
-        """Sums of squares of tensors of one dtype."""
-        if tensors[0].dtype not in FLOATS:
-            return super().sum_of_squares(tensors)
-        if not tensors.contiguous:
-            tensors = CachedTensorList(tensor.contiguous() for tensor in tensors)
-        sums = torch.empty(len(tensors), dtype=torch.float64, device="cpu")
-        self._call("mp_measure", NativeTable.of_one(tensors), sums.data_ptr(), None)
+        if len(steady.dtypes) != 1:
+            for dtype in steady.dtypes:
+                indices = [index for index, tensor in enumerate(steady) if tensor.dtype == dtype]
+                alike = self.sum_of_squares([steady[index] for index in indices])
+                sums[torch.tensor(indices, device="cpu")] = alike
+            return sums
+        if steady[0].dtype not in FLOATS:
+            return super().sum_of_squares(steady)
+        if not steady.contiguous:
+            steady = CachedTensorList(tensor.contiguous() for tensor in steady)
+        if steady.own_sizes != steady.sizes or not steady.stored:
+            check_fit(LaunchDtypes(steady[0].dtype), {"grad": steady})  # says what does not fit
+        self._call("mp_measure", NativeTable.of_one(steady), sums.data_ptr(), None)
         return sums
 
     def _call(self, name: str, table: NativeTable, *arguments: Any) -> None:

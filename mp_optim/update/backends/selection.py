@@ -112,7 +112,7 @@ def candidates(device: torch.device) -> tuple[str, ...]:
 def forget() -> None:
     """Forget all proofs, for a process in which a library was installed meanwhile."""
     _proven.cache_clear()
-    _chosen.cache_clear()
+    choose_backend.cache_clear()
 
 
 def proof_of(name: str, device: torch.device, whole: bool = False) -> SelfTest:
@@ -157,6 +157,7 @@ def _why_not(error: Exception, source: _Source) -> str:
     return f"cannot be loaded: {type(error).__name__}: {str(error).strip() or 'no message'}"
 
 
+@cache
 def choose_backend(name: str, device: torch.device) -> tuple[Backend, str]:
     """The backend for ``fused_backend=name`` on a device, and why.
 
@@ -167,11 +168,6 @@ def choose_backend(name: str, device: torch.device) -> tuple[Backend, str]:
     Raises:
         ValueError: the name is unknown or not usable.
     """
-    return _chosen(name, device)
-
-
-@cache
-def _chosen(name: str, device: torch.device) -> tuple[Backend, str]:
     if name == "auto":
         return _auto(device)
     if name not in _SOURCES:

@@ -406,6 +406,6 @@ def test_a_save_that_is_refused_borrows_nothing(tmp_path, reader, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="different"):
         patch.setattr(save_load, "check_replicas", refuse)
         checkpoint.save(tmp_path, model, optimizer, asynchronous=True)
-    assert not leases.is_lending()
+    assert not leases.borrows
     checkpoint.save(tmp_path, model, optimizer, asynchronous=True).wait()
-    assert not leases.is_lending()
+    assert not leases.borrows

@@ -35,7 +35,7 @@ def alone():
 @pytest.fixture(autouse=True)
 def nothing_left():
     yield
-    assert not leases.is_lending()
+    assert not leases.borrows
 
 
 def differences(a, b):
@@ -243,7 +243,7 @@ def test_copies_that_fail_fail_the_save_and_not_the_training(tmp_path):
             run.round(BEFORE, Round())
             with pytest.raises(RuntimeError, match="device failed: an illegal memory"):
                 handle.wait()
-        assert not leases.is_lending()
+        assert not leases.borrows
         again = checkpoint.save(tmp_path, run.model, run.optimizer, asynchronous=True)
         assert checkpoint.verify(again.wait())
 

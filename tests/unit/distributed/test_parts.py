@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from mp_optim import OptimizerConfig
-from mp_optim.precision.device_verdict import DeviceVerdict, decide_on_device
 from mp_optim.precision.measure import EXCLUDED, MAIN_NORM, Measurement
-from mp_optim.precision.verdict import decide
+from mp_optim.precision.verdict import DeviceVerdict, decide, decide_on_device
 from support.launch import results_of_ranks
 from support.workers.parts import KEPT_WHOLE, OTHER_SETTINGS, OTHERWISE, PROGRAMS, RANKS, SHARED
 

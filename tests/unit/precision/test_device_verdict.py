@@ -22,10 +22,10 @@ from mp_optim import (
     StepResult,
     get_megatron_optimizer,
 )
-from mp_optim.precision import MegatronOptimizer, device_verdict
-from mp_optim.precision.device_verdict import DeviceVerdict, decide_on_device
+from mp_optim.precision import MegatronOptimizer
+from mp_optim.precision import verdict as verdicts
 from mp_optim.precision.measure import EXCLUDED, MAIN_NORM, Measurement, NormKey, agree, count_zeros
-from mp_optim.precision.verdict import decide
+from mp_optim.precision.verdict import DeviceVerdict, decide, decide_on_device
 from mp_optim.slots import Slot
 from mp_optim.update import choose_backend
 from support.kernel_launches import KernelLaunches
@@ -96,7 +96,7 @@ def test_settling_waits_for_the_copy_that_started_with_the_verdict(monkeypatch):
     monkeypatch.setattr(
         transfer, "empty_host", lambda size, pin: torch.zeros(size, dtype=torch.uint8)
     )
-    monkeypatch.setattr(device_verdict, "_transfer", lambda device: transfer)
+    monkeypatch.setattr(verdicts, "_transfer", lambda device: transfer)
     measurement = Measurement(
         {name: torch.tensor(4.0, dtype=torch.float64) for name in (EXCLUDED, MAIN_NORM)}
     )
@@ -421,7 +421,7 @@ def test_a_verdict_takes_few_launches(scaled: bool) -> None:
     config = config_for("fp16" if scaled else "bf16")
     with KernelLaunches() as launches:
         measurement = agree({key: sums}, None, None, [EXCLUDED, MAIN_NORM])
-        device_verdict.decide_on_device(measurement, scaling, config)
+        verdicts.decide_on_device(measurement, scaling, config)
     assert len(launches.names) <= (25 if scaled else 22), launches.names
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -232,7 +233,7 @@ def test_a_model_that_no_kernel_reaches_is_refused(
 ) -> None:
     """A working apex, and a model on the host: nothing would use what was asked for."""
     monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "cuda")
-    monkeypatch.setattr(selection, "choose_backend", lambda name, device: None)
+    monkeypatch.setattr(selection, "choose_backend", cache(lambda name, device: None))
     with pytest.raises(ValueError, match="fused_backend='apex': the model's parameters are on cpu"):
         get_megatron_optimizer(OptimizerConfig(lr=0.1, fused_backend="apex"), nn.Linear(2, 2))
 
