@@ -393,7 +393,19 @@ def sums_are_in_the_order_of_ranks(rank: int, group: dist.ProcessGroup) -> dict[
         mine = [grad[rank * 64 : (rank + 1) * 64].float() for grad in every]
         total = ((mine[0] + mine[1]) + mine[2] + mine[3]) / divisor
         found[f"{dtype} {divisor}"] = torch.equal(owned, (total + 1.0 if add else total).to(dtype))
+    for divisor, add in ((1, False), (3, True)):
+        found[f"to owners {divisor}"] = goes_to_owners(rank, group, divisor, add)
     return found
+
+
+def goes_to_owners(rank: int, group: dist.ProcessGroup, divisor: int, add: bool) -> bool:
+    """The backend's own reductions (NCCL's way), of shards of any size, of numbers that add up
+    exactly."""
+    bounds, each = (0, 64, 64, 100, 256), torch.arange(256.0)
+    grads, first, last = 3.0 * (each + rank), bounds[rank], bounds[rank + 1]
+    owned = torch.ones(last - first) if add else grads[first:last]
+    start_reduction(grads, owned, group, bounds, divisor=divisor, exchange=False, add=add).wait()
+    return torch.equal(owned, (12.0 * each + 18.0)[first:last] / divisor + add)
 
 
 # -- state ----------------------------------------------------------------------------------------
