@@ -73,8 +73,10 @@ def run_program_of_ranks(size: int, *command: str, timeout: float = 240) -> str:
     return run_forked(environment(), ROOT, command, size, timeout)
 
 
-def results_of_ranks(worker: str, size: int, folder: Path, timeout: float = 240) -> list[Any]:
+def results_of_ranks(
+    worker: str, size: int, folder: Path, *arguments: str, timeout: float = 240
+) -> list[Any]:
     """Run a worker that saves ``rank0.pt``, ``rank1.pt``, ... in a folder; returns what each
     saved."""
-    run_ranks(worker, size, str(folder), timeout=timeout)
+    run_ranks(worker, size, str(folder), *arguments, timeout=timeout)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]

@@ -22,6 +22,7 @@ from mp_optim import MegatronOptimizer, ProcessGroups, checkpoint, get_megatron_
 from mp_optim.checkpoint.shards import FlatShard
 from mp_optim.distributed.collectives import start_reduction
 from mp_optim.planner import Layout, plan
+from support.by_day import is_asked_for
 from support.models import DTYPES, config_for, is_expert
 
 STEPS = 3
@@ -213,6 +214,12 @@ def cases() -> list[Case]:
         Case(3, "bf16-stochastic", "optim_grads", 0.5, place="disk"),
     ]
     return found
+
+
+def is_by_day(case: Case) -> bool:
+    """What two or four ranks do as three do is for the night."""
+    is_common = case.precision == "fp16" or not case.fp32_reduce or case.rule != "adam"
+    return case.ranks == 3 or not (is_common or (case.ranks == 4 and case.clip == 0.0))
 
 
 def sum_instead_of_average(rank: int, group: dist.ProcessGroup) -> list[str]:
@@ -629,7 +636,7 @@ def leave(rank: int, gone: int, group: dist.ProcessGroup) -> dict[str, Any]:
     return {"told": told, "seconds": time.monotonic() - began}
 
 
-def main(directory: str) -> None:
+def main(directory: str, *times: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     groups = {ranks: dist.new_group(list(range(ranks))) for ranks in (2, 3, 4)}
@@ -641,7 +648,7 @@ def main(directory: str) -> None:
     results: dict[str, Any] = {
         repr(case): train(*build(case, groups[case.ranks]), case, rank)
         for case in cases()
-        if rank < case.ranks
+        if rank < case.ranks and is_asked_for(is_by_day(case), times)
     }
     results["experts"] = [experts_on_two_ranks(rank, *layout, own) for layout in EXPERT_LAYOUTS]
     results["forgotten groups"] = forgotten_groups(own)
@@ -677,4 +684,4 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

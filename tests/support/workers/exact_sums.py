@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from mp_optim import MegatronOptimizer, OptimizerConfig, checkpoint, get_megatron_optimizer
+from support.by_day import is_asked_for
 
 SHAPES = {
     "wide": (6, 10),
@@ -168,6 +169,11 @@ MESHES: dict[str, tuple[tuple[int, ...], Placements]] = {
 LAYOUTS = [*MESHES, *ZERO]
 
 
+def is_by_day(layout: str, kind: tuple[str, str, float]) -> bool:
+    """Every other kind of a layout, and every other layout of a kind."""
+    return (LAYOUTS.index(layout) + KINDS.index(kind)) % 2 == 0
+
+
 def run(
     layout: str, rule: str, precision: str, fraction: float, folder: str
 ) -> dict[str, dict[str, Tensor]]:
@@ -194,14 +200,13 @@ def run(
     return {**found, "loaded": outcome(model)}
 
 
-def main(folder: str) -> None:
+def main(folder: str, *times: str) -> None:
     dist.init_process_group("gloo")
     found = {}
     for layout in LAYOUTS:
-        for rule, precision, fraction in KINDS:
-            found[f"{layout}, {rule}, {precision}, {fraction}"] = run(
-                layout, rule, precision, fraction, folder
-            )
+        for kind in KINDS:
+            if is_asked_for(is_by_day(layout, kind), times):
+                found[", ".join(map(str, (layout, *kind)))] = run(layout, *kind, folder)
     torch.save(found, f"{folder}/rank{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -210,4 +215,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

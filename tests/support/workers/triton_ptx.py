@@ -3,8 +3,8 @@ itself, and prints the PTX they would have run as JSON, with the registers that 
 it.
 
 A program of its own, because a process either interprets Triton or compiles it: ``python
--m support.workers.triton_ptx 90``. With a folder that holds another Triton first on PYTHONPATH it
-compiles by that one (``support.tritons``).
+-m support.workers.triton_ptx 90 all``. With a folder that holds another Triton first on PYTHONPATH
+it compiles by that one (``support.tritons``).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from triton.runtime.driver import driver
 from mp_optim.update.backends.triton import backend, launches
 from mp_optim.update.backends.triton.launches import shape_of
 from mp_optim.update.kernel_args import LaunchDtypes
+from support import tritons
 from support.triton_cases import GROUP, PASSES, Case, lists_of, step_with
 
 PLAIN = Case(aligned=True)
@@ -112,6 +113,12 @@ VARIANTS: dict[str, tuple[str, Case, dict[str, Any]]] = {
     "muon, main params": ("muon_apply", PLAIN, {}),
     "muon, remainders": ("muon_apply", Case(torch.float32, None, torch.int16, aligned=True), {}),
 }
+SOME = (
+    *("adam", "adam, misaligned", "adam, fp32, l2, multiplier on the device", "adam, 8 bits"),
+    *("adam, 4 bits, misaligned", "sgd", "lion", "ademamix, 8 bits", "lamb, 8 bits"),
+    *("stable_adamw", "muon, bfloat16 momenta, noisy", "muon, remainders"),
+)
+"""Each kernel in one form or two."""
 
 
 class Driver:
@@ -233,10 +240,11 @@ def elements_of(kernel: str, case: Case, moments: list[torch.dtype | None]) -> t
     return elements, min(shape["RUN"], elements)
 
 
-def main(arch: int) -> None:
+def main(arch: int, which: str) -> None:
     compiled: list[Compiled] = []
     kernels, result = backend_for(arch, compiled), {}
-    for label, (rule, case, settings) in VARIANTS.items():
+    for label in SOME if which == tritons.SOME else VARIANTS:
+        rule, case, settings = VARIANTS[label]
         compiled.clear()
         lists = lists_of(1, [300, 1, 5000], PASSES[rule], case)
         short = rule.split()[-1]
@@ -259,4 +267,4 @@ def main(arch: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])

@@ -99,7 +99,7 @@ def check(schedule):
     assert not run.wrong_bits(plain_outcome(schedule))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(schedule=schedules())
 def test_schedules_are_clean_and_give_the_bits_of_the_plain_run(schedule):
     check(schedule)
@@ -107,7 +107,7 @@ def test_schedules_are_clean_and_give_the_bits_of_the_plain_run(schedule):
 
 @pytest.mark.repeats
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(schedule=schedules())
 def test_many_schedules_are_clean_and_give_the_bits_of_the_plain_run(schedule):
     check(schedule)

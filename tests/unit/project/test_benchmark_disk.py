@@ -40,7 +40,7 @@ def test_what_backward_hides_is_shown_for_each_mode(tmp_path, capsys):
 
 
 @needs_kernels
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "overlap"])
 def test_a_run_under_a_limit_has_the_parameters_of_one_in_memory(tmp_path, capsys, mode):
     """The state is larger than the limit."""
     options = {"folder": tmp_path, "state": 150, "window": 4, "memory": 120, "steps": 3}

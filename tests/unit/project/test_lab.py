@@ -10,7 +10,7 @@ import pytest
 
 from lab import levels, nightly, trace_step
 from lab.__main__ import COMMANDS, main
-from support.launch import ROOT, run
+from support.launch import ROOT
 
 
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,9 +24,12 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert left.value.code == 2
 
 
-def test_a_night_runs_its_machines_with_one_seed(tmp_path: Path) -> None:
+def test_a_night_runs_its_machines_with_one_seed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     size = ("--programs", "2", "--layouts", "1", "--seed", "7", "--output", str(tmp_path))
-    said = run("tests/lab", "nightly", "--only", "layouts", "programs", *size)
+    assert main(["nightly", "--only", "layouts", "programs", *size]) == 0
+    said = capsys.readouterr().out
     assert [line.split(",")[0] for line in said.splitlines()] == ["programs: good", "layouts: good"]
     assert "2 programs, " in (tmp_path / "programs.log").read_text()
     assert "1 layouts from 7: 0 failed" in (tmp_path / "layouts.log").read_text()

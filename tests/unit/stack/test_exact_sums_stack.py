@@ -3,6 +3,7 @@ process, and checkpoints that each layout reads of the other."""
 
 import pytest
 
+from support.by_day import asked_for
 from support.launch import results_of_ranks
 from support.models import same_bits
 from support.workers import exact_sums as worker
@@ -21,17 +22,28 @@ def expected(folder):
 
 
 @pytest.fixture(scope="module")
-def ranks(folder, expected):
+def ranks(request, folder, expected):
     """What the four ranks of workers/exact_sums.py found."""
-    return results_of_ranks("exact_sums", 4, folder)
+    return results_of_ranks("exact_sums", 4, folder, *asked_for(request))
+
+
+each_case = pytest.mark.parametrize(
+    ("layout", "rule", "precision", "fraction"),
+    [
+        pytest.param(
+            layout, *kind, marks=[] if worker.is_by_day(layout, kind) else pytest.mark.slow
+        )
+        for layout in worker.LAYOUTS
+        for kind in worker.KINDS
+    ],
+)
 
 
 def differing(found, expected):
     return [name for name, value in expected.items() if not same_bits(found[name], value)]
 
 
-@pytest.mark.parametrize(("rule", "precision", "fraction"), worker.KINDS)
-@pytest.mark.parametrize("layout", worker.LAYOUTS)
+@each_case
 def test_every_layout_has_the_bits_of_one_process(
     ranks, expected, layout, rule, precision, fraction
 ):
@@ -41,8 +53,7 @@ def test_every_layout_has_the_bits_of_one_process(
         assert differing(found["loaded"], expected[rule, precision]) == []
 
 
-@pytest.mark.parametrize(("rule", "precision", "fraction"), worker.KINDS)
-@pytest.mark.parametrize("layout", worker.LAYOUTS)
+@each_case
 def test_one_process_goes_on_from_every_layouts_checkpoint(
     ranks, folder, expected, layout, rule, precision, fraction
 ):

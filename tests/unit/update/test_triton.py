@@ -851,10 +851,15 @@ WIDE = r"{}\.global[\w.:]*\.(?:v4\.[bfu]32|v2\.[bfu]64)"
 HALF = r"{}\.global[\w.:]*\.v2\.[bfu]32"
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What launches compile for sm_90."""
-    return tritons.compiled(None, "90", tmp_path_factory.mktemp("triton"))
+@pytest.fixture(
+    scope="module", params=[tritons.SOME, pytest.param(tritons.ALL, marks=pytest.mark.slow)]
+)
+def compiled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """What launches compile for sm_90: by day one or two forms of each kernel."""
+    folder = tmp_path_factory.mktemp("triton")
+    return tritons.compiled(None, "90", folder, which=request.param)
 
 
 def test_no_scalar_is_compiled_into_a_kernel(compiled: dict[str, dict[str, Any]]) -> None:
