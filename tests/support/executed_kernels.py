@@ -3,12 +3,17 @@ PTX without a GPU, in place of the interpreter.
 
 MP_OPTIM_PTX=90 python -m pytest -p support.executed_kernels tests/unit/update/test_conformance.py
 
+Or as a program, which carries out a command of the lab so:
+
+MP_OPTIM_PTX=90 MP_OPTIM_BACKENDS=triton python -m support.executed_kernels programs --programs 50
+
 With MP_OPTIM_LAUNCHES=FILE every form of a launch is noted there.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import mp_optim.update.backends.triton
@@ -33,3 +38,11 @@ mp_optim.update.backends.triton.triton_backend = lambda: (BACKEND, f"PTX of sm_{
 def pytest_sessionfinish() -> None:
     if file := os.environ.get("MP_OPTIM_LAUNCHES"):
         forms.add_to(Path(file), NOTED)
+
+
+if __name__ == "__main__":
+    from lab.__main__ import main
+
+    status = main(sys.argv[1:])
+    pytest_sessionfinish()
+    sys.exit(status)

@@ -82,9 +82,10 @@ class Drawn:
     place: float
 
     def mutant(self, ptx: str) -> Mutant | None:
-        """The text with the fault; None if it has no place for it."""
+        """The text with the fault; None if it has no place for it. Where the text would stay as it
+        is (the square of a number has no other operand), there is none."""
         pattern, change = FAULTS[self.fault]
-        places = list(pattern.finditer(ptx))
+        places = [match for match in pattern.finditer(ptx) if change(match) != match[0]]
         if not places:
             return None
         match = places[int(self.place * len(places))]

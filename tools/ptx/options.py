@@ -16,7 +16,8 @@ class Options:
     arches: tuple[int, ...] = ARCHES
     """Compute capabilities."""
     elements: int = 1_000_000
-    """Of each trial, in tensors of odd sizes; half of them with odd values."""
+    """Of each trial, counted in each launch, in tensors of odd sizes; half of them with odd
+    values."""
     results: Path | None = None
     """Where results are kept: what is in this file is not carried out again."""
     only: tuple[str, ...] = ()

@@ -38,7 +38,7 @@ class Executed:
 
     Attributes:
         texts: a digest of all of them.
-        elements: of tensors, each of which is stepped twice or more.
+        elements: of tensors, counted in each launch.
         differing: elements of other bits than reference's.
         error: what the machine refused; empty if nothing.
         arch: target that they were compiled for; others may have the same.

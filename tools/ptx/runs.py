@@ -77,7 +77,7 @@ def all_trials(options: Options, console: Console) -> bool:
     """Whether every trial has reference's bits on every target. What several targets compile to
     the same text is carried out once."""
     known, chosen = forms.read(), _chosen(options)
-    sizes, results = trials.sizes_of(options.elements // 2), Results(options.results)
+    sizes, results = trials.sizes_of(options.elements // trials.LAUNCHES), Results(options.results)
     targets = {arch: OnTarget() for arch in options.arches}
     noting = Noting()
     for trial in chosen:
@@ -94,7 +94,7 @@ def all_trials(options: Options, console: Console) -> bool:
         console.print(line, highlight=False)
     done = [each for found in targets.values() for each in found.executed]
     wrong = sum(bool(each.error or each.differing) for each in done)
-    console.print(f"{len(chosen)} trials of {2 * sum(sizes)} elements, {wrong} wrong")
+    console.print(f"{len(chosen)} trials of {trials.LAUNCHES * sum(sizes)} elements, {wrong} wrong")
     for arch, found in targets.items():
         never = [form for form in known if form not in found.texts]
         console.print(f"sm_{arch}: {len(found.texts)} forms; not launched: {len(never)}")
@@ -128,7 +128,7 @@ class _Work:
 
     def executed(self, arch: int, texts: str) -> Executed:
         """What carrying it out finds, or found."""
-        elements = 2 * sum(self._sizes)
+        elements = trials.LAUNCHES * sum(self._sizes)
         known = self._results.of(str(self._trial), texts, elements)
         if known is not None:
             return known

@@ -35,6 +35,8 @@ _PARTS = {
 """Kernels that are launched along with others, by the rule that launches them."""
 _SMALL = (0, 1, 255, 256, 257, 1296, 2047, 2049, 8176, 8191, 8193, 16385)
 """Tails of a few elements and of almost whole tiles and chunks, at multiples of 16 and not."""
+LAUNCHES = 4
+"""Of a kernel over a trial's tensors, at least: plain values and odd ones, two steps of each."""
 _MULTIPLIERS = (0.37, 0.87)
 """Of the first step and of later ones. By the second the largest gradients stay about as large."""
 

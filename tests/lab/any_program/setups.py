@@ -3,6 +3,7 @@ be typed in."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,6 +142,7 @@ class Setup:
 
 
 FRACTIONS = (0.0, 0.37, 1.0)
+BACKENDS = tuple(os.environ.get("MP_OPTIM_BACKENDS", "reference native auto").split())
 LOWEST_RATE = 0.1
 """Below it the foreign optimizer's rate begins again with 1."""
 
@@ -163,7 +165,7 @@ def places(precision: str) -> SearchStrategy[Place]:
         Place,
         st.sampled_from(FRACTIONS),
         st.sampled_from(("sync", "overlap", "speculative")),
-        st.sampled_from(("reference", "native", "auto")),
+        st.sampled_from(BACKENDS),
         compact,
         st.booleans(),
         st.sampled_from(("host", "host", "streamed", "auto")),
