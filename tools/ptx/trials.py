@@ -198,8 +198,12 @@ def stepped(backend: Any, trial: Trial, lists: TensorLists) -> list[Tensor]:
 
 
 def lists_for(trial: Trial, sizes: Sequence[int]) -> TensorLists:
-    """The tensors of a trial, with plain values."""
-    return lists_of(7, sizes, PASSES[trial.rule], trial.case)
+    """The tensors of a trial, with plain values; gradients beyond float16 are its largest, so that
+    sums are finite."""
+    lists = lists_of(7, sizes, PASSES[trial.rule], trial.case)
+    for grad in lists.grad:
+        grad.nan_to_num_()
+    return lists
 
 
 def launches_of(backend: MachineBackend, trial: Trial) -> None:
