@@ -32,6 +32,14 @@ class Options:
     """The library's own self-test instead."""
     sass: bool = False
     """Tables of their machine code instead, and what follows from it for some cards."""
+    amd: bool = False
+    """Instead what Triton's AMD back end makes of the launches: compiled, read and never run."""
+    gfx: tuple[str, ...] = ("gfx942", "gfx950")
+    """Targets of it."""
+    record: bool = False
+    """Note in docs/gpu.json what was found."""
+    page: bool = False
+    """Make docs/gpu.md anew from docs/gpu.json, and nothing else."""
     mutants: bool = False
     """The listed faults instead, each in the text of one kernel; exits with 1 if more than one in
     twenty passes for right."""

@@ -14,7 +14,7 @@ from ptx.kernels import MachineBackend  # isort: skip  (before what interprets k
 
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.self_test import RECORDED, digests, prove
-from ptx import forms, mutants, trials
+from ptx import amd, forms, mutants, record, trials
 from ptx.options import Options
 from ptx.results import Executed, OnTarget, Results, table
 from ptx.tables import tables
@@ -170,8 +170,23 @@ def mutated(options: Options, console: Console) -> bool:
     return passed * 20 <= len(listed)
 
 
+def read_for_amd(options: Options, console: Console) -> bool:
+    """Whether every form has the arithmetic of ``reference`` on AMD's targets, by their text."""
+    readings = [amd.Reading(target) for target in options.gfx]
+    for reading in readings:
+        reading.read(_chosen(options))
+    for line in amd.lines(readings):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if options.record:
+        amd.note(readings)
+    return not any(reading.faults() for reading in readings)
+
+
 def run(options: Options, console: Console) -> bool:
     """Do what is asked for; whether nothing was wrong."""
+    if options.page:
+        record.PAGE.write_text(record.page(record.PAGE.read_text()))
+        return True
     if options.list:
         for trial in trials.trials_of(forms.read()):
             console.print(str(trial), highlight=False)
@@ -181,6 +196,8 @@ def run(options: Options, console: Console) -> bool:
         for line in tables(_chosen(options), options.arches):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         return True
+    if options.amd:
+        return read_for_amd(options, console)
     if options.mutants:
         return mutated(options, console)
     if options.step or options.proof:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from ptx.kernels import MachineBackend  # isort: skip  (before what interprets kernels)
 
 from ptx.forms import form_of
+from ptx.record import table
 from ptx.sass import CARDS, Assembled, Card, assembled
 from ptx.trials import Trial, launches_of
 from ptx.triton_driver import Launch, StaticDriver
@@ -32,14 +33,15 @@ def _kernels(trials: Sequence[Trial], arch: int) -> Codes:
             launches_of(backend, trial)
             for launch in launched:
                 name = launch.function.name
-                state = "" if name.endswith("_sums") and name != "clip_sums" else _state(trial)
+                state = "" if name.endswith("_sums") and name != "clip_sums" else state_of(trial)
                 if (name, state) not in found:
                     code = assembled(launch.function, arch, launch.warps)
                     found[name, state] = launch, code
     return found
 
 
-def _state(trial: Trial) -> str:
+def state_of(trial: Trial) -> str:
+    """What a trial is launched on, in words."""
     return str(trial).partition(": ")[2].removesuffix(", aligned, host")
 
 
@@ -67,16 +69,10 @@ def tables(trials: Sequence[Trial], arches: Sequence[int]) -> Iterator[str]:
     said = ["instructions an element", "bytes an element", "16 bytes at a time", "barriers"]
     said += ["stack", "fused"]
     heads = [f"registers, warps: sm_{arch}" for arch in arches]
-    yield from _table(["kernel", "state", *heads, *said], _rows(codes))
+    yield from table(["kernel", "state", *heads, *said], _rows(codes))
     cards = [card for card in CARDS if card.arch in codes]
     heads = [f"{card.name}, ms" for card in cards]
-    yield from _table(["kernel", "state", *heads], _predictions(codes, cards))
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    yield from ("", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|")
-    for row in rows:
-        yield f"| {' | '.join(map(str, row))} |"
+    yield from table(["kernel", "state", *heads], _predictions(codes, cards))
 
 
 def _rows(codes: dict[int, Codes]) -> Iterator[list[object]]:

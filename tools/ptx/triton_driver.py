@@ -19,6 +19,8 @@ from ptx import parser
 from ptx.machine import execute
 from ptx.memory import GlobalMemory, piece_of
 
+_MULTIPLE = ["tt.divisibility", 16]
+"""How Triton says that an argument is a multiple of 16."""
 _SHARED = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
 """Bytes a block may have, by target."""
 
@@ -105,7 +107,7 @@ class StaticDriver:
         """What Triton launches a kernel with."""
         names = list(source.signature)
         constants = {names[path[0]]: value for path, value in source.constants.items()}
-        promised = {names[path[0]] for path, attributes in source.attrs.items() if attributes}
+        promised = {names[path[0]] for path, said in source.attrs.items() if _MULTIPLE in said}
         signature = {name: str(kind) for name, kind in source.signature.items()}
 
         def launch(
