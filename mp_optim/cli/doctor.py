@@ -51,11 +51,19 @@ def _backends(devices: Sequence[torch.device]) -> Table:
     return rows
 
 
+_AMD = (
+    "the Triton kernels were compiled for gfx942 and gfx950 and read, never run on one; what holds "
+    "is the proof below"
+)
+
+
 def _software() -> Table:
+    rocm = torch.version.hip
     return [
         ["python", platform.python_version()],
         ["torch", torch.__version__],
         ["CUDA of torch", str(getattr(torch.version, "cuda", None) or "none: a CPU build")],
+        *([["ROCm of torch", f"{rocm}; {_AMD}"]] if rocm else []),
         ["machine", f"{platform.system()} {platform.machine()}"],
     ]
 

@@ -94,6 +94,15 @@ def test_it_prints_with_rich_on_a_terminal(
     assert "OptimizerConfig" in capsys.readouterr().out
 
 
+def test_it_says_of_a_build_for_amd_that_nothing_was_run_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "ROCm" not in str(doctor._software())
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    (row,) = (row for row in doctor._software() if row[0] == "ROCm of torch")
+    assert row[1].startswith("6.4.1; ") and "never run" in row[1]
+
+
 @pytest.mark.gpu
 def test_it_knows_the_gpu(text: str) -> None:
     assert torch.cuda.get_device_name(0) in text and "cuda:0  " in text
