@@ -270,7 +270,8 @@ def _inputs(planned: PlannedLaunch) -> tuple[object, ...]:
     """What the result depends on beside tensors."""
     updates = planned.updates
     columns = map(list, (updates.streams, updates.shard_groups, updates.layouts))
-    return planned.group, planned.positions, planned.settings, planned.launch, *columns
+    shared = planned.device, planned.step, planned.multiplier, list(planned.lists.state)
+    return planned.group, planned.positions, planned.settings, shared, *columns
 
 
 def _stepped(planned: PlannedLaunch) -> list[Tensor]:

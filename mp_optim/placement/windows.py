@@ -207,12 +207,13 @@ def _launch_of(planned: PlannedLaunch, members: Sequence[tuple[Piece, Tensors]])
     noise = lists.noise and [
         replace(lists.noise[p.index], start=lists.noise[p.index].start + p.start) for p in pieces
     ]
-    there = planned.launch._replace(device=mains[0].device)
     return PlannedLaunch(
         planned.group,
         list(map(planned.positions.__getitem__, indices)),
         planned.settings,
-        there,
+        mains[0].device,
+        planned.step,
+        planned.multiplier,
         planned.updates.take(indices),
         mains,
         outputs,

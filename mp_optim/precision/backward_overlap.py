@@ -174,10 +174,13 @@ class BackwardOverlap:
         assert self.stepper is not None
         arrivals = self.stepper.schedule.arrivals
         known = [arrivals.sum_of_squares(grad) if grad.is_cpu else None for grad in grads]
+        found = {index: value for index, value in enumerate(known) if value is not None}
+        values = torch.tensor([*found.values()], dtype=torch.float64, device="cpu")
+        if len(found) == len(grads):
+            return values.to(device)
         sums = torch.zeros(len(grads), dtype=torch.float64, device=device)
-        if found := {index: value for index, value in enumerate(known) if value is not None}:
-            values = torch.tensor([*found.values()], dtype=torch.float64, device="cpu")
-            sums[index_on(device, [*found])] = values.to(device)
+        if found:
+            sums[index_on(device, tuple(found))] = values.to(device)
         # One launch reads memory of one place: released gradients apart from the others, which lie
         # on the device where the tests simulate one.
         released = {id(grad) for grad in self.released.values()}
@@ -186,7 +189,7 @@ class BackwardOverlap:
             some = [i for i in unknown if (id(grads[i]) in released) is are_released]
             if some:
                 left = [grads[index] for index in some]
-                sums[index_on(device, some)] = measure(left, self.fused_backend, device)
+                sums[index_on(device, tuple(some))] = measure(left, self.fused_backend, device)
         return sums
 
     # -- the multiplier that nothing would change -------------------------------------------------

@@ -81,7 +81,7 @@ def measure(grads: Sequence[Tensor], fused_backend: str, device: torch.device) -
     for where in grads.devices:
         here = [index for index, grad in enumerate(grads) if grad.device == where]
         some = [grads[index] for index in here]
-        sums[index_on(device, here)] = measure(some, fused_backend, device)
+        sums[index_on(device, tuple(here))] = measure(some, fused_backend, device)
     return sums
 
 
@@ -100,7 +100,10 @@ def total_by_key(
     members: dict[NormKey, list[int]] = {key: [] for key in all_keys}
     for index, key in enumerate(keys):
         members[key].append(index)
-    return {key: _pairwise_sum(sums[index_on(sums.device, some)]) for key, some in members.items()}
+    return {
+        key: _pairwise_sum(sums[index_on(sums.device, tuple(some))])
+        for key, some in members.items()
+    }
 
 
 _FEW = 256
@@ -252,7 +255,7 @@ def of_parameters(sums: Tensor, indices: Sequence[int], split_over: Sequence[Gro
         of_slots = sums.clone()
     else:
         of_slots = sums.new_zeros(len(split_over))
-        of_slots[index_on(sums.device, indices)] = sums
+        of_slots[index_on(sums.device, tuple(indices))] = sums
     add_over_ranks(of_slots, split_over, "agreeing on the gradient norms of parameters")
     return of_slots
 
@@ -272,7 +275,7 @@ def add_over_ranks(sums: Tensor, split_over: Sequence[Groups], doing: str) -> No
         if groups and len(indices) == len(split_over):
             reduce_over(groups, sums, doing)
         elif groups:
-            where = index_on(sums.device, indices)
+            where = index_on(sums.device, tuple(indices))
             some = sums[where]
             reduce_over(groups, some, doing)
             sums[where] = some
@@ -308,7 +311,7 @@ class UpdateWatch:
         updates = measure(self._before, self._fused_backend, self._device)
         counts = [tensor.numel() for tensor in self._before]
         self._before.clear()
-        numel = index_on(self._device, counts).double()
+        numel = index_on(self._device, tuple(counts)).double()
         sums = torch.stack([weights, updates, numel], dim=1)
         add_over_ranks(sums, self._split_over, "adding up the updates of parameters")
         return sums

@@ -28,7 +28,7 @@ from mp_optim.slots.slot_state import SlotState
 from mp_optim.update.backends import Backend, check_forms, choose_backend, rule_note
 from mp_optim.update.codecs import Noise, mix
 from mp_optim.update.kernel_args import TensorLists
-from mp_optim.update.launches import PlannedLaunch, SharedByLaunch, contiguous, contiguous_outputs
+from mp_optim.update.launches import PlannedLaunch, Shared, contiguous, contiguous_outputs
 from mp_optim.update.rule import Launch, Rule
 from mp_optim.update.rule_state import GroupState, RuleSlotState, RuleState, SteppedTogether
 from mp_optim.update.state_format import StatePrecision
@@ -139,7 +139,7 @@ class RuleExecutor(Executor):
             for launch in launches:
                 self.carry_out(launch)
             rows.groups[index].count(positions)
-            if isinstance(multiplier := launches[0].launch.multiplier, DeviceMultiplier):
+            if isinstance(multiplier := launches[0].multiplier, DeviceMultiplier):
                 rows.unsettled.append((rows.groups[index], positions, multiplier))
 
     def plan(self, updates: SlotUpdates, grad_norm: float | None = None) -> list[PlannedLaunch]:
@@ -202,26 +202,22 @@ class RuleExecutor(Executor):
                 return [again]
         names = rows.moment_keys(index, positions)
         if is_common and all(len(each) == 1 for each in (mains.devices, mains.dtypes, set(names))):
-            launch = SharedByLaunch(
-                mains[0].device, mains[0].dtype, counts[0], multiplier, names[0]
-            )
-            planned = self._planned(index, launch, updates, positions, mains, settings)
+            shared = mains[0].device, mains[0].dtype, counts[0], multiplier, names[0]
+            planned = self._planned(index, shared, updates, positions, mains, settings)
             if kept is not None:
                 self._keep(kept, planned, updates.outputs, settings)
             return [planned]
         if len(counts) < len(positions):
             counts = counts * len(positions)
         values = [multipliers[value] for value in updates.multipliers]
-        launches = [
-            SharedByLaunch(main.device, main.dtype, count, value, names)
-            for main, count, value, names in zip(mains, counts, values, names, strict=True)
-        ]
+        devices, dtypes = ([main.device for main in mains], [main.dtype for main in mains])
+        of_each = list(zip(devices, dtypes, counts, values, names, strict=True))
         several = []
-        for launch in dict.fromkeys(launches):
-            members = [i for i, other in enumerate(launches) if other == launch]
+        for shared in dict.fromkeys(of_each):
+            members = [i for i, other in enumerate(of_each) if other == shared]
             chosen, of_launch = updates.take(members), [positions[member] for member in members]
             some = CachedTensorList(map(mains.__getitem__, members))
-            several.append(self._planned(index, launch, chosen, of_launch, some, settings))
+            several.append(self._planned(index, shared, chosen, of_launch, some, settings))
         return several
 
     def _clipped(
@@ -261,19 +257,19 @@ class RuleExecutor(Executor):
         is_same = checked is not None and checked is kept.checked
         if not is_same and self._moments(settings) != kept.moments:
             return None
-        known, launch = last.lists, last.launch._replace(step=step, multiplier=multiplier)
+        known = last.lists
         precision, grads = self.rows.precision, CachedTensorList.of(updates.grads)
         lists = TensorLists(
             known.main,
             grads if grads.contiguous else contiguous(grads),
             known.state,
             known.output,
-            self._noise(launch, updates) if precision.stochastic_rounding else None,
+            self._noise(step, updates) if precision.stochastic_rounding else None,
             None,
             1.0 if precision.ema_decay is None else precision.average_weight(int(step) + 1),
             known.prepared,
         )
-        return last._replace(launch=launch, updates=updates, lists=lists)
+        return last._replace(step=step, multiplier=multiplier, updates=updates, lists=lists)
 
     def _moments(self, settings: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
         return self.rule.moments(settings), self.rule.unread_moments(settings)
@@ -298,13 +294,14 @@ class RuleExecutor(Executor):
     def _planned(
         self,
         index: int,
-        launch: SharedByLaunch,
+        shared: Shared,
         updates: SlotUpdates,
         positions: list[int],
         mains: CachedTensorList,
         settings: dict[str, Any],
     ) -> PlannedLaunch:
         outputs, rows = updates.outputs, self.rows
+        device, dtype, step, multiplier, moments = shared
         if not isinstance(outputs, CachedTensorList):
             outputs = list(outputs)
         lists = TensorLists(
@@ -312,21 +309,23 @@ class RuleExecutor(Executor):
             grad=contiguous(CachedTensorList.of(updates.grads)),
             state={
                 key: rows.state_tensors(index, key, positions)
-                for key in rows.stored_keys(launch.moments, launch.dtype)
+                for key in rows.stored_keys(moments, dtype)
             },
             output=contiguous_outputs(outputs),
-            noise=self._noise(launch, updates),
-            average_weight=rows.precision.average_weight(int(launch.step) + 1),
+            noise=self._noise(step, updates),
+            average_weight=rows.precision.average_weight(int(step) + 1),
             prepared={},
         )
-        return PlannedLaunch(index, positions, settings, launch, updates, mains, outputs, lists)
+        return PlannedLaunch(
+            index, positions, settings, device, step, multiplier, updates, mains, outputs, lists
+        )
 
-    def _noise(self, launch: SharedByLaunch, updates: SlotUpdates) -> list[Noise] | None:
+    def _noise(self, step: float, updates: SlotUpdates) -> list[Noise] | None:
         """Random bits that depend on seed, step and parameter alone."""
         precision = self.rows.precision
         if not precision.stochastic_rounding:
             return None
-        seed = mix(precision.seed ^ mix(int(launch.step) + 1))
+        seed = mix(precision.seed ^ mix(int(step) + 1))
         streams = [
             stream_of(self.slot_name(slot)) if stream is None else stream
             for slot, stream in zip(updates.slots, updates.streams, strict=True)
@@ -336,18 +335,17 @@ class RuleExecutor(Executor):
     def carry_out(self, planned: PlannedLaunch) -> None:
         """Step the tensors of a launch. Reads nothing of this object that a step changes, so any
         thread may do it."""
-        launch, lists = planned.launch, planned.lists
+        lists, multiplier = planned.lists, planned.multiplier
         if borrows:
             before_writing(planned.mains, lists.main, *lists.state.values())
-        backend, _ = self.backend_for(launch.device)
+        backend, _ = self.backend_for(planned.device)
         if not backend.reads_source:
             lists = lists.in_place()
-        multiplier = launch.multiplier
         known = self.rows.groups[planned.group]
         work = Launch(
             lists,
             planned.settings,
-            int(launch.step) + 1,
+            int(planned.step) + 1,
             multiplier.values if isinstance(multiplier, DeviceMultiplier) else multiplier,
             planned.updates,
             [known.regions[position] for position in planned.positions],

@@ -11,27 +11,17 @@ from torch import Tensor
 from mp_optim.slots import CachedTensorList, Multiplier, SlotUpdates
 from mp_optim.update.kernel_args import TensorLists
 
-
-class SharedByLaunch(NamedTuple):
-    """Updates of one group with equal keys go into one backend call.
-
-    Attributes:
-        moments: keys of the moments and of their scales.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    step: float
-    multiplier: Multiplier
-    moments: tuple[str, ...]
+Shared = tuple[torch.device, torch.dtype, float, Multiplier, tuple[str, ...]]
+"""What updates of one group have in common that go into one backend call: device, dtype, count of
+steps, multiplier, and keys of the moments and of their scales."""
 
 
 class PlannedLaunch(NamedTuple):
     """One backend call of a step, with all that its result depends on.
 
     Attributes:
-        group, positions: the slots. settings: of their group. launch: what they share. updates:
-            their updates.
+        group, positions: the slots. settings: of their group. updates: their updates.
+        device, step, multiplier: what these have in common.
         mains, outputs: what is stepped and written; ``lists`` holds copies of those that are not
             contiguous.
         lists: what the backend is handed.
@@ -40,7 +30,9 @@ class PlannedLaunch(NamedTuple):
     group: int
     positions: list[int]
     settings: dict[str, Any]
-    launch: SharedByLaunch
+    device: torch.device
+    step: float
+    multiplier: Multiplier
     updates: SlotUpdates
     mains: CachedTensorList
     outputs: Sequence[Tensor | None]

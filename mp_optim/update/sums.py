@@ -90,14 +90,10 @@ def root(values: Tensor) -> Tensor:
     ).view_as(values)
 
 
-def index_on(device: torch.device, indices: Sequence[int]) -> Tensor:
+@lru_cache(maxsize=64)
+def index_on(device: torch.device, indices: tuple[int, ...]) -> Tensor:
     """Int64 indices on a device, copied there once: a copy from ordinary host memory waits for the
     device."""
-    return _index_on(device, tuple(indices))
-
-
-@lru_cache(maxsize=64)
-def _index_on(device: torch.device, indices: tuple[int, ...]) -> Tensor:
     return torch.tensor(indices, dtype=torch.long, device=device)
 
 
@@ -182,7 +178,7 @@ def reduce_rows(rows: Tensor, shard_groups: Sequence[Groups], doing: str) -> Non
         if groups:
             split[groups].append(index)
     for groups, indices in split.items():
-        where = index_on(rows.device, indices)
+        where = index_on(rows.device, tuple(indices))
         part = rows[where]
         reduce_over(groups, part, doing)
         rows[where] = part

@@ -8,19 +8,20 @@ to it.
 from __future__ import annotations
 
 import ctypes
+import operator
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain, repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mp_optim.config.rules import RULES
 from mp_optim.config.state_forms import BF16, FIRST_FORMS, FP16, FP32, REMAINDER_FORMS, SECOND_FORMS
-from mp_optim.slots import CachedTensorList, all_same
+from mp_optim.slots import CachedTensorList
 from mp_optim.slots.slot_state import AVERAGE
 from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.memory_access import LARGE, AccessChoice
@@ -59,7 +60,15 @@ _CODES = {
 
 
 class NativeTable:
-    """The C view of tensor lists; keeps what it points to alive."""
+    """The C view of tensor lists; keeps what it points to alive.
+
+    Attributes:
+        made_for: of one that is kept for further launches (in ``TensorLists.prepared``), the lists
+            that it is of. written: their tensors that kernels write.
+    """
+
+    made_for: tuple[Any, ...] = ()
+    written: list[Tensor]
 
     def __init__(
         self,
@@ -103,27 +112,25 @@ class NativeTable:
         """Elements of all tensors."""
         return sum(self._arrays["numel"])
 
-    def put(self, grads: CachedTensorList, average_weight: float) -> bool:
-        """Take other gradients for the same tensors; says whether kernels may read them so."""
-        if grads.own_sizes != self._arrays["numel"] or not grads.stored:
+    def take(self, lists: TensorLists) -> bool:
+        """Take the gradients of the next launch of the same main params, state and outputs; whether
+        kernels may read them so, and all else is the same."""
+        grads, made_for = lists.grad, (lists.main, *lists.state.values(), lists.output)
+        if (
+            lists.noise is not None
+            or lists.source is not None
+            or not isinstance(grads, CachedTensorList)
+            or len(made_for) != len(self.made_for)
+            or not all(map(operator.is_, made_for, self.made_for))
+            or [*map(_CODES["grad"].get, grads.dtypes)] != [self.tensors.grad_dtype]
+            or grads.own_sizes != self._arrays["numel"]
+            or not grads.stored
+        ):
             return False
         self._arrays["grad"] = grads.addresses
         self.tensors.grad = grads.addresses.buffer_info()[0]
-        self.tensors.average_weight = average_weight
+        self.tensors.average_weight = lists.average_weight
         return True
-
-
-class _Prepared(NamedTuple):
-    """The table of a launch, kept in ``TensorLists.prepared`` until the next one.
-
-    Attributes:
-        made_for: the lists that it is of. written: their tensors that kernels write.
-    """
-
-    made_for: tuple[Any, ...]
-    grad_dtype: torch.dtype
-    table: NativeTable
-    written: list[Tensor]
 
 
 @cache
@@ -151,10 +158,10 @@ class NativeBackend(ReferenceBackend):
     def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> None:
         numbers = [multiplier, *map(getattr, repeat(scalars), scalars.__slots__)]
         given = rule.encode(), (ctypes.c_float * len(numbers))(*numbers), len(numbers)
-        if (ready := _prepared(rule, lists)) is not None:
-            to = ctypes.byref(ready.table.tensors)
-            self.library.call("mp_step", to, *given, thread_count())
-            tell_autograd(ready.written)
+        kept: NativeTable | None = lists.prepared.get(rule) if lists.prepared else None
+        if kept is not None and kept.take(lists):
+            self.library.call("mp_step", ctypes.byref(kept.tensors), *given, thread_count())
+            tell_autograd(kept.written)
             return
         moments = kept_moments(lists, RULES[rule].moment_names)
         by_dtypes = alike_lists(lists, moments)
@@ -166,8 +173,10 @@ class NativeBackend(ReferenceBackend):
             self._call("mp_step", table, *given)
             mark_written(alike)
             if len(by_dtypes) == 1 and lists.prepared is not None:
-                written = [*alike.main, *(each for each in alike.output if each is not None)]
-                lists.prepared[rule] = _Prepared(lists.made_for, kind.grad, table, written)
+                outputs = [each for each in alike.output if each is not None]
+                table.written = [*alike.main, *outputs]
+                table.made_for = lists.main, *lists.state.values(), lists.output
+                lists.prepared[rule] = table
 
     def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
         values = values_of(lib.Muon, scalars, multiplier)
@@ -292,24 +301,6 @@ class NativeBackend(ReferenceBackend):
         if not self.access.is_settled and table.numel >= LARGE:
             self.access.settle(threads)
         self.library.call(name, ctypes.byref(table.tensors), *arguments, threads)
-
-
-def _prepared(rule: str, lists: TensorLists) -> _Prepared | None:
-    """What the last launch of the same main params, state and outputs left, with the gradients of
-    this one; None if it cannot be used."""
-    ready: _Prepared | None = lists.prepared.get(rule) if lists.prepared else None
-    grads = lists.grad
-    if (
-        ready is None
-        or lists.noise is not None
-        or lists.source is not None
-        or not isinstance(grads, CachedTensorList)
-        or grads.dtypes != {ready.grad_dtype}
-        or not all_same(ready.made_for, lists.made_for)
-        or not ready.table.put(grads, lists.average_weight)
-    ):
-        return None
-    return ready
 
 
 def values_of(structure: type[ctypes.Structure], scalars: Any, multiplier: float) -> Any:
