@@ -12,22 +12,64 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from mp_optim.precision import cuda_graph
 from mp_optim.precision.step_grads import StepGrads
 from mp_optim.precision.verdict import DeviceVerdict, VerdictNumbers
+from mp_optim.process.accelerator import CUDA, Cuda, accelerator_of
 from mp_optim.slots import DeviceMultiplier
 from mp_optim.slots.interrupted_step import StepMark
 
+_Result = TypeVar("_Result")
 WARM = 2
 """Steps with the same gradient memory before one is captured."""
 MOST_CHANGES = 8
 """Steps in a row with other gradient memory or another selection, after which no more is
 captured."""
+
+
+class CudaGraph:
+    """A CUDA graph with a memory pool of its own. Its tensors, also those it made, are at the same
+    addresses in every replay. Other threads may use the device while it is captured."""
+
+    def __init__(self, device: torch.device, accelerator: Cuda = CUDA) -> None:
+        self._accelerator, self._device = accelerator, device
+        self._graph = accelerator.new_graph()
+        # NOTE: torch's own stream for captures belongs to the device that was current when any
+        # graph was first captured; on another device nothing would be captured, in silence.
+        self._stream = accelerator.stream(device)
+
+    def capture(self, work: Callable[[], _Result]) -> _Result:
+        """Let ``work`` queue what it does into the graph; nothing happens on the device before
+        :meth:`replay`."""
+        with (
+            self._accelerator.on(self._device),
+            self._accelerator.capture(self._graph, self._stream),
+        ):
+            return work()
+
+    def replay(self) -> None:
+        """Queue the captured work once; nothing waits."""
+        self._graph.replay()
+
+
+def graph_for(device: torch.device) -> Callable[[], CudaGraph]:
+    """What makes graphs on a device.
+
+    Raises:
+        ValueError: there are none on this type of device.
+    """
+    accelerator = accelerator_of(device)
+    if accelerator is None:
+        raise ValueError(
+            f"optimizer_cuda_graph=True: the model's parameters are on {device.type}, where there "
+            "are no CUDA graphs; move the model to a GPU, or set optimizer_cuda_graph=False"
+        )
+    return partial(CudaGraph, device, accelerator)
 
 
 @dataclass(frozen=True)
@@ -58,8 +100,8 @@ class _Captured:
     """
 
     key: Any
-    measure: cuda_graph.CudaGraph
-    apply: cuda_graph.CudaGraph
+    measure: CudaGraph
+    apply: CudaGraph
     decided: VerdictNumbers
     rehearsal: Any
     table: Tensor
@@ -91,7 +133,7 @@ class GraphedStep:
 
     def __init__(self, device: torch.device, backend: Any) -> None:
         self._device, self._backend = device, backend
-        self._new_graph: Callable[[], cuda_graph.CudaGraph] = cuda_graph.graph_for(device)
+        self._new_graph: Callable[[], CudaGraph] = graph_for(device)
         self._captured: _Captured | None = None
         self._last: Any = None
         self._steady = self._changes = 0

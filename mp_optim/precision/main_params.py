@@ -71,6 +71,7 @@ class MainParams:
 
     Attributes:
         table: what was last seen at every slot.
+        expected: slots with a loaded remainder beside which no parameter was seen yet.
         reloaded: how often a main param took the value of a parameter that was written from
             outside.
 
@@ -88,6 +89,7 @@ class MainParams:
         self._param_groups, self._executor = param_groups, executor
         self._process_groups, self._check_param = process_groups, check_param
         self._agreement = Agreement()
+        self.expected: Mapping[Slot, int] = self._agreement.expected
         self._ready: dict[Slot, Tensor] = {}
         """Parameters that have a main param in case they are trained."""
         self.table = SlotTable()
@@ -412,11 +414,6 @@ class MainParams:
         ]
         known = dict(zip(slots, checksums_of([self._local(slot) for slot in slots]), strict=True))
         return [known.get(slot) for slot in self.table.slots]
-
-    @property
-    def expects_weights(self) -> bool:
-        """Whether there are loaded remainders beside which no parameter was seen yet."""
-        return bool(self._agreement.expected)
 
     def check_remainders(self, slot: Slot | None) -> None:
         """Raise ValueError if a loaded remainder, of one slot or of all, lies beside a parameter

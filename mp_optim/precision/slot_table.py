@@ -17,7 +17,6 @@ from mp_optim.precision.settings_agreement import SettingsAlike
 from mp_optim.quantized import FLOAT8_DTYPES, is_quantized
 from mp_optim.slots import (
     CachedTensorList,
-    Multiplier,
     Slot,
     SlotUpdate,
     SlotUpdates,
@@ -34,7 +33,7 @@ from mp_optim.slots.tensors import has_memory
 
 @dataclass(frozen=True)
 class Selection:
-    """Some slots, and their updates but for gradients and multipliers.
+    """Some slots, and the columns of their updates but for gradients and multipliers.
 
     Attributes:
         indices: in the table. keys: which norm each counts in.
@@ -47,30 +46,6 @@ class Selection:
     group: str | None
     params: CachedTensorList
     updates: SlotUpdates
-
-    def step_by(
-        self, grads: Sequence[Tensor], multipliers: Mapping[str, Multiplier]
-    ) -> SlotUpdates:
-        """The step of these slots.
-
-        Args:
-            grads: from :meth:`SlotTable.grads`.
-            multipliers: by norm group.
-        """
-        known = self.updates
-        if self.group is None:
-            factors = [multipliers[key.group] for key in self.keys]
-        else:
-            factors = [multipliers[self.group]] * len(self.keys)
-        return SlotUpdates(
-            known.slots,
-            grads,
-            factors,
-            known.outputs,
-            known.shard_groups,
-            known.streams,
-            known.layouts,
-        )
 
 
 @dataclass

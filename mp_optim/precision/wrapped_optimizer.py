@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,12 +13,11 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.placement.placed import stepper_of
-from mp_optim.precision import cuda_graph
+from mp_optim.precision import graph_step
 from mp_optim.precision.averaged_weights import WeightSwap
 from mp_optim.precision.backward_overlap import BackwardOverlap
 from mp_optim.precision.description import Description, describe
 from mp_optim.precision.grad_scaler import MegatronGradScaler
-from mp_optim.precision.graph_step import graph_metrics, graph_notes
 from mp_optim.precision.main_params import MainParams
 from mp_optim.precision.measure import (
     EXCLUDED,
@@ -47,6 +46,7 @@ from mp_optim.slots import (
     CachedTensorList,
     Multiplier,
     Slot,
+    all_params,
     current_grad,
     iter_slots,
     local_tensor,
@@ -128,7 +128,12 @@ class WrappedGrads(StepGrads):
 
     def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
         executor, table = self.engine.executor, self.engine.table
-        updates = self.selection.step_by(self.grads, multipliers)
+        some = self.selection
+        if some.group is None:
+            factors = [multipliers[key.group] for key in some.keys]
+        else:
+            factors = [multipliers[some.group]] * len(some.keys)
+        updates = replace(some.updates, grads=self.grads, multipliers=factors)
         executor.step_slots(updates, grad_norm=grad_norm)
         if executor.writes_settings:
             self.wrapper.share_settings()
@@ -285,8 +290,9 @@ class WrappedOptimizer(MegatronOptimizer):
             link.finish()
         self.share_settings()
         engine.executor.check_groups()
-        mains.follow()
-        if mains.expects_weights:
+        if table.seen.changed(all_params(self.param_groups)):
+            mains.follow()
+        if mains.expected:
             mains.check_remainders(None)
         if link.stepper is not None:
             link.follow(table.params)
@@ -305,10 +311,6 @@ class WrappedOptimizer(MegatronOptimizer):
     def norm_ranks(self) -> list[ProcessGroup]:
         ranks = self.process_groups.grad_stats
         return [] if ranks is None else [ranks]
-
-    def reduces(self) -> bool:
-        """Whether a step takes part in reductions with other ranks."""
-        return bool(self.norm_ranks()) or any(key.shard_groups for key in self.engine.table.keys)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         link = self.engine.link
@@ -417,7 +419,7 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def describe(self) -> Description:
         rows = describe(self.param_groups, self.executor, self.engine.table)
-        return Description(rows.rows, (*rows.notes, *graph_notes(self.graphed)))
+        return Description(rows.rows, (*rows.notes, *graph_step.graph_notes(self.graphed)))
 
     def metrics(self) -> dict[str, float]:
         stepper, verdict = stepper_of(self.executor), self.counts.settle()
@@ -436,7 +438,7 @@ class WrappedOptimizer(MegatronOptimizer):
             **norms,
             **self.counts.metrics(),
             **self.health.metrics(),
-            **graph_metrics(self.graphed),
+            **graph_step.graph_metrics(self.graphed),
             "reloaded_params": self.engine.mains.reloaded,
         }
 
@@ -538,7 +540,7 @@ def check_capturable(stack: WrappedOptimizer) -> None:
     """
     if stack.is_stub_optimizer:
         return
-    cuda_graph.graph_for(stack.device)
+    graph_step.graph_for(stack.device)
     device = stack.verdict_device()
     if device is None:
         backend, why = choose_backend(stack.config.fused_backend, stack.device)
@@ -556,7 +558,7 @@ def check_capturable(stack: WrappedOptimizer) -> None:
         )
     if stack.has_quantized_params:
         _refuse("parameters in 8 bits are quantised outside of the kernels")
-    if stack.reduces():
+    if stack.norm_ranks() or any(key.shard_groups for key in stack.engine.table.keys):
         _refuse(
             "gradient norms or parameters are shared with other ranks, whose reductions are not "
             "captured"

@@ -77,7 +77,8 @@ class StackOptimizer(WrappedOptimizer):
         Raises:
             TypeError: a parameter's dtype cannot be trained, naming it.
         """
-        assert self.engine is not None
+        if self._engine is None:
+            self._build()
         return self
 
     @in_own_modes
@@ -152,7 +153,7 @@ class StackOptimizer(WrappedOptimizer):
             self._last = StepResult(False, None, None, "GradScaler found an inf or nan")
             return loss
         self.grad_scaler = None if scale is None else AmpLossScale(scale)
-        if self._engine is None:
+        if self._engine is None:  # in place of `stack`: steps are many
             self._build()
         self._last = self.unhooked_step()
         return loss

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mp_optim.precision import cuda_graph, verdict
+from mp_optim.precision import graph_step, verdict
 from mp_optim.update import sums
 from mp_optim.update.backends.triton import backend, launches
 
@@ -53,7 +53,7 @@ class _Tape(TorchDispatchMode):
 
 
 class TapeGraph:
-    """See :class:`mp_optim.precision.cuda_graph.Graph`."""
+    """See :class:`mp_optim.precision.graph_step.CudaGraph`."""
 
     made: ClassVar[list[TapeGraph]] = []
 
@@ -95,4 +95,4 @@ class TapeGraph:
 def allow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every device graphs of this kind."""
     TapeGraph.made.clear()
-    monkeypatch.setattr(cuda_graph, "graph_for", lambda device: TapeGraph)
+    monkeypatch.setattr(graph_step, "graph_for", lambda device: TapeGraph)

@@ -13,8 +13,7 @@ from torch import nn
 
 from mp_optim import FusedLAMB, OptimizerConfig, get_megatron_optimizer
 from mp_optim.precision import Float16OptimizerWithFloat16Params, MegatronOptimizer
-from mp_optim.precision.cuda_graph import CudaGraph
-from mp_optim.precision.graph_step import MOST_CHANGES
+from mp_optim.precision.graph_step import MOST_CHANGES, CudaGraph
 from support import graphs
 from support.accelerator.stand_in import simulated_accelerator
 from support.models import build, config_for, same_bits

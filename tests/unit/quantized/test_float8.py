@@ -459,7 +459,7 @@ def test_a_cuda_graph_of_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = build()[1].chained_optimizers[0]
     device = torch.device("cpu")
     monkeypatch.setattr(stack, "verdict_device", lambda: device)
-    monkeypatch.setattr(wrapped_optimizer.cuda_graph, "graph_for", lambda device: None)
+    monkeypatch.setattr(wrapped_optimizer.graph_step, "graph_for", lambda device: None)
     monkeypatch.setattr(
         wrapped_optimizer,
         "choose_backend",
