@@ -153,7 +153,7 @@ def hidden(options: Options) -> None:
             training = Training(options, torch.bfloat16)
             training.build(folder, mode)
             (part,) = training.optimizer.chained_optimizers
-            moved = Moved(part.optimizer.stepper.settings.state_file)
+            moved = Moved(part.optimizer.stepper.host_part.settings.state_file)
             for _ in range(2 + options.rounds):  # memory is new in the first, the order is learnt
                 moved.transfers.clear()
                 training.new_gradients(seconds)

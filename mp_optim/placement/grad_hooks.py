@@ -175,10 +175,6 @@ class Claim:
     index: int
     released: dict[int, Tensor]
 
-    def is_there(self) -> bool:
-        """Whether it still is its parameter's gradient."""
-        return self.param.grad is self.grad
-
     def release(self, held: Tensor) -> None:
         """Let go of it: from now on it is this tensor on the host, which its download may still be
         writing."""

@@ -204,20 +204,21 @@ class HostPart:
 
     def allocate(self) -> None:
         """Allocate the state of what is stepped in windows, contiguously."""
-        if self.lanes and not self._is_allocated:
+        if not self._is_allocated:
             self.executor.allocate_state([slot.slot for slot in self.slots])
             self._is_allocated = True
 
     def begin_early(self, speculates: bool) -> None:
         """With the first gradient of a backward: read the windows that the step will begin with,
         but where the worker reads them to step them ahead."""
-        if (file := self.settings.state_file) is not None:
-            file.settle()
-            for place, lane in self.lanes.items():
-                if place == "streamed" or not speculates:
-                    lane.source.begin_early()
-                else:
-                    lane.resize()
+        if self.settings.state_file is None:
+            return
+        self.settings.state_file.settle()
+        for place, lane in self.lanes.items():
+            if place == "streamed" or not speculates:
+                lane.source.begin_early()
+            else:
+                lane.resize()
 
     def drop_early(self) -> None:
         """Windows that were read during backward are of no use any more."""

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from mp_optim.placement.placed import PlacedExecutor
-from mp_optim.placement.placed_slots import MainDtypes
+from mp_optim.placement.placed import MainDtypes, PlacedExecutor
 from mp_optim.placement.settings import HostStepSettings, OffloadedStep, only_accelerator
 from mp_optim.placement.speculation import SpeculationSettings
 from mp_optim.placement.state_file import state_file_in

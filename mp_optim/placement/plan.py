@@ -107,11 +107,6 @@ class HostSlot:
     numel: int
     dtype: torch.dtype
 
-    @property
-    def shared_bytes(self) -> int:
-        """By which buckets are filled: ranks that reduce together get the same number."""
-        return 2 * self.share * self.dtype.itemsize
-
 
 @dataclass(frozen=True)
 class BucketPlan:
@@ -137,7 +132,8 @@ def plan_staging(
         pipelined: ``overlap_cpu_optimizer_d2h_h2d``.
         has_outputs: parameters are staged, too.
     """
-    shared = [slot.shared_bytes for slot in slots]
+    # ranks that reduce together get the same numbers, so they cut the same buckets
+    shared = [2 * slot.share * slot.dtype.itemsize for slot in slots]
     bucket_bytes = most if mode == "sync" else fitting_bucket_bytes(sum(shared), most)
     plan = plan_buckets([slot.slot for slot in slots], shared, bucket_bytes)
     needed = [0] * len(plan.buckets)

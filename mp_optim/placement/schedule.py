@@ -19,8 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.placement.arrivals import Arrivals, BackwardOrder, SecondLook
-from mp_optim.placement.backward_jobs import BackwardJob, Bucket, ReleasedGrads
+from mp_optim.placement.backward_jobs import (
+    Arrivals,
+    BackwardJob,
+    BackwardOrder,
+    Bucket,
+    ReleasedGrads,
+    SecondLook,
+)
 from mp_optim.placement.double_buffer import BackLaunch
 from mp_optim.placement.grad_hooks import Claim, GradientSource
 from mp_optim.placement.host_part import HostPart
@@ -99,11 +105,6 @@ class Schedule:
         self.released.use_landings(make)
         self._second_look = SecondLook(settings.transfer, make)
 
-    @property
-    def releases(self) -> bool:
-        """Whether gradients come with a claim, and are begun only if they can be released."""
-        return self._host_part.releases
-
     def early_buckets(self, place: Place) -> list[Bucket]:
         """The buckets of a place that backward may begin."""
         lane = self._host_part.buckets[place]
@@ -148,12 +149,12 @@ class Schedule:
             return
         if self.is_last_microbatch:
             self.order.note(slot)
-        elif not self.releases:
+        elif not self._host_part.releases:
             return
-        if not (self.releases or bucket.comes_down):
+        if not (self._host_part.releases or bucket.comes_down):
             self._try((slot,), lambda: None)
             return
-        if slot in self.arrivals.uncounted and not (self.releases or self._may_compare):
+        if slot in self.arrivals.uncounted and not (self._host_part.releases or self._may_compare):
             return  # what came down now would come down again
         released = self.released
         if slot in released.held and slot in released.claims and slot in bucket.waiting:
@@ -174,7 +175,7 @@ class Schedule:
         except WorkerError as error:
             self._failure = error
         except Exception as error:
-            if not self.releases and self._settings_are_refused():
+            if not self._host_part.releases and self._settings_are_refused():
                 return  # they came after the first of some micro-batches
             self._failure = WorkerError(
                 f"{self._host_part.label(slots)}: work on the host during backward could not be "
@@ -210,6 +211,8 @@ class Schedule:
         self._bind_tensors()
         self.multiplier = self.source.predicted_multiplier()
         self.speculates = self._ahead is not None and self._ahead.is_on and self.order.is_known
+        if self._host_part.settings.state_file is None:
+            return
         try:
             self._host_part.begin_early(self.speculates)
         except Exception as error:
@@ -222,7 +225,7 @@ class Schedule:
     def _begin(self, bucket: Bucket) -> None:
         """Hand what is ready of a bucket to the worker, or what can be released of that, and
         release it."""
-        releases, released = self.releases, self.released
+        releases, released = self._host_part.releases, self.released
         waiting = released.take_from(bucket) if releases else bucket.take_waiting()
         if not waiting:
             return
@@ -239,8 +242,9 @@ class Schedule:
             launches = self._ahead.predicted(bucket.index, room.staged)
         # Elsewhere the host cannot compare what it has with what is there at the step.
         with_bits = not (releases or self._transfer.is_same_place)
+        is_whole = len(updates) == len(bucket.slots)
         job = BackwardJob(
-            self._host_part.label(updates.slots),
+            bucket.label if is_whole else self._host_part.label(updates.slots),
             room.memory,
             updates,
             room.staged,
@@ -362,7 +366,8 @@ class Schedule:
             bucket.release()
         self.arrivals.forget_sums()
         self.speculates, self.multiplier, self._is_collected = False, None, False
-        self._host_part.drop_early()
+        if self._host_part.lanes:
+            self._host_part.drop_early()
 
     # -- in step ----------------------------------------------------------------------------------
 
@@ -461,7 +466,9 @@ class Schedule:
 
     def notes_on_dtensors(self) -> Iterator[str]:
         """What a user should know of gradients of DTensors."""
-        if self.arrivals.uncounted and not (self.releases or self._transfer.is_same_place):
+        if self.arrivals.uncounted and not (
+            self._host_part.releases or self._transfer.is_same_place
+        ):
             when = "in step(), too," if self._may_compare else "in step()"
             yield (
                 f"host: gradients of DTensors (FSDP2) come down {when} because torch does not "

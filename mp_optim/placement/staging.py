@@ -14,7 +14,7 @@ from torch import Tensor
 from mp_optim.placement.plan import HostSlot, plan_staging
 from mp_optim.placement.timeline import WAIT_COPIES, StepTimeline
 from mp_optim.process.host_memory import Block, aligned_bytes
-from mp_optim.process.leases import before_writing
+from mp_optim.process.leases import before_writing, borrows
 from mp_optim.process.transfer import Transfer
 from mp_optim.slots import CachedTensorList, Slot, SlotUpdates, UpdateSelection, all_same
 
@@ -147,7 +147,8 @@ class Staging:
     def upload(self, outputs: Sequence[Tensor | None], staged: Sequence[Tensor | None]) -> None:
         """Start to copy parameters to where they are wanted."""
         wanted = _present(outputs)
-        before_writing(wanted)
+        if borrows:
+            before_writing(wanted)
         ticket = self.transfer.upload(wanted, _present(staged))
         self._tickets.append(ticket)
 
@@ -230,7 +231,7 @@ class Buckets:
         self.plan, pieces = plan_staging(mode, slots, most, pipelined, has_outputs)
         self.staging = [new_staging(size) for size in pieces]
         self.has_outputs = has_outputs
-        self._label = label
+        self.label = label
         self._routes: tuple[Sequence[Slot], list[tuple[int, str, UpdateSelection]]] | None = None
 
     def steps(self, updates: SlotUpdates) -> list[BucketStep]:
@@ -255,6 +256,6 @@ class Buckets:
         for bucket, indices in sorted(members.items()):
             chosen = [slots[index] for index in indices]
             selection = UpdateSelection(indices, chosen, len(slots))
-            routes.append((bucket, self._label(chosen), selection))
+            routes.append((bucket, self.label(chosen), selection))
         self._routes = slots, routes
         return routes

@@ -61,19 +61,9 @@ class Stepper:
         self.cut_buckets(slots)
 
     @property
-    def settings(self) -> HostStepSettings:
-        """How the slots are stepped."""
-        return self.host_part.settings
-
-    @property
     def transfer(self) -> Transfer:
         """How tensors travel."""
-        return self.settings.transfer
-
-    @property
-    def has_slots(self) -> bool:
-        """Whether anything is offloaded."""
-        return bool(self.host_part.slots)
+        return self.host_part.settings.transfer
 
     # -- which slot goes which way, in which buckets ----------------------------------------------
 
@@ -88,9 +78,10 @@ class Stepper:
         """Have tensors travel another way from now on, or in other buckets; nothing may be on its
         way."""
         self.schedule.discard()
+        before = self.host_part.settings
         if bucket_bytes is None:
-            bucket_bytes = self.settings.bucket_bytes
-        settings = replace(self.settings, transfer=transfer, bucket_bytes=bucket_bytes)
+            bucket_bytes = before.bucket_bytes
+        settings = replace(before, transfer=transfer, bucket_bytes=bucket_bytes)
         self.host_part.use_settings(settings)
         self._forget_buckets()
 
@@ -139,7 +130,8 @@ class Stepper:
         """
         self.schedule.collect()
         self.timeline.begin_step()
-        self.host_part.allocate()
+        if self.host_part.lanes:
+            self.host_part.allocate()
         self.transfer_bytes = TransferBytes()
         parts = self._parts(updates)
         of_device = parts.pop("device")
@@ -278,7 +270,7 @@ class Stepper:
         """Step bucket by bucket where state rests; ``gradients`` is the mark at which they are
         complete. Yields which share of the buckets is stepped."""
         begin()
-        ahead = 1 if self.settings.pipelined else 0
+        ahead = 1 if self.host_part.settings.pipelined else 0
         if self.schedule.is_early:
             ahead *= len(steps)
         started = 0
@@ -342,7 +334,7 @@ class Stepper:
 
     def notes(self) -> tuple[str, ...]:
         """How the slots are stepped, in words."""
-        file = self.settings.state_file
+        file = self.host_part.settings.state_file
         of_slots = (*self.host_part.notes(), *self.schedule.notes_on_dtensors())
         of_file = () if file is None else tuple(file.notes())
         return tuple(dict.fromkeys((*of_slots, *of_file, *self.transfer.notes())))
@@ -354,7 +346,7 @@ class Stepper:
             found |= self.schedule.counts
         if self.host_part.split is not None:
             found["streamed_fraction"] = self.host_part.streamed_share
-        if self.settings.state_file is not None:
+        if self.host_part.settings.state_file is not None:
             found["bytes_read"] = self.transfer_bytes.read
             found["bytes_written"] = self.transfer_bytes.written
             found["disk_wait_ms"] = self.timeline.milliseconds(WAIT_DISK)

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 WAIT_COPIES, WAIT_DISK, WAIT_WORKER = "wait_copies", "wait_disk", "wait_worker"
 ARITHMETIC = ("host_add", "host_measure", "host_step")
-"""StepTimeline that compute on the host."""
+"""Stages that compute on the host."""
 
 
 class Span(NamedTuple):

@@ -405,7 +405,9 @@ def test_memory_and_disk_are_what_was_planned(
     pieces = [*held.staging, *held.windows]
     assert transfer.held == sum(pieces) == sum(map(sum, hybrid.stepper.host_part.host_bytes()))
     assert planned.pinned_host.staging == sum(map(page_locked_bytes, pieces))
-    on_the_disk = os.fstat(hybrid.stepper.settings.state_file.file._buffered).st_blocks * 512
+    on_the_disk = (
+        os.fstat(hybrid.stepper.host_part.settings.state_file.file._buffered).st_blocks * 512
+    )
     assert planned.disk.total == on_the_disk == sum(hybrid.stepper.host_part.disk_bytes())
     once = build(tmp_path, **ON_DISK)[1]
     times = 2 if mode == "speculative" else 1
@@ -481,4 +483,7 @@ def test_splits_change_between_steps_on_a_disk(tmp_path: Path, mode: str) -> Non
         hybrid.stepper.stream(share)
         train(model, optimizer, 1, step)
     assert differing(snapshot(model, optimizer), on_device(7)) == []
-    assert sum(hybrid.stepper.host_part.disk_bytes()) == hybrid.stepper.settings.state_file.capacity
+    assert (
+        sum(hybrid.stepper.host_part.disk_bytes())
+        == hybrid.stepper.host_part.settings.state_file.capacity
+    )

@@ -230,7 +230,7 @@ class CountingTransfer(AdversarialTransfer):
 def cached_bytes(hybrid):
     """Bytes of the file that the system keeps in memory."""
     libc, found = ctypes.CDLL(None, use_errno=True), 0
-    for segment in hybrid.stepper.settings.state_file._segments:
+    for segment in hybrid.stepper.host_part.settings.state_file._segments:
         pages = segment.memory.numel() // mmap.PAGESIZE
         resident = (ctypes.c_ubyte * pages)()
         address = ctypes.c_void_p(segment.memory.data_ptr())
@@ -252,7 +252,7 @@ def test_a_run_holds_the_bytes_that_were_planned(tmp_path, form, place, window):
     hybrid.stepper.use_transfer(transfer)
     planned = plan(model, optimizer.config)
     train(model, optimizer, 2)
-    on_disk = os.fstat(hybrid.stepper.settings.state_file.file._buffered).st_blocks * 512
+    on_disk = os.fstat(hybrid.stepper.host_part.settings.state_file.file._buffered).st_blocks * 512
     assert planned.disk.total == on_disk == sum(hybrid.stepper.host_part.disk_bytes())
     elements = sum(param.numel() for param in model.parameters())
     least = elements * (12 if form == "fp32" else 8)
@@ -268,7 +268,7 @@ def test_a_run_holds_the_bytes_that_were_planned(tmp_path, form, place, window):
 def test_a_step_reads_and_writes_past_the_page_cache(tmp_path, place):
     model, optimizer = build(tmp_path, place=place)
     (hybrid,) = hybrids(optimizer)
-    if not hybrid.stepper.settings.state_file.file.direct:
+    if not hybrid.stepper.host_part.settings.state_file.file.direct:
         pytest.fail(f"{tmp_path} does not take O_DIRECT; set TMPDIR to a disk")
     give_gradients(model, 0)
     optimizer.step()

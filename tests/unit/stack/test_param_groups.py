@@ -25,7 +25,7 @@ from mp_optim import (
     OptimizerConfig,
     get_megatron_optimizer,
 )
-from mp_optim.placement.placed_slots import MainMemory
+from mp_optim.placement.placed import MainMemory
 from support.models import same_bits
 
 Named = list[tuple[str, nn.Parameter]]
