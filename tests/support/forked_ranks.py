@@ -24,6 +24,7 @@ from torch.distributed import TCPStore
 
 from support.rank_server import Rank
 
+_TESTS = Path(__file__).resolve().parents[1]
 _COUNT = 2
 _LAST_WORDS = "nanobind: leaked "
 """Triton's bindings say so when an interpreter has ended that did not free what it was forked
@@ -36,7 +37,7 @@ class _Server:
     def __init__(self, variables: Mapping[str, str], folder: Path) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "support.rank_server"],
-            env=dict(variables),
+            env={**variables, "PYTHONPATH": str(_TESTS)},
             cwd=folder,
             bufsize=0,
             stdin=subprocess.PIPE,

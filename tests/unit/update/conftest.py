@@ -12,9 +12,9 @@ from mp_optim.update.backends import multi_tensor, selection
 from support.standins import amp_c, te
 from support.standins.gpu import GPU, Gpu
 
-PROOFS = ("_proven", "_chosen")
-"""What is remembered of backends: a proof of Triton's by its interpreter takes two seconds."""
-_of_faultless = {name: cache(getattr(selection, name).__wrapped__) for name in PROOFS}
+# What is remembered of backends: a proof of Triton's by its interpreter takes two seconds.
+_prove = selection._proven.__wrapped__
+_of_faultless = cache(_prove)
 
 
 @pytest.fixture
@@ -26,14 +26,14 @@ def standins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setitem(sys.modules, "amp_C", amp_c.module())
     for name, module in te.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    for name in PROOFS:
-        monkeypatch.setattr(selection, name, cache(getattr(selection, name).__wrapped__))
+    monkeypatch.setattr(selection, "_proven", cache(_prove))
+    selection.choose_backend.cache_clear()
     yield GPU
+    selection.choose_backend.cache_clear()
 
 
 @pytest.fixture
 def faultless_standins(standins: Gpu, monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """Those of tests that change nothing about them: proven once."""
-    for name, found in _of_faultless.items():
-        monkeypatch.setattr(selection, name, found)
+    monkeypatch.setattr(selection, "_proven", _of_faultless)
     return standins
