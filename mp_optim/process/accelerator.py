@@ -106,6 +106,13 @@ class Cuda:
         """All memory of a device."""
         return torch.cuda.get_device_properties(device).total_memory
 
+    def identity(self, device: torch.device) -> str:
+        """What compiled code depends on: the kind of device, its driver, torch's runtime."""
+        found = torch.cuda.get_device_properties(device)
+        driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+        runtime = torch.version.cuda or torch.version.hip
+        return f"{found.name} {found.major}.{found.minor}, driver {driver}, runtime {runtime}"
+
     def has_bf16(self) -> bool:
         return bool(torch.cuda.is_bf16_supported())
 

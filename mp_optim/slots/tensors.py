@@ -66,15 +66,15 @@ class CachedTensorList(list[Tensor]):
 
     @_once
     def addresses(self) -> array[int]:
-        return array("Q", map(Tensor.data_ptr, self))
+        return array("Q", list(map(Tensor.data_ptr, self)))  # of a list it is made at once
 
     @_once
     def sizes(self) -> array[int]:
-        return array("q", map(Tensor.numel, self))
+        return array("q", list(map(Tensor.numel, self)))
 
     @_once
     def own_sizes(self) -> array[int]:
-        return array("q", map(Tensor.numel, self))
+        return array("q", list(map(Tensor.numel, self)))
 
     @_once
     def stored(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,6 +98,14 @@ class ReferenceBackend:
         """Carry out a rule of :mod:`~mp_optim.update.element_rules`, with its scalars."""
         for batch in batches(lists):
             TEXTS[rule](batch.lists, scalars, multiplier)
+
+    def proof_note(self, device: torch.device) -> Path | None:
+        """A file whose presence says that a process of this host has proven the backend for such a
+        device; None if each has to find out."""
+        return None
+
+    def announce(self, lists: TensorLists, scalars: Any, device: torch.device) -> None:
+        """Parts of these lists are going to be stepped on a device, with these scalars."""
 
     # -- StableAdamW ------------------------------------------------------------------------------
 

@@ -7,8 +7,10 @@ to it.
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ import triton
 from torch import Tensor
 
 from mp_optim.config.rules import RULES
-from mp_optim.process.accelerator import CUDA
+from mp_optim.process.accelerator import CUDA, accelerator_of, current_device
 from mp_optim.slots import CachedTensorList
 from mp_optim.update.backends.reference import MOMENTUM
 from mp_optim.update.backends.triton.kernels import rules, two_passes
@@ -84,12 +86,34 @@ class TritonBackend(KernelLaunches):
         )
         super().__init__()
 
+    def proof_note(self, device: torch.device) -> Path | None:
+        """Beside what Triton compiled: both depend on the sources, the compiler with its assembler,
+        and the device with its driver."""
+        if self.interpreted:
+            return None
+        sources = sorted(Path(__file__).parents[2].rglob("*.py"))
+        accelerator = accelerator_of(device)
+        with current_device(device):
+            target = triton.runtime.driver.active.get_current_target()
+        facts = [
+            *(source.read_text() for source in sources),
+            triton.__version__,
+            torch.__version__,
+            triton.compiler.make_backend(target).hash(),
+            "" if accelerator is None else accelerator.identity(device),
+        ]
+        digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()
+        return Path(triton.knobs.cache.dir) / "mp_optim" / f"{digest}.proof"
+
     def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier) -> None:
         kernel, flags = getattr(rules, rule), Flags.of(scalars)
+        if self.launch_again(kernel, lists, scalars, flags, multiplier):
+            return
         moments = kept_moments(lists, RULES[rule].moment_names)
         for part, numbers in self.parts(lists, moments, scalars):
             if numbers is not None:
                 self.launch_part(kernel, part, moments, flags, numbers, multiplier)
+                self.keep(kernel, part, moments)
                 mark_written(part.lists)
             elif (value := on_host(multiplier)) is not None:
                 super().step(rule, part.lists, scalars, value)

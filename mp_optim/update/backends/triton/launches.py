@@ -13,6 +13,8 @@ import math
 import struct
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +22,13 @@ import triton.language as tl
 from torch import Tensor
 
 from mp_optim.process.accelerator import current_device
-from mp_optim.slots import CachedTensorList
+from mp_optim.slots import CachedTensorList, all_same
 from mp_optim.update.backends.reference import NOT_CLIPPED, ReferenceBackend
+from mp_optim.update.backends.triton.compiled import KernelForm
 from mp_optim.update.backends.triton.kernels import sums, tiles
 from mp_optim.update.backends.triton.kernels.tiles import Flags
 from mp_optim.update.backends.triton.tables import RUN, Plan, Tables
+from mp_optim.update.chunking import tell_autograd
 from mp_optim.update.kernel_args import (
     FLOATS,
     AlikeLists,
@@ -87,6 +91,13 @@ def row_of(scalars: Any, seed: int, average_weight: float = 1.0) -> array[int]:
     return array("i", struct.pack(layout, seed, average_weight, rate, decay_rate, *numbers))
 
 
+def row_for(lists: TensorLists, scalars: Any) -> array[int]:
+    """The row of a call with these lists."""
+    seed = lists.noise[0].seed if lists.noise else 0
+    # the int32 of the same bits
+    return row_of(scalars, seed - (seed >> 31 << 32), lists.average_weight)
+
+
 class Launcher:
     """Launches at once."""
 
@@ -98,7 +109,7 @@ class Launcher:
 
     def numbers(self, row: array[int], device: torch.device) -> Tensor:
         """A row on the device, int32, shape (WIDTH,); nothing waits for it."""
-        return self._tables.upload(torch.frombuffer(row, dtype=torch.int32), device)
+        return self._tables.row(row, device)
 
     def launch(self, run: Callable[[], object], fixed: Sequence[Any]) -> None:
         """Do it. ``fixed`` is what must stay the same for a graph that holds the launch."""
@@ -185,6 +196,9 @@ CHUNK = 8192
 """Elements a program steps: eight blocks of 1024, so that LAMB's sums of a chunk are those of
 ``sums``."""
 
+MOST_LAUNCHES = 8
+"""Sets of addresses of gradients that are known for each rule and list of main params."""
+
 Multiplier = float | Tensor
 """A number; or FP32 on the tensors' device, shape (1,) or (2,): what gradients are multiplied with,
 and a flag that is not 0 if nothing is to be written. What is on the device can be formed there,
@@ -199,7 +213,37 @@ class KernelLaunch(NamedTuple):
     part: AlikeLists
     plan: Plan
     aligned: bool
-    columns: list[Tensor | None]
+    columns: Sequence[Tensor | None]
+
+
+class Steady(NamedTuple):
+    """What a launch of a rule leaves in ``TensorLists.prepared`` for the next one.
+
+    Attributes:
+        made_for: the lists that it is of. part: they are of one kind.
+        sizes: elements of each gradient.
+        written: tensors that kernels write, and autograd knows.
+        launches: columns and plans, by addresses of gradients that were looked at.
+    """
+
+    made_for: tuple[Any, ...]
+    part: AlikeLists
+    sizes: array[int]
+    written: list[Tensor]
+    launches: dict[bytes, tuple[Sequence[Tensor | None], list[tuple[Plan, bool]]]]
+
+    def fits(self, lists: TensorLists) -> bool:
+        """Whether it is of these lists, and their gradients are like those that it was made
+        for."""
+        grads, kind = lists.grad, self.part.kind
+        return (
+            kind is not None
+            and isinstance(grads, CachedTensorList)
+            and lists.noise is None
+            and all_same(self.made_for, lists.made_for)
+            and grads.dtypes == {kind.grad}
+            and grads.own_sizes == self.sizes
+        )
 
 
 class KernelLaunches(ReferenceBackend):
@@ -239,10 +283,7 @@ class KernelLaunches(ReferenceBackend):
         kernel for it."""
         for part in alike_lists(lists, moments):
             if part.kind is not None:
-                weight = part.lists.average_weight
-                seed = part.lists.noise[0].seed if part.lists.noise else 0
-                # the int32 of the same bits
-                row = row_of(scalars, seed - (seed >> 31 << 32), weight)
+                row = row_for(part.lists, scalars)
                 yield part, self.launcher.numbers(row, part.lists.grad[0].device)
                 continue
             mains = part.lists.main
@@ -253,6 +294,9 @@ class KernelLaunches(ReferenceBackend):
             )
             if self.launcher.launches:
                 yield part, None
+
+    def announce(self, lists: TensorLists, scalars: Any, device: torch.device) -> None:
+        self.launcher.numbers(row_for(lists, scalars), device)
 
     def numbers_of(self, part: AlikeLists, numbers: Sequence[float]) -> Tensor:
         """Those of a part's tensors on the device, FP32."""
@@ -275,6 +319,44 @@ class KernelLaunches(ReferenceBackend):
         for launch in self.launches_of(rule, part, moments, flags):
             self.launch(launch, *given)
 
+    def launch_again(
+        self, rule: Any, lists: TensorLists, scalars: Any, flags: Flags, multiplier: Multiplier
+    ) -> bool:
+        """Launch a rule over lists that stayed, with gradients where some were that were looked at;
+        says whether it did.
+
+        NOTE: tables of a graph have to be kept for it, which is the other way's business.
+        """
+        known: Steady | None = lists.prepared.get(_kept_as(rule)) if lists.prepared else None
+        if known is None or type(self.launcher) is not Launcher or not known.fits(lists):
+            return False
+        addresses = CachedTensorList.of(lists.grad).addresses.tobytes()
+        if (found := known.launches.get(addresses)) is None:
+            return False
+        columns, plans = found
+        numbers = self.launcher.numbers(row_for(lists, scalars), lists.grad[0].device)
+        part = known.part._replace(lists=lists)
+        for plan, aligned in plans:
+            launch = KernelLaunch(rule, flags, part, plan, aligned, columns)
+            self.launch(launch, numbers, multiplier)
+        tell_autograd(known.written)
+        return True
+
+    def keep(self, rule: Any, part: AlikeLists, moments: tuple[str, ...]) -> None:
+        """Keep for :meth:`launch_again` what was launched over a part that is all of its lists."""
+        lists, name = part.lists, _kept_as(rule)
+        if lists.prepared is None or lists.noise is not None or not isinstance(part.indices, range):
+            return
+        known: Steady | None = lists.prepared.get(name)
+        grads = CachedTensorList.of(lists.grad)
+        if known is None or not known.fits(lists) or len(known.launches) >= MOST_LAUNCHES:
+            kept = part._replace(lists=replace(lists, grad=[], prepared=None))
+            written = [*lists.main, *(each for each in lists.output if each is not None)]
+            known = Steady(lists.made_for, kept, grads.own_sizes, written, {})
+            lists.prepared[name] = known
+        launches = self.tables.launch_of(part, moments, CHUNK)
+        known.launches[grads.addresses.tobytes()] = launches
+
     def launch(
         self,
         launch: KernelLaunch,
@@ -294,23 +376,13 @@ class KernelLaunches(ReferenceBackend):
         streams = self.tables.streams(lists, device)
         tables = (plan.owners, plan.firsts, plan.sizes, streams)
 
+        on_device = isinstance(multiplier, Tensor)
+        form = _form(tiles.step, rule, flags, kind, on_device, aligned, CHUNK)
+
         def run() -> None:
             with current_device(device):
-                tiles.step[(plan.programs,)](
-                    *tables,
-                    numbers,
-                    multiplier,
-                    skip,
-                    *columns,
-                    made,
-                    RULE=rule,
-                    FLAGS=flags,
-                    KIND=LaunchDtypes._make(map(TYPES.__getitem__, kind)),
-                    ON_DEVICE=isinstance(multiplier, Tensor),
-                    ALIGNED=aligned,
-                    CHUNK=CHUNK,
-                    **shape_of(rule.__name__, kind),
-                )
+                given = (*tables, numbers, multiplier, skip, *columns, made)
+                form.launch(plan.programs, *given)
 
         described = (rule.__name__, kind, aligned, flags)
         places = (_place(multiplier), _place(skip))
@@ -318,6 +390,35 @@ class KernelLaunches(ReferenceBackend):
 
     def index(self, indices: Sequence[int], device: torch.device) -> Tensor:
         return self.tables.values(array("q", indices), device)
+
+
+def _kept_as(rule: Any) -> str:
+    """A rule's key in ``TensorLists.prepared``."""
+    return f"triton {rule.__name__}"
+
+
+@cache
+def _form(
+    kernel: Any,
+    rule: Any,
+    flags: Flags,
+    kind: LaunchDtypes,
+    on_device: bool,
+    aligned: bool,
+    chunk: int,
+) -> KernelForm:
+    """What is compiled for such launches."""
+    constants = {
+        "RULE": rule,
+        "FLAGS": flags,
+        "KIND": LaunchDtypes._make(map(TYPES.__getitem__, kind)),
+        "ON_DEVICE": on_device,
+        "ALIGNED": aligned,
+        "CHUNK": chunk,
+    }
+    shape = shape_of(rule.__name__, kind)
+    constants |= {name: shape.pop(name) for name in ("ROWS", "RUN")}
+    return KernelForm(kernel, constants, shape)
 
 
 def _place(value: Multiplier | None) -> Any:
@@ -353,21 +454,23 @@ def sum_alike(tables: Tables, tensors: CachedTensorList) -> Tensor:
     for plan, aligned in tables.plans(tensors, SUM_CHUNK, device, column.odd):
         squares = torch.empty(plan.programs, 1, dtype=torch.float64, device=device)
         if plan.programs:
+            form = _form_of_sums(sums.chunk_sums, tensors[0].dtype, aligned, SUM_CHUNK)
+            given = (plan.owners, plan.firsts, plan.sizes, column.values, squares)
             with current_device(device):
-                sums.chunk_sums[(plan.programs,)](
-                    plan.owners,
-                    plan.firsts,
-                    plan.sizes,
-                    column.values,
-                    squares,
-                    TYPE=TYPES[tensors[0].dtype],
-                    ALIGNED=aligned,
-                    CHUNK=SUM_CHUNK,
-                    **WIDE,
-                )
+                form.launch(plan.programs, *given)
         total = joined(total, added(plan, squares))
     assert total is not None
     return total[:, 0]
+
+
+@cache
+def _form_of_sums(kernel: Any, dtype: torch.dtype, aligned: bool, chunk: int) -> KernelForm:
+    return KernelForm(kernel, {"TYPE": TYPES[dtype], "ALIGNED": aligned, "CHUNK": chunk}, WIDE)
+
+
+@cache
+def _form_of_runs(kernel: Any, columns: int, run: int) -> KernelForm:
+    return KernelForm(kernel, {"COLUMNS": columns, "RUN": run}, OPTIONS)
 
 
 def joined(first: Tensor | None, second: Tensor) -> Tensor:
@@ -383,17 +486,9 @@ def added(plan: Plan, values: Tensor, launches: bool = True) -> Tensor:
         results = values.new_empty(each.programs, values.shape[1])
         if launches:
             with current_device(values.device):
-                sums.run_sums[(each.programs,)](
-                    each.owners,
-                    each.firsts,
-                    each.starts,
-                    each.counts,
-                    values,
-                    results,
-                    COLUMNS=values.shape[1],
-                    RUN=RUN,
-                    **OPTIONS,
-                )
+                form = _form_of_runs(sums.run_sums, values.shape[1], RUN)
+                tables = (each.owners, each.firsts, each.starts, each.counts)
+                form.launch(each.programs, *tables, values, results)
         values = results
     return values
 

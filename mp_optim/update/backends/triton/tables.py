@@ -21,6 +21,8 @@ from mp_optim.update.kernel_args import AlikeLists, LaunchDtypes, TensorLists, c
 
 RUN = 1024
 """Sums that one program adds up."""
+MOST_ROWS = 64
+"""Rows of numbers that are remembered: those of a step's calls, not of steps before."""
 
 _WIDE = LaunchDtypes._fields
 """Columns that are read 16 bytes at a time where all addresses allow it: not the scales."""
@@ -116,6 +118,7 @@ class Tables:
         self._of_list: dict[tuple[int, Hashable], tuple[weakref.ref[CachedTensorList], Any]] = {}
         self._of_content: OrderedDict[Hashable, Any] = OrderedDict()
         self._bytes = 0
+        self._rows: dict[tuple[bytes, torch.device], Tensor] = {}
         self._captured: list[Any] = []
 
     def column(self, tensors: Sequence[Tensor], device: torch.device) -> Column:
@@ -198,6 +201,18 @@ class Tables:
             device,
             lambda: self.upload(torch.frombuffer(values, dtype=dtype), device),
         )
+
+    def row(self, row: array[int], device: torch.device) -> Tensor:
+        """The numbers of a call on the device: the same ones for all parts of what is stepped with
+        them, so that the first part's way is no other's."""
+        key = (row.tobytes(), device)
+        known = self._rows.pop(key, None)
+        if known is None or is_capturing(device):  # which refuses: a replay has other numbers
+            known = self.upload(torch.frombuffer(row, dtype=torch.int32), device)
+        self._rows[key] = known
+        if len(self._rows) > MOST_ROWS:
+            del self._rows[next(iter(self._rows))]
+        return known
 
     def upload(self, table: Tensor, device: torch.device) -> Tensor:
         """A copy of a table in host memory; nothing waits for it.

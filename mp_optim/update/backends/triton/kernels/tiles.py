@@ -32,9 +32,10 @@ class Flags(NamedTuple):
     @classmethod
     def of(cls, scalars: Any) -> "Flags":
         """Those of a rule's scalars: its switches, and whether there is something to decay."""
-        values = {name: getattr(scalars, name) for name in scalars.__slots__}
-        switches = {name: value for name, value in values.items() if name in cls._fields}
-        return cls(bool(values.get("decay")), bool(values.get("l2")), **switches)
+        names = scalars.__slots__
+        switches = {name: getattr(scalars, name) for name in cls._fields if name in names}
+        has_decay = "decay" in names and bool(scalars.decay)
+        return cls(has_decay, "l2" in names and bool(scalars.l2), **switches)
 
 
 class Chunk(NamedTuple):
