@@ -108,13 +108,16 @@ def view_of(memory: Tensor, start: int, form: TensorSpec) -> Tensor:
 class DeviceRing:
     """Windows are stepped in memory of the device; a gradient that comes along waits on the host.
 
-    NOTE: an upload starts after all work that is queued on the device by then. So window ``n + 1``
-    is brought up before window ``n`` is stepped: it waits for the steps before, and runs beside
-    that of ``n``. What was brought down is on the host after :meth:`wait`.
+    NOTE: an upload waits on the device for nothing that was queued since the ring was made: what
+    its room had before is on the host by then (``wait_for``). So it runs beside all steps. What
+    was brought down is on the host after :meth:`wait`.
 
     Args:
         sizes: bytes of each window's memory, which is given back with the ring.
         like: a tensor on the device.
+
+    Attributes:
+        device: where windows are stepped.
     """
 
     lag = IN_FLIGHT - 1
@@ -122,6 +125,7 @@ class DeviceRing:
     def __init__(self, transfer: Transfer, sizes: Sequence[int], like: Tensor) -> None:
         self._transfer = transfer
         self._rooms = [_Room(like.new_empty(size, dtype=torch.uint8)) for size in sizes]
+        self.device, self._made = like.device, transfer.mark()
         self._uploads = 0
         self.up = self.down = 0
 
@@ -130,7 +134,7 @@ class DeviceRing:
         self._uploads += 1
         resident = room.lay_out(window)
         sources = _tensors([{**piece.held, **piece.along} for piece in window])
-        room.tickets.append(self._transfer.upload(_tensors(resident), sources))
+        room.tickets.append(self._transfer.upload(_tensors(resident), sources, self._made))
         self.up += sum(tensor.nbytes for tensor in sources)
         return resident
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from mp_optim.placement.double_buffer import BackLaunch
@@ -269,15 +269,16 @@ class Stepper:
     ) -> Generator[float, None, None]:
         """Step bucket by bucket where state rests; ``gradients`` is the mark at which they are
         complete. Yields which share of the buckets is stepped."""
-        begin()
         ahead = 1 if self.host_part.settings.pipelined else 0
         if self.schedule.is_early:
             ahead *= len(steps)
-        started = 0
+        starting = iter(steps)
+        for coming in islice(starting, 1 + ahead):  # the host is not to wait for windows first
+            coming.start(gradients)
+        begin()
         for done, step in enumerate(steps):
-            for coming in steps[started : done + 1 + ahead]:
+            for coming in islice(starting, min(done, 1)):
                 coming.start(gradients)
-                started += 1
             step.wait(self.timeline)
             yield done / len(steps)
             try:
@@ -365,8 +366,9 @@ class _Lead:
         self._queued = self._lead = 0.0
 
     def start(self) -> None:
-        """Queue the device's own slots, and as many windows as may be in flight."""
-        for _ in range(1 + IN_FLIGHT):
+        """Queue the device's own slots, and windows, until all that may be in flight come up: the
+        next one would wait for the first to be down."""
+        for _ in range(IN_FLIGHT):
             self._queued = self._lead = next(self._windows, 1.0)
 
     def keep_up(self, done: float) -> None:

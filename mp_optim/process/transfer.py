@@ -41,8 +41,8 @@ class Transfer:
         return zeros_host(num_bytes)
 
     def mark(self) -> Any:
-        """A point in the work that the calling thread has queued so far, for ``download(after=)``
-        in another thread."""
+        """A point in the work that the calling thread has queued so far, for copies ``after`` it,
+        also in another thread."""
 
     def download(self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Any = None) -> Any:
         """Start copying accelerator tensors to the host, after a mark or all work queued so far.
@@ -50,9 +50,9 @@ class Transfer:
         if to:
             torch._foreach_copy_(list(to), list(sources))
 
-    def upload(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
-        """Start copying host tensors to the accelerator, after all work queued so far. Returns a
-        ticket."""
+    def upload(self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Any = None) -> Any:
+        """Start copying host tensors to the accelerator, after a mark or all work queued so far.
+        Returns a ticket."""
         self.download(to, sources)
 
     def wait(self, ticket: Any) -> None:
@@ -99,7 +99,8 @@ class _Copies:
 
 
 class CudaTransfer(Transfer):
-    """One side stream per direction, so downloads, uploads and kernels overlap.
+    """One side stream per direction, so downloads, uploads and kernels overlap; and one for
+    downloads after a mark, which need not wait for others that still wait for kernels.
 
     NOTE: the thread that calls may have another current device: a new one has the first, and so
     has a caller that never set it. What torch restores there, and what the runtime does for a
@@ -113,10 +114,11 @@ class CudaTransfer(Transfer):
 
     def __init__(self, device: torch.device, accelerator: Cuda = CUDA) -> None:
         self._accelerator, self._device = accelerator, device
-        self._down, self._up = accelerator.stream(device), accelerator.stream(device)
+        self._down, self._up, self._marked = (accelerator.stream(device) for _ in range(3))
         self._notes: dict[str, None] = {}
         self._lock = Lock()  # of what is under way: the worker copies, too
-        self._under_way: dict[Stream, deque[_Copies]] = {self._down: deque(), self._up: deque()}
+        streams = (self._down, self._up, self._marked)
+        self._under_way: dict[Stream, deque[_Copies]] = {stream: deque() for stream in streams}
         weakref.finalize(self, _wait_for, self._under_way.values(), accelerator, device)
 
     @in_own_modes
@@ -187,11 +189,14 @@ class CudaTransfer(Transfer):
     def download(
         self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Event | None = None
     ) -> _Copies:
-        return self._copy(self._down, list(to), list(sources), after)
+        stream = self._down if after is None else self._marked
+        return self._copy(stream, list(to), list(sources), after)
 
-    def upload(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> _Copies:
+    def upload(
+        self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Event | None = None
+    ) -> _Copies:
         # other tensors over their memory, which stays if a parameter is given another (.data = ...)
-        return self._copy(self._up, list(map(Tensor.detach, to)), list(sources))
+        return self._copy(self._up, list(map(Tensor.detach, to)), list(sources), after)
 
     def wait(self, ticket: _Copies) -> None:
         with self._accelerator.on(self._device):

@@ -332,6 +332,13 @@ class RuleExecutor(Executor):
         ]
         return [Noise(seed, stream & 0xFFFFFFFF, stream >> 32) for stream in streams]
 
+    def announce(self, planned: PlannedLaunch, device: torch.device) -> None:
+        """Have the numbers of a launch be on the device where parts of it are going to be carried
+        out."""
+        backend, _ = self.backend_for(device)
+        step = int(planned.launch.step) + 1
+        self.rule.announce(planned.settings, step, planned.lists, backend, device)
+
     def carry_out(self, planned: PlannedLaunch) -> None:
         """Step the tensors of a launch. Reads nothing of this object that a step changes, so any
         thread may do it."""

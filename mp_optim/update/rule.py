@@ -140,6 +140,17 @@ class Rule(ABC):
         """Name of what steps a group where a backend was chosen, and why."""
         return backend.name, why
 
+    def announce(  # noqa: B027
+        self,
+        settings: Settings,
+        step: int,
+        lists: TensorLists,
+        backend: Backend,
+        device: torch.device,
+    ) -> None:
+        """Let a backend have the numbers of a step on a device before what is stepped is there.
+        Rules whose parameters are stepped in parts do."""
+
     @abstractmethod
     def apply(self, launch: Launch, backend: Backend) -> None:
         """Carry the rule out.
@@ -154,6 +165,16 @@ class ElementRule(Rule):
     """A rule of :mod:`~mp_optim.update.element_rules`, which backends have kernels for."""
 
     needs_numbers = False
+
+    def announce(
+        self,
+        settings: Settings,
+        step: int,
+        lists: TensorLists,
+        backend: Backend,
+        device: torch.device,
+    ) -> None:
+        backend.announce(lists, RULE_SCALARS[self.name].at(settings, step), device)
 
     def apply(self, launch: Launch, backend: Backend) -> None:
         scalars = RULE_SCALARS[self.name].at(launch.settings, launch.step)

@@ -150,7 +150,7 @@ class AdversarialTransfer:
     def download(self, to: Sequence[Tensor], sources: Sequence[Tensor], after: None = None) -> int:
         return self._start(False, to, sources)
 
-    def upload(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> int:
+    def upload(self, to: Sequence[Tensor], sources: Sequence[Tensor], after: None = None) -> int:
         return self._start(True, to, sources)
 
     def wait(self, ticket: int) -> None:

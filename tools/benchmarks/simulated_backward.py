@@ -75,7 +75,7 @@ class Bus:
     def download(self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Any = None) -> float:
         return self._copy("down", to, sources)
 
-    def upload(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> float:
+    def upload(self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Any = None) -> float:
         return self._copy("up", to, sources)
 
     def wait(self, ticket: float) -> None:

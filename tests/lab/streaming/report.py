@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lab.streaming.machines import FORMS, GB, Form, Machine
+from lab.streaming.queues import BEFORE, NOW, both_in, streamed_in
 from lab.streaming.schedules import auto, auto_behind_backward, behind_backward, on_host, streamed
 
 NOT_MEASURED = "Modelled, not measured: not yet measured on a GPU."
@@ -48,6 +49,13 @@ def lines(setting: Setting) -> Iterator[str]:
     )
     yield ""
     yield from sizes(setting.machines[-1])
+    yield ""
+    yield (
+        f"{NOT_MEASURED} Milliseconds of a step of {million:,.0f} million parameters, by the order "
+        "in which copies are queued; of `auto` also until the host has its first bucket:"
+    )
+    yield ""
+    yield from orders(setting)
 
 
 def rates(setting: Setting) -> Iterator[str]:
@@ -116,6 +124,29 @@ def _fewest(machine: Machine, form: Form, window: int) -> str:
         if reached(machine, form, windows * size, window) >= ENOUGH:
             return f"{windows * size / 1e6:.0f} ({windows} windows)"
     return "never"
+
+
+def orders(setting: Setting) -> Iterator[str]:
+    """What the order of copies does, where some is streamed and the host steps the rest."""
+    yield (
+        "| machine | state | streamed, numbers behind the next window | streamed | auto, gradients "
+        "behind windows | auto |"
+    )
+    yield "|---" * 6 + "|"
+    for machine in setting.machines:
+        for form in FORMS:
+            cells = []
+            for order in (BEFORE, NOW):
+                taken = streamed_in(order, machine, form, setting.params, setting.window)
+                cells.append(f"{1e3 * taken.seconds:.0f}")
+            share = auto(machine, form, setting.params, setting.window).share
+            stream = int(share * setting.params)
+            for order in (BEFORE, NOW) if 0.0 < share < 1.0 else ():
+                parts = stream, setting.params - stream, setting.window
+                both = both_in(order, machine, form, *parts)
+                cells.append(f"{1e3 * both.seconds:.0f}, host from {1e3 * both.first:.0f} on")
+            cells += ["-"] * (4 - len(cells))
+            yield f"| {machine.name} | {form.name} | {' | '.join(cells)} |"
 
 
 def _of(machine: Machine) -> str:

@@ -121,6 +121,45 @@ def test_groups_that_come_later_are_split_too():
 # -- both at once -----------------------------------------------------------------------------
 
 
+class Ordered(AdversarialTransfer):
+    """Notes copies: gradients after a mark, windows, and waits for the first of these."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def mark(self):
+        return "mark"
+
+    def download(self, to, sources, after=None):
+        self.calls.append("gradients" if after else "down")
+        return super().download(to, sources, after)
+
+    def upload(self, to, sources, after=None):
+        self.calls.append("window" if after else "params")
+        return super().upload(to, sources, after)
+
+    def wait(self, ticket):
+        self.calls.append("wait")
+        super().wait(ticket)
+
+    def join(self):
+        calls, self.calls = self.calls, []  # it is the device that waits
+        super().join()
+        self.calls = calls
+
+
+def test_the_hosts_first_gradients_come_before_windows_and_no_window_is_waited_for():
+    model, optimizer = build(place="auto", offload_streamed_fraction=0.655)
+    transfer = Ordered()
+    stepper_of(optimizer).use_transfer(transfer, 64)
+    train(model, optimizer, 1)
+    calls = transfer.calls
+    assert calls.index("gradients") < calls.index("window")
+    begun = calls[: calls.index("wait")]
+    assert begun.count("window") == 3 and begun.count("down") == 2
+
+
 def test_windows_are_queued_between_the_hosts_buckets():
     model, optimizer = build(place="auto", offload_streamed_fraction=0.655)
     stepper_of(optimizer).use_transfer(AdversarialTransfer(), 64)
@@ -129,8 +168,9 @@ def test_windows_are_queued_between_the_hosts_buckets():
     spans = [span.stage for span in hybrid.timeline.last]
     known = {"stream_step": "s", "host_step": "h"}
     order = "".join(known.get(stage, "") for stage in spans)
-    # Eight windows beside three buckets; three are queued before the first bucket.
-    assert order == "ssshssshssh"
+    # Eight windows beside three buckets. Before the first bucket two are queued, and the third is
+    # on its way; for another the host would have to wait.
+    assert order == "sshssshsssh"
 
 
 def test_state_that_was_written_without_a_trace_is_stepped_again():
@@ -261,10 +301,10 @@ def test_all_stays_on_the_host_where_it_is_hidden():
 class SlowBus(AdversarialTransfer):
     """Windows take long to come up, gradients do not."""
 
-    def upload(self, to, sources):
+    def upload(self, to, sources, after=None):
         if sum(each.nbytes for each in sources) > 3000:
             time.sleep(0.02)
-        return super().upload(to, sources)
+        return super().upload(to, sources, after)
 
 
 def test_a_bus_that_is_slow_leaves_most_to_the_host():

@@ -30,7 +30,7 @@ class RecordingTransfer(Transfer):
             self.events.append(("download", after))
         super().download(to, sources)
 
-    def upload(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    def upload(self, to: Sequence[Tensor], sources: Sequence[Tensor], after: Any = None) -> None:
         super().download(to, sources)
 
 

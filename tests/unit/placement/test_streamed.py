@@ -15,6 +15,7 @@ from mp_optim.planner import plan, smallest_fraction
 from mp_optim.planner.sweep import with_fraction
 from mp_optim.process.host_memory import page_locked_bytes
 from mp_optim.slots.interrupted_step import BrokenOffError
+from mp_optim.update.backends.triton import triton_backend
 from mp_optim.update.executor import RuleExecutor
 from support.models import AdversarialTransfer
 from support.offload import differing, hybrids, snapshot
@@ -135,9 +136,9 @@ class Recorded(AdversarialTransfer):
         super().__init__()
         self._calls = calls
 
-    def upload(self, to, sources):
+    def upload(self, to, sources, after=None):
         self._calls.append("up")
-        return super().upload(to, sources)
+        return super().upload(to, sources, after)
 
     def download(self, to, sources, after=None):
         self._calls.append("down")
@@ -162,6 +163,29 @@ def test_the_next_window_comes_up_before_one_is_stepped(monkeypatch):
     count = calls.count("up")
     assert count > 3
     assert order == ["up", *["up", "step", "down"] * (count - 1), "step", "down"]
+
+
+@pytest.mark.skipif(triton_backend()[0] is None, reason="no Triton kernels")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's
+def test_numbers_go_up_before_windows_and_once(monkeypatch):
+    """A copy that is queued behind a window's waits for all of it, and the kernel with it."""
+    from mp_optim.update.backends.triton.launches import WIDTH
+    from mp_optim.update.backends.triton.tables import Tables
+
+    model, optimizer = build(fused_backend="triton")
+    calls, upload = [], Tables.upload
+
+    def recorded(self, table, device):
+        calls.extend(["numbers"] * (table.numel() == WIDTH))
+        return upload(self, table, device)
+
+    monkeypatch.setattr(Tables, "upload", recorded)
+    (hybrid,) = hybrids(optimizer)
+    hybrid.stepper.use_transfer(Recorded(calls))
+    train(model, optimizer, 1)
+    assert calls.count("up") > 3
+    assert calls[:2] == ["numbers", "up"]
+    assert calls.count("numbers") == 1  # its groups have the same
 
 
 class CountingTransfer(AdversarialTransfer):

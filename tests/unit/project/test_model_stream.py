@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lab.streaming import report
 from lab.streaming.machines import FORMS, GB, MACHINES, Form, Machine
+from lab.streaming.queues import BEFORE, NOW, Device, both_in, streamed_in
 from lab.streaming.schedules import (
     IN_FLIGHT,
     WINDOW,
@@ -194,8 +195,42 @@ def test_the_tables_are_the_same_each_time_and_take_other_machines():
     setting = report.Setting((mine,), 10**9, WINDOW, 0.5)
     lines = list(report.lines(setting))
     assert lines == list(report.lines(setting))
-    assert sum("not yet measured on a GPU" in line for line in lines) == 3
-    assert sum(line.startswith("| mine") for line in lines) == 2 * len(FORMS)
+    assert sum("not yet measured on a GPU" in line for line in lines) == 4
+    assert sum(line.startswith("| mine") for line in lines) == 3 * len(FORMS)
+
+
+@each_machine
+@each_form
+def test_numbers_that_go_up_first_let_uploads_and_kernels_run_side_by_side(machine, form):
+    """Else a window's kernel waits for the next window, and that for the kernel before."""
+    now = streamed_in(NOW, machine, form, 10**9)
+    before = streamed_in(BEFORE, machine, form, 10**9)
+    ideal = streamed(machine, form, 10**9)
+    assert now.seconds == pytest.approx(ideal.seconds, rel=2e-3)
+    kernels = sum(work.end - work.begin for work in ideal.works if work.lane.name == "device")
+    assert before.seconds - now.seconds > 0.5 * (kernels - 2e-5)
+
+
+@pytest.mark.parametrize("machine", [MACHINES[0], MACHINES[2], MACHINES[3]], ids=lambda m: m.name)
+def test_the_host_does_not_wait_for_windows_before_its_first_gradients(machine):
+    stream = int(auto(machine, FORMS[0], 10**9).share * 10**9)
+    now, before = (
+        both_in(order, machine, FORMS[0], stream, 10**9 - stream) for order in (NOW, BEFORE)
+    )
+    assert now.first < 0.1 * before.first and now.seconds < 0.95 * before.seconds
+
+
+def test_queues_by_hand():
+    """An engine takes what got ready first; a stream goes on at once, another one an event
+    later."""
+    device = Device()
+    first = device.queue("up", "up", 1.0)
+    device.queue("up", "up", 1.0)
+    row = device.queue("compute", "up", 0.5, [first])
+    other = device.queue("other", "down", 3.0, [row])
+    device.wait(row)
+    assert row.end == device.now == device.waited == 2.5
+    assert device.finish() == other.end == pytest.approx(5.5, abs=1e-4)
 
 
 def test_a_window_that_is_all_latency_never_reaches_the_limit():
