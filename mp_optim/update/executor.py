@@ -336,7 +336,7 @@ class RuleExecutor(Executor):
         """Have the numbers of a launch be on the device where parts of it are going to be carried
         out."""
         backend, _ = self.backend_for(device)
-        step = int(planned.launch.step) + 1
+        step = int(planned.step) + 1
         self.rule.announce(planned.settings, step, planned.lists, backend, device)
 
     def carry_out(self, planned: PlannedLaunch) -> None:

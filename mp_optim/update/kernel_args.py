@@ -54,7 +54,7 @@ class TensorLists:
         average_weight: what new main params weigh in their averages, an FP32 number; at 1 the
             averages become the main params.
         prepared: where a backend may keep what it made of ``main``, ``state`` and ``output``, for
-            lists that have the same objects there.
+            lists that have the same objects there; see :meth:`made_for`.
 
     A list that is a ``CachedTensorList`` may be the same one in every step.
     """
@@ -67,6 +67,12 @@ class TensorLists:
     source: Mapping[str, Sequence[Tensor]] | None = None
     average_weight: float = 1.0
     prepared: dict[str, Any] | None = None
+
+    @property
+    def made_for(self) -> tuple[Any, ...]:
+        """The lists that may be the same in every step. What is kept in ``prepared`` holds for
+        these objects alone."""
+        return self.main, *self.state.values(), self.output
 
     def take(self, indices: Sequence[int]) -> TensorLists:
         """Some of the tensors."""

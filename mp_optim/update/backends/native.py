@@ -8,7 +8,6 @@ to it.
 from __future__ import annotations
 
 import ctypes
-import operator
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from mp_optim.config.rules import RULES
 from mp_optim.config.state_forms import BF16, FIRST_FORMS, FP16, FP32, REMAINDER_FORMS, SECOND_FORMS
-from mp_optim.slots import CachedTensorList
+from mp_optim.slots import CachedTensorList, all_same
 from mp_optim.slots.slot_state import AVERAGE
 from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.memory_access import LARGE, AccessChoice
@@ -115,13 +114,12 @@ class NativeTable:
     def take(self, lists: TensorLists) -> bool:
         """Take the gradients of the next launch of the same main params, state and outputs; whether
         kernels may read them so, and all else is the same."""
-        grads, made_for = lists.grad, (lists.main, *lists.state.values(), lists.output)
+        grads = lists.grad
         if (
             lists.noise is not None
             or lists.source is not None
             or not isinstance(grads, CachedTensorList)
-            or len(made_for) != len(self.made_for)
-            or not all(map(operator.is_, made_for, self.made_for))
+            or not all_same(lists.made_for, self.made_for)
             or [*map(_CODES["grad"].get, grads.dtypes)] != [self.tensors.grad_dtype]
             or grads.own_sizes != self._arrays["numel"]
             or not grads.stored
@@ -175,7 +173,7 @@ class NativeBackend(ReferenceBackend):
             if len(by_dtypes) == 1 and lists.prepared is not None:
                 outputs = [each for each in alike.output if each is not None]
                 table.written = [*alike.main, *outputs]
-                table.made_for = lists.main, *lists.state.values(), lists.output
+                table.made_for = lists.made_for
                 lists.prepared[rule] = table
 
     def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
