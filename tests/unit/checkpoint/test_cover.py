@@ -89,6 +89,21 @@ def test_boxes_that_do_not_are_refused(tmp_path: Path, boxes: Boxes) -> None:
     assert bool((target.weight == 2.0).all())
 
 
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [("Tensor", "it has the dtype 'Tensor'"), ("float33", "float33"), (1, "index.json")],
+)
+def test_what_is_no_dtype_is_refused_by_name(tmp_path: Path, dtype: Any, said: str) -> None:
+    version = checkpoint.save(tmp_path, Holder(1.0), None)
+    index = json.loads((version / "index.json").read_text())
+    index["entries"]["model.weight"][0] = dtype
+    replaced(version, "index.json", json.dumps(index).encode())
+    target = Holder(2.0)
+    with pytest.raises(ValueError, match=said):
+        checkpoint.load(version, target, None)
+    assert bool((target.weight == 2.0).all())
+
+
 @pytest.mark.parametrize("boxes", WHOLE.values(), ids=WHOLE.keys())
 def test_parts_of_ranks_that_make_up_a_tensor(boxes: Boxes) -> None:
     check_cover("w", SHAPE, [Box(*box) for box in boxes])

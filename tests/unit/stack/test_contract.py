@@ -20,6 +20,7 @@ from mp_optim import (
 )
 from mp_optim.placement.plan import plan_offload
 from support.models import DTYPES, build, config_for, same_bits, tokens_of, train
+from support.offload import finish_early_work
 
 
 def test_outer_groups_are_live_and_hold_the_models_parameters():
@@ -167,6 +168,21 @@ def test_numbers_of_a_chain_are_those_of_its_members():
         assert metrics[name] == sum(each[name] for each in of_members)
     assert all(each["speculation_hits"] > 0 for each in of_members)
     assert metrics["steps"] == 3
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_chain_that_leaves_the_accelerator_lets_go_of_what_was_begun(leaves):
+    model, optimizer = build("bf16", 1.0, offload_mode="speculative", clip_grad=0.0)
+    train(model, optimizer, 1)
+    model(tokens_of(1)).backward()
+    finish_early_work(optimizer)
+    if leaves:
+        optimizer.offload_to_cpu()
+        optimizer.restore_from_cpu()
+    before = [member.metrics()["speculation_hits"] for member in optimizer.chained_optimizers]
+    optimizer.step()
+    hits = [member.metrics()["speculation_hits"] for member in optimizer.chained_optimizers]
+    assert [now > then for now, then in zip(hits, before, strict=True)] == [not leaves] * 2
 
 
 def test_a_chain_needs_parts_of_one_config():
