@@ -87,17 +87,15 @@ def assembled(function: Function, arch: int, warps: int) -> Assembled:
         file.write(function.cubin)
         file.flush()
         text = _said("nvdisasm", "-c", file.name)
-        usage = dict(
-            re.findall(r"\b(REG|STACK|LOCAL):(\d+)", _said("cuobjdump", "-res-usage", file.name))
-        )
-    registers = int(usage["REG"])
+    used = usage(function.cubin)
+    registers = used["REG"]
     blocks = _REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
     lines = [match[2] for match in _LINE.finditer(text)]
     loop = max(_loops(text), key=lambda body: sum(_bytes_of(body).values()), default=[])
     moved = _bytes_of(loop)
     return Assembled(
         registers,
-        int(usage.get("STACK", 0)) + int(usage.get("LOCAL", 0)),
+        used.get("STACK", 0) + used.get("LOCAL", 0),
         min(blocks * warps, _MOST_WARPS[arch]),
         len(lines),
         len(loop),
@@ -106,6 +104,17 @@ def assembled(function: Function, arch: int, warps: int) -> Assembled:
         sum("BAR.SYNC" in line for line in loop),
         sum(bool(_FUSED.search(line)) for line in lines),
     )
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """``REG`` per thread, ``STACK`` and ``LOCAL`` in bytes."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        found = re.findall(
+            r"\b(REG|STACK|LOCAL):(\d+)", _said("cuobjdump", "-res-usage", file.name)
+        )
+    return {name: int(number) for name, number in found}
 
 
 def _said(program: str, *arguments: str) -> str:

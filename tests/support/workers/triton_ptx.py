@@ -10,25 +10,19 @@ it compiles by that one (``support.tritons``).
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
 import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
-
-os.environ["TRITON_INTERPRET"] = "0"
+from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
 
-from mp_optim.update.backends.triton import backend, launches
+from ptx.kernels import MachineBackend  # isort: skip  (before what interprets kernels)
+
+from mp_optim.update.backends.triton import launches
 from mp_optim.update.backends.triton.launches import shape_of
 from mp_optim.update.kernel_args import LaunchDtypes
+from ptx.sass import usage
+from ptx.triton_driver import Launch, StaticDriver
 from support import tritons
 from support.triton_cases import GROUP, PASSES, Case, lists_of, step_with
 
@@ -121,66 +115,6 @@ SOME = (
 """Each kernel in one form or two."""
 
 
-class Driver:
-    """What a launch asks the driver of a device."""
-
-    def __init__(self, arch: int) -> None:
-        self.arch = arch
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-
-class Compiled(NamedTuple):
-    """A kernel; what ``cuobjdump`` says of its registers and of memory that they are spilled to."""
-
-    name: str
-    ptx: str
-    warps: int
-    used: dict[str, int]
-
-
-def resources(cubin: bytes) -> dict[str, int]:
-    """``REG`` per thread, ``STACK`` and ``LOCAL`` in bytes."""
-    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(program), "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)
-    return {name: int(number) for name, number in found}
-
-
-def backend_for(arch: int, compiled: list[Compiled]) -> backend.TritonBackend:
-    """A backend whose launches end with the compiler, which adds to ``compiled``."""
-    driver.set_active(Driver(arch))
-    run, available = triton.runtime.JITFunction.run, torch.cuda.is_available
-
-    def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
-        made = {**dict(zip(kernel.arg_names, arguments, strict=False)), **named}.get("made")
-        if isinstance(made, torch.Tensor):
-            made.zero_()  # nothing runs that would write it, and the host goes on with it
-        result = run(kernel, *arguments, grid=grid, warmup=True, **named)
-        if result.asm["ptx"] not in [each.ptx for each in compiled]:
-            used = resources(result.asm["cubin"])
-            warps = result.metadata.num_warps
-            compiled.append(Compiled(result.metadata.name, result.asm["ptx"], warps, used))
-        return result
-
-    triton.runtime.JITFunction.run = compile_only
-    torch.cuda.is_available = lambda: True
-    found = backend.TritonBackend()
-    torch.cuda.is_available = available
-    return found
-
-
 def wide(kernel: str, case: Case, keys: tuple[str, ...]) -> dict[str, int]:
     """How many accesses of 16 bytes, and of 8 where it takes no more of a tensor at once, a thread
     needs for its elements of a tile, or chunk of a sum: an unmasked one, and but for LAMB's first
@@ -241,28 +175,34 @@ def elements_of(kernel: str, case: Case, moments: list[torch.dtype | None]) -> t
 
 
 def main(arch: int, which: str) -> None:
-    compiled: list[Compiled] = []
-    kernels, result = backend_for(arch, compiled), {}
-    for label in SOME if which == tritons.SOME else VARIANTS:
-        rule, case, settings = VARIANTS[label]
-        compiled.clear()
-        lists = lists_of(1, [300, 1, 5000], PASSES[rule], case)
-        short = rule.split()[-1]
-        for step, multiplier, lr in ((2, 1.0, 1.0), (3, 0.37, 0.5)):
-            given = torch.tensor([multiplier, 0.0]) if "on the device" in label else multiplier
-            step_with(kernels, short, lists, {**GROUP, **settings, "lr": lr}, step, given)
-        if label in ("adam", "adam, misaligned"):
-            odd = [grad for grad in lists.grad if grad.data_ptr() % 16]
-            kernels.sum_of_squares(lists.grad if case.aligned else odd)
-        for kernel in dict.fromkeys(each.name for each in compiled):
-            same = [each for each in compiled if each.name == kernel]
-            result[f"{label}: {kernel}"] = {
-                "ptx": sorted(each.ptx for each in same),
-                "warps": same[0].warps,
-                "used": same[0].used,
-                "kernel": kernel,
-                "wide": wide(kernel, case, PASSES[rule]),
-            }
+    launched: list[Launch] = []
+    kernels, result = MachineBackend(), {}
+
+    def note(launch: Launch) -> None:
+        kernels.pass_by(launch)
+        launched.append(launch)
+
+    with StaticDriver(arch, note):
+        for label in SOME if which == tritons.SOME else VARIANTS:
+            rule, case, settings = VARIANTS[label]
+            launched.clear()
+            lists = lists_of(1, [300, 1, 5000], PASSES[rule], case)
+            short = rule.split()[-1]
+            for step, multiplier, lr in ((2, 1.0, 1.0), (3, 0.37, 0.5)):
+                given = torch.tensor([multiplier, 0.0]) if "on the device" in label else multiplier
+                step_with(kernels, short, lists, {**GROUP, **settings, "lr": lr}, step, given)
+            if label in ("adam", "adam, misaligned"):
+                odd = [grad for grad in lists.grad if grad.data_ptr() % 16]
+                kernels.sum_of_squares(lists.grad if case.aligned else odd)
+            for kernel in dict.fromkeys(launch.function.name for launch in launched):
+                same = [launch for launch in launched if launch.function.name == kernel]
+                result[f"{label}: {kernel}"] = {
+                    "ptx": sorted({launch.function.ptx for launch in same}),
+                    "warps": same[0].warps,
+                    "used": usage(same[0].function.cubin),
+                    "kernel": kernel,
+                    "wide": wide(kernel, case, PASSES[rule]),
+                }
     json.dump(result, sys.stdout)
 
 
