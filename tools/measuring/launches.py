@@ -23,6 +23,7 @@ from ptx.kernels import MachineBackend  # isort: skip  (before what interprets k
 
 import torch
 from torch import Tensor, nn
+from triton.runtime import JITFunction
 
 import mp_optim
 from mp_optim.slots import CachedTensorList
@@ -30,10 +31,12 @@ from mp_optim.update.backends.triton.launches import Launcher
 from mp_optim.update.backends.triton.tables import Tables
 from mp_optim.update.element_rules import AdamScalars
 from mp_optim.update.kernel_args import TensorLists
-from ptx.triton_driver import Launch, StaticDriver
+from ptx.triton_driver import Function, Launch, StaticDriver
 
 COUNTS = (1, 1000)
 ROUNDS, WARM = 200, 20
+FIRST, SCHEDULE = 8, 1000
+"""Steps of a schedule, and those by which all that it has has happened once."""
 GROUP = {
     "betas": (0.9, 0.999),
     "eps": 1e-8,
@@ -44,10 +47,20 @@ GROUP = {
 
 
 class NoDriver(StaticDriver):
-    """Launches nothing; what Triton asks before a launch it answers at once."""
+    """Launches nothing; what Triton asks before a launch it answers at once.
+
+    Attributes:
+        loaded: kernels, each compiled or read from Triton's cache.
+    """
+
+    loaded = 0
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
         return _nothing
+
+    def load_binary(self, *arguments: Any) -> tuple[object, Function, int, int, int]:
+        self.loaded += 1
+        return super().load_binary(*arguments)
 
 
 def _nothing(*_: Any) -> None: ...
@@ -130,11 +143,41 @@ def optimizer(count: int) -> dict[str, float]:
         return timed(backend, given)
 
 
+def schedule(driver: NoDriver) -> dict[str, int]:
+    """Kernels that are loaded in the first steps of a schedule, and in all of it, and how often
+    Triton was asked for one: two groups whose multipliers lie beside each other on the device,
+    rates that change, gradients that are missing now and then."""
+    backend, groups = backend_of(), [steady_lists(4) for _ in range(2)]
+    controls, before = torch.tensor([[0.37, 0.0], [0.5, 0.0]]), driver.loaded
+    found, run, asked = {}, JITFunction.run, []
+
+    def counted(kernel: Any, *arguments: Any, **named: Any) -> Any:
+        asked.append(kernel)
+        return run(kernel, *arguments, **named)
+
+    JITFunction.run = counted
+    for number in range(SCHEDULE):
+        scalars = AdamScalars.at({**GROUP, "lr": 1e-3 / (1 + number)}, number + 1)
+        for (lists, grads), control in zip(groups, controls, strict=True):
+            given = replace(lists, grad=CachedTensorList(grads[number % 2]))
+            if number % 7 == 3:
+                given = given.take([0, 2, 3])
+            backend.sum_of_squares(given.grad)
+            backend.step("adam", given, scalars, control)
+        if number + 1 in (FIRST, SCHEDULE):
+            found[f"kernels after {number + 1} steps"] = driver.loaded - before
+            found[f"asked after {number + 1} steps"] = len(asked)
+    JITFunction.run = run
+    return found
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    found = {}
-    with NoDriver(90, _refuse):
-        for count in COUNTS:
+    found: dict[str, Any] = {}
+    with NoDriver(90, _refuse) as driver:
+        assert isinstance(driver, NoDriver)
+        found["schedule"] = schedule(driver)
+        for count in COUNTS if sys.argv[1:] != ["schedule"] else ():
             found[f"launch of {count}"] = launch(count)
             found[f"FusedAdam of {count}"] = optimizer(count)
     print(json.dumps(found))

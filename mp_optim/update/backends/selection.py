@@ -19,6 +19,7 @@ from mp_optim.update.backends import multi_tensor
 from mp_optim.update.backends.multi_tensor import TorchBackend
 from mp_optim.update.backends.native import NativeBackend
 from mp_optim.update.backends.native_library import ENVIRONMENT, native_library
+from mp_optim.update.backends.proof_notes import prove_once_a_host
 from mp_optim.update.backends.reference import Backend, ReferenceBackend
 from mp_optim.update.backends.self_test import (
     BFLOAT16_MOMENTS,
@@ -48,12 +49,14 @@ class _Source:
         is_proven: every release of it was held to ``reference``'s bits at every level of
             instructions, and what it computes depends on nothing else of a machine: a step of each
             rule is enough to see that this installation is one of these.
+        is_noted: what one process of a host finds out is noted for the others.
     """
 
     load: Callable[[], Backend]
     devices: Callable[[], tuple[str, ...]] | None = None
     missing: Mapping[str, str] | None = None
     is_proven: bool = False
+    is_noted: bool = False
 
 
 def _native() -> Backend:
@@ -79,6 +82,7 @@ _SOURCES: dict[str, _Source] = {
         _triton,
         lambda: ("cpu",) if os.environ.get("TRITON_INTERPRET") == "1" else (CUDA.type,),
         {"mp_optim.update.backends.triton": "not part of this version"},
+        is_noted=True,
     ),
     "apex": _Source(
         lambda: multi_tensor.ApexBackend(importlib.import_module("amp_C")),
@@ -138,11 +142,14 @@ def _proven(name: str, device: torch.device, whole: bool) -> tuple[Backend, Self
             raise _NotHereError(f"its kernels run on {places}, not on {device.type}{none}")
     except Exception as error:
         return ReferenceBackend(), SelfTest.unusable(name, device, _why_not(error, source))
+    if source.is_noted:
+        return backend, prove_once_a_host(backend, device, whole)
     return backend, (prove if whole else prove_by_a_step)(backend, device)
 
 
 def _backend_and_proof(name: str, device: torch.device) -> tuple[Backend, SelfTest]:
-    return _proven(name, device, not _SOURCES[name].is_proven)
+    source = _SOURCES[name]
+    return _proven(name, device, not (source.is_proven or source.is_noted))
 
 
 def _why_not(error: Exception, source: _Source) -> str:

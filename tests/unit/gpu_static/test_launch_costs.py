@@ -1,0 +1,24 @@
+"""What the host does for a launch, counted with a stand-in for the driver."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.launch import run
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton's assembler is for Linux")
+
+
+def test_a_schedule_compiles_in_its_first_steps_alone_and_then_asks_triton_no_more(
+    tmp_path: Path,
+) -> None:
+    """A kernel of Adam and two of sums, for two groups, other rates, and missing gradients."""
+    measured = ("tools/measuring/launches.py", "schedule")
+    found = json.loads(run("-W", "ignore", *measured, TRITON_CACHE_DIR=str(tmp_path)))["schedule"]
+    assert found["kernels after 1000 steps"] == found["kernels after 8 steps"] == 3
+    assert found["asked after 1000 steps"] == found["asked after 8 steps"] <= 6
