@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mp_optim.precision.step_grads import StepGrads
 from mp_optim.precision.verdict import DeviceVerdict, VerdictNumbers
-from mp_optim.process.accelerator import CUDA, Cuda, accelerator_of
+from mp_optim.process.accelerator import CUDA, Accelerator, accelerator_of
 from mp_optim.slots import DeviceMultiplier
 from mp_optim.slots.interrupted_step import StepMark
 
@@ -36,7 +36,7 @@ class CudaGraph:
     """A CUDA graph with a memory pool of its own. Its tensors, also those it made, are at the same
     addresses in every replay. Other threads may use the device while it is captured."""
 
-    def __init__(self, device: torch.device, accelerator: Cuda = CUDA) -> None:
+    def __init__(self, device: torch.device, accelerator: Accelerator = CUDA) -> None:
         self._accelerator, self._device = accelerator, device
         self._graph = accelerator.new_graph()
         # NOTE: torch's own stream for captures belongs to the device that was current when any
@@ -64,7 +64,7 @@ def graph_for(device: torch.device) -> Callable[[], CudaGraph]:
         ValueError: there are none on this type of device.
     """
     accelerator = accelerator_of(device)
-    if accelerator is None:
+    if accelerator is None or not accelerator.has_graphs:
         raise ValueError(
             f"optimizer_cuda_graph=True: the model's parameters are on {device.type}, where there "
             "are no CUDA graphs; move the model to a GPU, or set optimizer_cuda_graph=False"

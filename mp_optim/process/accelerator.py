@@ -1,79 +1,97 @@
 """The accelerator, as far as the package speaks of one: the only module that names ``torch.cuda``.
 
-Another kind of accelerator is one more class with these methods, in ``_KINDS``. NOTE: what torch
-2.6 has for every kind (``torch.accelerator``) answers for whichever the build has, also Apple's,
-which has neither 64-bit floats nor host memory that is registered; and it has no guard.
+:class:`Accelerator` is any kind that torch knows, by what ``torch.accelerator`` has for all of
+them. A kind that can do more, or does something better by functions of its own, is a class of it in
+:data:`KINDS`.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-Stream = torch.cuda.Stream
-Event = torch.cuda.Event
+Stream = torch.Stream
+Event = torch.Event
 
 
-class Cuda:
-    """NVIDIA's, and AMD's, which torch calls by the same names."""
+class Accelerator:
+    """A kind of accelerator. It copies from and to memory that torch's allocator locked; graphs and
+    registered memory are for kinds that override these methods.
 
-    type = "cuda"
-    name = "CUDA"
+    Args:
+        type: of its devices, as torch has it.
+        name: in messages.
+
+    Attributes:
+        has_graphs: whether work can be recorded and repeated.
+    """
+
+    has_graphs = False
+
+    def __init__(self, type: str, name: str) -> None:
+        self.type, self.name = type, name
 
     def is_available(self) -> bool:
         """Whether torch finds a device."""
-        return torch.cuda.is_available()
+        found = torch.accelerator.current_accelerator()
+        return found is not None and found.type == self.type and self._module().is_available()
 
     def is_initialized(self) -> bool:
         """Whether this process has used a device; not so in a forked child."""
-        return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        return bool(self._module().is_initialized())
 
     def current(self) -> torch.device:
         """The calling thread's device."""
-        return torch.device(self.type, torch.cuda.current_device())
+        return self.current_stream().device
+
+    def _module(self) -> Any:
+        """What torch has for this kind alone, by names that are the same for most."""
+        return torch.get_device_module(self.type)
 
     # -- what a thread queues -----------------------------------------------------------------
 
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Make a device the thread's current one for a block; what was current before is restored
-        without being set up."""
-        return torch.cuda.device(device)
+        """Make a device the thread's current one for a block."""
+        return _queued_on(torch.accelerator.current_stream(device))
 
     def stream(self, device: torch.device) -> Stream:
         """A new stream of a device."""
-        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return torch.Stream(device)
 
     def current_stream(self) -> Stream:
-        return torch.cuda.current_stream()
+        """The stream of the current device on which the calling thread queues."""
+        return torch.accelerator.current_stream()
 
     def queue_on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Queue the work of a block on a stream."""
-        return torch.cuda.stream(stream)
+        """Queue the work of a block on a stream, whose device is current meanwhile."""
+        return _queued_on(stream)
 
     def event(self, sleeps: bool = False) -> Event:
         """A point of a stream, once it is recorded.
 
         Args:
-            sleeps: a thread that waits for it sleeps; else it spins and keeps a core busy.
+            sleeps: a thread that waits for it sleeps, where the kind has such events; else it spins
+                and keeps a core busy.
         """
-        return torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
+        return torch.Event(self.type)
 
     def synchronize(self) -> None:
         """Wait for all that is queued on the current device."""
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
 
     def is_capturing(self) -> bool:
         """Whether the current stream records a graph."""
-        return bool(torch.cuda.is_current_stream_capturing())
+        return False
 
-    def new_graph(self) -> torch.cuda.CUDAGraph:
-        return torch.cuda.CUDAGraph()
+    def new_graph(self) -> Any:
+        raise NotImplementedError(f"torch has no graphs for {self.name}")
 
-    def capture(self, graph: torch.cuda.CUDAGraph, stream: Stream) -> AbstractContextManager[Any]:
+    def capture(self, graph: Any, stream: Stream) -> AbstractContextManager[Any]:
         """Record what a block queues on a stream; other threads may use the device meanwhile."""
-        return torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+        raise NotImplementedError(f"torch has no graphs for {self.name}")
 
     # -- memory of the host ------------------------------------------------------------------------
 
@@ -84,46 +102,104 @@ class Cuda:
         Raises:
             AssertionError, AttributeError, RuntimeError: there is no runtime, or an older one.
         """
-        runtime = self._runtime()
-        status = runtime.cudaHostRegister(address, num_bytes, 0)
-        return f"cudaHostRegister: {runtime.cudaGetErrorString(status)}" if int(status) else None
+        return f"torch registers none for {self.name}"
 
     def unregister(self, address: int) -> bool:
         """Undo :meth:`register`; whether the runtime did."""
-        return not int(self._runtime().cudaHostUnregister(address))
-
-    def _runtime(self) -> Any:
-        return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        return False
 
     # -- what there is --------------------------------------------------------------------------
 
     def devices(self) -> tuple[Any, ...]:
         """torch's properties of each device, by index."""
-        count = torch.cuda.device_count()
-        return tuple(torch.cuda.get_device_properties(index) for index in range(count))
+        module = self._module()
+        return tuple(module.get_device_properties(index) for index in range(module.device_count()))
 
     def memory_bytes(self, device: torch.device) -> int:
         """All memory of a device."""
-        return torch.cuda.get_device_properties(device).total_memory
+        return int(self._module().get_device_properties(device).total_memory)
 
     def identity(self, device: torch.device) -> str:
         """What compiled code depends on: the kind of device, its driver, torch's runtime."""
+        return f"{self._module().get_device_properties(device)}, torch {torch.__version__}"
+
+    def has_bf16(self) -> bool:
+        return bool(self._module().is_bf16_supported())
+
+
+@contextmanager
+def _queued_on(stream: Stream) -> Iterator[None]:
+    before = torch.accelerator.current_stream()
+    there = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)  # and its device
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(there)
+        torch.accelerator.set_stream(before)
+
+
+class Cuda(Accelerator):
+    """NVIDIA's, and AMD's, which torch calls by the same names. It has graphs, memory of the host
+    that is registered, and events that a thread waits for asleep, which a :class:`torch.Event`
+    leaves out.
+
+    NOTE: ``torch.cuda`` restores the device that was current before without setting it up;
+    ``torch.accelerator.set_stream`` sets it up.
+    """
+
+    has_graphs = True
+
+    def is_available(self) -> bool:
+        return torch.cuda.is_available()
+
+    def on(self, device: torch.device) -> AbstractContextManager[Any]:
+        return torch.cuda.device(device)
+
+    def stream(self, device: torch.device) -> Stream:
+        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def queue_on(self, stream: Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)  # type: ignore[arg-type]
+
+    def event(self, sleeps: bool = False) -> Event:
+        return torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
+
+    def identity(self, device: torch.device) -> str:
         found = torch.cuda.get_device_properties(device)
         driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
         runtime = torch.version.cuda or torch.version.hip
         return f"{found.name} {found.major}.{found.minor}, driver {driver}, runtime {runtime}"
 
-    def has_bf16(self) -> bool:
-        return bool(torch.cuda.is_bf16_supported())
+    def is_capturing(self) -> bool:
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def new_graph(self) -> torch.cuda.CUDAGraph:
+        return torch.cuda.CUDAGraph()
+
+    def capture(self, graph: Any, stream: Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")  # type: ignore[arg-type]
+
+    def register(self, address: int, num_bytes: int) -> str | None:
+        runtime = self._runtime()
+        status = runtime.cudaHostRegister(address, num_bytes, 0)
+        return f"cudaHostRegister: {runtime.cudaGetErrorString(status)}" if int(status) else None
+
+    def unregister(self, address: int) -> bool:
+        return not int(self._runtime().cudaHostUnregister(address))
+
+    def _runtime(self) -> Any:
+        return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-CUDA = Cuda()
-_KINDS = {CUDA.type: CUDA}
+CUDA = Cuda("cuda", "CUDA")
+KINDS: dict[str, Accelerator] = {CUDA.type: CUDA}
+"""By type of device. Another kind of accelerator enters here."""
 
 
-def accelerator_of(device: torch.device) -> Cuda | None:
+def accelerator_of(device: torch.device) -> Accelerator | None:
     """What runs a device; None for the host, meta tensors, and what is not known here."""
-    return _KINDS.get(device.type)
+    return KINDS.get(device.type)
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.process.accelerator import CUDA
+from mp_optim.process.accelerator import Accelerator, accelerator_of
 from mp_optim.process.calls import in_own_modes
 
 TensorSpec = tuple[torch.Size, torch.dtype]
@@ -198,9 +198,9 @@ def beside(specs: Sequence[TensorSpec]) -> list[Tensor] | None:
 
 # -- page-locked memory ---------------------------------------------------------------------------
 #
-# Of exact size: mapped on huge pages, then registered with CUDA. torch's allocator of page-locked
-# memory rounds every allocation up to a power of two and gives nothing back: 32.6 GiB of main
-# params take 64.
+# Of exact size: mapped on huge pages, then registered with the device's runtime. torch's allocator
+# of page-locked memory rounds every allocation up to a power of two and gives nothing back: 32.6
+# GiB of main params take 64.
 
 REGISTERED_FROM = 1 << 20
 """Bytes from which an allocation is registered. Smaller ones are torch's, which keeps them for the
@@ -241,6 +241,9 @@ def page_locked(num_bytes: int, device: torch.device) -> Tensor:
     """
     if not _SYSTEM_HAS_IT:
         raise PageLockError("this system cannot map memory for it")
+    accelerator = accelerator_of(device)
+    if accelerator is None:
+        raise PageLockError(f"nothing here copies memory to {device.type} by itself")
     while _dropped:
         _release(*_dropped.pop())
     memory, start = mapped(num_bytes, mmap.PAGESIZE)
@@ -248,19 +251,20 @@ def page_locked(num_bytes: int, device: torch.device) -> Tensor:
         memory.madvise(mmap.MADV_DONTFORK)
     values = (ctypes.c_char * num_bytes).from_buffer(memory, start)
     address = ctypes.addressof(values)
-    _register(address, num_bytes, device)
+    _register(accelerator, address, num_bytes, device)
     # NOTE: only _release unmaps it. In a forked child, where other memory may be there, and when
     # the interpreter ends, where a copy may be under way, it stays as it is.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
-    finalizer = weakref.finalize(values, _release, memory, address, device, os.getpid())
+    owner = os.getpid()
+    finalizer = weakref.finalize(values, _release, memory, address, accelerator, device, owner)
     finalizer.atexit = False
     return torch.frombuffer(values, dtype=torch.uint8)
 
 
-def _register(address: int, num_bytes: int, device: torch.device) -> None:
+def _register(accelerator: Accelerator, address: int, num_bytes: int, device: torch.device) -> None:
     try:
-        with CUDA.on(device):
-            refusal = CUDA.register(address, num_bytes)
+        with accelerator.on(device):
+            refusal = accelerator.register(address, num_bytes)
     except (AssertionError, AttributeError, RuntimeError) as error:
         raise PageLockError(str(error).partition("\n")[0]) from error
     if refusal is not None:
@@ -268,19 +272,21 @@ def _register(address: int, num_bytes: int, device: torch.device) -> None:
         raise PageLockError(refusal)
 
 
-_dropped: list[tuple[mmap.mmap, int, torch.device, int]] = []
+_dropped: list[tuple[mmap.mmap, int, Accelerator, torch.device, int]] = []
 """What was dropped while this thread captured a CUDA graph; the next allocation releases it."""
 
 
-def _release(memory: mmap.mmap, address: int, device: torch.device, owner: int) -> None:
+def _release(
+    memory: mmap.mmap, address: int, accelerator: Accelerator, device: torch.device, owner: int
+) -> None:
     if os.getpid() != owner:
         return
-    if CUDA.is_capturing():  # which a wait for the device would end
-        _dropped.append((memory, address, device, owner))
+    if accelerator.is_capturing():  # which a wait for the device would end
+        _dropped.append((memory, address, accelerator, device, owner))
         return
-    with contextlib.suppress(AssertionError, RuntimeError), CUDA.on(device):
-        CUDA.synchronize()  # a caller may have started a copy of its own
-        if CUDA.unregister(address):
+    with contextlib.suppress(AssertionError, RuntimeError), accelerator.on(device):
+        accelerator.synchronize()  # a caller may have started a copy of its own
+        if accelerator.unregister(address):
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(memory))
         else:
             _forget_error(device)  # and keep the memory

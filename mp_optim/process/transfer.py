@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.process.accelerator import CUDA, Cuda, Event, Stream, accelerator_of
+from mp_optim.process.accelerator import CUDA, Accelerator, Event, Stream, accelerator_of
 from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.process.host_memory import REGISTERED_FROM, PageLockError, page_locked, zeros_host
 
@@ -112,7 +112,7 @@ class CudaTransfer(Transfer):
 
     is_same_place = False
 
-    def __init__(self, device: torch.device, accelerator: Cuda = CUDA) -> None:
+    def __init__(self, device: torch.device, accelerator: Accelerator = CUDA) -> None:
         self._accelerator, self._device = accelerator, device
         self._down, self._up, self._marked = (accelerator.stream(device) for _ in range(3))
         self._notes: dict[str, None] = {}
@@ -181,7 +181,7 @@ class CudaTransfer(Transfer):
         """Hold nothing of copies that are done."""
         done = []
         with self._lock:
-            while under_way and under_way[0].done.query():  # type: ignore[no-untyped-call]
+            while under_way and under_way[0].done.query():
                 done.append(under_way.popleft())
         for copies in done:
             copies.held = ()
@@ -208,7 +208,9 @@ class CudaTransfer(Transfer):
             self._accelerator.current_stream().wait_stream(self._up)
 
 
-def _wait_for(under_way: Iterable[deque[_Copies]], accelerator: Cuda, device: torch.device) -> None:
+def _wait_for(
+    under_way: Iterable[deque[_Copies]], accelerator: Accelerator, device: torch.device
+) -> None:
     """Before a transfer goes: what is on its way arrives."""
     if accelerator.is_initialized():  # not in a forked child
         with accelerator.on(device):

@@ -7,10 +7,10 @@ import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from unittest import mock
 
 import torch
+
+from mp_optim.process.accelerator import KINDS, Cuda
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -60,35 +60,42 @@ class LockingRuntime:
         self._call("synchronize", 0)
 
 
-class _CurrentDevice:
-    """``torch.cuda.device``."""
+class LockingCuda(Cuda):
+    """The package's own calls of the runtime, of which this is the whole."""
 
-    def __init__(self, runtime: LockingRuntime, device: torch.device) -> None:
-        self._runtime, self._index = runtime, device.index
+    def __init__(self, kind: str, runtime: LockingRuntime) -> None:
+        super().__init__(kind, "CUDA")
+        self.runtime = runtime
 
-    def __enter__(self) -> None:
-        self._before, self._runtime.device = self._runtime.device, self._index
+    def _runtime(self) -> LockingRuntime:
+        return self.runtime
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._runtime.device = self._before
+    def synchronize(self) -> None:
+        self.runtime.synchronize()
+
+    def is_capturing(self) -> bool:
+        return self.runtime.is_capturing
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        before, self.runtime.device = self.runtime.device, device.index
+        try:
+            yield
+        finally:
+            self.runtime.device = before
 
 
 @contextmanager
-def locking_runtime() -> Iterator[LockingRuntime]:
-    """Have the kernel lock pages in place of CUDA."""
-    runtime = LockingRuntime()
-    with (
-        mock.patch.object(torch.cuda, "cudart", lambda: runtime),
-        mock.patch.object(torch.cuda, "synchronize", runtime.synchronize),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: runtime.is_capturing),
-        mock.patch.object(torch.cuda, "device", lambda place: _CurrentDevice(runtime, place)),
-    ):
+def locking_runtime(kind: str = "cuda") -> Iterator[LockingRuntime]:
+    """Have the kernel lock pages in place of CUDA, for devices of a type."""
+    runtime, kinds = LockingRuntime(), KINDS
+    before = dict(kinds)
+    kinds[kind] = LockingCuda(kind, runtime)
+    try:
         yield runtime
+    finally:
+        kinds.clear()
+        kinds.update(before)
 
 
 def can_lock(num_bytes: int) -> bool:

@@ -1,9 +1,12 @@
 """A simulated accelerator: the product's own ``CudaTransfer``, host pipeline, worker thread and
-hooks, unchanged, on CPU tensors.
+hooks, unchanged, on devices of a type of their own, whose memory is the host's.
 
-Two things are done at once, and neither knows of the other.
+Three things are done at once, and none knows of the others.
 
-**Work is delayed for real.** What torch operations, copies and native launches do to memory of the
+**Tensors say where they are.** Their memory is the host's. What lies on a device says so, and the
+package finds the simulation by the door that it has for every accelerator.
+
+**Work is delayed for real.** What torch operations and copies do to memory of the
 device is queued on the simulated stream that is current, and carried out only when the host waits
 for it: an event, ``.item()``, a blocking copy. Outputs hold NaN until then. Within what streams and
 events allow, the order is the run's choice (:class:`~support.accelerator.streams.Pace`). So a
@@ -24,7 +27,7 @@ What it does not see: kernels that run on an accelerator only (Triton, apex, Tra
 and adafactor's native passes, which are handed bare addresses.
 
 Modules: ``clocks`` and ``memory`` judge, ``streams`` delays, ``operations``, ``launches`` and
-``threads`` see what is done, ``simulation`` has all of it, ``stand_in`` puts it in place of
-``torch.cuda``, ``schedules`` are runs of the product, ``saves`` are their saves in the background,
-``removals`` takes waits out of the product.
+``threads`` see what is done, ``simulation`` has all of it, ``stand_in`` has the package find it as
+an accelerator of its own, ``devices`` has tensors say so, ``schedules`` are runs of the product,
+``saves`` are their saves in the background, ``removals`` takes waits out of the product.
 """

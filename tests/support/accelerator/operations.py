@@ -92,8 +92,9 @@ class _Call:
         stream = self.simulation.thread.streams[device]
         if self.func in _COPIES:
             return self._copy(stream)
-        for region in self._regions([*self.read, *self.written]):
+        for region in self._regions(self.written):
             self._let_in(region, device, stream)
+        self.read = [tensor for tensor in self.read if self._is_let_in(tensor, device, stream)]
         tells = [r for r in self.func._schema.returns if "Tensor" not in str(r.type)]
         if tells or not self.func._schema.name.startswith("aten::"):
             return self._at_once(stream)
@@ -127,9 +128,17 @@ class _Call:
 
     # -- on a device ------------------------------------------------------------------------------
 
+    def _is_let_in(self, tensor: Tensor, device: int, stream: Stream) -> bool:
+        """What is read there; not a number of the host, which goes along with the launch."""
+        region = self.memory.of(tensor)
+        if region is None or (region.device is None and region.size <= 8):
+            return False
+        self._let_in(region, device, stream)
+        return True
+
     def _let_in(self, region: Region, device: int, stream: Stream) -> None:
         """Memory that a factory made for the device; the host's own has no business here."""
-        if region.device is None and region.size > 8:
+        if region.device is None:
             if region.is_page_locked:
                 self.simulation.report(f"{self.name} on {stream.name} is given host memory")
             region.device, region.home = device, stream

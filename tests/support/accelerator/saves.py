@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 from mp_optim.checkpoint import save_load, writing
-from mp_optim.process import host_memory, leases
+from mp_optim.process import leases
 from mp_optim.process.leases import SaveBorrow, Windows
-from mp_optim.process.transfer import CudaTransfer
+from mp_optim.process.transfer import transfer_for
 from support.accelerator import threads
 from support.accelerator.schedules import DEVICE
-from support.accelerator.simulation import Simulation
+from support.accelerator.simulation import Simulation, device_at
 
 _WINDOW = 640
 
@@ -61,27 +60,21 @@ class Saves:
 
 @contextmanager
 def saves_of(simulation: Simulation, smallest: int = 5) -> Iterator[Saves]:
-    """Have saves find out what lies on a device, and bring it down in many pieces.
+    """Have saves bring down what lies on a device in many pieces.
 
     Args:
         smallest: bytes from which tensors are lent.
     """
 
-    def is_on_device(tensor: Tensor) -> bool:
-        region = simulation.memory.of(tensor)
-        return region is not None and region.device is not None
-
     with ExitStack() as context:
         for place, name, value in (
-            (host_memory, "is_on_host", lambda tensor: not is_on_device(tensor)),
-            (leases, "can_stage", is_on_device),
             (leases, "WINDOW", _WINDOW),
             (leases, "threading", threads.stand_in(simulation)),
             (leases, "move", Tensor.copy_),  # which is seen
             (writing, "LENT_FROM", smallest),
         ):
             context.enter_context(mock.patch.object(place, name, value))
-        saves = Saves(Windows(CudaTransfer(torch.device("cuda", DEVICE))))
+        saves = Saves(Windows(transfer_for(device_at(DEVICE))))
         for patch in saves.patches():
             context.enter_context(patch)
         try:

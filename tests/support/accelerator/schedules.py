@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from mp_optim import FusedAdam, HybridDeviceOptimizer, get_megatron_optimizer
-from mp_optim.process.transfer import CudaTransfer, Transfer
+from mp_optim.process.transfer import transfer_for
 from support.accelerator.disk import simulated_disk
-from support.accelerator.simulation import Simulation
+from support.accelerator.simulation import Simulation, device_at
 from support.accelerator.stand_in import simulated_accelerator
 from support.accelerator.streams import Pace
 from support.models import DTYPES, TinyMoE, config_for, is_expert, tokens_of
@@ -138,32 +138,16 @@ class Run:
     """A schedule that is carried out round by round.
 
     Attributes:
-        model: on the device, if there is a simulation. optimizer: its.
+        device: simulated, if there is a simulation. model: on it. optimizer: its.
     """
 
     def __init__(self, schedule: Schedule, simulation: Simulation | None) -> None:
         self.schedule, self.simulation = schedule, simulation
-        self.model = TinyMoE(DTYPES[schedule.precision])
-        self._place()
+        self.device = torch.device("cpu") if simulation is None else device_at(DEVICE)
+        self.model = TinyMoE(DTYPES[schedule.precision]).to(self.device)
         self.optimizer: Any = self._build()
         for part in self._hybrids():
-            part.stepper.use_transfer(self._transfer(), schedule.bucket_bytes)
-        self._place()
-
-    def _place(self) -> None:
-        """Have the model lie on the device."""
-        if self.simulation is None:
-            return
-        for param in self.model.parameters():
-            grad = getattr(param, "main_grad", None)
-            for tensor in (param, grad, param.grad):
-                if tensor is not None:
-                    self.simulation.to_device(tensor, DEVICE)
-
-    def _transfer(self) -> Any:
-        if self.simulation is None:
-            return Transfer()
-        return CudaTransfer(torch.device("cuda", DEVICE))
+            part.stepper.use_transfer(transfer_for(self.device), schedule.bucket_bytes)
 
     def _build(self) -> Any:
         schedule = self.schedule
@@ -205,9 +189,7 @@ class Run:
     ) -> None:
         is_bare = self.schedule.owner == "hybrid"
         for part in range(micro):
-            tokens = tokens_of(10 * number + part)
-            if self.simulation is not None:
-                self.simulation.to_device(tokens, DEVICE)
+            tokens = tokens_of(10 * number + part).to(self.device)
             loss = self.model(tokens) * (scale / micro)
             if not is_bare:
                 loss = self.optimizer.scale_loss(loss)
@@ -280,7 +262,7 @@ def outcome(schedule: Schedule) -> Outcome:
     """The run on the simulated accelerator."""
     with simulated_accelerator(schedule.pace, schedule.seed) as simulation:
         if not schedule.sets_device:
-            torch.cuda.set_device(0)
+            simulation.thread.device = 0
         disk = simulated_disk(simulation) if schedule.is_on_disk else contextlib.nullcontext()
         with delays(schedule.pauses), disk:
             run = Run(schedule, simulation)

@@ -8,12 +8,23 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from support.accelerator.clocks import Actor
 from support.accelerator.memory import POISON, Deed, Memory, Region
 from support.accelerator.streams import Executor, Pace, Stream
 
 DEVICES = 2
+KIND = "privateuseone"
+"""The type that torch leaves to accelerators it does not know."""
+
+COLLECTIVES = f"cpu:gloo,{KIND}:gloo"
+"""Of a process group that serves the simulated devices too."""
+
+
+def device_at(index: int) -> torch.device:
+    """One of the simulated devices."""
+    return torch.device(KIND, index)
 
 
 class HostThread(Actor):
@@ -34,6 +45,7 @@ class Simulation:
     """See the package's text.
 
     Attributes:
+        empty: device of tensors that have no memory.
         reports: what went wrong, each once. torn: downloads of what was written meanwhile.
         lock: taken while anything here is looked at.
     """
@@ -43,6 +55,7 @@ class Simulation:
         self.reports: dict[str, None] = {}
         self.torn: dict[str, None] = {}
         self.memory = Memory()
+        self.empty = WeakTensorKeyDictionary()
         self.executor = Executor(pace, seed)
         self._threads: dict[threading.Thread, HostThread] = {}
         self._defaults = [self.new_stream(device) for device in range(DEVICES)]
@@ -52,7 +65,7 @@ class Simulation:
 
     def new_stream(self, device: int) -> Stream:
         with self.lock:
-            stream = Stream(f"stream {len(self.executor.streams)} of cuda:{device}", device)
+            stream = Stream(f"stream {len(self.executor.streams)} of {device_at(device)}", device)
             self.executor.streams.append(stream)
             return stream
 
@@ -66,6 +79,11 @@ class Simulation:
                 self._threads[key] = HostThread(name, self._defaults)
             return self._threads[key]
 
+    @property
+    def current_stream(self) -> Stream:
+        """The calling thread's, on its device."""
+        return self.thread.streams[self.thread.device]
+
     def report(self, problem: str) -> None:
         self.reports[problem] = None
 
@@ -73,8 +91,8 @@ class Simulation:
         """A stream of a device, or a copy, is used by the calling thread."""
         if self.thread.device != device:
             self.report(
-                f"{what} of cuda:{device} in {self.thread.name}, whose current device is "
-                f"cuda:{self.thread.device}"
+                f"{what} of {device_at(device)} in {self.thread.name}, whose current device is "
+                f"{device_at(self.thread.device)}"
             )
 
     # -- what is done -----------------------------------------------------------------------------
@@ -161,7 +179,9 @@ class Simulation:
         """Have a tensor's memory lie on a device; what was written there is complete."""
         with self.lock:
             region = self.memory.of(tensor)
-            if region is not None:
+            if region is None:
+                self.empty[tensor] = device
+            else:
                 region.device, region.home = device, self._defaults[device]
                 region.is_page_locked = False
         return tensor

@@ -1,4 +1,5 @@
-"""What stands in for ``torch.cuda`` while a simulation runs."""
+"""The simulation as an accelerator of its own, which the package finds by the door it has for every
+other: :data:`~mp_optim.process.accelerator.KINDS`."""
 
 from __future__ import annotations
 
@@ -11,67 +12,68 @@ import torch
 from torch import Tensor
 
 from mp_optim.placement import worker as product_worker
+from mp_optim.process.accelerator import KINDS, Accelerator
+from mp_optim.update.backends import selection
 from mp_optim.update.backends.native_library import NativeLibrary
+from mp_optim.update.backends.reference import Backend
+from mp_optim.update.backends.self_test import SelfTest, prove_by_a_step
 from support.accelerator import launches, threads
+from support.accelerator.devices import Devices
 from support.accelerator.operations import Operations
-from support.accelerator.simulation import Simulation
+from support.accelerator.simulation import KIND, Simulation, device_at
 from support.accelerator.streams import Pace, Stream
 
 
-class CudaStream:
-    """``torch.cuda.Stream``."""
+class SimulatedStream:
+    """``torch.Stream``."""
 
     def __init__(self, simulation: Simulation, core: Stream) -> None:
         self._simulation, self.core = simulation, core
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda", self.core.device)
+        return device_at(self.core.device)
 
-    def _use(self, what: str) -> None:
-        self._simulation.check_device(self.core.device, f"{what} of a stream")
-
-    def record_event(self, event: CudaEvent | None = None) -> CudaEvent:
-        event = CudaEvent(self._simulation) if event is None else event
+    def record_event(self) -> SimulatedEvent:
+        event = SimulatedEvent(self._simulation)
         event.record(self)
         return event
 
-    def wait_event(self, event: CudaEvent) -> None:
+    def wait_event(self, event: SimulatedEvent) -> None:
         event.wait(self)
 
-    def wait_stream(self, stream: CudaStream) -> None:
+    def wait_stream(self, stream: SimulatedStream) -> None:
         self.wait_event(stream.record_event())
 
     def synchronize(self) -> None:
         with self._simulation.lock:
-            self._use("synchronize")
+            self._simulation.check_device(self.core.device, "synchronize of a stream")
             self._simulation.finish(self.core)
 
 
-class CudaEvent:
-    """``torch.cuda.Event``: a place in a stream, and all that is done when that is reached."""
+class SimulatedEvent:
+    """``torch.Event``: a place in a stream, and all that is done when that is reached."""
 
-    def __init__(self, simulation: Simulation, **_: Any) -> None:
+    def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._recorded: tuple[Stream, int, dict[str, int]] | None = None
 
-    def record(self, stream: CudaStream | None = None) -> None:
+    def record(self, stream: SimulatedStream | None = None) -> None:
         simulation = self._simulation
         with simulation.lock:
-            core = _current(simulation, None) if stream is None else stream.core
+            core = simulation.current_stream if stream is None else stream.core
             simulation.check_device(core.device, "an event recorded on a stream")
             core.learn(simulation.thread.clock)
             self._recorded = core, core.queued, dict(core.clock)
 
-    def wait(self, stream: CudaStream | None = None) -> None:
+    def wait(self, stream: SimulatedStream) -> None:
         simulation = self._simulation
         with simulation.lock:
-            core = _current(simulation, None) if stream is None else stream.core
-            simulation.check_device(core.device, "a wait in a stream")
+            simulation.check_device(stream.core.device, "a wait in a stream")
             if self._recorded is not None:
                 source, count, clock = self._recorded
-                core.learn(clock)
-                core.add(None, [(source, count)])
+                stream.core.learn(clock)
+                stream.core.add(None, [(source, count)])
 
     def synchronize(self) -> None:
         simulation = self._simulation
@@ -93,66 +95,57 @@ class CudaEvent:
             return True
 
 
-def _index(simulation: Simulation, device: Any) -> int:
-    if device is None:
-        return simulation.thread.device
-    if isinstance(device, int):
-        return device
-    index = torch.device(device).index
-    return simulation.thread.device if index is None else index
+class SimulatedAccelerator(Accelerator):
+    """Its devices are the simulation's."""
 
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__(KIND, "a simulation")
+        self._simulation = simulation
 
-def _current(simulation: Simulation, device: Any) -> Stream:
-    return simulation.thread.streams[_index(simulation, device)]
+    def is_available(self) -> bool:
+        return True
 
-
-def _torch_cuda(simulation: Simulation) -> dict[str, Any]:
-    """What the product may use of ``torch.cuda``, by name."""
-
-    def new_stream(device: Any = None, **_: Any) -> CudaStream:
-        return CudaStream(simulation, simulation.new_stream(_index(simulation, device)))
+    def is_initialized(self) -> bool:
+        return True
 
     @contextmanager
-    def device(place: Any) -> Iterator[None]:
-        thread = simulation.thread
-        before, thread.device = thread.device, _index(simulation, place)
+    def on(self, device: torch.device) -> Iterator[None]:
+        thread = self._simulation.thread
+        before, thread.device = thread.device, device.index
         try:
             yield
         finally:
             thread.device = before
 
+    def stream(self, device: torch.device) -> Any:
+        return SimulatedStream(self._simulation, self._simulation.new_stream(device.index))
+
+    def current_stream(self) -> Any:
+        return SimulatedStream(self._simulation, self._simulation.current_stream)
+
     @contextmanager
-    def stream(chosen: CudaStream) -> Iterator[None]:
-        thread, place = simulation.thread, chosen.core.device
-        simulation.check_device(place, "a stream made current")
-        device_before, thread.device = thread.device, place
-        before, thread.streams[place] = thread.streams[place], chosen.core
+    def queue_on(self, stream: Any) -> Iterator[None]:
+        thread, place = self._simulation.thread, stream.core.device
+        self._simulation.check_device(place, "a stream made current")
+        before, thread.streams[place] = thread.streams[place], stream.core
         try:
-            yield
+            with self.on(stream.device):
+                yield
         finally:
-            thread.streams[place], thread.device = before, device_before
+            thread.streams[place] = before
 
-    def set_device(place: Any) -> None:
-        simulation.thread.device = _index(simulation, place)
+    def event(self, sleeps: bool = False) -> Any:
+        return SimulatedEvent(self._simulation)
 
-    return {
-        "Stream": new_stream,
-        "Event": lambda **settings: CudaEvent(simulation, **settings),
-        "current_stream": lambda place=None: CudaStream(simulation, _current(simulation, place)),
-        "stream": stream,
-        "device": device,
-        "set_device": set_device,
-        "is_initialized": lambda: True,
-        "current_device": lambda: simulation.thread.device,
-        "synchronize": lambda place=None: simulation.synchronize(),
-    }
+    def synchronize(self) -> None:
+        self._simulation.synchronize()
 
 
 # -- tensors --------------------------------------------------------------------------------------
 
 
-def _record_stream(simulation: Simulation) -> Callable[[Tensor, CudaStream], None]:
-    def record_stream(tensor: Tensor, stream: CudaStream) -> None:
+def _record_stream(simulation: Simulation) -> Callable[[Tensor, SimulatedStream], None]:
+    def record_stream(tensor: Tensor, stream: SimulatedStream) -> None:
         with simulation.lock:
             region = simulation.memory.of(tensor)
             if region is not None:
@@ -163,9 +156,15 @@ def _record_stream(simulation: Simulation) -> Callable[[Tensor, CudaStream], Non
 
 def _to_list(simulation: Simulation, original: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     def tolist(tensor: Tensor) -> Any:
-        return original(tensor.clone())  # an operation, which waits if it has to
+        return original(tensor.clone() if tensor.is_cpu else tensor.cpu())  # which wait
 
     return tolist
+
+
+def _taken_for_right(backend: Backend, device: torch.device) -> SelfTest:
+    if device.type != KIND:
+        return prove_by_a_step(backend, device)
+    return SelfTest(backend.name, str(device), True, True, 0.0, 0.0, "")
 
 
 # -- all of it ------------------------------------------------------------------------------------
@@ -173,12 +172,14 @@ def _to_list(simulation: Simulation, original: Callable[[Tensor], Any]) -> Calla
 
 @contextmanager
 def simulated_accelerator(pace: Pace = Pace.LAZY, seed: int = 0) -> Iterator[Simulation]:
-    """Have two simulated devices in place of ``torch.cuda``; the second is the caller's current
-    one."""
+    """Have two simulated devices; the second is the caller's current one."""
     simulation = Simulation(pace, seed)
     with ExitStack() as context:
-        for name, value in _torch_cuda(simulation).items():
-            context.enter_context(mock.patch.object(torch.cuda, name, value))
+        kind = {KIND: SimulatedAccelerator(simulation)}
+        context.enter_context(mock.patch.dict(KINDS, kind))
+        only = mock.patch.object(selection, "_ON_ACCELERATOR", ("reference",))
+        context.enter_context(only)  # which is torch's operations, and takes long to prove here
+        context.enter_context(mock.patch.object(selection, "prove_by_a_step", _taken_for_right))
         for name, value in {
             "record_stream": _record_stream(simulation),
             "tolist": _to_list(simulation, Tensor.tolist),
@@ -190,6 +191,7 @@ def simulated_accelerator(pace: Pace = Pace.LAZY, seed: int = 0) -> Iterator[Sim
             mock.patch.object(product_worker, "threading", threads.stand_in(simulation))
         )
         context.enter_context(Operations(simulation))
+        context.enter_context(Devices(simulation))
         simulation.thread.device = 1
         yield simulation
         simulation.synchronize()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from support.accelerator.clocks import Actor
+from support.accelerator.devices import Devices
 from support.accelerator.operations import Operations
 from support.accelerator.simulation import Simulation
 
@@ -27,7 +28,7 @@ class Thread(threading.Thread):
 
     def run(self) -> None:
         self._simulation.thread.learn(self._known)
-        with Operations(self._simulation):
+        with Operations(self._simulation), Devices(self._simulation):
             super().run()
 
 

@@ -14,8 +14,10 @@ from mp_optim.checkpoint import save_load
 from mp_optim.checkpoint.reading import compare, open_checkpoint
 from mp_optim.megatron.face import MegatronFace
 from mp_optim.process import leases
+from mp_optim.process.accelerator import accelerator_of
 from support.accelerator.saves import saves_of
 from support.accelerator.schedules import DEVICE, Round, Run, Schedule
+from support.accelerator.simulation import COLLECTIVES, device_at
 from support.accelerator.stand_in import simulated_accelerator
 from support.accelerator.streams import Pace
 from support.offload import differing
@@ -27,7 +29,7 @@ BEFORE, AFTER = 2, 2
 @pytest.fixture(scope="module", autouse=True)
 def alone():
     """One process with a process group."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(COLLECTIVES, store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -96,7 +98,7 @@ def test_the_bits_are_those_of_the_call_and_training_is_the_same(tmp_path, sched
             plain.round(number, Round())
         assert saves.waits
         assert differences(expected, handle.wait()) == []
-        torch.cuda.synchronize()
+        run.simulation.synchronize()
         assert not differing(run.outcome(), plain.outcome())
     assert checkpoint.verify(handle.path)
 
@@ -106,23 +108,24 @@ def test_the_call_does_not_wait_for_the_device(tmp_path):
         model = torch.nn.Linear(16, 16)
         for param in model.parameters():
             simulation.to_device(param, DEVICE)
-        stream = torch.cuda.Stream(torch.device("cuda", DEVICE))
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.no_grad(), torch.cuda.stream(stream):
+        accelerator = accelerator_of(device_at(DEVICE))
+        stream = accelerator.stream(device_at(DEVICE))
+        stream.wait_stream(accelerator.current_stream())
+        with torch.no_grad(), accelerator.queue_on(stream):
             model.weight.mul_(2)  # is queued
             doubled = model.weight.detach() + 0
             handle = checkpoint.save(tmp_path, model, None, asynchronous=True)
         assert stream.core.done < stream.core.queued
         saves.let_go()
         saved = open_checkpoint(handle.wait()).read("model.weight")
-        torch.cuda.synchronize()
+        simulation.synchronize()
         assert saved.equal(doubled)
     assert not simulation.reports
 
 
 def write_averages(run):
     with run.optimizer.averaged_weights():
-        torch.cuda.synchronize()
+        run.simulation.synchronize()
 
 
 @cache
@@ -197,7 +200,7 @@ def test_who_writes_beside_the_step_waits(tmp_path, write, place):
     other_state()  # a step waits, too
     with on_device(schedule, tmp_path / "later") as (run, handle, saves):
         write(run, handle) if write is write_after_waiting else write(run)
-        torch.cuda.synchronize()
+        run.simulation.synchronize()
         assert saves.waits
         assert differences(expected, handle.wait()) == []
 
@@ -207,7 +210,7 @@ def test_a_parameter_that_is_written_without_a_trace_fails_the_save(tmp_path):
         run = trained(Schedule(fraction=1.0), simulation)
         handle = checkpoint.save(tmp_path, run.model, run.optimizer, asynchronous=True)
         run.model.dense.data.mul_(2)  # torch counts nothing
-        torch.cuda.synchronize()
+        simulation.synchronize()
         saves.let_go()
         with pytest.raises(RuntimeError, match=r"model\.dense was .* wait_for_device"):
             handle.wait()
@@ -258,7 +261,7 @@ def test_buffers_are_written_in_forward(tmp_path):
             with torch.no_grad():
                 for buffer in model.buffers():
                     buffer.add_(1)
-            torch.cuda.synchronize()
+            simulation.synchronize()
             saves.let_go()
             saved = open_checkpoint(handle.wait())
             assert saved.read("model.running_mean").equal(torch.zeros(64))

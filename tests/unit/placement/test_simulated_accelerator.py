@@ -21,8 +21,9 @@ from mp_optim.placement.backward_jobs import BackwardJob
 from mp_optim.placement.staging import Staging
 from mp_optim.placement.timeline import StepTimeline
 from mp_optim.process import leases
+from mp_optim.process.accelerator import accelerator_of
 from mp_optim.process.host_memory import cut
-from mp_optim.process.transfer import CudaTransfer, fetch
+from mp_optim.process.transfer import fetch, transfer_for
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
 from support.accelerator.disk import simulated_disk
 from support.accelerator.removals import called, sites, without
@@ -36,7 +37,7 @@ from support.accelerator.schedules import (
     outcome,
     plain_outcome,
 )
-from support.accelerator.simulation import Simulation
+from support.accelerator.simulation import COLLECTIVES, Simulation, device_at
 from support.accelerator.stand_in import simulated_accelerator
 from support.accelerator.streams import Pace
 from support.offload import MODES, differing, state_of
@@ -50,7 +51,7 @@ pytestmark = [
 @pytest.fixture(scope="module", autouse=True)
 def alone():
     """One process with a process group."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(COLLECTIVES, store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -118,7 +119,7 @@ def test_many_schedules_are_clean_and_give_the_bits_of_the_plain_run(schedule):
 
 def transfer_and_memory(simulation, values=16):
     """A transfer, host memory, and what an operation of the device has yet to write."""
-    transfer = CudaTransfer(torch.device("cuda", DEVICE))
+    transfer = transfer_for(device_at(DEVICE))
     host = transfer.empty_host(4 * values, True).view(torch.float32)
     ones = simulation.to_device(torch.ones(values), DEVICE)
     return transfer, host, ones * 3
@@ -146,7 +147,7 @@ def fetched_number(simulation):
     _, _, value = transfer_and_memory(simulation, 1)
     settings = {"cpu_optimizer_cls": FusedAdam, "gpu_optimizer_cls": FusedAdam}
     optimizer = HybridDeviceOptimizer([torch.nn.Parameter(torch.ones(1))], 1.0, **settings)
-    optimizer.stepper.use_transfer(CudaTransfer(torch.device("cuda", DEVICE)))
+    optimizer.stepper.use_transfer(transfer_for(device_at(DEVICE)))
     return fetch(optimizer.stepper.transfer, value)().item() == 3.0
 
 
@@ -178,7 +179,7 @@ def streamed_params(simulation=None):
         params, 0.9, FusedAdam, FusedAdam, lr=0.5, **place if simulation else {}
     )
     if simulation:
-        optimizer.stepper.use_transfer(CudaTransfer(torch.device("cuda", DEVICE)))
+        optimizer.stepper.use_transfer(transfer_for(device_at(DEVICE)))
     for step in range(3):
         for number, param in enumerate(params):
             grad = torch.full_like(param, 1.0 + number + step, requires_grad=False)
@@ -210,7 +211,7 @@ def disk_params(place, simulation=None):
         params, 1.0, FusedAdam, FusedAdam, lr=0.5, **how | folder if simulation else {}
     )
     if simulation:
-        optimizer.stepper.use_transfer(CudaTransfer(torch.device("cuda", DEVICE)))
+        optimizer.stepper.use_transfer(transfer_for(device_at(DEVICE)))
     for step in range(3):
         for number, param in enumerate(params):
             grad = torch.full_like(param, 1.0 + number + step, requires_grad=False)
@@ -246,7 +247,7 @@ def params_of_changed_windows(simulation=None):
         params, 1.0, FusedAdam, FusedAdam, lr=0.5, **how if simulation else {}
     )
     if simulation:
-        optimizer.stepper.use_transfer(CudaTransfer(torch.device("cuda", DEVICE)))
+        optimizer.stepper.use_transfer(transfer_for(device_at(DEVICE)))
         for param in params:
             simulation.to_device(param, DEVICE)
     for step in range(4):
@@ -428,7 +429,7 @@ def test_an_optimizer_may_go_while_its_parameters_are_on_their_way_up():
     with simulated_accelerator() as simulation:
         param = torch.nn.Parameter(torch.ones(8))
         optimizer = HybridDeviceOptimizer([param], 1.0, FusedAdam, FusedAdam, lr=0.5)
-        optimizer.stepper.use_transfer(CudaTransfer(torch.device("cuda", DEVICE)))
+        optimizer.stepper.use_transfer(transfer_for(device_at(DEVICE)))
         simulation.to_device(param, DEVICE)
         param.grad = simulation.to_device(torch.ones(8), DEVICE)
         optimizer.step()
@@ -455,7 +456,7 @@ def test_both_ends_of_a_copy_are_held_until_it_is_done(waits):
             transfer.wait(ticket)
         else:
             del ticket
-            torch.cuda.synchronize()
+            simulation.synchronize()
             transfer.upload([], [])  # the next copy lets go of what is done
         assert [end.is_let_go for end in ends] == [True, True]
     assert not simulation.reports
@@ -464,8 +465,12 @@ def test_both_ends_of_a_copy_are_held_until_it_is_done(waits):
 # -- the simulation itself ------------------------------------------------------------------------
 
 
+def accelerator():
+    return accelerator_of(device_at(DEVICE))
+
+
 def side_stream():
-    return torch.cuda.Stream(torch.device("cuda", DEVICE))
+    return accelerator().stream(device_at(DEVICE))
 
 
 def test_work_is_not_done_before_the_host_waits_for_it():
@@ -480,10 +485,10 @@ def test_work_is_not_done_before_the_host_waits_for_it():
 def test_the_last_of_unordered_writes_is_not_defined(pace):
     with simulated_accelerator(pace) as simulation:
         value = simulation.to_device(torch.zeros(4), DEVICE)
-        with torch.cuda.stream(side_stream()):
+        with accelerator().queue_on(side_stream()):
             value.fill_(1.0)
         value.fill_(2.0)
-        torch.cuda.synchronize()
+        simulation.synchronize()
     (report,) = simulation.reports
     assert "not ordered after the write" in report
 
@@ -495,7 +500,7 @@ def test_orders_that_events_allow_are_taken():
         with simulated_accelerator(pace) as simulation:
             value, stream = simulation.to_device(torch.zeros(1), DEVICE), side_stream()
             value.fill_(1.0)
-            with torch.cuda.stream(stream):
+            with accelerator().queue_on(stream):
                 seen[pace] = (value + 0).item()
     assert seen == {Pace.LAZY: 0.0, Pace.OTHERS_FIRST: 1.0}
 
@@ -504,7 +509,7 @@ def test_a_thread_knows_only_what_it_waited_for():
     with simulated_accelerator() as simulation:
         _, host, value = transfer_and_memory(simulation)
         host.copy_(value, non_blocking=True)
-        event = torch.cuda.Event()
+        event = accelerator().event()
         event.record()
         assert not event.query()
         host.sum()
@@ -536,8 +541,8 @@ def test_host_memory_that_was_cut_is_not_given_back_under_a_copy():
             source = cut(host.view(torch.uint8), 64, torch.Size([16]), torch.float32)
             target = value[:16] if is_cut else value
             side = side_stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+            side.wait_stream(accelerator().current_stream())
+            with accelerator().queue_on(side):
                 target.copy_(source if is_cut else host, non_blocking=True)
             del host, source, target, transfer
             transfer_and_memory(simulation)
@@ -546,8 +551,8 @@ def test_host_memory_that_was_cut_is_not_given_back_under_a_copy():
 
 def test_a_stream_of_another_device_is_not_used():
     with simulated_accelerator() as simulation:
-        assert torch.cuda.current_device() == DEVICE
-        with torch.cuda.stream(torch.cuda.Stream(torch.device("cuda", 0))):
+        assert accelerator().current() == device_at(DEVICE)
+        with accelerator().queue_on(accelerator().stream(device_at(0))):
             pass
     (report,) = simulation.reports
-    assert "whose current device is cuda:1" in report
+    assert f"whose current device is {device_at(1)}" in report

@@ -14,7 +14,9 @@ from torch import nn
 from mp_optim import FusedLAMB, OptimizerConfig, get_megatron_optimizer
 from mp_optim.precision import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from mp_optim.precision.graph_step import MOST_CHANGES, CudaGraph
+from mp_optim.process.accelerator import accelerator_of
 from support import graphs
+from support.accelerator.simulation import device_at
 from support.accelerator.stand_in import simulated_accelerator
 from support.models import build, config_for, same_bits
 from support.waiting import no_waiting
@@ -46,19 +48,20 @@ def small(precision: str = "bf16", **settings: Any) -> tuple[nn.Module, Megatron
 def test_a_graph_is_captured_on_a_stream_of_its_device(monkeypatch):
     """torch's own stream for captures is one of the device of the process's first graph."""
     captures = []
+    device = device_at(1)
+    with simulated_accelerator() as simulation:
+        accelerator = accelerator_of(device)
 
-    @contextmanager
-    def capture(graph, stream=None, **settings):
-        captures.append((torch.cuda.current_device(), stream.device))
-        yield
+        @contextmanager
+        def capture(graph, stream):
+            captures.append((accelerator.current(), stream.device))
+            yield
 
-    device = torch.device("cuda", 1)
-    with simulated_accelerator():
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-        monkeypatch.setattr(torch.cuda, "graph", capture)
-        torch.cuda.set_device(0)
-        assert CudaGraph(device).capture(lambda: 5) == 5
-    assert captures == [(1, device)]
+        monkeypatch.setattr(accelerator, "new_graph", object)
+        monkeypatch.setattr(accelerator, "capture", capture)
+        simulation.thread.device = 0
+        assert CudaGraph(device, accelerator).capture(lambda: 5) == 5
+    assert captures == [(device, device)]
 
 
 def give_grads(

@@ -22,7 +22,14 @@ from mp_optim.process.host_memory import (
     page_locked_bytes,
     power_of_two,
 )
-from support.cuda_runtime import LockingRuntime, can_lock, is_mapped, locked_bytes, locking_runtime
+from support.cuda_runtime import (
+    LockingCuda,
+    LockingRuntime,
+    can_lock,
+    is_mapped,
+    locked_bytes,
+    locking_runtime,
+)
 from support.launch import end_forked_program
 
 CUDA = torch.device("cuda", 1)
@@ -101,7 +108,7 @@ def test_without_a_runtime_it_says_why(error: Exception) -> None:
     text = str(error).partition("\n")[0]
     with (
         locking_runtime(),
-        mock.patch.object(torch.cuda, "cudart", side_effect=error),
+        mock.patch.object(LockingCuda, "_runtime", side_effect=error),
         pytest.raises(PageLockError, match=f"^{text}$"),
     ):
         page_locked(SIZE, CUDA)

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from mp_optim import FusedAdam, HybridDeviceOptimizer, get_megatron_optimizer
 from mp_optim.process.host_memory import HUGE_FROM, REGISTERED_FROM, page_locked
-from mp_optim.process.transfer import CudaTransfer, Transfer
+from mp_optim.process.transfer import CudaTransfer, Transfer, transfer_for
+from support.accelerator.simulation import KIND, device_at
 from support.accelerator.stand_in import simulated_accelerator
 from support.cuda_runtime import LockingRuntime, can_lock, locking_runtime
 from support.models import config_for
 from support.offload import MODES, hybrids
 
 DEVICE = 1
-CUDA = torch.device("cuda", DEVICE)
+SIMULATED = device_at(DEVICE)
 
 
 @pytest.mark.native
@@ -35,7 +36,7 @@ def test_a_bucket_is_one_copy_in_each_direction(mode: str) -> None:
         optimizer = HybridDeviceOptimizer(
             params, 1.0, FusedAdam, FusedAdam, lr=0.5, offload_mode=mode
         )
-        optimizer.stepper.use_transfer(CudaTransfer(CUDA), 4 * 2 * 64)
+        optimizer.stepper.use_transfer(transfer_for(SIMULATED), 4 * 2 * 64)
         for param in params:
             simulation.to_device(param, DEVICE)
             param.grad = simulation.to_device(torch.ones(16), DEVICE)
@@ -45,7 +46,7 @@ def test_a_bucket_is_one_copy_in_each_direction(mode: str) -> None:
                 optimizer.step()
             deeds = Counter(call.args[2].what for call in spy.call_args_list)
             assert deeds == {"aten._foreach_copy_.default": 2 * 3}
-        torch.cuda.synchronize()
+        simulation.synchronize()
         assert not any(region.recorded for region in simulation.memory)
     assert not simulation.reports
 
@@ -60,12 +61,12 @@ locks = pytest.mark.skipif(
 @pytest.fixture
 def transfer() -> Iterator[CudaTransfer]:
     with simulated_accelerator():
-        yield CudaTransfer(CUDA)
+        yield transfer_for(SIMULATED)
 
 
 @pytest.fixture
 def runtime(transfer: CudaTransfer) -> Iterator[LockingRuntime]:
-    with locking_runtime() as runtime:
+    with locking_runtime(KIND) as runtime:
         yield runtime
 
 
@@ -162,14 +163,14 @@ class Registering(Transfer):
     """Copies at once, from and to memory that is registered."""
 
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
-        return page_locked(num_bytes, CUDA)
+        return page_locked(num_bytes, SIMULATED)
 
 
 @locks
 @pytest.mark.native
 @pytest.mark.parametrize("mode", MODES)
 def test_an_optimizer_registers_what_it_holds_and_leaves_nothing(mode: str) -> None:
-    with locking_runtime() as runtime:
+    with locking_runtime(KIND) as runtime:
         params = [nn.Parameter(torch.ones(size)) for size in (4096, 1, 100_000)]
         optimizer = HybridDeviceOptimizer(
             params, 1.0, FusedAdam, FusedAdam, lr=0.5, offload_mode=mode
