@@ -2,6 +2,7 @@
 """Show on a machine with a GPU what only a GPU can show, in parts of at most eight minutes.
 
 python tools/gpu_check.py --output docs/benchmarks          # every part that is not there yet
+python tools/gpu_check.py --first-hour --output hour        # what an hour shows, and predictions
 python tools/gpu_check.py --only kernels hybrid             # parts
 python tools/gpu_check.py --output docs/benchmarks --minutes 9    # what fits; goes on later
 """
@@ -23,7 +24,7 @@ from benchmarks.section import Section
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from lab.gpu import facts
+from lab.gpu import facts, hour
 from lab.gpu.parts import LIMIT, PARTS, Results, Sizes, run_apart
 
 
@@ -33,10 +34,13 @@ class Options:
 
     only: tuple[str, ...] = ()
     """Parts; all if empty. --list shows them."""
+    first_hour: bool = False
+    """The parts that are worth most, in that order, each with its share of an hour; and at the end
+    what became of each prediction."""
     list: bool = False
     """Show the parts, and which have a result."""
     device: str = "cuda"
-    """`cpu` tries the tool itself; its times say nothing."""
+    """`cpu` tries the tool itself, `simulated` with an accelerator; their times say nothing."""
     params: float = 1e9
     """Elements of the model that kernels and steps are timed on."""
     hybrid_params: float = 2e8
@@ -55,13 +59,13 @@ def main(options: Options) -> None:
     console = Console()
     if unknown := set(options.only) - PARTS.keys():
         raise SystemExit(f"--only {' '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
-    device = torch.device(options.device)
+    device = torch.device("cpu" if options.device == "simulated" else options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU here; --device cpu tries the tool itself")
     machine, results = facts.machine(device), Results(options.output)
     names = [
         name
-        for name in options.only or PARTS
+        for name in options.only or (hour.ORDER if options.first_hour else PARTS)
         if options.again or not results.is_done(name, machine)
     ]
     if options.list:
@@ -70,10 +74,10 @@ def main(options: Options) -> None:
     sizes = Sizes(options.device, int(options.params), int(options.hybrid_params), options.rounds)
     end = time.monotonic() + 60.0 * options.minutes if options.minutes else None
     for number, name in enumerate(names):
-        limit = float(LIMIT)
+        limit = float(hour.ORDER[name] if options.first_hour and name in hour.ORDER else LIMIT)
         if end is not None:
             limit = min(limit, end - time.monotonic())
-        if limit < min(LIMIT, 60):
+        if end is not None and limit < 60:
             console.print(f"not begun: {', '.join(names[number:])}")
             break
         outcome = run_apart(name, sizes, machine, limit)
@@ -83,6 +87,18 @@ def main(options: Options) -> None:
         else:
             show(console, Section(**outcome.section))
             console.print(f"{name}: {outcome.seconds} s")
+    if options.first_hour:
+        _show_verdicts(console, hour.verdicts(results.outcomes, machine["device"], sizes.params))
+
+
+def _show_verdicts(console: Console, found: list[hour.Verdict]) -> None:
+    table = Table("part", "what", "predicted", "refuted by", "measured", "")
+    for each in found:
+        one, measured = each.prediction, "" if each.measured is None else f"{each.measured:.4g}"
+        limit = "any other" if one.relation == "equal" else f"{one.refuted_by:.4g}"
+        what = f"{one.row}: {one.column}"
+        table.add_row(one.part, what, f"{one.value:.4g}", limit, measured, each.said)
+    console.print(table)
 
 
 def _show_parts(console: Console, to_run: list[str]) -> None:

@@ -46,6 +46,7 @@ def _model(device: torch.device) -> nn.Sequential:
 
 def _train(
     device: torch.device,
+    steps: int,
     fraction: float,
     on_host: bool = False,
     float8: bool = False,
@@ -62,7 +63,7 @@ def _train(
     if on_host:
         with_host_verdict(optimizer)
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         tokens = torch.randint(0, 64, (32,), generator=torch.Generator().manual_seed(step)).to(
             device
         )
@@ -78,7 +79,7 @@ def _equal(a: tuple[list[float], list[Tensor]], b: tuple[list[float], list[Tenso
     return a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
 
 
-def bits(device: torch.device) -> Section:
+def bits(device: torch.device, steps: int = STEPS) -> Section:
     """1 where two runs have the same bits: offload fractions on the device, and one stream of
     gradients on both."""
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -92,24 +93,26 @@ def bits(device: torch.device) -> Section:
         },
     }
     for kind, settings in kinds.items():
-        expected = _train(device, 0.0, **settings)
+        expected = _train(device, steps, 0.0, **settings)
         for fraction in (0.5, 1.0):
-            same = _equal(_train(device, fraction, **settings), expected)
-            section.rows[f"{kind}: {STEPS} steps, fraction {fraction} as 0"] = {"same": float(same)}
-        same = _equal(_train(device, 0.0, on_host=True, **settings), expected)
-        section.rows[f"{kind}: {STEPS} steps, verdict on the host as on the device"] = {
+            same = _equal(_train(device, steps, fraction, **settings), expected)
+            section.rows[f"{kind}: {steps} steps, fraction {fraction} as 0"] = {"same": float(same)}
+        same = _equal(_train(device, steps, 0.0, on_host=True, **settings), expected)
+        section.rows[f"{kind}: {steps} steps, verdict on the host as on the device"] = {
             "same": float(same)
         }
-        name = f"{kind}: {STEPS} steps, CUDA graph as eager"
+        name = f"{kind}: {steps} steps, CUDA graph as eager"
         try:
-            same = _equal(_train(device, 0.0, optimizer_cuda_graph=True, **settings), expected)
+            same = _equal(
+                _train(device, steps, 0.0, optimizer_cuda_graph=True, **settings), expected
+            )
             section.rows[name] = {"same": float(same)}
         except ValueError as error:
             section.missing[name] = str(error)[:120]
-    expected = _train(device, 0.0, float8=True)
+    expected = _train(device, steps, 0.0, float8=True)
     for fraction in (0.5, 1.0):
-        same = _equal(_train(device, fraction, float8=True), expected)
-        section.rows[f"float8 weights: {STEPS} steps, fraction {fraction} as 0"] = {
+        same = _equal(_train(device, steps, fraction, float8=True), expected)
+        section.rows[f"float8 weights: {steps} steps, fraction {fraction} as 0"] = {
             "same": float(same)
         }
     for rule in (FusedAdam, FusedLAMB, FusedLion):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -42,6 +43,7 @@ class Sizes:
     """On what and how large.
 
     Attributes:
+        device: as torch has it, or ``simulated``, which tries the parts themselves.
         params: elements of the model that kernels and steps are timed on.
         hybrid_params: elements of the model that is stepped partly on the host.
     """
@@ -53,6 +55,7 @@ class Sizes:
 
 
 PARTS = {
+    "door": Part("the package's door to the accelerator works", "run:door"),
     "backend": Part("auto chooses the Triton kernels, and which Triton", "run:backend"),
     "bits": Part("the same bits in every place, eager and by CUDA graph", "run:bits"),
     "syncs": Part("a step does not wait for the device", "run:syncs"),
@@ -102,19 +105,30 @@ def run_apart(name: str, sizes: Sizes, machine: dict[str, Any], limit: float = L
     started = time.perf_counter()
     command = [sys.executable, "-m", "lab.gpu.run", name, json.dumps(asdict(sizes))]
     try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": PATH},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=limit,
-        )
-        section, cause = _read(done)
+        section, cause = _read(_ended(command, limit))
     except subprocess.TimeoutExpired:
         section, cause = None, f"took more than {limit:.0f} s"
     return Outcome(section, cause, round(time.perf_counter() - started, 1), machine)
+
+
+def _ended(command: list[str], limit: float) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, or end it after so many seconds and all that it began."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": PATH},
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            said, errors = process.communicate(timeout=limit)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, said, errors)
 
 
 def _read(done: subprocess.CompletedProcess[str]) -> tuple[dict[str, Any] | None, str]:

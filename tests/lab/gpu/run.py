@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import torch
 
 from benchmarks.section import Section
 from lab.gpu import agreement, hybrid, places, speed, waiting
+from lab.gpu import door as doors
 from lab.gpu import saves as saving
 from lab.gpu.parts import Sizes, run_here
+from support.accelerator.simulation import device_at
+from support.accelerator.stand_in import simulated_accelerator
+
+
+def door(sizes: Sizes) -> Section:
+    """What the package asks of the accelerator."""
+    return doors.door(torch.device(sizes.device))
 
 
 def backend(sizes: Sizes) -> Section:
@@ -20,7 +29,8 @@ def backend(sizes: Sizes) -> Section:
 
 def bits(sizes: Sizes) -> Section:
     """The same bits in every place."""
-    return agreement.bits(torch.device(sizes.device))
+    device = torch.device(sizes.device)
+    return agreement.bits(device, agreement.STEPS if device.type == "cuda" else sizes.rounds)
 
 
 def syncs(sizes: Sizes) -> Section:
@@ -72,5 +82,15 @@ def _rate(sizes: Sizes) -> speed.Rate:
     return speed.Rate(torch.device(sizes.device))
 
 
+def main(name: str, sizes: Sizes) -> None:
+    """Print a part's section."""
+    if sizes.device != "simulated":
+        print(json.dumps(run_here(name, sizes)))
+        return
+    with simulated_accelerator():
+        section = run_here(name, replace(sizes, device=str(device_at(1))))
+    print(json.dumps(section))
+
+
 if __name__ == "__main__":
-    print(json.dumps(run_here(sys.argv[1], Sizes(**json.loads(sys.argv[2])))))
+    main(sys.argv[1], Sizes(**json.loads(sys.argv[2])))

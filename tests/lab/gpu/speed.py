@@ -70,7 +70,7 @@ def sizes_of(numel: int, kind: str) -> list[int]:
     if kind == "large":
         return [min(LARGE, numel)] * max(1, numel // LARGE)
     if kind == "small":
-        return [max(1, numel // 10_000)] * 10_000
+        return [max(1, numel // 10_000)] * min(10_000, numel)
     return [max(1, numel // 4)] * 2 + [max(1, numel // 512)] * 256  # a mixture of experts
 
 

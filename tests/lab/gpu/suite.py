@@ -10,8 +10,11 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
+import torch
+
 from benchmarks.section import Section
 from lab.gpu.parts import LIMIT, Sizes
+from support.accelerator.simulation import KIND
 from support.launch import ROOT
 
 TRITON = "tests/unit/update/test_triton.py"
@@ -21,18 +24,18 @@ THIRDS = 3
 
 def marked(sizes: Sizes) -> Section:
     """All tests that need a GPU, but those of the Triton kernels."""
-    return _run("marked gpu", ["-m", "gpu", "tests", f"--ignore={TRITON}"])
+    return _run("marked gpu", ["-m", "gpu", "tests", f"--ignore={TRITON}"], sizes)
 
 
 def conformance(sizes: Sizes) -> Section:
     """Every backend against the reference."""
-    return _run("conformance", ["tests/unit/update/test_conformance.py"])
+    return _run("conformance", ["tests/unit/update/test_conformance.py"], sizes)
 
 
 def _triton(third: int, sizes: Sizes) -> Section:
     tests = _collect(TRITON)
     mine = tests[third - 1 :: THIRDS]
-    return _run(f"Triton kernels, {len(mine)} of {len(tests)}", mine)
+    return _run(f"Triton kernels, {len(mine)} of {len(tests)}", mine, sizes)
 
 
 triton_1, triton_2, triton_3 = (partial(_triton, third) for third in (1, 2, 3))
@@ -50,9 +53,14 @@ def _pytest(arguments: Sequence[str], limit: float) -> subprocess.CompletedProce
     )
 
 
-def _run(name: str, arguments: Sequence[str]) -> Section:
-    """Numbers of tests by outcome; each that failed with the line that says why."""
+def _run(name: str, arguments: Sequence[str], sizes: Sizes) -> Section:
+    """Numbers of tests by outcome; each that failed with the line that says why. Without a GPU they
+    are collected."""
     section = Section(f"Tests: {name}")
+    if torch.device(sizes.device).type == KIND:
+        found = _pytest(["--collect-only", *arguments], LIMIT - 20).stdout.split("\n\n")[0]
+        section.rows[name] = {"collected": float(len(found.splitlines()))}
+        return section
     done = _pytest([*arguments, "-rfE", *_workers()], LIMIT - 20)
     summary = done.stdout.strip().splitlines()[-1:] or [done.stderr[-200:]]
     counted = re.findall(r"(\d+) (passed|failed|skipped|error)", summary[0])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gpu_check
 import pytest
 import torch
 
-from lab.gpu import agreement, parts
+from lab.gpu import agreement, hour, parts
 from lab.gpu.parts import PARTS, Outcome, Results, Sizes, run_apart
 from mp_optim.update.backends.reference import ReferenceBackend
 from support.launch import TOOLS, end_forked_program, run_forked_program
@@ -88,3 +89,77 @@ def test_the_triton_tests_are_split_without_rest() -> None:
     )
     count, split = run_forked_program("-c", program).split()
     assert int(count) == int(split) > 100
+
+
+# -- the first hour -------------------------------------------------------------------------------
+
+TINY = {"device": "simulated", "params": 1e3, "hybrid_params": 1e3, "rounds": 2}
+
+
+def test_an_hour_is_an_hour() -> None:
+    assert sum(hour.ORDER.values()) == 3600 and set(hour.ORDER) <= set(PARTS)
+
+
+def test_parts_that_fail_and_hang_are_said_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(PARTS, "broken", parts.Part("", "run:nothing"))
+    monkeypatch.setattr(hour, "ORDER", {"broken": 60, "rates": 0.2, "door": 120})
+    options = gpu_check.Options(first_hour=True, output=tmp_path, **TINY)
+    gpu_check.main(options)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "broken failed: KeyError: 'broken'" in said
+    assert "rates failed: took more than 0 s" in said
+    assert "door: " in said and said.count("holds") >= 3 and "REFUTED" not in said
+    again = Results(tmp_path)
+    assert not again.outcomes["door"].cause and again.outcomes["rates"].cause
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_hour_is_rehearsed_on_a_simulated_accelerator(tmp_path: Path) -> None:
+    options = (
+        "--device",
+        "simulated",
+        "--params",
+        "1e3",
+        "--hybrid-params",
+        "1e3",
+        "--rounds",
+        "1",
+    )
+    said = run_forked_program(
+        str(TOOLS / "gpu_check.py"),
+        "--first-hour",
+        "--output",
+        str(tmp_path),
+        *options,
+        timeout=900,
+    )
+    results = Results(tmp_path)
+    assert {name: one.cause for name, one in results.outcomes.items() if one.cause} == {}
+    assert list(results.outcomes) and set(results.outcomes) == set(hour.ORDER)
+    assert "REFUTED" not in said, said
+
+
+def outcome_of(**rows: dict[str, float]) -> Outcome:
+    return Outcome({"title": "", "rows": rows, "missing": {}}, "", 1.0, MACHINE)
+
+
+def test_a_prediction_is_refuted_by_a_number() -> None:
+    table = json.loads((hour.ROOT / "docs" / "gpu.json").read_text())["tables"]["predicted"]
+    (row,) = [
+        r for r in table["rows"] if r[:2] == ["adam", "bfloat16 bfloat16 - float32 float32 -"]
+    ]
+    predicted = float(row[table["heads"].index("H100 SXM, ms")])
+    for factor, said in ((1.29, "holds"), (1.31, "REFUTED")):
+        outcomes = {
+            "kernels": outcome_of(**{"triton: update": {"ms": predicted * factor / 2}}),
+            "syncs": outcome_of(bf16={"count": 1.0 if factor > 1.3 else 0.0}),
+            "places": outcome_of(up={"up": 1.0}, host={"of_model": 1.0 / factor}),
+            "tests-marked": outcome_of(gpu={"passed": 3.0}),
+        }
+        found = hour.verdicts(outcomes, "NVIDIA H100 80GB HBM3", 500_000_000)
+        assert [one.said for one in found] == [said, said, said, "holds"]
+    assert hour.verdicts({}, "NVIDIA H100 80GB HBM3", 1)[0].said == "not measured"
+    assert hour.verdicts({}, "NVIDIA T4", 1) == []
