@@ -167,7 +167,8 @@ class Cuda(Accelerator):
 
     def identity(self, device: torch.device) -> str:
         found = torch.cuda.get_device_properties(device)
-        driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+        driver_version = getattr(torch._C, "_cuda_getDriverVersion", None)  # not on ROCm
+        driver = driver_version() if driver_version else "unknown"
         runtime = torch.version.cuda or torch.version.hip
         return f"{found.name} {found.major}.{found.minor}, driver {driver}, runtime {runtime}"
 

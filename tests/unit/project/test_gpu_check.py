@@ -37,11 +37,11 @@ def test_parts_run_alone_are_written_at_once_and_not_run_again(tmp_path: Path) -
     assert listed.count("there") == 2 and all(name in listed for name in PARTS)
 
 
-def test_the_first_part_says_which_kernels_auto_takes(
+def test_the_second_part_says_which_kernels_auto_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU it fails unless those are Triton's: all other parts would be of a slower backend."""
-    assert next(iter(PARTS)) == "backend"
+    assert list(PARTS)[:2] == ["door", "backend"]
     assert "auto chooses " in check("--only", "backend")
     slow = ReferenceBackend(), "not triton: fails a first step"
     monkeypatch.setattr(agreement, "choose_backend", lambda name, device: slow)
@@ -57,7 +57,7 @@ def test_no_part_begins_that_has_no_time(tmp_path: Path) -> None:
 
 def test_a_part_that_is_not_there_is_named() -> None:
     done = end_forked_program(str(TOOLS / "gpu_check.py"), "--only", "speed")
-    assert done.returncode == 1 and "--only speed: choose from backend" in done.stderr
+    assert done.returncode == 1 and "--only speed: choose from door, backend" in done.stderr
 
 
 def test_what_fails_is_one_line_and_takes_nothing_with_it(
