@@ -170,6 +170,17 @@ def test_numbers_of_a_chain_are_those_of_its_members():
     assert metrics["steps"] == 3
 
 
+def test_state_of_a_chain_follows_what_was_written():
+    model, optimizer = build("bf16")
+    train(model, optimizer, 1)
+    written = model.dense, model.experts["up"]
+    with torch.no_grad():
+        for param in written:
+            param.mul_(2.0)
+    for param in written:
+        assert same_bits(optimizer.state[param]["master_param"], param.detach().float())
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_chain_that_leaves_the_accelerator_lets_go_of_what_was_begun(leaves):
     model, optimizer = build("bf16", 1.0, offload_mode="speculative", clip_grad=0.0)
