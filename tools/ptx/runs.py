@@ -97,7 +97,9 @@ def all_trials(options: Options, console: Console) -> bool:
     console.print(f"{len(chosen)} trials of {trials.LAUNCHES * sum(sizes)} elements, {wrong} wrong")
     for arch, found in targets.items():
         never = [form for form in known if form not in found.texts]
-        console.print(f"sm_{arch}: {len(found.texts)} forms; not launched: {len(never)}")
+        new = [form for form in found.texts if form not in known]
+        said = f"{len(found.texts)} forms, {len(new)} not in the list; not launched: {len(never)}"
+        console.print(f"sm_{arch}: {said}")
         if len(chosen) == len(trials.trials_of(known)):
             for form in never:
                 console.print(f"  {form}")
