@@ -1,0 +1,22 @@
+"""Offsets of 64 bits where it counts: compiled kernels, carried out beyond 2^31 elements."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.launch import run
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton's assembler is for Linux")
+
+
+@pytest.mark.parametrize(
+    "arch", ["90", *(pytest.param(a, marks=pytest.mark.slow) for a in ("80", "100"))]
+)
+def test_elements_beyond_2_to_the_31_are_stepped_and_summed(arch: str, tmp_path: Path) -> None:
+    """An offset that loses its upper half is an access outside of every tensor."""
+    said = run("-m", "support.workers.far_elements", arch, TRITON_CACHE_DIR=str(tmp_path))
+    assert int(said) > 60
