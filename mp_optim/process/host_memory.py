@@ -15,6 +15,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -75,6 +76,17 @@ def touch(memory: Tensor) -> None:
     """
     for piece in torch.split(memory, _TOUCHED_AT_ONCE):
         piece[::_PAGE].zero_()
+
+
+def touch_together(memory: Tensor) -> None:
+    """The same by as many threads as torch has. The runtime that locks pages would have the system
+    give them one by one in the caller's."""
+    pieces = torch.split(memory, _TOUCHED_AT_ONCE)
+    if len(pieces) == 1:
+        touch(memory)
+        return
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        list(threads.map(touch, pieces))
 
 
 _PAGE = 4096
@@ -251,6 +263,7 @@ def page_locked(num_bytes: int, device: torch.device) -> Tensor:
         memory.madvise(mmap.MADV_DONTFORK)
     values = (ctypes.c_char * num_bytes).from_buffer(memory, start)
     address = ctypes.addressof(values)
+    touch_together(torch.frombuffer(values, dtype=torch.uint8))
     _register(accelerator, address, num_bytes, device)
     # NOTE: only _release unmaps it. In a forked child, where other memory may be there, and when
     # the interpreter ends, where a copy may be under way, it stays as it is.

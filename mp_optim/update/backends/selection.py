@@ -218,6 +218,12 @@ def _auto(device: torch.device) -> tuple[Backend, str]:
         use = f" (choose fused_backend={name!r} to use it)" if proof.usable else ""
         missing = "no native kernels: " if name == "native" else f"not {name}: "
         passed_over.append(f"{missing}{proof.reason}{use}")
+    if device.type == CUDA.type and CUDA.is_available():
+        warn(
+            f"fused_backend='auto': no kernels of {device} have the bits of every other place "
+            f"({'; '.join(passed_over)}). Steps there are taken in torch's operations, one pass "
+            "over memory for each; fused_backend='reference' accepts it without this warning"
+        )
     return ReferenceBackend(), "; ".join([_SAME_BITS, *passed_over])
 
 

@@ -32,6 +32,9 @@ from mp_optim.update.state_format import moment_specs
 BFLOAT16_MOMENTS, REMAINDERS = "bfloat16 moments", "remainders"
 """Forms of state beside FP32 that a proof tries."""
 
+_REFUSED_CODE = ("kernel image", "unsupported toolchain", "unsupported PTX version")
+"""What drivers say of code that they do not know."""
+
 _LR = 0.01
 _SETTINGS = {"lr": _LR, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True}
 _MULTIPLIER, _FACTOR = fp32(0.37), fp32(0.011)
@@ -153,6 +156,12 @@ def _kernel_rules(backend: Backend) -> list[str]:
 
 def _failed(backend: Backend, device: torch.device, error: Exception) -> SelfTest:
     why = f"fails a first step: {type(error).__name__}: {error}"
+    if any(said in str(error) for said in _REFUSED_CODE):
+        why += (
+            ". The driver does not take what this Triton's assembler makes, which is newer: "
+            "install a newer driver, or set TRITON_PTXAS_PATH and TRITON_PTXAS_BLACKWELL_PATH to "
+            "the ptxas of a CUDA that the driver knows"
+        )
     return SelfTest.unusable(backend.name, device, why)
 
 

@@ -29,6 +29,7 @@ from support.cuda_runtime import (
     is_mapped,
     locked_bytes,
     locking_runtime,
+    missing_pages,
 )
 from support.launch import end_forked_program
 
@@ -58,6 +59,23 @@ def test_just_the_pages_of_it_are_locked(runtime: LockingRuntime, size: int) -> 
     assert memory.fill_(7).sum() == 7 * size
     del memory
     assert locked_bytes() == before
+
+
+@pytest.mark.parametrize("at_once", [1 << 20, 64 << 20])
+def test_pages_are_there_before_they_are_registered(
+    runtime: LockingRuntime, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """Else the runtime has the system give them, in the caller's thread."""
+    monkeypatch.setattr(host_memory, "_TOUCHED_AT_ONCE", at_once)
+    register, missing = runtime.cudaHostRegister, []
+
+    def looked_at(address: int, num_bytes: int, flags: int) -> int:
+        missing.append(missing_pages(address, num_bytes))
+        return register(address, num_bytes, flags)
+
+    monkeypatch.setattr(runtime, "cudaHostRegister", looked_at)
+    memory = page_locked(SIZE, CUDA)
+    assert missing == [0] and not memory.any()
 
 
 def test_it_is_unregistered_once_and_before_it_is_unmapped(runtime: LockingRuntime) -> None:

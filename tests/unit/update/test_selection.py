@@ -21,6 +21,7 @@ from mp_optim.update.backends import forget, multi_tensor, selection
 from mp_optim.update.backends import triton as triton_package
 from mp_optim.update.backends.native import NativeBackend
 from mp_optim.update.backends.reference import ReferenceBackend
+from mp_optim.update.backends.self_test import SelfTest
 from mp_optim.update.backends.triton.backend import TritonBackend
 from mp_optim.update.backends.triton.kernels import rules as triton_rules
 from mp_optim.update.element_rules import TEXTS
@@ -76,6 +77,16 @@ def test_auto_passes_over_what_has_other_bits(accelerator: Gpu) -> None:
     model = nn.Linear(4, 4).bfloat16()
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, bf16=True), model)
     assert "choose fused_backend='apex' to use it" in str(optimizer.describe())
+
+
+def test_an_accelerator_without_kernels_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, proof = torch.device("cuda", 0), SelfTest.unusable("triton", CPU, "fails a first step")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(selection, "_backend_and_proof", lambda *_: (ReferenceBackend(), proof))
+    forget()
+    with pytest.warns(UserWarning, match="no kernels of cuda:0 have the bits.*fails a first step"):
+        assert choose_backend("auto", device)[0].name == "reference"
+    forget()
 
 
 def test_auto_takes_the_first_with_the_bits_of_reference(

@@ -235,3 +235,15 @@ def test_what_is_right_by_a_step_is_proven_whole_on_demand() -> None:
 
     stand_in = StandIn("adam", spoil)
     assert prove_by_a_step(stand_in, CPU).exact and not prove(stand_in, CPU).exact
+
+
+def test_a_driver_that_refuses_the_assemblers_code_is_named() -> None:
+    class Refused(ReferenceBackend):
+        name = "triton"
+
+        def step(self, *arguments: Any) -> None:
+            raise RuntimeError("Triton Error [CUDA]: device kernel image is invalid")
+
+    found = prove(Refused(), torch.device("cpu"))
+    assert not found.usable and "image is invalid. The driver does not take" in found.reason
+    assert "TRITON_PTXAS_BLACKWELL_PATH" in found.reason
