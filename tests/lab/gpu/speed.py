@@ -71,7 +71,8 @@ def sizes_of(numel: int, kind: str) -> list[int]:
         return [min(LARGE, numel)] * max(1, numel // LARGE)
     if kind == "small":
         return [max(1, numel // 10_000)] * min(10_000, numel)
-    return [max(1, numel // 4)] * 2 + [max(1, numel // 512)] * 256  # a mixture of experts
+    experts = [max(1, numel // 512)] * min(256, numel)
+    return [max(1, numel // 4)] * 2 + experts
 
 
 def _tensors(

@@ -93,7 +93,7 @@ def test_the_triton_tests_are_split_without_rest() -> None:
 
 # -- the first hour -------------------------------------------------------------------------------
 
-TINY = {"device": "simulated", "params": 1e3, "hybrid_params": 1e3, "rounds": 2}
+TINY = {"device": "simulated", "params": 1e2, "hybrid_params": 1e2, "rounds": 2}
 
 
 def test_an_hour_is_an_hour() -> None:
@@ -122,9 +122,9 @@ def test_the_hour_is_rehearsed_on_a_simulated_accelerator(tmp_path: Path) -> Non
         "--device",
         "simulated",
         "--params",
-        "1e3",
+        "1e2",
         "--hybrid-params",
-        "1e3",
+        "1e2",
         "--rounds",
         "1",
     )
