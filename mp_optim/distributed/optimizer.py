@@ -285,7 +285,7 @@ class ReducedGrads(GradsOfMembers):
         where = {slot: index for index, slot in enumerate(keys)}
         indices = [where[slot] for slot in self._trained]
         of_grads, over = [keys[slot] for slot in self._trained], (optimizer._group,)
-        return optimizer.shards.engine.sums.of(grads, of_grads, distinct, indices, over=over)
+        return optimizer.shards.agreed_sums(grads, of_grads, distinct, indices, over=over)
 
     def skip(self) -> None:
         super().skip()

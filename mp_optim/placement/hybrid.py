@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mp_optim.placement.placed import MainDtypes, PlacedExecutor
+from mp_optim.placement.placed import PlacedExecutor
 from mp_optim.placement.settings import HostStepSettings, OffloadedStep, only_accelerator
 from mp_optim.placement.speculation import SpeculationSettings
 from mp_optim.placement.state_file import state_file_in
@@ -88,11 +88,10 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
         how = OffloadedStep(offload_place, offload_mode, offload_streamed_fraction)
         classes = how.classes(cpu_optimizer_cls, gpu_optimizer_cls)
         construction = sub_optimizer_kwargs or {}
-        dtypes = MainDtypes(
-            param_update_in_fp32 or any(issubclass(cls, SlotOptimizer) for cls in classes.values()),
-            bool({**kwargs, **construction}.get("store_param_remainders", False)),
-        )
-        executor = PlacedExecutor([], offload_fraction, how, dtypes)
+        is_ours = any(issubclass(cls, SlotOptimizer) for cls in classes.values())
+        remainders = bool({**kwargs, **construction}.get("store_param_remainders", False))
+        copies = param_update_in_fp32 or is_ours
+        executor = PlacedExecutor([], offload_fraction, how, copies, remainders)
         super().__init__(params, dict(kwargs), executor)
         device = only_accelerator(local_tensor(p).device for _, p in iter_slots(self.param_groups))
         settings = HostStepSettings(

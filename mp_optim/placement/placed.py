@@ -86,28 +86,6 @@ class MainMemory:
         return block.take(source.shape, dtype).copy_(source)
 
 
-@dataclass(frozen=True)
-class MainDtypes:
-    """What parameters are stepped in.
-
-    Attributes:
-        copies: 16-bit parameters are stepped through FP32 copies.
-        remainders: of a bfloat16 parameter that copy is a remainder beside it.
-    """
-
-    copies: bool
-    remainders: bool
-
-    def main(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype of the main param of a parameter of a dtype."""
-        return dtype if self.remainders and dtype == torch.bfloat16 else torch.float32
-
-    def stepped(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype that a parameter of a dtype is stepped in if no wrapper asked for a main param."""
-        is_copied = self.copies and dtype in (torch.float16, torch.bfloat16)
-        return self.main(dtype) if is_copied else dtype
-
-
 @dataclass
 class PlacedSlot:
     """Where one slot is stepped.
@@ -134,8 +112,10 @@ class PlacedSlots:
 
     Args:
         param_groups: live groups.
-        parts: what steps the slots of each place.
+        executors: what steps the slots of each place.
         offloaded: the place of what is not stepped where it lies.
+        copies: 16-bit parameters are stepped through FP32 copies. remainders: of a bfloat16
+            parameter that copy is a remainder beside it.
         exposed: called before an offloaded slot's tensors may be written.
 
     Attributes:
@@ -147,13 +127,15 @@ class PlacedSlots:
     def __init__(
         self,
         param_groups: ParamGroups,
-        parts: Mapping[Place, Executor],
+        executors: Mapping[Place, Executor],
         offloaded: Place,
-        dtypes: MainDtypes,
+        copies: bool,
+        remainders: bool,
         exposed: Callable[[Slot], None],
     ) -> None:
-        self._param_groups, self._parts = param_groups, parts
-        self.offloaded, self.dtypes, self._exposed = offloaded, dtypes, exposed
+        self._param_groups, self._executors = param_groups, executors
+        self.offloaded, self._exposed = offloaded, exposed
+        self._copies, self._remainders = copies, remainders
         self._groups: list[list[PlacedSlot]] = []
         self._bound: list[Tensor] | None = None
         self._outputs: tuple[Sequence[Slot], Outputs, Outputs] | None = None
@@ -183,7 +165,7 @@ class PlacedSlots:
             placed = []
             for index, param in enumerate(group["params"], start):
                 place: Place = self.offloaded if index in hosted else "device"
-                resident = place == "device" and self.dtypes.stepped(param.dtype) == param.dtype
+                resident = place == "device" and self._stepped_dtype(param.dtype) == param.dtype
                 placed.append(PlacedSlot(place, _share(param), param.dtype, resident))
             start += len(placed)
             self._groups.append(placed)
@@ -228,6 +210,15 @@ class PlacedSlots:
 
     # -- tensors ----------------------------------------------------------------------------------
 
+    def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of the main param of a parameter of a dtype."""
+        return dtype if self._remainders and dtype == torch.bfloat16 else torch.float32
+
+    def _stepped_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype that a parameter of a dtype is stepped in if no wrapper asked for a main param."""
+        is_copied = self._copies and dtype in (torch.float16, torch.bfloat16)
+        return self.main_dtype(dtype) if is_copied else dtype
+
     def bind(self) -> bool:
         """Hand the tensors of now to what steps them; whether it is known where their memory
         stays."""
@@ -236,11 +227,11 @@ class PlacedSlots:
             return True
         stays, self._outputs = True, None
         for slot, param in iter_slots(self._param_groups):
-            part, now = self._parts[self[slot].place], self._stepped(slot)
-            before = part.stepped(slot)
+            executor, now = self._executors[self[slot].place], self._stepped(slot)
+            before = executor.stepped(slot)
             stays_there = _is_own(before) and same_memory(before, now)
             if before is not now and not stays_there:
-                part.step_instead(slot, now)
+                executor.step_instead(slot, now)
             # Only this package's own tensors are known to stay where they are, and unwritten.
             stays = stays and _is_own(param)
         self._bound = params if stays else None
@@ -256,11 +247,11 @@ class PlacedSlots:
 
     def current(self, slot: Slot) -> Executor:
         """What steps a slot, with its tensor of now. The caller gets at live tensors by it."""
-        part = self._parts[self[slot].place]
-        part.step_instead(slot, self._stepped(slot))
+        executor = self._executors[self[slot].place]
+        executor.step_instead(slot, self._stepped(slot))
         if self.is_offloaded(slot):
             self._exposed(slot)
-        return part
+        return executor
 
     @in_own_modes
     def copy(self, source: Tensor, place: Place, dtype: torch.dtype) -> Tensor:
@@ -274,14 +265,14 @@ class PlacedSlots:
             return param if _is_own(param) else local_tensor(param)
         local = local_tensor(param)
         if placed.main is None or placed.bound is None:
-            placed.main = self.copy(local, placed.place, self.dtypes.stepped(local.dtype))
+            placed.main = self.copy(local, placed.place, self._stepped_dtype(local.dtype))
         elif placed.bound.is_same(0, param):
             return placed.main
         else:
             if self.is_offloaded(slot):
                 self._exposed(slot)
             follow(placed.main, local, slot_name(self._param_groups, slot))
-            self._parts[placed.place].written_outside(slot)
+            self._executors[placed.place].written_outside(slot)
         placed.bound = SeenParams([param])
         return placed.main
 
@@ -312,25 +303,30 @@ class PlacedExecutor(Executor):
         param_groups: live groups, to which a face adds the first ones before :meth:`build`.
         fraction: see :func:`~mp_optim.placement.plan.plan_offload`.
         how: where and when offloaded slots are stepped.
-        dtypes: what parameters are stepped in.
+        copies, remainders: see :class:`PlacedSlots`.
 
     Attributes:
         optimizers: by place. Where both have one class of this package it is the device's alone,
             and steps the slots of both.
-        parts: what steps the slots of each place.
+        executors: what steps the slots of each place.
         stepper: steps what is offloaded.
     """
 
     def __init__(
-        self, param_groups: ParamGroups, fraction: float, how: OffloadedStep, dtypes: MainDtypes
+        self,
+        param_groups: ParamGroups,
+        fraction: float,
+        how: OffloadedStep,
+        copies: bool,
+        remainders: bool,
     ) -> None:
         super().__init__(param_groups)
         self.fraction, self._how = fraction, how
         self.optimizers: dict[Place, torch.optim.Optimizer] = {}
-        self.parts: dict[Place, Executor] = {}
-        self._executors: list[Executor] = []  # all of these, each once
+        self.executors: dict[Place, Executor] = {}
+        self._distinct: list[Executor] = []  # all of these, each once
         self._placed = PlacedSlots(
-            param_groups, self.parts, how.offloaded_place, dtypes, self._exposed
+            param_groups, self.executors, how.offloaded_place, copies, remainders, self._exposed
         )
 
     def build(
@@ -359,16 +355,16 @@ class PlacedExecutor(Executor):
         indices = range(len(self.param_groups))
         for place, build in classes.items():
             is_ours = issubclass(build, SlotOptimizer)
-            if is_ours and build is classes["device"] and self.parts:
-                self.parts[place] = self.parts["device"]
+            if is_ours and build is classes["device"] and self.executors:
+                self.executors[place] = self.executors["device"]
                 continue
             groups = [self._group_of(index, place, is_ours) for index in indices]
             self.optimizers[place] = build(groups, **arguments)
-            self.parts[place] = executor_of(self.optimizers[place])
-            self._executors.append(self.parts[place])
-        self.writes_settings = any(part.writes_settings for part in self._executors)
+            self.executors[place] = executor_of(self.optimizers[place])
+            self._distinct.append(self.executors[place])
+        self.writes_settings = any(executor.writes_settings for executor in self._distinct)
         self._groups_are_known(indices)
-        part = self.parts[offloaded]
+        part = self.executors[offloaded]
         named = [(s, self.slot_name(s), p) for s, p in iter_slots(self.param_groups)]
         self._how.check(part, named, placed.is_offloaded, settings)
         self.stepper = Stepper(self._how, part, placed.host_slots(), placed.bind, settings)
@@ -386,12 +382,12 @@ class PlacedExecutor(Executor):
     def place(self, slot: Slot) -> Place:
         return self.stepper.host_part.place_of(slot)
 
-    def part_at(self, place: Place) -> Executor:
+    def executor_at(self, place: Place) -> Executor:
         """What steps the slots of a place."""
-        return self.parts["device" if place == "device" else self._how.offloaded_place]
+        return self.executors["device" if place == "device" else self._how.offloaded_place]
 
     def carried_out_by(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
-        return self.part_at(place).carried_out_by(group, place, device)
+        return self.executor_at(place).carried_out_by(group, place, device)
 
     def _group_of(self, index: int, place: Place, is_ours: bool) -> dict[str, Any]:
         """A group as the optimizer of a place is given it: one of this package has all slots, as
@@ -415,12 +411,12 @@ class PlacedExecutor(Executor):
                 its place.
         """
         for index in indices:
-            for place, part in self.parts.items():
+            for place, executor in self.executors.items():
                 if positions := self._placed.at(place, index):
-                    part.has_only(index, positions)
-                    part.step_together(index, [positions])
+                    executor.has_only(index, positions)
+                    executor.step_together(index, [positions])
             self._release_others(index)
-        _adopt_defaults(self.param_groups, [part.param_groups for part in self._executors])
+        _adopt_defaults(self.param_groups, [executor.param_groups for executor in self._distinct])
         self.use_mark(self.step_mark)
 
     def _release_others(self, index: int) -> None:
@@ -437,7 +433,7 @@ class PlacedExecutor(Executor):
     def group_added(self) -> None:
         """Its parameters are placed on their own, by the same fraction and policy."""
         super().group_added()
-        if not self.parts:
+        if not self.executors:
             return  # the first groups are planned together
         index = len(self.param_groups) - 1
         self._placed.assign([self.param_groups[index]], self.fraction)
@@ -452,11 +448,11 @@ class PlacedExecutor(Executor):
 
     def forget_groups(self, count: int) -> None:
         super().forget_groups(count)
-        if not self.parts:
+        if not self.executors:
             return  # it is being built
         self._placed.forget_groups(count)
-        for part in self._executors:
-            part.forget_groups(count)
+        for executor in self._distinct:
+            executor.forget_groups(count)
         self._cut_buckets()
 
     def _cut_buckets(self) -> None:
@@ -464,7 +460,7 @@ class PlacedExecutor(Executor):
         self._watch()
 
     def all_groups(self) -> list[ParamGroups]:
-        below = (groups for part in self._executors for groups in part.all_groups())
+        below = (groups for executor in self._distinct for groups in executor.all_groups())
         return [self.param_groups, *below]
 
     def use_mark(self, mark: StepMark) -> None:
@@ -472,40 +468,40 @@ class PlacedExecutor(Executor):
         for optimizer in self.optimizers.values():
             if isinstance(optimizer, SlotOptimizer):
                 optimizer.use_mark(mark)
-        for part in self._executors:
-            part.use_mark(mark)
+        for executor in self._distinct:
+            executor.use_mark(mark)
 
     def recover(self) -> None:
-        for part in self._executors:
-            part.recover()
+        for executor in self._distinct:
+            executor.recover()
         # With other back buffers: half a swap may have left two tensors with one memory.
         self._cut_buckets()
 
     def memory_moved(self) -> None:
-        for part in self._executors:
-            part.memory_moved()
+        for executor in self._distinct:
+            executor.memory_moved()
 
     def check_groups(self) -> None:
-        for part in self._executors:
-            part.check_groups()
+        for executor in self._distinct:
+            executor.check_groups()
 
     def check_settings(self, group: dict[str, Any]) -> None:
-        self.parts["device"].check_settings(group)
+        self.executors["device"].check_settings(group)
 
     def metrics(self) -> dict[str, float]:
         totals: Counter[str] = Counter()
-        for part in self._executors:
-            totals.update(part.metrics())
+        for executor in self._distinct:
+            totals.update(executor.metrics())
         return dict(totals)
 
     @property
     def has_modes(self) -> bool:
-        return any(part.has_modes for part in self._executors)
+        return any(executor.has_modes for executor in self._distinct)
 
     def switch_mode(self, mode: Mode) -> None:
         self._placed.bind()
-        for part in self._executors:
-            part.switch_mode(mode)
+        for executor in self._distinct:
+            executor.switch_mode(mode)
         for slot, param in iter_slots(self.param_groups):
             if (main := self._placed[slot].main) is not None:
                 local_tensor(param).copy_(main)
@@ -513,7 +509,7 @@ class PlacedExecutor(Executor):
     # -- main params ------------------------------------------------------------------------------
 
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self._placed.dtypes.main(dtype)
+        return self._placed.main_dtype(dtype)
 
     def main_param(self, slot: Slot) -> Tensor:
         return self._placed.current(slot).main_param(slot)
@@ -552,11 +548,11 @@ class PlacedExecutor(Executor):
         self.stepper.schedule.distrust(slot)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
-        for place, part in self.parts.items():
+        for place, executor in self.executors.items():
             here = [slot for slot in slots if self._placed[slot].place == place]
             for slot in here:
                 self._placed.current(slot)
-            part.allocate_state(here)
+            executor.allocate_state(here)
 
     def state_of(self, slot: Slot) -> SlotState:
         state, main = self._placed.current(slot).state_of(slot), self._placed[slot].main
@@ -572,12 +568,12 @@ class PlacedExecutor(Executor):
         if not self._placed.bind():
             self._watch()
         updates = self._placed.with_outputs(updates)
-        self.stepper.step_slots(updates, grad_norm, self.parts["device"])
+        self.stepper.step_slots(updates, grad_norm, self.executors["device"])
         self._placed.written()
 
     def verdict_device(self) -> torch.device | None:
         has_slots = bool(self.stepper.host_part.slots)
-        return None if has_slots else self.parts["device"].verdict_device()
+        return None if has_slots else self.executors["device"].verdict_device()
 
     def _watch(self) -> None:
         """Notice gradients of the parameters of now, as long as nothing above reports them."""

@@ -79,8 +79,9 @@ class Engine:
         optimizer: the inner one, as it was given. executor: steps for it.
         table: what was last seen at every slot, as main params have it.
         link: what may begin during backward.
-        sums: how gradients are measured, and agreed on.
         parked: what waits on the host while something else needs the accelerator's memory.
+        norm_names: of the norm groups that any rank has, if ranks have said so. has_compared:
+            whether ranks have compared their settings.
     """
 
     optimizer: torch.optim.Optimizer
@@ -88,8 +89,9 @@ class Engine:
     mains: MainParams
     table: SlotTable
     link: BackwardOverlap
-    sums: AgreedSums
     parked: Parked = field(default_factory=list)
+    norm_names: list[str] | None = None
+    has_compared: bool = False
 
 
 @dataclass(eq=False)
@@ -109,9 +111,8 @@ class WrappedGrads(StepGrads):
         return bool(self.selection.indices)
 
     def sums(self, on_host: bool = False) -> Measurement:
-        engine, some = self.engine, self.selection
-        every = engine.table.common.keys
-        return engine.sums.of(self.grads, some.keys, every, some.indices, on_host=on_host)
+        some, every = self.selection, self.engine.table.common.keys
+        return self.wrapper.agreed_sums(self.grads, some.keys, every, some.indices, on_host=on_host)
 
     def watch_updates(self) -> list[UpdateWatch]:
         engine, backend = self.engine, self.wrapper.config.fused_backend
@@ -206,7 +207,7 @@ class WrappedOptimizer(MegatronOptimizer):
         config = self.config
         mains = MainParams(self.param_groups, executor, self.process_groups, self.check_param)
         link = BackwardOverlap(self, executor, mains.table, config)
-        self._engine = Engine(optimizer, executor, mains, mains.table, link, AgreedSums(self))
+        self._engine = Engine(optimizer, executor, mains, mains.table, link)
         self.groups_below, self._settings = executor.all_groups(), SharedSettings()
         self.averages.swaps.append(WeightSwap(mains))
         self.use_mark(self.step_mark)
@@ -271,7 +272,8 @@ class WrappedOptimizer(MegatronOptimizer):
         self.share_settings()
         # backward may come before a step
         engine.link.follow(self.get_parameters())
-        engine.sums.forget()
+        # some rank may have other norm groups and settings
+        engine.norm_names, engine.has_compared = None, False
         engine.mains.bind_group(len(self.param_groups) - 1)
 
     def forget_groups(self, count: int) -> None:
@@ -301,6 +303,55 @@ class WrappedOptimizer(MegatronOptimizer):
             mains.bind_trained(selection.indices)
             selection = table.select(selection.indices)
         return WrappedGrads(self, engine, selection, grads)
+
+    def agreed_sums(
+        self,
+        grads: Sequence[Tensor],
+        keys: Sequence[NormKey],
+        all_keys: Sequence[NormKey],
+        indices: Sequence[int],
+        *,
+        over: tuple[ProcessGroup, ...] = (),
+        on_host: bool = False,
+    ) -> Measurement:
+        """Measure gradients, and agree with the other ranks on the sums of squares. Collective.
+
+        Args:
+            grads, keys: local gradients, and which norm each counts in.
+            all_keys: every key of the model, also those without a gradient now, so that all ranks
+                reduce alike.
+            indices: of the slots of these gradients.
+            over: ranks over which the gradients are split although the parameters are not.
+            on_host: numbers may be returned.
+        """
+        config, engine = self.config, self.engine
+        common, link = engine.table.common, engine.link
+        device, ranks = common.device, self.process_groups.grad_stats
+        if not engine.has_compared:
+            common.check(config, self.param_groups)
+            engine.has_compared = True
+        if link.stepper is None:
+            each = measure(grads, config.fused_backend, device)
+        else:
+            each = link.measure(grads, device)
+        is_alone = ranks is None and len(all_keys) == 1 and not all_keys[0].shard_groups
+        are_more = config.log_num_zeros_in_grad or config.log_param_grad_norms
+        if on_host and is_alone and not are_more and each.device.type == "cpu":
+            name = all_keys[0].group
+            return Measurement(
+                known={EXCLUDED: 0.0, MAIN_NORM: 0.0, name: pairwise_sum_on_host(each)}
+            )
+        sums = total_by_key(each, keys, all_keys)
+        zeros = params = None
+        if config.log_num_zeros_in_grad:
+            zeros = count_zeros(grads, keys, all_keys, device)
+        if engine.norm_names is None or ranks is None:
+            engine.norm_names = norm_groups(all_keys, ranks)
+        numbers = common.numbers(config, self.param_groups, keys, all_keys)
+        if config.log_param_grad_norms:
+            split_over = [(*over, *split) for split in engine.mains.split_over()]
+            params = of_parameters(each, indices, split_over)
+        return agree(sums, zeros, ranks, engine.norm_names, numbers, common.copies, params)
 
     def verdict_device(self) -> torch.device | None:
         return self.engine.executor.verdict_device()
@@ -441,72 +492,6 @@ class WrappedOptimizer(MegatronOptimizer):
             **graph_step.graph_metrics(self.graphed),
             "reloaded_params": self.engine.mains.reloaded,
         }
-
-
-class AgreedSums:
-    """Sums of squares of a wrapper's gradients, agreed with the other ranks.
-
-    What ranks compare once (settings, and the names of norm groups) is remembered here.
-    """
-
-    def __init__(self, wrapper: WrappedOptimizer) -> None:
-        self._wrapper = wrapper
-        self._names: list[str] | None = None
-        self._has_compared = False
-
-    def forget(self) -> None:
-        """Compare again: some rank may have other norm groups and settings."""
-        self._names, self._has_compared = None, False
-
-    def of(
-        self,
-        grads: Sequence[Tensor],
-        keys: Sequence[NormKey],
-        all_keys: Sequence[NormKey],
-        indices: Sequence[int],
-        *,
-        over: tuple[ProcessGroup, ...] = (),
-        on_host: bool = False,
-    ) -> Measurement:
-        """Measure gradients, and agree on the sums. Collective.
-
-        Args:
-            grads, keys: local gradients, and which norm each counts in.
-            all_keys: every key of the model, also those without a gradient now, so that all ranks
-                reduce alike.
-            indices: of the slots of these gradients.
-            over: ranks over which the gradients are split although the parameters are not.
-            on_host: numbers may be returned.
-        """
-        wrapper = self._wrapper
-        config, engine = wrapper.config, wrapper.engine
-        common, link = engine.table.common, engine.link
-        device, ranks = common.device, wrapper.process_groups.grad_stats
-        if not self._has_compared:
-            common.check(config, wrapper.param_groups)
-            self._has_compared = True
-        if link.stepper is None:
-            each = measure(grads, config.fused_backend, device)
-        else:
-            each = link.measure(grads, device)
-        is_alone = ranks is None and len(all_keys) == 1 and not all_keys[0].shard_groups
-        are_more = config.log_num_zeros_in_grad or config.log_param_grad_norms
-        if on_host and is_alone and not are_more and each.device.type == "cpu":
-            name = all_keys[0].group
-            return Measurement(
-                known={EXCLUDED: 0.0, MAIN_NORM: 0.0, name: pairwise_sum_on_host(each)}
-            )
-        sums = total_by_key(each, keys, all_keys)
-        zeros = params = None
-        if config.log_num_zeros_in_grad:
-            zeros = count_zeros(grads, keys, all_keys, device)
-        if self._names is None or ranks is None:
-            self._names = norm_groups(all_keys, ranks)
-        numbers = common.numbers(config, wrapper.param_groups, keys, all_keys)
-        if config.log_param_grad_norms:
-            split_over = [(*over, *split) for split in engine.mains.split_over()]
-            params = of_parameters(each, indices, split_over)
-        return agree(sums, zeros, ranks, self._names, numbers, common.copies, params)
 
 
 def _with_model_names(wrapper: WrappedOptimizer, group: dict[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def test_downloads_of_a_step_wait_for_what_came_before_the_devices_step(
     model, optimizer = build_mode(mode, "fp32", 0.6, experts=False, clip_grad=0.0)
     (hybrid,), events = hybrids(optimizer), list[Event]()
     hybrid.stepper.use_transfer(RecordingTransfer(events), bucket_bytes=64)
-    device = hybrid.executor.part_at("device")
+    device = hybrid.executor.executor_at("device")
     step_slots = device.step_slots
 
     def recorded(*arguments: Any, **settings: Any) -> None:
