@@ -13,7 +13,6 @@ from mp_optim.checkpoint import save_load, writing
 from mp_optim.process import leases
 from mp_optim.process.leases import SaveBorrow, Windows
 from mp_optim.process.transfer import transfer_for
-from support.accelerator import threads
 from support.accelerator.schedules import DEVICE
 from support.accelerator.simulation import Simulation, device_at
 
@@ -67,12 +66,7 @@ def saves_of(simulation: Simulation, smallest: int = 5) -> Iterator[Saves]:
     """
 
     with ExitStack() as context:
-        for place, name, value in (
-            (leases, "WINDOW", _WINDOW),
-            (leases, "threading", threads.stand_in(simulation)),
-            (leases, "move", Tensor.copy_),  # which is seen
-            (writing, "LENT_FROM", smallest),
-        ):
+        for place, name, value in ((leases, "WINDOW", _WINDOW), (writing, "LENT_FROM", smallest)):
             context.enter_context(mock.patch.object(place, name, value))
         saves = Saves(Windows(transfer_for(device_at(DEVICE))))
         for patch in saves.patches():
