@@ -28,8 +28,8 @@ ORDER: Mapping[str, int] = {
     "steps": 300,
     "hybrid": 240,
     "saves": 120,
-    "tests-conformance": 480,
-    "tests-marked": 120,
+    "tests-conformance": 360,
+    "tests-marked": 240,
 }
 """Seconds of each part; together an hour."""
 SLACK = 1.3
