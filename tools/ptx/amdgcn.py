@@ -30,21 +30,23 @@ _EXACT = re.compile(
     | cmpx?_(class|f|t|o|u|n?(lt|eq|le|gt|lg|ge))_f(16|32|64) | cmpx?_(neq|tru)_f(16|32|64)
     | cvt_f32_(f16|f64|bf16|[iu]32|ubyte[0-3]) | cvt_f64_(f32|[iu]32)
     | cvt_[iu](16|32)_f(16|32|64) | cvt_f16_f32 | cvt_pk_bf16_f32
-    | div_(scale|fmas|fixup)_f(32|64)
+    | div_(scale|fmas|fixup)_f(32|64) | pack_b32_f16
     )""",
     re.VERBOSE,
 )
 _FLOATS = re.compile(r"v_\w*?_?(?:f16|f32|f64|bf16|bf8|fp8)(?:_|$)")
 _ENCODING = re.compile(r"_(e32|e64|sdwa|dpp|e64_dpp)$")
 _FUSED = {"v_fma_f32": 1, "v_fmac_f32": 1, "v_pk_fma_f32": 2, "v_fma_f64": 1, "v_fmac_f64": 1}
-_OF_A_DIVISION = {"v_div_fixup_f32": 5, "v_div_fixup_f64": 5}
-"""Fused operations before and besides ``v_div_fmas``, by the instruction that ends a division."""
+_OF_A_DIVISION = {"v_div_fmas_f32": 5, "v_div_fmas_f64": 5}
+"""Fused operations of a division besides this one. ``v_div_fixup`` may stand in each branch."""
 _OF_A_ROOT = {"v_sqrt_f32": 2}
 """What looks whether the next number above or below is nearer."""
 _TO_LONG = "v_floor_f64"
 """Of a double that becomes an integer of 64 bits. A fused operation follows, which is exact: what
 is left below 2^32."""
-_SEED = {"v_rcp_f32": "v_div_fixup_f32", "v_rcp_f64": "v_div_fixup_f64"}
+_A_PRODUCT = re.compile(r"^\tv_fma_mix_f32 (?=.*, neg\(0\) op_sel)", re.MULTILINE)
+"""Of numbers of 16 and 32 bits, to which -0 is added: that changes nothing."""
+_SEED = {"v_rcp_f32": "v_div_fmas_f32", "v_rcp_f64": "v_div_fmas_f64"}
 
 _WIDTHS = {"dwordx4": 16, "b128": 16, "dwordx3": 12, "dwordx2": 8, "b64": 8, "dword": 4, "b32": 4}
 _NARROW = {"short": 2, "ushort": 2, "sshort": 2, "byte": 1, "ubyte": 1, "sbyte": 1}
@@ -105,7 +107,7 @@ class Amdgcn:
 
 def read(text: str, ir: str) -> Amdgcn:
     """A kernel's text; ``ir``: what it was in LLVM."""
-    code = text.partition("s_endpgm")[0] if text.count("s_endpgm") == 1 else text
+    code = _A_PRODUCT.sub(r"\tv_mul_f32 ", text)
     names = [_plain(match[1]) for match in _LINE.finditer(code)]
     counts = Counter(names)
     loop = max(_loops(code), key=_width_of, default=[])

@@ -52,6 +52,8 @@ def test_divisions_and_roots_may_be_fused_and_nothing_else() -> None:
     assert (found.divisions, found.roots, found.fused, found.faults) == (2, 1, 12, ())
     (fault,) = read(text(*DIVISION, "v_fmac_f32_e32"), "").faults
     assert fault == "6 fused operations of f32, 5 are of divisions and roots"
+    product = text("v_fma_mix_f32").replace("v0, v1, v2", "v0, v1, s2, neg(0) op_sel_hi:[1,0,0]")
+    assert read(product, "").faults == ()
     assert read(text("v_trunc_f64_e32", "v_floor_f64_e32", "v_fma_f64"), "").faults == ()
 
 
@@ -61,6 +63,7 @@ def test_divisions_and_roots_may_be_fused_and_nothing_else() -> None:
         (text("v_rcp_f32_e32"), "", "v_rcp_f32, 1 times beside 0 divisions"),
         (text("v_rsq_f32_e32"), "", "v_rsq_f32, 1 times"),
         (text("v_exp_f32_e32"), "", "v_exp_f32, 1 times"),
+        (text("v_fma_mix_f32"), "", "v_fma_mix_f32, 1 times"),
         (text("v_cvt_pkrtz_f16_f32"), "", "v_cvt_pkrtz_f16_f32, 1 times"),
         (text("v_mul_legacy_f32"), "", "v_mul_legacy_f32, 1 times"),
         (text(denormals=0), "", "float_denorm_mode_32 is 0"),
