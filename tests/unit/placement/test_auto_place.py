@@ -122,11 +122,15 @@ def test_groups_that_come_later_are_split_too():
 
 
 class Ordered(AdversarialTransfer):
-    """Notes copies: gradients after a mark, windows, and waits for the first of these."""
+    """Notes copies, gradients after a mark and windows among them, and what is waited for."""
 
     def __init__(self):
         super().__init__()
-        self.calls = []
+        self.calls, self.copies = [], []
+
+    def _start(self, is_upload, to, sources):
+        self.copies.append(self.calls[-1])
+        return super()._start(is_upload, to, sources)
 
     def mark(self):
         return "mark"
@@ -140,7 +144,7 @@ class Ordered(AdversarialTransfer):
         return super().upload(to, sources, after)
 
     def wait(self, ticket):
-        self.calls.append("wait")
+        self.calls.append(f"wait for {self.copies[ticket]}")
         super().wait(ticket)
 
     def join(self):
@@ -156,8 +160,9 @@ def test_the_hosts_first_gradients_come_before_windows_and_no_window_is_waited_f
     train(model, optimizer, 1)
     calls = transfer.calls
     assert calls.index("gradients") < calls.index("window")
-    begun = calls[: calls.index("wait")]
-    assert begun.count("window") == 3 and begun.count("down") == 2
+    first = next(number for number, call in enumerate(calls) if call.startswith("wait"))
+    assert calls[first] == "wait for gradients"
+    assert calls[:first].count("window") == 3 and calls[:first].count("down") == 2
 
 
 def test_windows_are_queued_between_the_hosts_buckets():
