@@ -112,14 +112,13 @@ class NativeTable:
         return sum(self._arrays["numel"])
 
     def take(self, lists: TensorLists) -> bool:
-        """Take the gradients of the next launch of the same main params, state and outputs; whether
-        kernels may read them so, and all else is the same."""
+        """Take the gradients of the next launch of the lists that it was made for; whether kernels
+        may read them so, and all else is the same."""
         grads = lists.grad
         if (
             lists.noise is not None
             or lists.source is not None
             or not isinstance(grads, CachedTensorList)
-            or not all_same(lists.made_for, self.made_for)
             or [*map(_CODES["grad"].get, grads.dtypes)] != [self.tensors.grad_dtype]
             or grads.own_sizes != self._arrays["numel"]
             or not grads.stored
@@ -157,7 +156,7 @@ class NativeBackend(ReferenceBackend):
         numbers = [multiplier, *map(getattr, repeat(scalars), scalars.__slots__)]
         given = rule.encode(), (ctypes.c_float * len(numbers))(*numbers), len(numbers)
         kept: NativeTable | None = lists.prepared.get(rule) if lists.prepared else None
-        if kept is not None and kept.take(lists):
+        if kept is not None and all_same(kept.made_for, lists.made_for) and kept.take(lists):
             self.library.call("mp_step", ctypes.byref(kept.tensors), *given, thread_count())
             tell_autograd(kept.written)
             return
