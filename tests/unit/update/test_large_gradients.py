@@ -153,7 +153,17 @@ def test_it_may_be_the_first_of_all(name: str, backend: str) -> None:
             run.values()
 
 
-@pytest.mark.parametrize(("case", "state", "noisy"), drawn(["fp32", "8bit"], ["4bit"]))
+def every_other(forms: list[Any]) -> list[Any]:
+    """The rest is for the night; each rule is stepped by day, and each form of state."""
+    found = []
+    for at, form in enumerate(forms):
+        by_day = len(form.values[0].states) == 1 or at % 2 == 0
+        marks = [] if by_day else [pytest.mark.slow]
+        found.append(pytest.param(*form.values, id=form.id, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("case", "state", "noisy"), every_other(drawn(["fp32", "8bit"], ["4bit"])))
 def test_kernels_for_gpus_have_the_same_bits(case: Case, state: str, noisy: bool) -> None:
     if case.cls == "Adafactor":
         pytest.skip("has the same passes everywhere")
