@@ -443,7 +443,7 @@ def test_a_composite_is_no_wrapper_and_lacks_nothing_that_a_stack_offers(owner):
     }
     assert missing == set()
     offered = {name for name in dir(WrappedOptimizer) if not name.startswith("_")}
-    of_wrappers = {"check_param", "reduces"}  # asked by the layer itself
+    of_wrappers = {"check_param", "reduces", "agreed_sums"}  # asked by the layer itself
     of_wrappers |= {"engine", "executor", "table", "backward_link"}  # what it steps with
     assert offered - of_wrappers - set(dir(owner)) == set()
 

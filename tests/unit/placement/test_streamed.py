@@ -172,7 +172,8 @@ def test_numbers_go_up_before_windows_and_once(monkeypatch):
     from mp_optim.update.backends.triton.launches import WIDTH
     from mp_optim.update.backends.triton.tables import Tables
 
-    model, optimizer = build(fused_backend="triton")
+    # Rows are remembered by what they say: no other test's says this.
+    model, optimizer = build(fused_backend="triton", lr=0.012345)
     calls, upload = [], Tables.upload
 
     def recorded(self, table, device):
