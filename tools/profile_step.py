@@ -3,6 +3,7 @@
 calls, and how deep its functions are nested. And what a step of tiny parameters takes.
 
 python tools/profile_step.py . ../before
+python tools/measuring/passes.py step --list     # the calls themselves, in their order
 
 Each walk is in a process of its own, on the CPU. Times are of steps in turn with torch's fused
 AdamW: believe the ratio, and that only on an idle machine.

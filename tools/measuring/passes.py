@@ -1,7 +1,8 @@
 """What one way through the package passes: its files, its functions, and how deep they are nested.
 
-``python passes.py NAME`` walks one of ``WALKS`` in this process and prints its figures as JSON;
-``python passes.py times`` times steps of tiny parameters. The package is the one that Python finds.
+``python passes.py NAME`` walks one of ``WALKS`` in this process and prints its figures as JSON, and
+with ``--list`` its calls before that; ``python passes.py times`` times steps of tiny parameters.
+The package is the one that Python finds.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Watch:
         self.calls = 0
         self.codes: set[CodeType] = set()
         self.deepest = 0
+        self.entered: list[str] = []
         self._depths = threading.local()
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -50,6 +52,7 @@ class Watch:
         if event == "call":
             self.calls += 1
             self.codes.add(frame.f_code)
+            self.entered.append("  " * (depth - 1) + _place(frame.f_code))
             self.deepest = max(self.deepest, depth)
 
     def figures(self) -> Passed:
@@ -59,6 +62,12 @@ class Watch:
             "calls": self.calls,
             "deepest": self.deepest,
         }
+
+
+def _place(code: CodeType) -> str:
+    file = Path(code.co_filename).relative_to(PACKAGE)
+    name = getattr(code, "co_qualname", code.co_name)  # before Python 3.11: without its class
+    return f"{name}  {file}:{code.co_firstlineno}"
 
 
 def _is_counted(code: CodeType) -> bool:
@@ -79,6 +88,8 @@ def passed(run: Callable[[], object]) -> Passed:
     finally:
         threading.setprofile(None)
         sys.setprofile(None)
+    if "--list" in sys.argv:
+        print(*watch.entered, sep="\n")
     return watch.figures()
 
 
