@@ -3,6 +3,7 @@
 from mp_optim import checkpoint
 from mp_optim.api import get_megatron_optimizer
 from mp_optim.config import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
+from mp_optim.deltas import WeightDelta, WeightPatch, apply_delta
 from mp_optim.distributed.composite import ChainedOptimizer
 from mp_optim.distributed.optimizer import DistributedOptimizer
 from mp_optim.groups.param_groups import (
@@ -73,6 +74,9 @@ __all__ = [
     "SGDOptimizerConfig",
     "StableAdamW",
     "StepResult",
+    "WeightDelta",
+    "WeightPatch",
+    "apply_delta",
     "check_config_overrides_consistency",
     "checkpoint",
     "get_megatron_optimizer",

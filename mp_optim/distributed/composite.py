@@ -23,6 +23,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.distributed.grad_reducer import GradReducer, LaunchOrder, reduce_in_one_order
 from mp_optim.distributed.transport import Reducer
 from mp_optim.precision import MegatronGradScaler, MegatronOptimizer
+from mp_optim.precision.changed_weights import ChangedPart
 from mp_optim.precision.description import Description, DescriptionRow
 from mp_optim.precision.graph_step import graph_metrics, graph_notes
 from mp_optim.precision.measure import NormKey
@@ -201,6 +202,26 @@ class CompositeOptimizer(MegatronOptimizer):
     def take_model_params(self, values: Mapping[str, Any]) -> None:
         for member in self.members:
             member.take_model_params(values)
+
+    def watch_changes(self, on: bool) -> None:
+        for member in self.members:
+            member.watch_changes(on)
+
+    def changed_parts(self, full: bool) -> list[ChangedPart]:
+        parts, first_group = [], 0
+        for member in self.members:
+            for part in member.changed_parts(full):
+                slot = Slot(part.slot.group + first_group, part.slot.position)
+                parts.append(part._replace(slot=slot))
+            first_group += len(member.param_groups)
+        return parts
+
+    def changes_published(self) -> None:
+        for member in self.members:
+            member.changes_published()
+
+    def watched_elements(self) -> int:
+        return sum(member.watched_elements() for member in self.members)
 
     def offload_to_cpu(self) -> None:
         for member in self.members:

@@ -56,7 +56,13 @@ from mp_optim.slots.param_attributes import (
 )
 from mp_optim.slots.seen_params import check_memory
 from mp_optim.slots.slot_state import SlotState, State
-from mp_optim.slots.tensor_layout import ParamLayout, layout_of, ranks_of_copies, shard_groups_of
+from mp_optim.slots.tensor_layout import (
+    ParamLayout,
+    is_first_on_mesh,
+    layout_of,
+    ranks_of_copies,
+    shard_groups_of,
+)
 from mp_optim.update.measures import checksums_of
 
 
@@ -265,6 +271,16 @@ class MainParams:
             is_copy = ranks is not None and not is_tensor_parallel(param)
             copies = (ranks,) if ranks is not None and is_copy else ()
         return *self.table.keys[self.table.index(slot)].shard_groups, *copies
+
+    def is_first_copy(self, slot: Slot) -> bool:
+        """Whether no rank before this one has the elements that are here of a slot's parameter."""
+        param, groups = self.param(slot), self._process_groups
+        if isinstance(param, DTensor):
+            return is_first_on_mesh(param)
+        parts, tp = shard_info(param).shard_groups, self._tensor_parallel(slot)
+        of_plain = (groups.dp, None if is_tensor_parallel(param) else tp)
+        copies = [ranks for ranks in of_plain if ranks is not None and ranks not in parts]
+        return all(ranks.rank() == 0 for ranks in copies)
 
     def trained_slots(self) -> Iterator[Slot]:
         """The slots that have ever been trainable."""

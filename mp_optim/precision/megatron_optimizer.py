@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import uuid
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -16,13 +17,16 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
+from mp_optim.deltas import WeightDelta, WeightPatch
 from mp_optim.precision.averaged_weights import AveragedWeights, scale_rows_
 from mp_optim.precision.backward_overlap import EarlyWork
+from mp_optim.precision.changed_weights import ChangedPart
 from mp_optim.precision.description import Description
 from mp_optim.precision.grad_scaler import MegatronGradScaler, scaling_of
 from mp_optim.precision.graph_step import GraphedStep, StepToCapture
@@ -45,6 +49,7 @@ from mp_optim.process.calls import in_own_modes
 from mp_optim.process.leases import before_writing
 from mp_optim.slots import Slot, current_grad, iter_slots
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
+from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.slots.names import ModelParams
 from mp_optim.slots.param_attributes import clear_decoupled_grad
 from mp_optim.update import choose_backend
@@ -75,6 +80,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         health: takes the loss for it, and tells norms and updates of single parameters.
         graphed: takes the steps by CUDA graphs; None before the first such step.
         averages: puts averages of main params in the place of the weights.
+        publications: of weights that changed: whose, and how many so far; None if that is off.
     """
 
     model_params: ModelParams | None = None
@@ -98,6 +104,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.counts = StepCounts(partial(refuse_disagreement, self))
         self.graphed: GraphedStep | None = None
         self.averages = AveragedWeights()
+        self.publications: tuple[str, int] | None = None
         self.skip_rule = RollingRule(config)
         self.health = GradientHealth(self, config)
 
@@ -392,6 +399,75 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def restore_from_cpu(self) -> None:
         """Undo :meth:`offload_to_cpu`; what is stepped on the host stays there."""
 
+    # -- what changed -----------------------------------------------------------------------------
+
+    def track_changes(self, on: bool = True) -> None:
+        """From now on remember which weights change, for :meth:`changed_weights`; or forget it.
+        What it costs is in ``docs/deltas.md``; switched off, nothing.
+
+        Raises:
+            ValueError: parameters have no names, or are in 8 bits.
+            RuntimeError: inside of ``averaged_weights()``.
+        """
+        self.step_mark.check_lent("track_changes")
+        self.make_current()
+        self.watch_changes(on)
+        self.publications = (uuid.uuid4().hex, 0) if on else None
+
+    def changed_weights(self, *, full: bool = False) -> WeightDelta:
+        """Publish this rank's part of the elements of weights that have another value than at the
+        last publication (at first: than at :meth:`track_changes`), with these values: 16-bit and
+        FP32 parameters that this optimizer has, in coordinates of the whole model. The ranks' parts
+        together are the delta; no element is in two of them.
+
+        An element that returned to its old value may be listed; one that differs is never missed.
+        Of what something other than a step wrote (with a trace, see ``docs/outside_writes.md``),
+        all elements may be.
+
+        Args:
+            full: all elements, for a receiver that has other weights than those of the last
+                publication.
+
+        Raises:
+            RuntimeError: :meth:`track_changes` was not called, or inside of
+                ``averaged_weights()``.
+            BrokenOffError: the last step or load was broken off half-way.
+        """
+        if self.publications is None:
+            raise RuntimeError("changed_weights: call track_changes() first")
+        self.step_mark.check("changed_weights")
+        self.step_mark.check_lent("changed_weights")
+        self.make_current()
+        run, number = self.publications
+        parts, parallel = self.changed_parts(full), self.model_parallel
+        names = [self.slot_name(part.slot) for part in parts]
+        patches = tuple(
+            patch_of(name, part, parallel)
+            for name, part in zip(names, parts, strict=True)
+            if name not in parallel.copies
+        )
+        self.changes_published()
+        self.publications = run, number + 1
+        ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        watched = self.watched_elements()
+        return WeightDelta(run, number + 1, full, rank, ranks, watched, patches)
+
+    @abstractmethod
+    def watch_changes(self, on: bool) -> None:
+        """Begin to remember what changes, from nothing; or stop."""
+
+    @abstractmethod
+    def changed_parts(self, full: bool) -> list[ChangedPart]:
+        """What changed, or everything, by slot; it goes on being remembered."""
+
+    @abstractmethod
+    def changes_published(self) -> None:
+        """What changed so far was published."""
+
+    @abstractmethod
+    def watched_elements(self) -> int:
+        """Elements of weights that this rank has."""
+
     # -- state: a loss scale beside the slots' ----------------------------------------------------
 
     def state_dict(
@@ -424,6 +500,17 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Numbers about the last step and the run so far."""
+
+
+def patch_of(name: str, part: ChangedPart, parallel: ModelParallel) -> WeightPatch:
+    """What changed of a parameter here, in coordinates of the whole model."""
+    partition, indices, shape = parallel.partitions.get(name), part.indices, part.shape
+    if partition is not None:
+        if indices is None:
+            indices = torch.arange(part.values.numel(), device=part.values.device)
+        indices = partition.whole_index(indices, shape)
+        shape = partition.whole_shape(shape)
+    return WeightPatch(parallel.names[name], shape, part.values.dtype, part.values, indices)
 
 
 def take_step(stack: MegatronOptimizer) -> Verdict | DeviceVerdict:

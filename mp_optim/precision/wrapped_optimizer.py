@@ -16,6 +16,7 @@ from mp_optim.placement.placed import stepper_of
 from mp_optim.precision import graph_step
 from mp_optim.precision.averaged_weights import WeightSwap
 from mp_optim.precision.backward_overlap import BackwardOverlap
+from mp_optim.precision.changed_weights import ChangedPart, ChangedWeights
 from mp_optim.precision.description import Description, describe
 from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.main_params import MainParams
@@ -53,7 +54,7 @@ from mp_optim.slots import (
     with_names,
 )
 from mp_optim.slots.executor import Executor, Mode
-from mp_optim.slots.identity import SharedSettings
+from mp_optim.slots.identity import SharedSettings, has_names
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.update import choose_backend, executor_of
@@ -82,6 +83,7 @@ class Engine:
         parked: what waits on the host while something else needs the accelerator's memory.
         norm_names: of the norm groups that any rank has, if ranks have said so. has_compared:
             whether ranks have compared their settings.
+        changes: what is to be published, if that is asked for.
     """
 
     optimizer: torch.optim.Optimizer
@@ -92,6 +94,7 @@ class Engine:
     parked: Parked = field(default_factory=list)
     norm_names: list[str] | None = None
     has_compared: bool = False
+    changes: ChangedWeights | None = None
 
 
 @dataclass(eq=False)
@@ -129,12 +132,15 @@ class WrappedGrads(StepGrads):
 
     def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
         executor, table = self.engine.executor, self.engine.table
-        some = self.selection
+        some, changes = self.selection, self.engine.changes
         if some.group is None:
             factors = [multipliers[key.group] for key in some.keys]
         else:
             factors = [multipliers[some.group]] * len(some.keys)
         updates = replace(some.updates, grads=self.grads, multipliers=factors)
+        if changes is not None:
+            changes.look()
+            updates = replace(updates, changed=changes.column(some.indices))
         executor.step_slots(updates, grad_norm=grad_norm)
         if executor.writes_settings:
             self.wrapper.share_settings()
@@ -145,6 +151,8 @@ class WrappedGrads(StepGrads):
                     main = executor.main_param(table.slots[index])
                     quantize_(table.params[index], main)
         table.seen.written()
+        if changes is not None:
+            changes.written()
 
     def graph_key(self) -> Any:
         config, scaler = self.wrapper.config, self.wrapper.grad_scaler
@@ -443,6 +451,36 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def take_model_params(self, values: Mapping[str, Any]) -> None:
         self.engine.mains.reload(values)
+
+    # -- what is published ------------------------------------------------------------------------
+
+    def watch_changes(self, on: bool) -> None:
+        engine = self.engine
+        if on and self.has_quantized_params:
+            raise ValueError(
+                "track_changes: there are parameters in 8 bits, whose scales change with their "
+                "values: publish the whole weights"
+            )
+        unnamed = [group for group in self.param_groups if not has_names(group)]
+        if on and any(group["params"] for group in unnamed):
+            raise ValueError(
+                "track_changes: parameters have no names to publish them by: build the optimizer "
+                "over model.named_parameters()"
+            )
+        engine.changes = ChangedWeights(engine.table, engine.executor) if on else None
+
+    def changed_parts(self, full: bool) -> list[ChangedPart]:
+        mains, changes = self.engine.mains, self.engine.changes
+        assert changes is not None
+        changes.look()
+        return list(changes.changed(full, mains.is_first_copy))
+
+    def watched_elements(self) -> int:
+        return sum(local_tensor(param).numel() for param in self.engine.table.params)
+
+    def changes_published(self) -> None:
+        if self.engine.changes is not None:
+            self.engine.changes.published()
 
     def use_mark(self, mark: StepMark) -> None:
         super().use_mark(mark)

@@ -144,6 +144,11 @@ class Executor:
             device: of the model's parameters.
         """
 
+    def marks_changes(self, slot: Slot) -> bool:
+        """Whether each step of a slot, by whatever it is stepped, marks the elements of its weights
+        that get another value (``SlotUpdate.changed``)."""
+        return False
+
     def metrics(self) -> dict[str, float]:
         """What was counted in the last step, by names as of ``optimizer.metrics()``."""
         return {}

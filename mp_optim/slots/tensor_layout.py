@@ -293,6 +293,14 @@ def ranks_of_copies(param: DTensor) -> tuple[ProcessGroup, ...]:
     )
 
 
+def is_first_on_mesh(param: DTensor) -> bool:
+    """Whether this rank is the first of those that have its part of a parameter."""
+    place, cut = param.device_mesh.get_coordinate(), split_dims(param)
+    if place is None:
+        return False
+    return all(dim in cut or index == 0 for dim, index in enumerate(place))
+
+
 @dataclass(frozen=True)
 class ShardRegion:
     """Which elements of a parameter a rank has.

@@ -54,6 +54,9 @@ class SlotUpdate(NamedTuple):
             in the parameter, in elements.
         layout: where the model's own tensor lies and how it is split, for rules that need whole
             matrices. None if the stepped tensor is the whole parameter, on its device.
+        changed: a bitmap (``mp_optim/deltas.py``) of the row-major local elements, in whole 64
+            bits, on the device where the slot is stepped: bits of weights that get another value
+            are set, none is cleared. None if nobody asks.
     """
 
     slot: Slot
@@ -63,14 +66,15 @@ class SlotUpdate(NamedTuple):
     shard_groups: tuple[ProcessGroup, ...] = ()
     stream: int | None = None
     layout: ParamLayout | None = None
+    changed: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SlotUpdates(Sequence[SlotUpdate]):
     """The updates of a step as parallel lists: with thousands of slots, one pass over a list is
     cheap and an object for each is not. The fields are those of :class:`SlotUpdate`, in the plural;
-    ``layouts`` may be empty for none. The same list objects may be handed over in every step, as
-    long as what is in them is the same."""
+    ``layouts`` and ``changed`` may be empty for none. The same list objects may be handed over in
+    every step, as long as what is in them is the same."""
 
     slots: Sequence[Slot]
     grads: Sequence[Tensor]
@@ -79,6 +83,7 @@ class SlotUpdates(Sequence[SlotUpdate]):
     shard_groups: Sequence[tuple[ProcessGroup, ...]]
     streams: Sequence[int | None]
     layouts: Sequence[ParamLayout | None] = ()
+    changed: Sequence[Tensor | None] = ()
 
     @classmethod
     def of(cls, updates: Sequence[SlotUpdate]) -> SlotUpdates:
@@ -113,6 +118,7 @@ class SlotUpdates(Sequence[SlotUpdate]):
             self.shard_groups[index],
             self.streams[index],
             self.layouts[index] if self.layouts else None,
+            self.changed[index] if self.changed else None,
         )
 
 
@@ -150,6 +156,7 @@ class UpdateSelection:
             self._keep("shard_groups", updates.shard_groups),
             self._keep("streams", updates.streams),
             self._keep("layouts", updates.layouts),
+            self._keep("changed", updates.changed),
         )
 
     def _pick(self, column: Sequence[Any]) -> Sequence[Any]:

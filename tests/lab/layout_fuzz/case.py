@@ -129,6 +129,7 @@ class Case:
         halve_lr: steps before which the learning rate is halved.
         scaled: steps before which every second row of all parameters is halved.
         averaged: steps before which the model has its averages for a moment.
+        publishes: steps after which it is published which weights changed.
         layouts: the first trains until ``change``, saves a checkpoint, and the second loads it and
             goes on.
     """
@@ -152,6 +153,7 @@ class Case:
     halve_lr: tuple[int, ...] = ()
     scaled: tuple[int, ...] = ()
     averaged: tuple[int, ...] = ()
+    publishes: tuple[int, ...] = ()
     background: bool = False
     settings: Settings = ()
     bad: BadGradient | None = None

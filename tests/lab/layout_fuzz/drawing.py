@@ -110,8 +110,17 @@ class _Draw:
             "halve_lr": tuple(step for step in range(1, steps) if self.chance.often(0.15)),
             "background": case.world == "processes" and self.chance.often(0.5),
             "settings": self.settings(case),
+            "publishes": self.publishes(steps),
         }
         return case.with_(**changes, **self.writes(case, steps))
+
+    def publishes(self, steps: int) -> tuple[int, ...]:
+        """After which steps changed weights are published, in half of the cases; drawn apart, so
+        that nothing else of a case depends on it."""
+        apart = random.Random(f"publishes {self.seed}")
+        if apart.random() < 0.5:
+            return ()
+        return tuple(step for step in range(steps) if apart.random() < 0.6 or step == steps - 1)
 
     def writes(self, case: Case, steps: int) -> dict[str, Any]:
         """Before which steps rows are scaled, and averages are in the model's place; drawn apart,

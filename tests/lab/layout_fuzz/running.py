@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 from lab.layout_fuzz.case import Case, Layer, Layout, Param
 from lab.layout_fuzz.holding import Place, placements_of
 from lab.layout_fuzz.model import Network, gradient, initial, row_factors, used
+from lab.layout_fuzz.publishing import Published
 from mp_optim import OptimizerConfig, ProcessGroups, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint import FlatShard
 
@@ -221,6 +222,9 @@ class _Run:
     # -- training ---------------------------------------------------------------------------------
 
     def train(self, steps: range) -> None:
+        published = None
+        if self.case.publishes:
+            published = Published(self.case, self.optimizer, self.place.part)
         for step in steps:
             self.outcome.stage, self.outcome.step = "training", step
             self._before(step)
@@ -231,6 +235,10 @@ class _Run:
             self.outcome.norms.append(result.grad_norm)
             self.outcome.successes.append(bool(result.success))
             self.outcome.zeros.append(result.num_zeros_in_grad)
+            if published is not None and step in self.case.publishes:
+                published.take()
+                params = self.model.get_parameter
+                published.check({name: (param, params(name)) for _, param, name in self._each()})
         self.outcome.step = -1
 
     def _before(self, step: int) -> None:

@@ -1,0 +1,302 @@
+"""The step publishes its delta: nothing that differs is missed, in every place and form."""
+
+import pytest
+import torch
+from torch import nn
+
+import mp_optim
+from mp_optim import WeightDelta, apply_delta, checkpoint
+from support.deltas import Receiver
+from support.models import build, tokens_of, train
+
+PLACES = {
+    "device": {},
+    "half": {"fraction": 0.5},
+    "host": {"fraction": 1.0},
+    "overlap": {"fraction": 1.0, "offload_mode": "overlap"},
+    "released": {"fraction": 1.0, "offload_mode": "overlap", "release_gradients": True},
+    "speculative": {"fraction": 1.0, "offload_mode": "speculative"},
+    "streamed": {"fraction": 1.0, "offload_place": "streamed", "stream_window_bytes": 4096},
+    "auto": {
+        "fraction": 1.0,
+        "offload_place": "auto",
+        "offload_streamed_fraction": 0.5,
+        "stream_window_bytes": 4096,
+    },
+    "reference": {"fused_backend": "reference"},
+}
+FORMS = ["bf16", "fp16", "fp32", "bf16-remainder", "bf16-8bit8", "bf16-stochastic"]
+RULES = ["sgd", "lion", "lamb", "muon", "adafactor", "stable_adamw", "ademamix"]
+
+
+def named(model):
+    return dict(model.named_parameters())
+
+
+def published(model, optimizer, receiver, **how):
+    return receiver.take([optimizer.changed_weights()], named(model), **how)[0]
+
+
+def follows(model, optimizer, lr):
+    """Train and publish, now and then; a learning rate at which few bf16 values change."""
+    optimizer.track_changes()
+    receiver = Receiver(named(model))
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    for step, count in enumerate((1, 1, 3, 0, 2)):
+        train(model, optimizer, count, start=10 * step)
+        published(model, optimizer, receiver, exact=count == 1)
+    assert receiver.changed > 0
+    assert receiver.precision >= 0.99, receiver.precision
+    return receiver
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_is_missed_in_any_place(form, place):
+    model, optimizer = build(form, **PLACES[place])
+    follows(model, optimizer, 1e-4)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+def test_nothing_is_missed_by_any_rule(rule, fraction):
+    model, optimizer = build("bf16", fraction, optimizer=rule)
+    follows(model, optimizer, 1e-4)
+
+
+def test_few_elements_change_at_a_small_learning_rate():
+    model, optimizer = build("bf16")
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-6
+    optimizer.track_changes()
+    receiver = Receiver(named(model))
+    train(model, optimizer, 1)
+    delta = published(model, optimizer, receiver)
+    assert 0 < delta.changed < 0.2 * delta.watched
+    assert published(model, optimizer, receiver).changed == 0
+
+
+def test_what_is_written_from_outside_is_published():
+    model, optimizer = build("bf16", 0.5)
+    optimizer.track_changes()
+    receiver = Receiver(named(model))
+    with torch.no_grad():
+        model.dense.mul_(0.5)
+    assert {p.name for p in published(model, optimizer, receiver, exact=False).patches} == {"dense"}
+    train(model, optimizer, 1)
+    with torch.no_grad():
+        model.bias.data = torch.randn(8).bfloat16()
+        torch.utils.swap_tensors(model.embed, nn.Parameter(torch.randn(11, 8).bfloat16()))
+    published(model, optimizer, receiver, exact=False)
+    train(model, optimizer, 1)
+    optimizer.scale_rows_({"dense": torch.full((8,), 0.5)})
+    published(model, optimizer, receiver, exact=False)
+    train(model, optimizer, 2)
+    published(model, optimizer, receiver)
+
+
+def test_loads_skips_and_averages_between_publications(tmp_path):
+    model, optimizer = build("fp16", 0.5, ema_decay=0.5)
+    train(model, optimizer, 1)
+    checkpoint.save(tmp_path, model, optimizer)
+    optimizer.track_changes()
+    receiver = Receiver(named(model))
+    train(model, optimizer, 1)
+    skipped = optimizer.scale_loss(model(tokens_of(3))) * float("inf")
+    skipped.backward()
+    assert not optimizer.step().success
+    optimizer.zero_grad()
+    published(model, optimizer, receiver)
+    assert published(model, optimizer, receiver).changed == 0
+    checkpoint.load(tmp_path, model, optimizer)
+    published(model, optimizer, receiver, exact=False)
+    train(model, optimizer, 1)
+    with optimizer.averaged_weights(), pytest.raises(RuntimeError, match="averaged_weights"):
+        optimizer.changed_weights()
+    published(model, optimizer, receiver, exact=False)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, 1)
+    published(model, optimizer, receiver, exact=False)
+
+
+def test_parameters_that_come_and_go():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20)).bfloat16()
+    model[1].weight.requires_grad_(False)
+    first = {f"0.{name}": p for name, p in model[0].named_parameters()}
+    optimizer = mp_optim.AdamW([*first.items(), ("1.weight", model[1].weight)], lr=1e-3)
+    optimizer.track_changes()
+    receiver = Receiver(named(model))
+
+    def step():
+        model(torch.randn(4, 40).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    assert "1.weight" not in {p.name for p in published(model, optimizer, receiver).patches}
+    with torch.no_grad():
+        model[1].weight.mul_(2)
+    published(model, optimizer, receiver, exact=False)
+    model[1].weight.requires_grad_(True)
+    step()
+    published(model, optimizer, receiver)
+    optimizer.add_param_group({"params": [("1.bias", model[1].bias)]})
+    step()
+    assert "1.bias" in {p.name for p in published(model, optimizer, receiver, exact=False).patches}
+    model[0].weight.requires_grad_(False)
+    step()
+    published(model, optimizer, receiver)
+
+
+def test_what_is_not_contiguous_has_the_coordinates_of_its_rows():
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(70, 50).bfloat16().t())
+    optimizer = mp_optim.AdamW([("weight", weight)], lr=1e-4)
+    optimizer.track_changes()
+    receiver = Receiver({"weight": weight})
+    receiver.copies["weight"] = weight.detach().t().contiguous().t()
+    for _ in range(3):
+        weight.grad = torch.randn(50, 70).bfloat16()
+        optimizer.step()
+        receiver.take([optimizer.changed_weights()], {"weight": weight})
+
+
+def test_it_costs_nothing_when_it_is_off_and_says_what_is_missing():
+    model, optimizer = build("bf16")
+    with pytest.raises(RuntimeError, match="call track_changes"):
+        optimizer.changed_weights()
+    optimizer.track_changes()
+    optimizer.track_changes(False)
+    with pytest.raises(RuntimeError, match="call track_changes"):
+        optimizer.changed_weights()
+    unnamed = mp_optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match=r"model\.named_parameters\(\)"):
+        unnamed.track_changes()
+
+
+# -- the other side -------------------------------------------------------------------------------
+
+
+def test_deltas_are_taken_in_order_or_refused():
+    model, optimizer = build("bf16")
+    optimizer.track_changes()
+    start = {name: p.detach().clone() for name, p in named(model).items()}
+    deltas = []
+    for step in range(4):
+        train(model, optimizer, 1, start=step)
+        deltas.append(optimizer.changed_weights())
+    copy = {name: value.clone() for name, value in start.items()}
+    with pytest.raises(ValueError, match=r"none was taken here.*changed_weights\(full=True\)"):
+        apply_delta(copy, deltas[1])
+    after = apply_delta(copy, deltas[0])
+    with pytest.raises(ValueError, match="publication 1 was taken here already"):
+        apply_delta(copy, deltas[0], after)
+    with pytest.raises(ValueError, match="publication 2 was missed before 3"):
+        apply_delta(copy, deltas[2], after)
+    with pytest.raises(ValueError, match="publications 2 to 3 were missed before 4"):
+        apply_delta(copy, deltas[3], after)
+    assert apply_delta(copy, deltas[1], after) != after
+    optimizer.track_changes()
+    with pytest.raises(ValueError, match=r"of run .*track_changes\(\)"):
+        apply_delta(copy, optimizer.changed_weights(), after)
+    full = optimizer.changed_weights(full=True)
+    after = apply_delta(copy, full, after)
+    assert all(torch.equal(copy[name], p) for name, p in named(model).items())
+    train(model, optimizer, 1)
+    apply_delta(copy, optimizer.changed_weights(), after)
+    assert all(torch.equal(copy[name], p) for name, p in named(model).items())
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written():
+    model, optimizer = build("bf16")
+    optimizer.track_changes()
+    train(model, optimizer, 1)
+    delta = optimizer.changed_weights()
+    copy = {name: p.detach().clone() for name, p in named(model).items()}
+    for wrong, said in (
+        ({"bias": copy["bias"].float()}, "bias is .* torch.float32 here"),
+        ({"bias": torch.zeros(9).bfloat16()}, r"bias is \(9,\)"),
+    ):
+        before = {name: torch.zeros_like(value) for name, value in copy.items()} | wrong
+        with pytest.raises(ValueError, match=said):
+            apply_delta(before, delta)
+        assert not any(bool(v.any()) for name, v in before.items() if name != "bias")
+    without = {name: value for name, value in copy.items() if name != "dense"}
+    with pytest.raises(ValueError, match="there is no 'dense' here"):
+        apply_delta(without, delta)
+
+
+def test_a_model_takes_them_too():
+    model, optimizer = build("bf16")
+    other, _ = build("bf16")
+    optimizer.track_changes()
+    train(model, optimizer, 2)
+    apply_delta(other, optimizer.changed_weights())
+    assert all(torch.equal(p, named(other)[name]) for name, p in named(model).items())
+
+
+# -- the file -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bitmaps", [True, False])
+@pytest.mark.parametrize("lr", [1e-6, 1e-2])
+def test_a_file_holds_all_of_it(tmp_path, bitmaps, lr):
+    model, optimizer = build("bf16")
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.track_changes()
+    train(model, optimizer, 1)
+    delta = optimizer.changed_weights()
+    size = delta.save(tmp_path / "1.safetensors", bitmaps=bitmaps)
+    assert [path.stat().st_size for path in tmp_path.iterdir()] == [size]
+    again = WeightDelta.load(tmp_path / "1.safetensors")
+    assert (again.run, again.number, again.parts) == (delta.run, 1, 1)
+    for one, other in zip(delta.patches, again.patches, strict=True):
+        assert (one.name, one.shape, one.dtype) == (other.name, other.shape, other.dtype)
+        assert torch.equal(one.values, other.values)
+        dense = torch.arange(one.numel)
+        indices = [dense if i is None else i for i in (one.indices, other.indices)]
+        assert torch.equal(*indices)
+
+
+def test_the_file_is_what_trls_reader_expects(tmp_path):
+    """huggingface/trl#5937: names from keys that end in .val, gaps of indices in .idx."""
+    from safetensors import safe_open
+
+    model, optimizer = build("bf16")
+    receiver = {name: p.detach().clone() for name, p in named(model).items()}
+    optimizer.track_changes()
+    train(model, optimizer, 1)
+    optimizer.changed_weights().save(tmp_path / "delta.safetensors", bitmaps=False)
+    with safe_open(tmp_path / "delta.safetensors", framework="pt", device="cpu") as file:
+        said = file.metadata()
+        assert said["format"] == "sparse_weight_patch"
+        assert said["encoding"] == "gap_delta"
+        assert (said["sparse"], said["model_version"], said["version"]) == ("True", "1", "1")
+        values = [key.removesuffix(".val") for key in file.keys() if key.endswith(".val")]  # noqa: SIM118
+        assert len(values) * 2 == len(list(file.keys()))
+        for name in values:
+            gaps = file.get_tensor(f"{name}.idx")
+            assert gaps.dtype in (torch.uint16, torch.uint32)
+            indices = torch.cumsum(gaps.to(torch.int64) + 1, 0) - 1
+            receiver[name].view(-1)[indices] = file.get_tensor(f"{name}.val")
+    assert all(torch.equal(receiver[name], p) for name, p in named(model).items())
+    optimizer.changed_weights(full=True).save(tmp_path / "full.safetensors", bitmaps=False)
+    with safe_open(tmp_path / "full.safetensors", framework="pt", device="cpu") as file:
+        assert file.metadata()["sparse"] == "False"
+        assert {*file.keys()} == {*named(model)}
+        assert all(torch.equal(file.get_tensor(name), p) for name, p in named(model).items())
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    model, optimizer = build("bf16")
+    optimizer.track_changes()
+    train(model, optimizer, 1)
+    content = optimizer.changed_weights().to_bytes()
+    for cut in (0, 4, 40, len(content) // 2, len(content) - 1):
+        with pytest.raises(ValueError, match="no delta"):
+            WeightDelta.from_bytes(content[:cut])
+    with pytest.raises(ValueError, match="no delta"):
+        WeightDelta.from_bytes(content.replace(b"sparse_weight_patch", b"sparse_weight_bread"))
