@@ -51,6 +51,7 @@ class ChangedWeights:
         self._table, self._executor = table, executor
         self._seen = SeenParams(table.params)
         self._written: set[int] = set()
+        self._reloaded: set[int] = set()
         self._bits: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._bound: list[bool] = []
@@ -83,6 +84,9 @@ class ChangedWeights:
 
     def column(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
         """The bitmaps of some parameters that are going to be stepped; empty if there are none."""
+        if self._reloaded:
+            self._written.update(self._reloaded.intersection(indices))
+            self._reloaded.difference_update(indices)
         if self._column[0] is not indices:
             bits = [self._bits_of(index) for index in indices]
             present = [each for each in bits if each is not None]
@@ -102,6 +106,12 @@ class ChangedWeights:
     def written(self) -> None:
         """The parameters were written by a step, which marked what it changed."""
         self._seen.written()
+
+    def reloaded(self) -> None:
+        """Main params were given other values, which need not be those of the parameters: all of a
+        parameter counts as changed now, and once more after its next step."""
+        self._reloaded.update(range(len(self._table.params)))
+        self._written |= self._reloaded
 
     # -- to publish -------------------------------------------------------------------------------
 

@@ -451,6 +451,8 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def take_model_params(self, values: Mapping[str, Any]) -> None:
         self.engine.mains.reload(values)
+        if self.engine.changes is not None:
+            self.engine.changes.reloaded()
 
     # -- what is published ------------------------------------------------------------------------
 

@@ -193,6 +193,11 @@ class AnyProgram(Program):
         self.oracle = held
         subject.optimizer.zero_grad()
 
+    @operation(full=st.sampled_from((False, False, True)))
+    def publish_changes(self, full: bool) -> None:
+        """A copy of the weights takes what changed since the last time."""
+        self.publish(full)
+
     @operation(fails=st.booleans())
     def average(self, fails: bool) -> None:
         """Averages in the place of the weights, for a block that may fail."""
@@ -376,6 +381,7 @@ class AnyProgram(Program):
         self.subject = leaving.resumed(
             self.subject, self.oracle, how, place, seed, self.transposed, frozen
         )
+        self.track()
 
     @operation()
     def remember(self) -> None:

@@ -17,6 +17,7 @@ from torch.amp import GradScaler
 
 from lab.any_program import leaving, stepping
 from lab.any_program.oracle import Oracle, Slot
+from lab.any_program.publishing import Published
 from lab.any_program.setups import Param, Setup, setups
 from lab.any_program.starting import predicted
 from lab.any_program.subject import (
@@ -85,6 +86,20 @@ class Program(RuleBasedStateMachine):
         explicit = self.oracle.groups if by_hand else None
         with self.watched():
             self.subject = Subject(setup, setup.place, model, explicit)
+            self.published: Published | None = None
+            self.track()
+
+    def track(self) -> None:
+        """There is a new optimizer: every second program remembers its changes from the first."""
+        if self.setup.seed % 2:
+            self.published = Published(self.subject)
+
+    def publish(self, full: bool) -> None:
+        """What changed is published, if that is remembered; else it is from now on."""
+        self.leave()
+        if self.published is None or self.published.subject is not self.subject:
+            self.published = Published(self.subject)
+        self.published.take(full)
 
     def new_param(self, model: Model, name: str, param: Param, seed: int) -> Slot:
         """A parameter of the model, and the same for the oracle."""
@@ -135,6 +150,8 @@ class Program(RuleBasedStateMachine):
             self.go_backward(self.setup.seed, 1, set(), False, "normal")
             self.take_step(closure=False)
             self.subject.check_model(self.oracle)
+            if self.published is not None and "publish_changes" not in self.without:
+                self.publish(full=False)
             self.check_state()
 
     def check_state(self) -> None:
