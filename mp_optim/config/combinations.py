@@ -22,7 +22,13 @@ from mp_optim.config.rules import (
     coefficients,
     refusal,
 )
-from mp_optim.config.state_forms import AVERAGE_FORMS, CODED, FIRST_FORMS
+from mp_optim.config.state_forms import (
+    AVERAGE_FORMS,
+    CODED,
+    FIRST_FORMS,
+    REMAINDER_CHOICES,
+    REMAINDERS,
+)
 
 Holds = Callable[[ConfigFields], bool]
 
@@ -133,6 +139,11 @@ ROUNDS_AVERAGES = (
     "leave it at torch.float32"
 )
 """What is said of averages in bfloat16."""
+ROUNDS_PARAMS = (
+    "rounded to nearest, a bfloat16 parameter stands still under steps below 2^-9 of it; set "
+    "stochastic_rounding=True, or param_remainder_bits=16"
+)
+"""What is said of bfloat16 parameters with nothing beside them."""
 _STATE_DTYPES = {
     "main_grads_dtype": (torch.float32,),
     "main_params_dtype": (torch.float32,),
@@ -165,8 +176,10 @@ def _check_precision(config: ConfigFields) -> None:
     )
     if refused is not None:
         _fail(config, *refused)
-    if config.param_remainder_bits not in (8, 16):
-        _fail(config, "param_remainder_bits", "must be 16 or 8")
+    if config.param_remainder_bits not in REMAINDERS:
+        _fail(config, "param_remainder_bits", REMAINDER_CHOICES)
+    if config.has_no_main_params and not config.stochastic_rounding:
+        _fail(config, "param_remainder_bits", ROUNDS_PARAMS)
     if config.ema_dtype == torch.bfloat16 and not config.stochastic_rounding:
         _fail(config, "ema_dtype", ROUNDS_AVERAGES)
 
@@ -216,7 +229,7 @@ def _has_rounded_state(config: ConfigFields) -> bool:
     """Whether moments, remainders or averages may be rounded stochastically."""
     dtypes = {config.exp_avg_dtype, config.exp_avg_sq_dtype}
     is_rounded = not dtypes.isdisjoint(_ROUNDED)
-    has_any = is_rounded or config.param_remainder_bits == 8
+    has_any = is_rounded or REMAINDERS[config.param_remainder_bits].is_rounded
     return config.ema_dtype == torch.bfloat16 or (config.use_precision_aware_optimizer and has_any)
 
 

@@ -27,6 +27,7 @@ from mp_optim.config.setting_checks import (
     as_fraction,
     as_timers,
 )
+from mp_optim.config.state_forms import NO_REMAINDER, REMAINDER_CHOICES, REMAINDERS
 
 
 @dataclass(kw_only=True)
@@ -76,8 +77,10 @@ class ConfigFields:
     store_param_remainders: bool = True
     """With ``use_precision_aware_optimizer``, keep of a bfloat16 parameter's FP32 main param only
     what the parameter itself does not say: 2 bytes instead of 4, and the same bits."""
-    param_remainder_bits: int = 16
-    """Bits of a remainder: 16 for all of FP32, 8 for its upper 24 bits."""
+    param_remainder_bits: int | str = 16
+    """Bits of a remainder: 16 for all of FP32, 8 for its upper 24 bits; 0 for none, so that the
+    bfloat16 parameter is all there is, and is rounded stochastically; or ``"kahan"``, a bfloat16
+    compensation (of Kahan's summation) in place of a remainder."""
     stochastic_rounding: bool = False
     """Round bfloat16, 8-bit and 4-bit state stochastically; reproducible for any placement and
     number of threads."""
@@ -308,8 +311,14 @@ class ConfigFields:
 
     @property
     def keeps_remainders(self) -> bool:
-        """Whether bfloat16 parameters are stepped as they are, beside their remainders."""
+        """Whether bfloat16 parameters are stepped as they are, beside their remainders if there
+        are some."""
         return self.use_precision_aware_optimizer and self.store_param_remainders and self.bf16
+
+    @property
+    def has_no_main_params(self) -> bool:
+        """Whether bfloat16 parameters are all there is of their main params."""
+        return self.keeps_remainders and self.param_remainder_bits == NO_REMAINDER.name
 
     @property
     def elementwise_rule(self) -> str:
@@ -336,7 +345,12 @@ _OTHER_RULES = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "'adam' is AdamW"),
 }
 EMA_DECAY = Number(0.0, 1.0, open_high=True, optional=True, said="must be in [0, 1), or None")
-REMAINDER_BITS = Whole(8, 16, "must be 16 or 8")
+_REMAINDER_BITS = Whole(0, 16, REMAINDER_CHOICES)
+
+
+def _as_remainder_form(value: Any) -> Any:
+    return value if isinstance(value, str) and value in REMAINDERS else _REMAINDER_BITS(value)
+
 
 CHECKS: dict[str, Check] = {
     "optimizer": Choice(OPTIMIZERS, tuple(_OTHER_RULES.items())),
@@ -346,7 +360,7 @@ CHECKS: dict[str, Check] = {
     **dict.fromkeys(("params_dtype", "main_grads_dtype", "main_params_dtype"), as_dtype),
     **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "ema_dtype"), as_dtype),
     "fp32_state_below": Whole(0, 2**62, "must be a whole number of elements >= 0"),
-    "param_remainder_bits": REMAINDER_BITS,
+    "param_remainder_bits": _as_remainder_form,
     "stochastic_rounding_seed": Whole(0, 2**32 - 1, "must be a whole number in [0, 2**32)"),
     "ema_decay": EMA_DECAY,
     "loss_scale": replace(_SCALE, optional=True),

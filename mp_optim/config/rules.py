@@ -536,7 +536,7 @@ def refusal(
     backend: str,
     rule: str,
     moments: Sequence[torch.dtype],
-    remainder_bits: int | None,
+    remainder_bits: int | str | None,
     stochastic: bool,
 ) -> tuple[str, str] | None:
     """The field of the config that the backend cannot honour, and what to do instead; None if there
@@ -568,7 +568,7 @@ def _beyond(
     can: Capability,
     rule: str,
     moments: Mapping[str, torch.dtype],
-    remainder_bits: int | None,
+    remainder_bits: int | str | None,
     stochastic: bool,
 ) -> tuple[str, str]:
     """The first field that asks for a form of state which the kernels do not have, and what they

@@ -25,7 +25,7 @@ class StateForm:
 
     Attributes:
         words: for people.
-        dtype: of its tensor.
+        dtype: of its tensor; None where there is none.
         native: its number in ``csrc/api.h``.
         asked: what a config calls it, where that is not ``dtype``.
         in_blocks: there is an FP32 scale for each :data:`BLOCK` elements.
@@ -34,9 +34,9 @@ class StateForm:
     """
 
     words: str
-    dtype: torch.dtype
+    dtype: Any
     native: int
-    asked: torch.dtype | None = None
+    asked: Any = None
     in_blocks: bool = False
     packed: bool = False
     is_rounded: bool = False
@@ -47,9 +47,9 @@ class StateForm:
         return self.in_blocks and self.dtype.itemsize == 1
 
     @property
-    def name(self) -> torch.dtype:
+    def name(self) -> Any:
         """What a config calls it."""
-        return self.asked or self.dtype
+        return self.dtype if self.asked is None else self.asked
 
     def held(self, numel: int) -> int:
         """Elements of its tensor."""
@@ -89,9 +89,12 @@ SECOND_FORMS = (
     StateForm("8-bit", torch.uint8, 5, in_blocks=True, is_rounded=True),
 )
 """Of a second moment. In blocks it is stored by its square root."""
+NO_REMAINDER = StateForm("no main params", None, 8, 0, is_rounded=True)
 REMAINDER_FORMS = (
-    StateForm("16-bit", torch.int16, 6),
-    StateForm("8-bit", torch.int8, 4, is_rounded=True),
+    StateForm("remainders", torch.int16, 6, 16),
+    StateForm("8-bit remainders", torch.int8, 4, 8, is_rounded=True),
+    StateForm("compensations", torch.bfloat16, 2, "kahan"),
+    NO_REMAINDER,
 )
 """Of what is missing of a main param beside the bfloat16 parameter."""
 AVERAGE_FORMS = (FP32, BF16)
@@ -99,5 +102,9 @@ AVERAGE_FORMS = (FP32, BF16)
 
 CODED = {form.name for form in FIRST_FORMS if form.is_coded}
 """What a config calls the forms of moments in codes of 8 or 4 bits."""
+REMAINDERS: dict[Any, StateForm] = {form.name: form for form in REMAINDER_FORMS}
+"""Forms of remainders, by what a config calls them."""
+REMAINDER_CHOICES = "must be 16 or 8, 'kahan', or 0 for none"
+"""What a config may ask for, in words."""
 MOMENT_WORDS: dict[Any, str] = {form.name: form.words for form in (*SECOND_FORMS, *FIRST_FORMS)}
 """Names of the forms of moments, by what a config calls them."""

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.config.state_forms import MOMENT_WORDS
+from mp_optim.config.state_forms import MOMENT_WORDS, REMAINDERS
 from mp_optim.factory import device_of, with_data_parallel
 from mp_optim.groups.param_groups import ParamKey
 from mp_optim.planner.memory import Layout, MemoryPlan, plan, plan_rank, specs_of, with_defaults
@@ -68,8 +68,7 @@ def form_of(config: OptimizerConfig) -> str:
     dtypes = dict.fromkeys((config.exp_avg_dtype, config.exp_avg_sq_dtype))
     moments = " and ".join(MOMENT_WORDS[dtype] for dtype in dtypes)
     if config.keeps_remainders:
-        eight = "8-bit " if config.param_remainder_bits == 8 else ""
-        return f"{moments} moments, {eight}remainders"
+        return f"{moments} moments, {REMAINDERS[config.param_remainder_bits].words}"
     return "FP32" if moments == "FP32" else f"{moments} moments"
 
 

@@ -52,12 +52,12 @@ from mp_optim.slots.param_attributes import (
     is_shared,
     is_tensor_parallel,
     set_main_param,
-    shard_info,
 )
 from mp_optim.slots.seen_params import check_memory
 from mp_optim.slots.slot_state import SlotState, State
 from mp_optim.slots.tensor_layout import (
     ParamLayout,
+    first_element,
     is_first_on_mesh,
     layout_of,
     ranks_of_copies,
@@ -129,7 +129,7 @@ class MainParams:
         for position, param in enumerate(params):
             slot = Slot(index, position)
             key, layout = self._norm_key(slot, param), self._layout(slot, param)
-            stream = stream_of(self.name(slot), shard_info(param).first_element)
+            stream = stream_of(self.name(slot), first_element(param))
             rows.append((slot, param, key, layout, stream))
             if param.requires_grad:
                 mains[slot] = self._new_main(slot, param)

@@ -266,9 +266,10 @@ class ParamState(WithMainParam):
         self._executor, self._slot, self._param = executor, slot, param
         self._is_separate, self._agreement, self._view = is_separate, agreement, view
         self._stepped = stepped = param_at(executor.param_groups, slot)
+        below = executor.state_of(slot)
         # else it is FP32 itself, or has a remainder
         has_main = is_separate and param.dtype != torch.float32 and stepped.dtype == torch.float32
-        super().__init__(executor.state_of(slot), name, stepped if has_main else None, missing)
+        super().__init__(below, name, stepped if has_main or below.is_lone() else None, missing)
 
     @property
     def _local(self) -> Tensor:
@@ -319,8 +320,8 @@ class ParamState(WithMainParam):
     def load(self, state: State) -> None:
         state = self._view.take(state)
         self._agreement.forget(self._slot)
-        becomes_remainder = MASTER in state and self._main is None
-        if becomes_remainder and not stands_for(state[MASTER], self._local):
+        is_narrowed = MASTER in state and self._stepped.dtype == torch.bfloat16
+        if is_narrowed and not stands_for(state[MASTER], self._local):
             self._agreement.written.add(self._slot)  # as soon as parameter and remainder are split
         super().load(state)
 

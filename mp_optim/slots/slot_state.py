@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.config.setting_checks import Allowed, check_setting
+from mp_optim.process.host_memory import same_values
 from mp_optim.process.leases import before_writing
 from mp_optim.slots.tensors import local_tensor
 
@@ -84,6 +85,10 @@ class SlotState(ABC):
         """Keys of what is stored in blocks. A layer that shows no scales for them shows FP32 copies
         of them, and what is loaded for those may be refused."""
         return set()
+
+    def is_lone(self) -> bool:
+        """Whether what is stepped are 16 bits that are all there is of a main param."""
+        return False
 
     # -- loading: fit, check, then load -----------------------------------------------------------
 
@@ -214,7 +219,22 @@ def as_master(label: str, saved: Any, convert: bool) -> Tensor:
     return value
 
 
-# -- beside the FP32 main param of a parameter of fewer bits --------------------------------------
+def _as_lone(label: str, value: Tensor, main: Tensor, convert: bool) -> Tensor:
+    """An FP32 main param in the dtype of the live one, which may have 16 bits.
+
+    Raises:
+        ValueError: it would lose bits, and ``convert`` is false.
+    """
+    narrow = value.to(main.dtype)
+    if narrow.dtype != value.dtype and not convert and not same_values(narrow.float(), value):
+        raise ValueError(
+            f"{label}.{MASTER}: saved with more bits than a parameter of {main.dtype} holds, which "
+            "is all that is kept here; load with convert=True, or keep main params"
+        )
+    return narrow
+
+
+# -- beside the main param of a parameter of fewer bits -------------------------------------------
 
 
 class WithMainParam(SlotState):
@@ -241,7 +261,8 @@ class WithMainParam(SlotState):
         return self._beside_main(self.below.shown())
 
     def full_precision(self) -> State:
-        return self._beside_main(self.below.full_precision())
+        full = self._beside_main(self.below.full_precision())
+        return {key: value.float() if key == MASTER else value for key, value in full.items()}
 
     def is_required(self) -> bool:
         return self._main is not None or self.below.is_required()
@@ -259,7 +280,7 @@ class WithMainParam(SlotState):
         fitted = self.below.fit(rest, convert)
         if main is None:
             return fitted
-        value = as_master(self.name, main, convert)
+        value = _as_lone(self.name, as_master(self.name, main, convert), self._main, convert)
         if AVERAGE in fitted and AVERAGE not in saved:  # it starts from the main param
             fitted = {**fitted, AVERAGE: value.to(fitted[AVERAGE].dtype)}
         return {**fitted, MASTER: value}

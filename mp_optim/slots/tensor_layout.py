@@ -329,6 +329,17 @@ def region_of(param: Tensor) -> ShardRegion:
     return ShardRegion(param.shape, (0,) * param.dim())
 
 
+def first_element(param: Tensor) -> int:
+    """Where a tensor's first element is among those of the whole parameter, row-major."""
+    if not isinstance(param, DTensor):
+        return shard_info(param).first_element
+    region = region_of(param)
+    if region.offsets is None:
+        return region.start
+    strides = torch.empty(region.shape, device="meta").stride()
+    return sum(map(operator.mul, region.offsets, strides))
+
+
 def _is_box(param: DTensor) -> bool:
     """Whether a rank has a part of a DTensor. One in a placement that cannot be stepped is none:
     it is refused, by name, where its layout is first asked for."""

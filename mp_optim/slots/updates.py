@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.slots.identity import Slot, stream_of
-from mp_optim.slots.param_attributes import shard_info
-from mp_optim.slots.tensor_layout import ParamLayout, layout_of, shard_groups_of
+from mp_optim.slots.tensor_layout import ParamLayout, first_element, layout_of, shard_groups_of
 from mp_optim.slots.tensors import CachedTensorList, local_grad
 
 
@@ -189,6 +188,6 @@ def update_of(slot: Slot, name: str, param: Tensor, grad: Tensor) -> SlotUpdate:
         slot,
         local_grad(param, grad),
         shard_groups=shard_groups_of(name, param),
-        stream=stream_of(name, shard_info(param).first_element),
+        stream=stream_of(name, first_element(param)),
         layout=layout_of(param),
     )

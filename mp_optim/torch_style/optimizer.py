@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from mp_optim.config.state_forms import NO_REMAINDER
 from mp_optim.factory import inner_optimizer, set_up_host
 from mp_optim.planner.sweep import with_chosen_fraction
 from mp_optim.precision import MegatronOptimizer, StepResult, WrappedOptimizer
@@ -26,6 +27,7 @@ from mp_optim.update.backends.selection import warn_of_missing_kernels
 from mp_optim.update.rules import CLASSES, construction_of, settings_of
 
 _TRAINED = (torch.bfloat16, torch.float16, torch.float32, *FLOAT8_DTYPES)
+_OF_BFLOAT16 = {"kahan": "kahan", NO_REMAINDER.name: "none"}
 _FP16 = (
     "float16 parameters are stepped without a loss scale, and small gradients are lost in float16: "
     "use torch.amp.GradScaler (scaler.scale(loss).backward(), scaler.step(optimizer), "
@@ -116,6 +118,13 @@ class StackOptimizer(WrappedOptimizer):
             raise TypeError(
                 f"{self.slot_name(slot)} is {param.dtype}: parameters are bfloat16, float16, "
                 "float32 or float8; convert the model, or freeze the parameter"
+            )
+        bits = self.config.param_remainder_bits
+        if param.dtype == torch.float16 and bits in _OF_BFLOAT16 and self.config.keeps_remainders:
+            raise TypeError(
+                f"{self.slot_name(slot)} is float16: main_params={_OF_BFLOAT16[bits]!r} steps "
+                "bfloat16 parameters as they are; a float16 one has too few exponents for steps to "
+                "be rounded into. Convert the model to bfloat16, or leave main_params='fp32'"
             )
 
     @property

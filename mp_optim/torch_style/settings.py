@@ -13,7 +13,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.config.optimizer_config import elsewhere
 from mp_optim.config.rules import FIRST_DTYPE, RULES, SECOND_DTYPE
 from mp_optim.config.setting_checks import NOT_HERE, nearest
-from mp_optim.config.state_forms import UINT4
+from mp_optim.config.state_forms import NO_REMAINDER, UINT4
 
 _STATES = {
     "fp32": torch.float32,
@@ -23,7 +23,13 @@ _STATES = {
     "4bit": UINT4,
 }
 _AVERAGES = {name: _STATES[name] for name in ("fp32", "bf16")}
-_REMAINDER_BITS = {"fp32": None, "remainder16": 16, "remainder8": 8}
+_REMAINDER_BITS = {
+    "fp32": None,
+    "remainder16": 16,
+    "remainder8": 8,
+    "kahan": "kahan",
+    "none": NO_REMAINDER.name,
+}
 _SAME = (
     "ema_decay",
     "skip_step_sigma_factor",
@@ -53,7 +59,9 @@ class StackSettings(TypedDict, total=False):
             moments; 0 (the default) is none, bitsandbytes' own is 4096.
         main_params: what is kept beside a 16-bit parameter: ``"fp32"`` (the default), or of a
             bfloat16 one only what it does not say itself, ``"remainder16"`` (the same bits as
-            ``"fp32"``) or ``"remainder8"`` (the upper 24 bits of FP32).
+            ``"fp32"``), ``"remainder8"`` (the upper 24 bits of FP32) or ``"kahan"`` (a bfloat16
+            compensation); or ``"none"``: the bfloat16 parameter is all there is, and each step
+            rounds it stochastically, as ``stochastic_rounding`` does with state.
         stochastic_rounding: round bfloat16, 8-bit and 4-bit state stochastically.
         ema_decay: keep a moving average of every parameter, with this decay a step; None (the
             default) keeps none. ``averaged_weights()`` evaluates with them.
@@ -161,7 +169,8 @@ _OTHER_NAMES = {
     ),
     **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2"), "give betas=(..., ...)"),
     **dict.fromkeys(("epsilon", "adam_epsilon", "adam_eps"), "it is called eps here"),
-    "kahan_sum": "main_params='remainder16' keeps the lower bits of bfloat16 parameters",
+    "kahan_sum": "main_params='remainder16' keeps the lower bits of bfloat16 parameters, "
+    "main_params='kahan' a compensation",
     **dict.fromkeys(
         ("dtype", "precision", "mixed_precision", "bf16", "fp16"),
         "parameters say their dtype themselves; state and main_params say what is kept",
@@ -248,7 +257,8 @@ def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """How state is kept."""
     dtype = _choice(chosen, "state", _STATES)
     bits = _choice(chosen, "main_params", _REMAINDER_BITS)
-    stochastic = {"stochastic_rounding": True} if chosen["stochastic_rounding"] else {}
+    is_random = chosen["stochastic_rounding"] or bits == NO_REMAINDER.name
+    stochastic = {"stochastic_rounding": True} if is_random else {}
     if dtype == torch.float32 and bits is None:
         return stochastic
     stepped_by = [rule, "adam"] if rule == "muon" else [rule]

@@ -174,9 +174,7 @@ class _Param:
     @classmethod
     def of(cls, lists: TensorLists, at: int, region: ShardRegion, multiplier: float) -> _Param:
         state = {key: tensors[at] for key, tensors in lists.state.items()}
-        main = lists.main[at]
-        if REMAINDER in state:
-            main = join(main, state[REMAINDER])
+        main = join(lists.main[at], state.get(REMAINDER))
         grad = lists.grad[at].to(torch.float32, copy=True)
         if multiplier != 1.0:
             grad.mul_(multiplier)
@@ -257,9 +255,9 @@ def _turn(
 
 
 def _store(lists: TensorLists, at: int, param: _Param) -> None:
-    if REMAINDER in param.state:
+    if lists.main[at].dtype != torch.float32:
         noise = None if lists.noise is None else lists.noise[at]
-        split_(param.main, lists.main[at], param.state[REMAINDER], noise)
+        split_(param.main, lists.main[at], param.state.get(REMAINDER), noise)
     output = lists.output[at]
     if output is not None:
         output.copy_(lists.main[at].view(output.shape))

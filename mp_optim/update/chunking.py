@@ -175,21 +175,22 @@ def _noise(batch: TensorLists) -> Sequence[Noise | None]:
 
 def read_mains(batch: TensorLists) -> Lists:
     """FP32 main params: the tensors themselves, or copies joined with their remainders."""
-    if REMAINDER not in batch.state:
-        return batch.main
     return [
-        join(main, remainder)
-        for main, remainder in zip(batch.main, batch.state[REMAINDER], strict=True)
+        join(main, remainder) for main, remainder in zip(batch.main, _rests(batch), strict=True)
     ]
+
+
+def _rests(batch: TensorLists) -> Sequence[Tensor | None]:
+    return batch.state.get(REMAINDER, [None] * len(batch.main))
 
 
 def write_mains(batch: TensorLists, values: Lists) -> None:
     """Store FP32 main params, stepped in place in what :func:`read_mains` gave, and write
     the outputs."""
-    if REMAINDER in batch.state:
-        for value, main, rest, noise in zip(
-            values, batch.main, batch.state[REMAINDER], _noise(batch), strict=True
-        ):
+    for value, main, rest, noise in zip(
+        values, batch.main, _rests(batch), _noise(batch), strict=True
+    ):
+        if main.dtype != torch.float32:
             split_(value, main, rest, noise)
     write_outputs(batch)
     take_averages(batch)

@@ -4,7 +4,8 @@
 A moment is stored as float32; as bfloat16; or, in blocks of 256 row-major elements with one FP32
 scale each, as float16, as 8-bit codes or, a first moment, as 4-bit codes of which a byte has two.
 Block formats hold a second moment by its square root. A main param is stored as float32, or as the
-bfloat16 model parameter plus an integer remainder of 16 bits (all of FP32) or 8 (24 bits of it).
+bfloat16 model parameter plus an integer remainder of 16 bits (all of FP32) or 8 (24 bits of it), or
+plus a bfloat16 compensation, or alone.
 """
 
 from __future__ import annotations
@@ -260,19 +261,33 @@ def store_average(value: Tensor, stored: Tensor, noise: Noise | None) -> None:
 # -- main params ----------------------------------------------------------------------------------
 
 
-def join(param: Tensor, remainder: Tensor) -> Tensor:
-    """The FP32 main param of a bfloat16 parameter and its remainder, same shape. A zero has no
-    remainder."""
+def join(param: Tensor, remainder: Tensor | None) -> Tensor:
+    """The FP32 main param of a bfloat16 parameter and its remainder or compensation, same shape; of
+    a parameter alone its value. A zero has no remainder."""
+    if remainder is None:
+        return param.float()
+    if remainder.dtype == torch.bfloat16:
+        whole = param.float()
+        return torch.where(whole != 0.0, whole + remainder.float(), whole)
     high = param.view(torch.int16).int() << 16
     low = remainder.int() << (8 if remainder.dtype == torch.int8 else 0)
     return torch.where((high & 0x7FFFFFFF) != 0, high + low, high).view(torch.float32)
 
 
-def split_(value: Tensor, param: Tensor, remainder: Tensor, noise: Noise | None = None) -> None:
+def split_(
+    value: Tensor, param: Tensor, remainder: Tensor | None, noise: Noise | None = None
+) -> None:
     """Write an FP32 main param into parameter and remainder: the parameter is the value rounded to
     nearest, ties away from zero. 16 bits hold the value itself; 8 bits its upper 24 bits, rounded
-    to nearest even or stochastically.
+    to nearest even or stochastically. Beside a compensation ties go to even; a parameter alone is
+    rounded so, or stochastically.
     """
+    if remainder is None:
+        _narrow_(value, param, noise)
+        return
+    if remainder.dtype == torch.bfloat16:
+        _compensate_(value, param, remainder)
+        return
     bits = value.contiguous().view(torch.int32)
     eight = remainder.dtype == torch.int8
     if eight:
@@ -297,4 +312,23 @@ def keep_valid(param: Tensor, remainder: Tensor) -> None:
     """
     rounded, rest = torch.empty_like(param), torch.empty_like(remainder)
     split_(join(param, remainder), rounded, rest)
-    remainder.mul_((rounded.view(torch.int16) == param.view(torch.int16)).to(remainder.dtype))
+    remainder.masked_fill_(rounded.view(torch.int16) != param.view(torch.int16), 0)
+
+
+def _narrow_(value: Tensor, param: Tensor, noise: Noise | None) -> None:
+    if noise is not None:
+        words = noise.words(value.numel(), value.device)
+        sixteen = (mix(words ^ _GOLDEN) & 0xFFFF).int().view(value.shape)
+        value = _dithered(value, sixteen)
+    param.copy_(value)
+
+
+def _compensate_(value: Tensor, param: Tensor, compensation: Tensor) -> None:
+    """What the parameter lacks, rounded; where both together would round to another parameter, as a
+    half of its last bit may, to the next smaller number."""
+    param.copy_(value)
+    whole = param.float()
+    rest = torch.where(whole.isfinite(), value - whole, 0.0)
+    compensation.copy_(rest)
+    goes_on = (whole + compensation.float()).to(torch.bfloat16).float() != whole
+    compensation.view(torch.int16).sub_((goes_on & whole.isfinite()).short())

@@ -41,13 +41,13 @@ class TensorLists:
     """Parallel lists on one device, of contiguous tensors.
 
     Attributes:
-        main: FP32; or bfloat16, with the rest of it in ``state[REMAINDER]``. Empty for a pass that
-            steps none.
+        main: FP32; or bfloat16, with the rest of it in ``state[REMAINDER]`` if it is not all there
+            is. Empty for a pass that steps none.
         grad: any floating dtype.
         state: moments by name, stored as ``formats`` says, with ``state[scale_key(name)]`` for
             those in blocks; ``state[AVERAGE]``, where averages are kept.
-        output: tensor that receives the updated parameter in its dtype, or None; bfloat16 beside a
-            remainder.
+        output: tensor that receives the updated parameter in its dtype, or None; bfloat16 where
+            main is.
         source: where the present values of main (``MAIN``) and state are, if not in ``main`` and
             ``state``, whose values then mean nothing. Only for backends that have ``reads_source``.
         noise: for each tensor, to round state stochastically; None rounds to nearest.
@@ -283,6 +283,8 @@ _OUTPUTS: dict[tuple[torch.dtype | None, torch.dtype | None], tuple[torch.dtype 
     (torch.float32, None): (None, *FLOATS),
     (torch.bfloat16, torch.int16): (None, torch.bfloat16),
     (torch.bfloat16, torch.int8): (None, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16): (None, torch.bfloat16),
+    (torch.bfloat16, None): (None, torch.bfloat16),
 }
 """Dtypes of outputs, by those of main params and remainders."""
 

@@ -340,8 +340,9 @@ class RuleState:
             if shape is None:
                 continue
             specs |= moment_specs(name, shape, self.precision.stored_dtype(name, is_small))
-        if self._is_split_dtype(dtype):
-            specs[REMAINDER] = (main_shape, self.precision.remainder_dtype)
+        rest = self.precision.remainder_dtype if self._is_split_dtype(dtype) else None
+        if rest is not None:
+            specs[REMAINDER] = (main_shape, rest)
         if self.precision.ema_decay is not None:
             specs[AVERAGE] = (main_shape, self.precision.ema_dtype)
         for key, (spec, _) in specs.items():
@@ -458,7 +459,8 @@ class RuleState:
         Args:
             moments: of :meth:`moment_keys`.
         """
-        remainder = [REMAINDER] if dtype != torch.float32 else []
+        is_beside = dtype != torch.float32 and self.precision.remainder_dtype is not None
+        remainder = [REMAINDER] if is_beside else []
         average = [] if self.precision.ema_decay is None else [AVERAGE]
         return [*moments, *remainder, *average]
 
@@ -480,7 +482,7 @@ class RuleState:
         """The FP32 main param: the stepped tensor, or a copy if it is stored in parts."""
         main = self.stepped(slot)
         if self.is_split(main):
-            return join(main, self.present(slot)[REMAINDER])
+            return join(main, self.present(slot).get(REMAINDER))
         return param_at(self.param_groups, slot)
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
@@ -488,14 +490,14 @@ class RuleState:
         main, state = self.stepped(slot), self.live(slot)
         before_writing([main], state.values())
         if self.is_split(main):
-            split_(value.to(main.device, torch.float32), main, state[REMAINDER])
+            split_(value.to(main.device, torch.float32), main, state.get(REMAINDER))
         else:
             main.copy_(value)
 
     def written_outside(self, slot: Slot) -> None:
         """The stepped tensor was written: a remainder may not make it another value."""
         main = self.stepped(slot)
-        if self.is_split(main):
+        if self.is_split(main) and not self.precision.has_no_main_params:
             remainder = self.live(slot)[REMAINDER]
             before_writing([remainder])
             keep_valid(main, remainder)
@@ -520,6 +522,10 @@ class RuleSlotState(SlotState):
 
     def full_precision(self) -> State:
         return full_precision(self._live, self._rows.stepped(self._slot))
+
+    def is_lone(self) -> bool:
+        rows = self._rows
+        return rows.precision.has_no_main_params and rows.is_split(rows.stepped(self._slot))
 
     def in_blocks(self) -> set[str]:
         tensors = self._live

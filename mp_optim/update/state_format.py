@@ -10,9 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.config.combinations import ROUNDS_AVERAGES
+from mp_optim.config.combinations import ROUNDS_AVERAGES, ROUNDS_PARAMS
 from mp_optim.config.rules import FIRST_MOMENT_DTYPES, SECOND_MOMENT_DTYPES, moment_of
-from mp_optim.config.state_forms import CODED, blocks_of, packed_bytes
+from mp_optim.config.state_forms import (
+    CODED,
+    NO_REMAINDER,
+    REMAINDER_CHOICES,
+    REMAINDERS,
+    blocks_of,
+    packed_bytes,
+)
 from mp_optim.process.host_memory import TensorSpec, same_values, zeros
 from mp_optim.slots.slot_state import (
     AVERAGE,
@@ -49,7 +56,8 @@ class StatePrecision:
             smaller ones are FP32.
         store_param_remainders: step bfloat16 parameters as they are, beside a remainder that makes
             them FP32.
-        param_remainder_bits: 16 for all of FP32, 8 for its upper 24 bits.
+        param_remainder_bits: 16 for all of FP32, 8 for its upper 24 bits, 0 for the parameter
+            alone, rounded stochastically; ``"kahan"`` for a bfloat16 compensation.
         stochastic_rounding: of bfloat16, 8-bit and 4-bit state.
         seed: of the random bits, 32 bits.
         ema_decay: of the averages of main params; None keeps none.
@@ -63,7 +71,7 @@ class StatePrecision:
     exp_avg_sq_dtype: torch.dtype = torch.float32
     fp32_state_below: int = 0
     store_param_remainders: bool = False
-    param_remainder_bits: int = 16
+    param_remainder_bits: int | str = 16
     stochastic_rounding: bool = False
     seed: int = 0
     ema_decay: float | None = None
@@ -76,8 +84,11 @@ class StatePrecision:
         ):
             if dtype not in choices:
                 raise ValueError(f"{name}={dtype}: must be one of {list(choices)}")
-        if self.param_remainder_bits not in (8, 16):
-            raise ValueError(f"param_remainder_bits={self.param_remainder_bits!r}: must be 16 or 8")
+        bits = self.param_remainder_bits
+        if bits not in REMAINDERS:
+            raise ValueError(f"param_remainder_bits={bits!r}: {REMAINDER_CHOICES}")
+        if self.has_no_main_params and not self.stochastic_rounding:
+            raise ValueError(f"param_remainder_bits={bits!r}: {ROUNDS_PARAMS}")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed!r}: must be in [0, 2**32)")
         if self.ema_decay is not None and not 0.0 <= self.ema_decay < 1.0:
@@ -110,9 +121,15 @@ class StatePrecision:
         return fp32(1.0 - self.ema_decay)
 
     @property
-    def remainder_dtype(self) -> torch.dtype:
-        """Dtype of the remainders."""
-        return torch.int16 if self.param_remainder_bits == 16 else torch.int8
+    def has_no_main_params(self) -> bool:
+        """Whether bfloat16 parameters are all there is of their main params."""
+        return self.store_param_remainders and self.param_remainder_bits == NO_REMAINDER.name
+
+    @property
+    def remainder_dtype(self) -> torch.dtype | None:
+        """Dtype of the remainders; None without."""
+        dtype: torch.dtype | None = REMAINDERS[self.param_remainder_bits].dtype
+        return dtype
 
 
 def moment_specs(name: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, TensorSpec]:
@@ -134,7 +151,7 @@ def full_precision(state: Mapping[str, Any], main: Tensor) -> State:
     """
     full: State = {}
     for key, value in state.items():
-        if key == REMAINDER:
+        if key == REMAINDER:  # before what is in bfloat16: a compensation may be
             full[MASTER] = join(main, value)
         elif scale_key(key) in state or value.dtype == torch.bfloat16:
             full[key] = _decoded(state, key, main)
@@ -193,9 +210,10 @@ def fitted(
     ):
         remainder = result.pop(REMAINDER)
         result[MASTER] = joined(label, main, remainder)
-        narrows = REMAINDER in mine and mine[REMAINDER].dtype == torch.int8
+        widths = (mine[REMAINDER].dtype if REMAINDER in mine else None, remainder.dtype)
+        narrows = widths == (torch.int8, torch.int16)
         if narrows and not convert and bool((remainder & 0xFF).any()):
-            raise ValueError(_more_bits(label))  # whichever weights are there now
+            raise ValueError(_more_bits(label, torch.int8))  # whichever weights are there now
     if MASTER in result and REMAINDER in mine:
         result.pop(REMAINDER, None)
         result[MASTER] = as_master(label, result[MASTER], convert)
@@ -325,13 +343,14 @@ def _check_splits(label: str, remainder: Tensor, master: Tensor, convert: bool) 
     )
     split_(master, param, rest)
     if not same_values(join(param, rest), master):
-        raise ValueError(_more_bits(label))
+        raise ValueError(_more_bits(label, remainder.dtype))
 
 
-def _more_bits(label: str) -> str:
+def _more_bits(label: str, beside: torch.dtype) -> str:
+    what = "an 8-bit remainder" if beside == torch.int8 else "its compensation"
     return (
-        f"{label}.{MASTER}: saved with more bits than a bfloat16 parameter and an 8-bit remainder "
-        "hold; load with convert=True, or set param_remainder_bits=16"
+        f"{label}.{MASTER}: saved with more bits than a bfloat16 parameter and {what} hold; load "
+        "with convert=True, or set param_remainder_bits=16"
     )
 
 

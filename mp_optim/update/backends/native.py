@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from mp_optim.config.rules import RULES
-from mp_optim.config.state_forms import BF16, FIRST_FORMS, FP16, FP32, REMAINDER_FORMS, SECOND_FORMS
+from mp_optim.config.state_forms import (
+    BF16,
+    FIRST_FORMS,
+    FP16,
+    FP32,
+    NO_REMAINDER,
+    REMAINDER_FORMS,
+    SECOND_FORMS,
+)
 from mp_optim.slots import CachedTensorList, all_same
 from mp_optim.slots.slot_state import AVERAGE
 from mp_optim.update.backends import native_library as lib
@@ -85,6 +93,8 @@ class NativeTable:
             self._arrays["stream"] = array("I", [item.own_stream for item in noise])
         addresses = {name: values.buffer_info()[0] for name, values in self._arrays.items()}
         dtypes = {f"{name}_dtype": _CODES[name][dtype] for name, dtype in kind._asdict().items()}
+        if kind.main == torch.bfloat16 and kind.remainder is None:
+            dtypes["remainder_dtype"] = NO_REMAINDER.native
         seed = noise[0].seed if noise else 0
         count = len(steady.get("grad") or steady["main"])
         self.tensors = lib.MpTensors(

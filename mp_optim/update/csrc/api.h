@@ -11,8 +11,9 @@
 
 // Element types. Moments in MP_F16, MP_I8, MP_U8 and MP_I4 are in blocks with a scale each, see docs/numerics.md.
 // MP_I4 is two to a byte: byte i of every 32 has element i of 64 in its lower half and element i + 32 in its upper one.
+// MP_I0 is a remainder of no bits, without a table: the bfloat16 main is all there is.
 enum MpDtype : int32_t {
-    MP_NONE = 0, MP_F32 = 1, MP_BF16 = 2, MP_F16 = 3, MP_I8 = 4, MP_U8 = 5, MP_I16 = 6, MP_I4 = 7
+    MP_NONE = 0, MP_F32 = 1, MP_BF16 = 2, MP_F16 = 3, MP_I8 = 4, MP_U8 = 5, MP_I16 = 6, MP_I4 = 7, MP_I0 = 8
 };
 
 enum MpStatus : int32_t { MP_OK = 0, MP_BAD_ARGUMENT = 1, MP_NO_MEMORY = 2, MP_FAILED = 3 };
@@ -23,7 +24,7 @@ struct MpTensors {
     int64_t count;
     const int64_t* numel;
     void* const* main;        // main_dtype: MP_F32, or MP_BF16 with a remainder
-    void* const* remainder;   // remainder_dtype: MP_I16 or MP_I8
+    void* const* remainder;   // remainder_dtype: MP_I16, MP_I8, MP_BF16 (a compensation) or MP_I0
     void* const* grad;        // grad_dtype: MP_F32, MP_BF16 or MP_F16
     void* const* moment1;     // moment1_dtype: MP_F32, MP_BF16, MP_F16, MP_I8 or MP_I4
     void* const* moment2;     // moment2_dtype: MP_F32, MP_BF16, MP_F16 or MP_U8

@@ -131,9 +131,20 @@ MP_INLINE float* place_of_moment(const Run& r, int64_t i, float* buffer) {
     return F::template moment<which>(r) == MP_F32 ? (float*)moment_of<which>(r).data + i : buffer;
 }
 
+// What a bfloat16 main and its compensation stand for; a zero has none.
+MP_INLINE f32x16 compensated(f32x16 main, f32x16 rest) {
+    const u32x16 is_there = as<u32x16>(main != 0.0f);
+    return as<f32x16>(choose(is_there, as<u32x16>(main + rest), as<u32x16>(main)));
+}
+
 template <int32_t rest>
 MP_INLINE void join(const char* main, const char* remainder, float* to) {
+    if (rest == MP_I0) return read_floats<MP_BF16>(main, to);
     for (int i = 0; i < kChunk; i += kLanes) {
+        if (rest == MP_BF16) {
+            store(to + i, compensated(read_bf16(main + 2 * i), read_bf16(remainder + 2 * i)));
+            continue;
+        }
         i32x16 low = rest == MP_I16 ? read_i16(remainder + 2 * i) : read_i8(remainder + i) << 8;
         store(to + i, add_unless_zero(read_upper(main + 2 * i), as<u32x16>(low)));
     }
@@ -142,11 +153,14 @@ MP_INLINE void join(const char* main, const char* remainder, float* to) {
 // FP32 values of a chunk of main params.
 template <class F>
 MP_INLINE const float* read_main_here(const Run& r, int64_t i, float* buffer) {
-    if (F::rest(r) == MP_NONE) return (const float*)r.old_main.data + i;
-    if (F::rest(r) == MP_I16)
-        join<MP_I16>(r.old_main.data + 2 * i, r.old_remainder.data + 2 * i, buffer);
-    else
-        join<MP_I8>(r.old_main.data + 2 * i, r.old_remainder.data + i, buffer);
+    const char *main = r.old_main.data + 2 * i, *rest = r.old_remainder.at(i);
+    switch (F::rest(r)) {
+        case MP_NONE: return (const float*)r.old_main.data + i;
+        case MP_I16: join<MP_I16>(main, rest, buffer); break;
+        case MP_BF16: join<MP_BF16>(main, rest, buffer); break;
+        case MP_I0: join<MP_I0>(main, rest, buffer); break;
+        default: join<MP_I8>(main, rest, buffer);
+    }
     return buffer;
 }
 
@@ -243,16 +257,20 @@ MP_INLINE void write_moment(const Run& r, int64_t i, const float* values) {
 // The random bits of a word that no moment is rounded with.
 MP_INLINE u32x16 other_bits(u32x16 words) { return mix(words ^ 0x9e3779b9u); }
 
-MP_INLINE u32x16 dithered_average(f32x16 x, uint32_t key, uint32_t index) {
+// Cut off after their upper half was added, for averages, or their lower one, for main params.
+template <bool is_main>
+MP_INLINE u32x16 dithered_by_others(f32x16 x, uint32_t key, uint32_t index) {
     u32x16 bits = quiet_bits(x), is_finite = as<u32x16>((bits & 0x7f800000) != 0x7f800000);
-    return bits + ((other_bits(random_words(key, index)) >> 16) & is_finite);
+    u32x16 others = other_bits(random_words(key, index));
+    return bits + ((is_main ? others & 0xffff : others >> 16) & is_finite);
 }
 
-MP_INLINE void write_averages_randomly(const float* from, char* to, uint32_t key, uint32_t index) {
+template <bool is_main>
+MP_INLINE void write_by_others(const float* from, char* to, uint32_t key, uint32_t index) {
     for (int i = 0; i < kChunk; i += kPair) {
         u16x32 low, high;
-        halves(dithered_average(load<f32x16>(from + i), key, index + i),
-               dithered_average(load<f32x16>(from + i + kLanes), key, index + i + kLanes), low, high);
+        halves(dithered_by_others<is_main>(load<f32x16>(from + i), key, index + i),
+               dithered_by_others<is_main>(load<f32x16>(from + i + kLanes), key, index + i + kLanes), low, high);
         store(to + 2 * i, high);
     }
 }
@@ -293,10 +311,40 @@ static void split_8(const float* from, char* main, char* remainder, char* output
     }
 }
 
+// Main params that are bfloat16 alone, in two places.
+static void write_lone(const float* from, char* main, char* output, bool noisy, uint32_t key, uint32_t index) {
+    noisy ? write_by_others<true>(from, main, key, index) : write_bf16<false>(from, main);
+    if (output) __builtin_memcpy(output, main, 2 * kChunk);
+}
+
+// What a finite main lacks of a value.
+MP_INLINE f32x16 missing_of(f32x16 value, f32x16 main) {
+    return as<f32x16>(as<u32x16>(value - main) & is_finite(main));
+}
+
+// Upper halves rounded to nearest even, and what is missing, rounded to bfloat16: to the next smaller one where both would
+// round to another upper half.
+static void compensate(const float* from, char* main, char* rest, char* output) {
+    for (int i = 0; i < kChunk; i += kPair) {
+        const f32x16 a = load<f32x16>(from + i), b = load<f32x16>(from + i + kLanes);
+        const u16x32 high = to_bf16(a, b);
+        store(main + 2 * i, high);
+        const f32x16 main_a = read_bf16(main + 2 * i), main_b = read_bf16(main + 2 * (i + kLanes));
+        const u16x32 low = to_bf16(missing_of(a, main_a), missing_of(b, main_b));
+        store(rest + 2 * i, low);
+        const f32x16 rest_a = read_bf16(rest + 2 * i), rest_b = read_bf16(rest + 2 * (i + kLanes));
+        const u16x32 goes_on = as<u16x32>(to_bf16(main_a + rest_a, main_b + rest_b) != high);
+        store(rest + 2 * i, u16x32(low + goes_on));  // a true lane is -1
+        if (output) store(output + 2 * i, high);
+    }
+}
+
 // A chunk of main params, and of outputs where there are any.
 template <class F>
 MP_INLINE void write_main_here(const Run& r, int64_t i, const float* values) {
     char *main = r.main.data + 2 * i, *output = r.output.at(i);
+    if (F::rest(r) == MP_I0) return write_lone(values, main, output, r.noisy, r.key, r.start + uint32_t(i));
+    if (F::rest(r) == MP_BF16) return compensate(values, main, r.remainder.data + 2 * i, output);
     if (F::rest(r) == MP_I16) return split_16(values, main, r.remainder.data + 2 * i, output);
     if (F::rest(r) == MP_I8)
         return split_8(values, main, r.remainder.data + i, output, r.noisy, r.key, r.start + uint32_t(i));

@@ -97,7 +97,7 @@ MP_INLINE void average_chunk(const Run& run, int64_t i) {
         f32x16 mean = wide ? load<f32x16>(from) : read_bf16(from);
         store(to + k, starts ? x : mean + (x - mean) * run.average_weight);
     }
-    if (!wide) write_averages_randomly(values, run.average.at(i), run.key, run.start + uint32_t(i));
+    if (!wide) write_by_others<false>(values, run.average.at(i), run.key, run.start + uint32_t(i));
 }
 
 template <int32_t rest>
@@ -115,6 +115,8 @@ static void average(const Run& given) {
     run.scale1 = run.scale2 = run.scale3 = nullptr;
     if (run.remainder.dtype == MP_NONE) return average_run<MP_NONE>(run);
     if (run.remainder.dtype == MP_I16) return average_run<MP_I16>(run);
+    if (run.remainder.dtype == MP_BF16) return average_run<MP_BF16>(run);
+    if (run.remainder.dtype == MP_I0) return average_run<MP_I0>(run);
     average_run<MP_I8>(run);
 }
 

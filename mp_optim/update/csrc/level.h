@@ -16,7 +16,7 @@ constexpr int64_t kPacked = 64;           // elements of MP_I4 that are packed t
 
 // Bytes of an element, but for MP_I4.
 constexpr int64_t size_of(int32_t dtype) {
-    return dtype == MP_NONE ? 0 : dtype == MP_F32 ? 4 : dtype == MP_I8 || dtype == MP_U8 ? 1 : 2;
+    return dtype == MP_NONE || dtype == MP_I0 ? 0 : dtype == MP_F32 ? 4 : dtype == MP_I8 || dtype == MP_U8 ? 1 : 2;
 }
 
 // Bytes of so many elements from a multiple of kPacked on.

@@ -202,6 +202,18 @@ def place_average(column, tensor, start, TYPE: tl.constexpr, ALIGNED: tl.constex
     return place(column, tensor, at, TYPE, ALIGNED)
 
 
+@triton.jit
+def place_rest(column, tensor, start, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointer to remainders; to compensations as uint16, as which nothing else is stored."""
+    pointer = column
+    if TYPE is not None:
+        if TYPE == tl.bfloat16:
+            pointer = place(column, tensor, start, tl.uint16, ALIGNED)
+        else:
+            pointer = place(column, tensor, start, TYPE, ALIGNED)
+    return pointer
+
+
 def _name(launch):
     """A launch is called like its rule."""
     return launch.constants["RULE"].__name__
@@ -220,7 +232,7 @@ def step(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains
     scale = factor(multiplier, ON_DEVICE)
     grad = place(grads, tensor, start, KIND.grad, ALIGNED)
     main = place(mains, tensor, start, KIND.main, ALIGNED)
-    rest = place(rests, tensor, start, KIND.remainder, ALIGNED)
+    rest = place_rest(rests, tensor, start, KIND.remainder, ALIGNED)
     block = start // BLOCK
     values1 = place_average(moments1, tensor, start, KIND.moment1, ALIGNED)
     first = Moment(values1, place(scales1, tensor, block, tl.float32, False))
