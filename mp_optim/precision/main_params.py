@@ -52,6 +52,7 @@ from mp_optim.slots.param_attributes import (
     is_shared,
     is_tensor_parallel,
     set_main_param,
+    shard_info,
 )
 from mp_optim.slots.seen_params import check_memory
 from mp_optim.slots.slot_state import SlotState, State
