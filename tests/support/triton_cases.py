@@ -64,14 +64,19 @@ PASSES = {**KEYS, "muon_momentum": ("momentum_buffer",), "muon_apply": ()}
 """Rules, and passes that are a part of one."""
 
 
+LONE = "lone"
+"""In place of a remainder's dtype: bfloat16 parameters without any."""
+
+
 @dataclass(frozen=True)
 class Case:
-    """What a launch's tensors look like. ``inside``: random numbers are those of parts that begin
-    inside of their parameters. ``average``: dtype of averages of main params, if there are any."""
+    """What a launch's tensors look like. ``rest``: dtype of remainders, :data:`LONE`, or None of
+    FP32 main params. ``inside``: random numbers are those of parts that begin inside of their
+    parameters. ``average``: dtype of averages of main params, if there are any."""
 
     grad: torch.dtype = torch.bfloat16
     output: torch.dtype | None = torch.bfloat16
-    rest: torch.dtype | None = None
+    rest: torch.dtype | str | None = None
     moments: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
     noisy: bool = False
     odd: bool = False
@@ -104,7 +109,9 @@ def lists_of(seed: int, sizes: Sequence[int], keys: tuple[str, ...], case: Case)
         return [put(values(generator, n, case.odd), dtype) for n in sizes]
 
     main, state = random(torch.float32), {}
-    if case.rest is not None:
+    if case.rest == LONE:
+        main = [put(value, torch.bfloat16) for value in main]
+    elif isinstance(case.rest, torch.dtype):
         state[REMAINDER] = [put(torch.zeros(n), case.rest) for n in sizes]
         whole, main = main, [put(torch.zeros(n), torch.bfloat16) for n in sizes]
         for value, param, rest in zip(whole, main, state[REMAINDER], strict=True):

@@ -16,7 +16,7 @@ from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.kernel_args import StableScalars, TensorLists
 from ptx.forms import Form
 from ptx.kernels import MachineBackend
-from support.triton_cases import GROUP, ODD, PASSES, Case, lists_of, step_with
+from support.triton_cases import GROUP, LONE, ODD, PASSES, Case, lists_of, step_with
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -92,7 +92,7 @@ def _trial_of(form: Form) -> Trial:
     case = Case(
         grad=_DTYPES[values["grad"]],
         output=_DTYPES.get(values["output"]),
-        rest=_DTYPES.get(values["remainder"]),
+        rest=_DTYPES.get(values["remainder"]) or (LONE if values["main"] == "bf16" else None),
         moments=(first or plain, second or plain),
         noisy="streams" not in form.absent,
         inside=True,

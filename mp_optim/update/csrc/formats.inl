@@ -333,7 +333,7 @@ static void compensate(const float* from, char* main, char* rest, char* output) 
         const u16x32 low = to_bf16(missing_of(a, main_a), missing_of(b, main_b));
         store(rest + 2 * i, low);
         const f32x16 rest_a = read_bf16(rest + 2 * i), rest_b = read_bf16(rest + 2 * (i + kLanes));
-        const u16x32 goes_on = as<u16x32>(to_bf16(main_a + rest_a, main_b + rest_b) != high);
+        const u16x32 goes_on = as<u16x32>(to_bf16(compensated(main_a, rest_a), compensated(main_b, rest_b)) != high);
         store(rest + 2 * i, u16x32(low + goes_on));  // a true lane is -1
         if (output) store(output + 2 * i, high);
     }

@@ -39,12 +39,13 @@ from mp_optim.update.codecs import SECOND, Noise, encode_, split_, stored_dtype
 from mp_optim.update.element_rules import RULE_SCALARS, TEXTS
 from mp_optim.update.kernel_args import MAIN, LambScalars, StableScalars, TensorLists
 from mp_optim.update.state_format import moment_specs
+from support.triton_cases import LONE
 
 LIBRARY = native_library()
 STATUS = Path("/proc/self/status")
 REFERENCE = ReferenceBackend()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-REMAINDERS = [None, torch.int16, torch.int8]
+REMAINDERS = [None, torch.int16, torch.int8, torch.bfloat16, LONE]
 ODD = [
     0.0,
     -0.0,
@@ -128,10 +129,10 @@ class Maker:
         encode_(value, state[name], state.get(scale_key(name)), name == SECOND)
         return state
 
-    def main(self, n: int, remainder: torch.dtype | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def main(self, n: int, remainder: torch.dtype | str | None) -> tuple[Tensor, dict[str, Tensor]]:
+        if not isinstance(remainder, torch.dtype):
+            return self.new(n, torch.bfloat16 if remainder == LONE else torch.float32), {}
         value = self.new(n, torch.float32)
-        if remainder is None:
-            return value, {}
         main, rest = self.empty(n, torch.bfloat16), self.empty(n, remainder)
         split_(value, main, rest)
         return main, {REMAINDER: rest}
@@ -145,7 +146,7 @@ def lists_of(
     keys: tuple[str, ...],
     odd: bool,
     moments: Sequence[torch.dtype] = (torch.float32, torch.float32),
-    remainder: torch.dtype | None = None,
+    remainder: torch.dtype | str | None = None,
     noisy: bool = False,
 ) -> TensorLists:
     """Lists with moments of the given dtypes (uint8 and uint4 stand for codes)."""
@@ -472,7 +473,7 @@ GROUP = {
 @pytest.mark.parametrize("remainder", REMAINDERS)
 @pytest.mark.parametrize("dtype", FIRST_MOMENT_DTYPES)
 def test_compact_states_do_not_depend_on_threads(
-    dtype: torch.dtype, remainder: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, remainder: torch.dtype | str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second = torch.uint8 if dtype == UINT4 else dtype
     theirs = lists_of(

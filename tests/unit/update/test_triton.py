@@ -40,7 +40,7 @@ from mp_optim.update.codecs import Noise
 from mp_optim.update.kernel_args import LambScalars, TensorLists
 from support import tritons
 from support.launch import PATH, run, run_forked_program
-from support.triton_cases import GROUP, KEYS, ODD, Case, lists_of, step_with
+from support.triton_cases import GROUP, KEYS, LONE, ODD, Case, lists_of, step_with
 
 FOUND, WHY = triton_backend()
 REFERENCE = ReferenceBackend()
@@ -48,7 +48,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 FIRST = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8]
 SECOND = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
-MAINS: list[torch.dtype | None] = [None, torch.int16, torch.int8]
+MAINS: list[torch.dtype | str | None] = [None, torch.int16, torch.int8, torch.bfloat16, LONE]
 SIZES = [0, 1, 255, 256, 257, 1023, 1024, 1025, 2047, 2048, 2049, 8191, 8192, 8193, 11_111]
 
 pytestmark = [
@@ -177,7 +177,7 @@ def test_sizes_around_every_boundary(rule: str, aligned: bool, case: Case) -> No
 @pytest.mark.parametrize("output", [None, *FLOATS])
 @pytest.mark.parametrize("grad", FLOATS)
 def test_dtypes_of_gradient_main_param_and_output(
-    grad: torch.dtype, output: torch.dtype | None, rest: torch.dtype | None
+    grad: torch.dtype, output: torch.dtype | None, rest: torch.dtype | str | None
 ) -> None:
     for rule in ("adam", "plain sgd", "plain adam"):
         check(rule, [300, 1], Case(grad, output, rest, odd=True))
@@ -191,7 +191,8 @@ def test_dtypes_of_moments(first: torch.dtype, second: torch.dtype, noisy: bool)
     for rule in ("adam", "lamb"):
         check(rule, [700, 3], Case(moments=(first, second), noisy=noisy, odd=first == second))
     if first == second or second == torch.uint8:
-        for rule, rest in (("lion", None), ("sgd", torch.int8)):
+        rests = ("lion", None), ("sgd", torch.int8), ("lion", LONE), ("adam", torch.bfloat16)
+        for rule, rest in rests:
             check(rule, [700, 3], Case(moments=(first, second), noisy=noisy, rest=rest))
 
 

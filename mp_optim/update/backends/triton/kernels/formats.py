@@ -425,7 +425,7 @@ def with_compensation(value):
     high = narrowed(value, tl.int16)
     main = widened(high)
     low = narrowed(tl.where(is_finite(main), value - main, 0.0), tl.int16)
-    both = narrowed(main + widened(low), tl.int16)
+    both = narrowed(compensated(main, widened(low)), tl.int16)
     return high, tl.where(both == high, low, low - 1).to(tl.int16)
 
 
