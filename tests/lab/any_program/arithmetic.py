@@ -7,6 +7,7 @@ it says otherwise.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,11 +151,42 @@ def _to_11_bits(x: float) -> float:
     return math.floor(x / unit + 0.5) * unit
 
 
-# -- main params as bfloat16 and a remainder ------------------------------------------------------
+# -- main params as bfloat16, alone or with a remainder -------------------------------------------
 
 
-def split(x: Array, bits: int) -> tuple[Array, Array]:
-    """FP32 values as bfloat16 values, rounded to nearest with ties away from zero, and integers."""
+def _mixed(x: int) -> int:
+    """MurmurHash3's finalizer."""
+    x = ((x ^ x >> 16) * 0x85EBCA6B) & 0xFFFFFFFF
+    x = ((x ^ x >> 13) * 0xC2B2AE35) & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def rounded_by_chance(x: Array, name: str, t: int) -> Array:
+    """FP32 values as bfloat16 ones after step ``t`` of a parameter, with seed 0."""
+    key = _mixed(_mixed(0 ^ _mixed(t)) ^ zlib.crc32(name.encode()))
+    words = [_mixed((key + at * 0x9E3779B9) & 0xFFFFFFFF) for at in range(x.size)]
+    bits = np.array([_mixed(word ^ 0x9E3779B9) & 0xFFFF for word in words], np.uint64)
+    pattern = np.ascontiguousarray(x).view(np.uint32).astype(np.uint64)
+    cut = ((pattern + bits) & np.uint64(0xFFFF0000)).astype(np.uint32).view(F)
+    return np.where(np.isfinite(x), cut, to_bfloat16(x))
+
+
+def _compensated(x: Array) -> tuple[Array, Array]:
+    """bfloat16 values to nearest even, and what they lack, in bfloat16: as large as it may be while
+    both together round to the first."""
+    high = to_bfloat16(x)
+    with np.errstate(all="ignore"):
+        rest = to_bfloat16(np.where(np.isfinite(high), x - high, F(0)))
+        smaller = (rest.view(np.uint32) - np.uint32(0x10000)).view(F)
+        too_large = (rest != 0) & (to_bfloat16(high + rest) != high)
+    return high, np.where(too_large, smaller, rest)
+
+
+def split(x: Array, bits: int | str) -> tuple[Array, Array]:
+    """FP32 values as bfloat16 values, rounded to nearest with ties away from zero, and integers; or
+    to even, and compensations."""
+    if bits == "kahan":
+        return _compensated(x)
     pattern = np.ascontiguousarray(x).view(np.uint32).astype(np.int64)
     if bits == 8:
         nearest_even = (pattern + 0x7F + ((pattern >> 8) & 1)) & ~0xFF
@@ -165,8 +197,11 @@ def split(x: Array, bits: int) -> tuple[Array, Array]:
     return _from_high(high), low >> 8 if bits == 8 else low
 
 
-def join(param: Array, remainder: Array, bits: int) -> Array:
+def join(param: Array, remainder: Array, bits: int | str) -> Array:
     """The FP32 values again; a zero has no remainder."""
+    if bits == "kahan":
+        with np.errstate(all="ignore"):
+            return np.where(param == 0, param, param + remainder).astype(F)
     pattern = np.ascontiguousarray(param).view(np.uint32).astype(np.int64)
     whole = pattern + (remainder << 8 if bits == 8 else remainder)
     found = np.where(pattern & 0x7FFFFFFF, whole, pattern)

@@ -33,6 +33,7 @@ from lab.any_program.arithmetic import (
     in_pairs,
     join,
     rounded,
+    rounded_by_chance,
     same_bits,
     split,
     stepped,
@@ -50,7 +51,7 @@ class Slot:
 
     Attributes:
         model: values of the model's parameter. main: its main param, if that is another tensor;
-            low: its remainder.
+            low: its remainder. lone: it has 16 bits, and nothing beside them.
         bound: it was trainable at the start, or has been stepped since; only then it has state.
         touched: the model's tensor was written or replaced since anybody looked.
     """
@@ -61,7 +62,8 @@ class Slot:
     model: Array
     main: Array | None = None
     low: Array | None = None
-    low_bits: int = 16
+    low_bits: int | str = 16
+    lone: bool = False
     moments: State = field(default_factory=dict)
     step: int = 0
     bound: bool = True
@@ -74,10 +76,14 @@ class Slot:
             return join(self.model, self.low, self.low_bits)
         return self.model if self.main is None else self.main
 
-    def set_value(self, value: Array) -> None:
+    def set_value(self, value: Array, by_chance: bool = False) -> None:
         """Another main param, and the model's parameter as it rounds."""
         if self.low is not None:
             self.model, self.low = split(value, self.low_bits)
+        elif self.lone and by_chance:
+            self.model = rounded_by_chance(value, self.name, self.step)
+        elif self.lone:
+            self.model = rounded(value, self.dtype)
         elif self.main is None:
             self.model = value
         else:
@@ -100,7 +106,7 @@ class Slot:
                 fits = np.ascontiguousarray(high).view(np.uint32) == np.ascontiguousarray(
                     self.model
                 ).view(np.uint32)
-                self.low = self.low * fits
+                self.low = np.where(fits, self.low, np.zeros_like(self.low))
             elif self.main is not None and not np.array_equal(
                 rounded(self.main, self.dtype), self.model, equal_nan=True
             ):
@@ -192,7 +198,10 @@ class Oracle:
         value, half = slot.value(), slot.dtype != "fp32"
         remains = half and place.form in REMAINDERS
         bits = FORMS[place.form].get("param_remainder_bits", 16)
-        if remains and (slot.low is None or slot.low_bits != bits):
+        slot.lone = remains and bits == 0
+        if slot.lone:
+            slot.low, slot.main, slot.model = None, None, rounded(value, slot.dtype)
+        elif remains and (slot.low is None or slot.low_bits != bits):
             slot.main, slot.low_bits = None, bits
             slot.model, slot.low = split(value, bits)
         elif half and not remains and slot.main is None:
@@ -319,7 +328,7 @@ class Oracle:
                 group.settings,
                 multiplier,
             )
-            slot.set_value(value)
+            slot.set_value(value, by_chance=True)
             if self.ema is not None:
                 slot.set_average(self.ema)
         for group in self.groups:

@@ -331,7 +331,7 @@ def expected_state(
             expected[name] = moment.values()
         else:
             expected |= {name: moment.codes, f"{name}_scale": moment.scales}
-    if slot.main is not None or (slot.low is not None and full):
+    if slot.main is not None or slot.lone or (slot.low is not None and full):
         expected["master_param"] = slot.value()
     elif slot.low is not None:
         expected["remainder"] = slot.low.astype(F)
