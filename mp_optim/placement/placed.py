@@ -386,6 +386,13 @@ class PlacedExecutor(Executor):
         """What steps the slots of a place."""
         return self.executors["device" if place == "device" else self._how.offloaded_place]
 
+    def marks_changes(self, slot: Slot) -> bool:
+        self._placed.bind()
+        place, part = self.place(slot), self.stepper.host_part
+        # parts of slots, and steps that may be dropped, are not marked
+        is_whole = place == "device" or (not part.lanes and part.ahead is None)
+        return is_whole and self.executor_at(place).marks_changes(slot)
+
     def carried_out_by(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
         return self.executor_at(place).carried_out_by(group, place, device)
 

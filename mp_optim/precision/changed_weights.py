@@ -15,6 +15,7 @@ from mp_optim.slots import CachedTensorList, Slot, local_tensor
 from mp_optim.slots.executor import Executor
 from mp_optim.slots.seen_params import SeenParams
 from mp_optim.slots.tensor_layout import region_of
+from mp_optim.update.kernel_args import bitmap_bytes
 
 
 class ChangedPart(NamedTuple):
@@ -99,7 +100,7 @@ class ChangedWeights:
             return None
         if index not in self._bits:
             stepped = self._executor.stepped(self._table.slots[index])
-            count = -(-stepped.numel() // 64) * 8
+            count = bitmap_bytes(stepped.numel())
             self._bits[index] = torch.zeros(count, dtype=torch.uint8, device=stepped.device)
         return self._bits[index]
 

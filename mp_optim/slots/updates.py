@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import itemgetter
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, cast, overload
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -83,6 +83,13 @@ class SlotUpdates(Sequence[SlotUpdate]):
     streams: Sequence[int | None]
     layouts: Sequence[ParamLayout | None] = ()
     changed: Sequence[Tensor | None] = ()
+
+    @property
+    def bitmaps(self) -> Sequence[Tensor] | None:
+        """The bitmaps of slots that are stepped together: all of them have one, or none."""
+        if not self.changed or self.changed[0] is None:
+            return None
+        return cast("Sequence[Tensor]", self.changed)
 
     @classmethod
     def of(cls, updates: Sequence[SlotUpdate]) -> SlotUpdates:

@@ -251,6 +251,7 @@ class RuleExecutor(Executor):
             or last.mains is not mains
             or last.settings is not settings
             or kept.outputs is not updates.outputs
+            or last.lists.changed is not updates.bitmaps
         ):
             return None
         checked = self._checked.get(last.group)
@@ -268,6 +269,7 @@ class RuleExecutor(Executor):
             None,
             1.0 if precision.ema_decay is None else precision.average_weight(int(step) + 1),
             known.prepared,
+            known.changed,
         )
         return last._replace(step=step, multiplier=multiplier, updates=updates, lists=lists)
 
@@ -315,6 +317,7 @@ class RuleExecutor(Executor):
             noise=self._noise(step, updates),
             average_weight=rows.precision.average_weight(int(step) + 1),
             prepared={},
+            changed=updates.bitmaps,
         )
         return PlannedLaunch(
             index, positions, settings, device, step, multiplier, updates, mains, outputs, lists
@@ -388,6 +391,10 @@ class RuleExecutor(Executor):
             return None
         devices = {param.device for group in self.param_groups for param in group["params"]}
         return devices.pop() if len(devices) == 1 else None
+
+    def marks_changes(self, slot: Slot) -> bool:
+        device = self.stepped(slot).device
+        return self.rule.marks_changes and self.backend_for(device)[0].marks_changes
 
     def metrics(self) -> dict[str, float]:
         return self.workspace.metrics()

@@ -55,6 +55,9 @@ class TensorLists:
             averages become the main params.
         prepared: where a backend may keep what it made of ``main``, ``state`` and ``output``, for
             lists that have the same objects there; see :meth:`made_for`.
+        changed: bitmaps in which the elements of weights are marked that get another value
+            (``SlotUpdate.changed``); None if nobody asks. Only for backends that have
+            ``marks_changes``.
 
     A list that is a ``CachedTensorList`` may be the same one in every step.
     """
@@ -67,12 +70,13 @@ class TensorLists:
     source: Mapping[str, Sequence[Tensor]] | None = None
     average_weight: float = 1.0
     prepared: dict[str, Any] | None = None
+    changed: Sequence[Tensor] | None = None
 
     @property
     def made_for(self) -> tuple[Any, ...]:
         """The lists that may be the same in every step. What is kept in ``prepared`` holds for
         these objects alone."""
-        return self.main, *self.state.values(), self.output
+        return self.main, *self.state.values(), self.output, self.changed
 
     def take(self, indices: Sequence[int]) -> TensorLists:
         """Some of the tensors."""
@@ -89,13 +93,15 @@ class TensorLists:
             None if self.noise is None else some(self.noise),
             None if source is None else {key: some(each) for key, each in source.items()},
             self.average_weight,
+            changed=None if self.changed is None else some(self.changed),
         )
 
     def for_averages(self) -> TensorLists:
         """The lists without what averages do not read; empty ones where none are kept."""
         if AVERAGE not in self.state or not self.main:
             return TensorLists([], [], {}, [])
-        return replace(self.only(REMAINDER, AVERAGE), output=[None] * len(self.main), source=None)
+        averages = self.only(REMAINDER, AVERAGE)
+        return replace(averages, output=[None] * len(self.main), source=None, changed=None)
 
     def only(self, *keys: str) -> TensorLists:
         """The lists with no state but that of some keys."""
@@ -413,6 +419,8 @@ def columns_of(
     columns |= {names[key]: tensors for key, tensors in lists.state.items() if key in names}
     if kind.output is not None:
         columns["output"] = lists.output
+    if lists.changed is not None:
+        columns["changed"] = lists.changed
     return columns
 
 
@@ -424,8 +432,8 @@ def check_fit(kind: LaunchDtypes, columns: Mapping[str, CachedTensorList]) -> No
     list is looked at when its addresses are first used, whatever was thought of it before.
 
     Args:
-        columns: by the names of :class:`LaunchDtypes`, ``scale1`` to ``scale3``, and each of them
-            with ``from_`` before it where present values lie elsewhere.
+        columns: by the names of :class:`LaunchDtypes`, ``scale1`` to ``scale3``, ``changed``, and
+            each of them with ``from_`` before it where present values lie elsewhere.
 
     Raises:
         ValueError: a tensor has not the elements or the dtype that the others of its slot ask for,
@@ -437,6 +445,8 @@ def check_fit(kind: LaunchDtypes, columns: Mapping[str, CachedTensorList]) -> No
         column = name.removeprefix("from_")
         if column.startswith("scale"):
             dtype, expected = torch.float32, _sizes(numbers, "blocks")
+        elif column == "changed":
+            dtype, expected = torch.uint8, _sizes(numbers, "bits")
         else:
             dtype, expected = getattr(kind, column), sized.sizes
             if dtype == torch.uint8 and column in _PACKED:
@@ -452,8 +462,13 @@ _PACKED = ("moment1", "moment3")
 
 @lru_cache(maxsize=64)
 def _sizes(numbers: bytes, form: str) -> array[int]:
-    each = blocks_of if form == "blocks" else packed_bytes
+    each = {"blocks": blocks_of, "packed": packed_bytes, "bits": bitmap_bytes}[form]
     return array("q", map(each, array("q", numbers)))
+
+
+def bitmap_bytes(numel: int) -> int:
+    """Bytes of a bitmap of so many elements: whole words of 64 bits."""
+    return -(-numel // 64) * 8
 
 
 def _misfit(

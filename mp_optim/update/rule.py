@@ -70,6 +70,8 @@ class Rule(ABC):
         kernels: the rule that backends are asked for kernels of.
         decides_moments: the setting that :meth:`moments` reads, if there is one.
         clips: whether it clips gradients itself (:meth:`effective_multiplier`).
+        marks_changes: whether :meth:`apply` hands on ``TensorLists.changed`` to a backend that has
+            ``marks_changes``.
         needs_numbers: whether :meth:`apply` works with the multiplier itself, rather than hand it
             to a backend.
     """
@@ -77,6 +79,7 @@ class Rule(ABC):
     name = "custom"
     decides_moments = ""
     clips = False
+    marks_changes = False
     needs_numbers = True
 
     @property
@@ -164,6 +167,7 @@ class Rule(ABC):
 class ElementRule(Rule):
     """A rule of :mod:`~mp_optim.update.element_rules`, which backends have kernels for."""
 
+    marks_changes = True
     needs_numbers = False
 
     def announce(

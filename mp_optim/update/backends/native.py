@@ -157,6 +157,7 @@ class NativeBackend(ReferenceBackend):
     name = "native"
     reads_source = True
     """Whether present values may lie elsewhere than what is written."""
+    marks_changes = True
 
     def __init__(self, library: lib.NativeLibrary) -> None:
         self.library = library
@@ -175,6 +176,8 @@ class NativeBackend(ReferenceBackend):
         for _, kind, alike in by_dtypes:
             if kind is None:
                 super().step(rule, alike.in_place(), scalars, multiplier)
+                for bits in alike.changed or ():
+                    bits.fill_(0xFF)  # whatever changed is among all
                 continue
             table = _table(alike, kind, moments)
             self._call("mp_step", table, *given)

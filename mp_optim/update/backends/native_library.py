@@ -21,7 +21,7 @@ ENVIRONMENT = "MP_OPTIM_NATIVE"
 """``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``;
 else the best one."""
 
-_ABI = 16
+_ABI = 17
 _STATUS = {
     1: "a null pointer, negative size or unknown dtype reached the kernels",
     2: "out of memory",
@@ -52,6 +52,7 @@ class MpTensors(ctypes.Structure):
         ("average_weight", ctypes.c_float),
         *_fields(ctypes.c_void_p, "moment3 scale3 from_moment3 from_scale3"),
         ("moment3_dtype", ctypes.c_int32),
+        ("changed", ctypes.c_void_p),
     ]
 
 

@@ -91,6 +91,9 @@ class ReferenceBackend:
     """Whether it reads present values from ``TensorLists.source`` and writes new ones elsewhere, so
     that a step into a back buffer needs no copy first."""
 
+    marks_changes = False
+    """Whether :meth:`step` sets the bits of ``TensorLists.changed``."""
+
     limits = ""
     """What it hands to ``reference``, for reports; empty if nothing."""
 

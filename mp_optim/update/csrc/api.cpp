@@ -69,6 +69,7 @@ Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool
     run.average = at(t.average, t.average_dtype);
     run.old_average = apart ? at(t.from_average, t.average_dtype) : run.average;
     run.average_weight = t.average_weight;
+    run.changed = t.changed ? t.changed[index] + start / kChanged : nullptr;
     run.old_scale1 = apart ? scale_at(t.from_scale1) : run.scale1;
     run.old_scale2 = apart ? scale_at(t.from_scale2) : run.scale2;
     run.old_scale3 = apart ? scale_at(t.from_scale3) : run.scale3;
@@ -400,4 +401,4 @@ int32_t mp_access(MpAccess* given) {
     return MP_OK;
 }
 
-int32_t mp_abi() { return 16; }
+int32_t mp_abi() { return 17; }

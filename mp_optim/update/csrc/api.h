@@ -60,6 +60,9 @@ struct MpTensors {
     const void* const* from_moment3;
     const float* const* from_scale3;
     int32_t moment3_dtype;
+    // A bitmap of each tensor, in words of 64 elements: bits of weights (the output; without one, the main param) that get
+    // another value, or NaN, are set, none is cleared. Null if nobody asks. The old weight is the old main param, rounded.
+    uint64_t* const* changed;
 };
 
 // Scalars of the rules, all FP32, formed in double by the caller. See docs/numerics.md for what multiplies what.

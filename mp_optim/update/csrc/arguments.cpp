@@ -70,7 +70,8 @@ bool valid(const MpTensors& t, bool needs_main, bool needs_first, bool needs_sec
         if (t.numel[i] < 0) return false;
     for (void* const* table : {t.main, t.remainder, t.grad, t.moment1, t.moment2, t.moment3, t.output, t.average})
         if (!is_full(t, table)) return false;
-    return valid_sources(t) && is_full(t, t.scale1) && is_full(t, t.scale2) && is_full(t, t.scale3);
+    return valid_sources(t) && is_full(t, t.scale1) && is_full(t, t.scale2) && is_full(t, t.scale3) &&
+           is_full(t, t.changed);
 }
 
 }  // namespace mp

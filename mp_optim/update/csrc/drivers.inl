@@ -19,6 +19,7 @@ MP_INLINE Run part_of(const Run& run, int64_t start, int64_t numel) {
     if (run.scale1) part.old_scale1 = run.old_scale1 + start / kScaled;
     if (run.scale2) part.old_scale2 = run.old_scale2 + start / kScaled;
     if (run.scale3) part.old_scale3 = run.old_scale3 + start / kScaled;
+    if (run.changed) part.changed = run.changed + start / kChanged;
     part.start = run.start + uint32_t(start);
     part.numel = numel;
     return part;
@@ -178,6 +179,7 @@ MP_INLINE void update(const Rule& rule, int64_t start, const Chunk& at, u32x16& 
 template <bool blocked1, bool blocked2, class F, class Rule>
 __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rule& given, int64_t first_index) {
     constexpr bool coded1 = blocked1 && Rule::kFirst, coded3 = blocked1 && Rule::kThird;
+    constexpr bool marks = Rule::kMain && Rule::kHasMain;
     const Rule rule = given;
     const Run run = given_run;
     std::conditional_t<Rule::kThird, WideTile, Tile> tiles[2];
@@ -196,6 +198,8 @@ __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rul
             if (Rule::kHasMain) chunk.main = read_main<F>(run, i, p);
             chunk.new_main = run.past || !Rule::kHasMain ? p : place_of_main<F>(run, i, p);
             if (Rule::kGrad) chunk.grad = read_grad(run.grad, i, g);
+            alignas(64) char weights[4 * kChunk];
+            if (marks && run.changed) keep_weights(run, i, chunk.main, weights);
             if (Rule::kFirst) chunk.first = read_moment<1, F>(run, i, scale1, m);
             if (Rule::kSecond) chunk.second = read_moment<2, F>(run, i, scale2, v);
             chunk.new_first = blocked1 ? tile.first + at : run.past ? m : place_of_moment<1, F>(run, i, m);
@@ -213,6 +217,7 @@ __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rul
             if (coded1 && start > 0) write_codes<1, F>(run, code1, last.first + at, i - kScaled);
             if (blocked2 && start > 0) write_codes<2, F>(run, code2, last.second + at, i - kScaled);
             if (Rule::kMain) write_main<F>(run, i, chunk.new_main);
+            if (marks && run.changed) mark_changes(run, i, weights, chunk.new_main);
             if (Rule::kMoments && Rule::kFirst && !blocked1) write_moment<1, F>(run, i, chunk.new_first);
             if (Rule::kMoments && Rule::kSecond && !blocked2) write_moment<2, F>(run, i, chunk.new_second);
         }

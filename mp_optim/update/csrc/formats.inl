@@ -364,6 +364,54 @@ MP_INLINE void write_main(const Run& r, int64_t i, const float* values) {
         outlined([&] { write_main_here<F>(r, i, values); });
 }
 
+// -- which weights change -----------------------------------------------------------------------------
+
+// A chunk of weights that are made of main params: in FP32, or in 16 bits.
+MP_INLINE void weights_of(const Run& r, const Stream& main, int64_t i, const float* values, char* to) {
+    if (r.remainder.dtype != MP_NONE)
+        __builtin_memcpy(to, main.data + 2 * i, 2 * kChunk);
+    else if (r.output.dtype == MP_BF16)
+        write_bf16<false>(values, to);
+    else if (r.output.dtype == MP_F16)
+        write_f16<false>(values, to);
+    else
+        __builtin_memcpy(to, values, 4 * kChunk);
+}
+
+__attribute__((noinline)) static void keep_weights(const Run& r, int64_t i, const float* values, char* to) {
+    weights_of(r, r.old_main, i, values, to);
+}
+
+// What is not 0 where a weight gets another value, or is NaN, of which nobody knows the bits.
+MP_INLINE u16x32 differs(u16x32 before, u16x32 now, uint16_t inf) {
+    return (before ^ now) | as<u16x32>((now & 0x7fff) > inf);
+}
+
+MP_INLINE u32x16 differs(const char* before, const char* now) {
+    const u32x16 bits = load<u32x16>(now);
+    return (load<u32x16>(before) ^ bits) | as<u32x16>((bits & 0x7fffffff) > 0x7f800000);
+}
+
+__attribute__((noinline)) static void mark_changes(const Run& r, int64_t i, const char* before, const float* values) {
+    alignas(64) char now[4 * kChunk];
+    weights_of(r, r.main, i, values, now);
+    const bool halves_too = r.remainder.dtype != MP_NONE || r.output.dtype == MP_BF16 || r.output.dtype == MP_F16;
+    const uint16_t inf = r.output.dtype == MP_F16 ? 0x7c00 : 0x7f80;
+    uint64_t bits = 0;
+    for (int k = 0; k < kChunk; k += kPair) {
+        u16x32 found;
+        if (halves_too) {
+            found = differs(load<u16x32>(before + 2 * k), load<u16x32>(now + 2 * k), inf);
+        } else {
+            u16x32 low, high;
+            halves(differs(before + 4 * k, now + 4 * k), differs(before + 4 * (k + kLanes), now + 4 * (k + kLanes)), low, high);
+            found = low | high;
+        }
+        bits |= uint64_t(lanes_set(found)) << k;
+    }
+    if (bits) r.changed[i / kChanged] |= bits;
+}
+
 // -- blocks -------------------------------------------------------------------------------------------
 
 struct Scale {

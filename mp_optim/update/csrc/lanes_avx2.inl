@@ -47,6 +47,12 @@ MP_INLINE bool may_have_nan(f32xn a, f32xn b) {
 
 MP_INLINE bool may_be_set(u16x2n x) { return _mm256_movemask_epi8(as<__m256i>(x)) != 0; }
 
+MP_INLINE uint32_t lanes_set(u16x2n x) {
+    __m256i zeros = _mm256_cmpeq_epi16(as<__m256i>(x), _mm256_setzero_si256());
+    __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(zeros, zeros), 0xd8);
+    return ~uint32_t(_mm256_movemask_epi8(bytes)) & 0xffff;
+}
+
 MP_INLINE u16x2n lower(u32xn a, u32xn b) {
     const __m256i half = _mm256_set1_epi32(0xffff);
     __m256i low_a = _mm256_and_si256(as<__m256i>(a), half), low_b = _mm256_and_si256(as<__m256i>(b), half);

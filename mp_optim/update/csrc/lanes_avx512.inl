@@ -76,6 +76,9 @@ MP_INLINE bool any_above(u16x32 x, uint16_t limit) {
     return __builtin_expect(_mm512_cmpgt_epu16_mask(as<__m512i>(x), _mm512_set1_epi16(short(limit))) != 0, 0);
 }
 
+// A bit for each lane: whether it is not 0.
+MP_INLINE uint32_t lanes_set(u16x32 x) { return _mm512_test_epi16_mask(as<__m512i>(x), as<__m512i>(x)); }
+
 MP_INLINE bool may_have_nan(f32x16 a, f32x16 b) {
     return __builtin_expect(_mm512_cmp_ps_mask(as<__m512>(a), as<__m512>(b), _CMP_UNORD_Q) != 0, 0);
 }

@@ -166,6 +166,20 @@ MP_INLINE bool may_be_set(Two<V> x) {
     return int(may_be_set(x.low)) | int(may_be_set(x.high));
 }
 
+#if !defined(MP_AVX2)
+MP_INLINE uint32_t lanes_set(u16x2n x) {
+    uint32_t bits = 0;
+    for (int i = 0; i < 2 * kFew; ++i) bits |= uint32_t(x[i] != 0) << i;
+    return bits;
+}
+#endif
+
+// A bit for each lane: whether it is not 0.
+template <class V>
+MP_INLINE uint32_t lanes_set(Two<V> x) {
+    return lanes_set(x.low) | lanes_set(x.high) << (sizeof(V) / 2);
+}
+
 // Whether any lane is above the limit, or `true` where that is dear to know.
 MP_INLINE bool any_above(u16x32 x, uint16_t limit) { return may_be_set(as<u16x32>(x > limit)); }
 

@@ -12,6 +12,7 @@ constexpr int64_t kBlock = 1024;          // elements that are summed together, 
 constexpr int64_t kPiece = 128 * kBlock;  // elements whose block sums are added by one thread
 constexpr int64_t kScaled = 256;          // elements of a moment that share a scale; a run starts at a multiple of both
 
+constexpr int64_t kChanged = 64;          // elements of a word of MpTensors' bitmaps
 constexpr int64_t kPacked = 64;           // elements of MP_I4 that are packed together
 
 // Bytes of an element, but for MP_I4.
@@ -43,6 +44,7 @@ struct Run {
     Stream old_main, old_remainder, old_moment1, old_moment2, old_moment3;  // where present values are read: mostly the same places
     Stream average, old_average;
     float average_weight;
+    uint64_t* changed;  // a bit for each element; null if nobody asks
     float *scale1, *scale2, *scale3;  // of moments in blocks: one for each kScaled elements
     const float *old_scale1, *old_scale2, *old_scale3;
     int64_t numel;
