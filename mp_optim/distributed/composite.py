@@ -99,6 +99,10 @@ class CompositeOptimizer(MegatronOptimizer):
         member, member_slot = self.locate(slot)
         return member.state_of(member_slot)
 
+    def home(self, slot: Slot) -> torch.device:
+        member, member_slot = self.locate(slot)
+        return member.home(member_slot)
+
     def main_param(self, slot: Slot) -> Tensor:
         member, member_slot = self.locate(slot)
         return member.main_param(member_slot)
@@ -223,13 +227,9 @@ class CompositeOptimizer(MegatronOptimizer):
     def watched_elements(self) -> int:
         return sum(member.watched_elements() for member in self.members)
 
-    def offload_to_cpu(self) -> None:
-        for member in self.members:
-            member.offload_to_cpu()
-
-    def restore_from_cpu(self) -> None:
-        for member in self.members:
-            member.restore_from_cpu()
+    def memory_moved(self, slot: Slot | None = None) -> None:
+        for member, member_slot in self._located(slot):
+            member.memory_moved(member_slot)
 
     # -- communication ----------------------------------------------------------------------------
 

@@ -127,6 +127,12 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
         of this package steps both."""
         return list(self.executor.optimizers.values())
 
+    def offload_to_cpu(self) -> None:
+        """As of every optimizer; what was begun during backward is forgotten, as it holds
+        gradients."""
+        self.stepper.schedule.discard()
+        super().offload_to_cpu()
+
     def place(self, slot: Slot) -> Place:
         """Where a slot is stepped."""
         return self.executor.place(slot)

@@ -484,9 +484,9 @@ class PlacedExecutor(Executor):
         # With other back buffers: half a swap may have left two tensors with one memory.
         self._cut_buckets()
 
-    def memory_moved(self) -> None:
+    def memory_moved(self, slot: Slot | None = None) -> None:
         for executor in self._distinct:
-            executor.memory_moved()
+            executor.memory_moved(slot)
 
     def check_groups(self) -> None:
         for executor in self._distinct:

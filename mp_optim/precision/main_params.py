@@ -315,14 +315,6 @@ class MainParams:
         """The model's parameters were written here: nothing of it is to be followed."""
         self.table.seen.written()
 
-    def accelerator_tensors(self) -> Iterator[Tensor]:
-        """Main params and state that are not on the host."""
-        for slot in self.trained_slots():
-            tensors = list(self._executor.state_of(slot).tensors().values())
-            if self.is_separate(slot):
-                tensors.append(self._stepped(slot))
-            yield from (t for t in tensors if isinstance(t, Tensor) and t.device.type != "cpu")
-
     # -- following the model ----------------------------------------------------------------------
 
     @in_own_modes

@@ -391,13 +391,16 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         """The name of each trained parameter, and the groups of ranks that have copies or other
         parts of it: what one of them writes, all have to."""
 
-    @abstractmethod
     def offload_to_cpu(self) -> None:
-        """Move main params and moments off the accelerator; gradients are the caller's to clear."""
+        """Move main params and moments off the accelerator, until :meth:`restore_from_cpu`; a step
+        before that raises RuntimeError. Gradients are the caller's to clear."""
+        self.discard_early_work()  # it holds gradients
+        super().offload_to_cpu()
 
-    @abstractmethod
     def restore_from_cpu(self) -> None:
-        """Undo :meth:`offload_to_cpu`; what is stepped on the host stays there."""
+        """Undo :meth:`offload_to_cpu`, and what was moved to the host by ``optimizer.state``; what
+        is stepped on the host stays there."""
+        super().restore_from_cpu()
 
     # -- what changed -----------------------------------------------------------------------------
 

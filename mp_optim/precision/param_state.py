@@ -279,10 +279,13 @@ class ParamState(WithMainParam):
     def tensors(self) -> State:
         if not self._view.is_as_stored:
             return self._view.show(self._beside_main(without_blocks(self.below)))
-        return self._view.show(unpacked(super().tensors(), self._stepped))
+        return self._view.show(unpacked(self.kept(), self._stepped))
 
     def shown(self) -> State:
         return self.tensors()
+
+    def as_kept(self, shown: State) -> State:
+        return self._view.take(shown)
 
     def takes_any(self) -> bool:
         """Not of a DTensor: how a tensor of another shape is split is not known."""

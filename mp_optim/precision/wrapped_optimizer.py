@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,8 +39,6 @@ from mp_optim.precision.param_state import View
 from mp_optim.precision.settings_agreement import SettingsAlike
 from mp_optim.precision.slot_table import Selection, SlotTable
 from mp_optim.precision.step_grads import StepGrads
-from mp_optim.process.calls import in_own_modes
-from mp_optim.process.leases import before_writing
 from mp_optim.quantized import FLOAT8_DTYPES, quantize_
 from mp_optim.ranks.agreement import ProcessGroups
 from mp_optim.slots import (
@@ -51,6 +49,7 @@ from mp_optim.slots import (
     current_grad,
     iter_slots,
     local_tensor,
+    param_at,
     with_names,
 )
 from mp_optim.slots.executor import Executor, Mode
@@ -59,17 +58,6 @@ from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.update import choose_backend, executor_of
 from mp_optim.update.optimizer import SlotOptimizer
-
-Parked = list[tuple[Tensor, torch.device]]
-"""Tensors that were moved to the host, and where they came from. They stay the same objects."""
-
-
-def park(tensors: Iterable[Tensor], parked: Parked) -> None:
-    """Move tensors to the host."""
-    for tensor in tensors:
-        before_writing([tensor])  # a save would keep its memory
-        parked.append((tensor, tensor.device))
-        tensor.data = tensor.data.cpu()
 
 
 @dataclass(eq=False)
@@ -80,7 +68,6 @@ class Engine:
         optimizer: the inner one, as it was given. executor: steps for it.
         table: what was last seen at every slot, as main params have it.
         link: what may begin during backward.
-        parked: what waits on the host while something else needs the accelerator's memory.
         norm_names: of the norm groups that any rank has, if ranks have said so. has_compared:
             whether ranks have compared their settings.
         changes: what is to be published, if that is asked for.
@@ -91,7 +78,6 @@ class Engine:
     mains: MainParams
     table: SlotTable
     link: BackwardOverlap
-    parked: Parked = field(default_factory=list)
     norm_names: list[str] | None = None
     has_compared: bool = False
     changes: ChangedWeights | None = None
@@ -293,8 +279,6 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def collect_grads(self) -> StepGrads:
         engine = self.engine
-        if engine.parked:
-            raise RuntimeError("the optimizer is offloaded: call restore_from_cpu() before step()")
         link, mains, table = engine.link, engine.mains, engine.table
         if link.stepper is not None:
             link.finish()
@@ -493,18 +477,11 @@ class WrappedOptimizer(MegatronOptimizer):
     def recover(self) -> None:
         self.executor.recover()
 
-    @in_own_modes
-    def offload_to_cpu(self) -> None:
-        self.discard_early_work()  # it holds gradients
-        park(self.engine.mains.accelerator_tensors(), self.engine.parked)
-        self.executor.memory_moved()
+    def home(self, slot: Slot) -> torch.device:
+        return self.executor.home(slot, param_at(self.param_groups, slot))
 
-    @in_own_modes
-    def restore_from_cpu(self) -> None:
-        for tensor, device in self.engine.parked:
-            tensor.data = tensor.data.to(device)
-        self.engine.parked.clear()
-        self.executor.memory_moved()
+    def memory_moved(self, slot: Slot | None = None) -> None:
+        self.executor.memory_moved(slot)
 
     # -- what is going on -------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from mp_optim.slots.identity import (
     with_names,
 )
 from mp_optim.slots.param_attributes import current_grad, have_grad_only
-from mp_optim.slots.state_dict import SlotStateView
 from mp_optim.slots.tensors import (
     CachedTensorList,
     all_same,
@@ -40,7 +39,6 @@ __all__ = [
     "Multiplier",
     "ParamGroups",
     "Slot",
-    "SlotStateView",
     "SlotUpdate",
     "SlotUpdates",
     "UpdateSelection",

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from mp_optim.process.host_memory import beside, zeros
 from mp_optim.process.leases import before_writing
-from mp_optim.slots import ParamGroups, Slot, SlotUpdates, param_at, slot_name
+from mp_optim.slots import ParamGroups, Slot, SlotUpdates, local_tensor, param_at, slot_name
 from mp_optim.slots.interrupted_step import StepMark
+from mp_optim.slots.parked_tensors import HOST
 from mp_optim.slots.slot_state import SlotState
 
 Mode = Literal["train", "eval"]
@@ -136,6 +137,11 @@ class Executor:
         """Where a slot is stepped."""
         return "device"
 
+    def home(self, slot: Slot, param: Tensor) -> torch.device:
+        """Where main param and state of a slot are stepped: where its parameter lies, or in host
+        memory, where what is streamed rests."""
+        return local_tensor(param).device if self.place(slot) == "device" else HOST
+
     @abstractmethod
     def carried_out_by(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
         """Name of what steps the slots of a group that are in a place, and why.
@@ -164,9 +170,9 @@ class Executor:
         for slot in slots:
             self.state_of(slot).tensors()
 
-    def memory_moved(self) -> None:
-        """Main params and state were given other memory (``tensor.data = ...``); forget where it
-        was."""
+    def memory_moved(self, slot: Slot | None = None) -> None:
+        """Main params and state, of a slot or of any, were given other memory (``tensor.data =
+        ...``); forget where it was."""
 
     # -- main params: what is stepped. FP32 tensors, unless a subclass says otherwise -------------
 

@@ -11,9 +11,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
 
+from mp_optim.slots.parked_tensors import ParkedTensors
+
 
 class BrokenOffError(RuntimeError):
     """A step, load or scaling was broken off: some parameters have taken it, others have not."""
+
+
+_PARKED = (
+    "the optimizer is offloaded: call restore_from_cpu() before step() (which also brings home "
+    "what was moved to the host by optimizer.state[param][key] = ...)"
+)
 
 
 class StepMark:
@@ -22,9 +30,13 @@ class StepMark:
     NOTE: what writes main params, state, model parameters or the loss scale in a step, or scales
     rows, calls :meth:`touch` first, in the thread of the step. What is written where it is not read
     (back buffers) needs no mark.
+
+    Attributes:
+        parked: what waits on the host; meanwhile nothing is stepped.
     """
 
     def __init__(self) -> None:
+        self.parked = ParkedTensors()
         self._touched = False
         self._outermost: object | None = None
         self._why = ""
@@ -109,6 +121,7 @@ class StepMark:
 
         Raises:
             BrokenOffError: one before it was broken off.
+            RuntimeError: main params or state wait on the host.
         """
         is_inner = self._outermost is not None and self._outermost is not layer
         if is_inner and self._thread == get_ident():
@@ -116,6 +129,8 @@ class StepMark:
             return
         if self._lent_to or self._touched or self._outermost is not None:
             self.check("step")
+        if self.parked.homes:
+            raise RuntimeError(_PARKED)
         self._thread, self._outermost = get_ident(), layer
         try:
             yield

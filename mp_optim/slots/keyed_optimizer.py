@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.process.leases import before_writing
-from mp_optim.slots import ParamGroups, Slot, SlotStateView, iter_slots, local_tensor, slot_name
+from mp_optim.slots import ParamGroups, Slot, iter_slots, local_tensor, slot_name
 from mp_optim.slots.executor import Mode
 from mp_optim.slots.identity import SharedSettings, check_assigned, edited_lists, sizes_of
 from mp_optim.slots.interrupted_step import StepMark
@@ -30,6 +30,7 @@ from mp_optim.slots.state_dict import (
     names_in_words,
     plain_groups,
 )
+from mp_optim.slots.state_view import Assignment, SlotStateView
 
 Closure = Callable[[], Any]
 
@@ -54,7 +55,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     whole model; groups and messages have those here."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        self._state_view = SlotStateView(self._checked_groups, self.slot_state, self._assign_states)
+        self._state_view = SlotStateView(self._checked_groups, self)
+        self._told_of_host = False
         self.step_mark = StepMark()
         self._settings = SharedSettings()
         self.__dict__.setdefault("_sizes", [])
@@ -69,6 +71,14 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         """Allocate the state of some slots together."""
+
+    @abstractmethod
+    def home(self, slot: Slot) -> torch.device:
+        """Where a slot is stepped, from memory there: its parameter's device, or the host."""
+
+    @abstractmethod
+    def memory_moved(self, slot: Slot | None = None) -> None:
+        """Main params and state, of a slot or of any, were given other memory."""
 
     @abstractmethod
     def check_settings(self, group: dict[str, Any]) -> None:
@@ -210,18 +220,52 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self.follow_model(slot)
         self.state_of(slot).load(state)
 
+    def has_slot_state(self, slot: Slot) -> bool:
+        """Whether a slot has any state."""
+        self.make_current(slot)
+        return bool(self.state_of(slot).kept())
+
     @in_own_modes
-    def _assign_states(self, states: Mapping[Slot, State]) -> None:
-        """Copy states into slots; nothing if one of them does not fit."""
+    def assign_states(self, states: Mapping[Slot, State], *, whole: bool) -> None:
+        """Take what was put into slots' state by hand (:mod:`~mp_optim.slots.state_view`); nothing
+        if some of it does not fit.
+
+        Args:
+            whole: all of these slots' state is given.
+        """
         self.step_mark.check("state")
         self.follow_model()
-        fitted: dict[Slot, State] = {}
-        for slot, state in states.items():
-            live = self.state_of(slot)
-            fitted[slot] = live.fit(dict(state), convert=False)
-            live.check(fitted[slot])
-        for slot, state in fitted.items():
-            self.load_slot_state(slot, state)
+        parked, taken = self.step_mark.parked, {}
+        for slot, given in states.items():
+            name, state = self.slot_name(slot), self.state_of(slot)
+            home = self.home(slot)
+            taken[slot] = Assignment(name, state, home, given, parked, whole=whole)
+        for slot, assignment in taken.items():
+            assignment.write()
+            self.memory_moved(slot)
+            if assignment.stays and not self._told_of_host:
+                self._told_of_host = True
+                warn(
+                    f"state of {self.slot_name(slot)} ({', '.join(assignment.stays)}) was given on "
+                    "an accelerator, and stays on the host, where it is stepped: its values were "
+                    "taken. Nothing of it needs to be moved; switch off what moves optimizer state "
+                    "in this program, or place less on the host"
+                )
+
+    @in_own_modes
+    def offload_to_cpu(self) -> None:
+        """Move main params and moments off the accelerator, until :meth:`restore_from_cpu`; a step
+        before that raises RuntimeError. Gradients are the caller's to clear."""
+        for slot in self.slots():
+            self.step_mark.parked.park(self.state_of(slot).kept().values())
+        self.memory_moved()
+
+    @in_own_modes
+    def restore_from_cpu(self) -> None:
+        """Undo :meth:`offload_to_cpu`, and what was moved to the host by ``optimizer.state``; what
+        is stepped on the host stays there."""
+        self.step_mark.parked.restore()
+        self.memory_moved()
 
     # -- torch's contract -----------------------------------------------------------------------
 

@@ -65,6 +65,15 @@ class SlotState(ABC):
         the parameter's shape."""
         return self.tensors()
 
+    def kept(self) -> State:
+        """The very tensors that are kept, as they are stored: what is shown may be views of
+        these."""
+        return self.tensors()
+
+    def as_kept(self, shown: State) -> State:
+        """State as it is shown, as this rank keeps it: of a DTensor its local part."""
+        return shown
+
     def full_precision(self) -> State:
         """The state with everything in FP32, copied where it is stored in fewer bits."""
         return self.tensors()
@@ -255,7 +264,10 @@ class WithMainParam(SlotState):
         return state if self._main is None else {**state, MASTER: self._main}
 
     def tensors(self) -> State:
-        return self._beside_main(self.below.tensors())
+        return self.kept()
+
+    def kept(self) -> State:
+        return self._beside_main(self.below.kept())
 
     def shown(self) -> State:
         return self._beside_main(self.below.shown())

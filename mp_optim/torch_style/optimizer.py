@@ -20,7 +20,8 @@ from mp_optim.ranks.agreement import ProcessGroups
 from mp_optim.slots import ParamGroups, Slot, group_settings, iter_slots, with_names
 from mp_optim.slots.identity import check_assigned
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer, matched_groups
-from mp_optim.slots.state_dict import SlotStateView, plain_groups
+from mp_optim.slots.state_dict import plain_groups
+from mp_optim.slots.state_view import SlotStateView
 from mp_optim.torch_style.settings import config_of
 from mp_optim.update import check_serves, executor_of
 from mp_optim.update.backends.selection import warn_of_missing_kernels

@@ -24,6 +24,7 @@ from mp_optim.slots import (
     stream_of,
 )
 from mp_optim.slots.executor import Executor, Place
+from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.update.backends import Backend, check_forms, choose_backend, rule_note
 from mp_optim.update.codecs import Noise, mix
@@ -155,6 +156,10 @@ class RuleExecutor(Executor):
             for of_group, chosen, group in self._shares_of(updates)
             for planned in self._plan_group(of_group, chosen, settings_now(group), grad_norm)
         ]
+
+    def use_mark(self, mark: StepMark) -> None:
+        super().use_mark(mark)
+        self.rows.parked = mark.parked
 
     def recover(self) -> None:
         self.rows.recover()
@@ -408,9 +413,9 @@ class RuleExecutor(Executor):
         self.rows.settle()
         self.rows.allocate_state(slots)
 
-    def memory_moved(self) -> None:
+    def memory_moved(self, slot: Slot | None = None) -> None:
         self._shares.clear()
-        self.rows.replaced()
+        self.rows.replaced(slot)
 
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.rows.precision.main_dtype(dtype)

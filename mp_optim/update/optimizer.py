@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from mp_optim.process.calls import in_own_modes
-from mp_optim.slots import Slot, SlotUpdate, SlotUpdates, current_grad, iter_slots, update_of
+from mp_optim.slots import (
+    Slot,
+    SlotUpdate,
+    SlotUpdates,
+    current_grad,
+    iter_slots,
+    param_at,
+    update_of,
+)
 from mp_optim.slots.executor import Executor, Mode
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
@@ -143,6 +151,12 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         self.executor.allocate_state(slots)
+
+    def home(self, slot: Slot) -> torch.device:
+        return self.executor.home(slot, param_at(self.param_groups, slot))
+
+    def memory_moved(self, slot: Slot | None = None) -> None:
+        self.executor.memory_moved(slot)
 
     def main_param(self, slot: Slot) -> Tensor:
         """The FP32 main param of a slot: what is stepped, or a copy if that is stored in parts."""

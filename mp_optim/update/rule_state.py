@@ -26,6 +26,7 @@ from mp_optim.slots import (
     param_at,
     slot_name,
 )
+from mp_optim.slots.parked_tensors import ParkedTensors
 from mp_optim.slots.seen_params import SeenParams
 from mp_optim.slots.slot_state import (
     AVERAGE,
@@ -209,6 +210,8 @@ class RuleState:
         allocators: make state of some slots on the host.
         unsettled: slots whose steps are counted, though a multiplier may say, on the device, that
             they were skipped; :meth:`settle` takes those back.
+        parked: tensors that are elsewhere than what is stepped, and stay there until they are asked
+            back.
     """
 
     def __init__(self, rule: Rule, precision: StatePrecision, param_groups: ParamGroups) -> None:
@@ -216,6 +219,7 @@ class RuleState:
         self.groups: list[GroupState] = []
         self.allocators: dict[Slot, Allocate] = {}
         self.unsettled: list[tuple[GroupState, list[int], DeviceMultiplier]] = []
+        self.parked = ParkedTensors()
 
     def name(self, slot: Slot) -> str:
         """FQN of a slot."""
@@ -244,8 +248,11 @@ class RuleState:
         self.unsettled = []
         self.replaced()
 
-    def replaced(self) -> None:
-        """Tensors were given other memory."""
+    def replaced(self, slot: Slot | None = None) -> None:
+        """Tensors of a slot, or of any, were given other memory."""
+        if slot is not None:
+            self.groups[slot.group].replaced([slot.position])
+            return
         for group_state in self.groups:
             group_state.replaced()
 
@@ -274,7 +281,7 @@ class RuleState:
         new |= {
             key: value.to(main.device)
             for key, value in state.items()
-            if key != "step" and value.device != main.device
+            if key != "step" and value.device != main.device and id(value) not in self.parked.homes
         }
         if new:
             state.update(new)
@@ -482,7 +489,7 @@ class RuleState:
         """The FP32 main param: the stepped tensor, or a copy if it is stored in parts."""
         main = self.stepped(slot)
         if self.is_split(main):
-            return join(main, self.present(slot).get(REMAINDER))
+            return join(main, _beside(main, self.present(slot).get(REMAINDER)))
         return param_at(self.param_groups, slot)
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
@@ -490,7 +497,10 @@ class RuleState:
         main, state = self.stepped(slot), self.live(slot)
         before_writing([main], state.values())
         if self.is_split(main):
-            split_(value.to(main.device, torch.float32), main, state.get(REMAINDER))
+            beside = _beside(main, state.get(REMAINDER))
+            split_(value.to(main.device, torch.float32), main, beside)
+            if beside is not None:
+                state[REMAINDER].copy_(beside)
         else:
             main.copy_(value)
 
@@ -500,7 +510,9 @@ class RuleState:
         if self.is_split(main) and not self.precision.has_no_main_params:
             remainder = self.live(slot)[REMAINDER]
             before_writing([remainder])
-            keep_valid(main, remainder)
+            beside = remainder.to(main.device)  # it may be parked
+            keep_valid(main, beside)
+            remainder.copy_(beside)
 
 
 class RuleSlotState(SlotState):
@@ -589,3 +601,8 @@ class RuleSlotState(SlotState):
             return state, None
         rest = {key: value for key, value in state.items() if key != MASTER}
         return {**rest, REMAINDER: live[REMAINDER]}, state[MASTER]
+
+
+def _beside(main: Tensor, remainder: Tensor | None) -> Tensor | None:
+    """What is beside a parameter where it is; it may be parked."""
+    return None if remainder is None else remainder.to(main.device)

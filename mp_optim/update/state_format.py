@@ -152,7 +152,7 @@ def full_precision(state: Mapping[str, Any], main: Tensor) -> State:
     full: State = {}
     for key, value in state.items():
         if key == REMAINDER:  # before what is in bfloat16: a compensation may be
-            full[MASTER] = join(main, value)
+            full[MASTER] = join(main, value.to(main.device))  # it may be parked
         elif scale_key(key) in state or value.dtype == torch.bfloat16:
             full[key] = _decoded(state, key, main)
         elif not is_scale(key):

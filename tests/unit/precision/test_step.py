@@ -17,7 +17,7 @@ from mp_optim import (
     StepResult,
     get_megatron_optimizer,
 )
-from mp_optim.precision import wrapped_optimizer
+from mp_optim.slots.parked_tensors import ParkedTensors
 from support.models import build, config_for, same_bits, tokens_of, train
 
 
@@ -355,12 +355,12 @@ def test_state_that_was_moved_away_and_back_is_stepped_where_it_is_now(
 
         moved = []
 
-        def park(tensors, parked):
-            moved.extend(state(optimizer))
+        def park(self, tensors):
+            moved[:] = state(optimizer)
             for tensor in moved:
                 tensor.data = tensor.data.clone()
 
-        monkeypatch.setattr(wrapped_optimizer, "park", park)
+        monkeypatch.setattr(ParkedTensors, "park", park)
         for step in range(4):
             for param in model.values():
                 param.grad = torch.full_like(param, 0.1 + step)

@@ -1,0 +1,317 @@
+"""``optimizer.state`` as torch expects it, and what is done to it by hand.
+
+``optimizer.state[param]`` is one object for as long as somebody holds it, and shows what is there
+whenever it is asked. What is put under a key of it is taken, or refused aloud:
+
+- A tensor of the shape that is shown is taken. On the same device its values are copied into the
+  slot. On the host, where the slot is stepped on an accelerator, the state *moves*: the slot uses
+  the given memory from then on, and the accelerator's is free. It comes home when a tensor of the
+  accelerator is put there, or by ``restore_from_cpu()``; a step before that raises RuntimeError.
+- State that is stepped on the host, from its memory or from a disk, stays there, and so do counts
+  of steps: of a tensor on an accelerator the values are taken, and a warning says so once.
+- All else is refused, and nothing has changed: another shape, values that would lose bits, another
+  accelerator, a key that is not there or that is deleted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterator,
+    KeysView,
+    Mapping,
+    MutableMapping,
+    ValuesView,
+)
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mp_optim.process.host_memory import same_values
+from mp_optim.slots.identity import ParamGroups, Slot, iter_slots, param_at
+from mp_optim.slots.parked_tensors import HOST, ParkedTensors, wait_for
+from mp_optim.slots.slot_state import STEP, SlotState, State, scale_key
+from mp_optim.slots.tensors import same_memory
+
+
+class ShownState(dict[str, Any]):
+    """The state of one slot, as it is whenever it is asked.
+
+    Args:
+        read: the state of now. write: takes what is put under some keys.
+    """
+
+    def __init__(self, read: Callable[[], State], write: Callable[[State], None]) -> None:
+        super().__init__(read())
+        self._read, self._write = read, write
+
+    def look(self) -> ShownState:
+        """Show what is there now."""
+        state = self._read()
+        for key in list(super().keys()):
+            if key not in state:
+                super().__delitem__(key)
+        super().update(state)
+        return self
+
+    def __getitem__(self, key: str) -> Any:
+        self.look()
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.look()
+        return super().get(key, default)
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        self.look()
+        return super().items()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        self.look()
+        return super().values()
+
+    def keys(self) -> KeysView[str]:  # type: ignore[override]
+        self.look()
+        return super().keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.update({key: value})
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ValueError if a key is not one of the slot's state, or a value does not fit."""
+        self._write(dict(*args, **kwargs))
+        self.look()
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]  # dict's has overloads
+        self.update(other)
+        return self
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """Raises ValueError if the key is none of the slot's state."""
+        if key not in self:
+            self.update({key: default})
+        return self[key]
+
+    def _stays(self, *args: Any) -> Any:
+        raise TypeError("a slot's state cannot be deleted; load_state_dict replaces it")
+
+    __delitem__ = pop = popitem = clear = _stays
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is a plain dict."""
+        return dict, (dict(self.items()),)
+
+
+class HasSlotState(Protocol):
+    """What a view shows."""
+
+    def has_slot_state(self, slot: Slot) -> bool: ...
+
+    def slot_state(self, slot: Slot) -> State: ...
+
+    def assign_states(self, states: Mapping[Slot, State], *, whole: bool) -> None: ...
+
+
+class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
+    """``optimizer.state`` as torch expects it: current tensors as keys, slots underneath.
+
+    The tensor-to-slot index is a cache that is checked against ``param_groups`` at every lookup, so
+    a replaced tensor is found under its new identity at once and under its old one no more. It
+    keeps no tensor alive, and no :class:`ShownState`.
+
+    Args:
+        param_groups: the groups of now.
+        states: what has them.
+    """
+
+    def __init__(self, param_groups: Callable[[], ParamGroups], states: HasSlotState) -> None:
+        self._param_groups, self._states = param_groups, states
+        self._index: dict[int, Slot] = {}
+        self._shown: weakref.WeakValueDictionary[Slot, ShownState] = weakref.WeakValueDictionary()
+
+    def _slot(self, tensor: Tensor) -> Slot:
+        slot = self._index.get(id(tensor))
+        if slot is None or not self._holds(slot, tensor):
+            self._index = {id(p): s for s, p in iter_slots(self._param_groups())}
+            slot = self._index.get(id(tensor))
+        if slot is None:
+            raise KeyError("this tensor is not a parameter of the optimizer (was it replaced?)")
+        return slot
+
+    def _holds(self, slot: Slot, tensor: Tensor) -> bool:
+        try:
+            return param_at(self._param_groups(), slot) is tensor
+        except IndexError:
+            return False
+
+    def __getitem__(self, tensor: Tensor) -> dict[str, Any]:
+        slot, states = self._slot(tensor), self._states
+        if (shown := self._shown.get(slot)) is not None:
+            return shown.look()
+        shown = ShownState(
+            lambda: states.slot_state(slot),
+            lambda given: states.assign_states({slot: given}, whole=False),
+        )
+        self._shown[slot] = shown
+        return shown
+
+    def __setitem__(self, tensor: Tensor, state: dict[str, Any]) -> None:
+        self._states.assign_states({self._slot(tensor): dict(state)}, whole=True)
+
+    def assign(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Copy states into slots, as ``optimizer.state = ...`` does; the others keep theirs.
+
+        Raises:
+            ValueError: nothing is given, or a state does not fit.
+        """
+        if not states:
+            raise ValueError(
+                "optimizer.state = {}: state is not taken away so. To begin anew, build another "
+                "optimizer, or load a state dict from before the first step"
+            )
+        given = {self._slot(tensor): dict(state) for tensor, state in states.items()}
+        self._states.assign_states(given, whole=True)
+
+    def __delitem__(self, tensor: Tensor) -> None:
+        raise TypeError("a slot's state cannot be deleted; load_state_dict replaces it")
+
+    def __iter__(self) -> Iterator[Tensor]:
+        slots = iter_slots(self._param_groups())
+        return (param for slot, param in slots if self._states.has_slot_state(slot))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return next(iter(self), None) is not None
+
+    def __contains__(self, tensor: object) -> bool:
+        try:
+            return isinstance(tensor, Tensor) and self._states.has_slot_state(self._slot(tensor))
+        except KeyError:
+            return False
+
+
+# -- what is put there ----------------------------------------------------------------------------
+
+
+class Assignment:
+    """What is put into one slot's state, checked before anything is written.
+
+    Args:
+        name: of the slot. state: the slot's.
+        home: where it is stepped.
+        given: what is put there; of the whole state if ``whole``.
+        parked: what waits on the host.
+
+    Attributes:
+        stays: keys of what was given on an accelerator, and stays on the host.
+
+    Raises:
+        ValueError: a key is not there, or a value does not fit or lies on another device, naming
+            slot and key.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        state: SlotState,
+        home: torch.device,
+        given: State,
+        parked: ParkedTensors,
+        *,
+        whole: bool,
+    ) -> None:
+        self._name, self._state, self._home, self._parked = name, state, home, parked
+        self._kept = state.kept()
+        self._values: State = {}
+        self._memory: dict[str, Tensor] = {}
+        self._devices: dict[str, torch.device] = {}
+        self._fitted: State = {}
+        self.stays: list[str] = []
+        if whole and given.keys() != state.shown().keys():
+            self._values = given  # in a form that can be converted; or the check tells what is not
+        else:
+            for key, value in state.as_kept(given).items():
+                self._take(key, value, given[key])
+        if self._values:
+            complete = given if whole else {**state.shown(), **self._values}
+            self._fitted = state.fit(complete, convert=False)
+            state.check(self._fitted)
+
+    def _take(self, key: str, value: Any, given: Any) -> None:
+        """Decide what becomes of one value, in the form that is kept and as it was given."""
+        mine = self._kept.get(key)
+        if key == STEP or not isinstance(value, Tensor) or mine is None or value.is_meta:
+            self._check_key(key)
+            self._values[key] = given
+            return
+        if same_memory(value, mine):
+            return
+        leaves = self._target(key, value, mine)
+        alike = (value.dtype, value.shape) == (mine.dtype, mine.shape)
+        if alike and leaves and value.stride() == mine.stride():
+            wait_for(mine.device)
+            self._state.check_values(key, value)
+            self._memory[key] = value
+            return
+        if leaves:
+            self._devices[key] = value.device
+        if alike or not self._has_values(key, value):
+            self._values[key] = given
+
+    def _check_key(self, key: str) -> None:
+        shown = self._state.shown()
+        if key not in shown:
+            raise ValueError(
+                f"optimizer.state: {self._name} has no {key!r}, and keeps nothing else than "
+                f"{sorted(shown)}; put what belongs to the program into a dict of its own"
+            )
+
+    def _target(self, key: str, value: Tensor, mine: Tensor) -> bool:
+        """Whether state goes to where this value lies, and not the value to where the state is.
+
+        Raises:
+            ValueError: it cannot, naming the key and where it can.
+        """
+        if value.device == mine.device:
+            return False
+        home = self._parked.home_of(mine)
+        if value.device in (home, self._home) or (value.device == HOST != self._home):
+            return True
+        if self._home == HOST:
+            self.stays.append(key)
+            return False
+        raise ValueError(
+            f"optimizer.state: {self._name}.{key} is stepped on {self._home}, and was given on "
+            f"{value.device}; it can be moved to the host and back, and else goes with its "
+            "parameter"
+        )
+
+    def _has_values(self, key: str, value: Tensor) -> bool:
+        """Whether state that is shown in another form than it is kept has these values already."""
+        self._check_key(key)
+        shown = self._state.as_kept({key: self._state.shown()[key]})[key]
+        if value.device == HOST:
+            wait_for(shown.device)
+        if value.shape != shown.shape or value.dtype != shown.dtype:
+            return False
+        return same_values(value.to(shown.device), shown)
+
+    def write(self) -> None:
+        """Do it."""
+        if self._fitted:
+            self._state.load(self._fitted)
+            self._kept = self._state.kept()
+        for key, memory in self._memory.items():
+            self._parked.give(self._kept[key], memory)
+        for key, device in self._devices.items():
+            for part in (key, scale_key(key)):
+                if part in self._kept and self._kept[part].device != device:
+                    self._parked.give(self._kept[part], self._kept[part].to(device))

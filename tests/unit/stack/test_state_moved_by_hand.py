@@ -1,0 +1,360 @@
+"""State that a program moves by ``optimizer.state[param][key] = ...``, on a simulated accelerator:
+it is moved, or refused aloud, and no bit of the training is another."""
+
+import copy
+import gc
+import pickle
+import tempfile
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mp_optim
+from mp_optim import FusedAdam, HybridDeviceOptimizer, get_megatron_optimizer
+from mp_optim.process.transfer import transfer_for
+from mp_optim.update.executor import RuleExecutor
+from support.accelerator.disk import simulated_disk
+from support.accelerator.simulation import COLLECTIVES, device_at
+from support.accelerator.stand_in import simulated_accelerator
+from support.models import DTYPES, TinyMoE, config_for, is_expert, same_bits, tokens_of
+from support.moved_by_hand import HELPERS, all_to
+from support.offload import differing, hybrids, params_of, state_of
+
+DEVICE, HOST = device_at(1), torch.device("cpu")
+STAYS = "stays on the host"
+_SPILLED = {"optimizer_state_path": tempfile.gettempdir(), "stream_window_bytes": 65536}
+PLACES = {
+    "device": (0.0, {}),
+    "host": (0.7, {}),
+    "overlap": (0.7, {"offload_mode": "overlap"}),
+    "speculative": (0.7, {"offload_mode": "speculative"}),
+    "streamed": (0.7, {"offload_place": "streamed", "stream_window_bytes": 4096}),
+    "disk": (0.7, _SPILLED),
+}
+FORMS = ["fp32", "bf16", "fp16", "bf16-bf16", "bf16-8bit", "bf16-8bit8", "bf16-4bit", "bf16-master"]
+
+pytestmark = [pytest.mark.native, pytest.mark.filterwarnings("ignore:a step was skipped")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    """One process with a process group."""
+    dist.init_process_group(COLLECTIVES, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def simulation():
+    with simulated_accelerator() as simulation, simulated_disk(simulation):
+        yield simulation
+        gc.collect()
+        simulation.synchronize()
+        assert not simulation.reports, "\n".join(simulation.reports)
+
+
+def build(form, place="device", device=DEVICE):
+    fraction, settings = PLACES[place]
+    model = TinyMoE(DTYPES[form.split("-")[0]]).to(device)
+    config = config_for(form, fraction, **settings)
+    optimizer = get_megatron_optimizer(config, model, expert_predicate=is_expert)
+    for part in hybrids(optimizer):
+        part.stepper.use_transfer(transfer_for(device), 256)
+    return model, optimizer
+
+
+def train(model, optimizer, steps, start=0):
+    device = next(model.parameters()).device
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(tokens_of(step).to(device))).backward()
+        optimizer.step()
+
+
+def found(model, optimizer):
+    bits = {**params_of(model), **state_of(optimizer)}
+    return {name: value.cpu() for name, value in bits.items()}
+
+
+def kept(optimizer):
+    """What the layers below keep, tensor by tensor: no view, no copy."""
+    for slot in optimizer.slots():
+        for key, value in optimizer.state_of(slot).kept().items():
+            if key != "step":
+                yield f"{optimizer.slot_name(slot)}.{key}", value
+
+
+def on_accelerator(optimizer):
+    return [name for name, value in kept(optimizer) if value.device != HOST]
+
+
+def expected(form, steps=4):
+    model, optimizer = build(form, device=HOST)
+    train(model, optimizer, steps)
+    return found(model, optimizer)
+
+
+# -- the helpers of others ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("helper", list(HELPERS))
+@pytest.mark.parametrize("place", list(PLACES))
+def test_helpers_of_rl_programs_move_state_and_no_bit(simulation, place, helper):
+    check("bf16", place, HELPERS[helper])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_helpers_of_rl_programs_move_every_form(simulation, form):
+    check(form, "device", all_to)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("place", list(PLACES)[1:])
+def test_helpers_of_rl_programs_move_every_form_in_every_place(simulation, place, form):
+    check(form, place, all_to)
+
+
+def check(form, place, helper):
+    model, optimizer = build(form, place)
+    homes = None
+    for start in (0, 2):
+        train(model, optimizer, 2, start)
+        homes = {name: value.device for name, value in kept(optimizer)}
+        helper(optimizer, HOST)
+        if helper is not HELPERS["areal"]:
+            assert on_accelerator(optimizer) == []
+        else:
+            assert not any("exp_avg" in name for name in on_accelerator(optimizer))
+        if DEVICE in homes.values():
+            with pytest.raises(RuntimeError, match=r"restore_from_cpu\(\) before step"):
+                optimizer.step()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            helper(optimizer, DEVICE)
+        said = [str(each.message) for each in said if STAYS in str(each.message)]
+        assert bool(said) == (place != "device" and start == 0)
+        assert {name: value.device for name, value in kept(optimizer)} == homes
+    assert not differing(found(model, optimizer), expected(form))
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16-8bit8", "bf16-4bit"])
+def test_what_was_moved_by_hand_is_read_saved_and_loaded_where_it_is(simulation, form):
+    """Nothing brings it back but who asks for it."""
+    model, optimizer = build(form)
+    train(model, optimizer, 2)
+    before = found(model, optimizer)
+    all_to(optimizer, HOST)
+    full = optimizer.state_dict(full_precision=True)
+    assert full["state"] and dict(optimizer.named_main_params())
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert not differing(found(model, optimizer), before)
+    assert on_accelerator(optimizer) == []
+    optimizer.load_state_dict(saved)
+    optimizer.reload_model_params()
+    optimizer.load_state_dict(saved)
+    assert on_accelerator(optimizer) == [] and not differing(found(model, optimizer), before)
+    optimizer.restore_from_cpu()
+    assert len(on_accelerator(optimizer)) == len(list(kept(optimizer)))
+    train(model, optimizer, 2, 2)
+    assert not differing(found(model, optimizer), expected(form))
+
+
+def faces():
+    def params(dtype=torch.float32):
+        layer = nn.Linear(6, 5).to(dtype)
+        with torch.no_grad():
+            for index, param in enumerate(layer.parameters()):
+                param.copy_(torch.arange(param.numel()).view_as(param) / 7 + index)
+        return list(layer.to(DEVICE).parameters())
+
+    yield "AdamW", lambda: mp_optim.AdamW(params(torch.bfloat16), lr=1e-2)
+    yield "AdamW offloaded", lambda: mp_optim.AdamW(params(torch.bfloat16), lr=1e-2, offload=0.5)
+    yield "Muon", lambda: mp_optim.Muon(params(torch.bfloat16), lr=1e-2)
+    yield "SGD", lambda: mp_optim.SGD(params(torch.bfloat16), lr=1e-2, momentum=0.9)
+    yield "FusedAdam", lambda: FusedAdam(params(), lr=1e-2)
+    yield "Hybrid", lambda: HybridDeviceOptimizer(params(torch.bfloat16), 0.5, lr=1e-2)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in faces()])
+@pytest.mark.parametrize("way", ["calls", "by hand"])
+def test_every_class_leaves_the_accelerator_and_comes_back(simulation, name, way):
+    make = dict(faces())[name]
+
+    def run(moves):
+        optimizer = make()
+        params = optimizer.param_groups[0]["params"]
+        for step in range(3):
+            for param in params:
+                param.grad = torch.full_like(param, 0.5 + step)
+            optimizer.step()
+            if not moves:
+                continue
+            there = on_accelerator(optimizer)
+            assert there
+            optimizer.offload_to_cpu() if way == "calls" else all_to(optimizer, HOST)
+            assert on_accelerator(optimizer) == []
+            with pytest.raises(RuntimeError, match="restore_from_cpu"):
+                optimizer.step()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", STAYS)
+                optimizer.restore_from_cpu() if way == "calls" else all_to(optimizer, DEVICE)
+            assert on_accelerator(optimizer) == there
+        return [param.detach().cpu() for param in params] + [
+            value.cpu().clone() for _, value in kept(optimizer)
+        ]
+
+    assert all(map(same_bits, run(True), run(False)))
+
+
+def test_copies_that_are_under_way_are_waited_for(simulation):
+    """Into page-locked memory of the program's own, which it fills without waiting."""
+    transfer = transfer_for(DEVICE)
+
+    def slab(value):
+        memory = transfer.empty_host(value.nbytes, True).view(value.dtype).view(value.shape)
+        return memory.copy_(value, non_blocking=True)
+
+    model, optimizer = build("bf16")
+    train(model, optimizer, 2)
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            if key != "step":
+                optimizer.state[param][key] = slab(value)
+                there = optimizer.state[param][key]
+                assert there.device == HOST
+                assert torch.from_numpy(there.numpy().copy()).isfinite().all()
+    optimizer.restore_from_cpu()
+    train(model, optimizer, 2, 2)
+    assert not differing(found(model, optimizer), expected("bf16"))
+
+
+def test_what_is_kept_of_launches_is_forgotten_slot_by_slot(simulation, monkeypatch):
+    """It has the addresses, and on a GPU the memory, that state had."""
+    model, optimizer = build("bf16", "host")
+    train(model, optimizer, 1)
+    told, forget = [], RuleExecutor.memory_moved
+
+    def memory_moved(executor, slot=None):
+        told.append(slot)
+        forget(executor, slot)
+
+    monkeypatch.setattr(RuleExecutor, "memory_moved", memory_moved)
+    state = optimizer.state[model.dense]
+    state["exp_avg"] = state["exp_avg"].to(HOST)
+    assert len(told) == 1 and told[0] is not None
+    optimizer.offload_to_cpu()
+    optimizer.restore_from_cpu()
+    assert told[1:] == [None] * 4  # of the dense optimizer and of the experts'
+
+
+# -- the rule -------------------------------------------------------------------------------------
+
+
+def test_a_state_is_one_object_and_shows_what_is_there(simulation):
+    model, optimizer = build("bf16-4bit")
+    train(model, optimizer, 1)
+    state = optimizer.state[model.dense]
+    assert state is optimizer.state[model.dense] and isinstance(state, dict)
+    before = state["exp_avg"].clone()
+    train(model, optimizer, 1, 1)
+    assert state["step"] == 2 and not torch.equal(state["exp_avg"].cpu(), before.cpu())
+    assert state.keys() == dict(state).keys() == {**state}.keys() and len(state) == len(list(state))
+    assert type(copy.deepcopy(state)) is dict and type(pickle.loads(pickle.dumps(state))) is dict
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16", "bf16-8bit", "bf16-4bit"])
+def test_values_that_are_assigned_are_taken_wherever_the_state_is(simulation, form):
+    def run(device, parks):
+        model, optimizer = build(form, device=device)
+        train(model, optimizer, 2)
+        if parks:
+            all_to(optimizer, HOST)
+        state = optimizer.state[model.dense]
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+        state.update(step=torch.tensor(5.0), exp_avg_sq=torch.zeros_like(state["exp_avg_sq"]))
+        assert float(state["step"]) == 5.0 and not state["exp_avg"].cpu().float().any()
+        if parks:
+            optimizer.restore_from_cpu()
+        train(model, optimizer, 2, 2)
+        return found(model, optimizer)
+
+    reference = run(HOST, False)
+    assert differing(reference, expected(form))
+    assert not differing(run(DEVICE, False), reference)
+    assert not differing(run(DEVICE, True), reference)
+
+
+def test_what_cannot_be_taken_is_refused_and_nothing_has_changed(simulation):
+    model, optimizer = build("bf16", "host")
+    train(model, optimizer, 1)
+    before, there = found(model, optimizer), on_accelerator(optimizer)
+    slot = next(slot for slot in optimizer.slots() if optimizer.home(slot) == DEVICE)
+    param, name = (
+        optimizer.param_groups[slot.group]["params"][slot.position],
+        optimizer.slot_name(slot),
+    )
+    state = optimizer.state[param]
+    value = state["exp_avg"]
+    for key, wrong, words in [
+        ("exp_avg", torch.zeros(3, 3, 3), rf"{name}\.exp_avg.*shape"),
+        ("exp_avg", value.double().cpu(), rf"{name}\.exp_avg.*float64"),
+        ("exp_avg", "text", rf"{name}\.exp_avg"),
+        ("exp_avg", torch.zeros_like(value).to(device_at(0)), rf"{name}\.exp_avg is stepped on"),
+        ("exp_avg_sq", torch.full_like(value, -1.0), rf"{name}\.exp_avg_sq.*negative"),
+        ("exp_avg_sq", torch.full_like(value, -1.0).cpu(), rf"{name}\.exp_avg_sq.*negative"),
+        ("note", value, rf"{name} has no 'note'.*dict of its own"),
+        ("step", torch.tensor(-1.0), rf"{name}\.step"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            state[key] = wrong
+    for taken_away in (
+        lambda: state.pop("exp_avg"),
+        state.clear,
+        lambda: state.__delitem__("step"),
+    ):
+        with pytest.raises(TypeError, match="load_state_dict replaces it"):
+            taken_away()
+    with pytest.raises(ValueError, match="note"):
+        state.update(exp_avg=value.cpu(), note=1)
+    assert on_accelerator(optimizer) == there and not differing(found(model, optimizer), before)
+
+
+def test_no_look_keeps_parameters_or_memory_alive(simulation):
+    model, optimizer = build("bf16-4bit")
+    train(model, optimizer, 1)
+    view, state = optimizer.state, optimizer.state[model.dense]
+    old = weakref.ref(model.dense)
+    copies = [weakref.ref(state["exp_avg"])]
+    memory = [simulation.memory.of(value) for _, value in kept(optimizer)]
+    all_to(optimizer, HOST)
+    gc.collect()
+    simulation.synchronize()
+    assert len(memory) > 9 and all(region.is_let_go for region in memory)
+    memory = [simulation.memory.of(value) for _, value in kept(optimizer)]
+    shown = weakref.ref(state)
+    del state
+    replaced = nn.Parameter(model.dense.detach().clone())
+    for group in optimizer.param_groups:
+        group["params"][:] = [replaced if p is model.dense else p for p in group["params"]]
+    model.dense = replaced
+    optimizer.restore_from_cpu()
+    train(model, optimizer, 1, 1)
+    gc.collect()
+    assert old() is None and shown() is None and copies[0]() is None
+    assert all(region.is_let_go for region in memory)
+    assert view is optimizer.state and len(view) == len(list(model.parameters()))
+
+
+def test_parked_tensors_are_not_kept_alive(simulation):
+    optimizer = mp_optim.AdamW([nn.Parameter(torch.ones(5, device=DEVICE))], lr=1e-2)
+    optimizer.offload_to_cpu()
+    homes = optimizer.step_mark.parked.homes
+    assert homes
+    optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
+    gc.collect()
+    assert not homes
