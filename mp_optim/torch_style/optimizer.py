@@ -107,6 +107,11 @@ class StackOptimizer(WrappedOptimizer):
             self._forget_engine()
             raise
 
+    @property
+    def has_modes(self) -> bool:
+        """None of these rules has; asking builds nothing."""
+        return False
+
     def _forget_engine(self) -> None:
         self.early_work.stop()
         self._engine, self.groups_below = None, ()

@@ -12,7 +12,7 @@ import torch
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.optimizer_config import elsewhere
 from mp_optim.config.rules import FIRST_DTYPE, RULES, SECOND_DTYPE
-from mp_optim.config.setting_checks import NOT_HERE, nearest
+from mp_optim.config.setting_checks import NOT_HERE, Number, nearest
 from mp_optim.config.state_forms import NO_REMAINDER, UINT4
 
 _STATES = {
@@ -140,6 +140,8 @@ _DEFAULTS: dict[str, Any] = {
     **{name: _DEFAULT_OF_FIELD[name] for name in (*_SAME, *_OF_OFFLOADING)},
 }
 _FUSED = ("foreach", "fused")
+_SAID = "must be > 0, or None to not clip"
+_LIMIT = Number(open_low=True, may_be_infinite=True, optional=True, said=_SAID)
 
 _OTHER_NAMES = {
     "learning_rate": "it is called lr here",
@@ -257,8 +259,8 @@ def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """How state is kept."""
     dtype = _choice(chosen, "state", _STATES)
     bits = _choice(chosen, "main_params", _REMAINDER_BITS)
-    is_random = chosen["stochastic_rounding"] or bits == NO_REMAINDER.name
-    stochastic = {"stochastic_rounding": True} if is_random else {}
+    rounding = chosen["stochastic_rounding"] or bits == NO_REMAINDER.name
+    stochastic = {} if rounding is False else {"stochastic_rounding": rounding}
     if dtype == torch.float32 and bits is None:
         return stochastic
     stepped_by = [rule, "adam"] if rule == "muon" else [rule]
@@ -292,9 +294,10 @@ def _choice(chosen: Mapping[str, Any], name: str, choices: Mapping[str, Any]) ->
 
 
 def _limit(max_grad_norm: Any) -> float:
-    if max_grad_norm is not None and not max_grad_norm > 0.0:
-        raise ValueError(f"max_grad_norm={max_grad_norm!r}: must be > 0, or None to not clip")
-    return 0.0 if max_grad_norm is None else float(max_grad_norm)
+    try:
+        return float(_LIMIT(max_grad_norm) or 0.0)
+    except ValueError as error:
+        raise ValueError(f"max_grad_norm={max_grad_norm!r}: {error}") from None
 
 
 def _in_words_of_here(message: str) -> str:

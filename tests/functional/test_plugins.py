@@ -3,6 +3,7 @@ they call, with stand-ins for those that do not install beside a CPU build of to
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from collections.abc import Iterator
@@ -43,6 +44,34 @@ def test_a_builder_that_imports_module_and_class() -> None:
     arguments = {"lr": 1e-2, "weight_decay": 0.01, "betas": [0.9, 0.95], **override}
     first, last = fit(layers, cls(layers.parameters(), **arguments))
     assert last < 0.2 * first
+
+
+def by_class_path(path: str, params: Any, lr: float, arguments: list[str]) -> Any:
+    """kohya's sd-scripts and musubi-tuner: ``--optimizer_type``, ``--optimizer_args``; values are
+    Python's literals, and what is none ends the program."""
+    split = [argument.split("=") for argument in arguments]
+    settings = {name: ast.literal_eval(value) for name, value in split}
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)(params, lr=lr, **settings)
+
+
+def test_a_builder_by_class_path_with_arguments_of_text() -> None:
+    layers = model()
+    adapters = [{"params": list(layers[0].parameters()), "lr": 1e-2}]
+    adapters.append({"params": list(layers[2].parameters()), "lr": 2e-2})
+    arguments = ["state='8bit'", "offload='1.0'", "betas=(0.9,0.95)", "weight_decay=0.01"]
+    optimizer = by_class_path("mp_optim.AdamW", adapters, 1e-3, arguments)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 2e-2]
+    assert optimizer.config.optimizer_offload_fraction == 1.0
+    optimizer.train()  # both call these where they are there, as Schedule-Free optimizers have them
+    optimizer.eval()
+    assert optimizer.state_dict()["state"] == {}  # parameters may still move to a device
+    optimizer.train()
+    first, last = fit(layers, optimizer)
+    assert last < 0.2 * first
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.int8}
+    with pytest.raises(ValueError, match="stochastic_rounding='False': must be a bool"):
+        by_class_path("mp_optim.AdamW", adapters, 1e-3, ["stochastic_rounding='False'"])
 
 
 def test_a_builder_that_passes_params_by_name() -> None:

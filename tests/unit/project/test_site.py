@@ -3,9 +3,11 @@ and docstrings are checked by ``mkdocs build --strict`` in tools/test.sh."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import re
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -174,6 +176,21 @@ def test_the_lines_of_configs_name_what_is_there() -> None:
     assert f"class {name}(" in Path(source.origin).read_text()
     settings = dict(axolotl["mp_optim"])
     built("mp_optim", settings.pop("optimizer"), lr=1e-2, **settings)
+
+
+def test_the_lines_with_a_class_path_name_what_is_there() -> None:
+    (line,) = blocks_of("clients/class_path.md", "text")
+    _, path, _, *arguments = shlex.split(line)
+    (toml,) = blocks_of("clients/class_path.md", "toml")
+    written = dict(row.split(" = ") for row in toml.strip().splitlines())
+    assert {name: ast.literal_eval(value) for name, value in written.items()} == {
+        "optimizer_type": path,
+        "optimizer_args": arguments,
+    }
+    split = [argument.split("=") for argument in arguments]
+    settings = {name: ast.literal_eval(value) for name, value in split}
+    module, _, name = path.rpartition(".")
+    built(module, name, lr=1e-2, **settings)
 
 
 def test_the_line_of_ms_swift_adds_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:

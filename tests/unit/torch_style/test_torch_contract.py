@@ -504,6 +504,11 @@ def test_defaults_are_torchs(name: str) -> None:
         ({"offload_mode": "overlap"}, "offload_mode='overlap': .*offload > 0"),
         ({"stream_window_bytes": "1MiB", "offload": 1.0}, "without offload_place='streamed'"),
         ({"max_grad_norm": 0.0}, "max_grad_norm=0.0: must be > 0"),
+        ({"max_grad_norm": "1,0"}, "max_grad_norm='1,0': must be a float | None, not a str"),
+        ({"stochastic_rounding": "False", "state": "bf16"}, "stochastic_rounding='False': must be"),
+        ({"release_gradients": "True", "offload": 1.0}, "release_gradients='True': must be a bool"),
+        ({"betas": "0.9,0.95"}, "betas='0.9,0.95': must be two numbers"),
+        ({"lr": "1e-3"}, "lr='1e-3': must be a finite number"),
         ({"release_gradients": True}, "release_gradients=True: .*offload"),
         ({"amsgrad": True}, "amsgrad=True: there is no amsgrad"),
         ({"stochastic_rounding": True}, "without bfloat16 or 8-bit state"),
@@ -512,6 +517,15 @@ def test_defaults_are_torchs(name: str) -> None:
 def test_values_that_cannot_be(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mp_optim.AdamW([nn.Parameter(torch.zeros(2))], **settings)
+
+
+def test_text_that_spells_a_number_is_one() -> None:
+    """Programs that read arguments from a command line or from YAML hand text on."""
+    text = {"offload": "1.0", "max_grad_norm": "0.5", "ema_decay": "0.99", "min_8bit_size": "64"}
+    optimizer = mp_optim.AdamW([nn.Parameter(torch.zeros(2))], state="8bit", **text)
+    config = optimizer.config
+    assert (config.optimizer_offload_fraction, config.clip_grad) == (1.0, 0.5)
+    assert (config.ema_decay, config.fp32_state_below) == (0.99, 64)
 
 
 OF_OTHERS = {
