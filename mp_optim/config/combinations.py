@@ -12,6 +12,8 @@ import torch
 
 from mp_optim.config.fields import ConfigFields, check_fields
 from mp_optim.config.rules import (
+    CAPABILITIES,
+    CAUTIONS,
     FIRST_DTYPE,
     FIRST_MOMENT_DTYPES,
     RULE_FIELDS,
@@ -19,6 +21,7 @@ from mp_optim.config.rules import (
     SCALAR_OPTIMIZERS,
     SECOND_DTYPE,
     SECOND_MOMENT_DTYPES,
+    Capability,
     coefficients,
     refusal,
 )
@@ -50,6 +53,7 @@ def check_config(config: ConfigFields) -> None:
     except ValueError as error:
         raise ValueError(f"muon_{error}") from None
     _check_precision(config)
+    _check_cautions(config)
     if config.optimizer_cuda_graph:
         _check_table(config, _NOT_CAPTURED)
     for name, needed in inert_fields(config).items():
@@ -182,6 +186,17 @@ def _check_precision(config: ConfigFields) -> None:
         _fail(config, "param_remainder_bits", ROUNDS_PARAMS)
     if config.ema_dtype == torch.bfloat16 and not config.stochastic_rounding:
         _fail(config, "ema_dtype", ROUNDS_AVERAGES)
+
+
+def _check_cautions(config: ConfigFields) -> None:
+    can = CAPABILITIES.get(config.fused_backend, Capability())
+    reads_decoupling = "adam_w_mode" in RULES[config.elementwise_rule].defaults
+    for name in CAUTIONS:
+        if getattr(config, name) and not can.cautious:
+            why = f"fused_backend={config.fused_backend!r} has no kernels for it; choose another"
+            _fail(config, name, why)
+        if getattr(config, name) and reads_decoupling and not config.decoupled_weight_decay:
+            _fail(config, name, "needs decoupled_weight_decay=True: else decay is in the gradient")
 
 
 # -- company --------------------------------------------------------------------------------------

@@ -111,6 +111,15 @@ class ConfigFields:
     clipping."""
     decoupled_weight_decay: bool = True
     """Decay the parameter (AdamW) rather than adding to the gradient."""
+    caution: bool = False
+    """Cautious updates (adam, lion, ademamix, muon; Liang et al. 2024): elements whose step does
+    not go the way of their gradient stay, and the others step by as much more, at most 1,000 times
+    as much. Which share stays is counted over the whole parameter, so that a step reads gradient
+    and first moment twice."""
+    cautious_wd: bool = False
+    """Cautious weight decay (adam, stable_adamw, lion, ademamix, muon; Chen et al. 2025): an
+    element is decayed only where the step does not take it away from 0. May be set for a param
+    group."""
     ademamix_beta3: float = 0.9999
     """Decay of the slow average of gradients (ademamix)."""
     ademamix_alpha: float = 5.0

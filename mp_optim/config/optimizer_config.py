@@ -140,6 +140,8 @@ _ALIASES = by_name(
         "growth_interval": "loss_scale_window",
         "min_scale": "min_loss_scale",
         "nvlamb": "lamb_use_nvlamb",
+        "cautious cautious_update cautious_updates cautious_optimizer": "caution",
+        "cautious_weight_decay cautious_decay": "cautious_wd",
         "adam_w_mode": "decoupled_weight_decay",
         "threads num_threads": "host_threads",
         "overlap_communication": "overlap_grad_reduce and overlap_param_gather",

@@ -117,6 +117,8 @@ def scale_factor(mode: str, rows: int, columns: int) -> float:
 
 # -- what a row is made of ------------------------------------------------------------------------
 
+CAUTIONS = ("caution", "cautious_wd")
+"""Switches that no group may have in vain."""
 FIRST_DTYPE, SECOND_DTYPE = "exp_avg_dtype", "exp_avg_sq_dtype"
 
 SECOND_MOMENT_DTYPES = tuple(form.name for form in SECOND_FORMS)
@@ -263,6 +265,9 @@ class RuleSpec:
             ValueError: naming the setting, its value, and what it must be.
         """
         check_shared(group)
+        for name in CAUTIONS:
+            if group.get(name) and name not in self.defaults:
+                raise ValueError(f"{name}={group[name]!r}: {self.name} has none; leave it away")
         for each in self.hyperparameters:
             if each.allowed is not None:
                 check_setting(each.name, group[each.name], each.allowed)
@@ -321,6 +326,8 @@ _BETAS = _tuned("betas", BETAS, (0.9, 0.999), adam_beta1=BETA, adam_beta2=BETA)
 _EPS = _tuned("eps", NOT_NEGATIVE, 1e-8, adam_eps=RATE)
 _BIAS_CORRECTION = Hyperparameter("bias_correction", FLAG, True)
 _ADAM_W_MODE = Hyperparameter("adam_w_mode", FLAG, True, {"decoupled_weight_decay": as_bool})
+_CAUTION = Hyperparameter("caution", FLAG, False, {"caution": as_bool})
+_CAUTIOUS_WD = _tuned("cautious_wd", FLAG, False, cautious_wd=as_bool)
 _UP_TO_1 = Number(0.0, 1.0, said="must be a finite number >= 0, at most 1")
 _FACTOR = Number(
     0.0, LARGEST, open_low=True, said=f"must be a finite number > 0, at most {LARGEST:g}"
@@ -329,7 +336,7 @@ _FACTOR = Number(
 _ADAM = RuleSpec(
     "adam",
     (_EXP_AVG, _EXP_AVG_SQ),
-    (_BETAS, _EPS, _BIAS_CORRECTION, _ADAM_W_MODE),
+    (_BETAS, _EPS, _BIAS_CORRECTION, _ADAM_W_MODE, _CAUTION, _CAUTIOUS_WD),
     checksum=0x1772E17B,
 )
 _LAMB = RuleSpec(
@@ -352,7 +359,7 @@ _LAMB = RuleSpec(
 _STABLE_ADAMW = RuleSpec(
     "stable_adamw",
     (_EXP_AVG, _EXP_AVG_SQ),
-    (_BETAS, _EPS, _BIAS_CORRECTION),
+    (_BETAS, _EPS, _BIAS_CORRECTION, _CAUTIOUS_WD),
     reads="sums",
     checksum=0xF0439C9A,
 )
@@ -370,7 +377,11 @@ _SGD = RuleSpec(
 _LION = RuleSpec(
     "lion",
     (_EXP_AVG,),
-    (_tuned("betas", BETAS, (0.95, 0.98), lion_beta1=BETA, lion_beta2=BETA),),
+    (
+        _tuned("betas", BETAS, (0.95, 0.98), lion_beta1=BETA, lion_beta2=BETA),
+        _CAUTION,
+        _CAUTIOUS_WD,
+    ),
     trial={"betas": (0.9, 0.999)},
     checksum=0xCFDC3744,
 )
@@ -388,6 +399,8 @@ _ADEMAMIX = RuleSpec(
         _tuned("alpha", NOT_NEGATIVE, 5.0, ademamix_alpha=RATE),
         _tuned("beta3_warmup", _WARMUP, None, ademamix_beta3_warmup=WARMUP),
         _tuned("alpha_warmup", _WARMUP, None, ademamix_alpha_warmup=WARMUP),
+        _CAUTION,
+        _CAUTIOUS_WD,
     ),
     trial={"beta3_warmup": 10, "alpha_warmup": 10},
     checksum=0x980DFA4A,
@@ -428,6 +441,8 @@ _MUON = RuleSpec(
         ),
         Hyperparameter("qkv_split_shapes", None, None, per_group=True),
         _tuned("head_rows", _HEAD_ROWS, None),
+        _CAUTION,
+        _CAUTIOUS_WD,
     ),
     other_fields={
         "muon_split_qkv": as_bool,
@@ -509,6 +524,7 @@ class Capability:
         others_by_reference: other rules are carried out by ``reference``, and it is shown; else
             they are refused.
         compact: every form of compact state, with stochastic rounding.
+        cautious: ``caution`` and ``cautious_wd``, where a rule has them.
         bfloat16_moments: rules that may keep all their moments in bfloat16.
         remainders: rules that may keep 16-bit remainders.
     """
@@ -516,6 +532,7 @@ class Capability:
     rules: tuple[str, ...] = KERNEL_RULES
     others_by_reference: bool = False
     compact: bool = True
+    cautious: bool = True
     bfloat16_moments: tuple[str, ...] = ()
     remainders: tuple[str, ...] = ()
 
@@ -524,10 +541,16 @@ CAPABILITIES = {
     "auto": Capability(others_by_reference=True),
     "native": Capability(rules=(*KERNEL_RULES, "adafactor")),
     "reference": Capability(others_by_reference=True),
-    "torch": Capability(rules=("adam", "sgd"), others_by_reference=True, compact=False),
-    "apex": Capability(rules=("adam", "lamb", "sgd"), compact=False),
+    "torch": Capability(
+        rules=("adam", "sgd"), others_by_reference=True, compact=False, cautious=False
+    ),
+    "apex": Capability(rules=("adam", "lamb", "sgd"), compact=False, cautious=False),
     "transformer_engine": Capability(
-        rules=("adam", "sgd"), compact=False, bfloat16_moments=("adam",), remainders=("adam",)
+        rules=("adam", "sgd"),
+        compact=False,
+        cautious=False,
+        bfloat16_moments=("adam",),
+        remainders=("adam",),
     ),
 }
 

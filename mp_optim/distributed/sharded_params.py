@@ -245,7 +245,8 @@ class ShardedParams:
         set_main_grad(tensor, grad)
         # ranks meet in the communication of such a rule, so all of them place it alike
         reads = RULES[self._config.optimizer].reads
-        placed_alike = reads == "sums" or (reads == "matrices" and not keeps_shape)
+        adds_up = reads == "sums" or self._config.caution
+        placed_alike = adds_up or (reads == "matrices" and not keeps_shape)
         info = ShardInfo(
             start,
             () if self.steps_everything else (self._group,),

@@ -41,7 +41,12 @@ class Adam(StackOptimizer):
 
 class AdamW(StackOptimizer):
     """AdamW (Loshchilov & Hutter 2019): decoupled weight decay, on every parameter of a group, as
-    torch's."""
+    torch's.
+
+    Args:
+        caution: cautious updates (Liang et al. 2024; the name is timm's).
+        cautious_wd: cautious weight decay (Chen et al. 2025; the name is dion's).
+    """
 
     def __init__(
         self,
@@ -50,16 +55,23 @@ class AdamW(StackOptimizer):
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        caution: bool = False,
+        cautious_wd: bool = False,
         **settings: Unpack[StackSettings],
     ) -> None:
         values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**values, "adam_w_mode": True}, settings)
+        switches = {"adam_w_mode": True, "caution": caution, "cautious_wd": cautious_wd}
+        super().__init__(params, {**values, **switches}, settings)
 
 
 class StableAdamW(StackOptimizer):
     """StableAdamW (Wortsman et al. 2023): AdamW whose learning rate is, for one parameter at a
     step, divided by how far its gradients are above what their second moment knows, as a root mean
-    square over the parameter. ``max_grad_norm`` is not needed beside it."""
+    square over the parameter. ``max_grad_norm`` is not needed beside it.
+
+    Args:
+        cautious_wd: cautious weight decay, as of AdamW.
+    """
 
     rule = "stable_adamw"
 
@@ -70,10 +82,11 @@ class StableAdamW(StackOptimizer):
         betas: Betas = (0.9, 0.99),
         eps: float = 1e-6,
         weight_decay: float = 1e-2,
+        cautious_wd: bool = False,
         **settings: Unpack[StackSettings],
     ) -> None:
         values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, values, settings)
+        super().__init__(params, {**values, "cautious_wd": cautious_wd}, settings)
 
 
 class AdEMAMix(StackOptimizer):
@@ -86,6 +99,8 @@ class AdEMAMix(StackOptimizer):
         beta3_warmup: steps in which ``betas[2]`` grows from ``betas[0]``; None starts with all of
             it. The paper takes all steps of a run.
         alpha_warmup: steps in which ``alpha`` grows from 0; None and the paper as above.
+        caution: cautious updates, as of AdamW.
+        cautious_wd: cautious weight decay, as of AdamW.
     """
 
     rule = "ademamix"
@@ -100,11 +115,15 @@ class AdEMAMix(StackOptimizer):
         weight_decay: float = 0.0,
         beta3_warmup: int | None = None,
         alpha_warmup: int | None = None,
+        caution: bool = False,
+        cautious_wd: bool = False,
         **settings: Unpack[StackSettings],
     ) -> None:
-        values = {"lr": lr, "betas": betas, "alpha": alpha, "eps": eps}
+        values: dict[str, Any] = {"lr": lr, "betas": betas, "alpha": alpha, "eps": eps}
         warmups = {"beta3_warmup": beta3_warmup, "alpha_warmup": alpha_warmup}
-        super().__init__(params, {**values, "weight_decay": weight_decay, **warmups}, settings)
+        switches = {"caution": caution, "cautious_wd": cautious_wd}
+        values |= {"weight_decay": weight_decay, **warmups, **switches}
+        super().__init__(params, values, settings)
 
 
 class LAMB(StackOptimizer):
@@ -134,7 +153,12 @@ class LAMB(StackOptimizer):
 
 
 class Lion(StackOptimizer):
-    """Lion (Chen et al. 2023), with decoupled weight decay."""
+    """Lion (Chen et al. 2023), with decoupled weight decay.
+
+    Args:
+        caution: cautious updates, as of AdamW.
+        cautious_wd: cautious weight decay, as of AdamW.
+    """
 
     rule = "lion"
 
@@ -144,10 +168,13 @@ class Lion(StackOptimizer):
         lr: float = 1e-4,
         betas: Betas = (0.9, 0.99),
         weight_decay: float = 0.0,
+        caution: bool = False,
+        cautious_wd: bool = False,
         **settings: Unpack[StackSettings],
     ) -> None:
         values = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, values, settings)
+        switches = {"caution": caution, "cautious_wd": cautious_wd}
+        super().__init__(params, {**values, **switches}, settings)
 
 
 class SGD(StackOptimizer):
@@ -215,6 +242,8 @@ class Muon(StackOptimizer):
             rate can be kept.
         betas: of AdamW.
         eps: of AdamW. (torch's Muon, which has no AdamW, calls a constant of Newton-Schulz so.)
+        caution: cautious updates, of both.
+        cautious_wd: cautious weight decay, of both.
     """
 
     rule = "muon"
@@ -230,6 +259,8 @@ class Muon(StackOptimizer):
         adjust_lr_fn: str | None = None,
         betas: Betas = (0.9, 0.999),
         eps: float = 1e-8,
+        caution: bool = False,
+        cautious_wd: bool = False,
         **settings: Unpack[StackSettings],
     ) -> None:
         scales: dict[str | None, tuple[str, float]] = {
@@ -249,7 +280,8 @@ class Muon(StackOptimizer):
             "scale_mode": mode,
             "extra_scale_factor": factor,
         }
-        super().__init__(params, {**values, **of_muon}, settings)
+        switches = {"caution": caution, "cautious_wd": cautious_wd}
+        super().__init__(params, {**values, **of_muon, **switches}, settings)
 
     def arranged(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         return by_rule(group)

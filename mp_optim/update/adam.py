@@ -9,6 +9,17 @@ from mp_optim.update.optimizer import RuleOptimizer
 from mp_optim.update.rule import ElementRule, Settings
 
 
+def check_cautions(group: Settings) -> None:
+    """Raise ValueError naming a cautious setting that has nothing to hold back: decay that is a
+    part of the gradient."""
+    for name in ("caution", "cautious_wd"):
+        if group.get(name) and not group.get("adam_w_mode", True):
+            raise ValueError(
+                f"{name}=True: weight decay has to be decoupled from the gradient "
+                "(adam_w_mode=True, decoupled_weight_decay=True of the config)"
+            )
+
+
 class AdamRule(ElementRule):
     """Adam. With ``betas[0]`` at 0 it keeps no first moment, which would be the gradient."""
 
@@ -18,6 +29,10 @@ class AdamRule(ElementRule):
     def moments(self, group: Settings) -> tuple[str, ...]:
         unread = self.unread_moments(group)
         return tuple(name for name in super().moments(group) if name not in unread)
+
+    def check_settings(self, group: Settings) -> None:
+        super().check_settings(group)
+        check_cautions(group)
 
     def unread_moments(self, group: Settings) -> tuple[str, ...]:
         match group["betas"]:
@@ -34,6 +49,8 @@ class FusedAdam(RuleOptimizer):
     Args:
         params: FP32 parameters, named parameters or groups.
         adam_w_mode: decoupled weight decay; False adds ``weight_decay * p`` to the gradient.
+        caution: see ``OptimizerConfig.caution``.
+        cautious_wd: see ``OptimizerConfig.cautious_wd``.
         backend: see ``OptimizerConfig.fused_backend``.
         **precision: fields of :class:`~mp_optim.update.state_format.StatePrecision`, such as
             ``exp_avg_dtype``.
@@ -49,6 +66,8 @@ class FusedAdam(RuleOptimizer):
         *,
         bias_correction: bool = True,
         adam_w_mode: bool = True,
+        caution: bool = False,
+        cautious_wd: bool = False,
         backend: str = "auto",
         **precision: Any,
     ) -> None:
@@ -59,5 +78,7 @@ class FusedAdam(RuleOptimizer):
             "weight_decay": weight_decay,
             "bias_correction": bias_correction,
             "adam_w_mode": adam_w_mode,
+            "caution": caution,
+            "cautious_wd": cautious_wd,
         }
         super().__init__(AdamRule(), params, settings, backend, precision)

@@ -24,6 +24,8 @@ class FusedAdEMAMix(RuleOptimizer):
         alpha: weight of the slow average in the step.
         beta3_warmup: steps in which ``betas[2]`` grows from ``betas[0]``; None starts with it.
         alpha_warmup: steps in which ``alpha`` grows from 0; None starts with it.
+        caution: see ``OptimizerConfig.caution``.
+        cautious_wd: see ``OptimizerConfig.cautious_wd``.
         **precision: fields of :class:`~mp_optim.update.state_format.StatePrecision`, such as
             ``exp_avg_dtype``, which is the slow average's, too.
     """
@@ -39,6 +41,8 @@ class FusedAdEMAMix(RuleOptimizer):
         *,
         beta3_warmup: int | None = None,
         alpha_warmup: int | None = None,
+        caution: bool = False,
+        cautious_wd: bool = False,
         backend: str = "auto",
         **precision: Any,
     ) -> None:
@@ -50,5 +54,7 @@ class FusedAdEMAMix(RuleOptimizer):
             "weight_decay": weight_decay,
             "beta3_warmup": beta3_warmup,
             "alpha_warmup": alpha_warmup,
+            "caution": caution,
+            "cautious_wd": cautious_wd,
         }
         super().__init__(AdemamixRule(), params, settings, backend, precision)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from mp_optim.update.kernel_args import (
     StepInputs,
     TensorLists,
     bias_corrections,
+    cautions,
     fp32,
 )
 
@@ -47,6 +48,9 @@ class AdamScalars(Made):
     inv_sqrt_bias2: float
     decay: float
     l2: float
+    _: KW_ONLY
+    cautious_wd: bool
+    caution: bool
 
     @classmethod
     def at(cls, group: Mapping[str, Any], step: int) -> AdamScalars:
@@ -61,6 +65,7 @@ class AdamScalars(Made):
         decays = (lr * decay, 0.0) if decoupled else (0.0, decay)
         return cls(
             *map(fp32, (*averages, *step_of, *decays)),
+            **cautions(group),
             given=StepInputs(lr, decay, int(step), bool(group["bias_correction"])),
         )
 
@@ -100,6 +105,9 @@ class LionScalars:
     one_minus_beta2: float
     lr: float
     decay: float
+    _: KW_ONLY
+    cautious_wd: bool
+    caution: bool
 
     @classmethod
     def at(cls, group: Mapping[str, Any], step: int) -> LionScalars:
@@ -107,7 +115,8 @@ class LionScalars:
         beta1, beta2 = map(float, group["betas"])
         lr = float(group["lr"])
         averages = beta1, 1 - beta1, beta2, 1 - beta2
-        return cls(*map(fp32, (*averages, lr, lr * float(group["weight_decay"]))))
+        decay = lr * float(group["weight_decay"])
+        return cls(*map(fp32, (*averages, lr, decay)), **cautions(group))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +135,9 @@ class AdemamixScalars:
     inv_bias1: float
     inv_sqrt_bias2: float
     decay: float
+    _: KW_ONLY
+    cautious_wd: bool
+    caution: bool
 
     @classmethod
     def at(cls, group: Mapping[str, Any], step: int) -> AdemamixScalars:
@@ -138,7 +150,8 @@ class AdemamixScalars:
         alpha = float(group["alpha"]) * _progress(group["alpha_warmup"], step)
         corrections = 1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
         decay = lr * float(group["weight_decay"])
-        return cls(*map(fp32, (*averages, alpha, group["eps"], lr, *corrections, decay)))
+        numbers = *averages, alpha, group["eps"], lr, *corrections, decay
+        return cls(*map(fp32, numbers), **cautions(group))
 
 
 def _progress(steps: int | None, step: int) -> float:
@@ -172,6 +185,9 @@ RULE_SCALARS: dict[str, Any] = {
 
 _LARGEST = torch.finfo(torch.float32).max
 AnyAdam = AdamScalars | LambScalars | StableScalars | AdemamixScalars
+Cautious = AdamScalars | LionScalars | AdemamixScalars
+Scales = Sequence[float] | None
+"""For each tensor what cautious updates are multiplied with, FP32 numbers."""
 
 
 def gradients(batch: TensorLists, mains: Lists, multiplier: float, l2: float) -> Lists:
@@ -220,11 +236,42 @@ def denominators(v: Lists, s: AnyAdam) -> Lists:
     return roots
 
 
-def _descend(p: Lists, steps: Sequence[Tensor], decay: float) -> None:
-    """p = (p - decay*p) - step; without decay where that is 0, as 0 * inf is not 0."""
-    if decay != 0.0:
-        torch._foreach_sub_(p, torch._foreach_mul(p, decay))
+def descend(p: Lists, steps: Sequence[Tensor], decays: Sequence[float], cautious: bool) -> None:
+    """p = (p - decay*p) - step; without decay where that is 0, as 0 * inf is not 0.
+
+    Args:
+        cautious: decay an element only where the step does not take it away from 0 (Cautious
+            Weight Decay, Chen et al. 2025, arXiv:2510.12402: x - lr (u + wd * 1[u x >= 0] x)).
+    """
+    decayed = [each for each in zip(p, steps, decays, strict=True) if each[2] != 0.0]
+    if decayed:
+        mains, theirs, rates = map(list, zip(*decayed, strict=True))
+        parts = torch._foreach_mul(mains, rates)
+        for part, main, step in zip(parts, mains, theirs, strict=True) if cautious else ():
+            part.masked_fill_(_opposed(main, step), 0.0)
+        torch._foreach_sub_(mains, parts)
     torch._foreach_sub_(p, list(steps))
+
+
+def _opposed(p: Tensor, u: Tensor) -> Tensor:
+    """Where subtracting u takes p away from 0: one is positive, the other negative."""
+    return torch.where(u > 0.0, p < 0.0, (u < 0.0).logical_and_(p > 0.0))
+
+
+def agreeing(way: Tensor, grad: Tensor) -> Tensor:
+    """Where an update goes the way of its gradient: both positive, or both negative."""
+    return torch.where(grad > 0.0, way > 0.0, (grad < 0.0).logical_and_(way < 0.0))
+
+
+def _be_cautious(
+    steps: Sequence[Tensor], ways: Sequence[Tensor], grads: Lists, scales: Scales
+) -> None:
+    """Steps that go the way of their gradients are multiplied with their tensor's scale, others
+    with 0 (Cautious Optimizers, Liang et al. 2024, arXiv:2411.16085). No scales: not cautious."""
+    if scales is None:
+        return
+    for step, way, grad, scale in zip(steps, ways, grads, scales, strict=True):
+        step.mul_(agreeing(way, grad).to(torch.float32).mul_(scale))
 
 
 def adam_batch(
@@ -233,6 +280,7 @@ def adam_batch(
     steps: Sequence[Step],
     multiplier: float,
     l2: float = 0.0,
+    scales: Scales = None,
 ) -> None:
     """Adam, with a ``step_size`` and a ``decay`` for each tensor."""
     p, v = read_mains(batch), read_moment(batch, "exp_avg_sq")
@@ -244,22 +292,19 @@ def adam_batch(
     sizes, decays = zip(*steps, strict=True)
     updates = torch._foreach_div(m, denominators(v, s))
     torch._foreach_mul_(updates, sizes)
-    decayed = [(main, decay) for main, decay in zip(p, decays, strict=True) if decay]
-    if decayed:  # the others not, as 0 * inf is not 0
-        mains, rates = map(list, zip(*decayed, strict=True))
-        torch._foreach_sub_(mains, torch._foreach_mul(mains, rates))
-    torch._foreach_sub_(p, updates)
+    _be_cautious(updates, m, grads, scales)
+    descend(p, updates, decays, s.cautious_wd)
     if "exp_avg" in batch.state:
         write_moment(batch, "exp_avg", m)
     write_moment(batch, "exp_avg_sq", v)
     write_mains(batch, p)
 
 
-def _adam(batch: TensorLists, s: AdamScalars, multiplier: float) -> None:
-    adam_batch(batch, s, [(s.step_size, s.decay)] * len(batch.main), multiplier, s.l2)
+def _adam(batch: TensorLists, s: AdamScalars, multiplier: float, scales: Scales = None) -> None:
+    adam_batch(batch, s, [(s.step_size, s.decay)] * len(batch.main), multiplier, s.l2, scales)
 
 
-def _sgd(batch: TensorLists, s: SgdScalars, multiplier: float) -> None:
+def _sgd(batch: TensorLists, s: SgdScalars, multiplier: float, scales: Scales = None) -> None:
     p = read_mains(batch)
     grads = gradients(batch, p, multiplier, s.decay)
     if "momentum_buffer" in batch.state:
@@ -279,20 +324,23 @@ def _sgd(batch: TensorLists, s: SgdScalars, multiplier: float) -> None:
     write_mains(batch, p)
 
 
-def _lion(batch: TensorLists, s: LionScalars, multiplier: float) -> None:
+def _lion(batch: TensorLists, s: LionScalars, multiplier: float, scales: Scales = None) -> None:
     p, m = read_mains(batch), read_moment(batch, "exp_avg")
     grads = gradients(batch, p, multiplier, 0.0)
     blend = torch._foreach_mul(m, s.beta1)
     torch._foreach_add_(blend, torch._foreach_mul(grads, s.one_minus_beta1))
     steps = [torch.where(u.isnan(), u, u.sign()) for u in blend]
     torch._foreach_mul_(steps, s.lr)
-    _descend(p, steps, s.decay)
+    _be_cautious(steps, blend, grads, scales)
+    descend(p, steps, [s.decay] * len(p), s.cautious_wd)
     average(m, grads, s.beta2, s.one_minus_beta2)
     write_moment(batch, "exp_avg", m)
     write_mains(batch, p)
 
 
-def _ademamix(batch: TensorLists, s: AdemamixScalars, multiplier: float) -> None:
+def _ademamix(
+    batch: TensorLists, s: AdemamixScalars, multiplier: float, scales: Scales = None
+) -> None:
     p, v = read_mains(batch), read_moment(batch, "exp_avg_sq")
     slow = read_moment(batch, "exp_avg_slow")
     m = grads = gradients(batch, p, multiplier, 0.0)
@@ -301,15 +349,11 @@ def _ademamix(batch: TensorLists, s: AdemamixScalars, multiplier: float) -> None
         average(m, grads, s.beta1, s.one_minus_beta1)
     average(slow, grads, s.beta3, s.one_minus_beta3)
     average_squares(v, grads, s)
-    steps, far = list(torch._foreach_mul(m, s.inv_bias1)), torch._foreach_mul(slow, s.alpha)
-    bound_all(steps, m)
-    bound_all(far, slow)
-    torch._foreach_add_(steps, far)
-    for step, one, other in zip(steps, m, slow, strict=True):
-        bound(step, one, other)
-    torch._foreach_div_(steps, denominators(v, s))
+    blend = _blended(m, slow, s)
+    steps = torch._foreach_div(blend, denominators(v, s))
     torch._foreach_mul_(steps, s.lr)
-    _descend(p, steps, s.decay)
+    _be_cautious(steps, blend, grads, scales)
+    descend(p, steps, [s.decay] * len(p), s.cautious_wd)
     if "exp_avg" in batch.state:
         write_moment(batch, "exp_avg", m)
     write_moment(batch, "exp_avg_sq", v)
@@ -317,7 +361,33 @@ def _ademamix(batch: TensorLists, s: AdemamixScalars, multiplier: float) -> None
     write_mains(batch, p)
 
 
-TEXTS: dict[str, Callable[[TensorLists, Any, float], None]] = {
+def _blended(m: Lists, slow: Lists, s: AdemamixScalars) -> Lists:
+    """m * (1/bias1) + slow * alpha; what overflows of finite averages is FP32's largest number."""
+    steps, far = list(torch._foreach_mul(m, s.inv_bias1)), torch._foreach_mul(slow, s.alpha)
+    bound_all(steps, m)
+    bound_all(far, slow)
+    torch._foreach_add_(steps, far)
+    for step, one, other in zip(steps, m, slow, strict=True):
+        bound(step, one, other)
+    return steps
+
+
+def agreements(batch: TensorLists, s: Cautious, multiplier: float) -> list[Tensor]:
+    """Of each tensor the number of elements whose step would go the way of their gradient; int64,
+    shape (). Writes nothing."""
+    grads = gradients(batch, [], multiplier, 0.0)
+    ways = grads
+    if "exp_avg" in batch.state:
+        ways = [moment.clone() for moment in read_moment(batch, "exp_avg")]
+        average(ways, grads, s.beta1, s.one_minus_beta1)
+    if isinstance(s, AdemamixScalars):
+        slow = [moment.clone() for moment in read_moment(batch, "exp_avg_slow")]
+        average(slow, grads, s.beta3, s.one_minus_beta3)
+        ways = _blended(ways, slow, s)
+    return [agreeing(way, grad).sum() for way, grad in zip(ways, grads, strict=True)]
+
+
+TEXTS: dict[str, Callable[..., None]] = {
     "adam": _adam,
     "sgd": _sgd,
     "lion": _lion,

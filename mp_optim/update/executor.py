@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mp_optim.config.rules import refusal
+from mp_optim.config.rules import CAPABILITIES, CAUTIONS, Capability, refusal
 from mp_optim.process.leases import before_writing, borrows
 from mp_optim.slots import (
     CachedTensorList,
@@ -98,6 +98,7 @@ class RuleExecutor(Executor):
 
     def check_settings(self, group: dict[str, Any]) -> None:
         self.rule.check_settings(group)
+        check_cautions(self._backend, group)
         self.rule.check_shapes(group, self.rows.whole_shapes(group["params"]))
 
     def check_groups(self) -> None:
@@ -446,6 +447,17 @@ def check_backend(backend: str, kernels: str, how: StatePrecision) -> None:
         value = backend if field == "fused_backend" else getattr(how, field)
         raise ValueError(f"{field}={value!r}: {reason}")
     check_forms(backend, _HOST, how.exp_avg_dtype == torch.bfloat16, how.store_param_remainders)
+
+
+def check_cautions(backend: str, group: dict[str, Any]) -> None:
+    """Raise ValueError, naming the setting, if a backend's kernels are not cautious and a group
+    asks for it."""
+    asked = [name for name in CAUTIONS if group.get(name)]
+    if asked and not CAPABILITIES.get(backend, Capability()).cautious:
+        raise ValueError(
+            f"{asked[0]}=True: fused_backend={backend!r} has no kernels for it; choose another "
+            "backend"
+        )
 
 
 def settings_now(group: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mp_optim.config.rules import CAUTIONS
 from mp_optim.config.state_forms import (
     AVERAGE_FORMS,
     FIRST_FORMS,
@@ -141,6 +142,11 @@ class Made:
     given: StepInputs
 
 
+def cautions(group: Mapping[str, Any]) -> dict[str, bool]:
+    """``caution`` and ``cautious_wd`` of a param group; one that names neither has neither."""
+    return {name: bool(group.get(name)) for name in CAUTIONS}
+
+
 @dataclass(frozen=True, slots=True)
 class StableScalars:
     """Scalars of one step of StableAdamW: those of Adam with decoupled decay, and beside them
@@ -166,6 +172,7 @@ class StableScalars:
     decay: float
     rate: float
     decay_rate: float
+    cautious_wd: bool
 
     @classmethod
     def at(cls, group: Mapping[str, Any], step: int) -> StableScalars:
@@ -188,6 +195,7 @@ class StableScalars:
             fp32(decay_rate),
             rate,
             decay_rate,
+            bool(group.get("cautious_wd")),
         )
 
 
@@ -258,6 +266,7 @@ class MuonScalars:
     average_from_end: bool
     ahead_from_end: bool
     nesterov: bool
+    cautious_wd: bool
 
     @classmethod
     def at(cls, group: Mapping[str, Any]) -> MuonScalars:
@@ -266,7 +275,10 @@ class MuonScalars:
         average, average_from_end = _lerp(1 - momentum)
         ahead, ahead_from_end = _lerp(momentum)
         decay = fp32(float(group["lr"]) * float(group["weight_decay"]))
-        return cls(average, ahead, decay, average_from_end, ahead_from_end, group["nesterov"])
+        from_end = average_from_end, ahead_from_end
+        return cls(
+            average, ahead, decay, *from_end, group["nesterov"], bool(group.get("cautious_wd"))
+        )
 
 
 def _lerp(weight: float) -> tuple[float, bool]:

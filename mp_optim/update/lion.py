@@ -23,6 +23,8 @@ class FusedLion(RuleOptimizer):
 
     Args:
         betas: of the interpolation that is signed, and of the momentum.
+        caution: see ``OptimizerConfig.caution``.
+        cautious_wd: see ``OptimizerConfig.cautious_wd``.
         **precision: fields of :class:`~mp_optim.update.state_format.StatePrecision`, such as
             ``exp_avg_dtype``.
     """
@@ -34,8 +36,16 @@ class FusedLion(RuleOptimizer):
         betas: tuple[float, float] = (0.95, 0.98),
         weight_decay: float = 0.0,
         *,
+        caution: bool = False,
+        cautious_wd: bool = False,
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        settings = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        settings = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "caution": caution,
+            "cautious_wd": cautious_wd,
+        }
         super().__init__(LionRule(), params, settings, backend, precision)

@@ -3,23 +3,27 @@ docs/numerics.md."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mp_optim.config.rules import RULES, SCALAR_OPTIMIZERS, coefficients
-from mp_optim.slots import SlotUpdate
+from mp_optim.slots import SlotUpdate, SlotUpdates
 from mp_optim.slots.slot_state import AVERAGE, REMAINDER, scale_key
-from mp_optim.update.adam import AdamRule
+from mp_optim.slots.tensor_layout import ShardRegion
+from mp_optim.update.adam import AdamRule, check_cautions
 from mp_optim.update.backends import Backend
 from mp_optim.update.backends.native import NativeBackend
-from mp_optim.update.backends.reference import MOMENTUM, step_with
-from mp_optim.update.kernel_args import MAIN, MuonScalars
+from mp_optim.update.backends.reference import MOMENTUM
+from mp_optim.update.element_rules import agreeing
+from mp_optim.update.kernel_args import MAIN, MuonScalars, fp32
 from mp_optim.update.matrix_exchange import MatrixOwners
 from mp_optim.update.matrix_products import Rooms, beside_each_other
 from mp_optim.update.muon_directions import (
+    Direction,
     Orthogonalization,
     directions,
     runs,
@@ -27,7 +31,17 @@ from mp_optim.update.muon_directions import (
     whole_directions,
 )
 from mp_optim.update.optimizer import RuleOptimizer
-from mp_optim.update.rule import Launch, Rule, Settings, Workspace
+from mp_optim.update.rule import (
+    COUNTING,
+    Launch,
+    Rule,
+    Settings,
+    Workspace,
+    add_up_parts,
+    parts_over,
+    step_by,
+    steps_elements,
+)
 
 _ADAM = AdamRule()
 
@@ -61,7 +75,7 @@ class MuonRule(Rule):
         return bool(group["optimizer"] == "adam")
 
     def is_elementwise(self, group: Settings) -> bool:
-        return RULES[group["optimizer"]].reads == "elements"
+        return steps_elements(group["optimizer"], group)
 
     def check_settings(self, group: Settings) -> None:
         if group["optimizer"] not in ("muon", self._scalar):
@@ -69,6 +83,8 @@ class MuonRule(Rule):
                 f"optimizer={group['optimizer']!r}: must be 'muon' or {self._scalar!r}"
             )
         super().check_settings(group)
+        if group["optimizer"] == "adam":
+            check_cautions(group)
         coefficients(group["coefficient_type"], group["num_ns_steps"])
 
     def check_shapes(self, group: Settings, shapes: Iterable[torch.Size]) -> None:
@@ -87,11 +103,8 @@ class MuonRule(Rule):
         return MatrixOwners()
 
     def is_collective(self, group: Settings, update: SlotUpdate) -> bool:
-        return bool(
-            group["optimizer"] == "muon"
-            and update.layout is not None
-            and update.layout.is_shared(group["tp_mode"] == "blockwise")
-        )
+        counts = group.get("caution") and parts_over(update.shard_groups, update.layout)
+        return bool(counts) or _shares_matrices(group, update)
 
     def carried_out_by(
         self, backend: Backend, why: str, group: Settings, workspace: Workspace
@@ -106,7 +119,7 @@ class MuonRule(Rule):
     def apply(self, launch: Launch, backend: Backend) -> None:
         lists, group, multiplier = launch.lists, launch.settings, launch.multiplier
         if group["optimizer"] != "muon":
-            step_with(backend, group["optimizer"], lists, group, launch.step, multiplier)
+            step_by(group["optimizer"], launch, backend)
             return
         owners, updates = launch.workspace, launch.updates
         assert isinstance(owners, MatrixOwners)
@@ -114,7 +127,7 @@ class MuonRule(Rule):
         if AVERAGE in lists.state:  # which are taken afterwards, where they lie
             lists = lists.in_place()
         scalars, rule = MuonScalars.at(group), Orthogonalization.of(group)
-        owners.begin(each.slot for each in updates if self.is_collective(group, each))
+        owners.begin(each.slot for each in updates if _shares_matrices(group, each))
         rooms = Rooms(lists.main[0].device, rule.dtype)
         for members, is_here in runs(lists.main, updates.layouts, rule.blockwise):
             chosen = lists.take(members)
@@ -123,7 +136,8 @@ class MuonRule(Rule):
             momenta = chosen.only(MOMENTUM, scale_key(MOMENTUM))
             momenta = replace(momenta, main=[], output=rounded)
             params = replace(chosen.only(MAIN, REMAINDER), grad=rounded)
-            if is_here and isinstance(backend, NativeBackend):
+            cautious = bool(group.get("caution"))
+            if is_here and isinstance(backend, NativeBackend) and not cautious:
                 passes = momenta, params, scalars
                 if step_in_one_call(rule, backend, *passes, multiplier, rooms):
                     continue
@@ -133,9 +147,45 @@ class MuonRule(Rule):
             else:
                 layouts = [updates[index].layout for index in members]
                 found = directions(rule, rounded, layouts, owners)
+            if cautious:
+                regions = [launch.regions[index] for index in members]
+                some = updates.take(members)
+                found = _cautious(found, chosen.grad, multiplier, backend, some, regions)
             values, factors = zip(*found, strict=True)
             backend.muon_apply(replace(params, grad=list(values)), scalars, factors)
         backend.average(lists)
+
+
+def _shares_matrices(group: Settings, update: SlotUpdate) -> bool:
+    """Whether ranks make whole matrices of their parts."""
+    return bool(
+        group["optimizer"] == "muon"
+        and update.layout is not None
+        and update.layout.is_shared(group["tp_mode"] == "blockwise")
+    )
+
+
+def _cautious(
+    found: Sequence[Direction],
+    grads: Sequence[Tensor],
+    multiplier: float,
+    backend: Backend,
+    updates: SlotUpdates,
+    regions: Sequence[ShardRegion],
+) -> list[Direction]:
+    """Directions with 0 where they do not go the way of the gradient, for as much more of the
+    others, which is counted over the whole parameter. Collective if some are split over ranks."""
+    masks = [
+        agreeing(way.values.float(), grad.reshape(way.values.shape).float() * multiplier)
+        for way, grad in zip(found, grads, strict=True)
+    ]
+    counts = torch.stack([mask.sum() for mask in masks])[:, None]
+    sizes = add_up_parts(counts, updates, regions, COUNTING)
+    scales = backend.caution_scales(counts, sizes)
+    return [
+        Direction(way.values * mask, fp32(way.factor * float(scale)))
+        for way, mask, scale in zip(found, masks, scales, strict=True)
+    ]
 
 
 class FusedMuon(RuleOptimizer):
@@ -162,6 +212,7 @@ class FusedMuon(RuleOptimizer):
         head_rows: rows of each head of an attention weight: each head is a matrix of its own; None
             for matrices that are not split so.
         betas, eps, bias_correction, adam_w_mode: of groups that are stepped by Adam or Lion.
+        caution, cautious_wd: see ``OptimizerConfig``; of all groups.
         scalar_optimizer: which of these two; what ``backend`` has to have kernels for.
         **precision: fields of :class:`~mp_optim.update.state_format.StatePrecision`;
             ``exp_avg_dtype`` is the momentum's.
@@ -188,6 +239,8 @@ class FusedMuon(RuleOptimizer):
         eps: float = 1e-8,
         bias_correction: bool = True,
         adam_w_mode: bool = True,
+        caution: bool = False,
+        cautious_wd: bool = False,
         scalar_optimizer: str = "adam",
         backend: str = "auto",
         **precision: Any,
@@ -214,6 +267,8 @@ class FusedMuon(RuleOptimizer):
             "eps": eps,
             "bias_correction": bias_correction,
             "adam_w_mode": adam_w_mode,
+            "caution": caution,
+            "cautious_wd": cautious_wd,
             "optimizer": "muon",
         }
         super().__init__(MuonRule(scalar_optimizer), params, settings, backend, precision)

@@ -327,6 +327,7 @@ def step_in_one_call(
         places.buffer_info()[0],
         ctypes.pointer(_spent),
         scalars.decay,
+        scalars.cautious_wd,
     )
     found[0].take(passes)
     mark_written(momenta)

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from mp_optim.config.rules import RULES
 from mp_optim.slots import SlotUpdate, SlotUpdates
-from mp_optim.slots.tensor_layout import ShardRegion
+from mp_optim.slots.tensor_layout import ParamLayout, ShardRegion
 from mp_optim.update.backends import Backend
 from mp_optim.update.element_rules import RULE_SCALARS
 from mp_optim.update.kernel_args import TensorLists
+from mp_optim.update.sums import Groups, reduce_rows
 
 Settings = Mapping[str, Any]
 """A param group, of which rules read hyperparameters."""
@@ -60,6 +61,33 @@ class Launch:
     updates: SlotUpdates
     regions: Sequence[ShardRegion]
     workspace: Workspace
+
+
+def parts_over(shard_groups: Groups, layout: ParamLayout | None) -> Groups:
+    """The groups of ranks that have the other parts of a parameter, those of tensor parallelism
+    among them."""
+    if layout is None or layout.tensor_parallel is None:
+        return shard_groups
+    return (*shard_groups, layout.tensor_parallel)
+
+
+def add_up_parts(
+    sums: Tensor, updates: SlotUpdates, regions: Sequence[ShardRegion], doing: str
+) -> list[int]:
+    """Add up sums, a row for each parameter, in place over the ranks that have parts of it; returns
+    the elements of whole parameters.
+
+    Args:
+        updates, regions: of a launch.
+        doing: what to say of it if a rank is missing.
+    """
+    layouts = updates.layouts or [None] * len(updates)
+    reduce_rows(sums, list(map(parts_over, updates.shard_groups, layouts)), doing)
+    sizes = [region.shape.numel() for region in regions]
+    for index, layout in enumerate(layouts):
+        if layout is not None and layout.tensor_parallel is not None:  # it cuts equal parts
+            sizes[index] *= layout.tensor_parallel.size()
+    return sizes
 
 
 class Rule(ABC):
@@ -124,7 +152,7 @@ class Rule(ABC):
     def is_elementwise(self, group: Settings) -> bool:
         """Whether elements are stepped by themselves under a group's settings, so that a part of a
         parameter can be."""
-        return self.name in RULES and RULES[self.name].reads == "elements"
+        return self.name in RULES and steps_elements(self.name, group)
 
     def is_collective(self, group: Settings, update: SlotUpdate) -> bool:
         """Whether stepping a slot is a collective of the ranks that hold its parts, so that all
@@ -170,6 +198,9 @@ class ElementRule(Rule):
     marks_changes = True
     needs_numbers = False
 
+    def is_collective(self, group: Settings, update: SlotUpdate) -> bool:
+        return bool(group.get("caution") and parts_over(update.shard_groups, update.layout))
+
     def announce(
         self,
         settings: Settings,
@@ -181,5 +212,26 @@ class ElementRule(Rule):
         backend.announce(lists, RULE_SCALARS[self.name].at(settings, step), device)
 
     def apply(self, launch: Launch, backend: Backend) -> None:
-        scalars = RULE_SCALARS[self.name].at(launch.settings, launch.step)
-        backend.step(self.name, launch.lists, scalars, launch.multiplier)
+        step_by(self.name, launch, backend)
+
+
+COUNTING = "counting what cautious updates keep"
+
+
+def steps_elements(name: str, group: Settings) -> bool:
+    """Whether a rule steps elements by themselves under a group's settings. Cautious updates do
+    not: they count elements of the whole parameter."""
+    return RULES[name].reads == "elements" and not group.get("caution")
+
+
+def step_by(name: str, launch: Launch, backend: Backend) -> None:
+    """Carry out a rule of :mod:`~mp_optim.update.element_rules` over a launch."""
+    lists, multiplier = launch.lists, launch.multiplier
+    scalars = RULE_SCALARS[name].at(launch.settings, launch.step)
+    if not launch.settings.get("caution"):
+        backend.step(name, lists, scalars, multiplier)
+        return
+    counts = backend.agreements(name, lists, scalars, multiplier)
+    sizes = add_up_parts(counts, launch.updates, launch.regions, COUNTING)
+    scales = backend.caution_scales(counts, sizes)
+    backend.step_cautiously(name, lists, scalars, multiplier, scales)

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from mp_optim.slots import Slot, SlotUpdate
-from mp_optim.slots.tensor_layout import ParamLayout
 from mp_optim.update.adam import AdamRule
 from mp_optim.update.backends import Backend
 from mp_optim.update.kernel_args import StableScalars
 from mp_optim.update.optimizer import RuleOptimizer
-from mp_optim.update.rule import Launch, Settings, Workspace
-from mp_optim.update.sums import Groups, reduce_rows
+from mp_optim.update.rule import Launch, Settings, Workspace, add_up_parts, parts_over
 
 
 class ClippedParams(Workspace):
@@ -66,19 +64,13 @@ class StableAdamWRule(AdamRule):
         return ClippedParams()
 
     def is_collective(self, group: Settings, update: SlotUpdate) -> bool:
-        return bool(_parts_over(update.shard_groups, update.layout))
+        return bool(parts_over(update.shard_groups, update.layout))
 
     def apply(self, launch: Launch, backend: Backend) -> None:
         lists, updates, multiplier = launch.lists, launch.updates, launch.multiplier
         scalars = StableScalars.at(launch.settings, launch.step)
         sums = backend.stable_adamw_sums(lists, scalars, multiplier)
-        layouts = updates.layouts or [None] * len(updates)
-        over = list(map(_parts_over, updates.shard_groups, layouts))
-        reduce_rows(sums, over, "adding up StableAdamW's sums")
-        sizes = [region.shape.numel() for region in launch.regions]
-        for index, layout in enumerate(layouts):
-            if layout is not None and layout.tensor_parallel is not None:  # it cuts equal parts
-                sizes[index] *= layout.tensor_parallel.size()
+        sizes = add_up_parts(sums, updates, launch.regions, "adding up StableAdamW's sums")
         clipped = backend.stable_adamw_finish(lists, scalars, sums, sizes, multiplier)
         assert isinstance(launch.workspace, ClippedParams)
         if clipped is not None:
@@ -92,6 +84,7 @@ class FusedStableAdamW(RuleOptimizer):
 
     Args:
         eps: added to the denominator of the step, and the floor of that of the clipping.
+        cautious_wd: see ``OptimizerConfig.cautious_wd``.
         **precision: fields of :class:`~mp_optim.update.state_format.StatePrecision`, such as
             ``exp_avg_dtype``.
     """
@@ -105,6 +98,7 @@ class FusedStableAdamW(RuleOptimizer):
         weight_decay: float = 0.0,
         *,
         bias_correction: bool = True,
+        cautious_wd: bool = False,
         backend: str = "auto",
         **precision: Any,
     ) -> None:
@@ -114,13 +108,6 @@ class FusedStableAdamW(RuleOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "bias_correction": bias_correction,
+            "cautious_wd": cautious_wd,
         }
         super().__init__(StableAdamWRule(), params, settings, backend, precision)
-
-
-def _parts_over(shard_groups: Groups, layout: ParamLayout | None) -> Groups:
-    """The groups of ranks that have the other parts of a parameter, those of tensor parallelism
-    among them."""
-    if layout is None or layout.tensor_parallel is None:
-        return shard_groups
-    return (*shard_groups, layout.tensor_parallel)

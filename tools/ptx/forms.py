@@ -13,6 +13,9 @@ LIST = Path(__file__).with_name("launches.json")
 """Every form that programs were seen to launch (README.md says which programs, and how it is
 made)."""
 
+_NAMED_IF_ON = ("cautious_wd", "caution")
+"""Switches of which a form says nothing where they are off."""
+
 
 @dataclass(frozen=True, order=True)
 class Form:
@@ -47,7 +50,8 @@ def form_of(launch: Any) -> Form:
     for name, value in launch.constants.items():
         if isinstance(value, tuple):  # flags, and dtypes of a kind
             named = zip(value._fields, value, strict=True)
-            constants.update({part: _text(each) for part, each in named})
+            known = {part: each for part, each in named if each or part not in _NAMED_IF_ON}
+            constants.update({part: _text(each) for part, each in known.items()})
         elif value is None:
             absent.append(name)
         elif name not in ("RULE", "CHUNK", "RUN"):

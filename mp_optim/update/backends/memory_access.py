@@ -232,8 +232,8 @@ class _Scratch:
             name: ctypes.addressof(table) for name, table in zip(names, self._tables, strict=True)
         }
         dtypes = dict.fromkeys(("main_dtype", "moment1_dtype", "moment2_dtype"), 1)
-        scalars = (ctypes.c_float * 10)(1.0, 0.9, 0.1, 0.999, 0.001, 1e-8)
-        given = b"adam", ctypes.addressof(scalars), len(scalars)
+        scalars = (ctypes.c_float * 12)(1.0, 0.9, 0.1, 0.999, 0.001, 1e-8)
+        given = b"adam", ctypes.addressof(scalars), len(scalars), None
         self._call("mp_step", *given, grad_dtype=2, output_dtype=2, **columns, **dtypes)
 
     def measure(self) -> None:

@@ -33,7 +33,7 @@ from mp_optim.slots.slot_state import AVERAGE
 from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.memory_access import LARGE, AccessChoice
 from mp_optim.update.backends.native_library import thread_count
-from mp_optim.update.backends.reference import MOMENTUM, ReferenceBackend
+from mp_optim.update.backends.reference import MOMENTUM, ReferenceBackend, Scales
 from mp_optim.update.chunking import mark_written, tell_autograd
 from mp_optim.update.codecs import Noise
 from mp_optim.update.element_rules import Step
@@ -164,8 +164,7 @@ class NativeBackend(ReferenceBackend):
         self.access = access_choice()
 
     def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> None:
-        numbers = [multiplier, *map(getattr, repeat(scalars), scalars.__slots__)]
-        given = rule.encode(), (ctypes.c_float * len(numbers))(*numbers), len(numbers)
+        given = *_given(rule, scalars, multiplier), None
         kept: NativeTable | None = lists.prepared.get(rule) if lists.prepared else None
         if kept is not None and all_same(kept.made_for, lists.made_for) and kept.take(lists):
             self.library.call("mp_step", ctypes.byref(kept.tensors), *given, thread_count())
@@ -188,6 +187,32 @@ class NativeBackend(ReferenceBackend):
                 table.made_for = lists.made_for
                 lists.prepared[rule] = table
 
+    def step_cautiously(
+        self, rule: str, lists: TensorLists, scalars: Any, multiplier: float, scales: Scales
+    ) -> None:
+        moments = kept_moments(lists, RULES[rule].moment_names)
+        for indices, kind, alike in alike_lists(lists, moments):
+            own = array("f", [float(scales[index]) for index in indices])
+            if kind is None:
+                super().step_cautiously(rule, alike.in_place(), scalars, multiplier, list(own))
+                continue
+            given = *_given(rule, scalars, multiplier), own.buffer_info()[0]
+            self._call("mp_step", _table(alike, kind, moments), *given)
+            mark_written(alike)
+
+    def agreements(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> Tensor:
+        moments = kept_moments(lists, RULES[rule].moment_names)
+        counts = torch.zeros(len(lists.grad), 1, dtype=torch.int64, device="cpu")
+        for indices, kind, alike in alike_lists(lists, moments):
+            if kind is None:
+                found = super().agreements(rule, alike.in_place(), scalars, multiplier)
+            else:
+                found = torch.empty(len(indices), 1, dtype=torch.int64, device="cpu")
+                given = *_given(rule, scalars, multiplier), found.data_ptr()
+                self._call("mp_agreements", _table(alike, kind, moments), *given)
+            counts[torch.tensor(list(indices), device="cpu")] = found
+        return counts
+
     def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
         values = values_of(lib.Muon, scalars, multiplier)
         for _, kind, alike in alike_lists(lists, (MOMENTUM,)):
@@ -205,7 +230,7 @@ class NativeBackend(ReferenceBackend):
             if kind is None:
                 super().muon_apply(alike.in_place(), scalars, part_factors)
             else:
-                to = (scalars.decay, part_factors.buffer_info()[0])
+                to = (scalars.decay, scalars.cautious_wd, part_factors.buffer_info()[0])
                 self._call("mp_muon_apply", _table(alike, kind, ()), *to)
                 mark_written(alike)
 
@@ -313,9 +338,15 @@ class NativeBackend(ReferenceBackend):
         self.library.call(name, ctypes.byref(table.tensors), *arguments, threads)
 
 
+def _given(rule: str, scalars: Any, multiplier: float) -> tuple[bytes, Any, int]:
+    """A rule's name, and its scalars as the kernels take them."""
+    numbers = [multiplier, *map(getattr, repeat(scalars), scalars.__slots__)]
+    return rule.encode(), (ctypes.c_float * len(numbers))(*numbers), len(numbers)
+
+
 def values_of(structure: type[ctypes.Structure], scalars: Any, multiplier: float) -> Any:
     """Those of a rule's scalars that a structure has fields for."""
-    known = {"multiplier": multiplier, "l2": 0.0}
+    known = {"multiplier": multiplier, "l2": 0.0, "caution": 0.0}
     known |= {name: getattr(scalars, name) for name in scalars.__slots__}
     return structure(**{name: known[name] for name, *_ in structure._fields_})
 

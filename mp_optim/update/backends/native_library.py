@@ -63,7 +63,8 @@ def scalars(floats: str, integers: str = "") -> type[ctypes.Structure]:
 
 
 Adam = scalars(
-    "multiplier beta1 one_minus_beta1 beta2 one_minus_beta2 eps step_size inv_sqrt_bias2 decay l2"
+    "multiplier beta1 one_minus_beta1 beta2 one_minus_beta2 eps step_size inv_sqrt_bias2 decay l2 "
+    "cautious_wd caution"
 )
 Clip = scalars("multiplier beta2 one_minus_beta2 inv_bias2 floor limit")
 Lamb = scalars(
@@ -120,19 +121,21 @@ class MuonPasses(ctypes.Structure):
         *_fields(ctypes.c_void_p, "factors places"),
         ("seconds", ctypes.POINTER(ctypes.c_double)),
         ("decay", ctypes.c_float),
+        ("cautious_wd", ctypes.c_int32),
     ]
 
 
 _T, _P, _I = ctypes.POINTER(MpTensors), ctypes.c_void_p, ctypes.c_int32
 _M, _N, _F, _D = (ctypes.POINTER(Matrices), ctypes.c_int64, ctypes.c_float, ctypes.c_double)
 _SIGNATURES = {
-    "mp_step": [_T, ctypes.c_char_p, _P, _I, _I],
+    "mp_step": [_T, ctypes.c_char_p, _P, _I, _P, _I],
+    "mp_agreements": [_T, ctypes.c_char_p, _P, _I, _P, _I],
     "mp_clip_sums": [_T, ctypes.POINTER(Clip), _P, _I],
     "mp_clipped_adamw": [_T, ctypes.POINTER(Adam), _P, _I],
     "mp_lamb_moments": [_T, ctypes.POINTER(Lamb), _P, _I],
     "mp_lamb_apply": [_T, ctypes.POINTER(Lamb), _P, _I],
     "mp_muon_momentum": [_T, ctypes.POINTER(Muon), _I],
-    "mp_muon_apply": [_T, _F, _P, _I],
+    "mp_muon_apply": [_T, _F, _I, _P, _I],
     "mp_normalize": [ctypes.POINTER(Stack), _N, _I],
     "mp_average": [_T, _I],
     "mp_measure": [_T, _P, _P, _I],

@@ -33,11 +33,13 @@ from mp_optim.update.element_rules import (
     TEXTS,
     Step,
     adam_batch,
+    agreements,
     average,
     average_squares,
     bound,
     bound_all,
     denominators,
+    descend,
     gradients,
 )
 from mp_optim.update.exact_sums import bounded_sum, bounded_value
@@ -46,6 +48,8 @@ from mp_optim.update.sums import combine_pieces, sum_of_squares
 
 Multiplier = Any
 """A float; or also a tensor, for backends that say so by ``takes_device_multipliers``."""
+Scales = Sequence[float] | Tensor
+"""What cautious updates are multiplied with, for each tensor an FP32 number."""
 
 
 def _directions(batch: TensorLists, mains: Lists, s: LambScalars) -> Lists:
@@ -101,6 +105,39 @@ class ReferenceBackend:
         """Carry out a rule of :mod:`~mp_optim.update.element_rules`, with its scalars."""
         for batch in batches(lists):
             TEXTS[rule](batch.lists, scalars, multiplier)
+
+    # -- cautious updates -------------------------------------------------------------------------
+
+    def step_cautiously(
+        self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier, scales: Scales
+    ) -> None:
+        """The same with cautious updates, by what :meth:`caution_scales` gives."""
+        for batch in batches(lists):
+            own = [float(scales[owner]) for owner in batch.owners]
+            TEXTS[rule](batch.lists, scalars, multiplier, own)
+
+    def agreements(
+        self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier
+    ) -> Tensor:
+        """For each tensor the number of elements whose step would go the way of their gradient:
+        int64, shape (n, 1), on the tensors' device. Writes nothing."""
+        device = lists.grad[0].device if lists.grad else torch.device("cpu")
+        counts = torch.zeros(len(lists.grad), 1, dtype=torch.int64, device=device)
+        for batch in batches(lists):
+            found = agreements(batch.lists, scalars, multiplier)
+            for owner, count in zip(batch.owners, found, strict=True):
+                counts[owner] += count
+        return counts
+
+    def caution_scales(self, counts: Tensor, sizes: Sequence[int]) -> Scales:
+        """What agreeing steps are multiplied with: one over their share of the whole parameter,
+        which is taken as at least :data:`LEAST_SHARE`, rounded once to FP32.
+
+        Args:
+            counts: as of :meth:`agreements`, of whole parameters. sizes: elements of these.
+        """
+        pairs = zip(counts[:, 0].tolist(), sizes, strict=True)
+        return [fp32(1.0 / max(count / max(1, size), LEAST_SHARE)) for count, size in pairs]
 
     def proof_note(self, device: torch.device) -> Path | None:
         """A file whose presence says that a process of this host has proven the backend for such a
@@ -233,9 +270,7 @@ class ReferenceBackend:
         for index, factor in enumerate(factors):
             one = lists.take([index])
             (main,), (direction,) = read_mains(one), one.grad
-            if scalars.decay != 0.0:
-                main.sub_(main * scalars.decay)
-            main.sub_(direction.float() * factor)
+            descend([main], [direction.float() * factor], [scalars.decay], scalars.cautious_wd)
             write_mains(one, [main])
 
     # -- the rest ---------------------------------------------------------------------------------
@@ -266,7 +301,11 @@ def step_with(
     """Let a backend carry out a rule for whole parameters, with scalars of a param group at step
     ``step`` >= 1; a rule that reads sums by the method of its name."""
     scalars = RULE_SCALARS[rule].at(group, step)
-    if rule in TEXTS:
+    if rule in TEXTS and group.get("caution"):
+        counts = backend.agreements(rule, lists, scalars, multiplier)
+        scales = backend.caution_scales(counts, [main.numel() for main in lists.main])
+        backend.step_cautiously(rule, lists, scalars, multiplier, scales)
+    elif rule in TEXTS:
         backend.step(rule, lists, scalars, multiplier)
     else:
         method: Callable[..., None] = getattr(backend, rule)
@@ -312,5 +351,7 @@ def _blend(start: Tensor, end: Tensor, factor: float, from_end: bool, out: Tenso
         out[at : at + piece] = torch.add(base.double(), change.double(), alpha=factor)
 
 
+LEAST_SHARE = 1e-3
+"""Where fewer elements agree, their steps are multiplied by no more than if so many did."""
 NOT_CLIPPED = 1.0 + 2.0**-20
 """Mean squares up to it count as 1, as all are at the first step, but for rounding."""

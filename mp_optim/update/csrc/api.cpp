@@ -249,6 +249,19 @@ void divide_by_norms(uint16_t* x, int64_t count, int64_t elements, int32_t threa
     });
 }
 
+constexpr int kMostScalars = 16;
+
+// The rule that a call is of; null if its arguments are not.
+const ElementRule* rule_for(const MpTensors* t, const char* name, const float* scalars, int32_t count, int32_t threads) {
+    if (!t || !name || !scalars || count > kMostScalars) return nullptr;
+    const ElementRule* rule = level().rules;
+    while (rule->name && std::strcmp(rule->name, name)) ++rule;
+    if (!rule->name || rule->scalars != count) return nullptr;
+    const int moments = rule->moments(scalars);
+    const bool fits = valid(*t, true, moments & 1, moments & 2, threads) && !(t->count > 0 && moments & 4 && !t->moment3);
+    return fits ? rule : nullptr;
+}
+
 }  // namespace
 
 const Level& level() {
@@ -261,15 +274,33 @@ const Level& level() {
 
 using namespace mp;
 
-int32_t mp_step(const MpTensors* t, const char* name, const float* scalars, int32_t count, int32_t threads) {
-    if (!t || !name || !scalars) return MP_BAD_ARGUMENT;
-    const ElementRule* rule = level().rules;
-    while (rule->name && std::strcmp(rule->name, name)) ++rule;
-    if (!rule->name || rule->scalars != count) return MP_BAD_ARGUMENT;
-    const int moments = rule->moments(scalars);
-    if (!valid(*t, true, moments & 1, moments & 2, threads) || (t->count > 0 && moments & 4 && !t->moment3))
-        return MP_BAD_ARGUMENT;
-    return guarded([&] { elementwise(*t, threads, [&](const Run& run, int64_t) { rule->step(run, scalars); }); });
+int32_t mp_step(const MpTensors* t, const char* name, const float* scalars, int32_t count, const float* scales,
+                int32_t threads) {
+    const ElementRule* rule = rule_for(t, name, scalars, count, threads);
+    if (!rule || (scales && !rule->agreements)) return MP_BAD_ARGUMENT;
+    if (!scales)
+        return guarded([&] { elementwise(*t, threads, [&](const Run& run, int64_t) { rule->step(run, scalars); }); });
+    return guarded([&] {
+        elementwise(*t, threads, [&](const Run& run, int64_t i) {
+            float own[kMostScalars];
+            std::copy_n(scalars, count, own);
+            own[count - 1] = scales[i];
+            rule->step(run, own);
+        });
+    });
+}
+
+int32_t mp_agreements(const MpTensors* t, const char* name, const float* scalars, int32_t count, int64_t* counts,
+                      int32_t threads) {
+    const ElementRule* rule = rule_for(t, name, scalars, count, threads);
+    if (!rule || !rule->agreements || !counts) return MP_BAD_ARGUMENT;
+    return guarded([&] {
+        std::fill_n(counts, t->count, 0);
+        split(Units(*t, kBlock), threads, [&](int64_t i, int64_t, int64_t start, int64_t n) {
+            const int64_t found = rule->agreements(run_at(*t, i, start, n, false, is_apart(*t)), scalars);
+            __atomic_fetch_add(counts + i, found, __ATOMIC_RELAXED);
+        });
+    });
 }
 
 int32_t mp_clip_sums(const MpTensors* t, const MpClip* s, int64_t* sums, int32_t threads) {
@@ -317,10 +348,11 @@ int32_t mp_muon_momentum(const MpTensors* t, const MpMuon* s, int32_t threads) {
     return guarded([&] { elementwise(*t, threads, [&](const Run& run, int64_t) { level().muon_momentum(run, *s); }); });
 }
 
-int32_t mp_muon_apply(const MpTensors* t, float decay, const float* factors, int32_t threads) {
+int32_t mp_muon_apply(const MpTensors* t, float decay, int32_t cautious_wd, const float* factors, int32_t threads) {
     if (!t || !factors || !valid(*t, true, false, false, threads) || t->moment1 || t->moment2) return MP_BAD_ARGUMENT;
     return guarded([&] {
-        elementwise(*t, threads, [&](const Run& run, int64_t i) { level().muon_apply(run, decay, factors[i]); });
+        elementwise(*t, threads,
+                    [&](const Run& run, int64_t i) { level().muon_apply(run, decay, cautious_wd, factors[i]); });
     });
 }
 

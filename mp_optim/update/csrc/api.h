@@ -67,7 +67,8 @@ struct MpTensors {
 
 // Scalars of the rules, all FP32, formed in double by the caller. See docs/numerics.md for what multiplies what.
 struct MpAdam {
-    float multiplier, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, inv_sqrt_bias2, decay, l2;
+    float multiplier, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, inv_sqrt_bias2, decay, l2, cautious_wd,
+        caution;  // as at the end of every rule's that has them, see mp_step
 };
 
 // Quotients are at most `limit`, a power of two.
@@ -137,6 +138,7 @@ struct MpMuonPasses {
     const int64_t* places;  // (matrices, 2): of each matrix of all stacks its tensor, and the first element, a multiple of 1024
     double* seconds;        // the time of products is added to it, a mean over threads
     float decay;
+    int32_t cautious_wd;
 };
 
 // How the kernels go through memory. No result depends on it, only the time.
@@ -148,8 +150,15 @@ struct MpAccess {
 
 // All functions return an MpStatus. `threads` >= 1 is an upper bound; results do not depend on it.
 // A rule that steps each element by itself: a row of kRules in rules.inl, which knows the order of its `count` scalars; the
-// first is what gradients are multiplied with. Moments that a rule does without under its scalars may be left out.
-MP_EXPORT int32_t mp_step(const MpTensors* tensors, const char* rule, const float* scalars, int32_t count, int32_t threads);
+// first is what gradients are multiplied with. Moments that a rule does without under its scalars may be left out. Where the
+// last scalar is not 0 the step is cautious: what goes the way of its gradient is multiplied with it, and the rest with 0.
+// scales: of each tensor what is taken in place of that scalar, or null.
+MP_EXPORT int32_t mp_step(const MpTensors* tensors, const char* rule, const float* scalars, int32_t count, const float* scales,
+                          int32_t threads);
+// counts: (count,) elements whose step by mp_step goes the way of their gradient. Reads gradients, first and third moments,
+// writes no tensor.
+MP_EXPORT int32_t mp_agreements(const MpTensors* tensors, const char* rule, const float* scalars, int32_t count,
+                                int64_t* counts, int32_t threads);
 // StableAdamW. sums: (count, 3), the sum of g^2 over the new second moment in units of 2^-52 `limit`, as two whole numbers, the
 // first worth 2^31; and how many quotients are NaN. Reads gradients and second moments, writes no tensor.
 MP_EXPORT int32_t mp_clip_sums(const MpTensors* tensors, const MpClip* scalars, int64_t* sums, int32_t threads);
@@ -160,8 +169,10 @@ MP_EXPORT int32_t mp_lamb_moments(const MpTensors* tensors, const MpLamb* scalar
 MP_EXPORT int32_t mp_lamb_apply(const MpTensors* tensors, const MpLamb* scalars, const float* ratios, int32_t threads);
 // The momenta, in moment1; output receives what is to be orthogonalised. There is no main.
 MP_EXPORT int32_t mp_muon_momentum(const MpTensors* tensors, const MpMuon* scalars, int32_t threads);
-// Decays main and subtracts directions, which are in grad, each tensor's times its own factor.
-MP_EXPORT int32_t mp_muon_apply(const MpTensors* tensors, float decay, const float* factors, int32_t threads);
+// Decays main, if cautiously where the step does not take it away from 0, and subtracts directions, which are in grad, each
+// tensor's times its own factor.
+MP_EXPORT int32_t mp_muon_apply(const MpTensors* tensors, float decay, int32_t cautious_wd, const float* factors,
+                                int32_t threads);
 // The averages alone, of main params that are there; needs no gradients.
 MP_EXPORT int32_t mp_average(const MpTensors* tensors, int32_t threads);
 // sums: (count,) FP64 sums of squares of the gradients; zeros: (count,) numbers of zero elements, or null.

@@ -159,7 +159,7 @@ MP_INLINE void update(const Rule& rule, int64_t start, const Chunk& at, u32x16& 
         if constexpr (Rule::kThird) {
             f32x16 slow = load<f32x16>(at.third + i);
             rule(g, p, m, v, root, slow);
-            store(at.new_third + i, slow);
+            if (Rule::kMoments) store(at.new_third + i, slow);
             if (blocked1) top3 = larger(top3, as<u32x16>(slow) & 0x7fffffff);
         } else {
             rule(g, p, m, v, root);
@@ -210,7 +210,7 @@ __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rul
                 chunk.new_third = blocked1 ? tile.third + at : run.past ? slow : place_of_moment<3, F>(run, i, slow);
                 update<blocked1, blocked2>(rule, first_index + i, chunk, top1, top2, top3);
                 if (coded3 && start > 0) write_codes<3, F>(run, code3, last.third + at, i - kScaled);
-                if (!blocked1) write_moment<3, F>(run, i, chunk.new_third);
+                if (Rule::kMoments && !blocked1) write_moment<3, F>(run, i, chunk.new_third);
             } else {
                 update<blocked1, blocked2>(rule, first_index + i, chunk, top1, top2, top3);
             }

@@ -47,8 +47,8 @@ static void muon_momentum(const Run& run, const MpMuon& s) {
     if (!run_special<MP_NONE, MP_F32, MP_NONE>(run, rule)) run_rule(run, rule);
 }
 
-static void muon_apply(const Run& run, float decay, float factor) {
-    const MuonApplyRule rule(decay, factor);
+static void muon_apply(const Run& run, float decay, bool cautious_wd, float factor) {
+    const MuonApplyRule rule(decay, cautious_wd, factor);
     if (!run_special<MP_NONE, MP_NONE, MP_NONE>(run, rule)) run_rule(run, rule);
 }
 

@@ -62,6 +62,7 @@ struct ElementRule {
     int32_t scalars;
     int (*moments)(const float* scalars);  // those it cannot do without: the sum of 1, 2 and 4 for the first, second and third
     void (*step)(const Run&, const float* scalars);
+    int64_t (*agreements)(const Run&, const float* scalars);  // elements that a cautious step keeps; null: it has none
 };
 
 struct Level {
@@ -74,7 +75,7 @@ struct Level {
     void (*average)(const Run&);  // of main params as they are in memory
     double (*sum_of_squares)(const Run&, int64_t* zeros);
     void (*muon_momentum)(const Run&, const MpMuon&);
-    void (*muon_apply)(const Run&, float decay, float factor);
+    void (*muon_apply)(const Run&, float decay, bool cautious_wd, float factor);
     void (*divide)(uint16_t* x, int64_t n, float by);  // bfloat16 values
     // Adafactor's, over elements that lie side by side
     int32_t (*largest_bits)(const float* x, int64_t n);

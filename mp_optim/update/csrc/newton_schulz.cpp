@@ -76,7 +76,7 @@ public:
         in_parts([&](int part, int parts) {
             for_pieces(part, parts, [&](int64_t start, int64_t n) {
                 const Run all = run_at(*given_.params, tensor(index), first(index) + start, n, stream, apart);
-                level().muon_apply(all, given_.decay, factor);
+                level().muon_apply(all, given_.decay, given_.cautious_wd, factor);
             });
         });
     }

@@ -30,9 +30,36 @@ MP_INLINE f32x16 gradient(f32x16 g, float multiplier, const Optional& l2, f32x16
     return g;
 }
 
-MP_INLINE f32x16 decayed(f32x16 p, const Optional& decay) {
-    if (decay.is_there) p = p - p * decay.factor;
-    return p;
+// Lanes where one is positive and the other negative.
+MP_INLINE u32x16 are_opposed(f32x16 a, f32x16 b) {
+    return (as<u32x16>(a > 0.0f) & as<u32x16>(b < 0.0f)) | (as<u32x16>(a < 0.0f) & as<u32x16>(b > 0.0f));
+}
+
+// Lanes where both are positive, or both negative.
+MP_INLINE u32x16 are_alike(f32x16 a, f32x16 b) {
+    return (as<u32x16>(a > 0.0f) & as<u32x16>(b > 0.0f)) | (as<u32x16>(a < 0.0f) & as<u32x16>(b < 0.0f));
+}
+
+// Decay by a factor, if there is one; of a cautious one not where the step u takes p away from 0.
+struct Decay : Optional {
+    int is_cautious;
+
+    Decay(float value, float cautious) : Optional(value), is_cautious(cautious != 0.0f) {
+        __asm__("" : "+r"(is_cautious));
+    }
+};
+
+MP_INLINE f32x16 decayed(f32x16 p, f32x16 u, const Decay& decay) {
+    if (!decay.is_there) return p;
+    f32x16 part = p * decay.factor;
+    if (decay.is_cautious) part = as<f32x16>(as<u32x16>(part) & ~are_opposed(p, u));
+    return p - part;
+}
+
+// The step u, if it is cautious: what goes the way of the gradient times a scale, and the rest times 0.
+MP_INLINE f32x16 cautious(f32x16 u, f32x16 way, f32x16 g, const Optional& scale) {
+    if (scale.is_there) u = u * as<f32x16>(as<u32x16>(scale.factor) & are_alike(way, g));
+    return u;
 }
 
 template <class Scalars>
@@ -44,7 +71,8 @@ MP_INLINE f32x16 denominator(f32x16 root, const Scalars& s) {
 template <bool has_first>
 struct AdamRule : Touches<true, true, has_first, true, true> {
     MpAdam s;
-    Optional l2{s.l2}, decay{s.decay};
+    Optional l2{s.l2}, caution{s.caution};
+    Decay decay{s.decay, s.cautious_wd};
 
     explicit AdamRule(const MpAdam& scalars) : s(scalars) {}
 
@@ -53,9 +81,11 @@ struct AdamRule : Touches<true, true, has_first, true, true> {
         m = has_first ? m * s.beta1 + g * s.one_minus_beta1 : g;
         v = v * s.beta2 + (g * s.one_minus_beta2) * g;
         root = square_root(v);
-        f32x16 u = (m / denominator(root, s)) * s.step_size;
-        p = decayed(p, decay) - u;
+        f32x16 u = cautious((m / denominator(root, s)) * s.step_size, m, g, caution);
+        p = decayed(p, u, decay) - u;
     }
+
+    MP_MEMBER f32x16 way(f32x16 g, f32x16 m) const { return has_first ? m * s.beta1 + g * s.one_minus_beta1 : g; }
 };
 
 // g^2 over the new second moment, at most `limit`, in place of main params; nothing is kept. Where both overflow, of a
@@ -112,33 +142,37 @@ MP_INLINE f32x16 sign_of(f32x16 x) {
 }
 
 struct Lion {
-    float multiplier, beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay;
+    float multiplier, beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay, cautious_wd, caution;
 };
 
 struct LionRule : Touches<true, true, true, false, true> {
     Lion s;
-    Optional decay{s.decay};
+    Optional caution{s.caution};
+    Decay decay{s.decay, s.cautious_wd};
 
     explicit LionRule(const Lion& scalars) : s(scalars) {}
 
     MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16&, f32x16&) const {
         g = g * s.multiplier;
-        f32x16 u = sign_of(m * s.beta1 + g * s.one_minus_beta1) * s.lr;
-        p = decayed(p, decay) - u;
+        const f32x16 blend = way(g, m), u = cautious(sign_of(blend) * s.lr, blend, g, caution);
+        p = decayed(p, u, decay) - u;
         m = m * s.beta2 + g * s.one_minus_beta2;
     }
+
+    MP_MEMBER f32x16 way(f32x16 g, f32x16 m) const { return m * s.beta1 + g * s.one_minus_beta1; }
 };
 
 struct Ademamix {
     float multiplier, beta1, one_minus_beta1, beta2, one_minus_beta2, beta3, one_minus_beta3, alpha, eps, lr, inv_bias1,
-        inv_sqrt_bias2, decay;
+        inv_sqrt_bias2, decay, cautious_wd, caution;
 };
 
 // Without a first moment as in Adam.
 template <bool has_first>
 struct AdemamixRule : Touches<true, true, has_first, true, true, true, true> {
     Ademamix s;
-    Optional decay{s.decay};
+    Optional caution{s.caution};
+    Decay decay{s.decay, s.cautious_wd};
 
     explicit AdemamixRule(const Ademamix& scalars) : s(scalars) {}
 
@@ -148,10 +182,20 @@ struct AdemamixRule : Touches<true, true, has_first, true, true, true, true> {
         slow = slow * s.beta3 + g * s.one_minus_beta3;
         v = v * s.beta2 + (g * s.one_minus_beta2) * g;
         root = square_root(v);
+        const f32x16 blend = blended(m, slow);
+        const f32x16 u = cautious((blend / denominator(root, s)) * s.lr, blend, g, caution);
+        p = decayed(p, u, decay) - u;
+    }
+
+    MP_MEMBER f32x16 blended(f32x16 m, f32x16 slow) const {
         const u32x16 is_good = is_finite(m), is_slow_good = is_finite(slow);
         f32x16 blend = bounded(m * s.inv_bias1, is_good) + bounded(slow * s.alpha, is_slow_good);
-        f32x16 u = (bounded(blend, is_good & is_slow_good) / denominator(root, s)) * s.lr;
-        p = decayed(p, decay) - u;
+        return bounded(blend, is_good & is_slow_good);
+    }
+
+    MP_MEMBER f32x16 way(f32x16 g, f32x16 m, f32x16 slow) const {
+        m = has_first ? m * s.beta1 + g * s.one_minus_beta1 : g;
+        return blended(m, slow * s.beta3 + g * s.one_minus_beta3);
     }
 };
 
@@ -220,13 +264,14 @@ struct MuonMomentumRule : Touches<true, true, true, false, true, false> {
 };
 
 struct MuonApplyRule : Touches<true, true, false, false, false> {
-    Optional decay;
+    Decay decay;
     float factor;
 
-    MuonApplyRule(float its_decay, float its_factor) : decay(its_decay), factor(its_factor) {}
+    MuonApplyRule(float its_decay, bool cautious_wd, float its_factor) : decay(its_decay, cautious_wd), factor(its_factor) {}
 
-    MP_MEMBER void operator()(f32x16 u, f32x16& p, f32x16&, f32x16&, f32x16&) const {
-        p = decayed(p, decay) - u * factor;
+    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16&, f32x16&, f32x16&) const {
+        const f32x16 u = g * factor;
+        p = decayed(p, u, decay) - u;
     }
 };
 
@@ -269,24 +314,84 @@ static void ademamix(const Run& run, const Ademamix& s) {
     if (!run_special<MP_NONE, MP_F32, MP_F32>(run, rule)) run_rule(run, rule);
 }
 
+// Makes 1 of elements whose step would go the way of their gradient, 0 of others, in place of main params; nothing is kept.
+template <class Rule>
+struct AgreementRule : Touches<true, false, Rule::kFirst, false, false, false, Rule::kThird> {
+    Rule rule;
+    float* found;
+
+    AgreementRule(const Rule& given, float* to) : rule(given), found(to) {}
+
+    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16&, f32x16&) const {
+        g = g * rule.s.multiplier;
+        p = ones(are_alike(rule.way(g, m), g));
+    }
+
+    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16&, f32x16&, f32x16& slow) const {
+        g = g * rule.s.multiplier;
+        p = ones(are_alike(rule.way(g, m, slow), g));
+    }
+
+    MP_MEMBER void look(int64_t i, f32x16 p, f32x16, f32x16) const { store(found + i, p); }
+
+private:
+    MP_INLINE f32x16 ones(u32x16 where) { return as<f32x16>(where & as<u32x16>(splat<f32x16>(1.0f))); }
+};
+
+// How many elements of a run agree.
+template <class Rule>
+MP_INLINE int64_t count_agreements(const Run& given, const Rule& rule) {
+    alignas(64) float found[kBlock];
+    int64_t count = 0;
+    Run run = given;
+    run.main = run.old_main = run.remainder = run.old_remainder = run.moment2 = run.old_moment2 = Stream{nullptr, MP_NONE};
+    run.output = run.average = run.old_average = Stream{nullptr, MP_NONE};
+    run.scale2 = nullptr, run.old_scale2 = nullptr;
+    for (int64_t start = 0; start < run.numel; start += kBlock) {
+        const int64_t n = run.numel - start < kBlock ? run.numel - start : kBlock;
+        run_rule(part_of(run, start, n), AgreementRule<Rule>(rule, found));
+        for (int64_t i = 0; i < n; ++i) count += found[i] != 0.0f;
+    }
+    return count;
+}
+
+template <class Scalars>
+MP_INLINE Scalars read_scalars(const float* from) {
+    Scalars scalars;
+    __builtin_memcpy(&scalars, from, sizeof(scalars));
+    return scalars;
+}
+
+static int64_t count_of_adam(const Run& run, const float* scalars) {
+    const MpAdam s = read_scalars<MpAdam>(scalars);
+    return run.moment1.data ? count_agreements(run, AdamRule<true>(s)) : count_agreements(run, AdamRule<false>(s));
+}
+
+static int64_t count_of_lion(const Run& run, const float* scalars) {
+    return count_agreements(run, LionRule(read_scalars<Lion>(scalars)));
+}
+
+static int64_t count_of_ademamix(const Run& run, const float* scalars) {
+    const Ademamix s = read_scalars<Ademamix>(scalars);
+    return run.moment1.data ? count_agreements(run, AdemamixRule<true>(s)) : count_agreements(run, AdemamixRule<false>(s));
+}
+
 // A row of kRules. `moments`: those it cannot do without; of the first one `or_none_at_0`, where the second scalar is 0.
-template <class Scalars, void (*step)(const Run&, const Scalars&), int moments, bool or_none_at_0 = false>
+// `agreements` are counted before a cautious step.
+template <class Scalars, void (*step)(const Run&, const Scalars&), int moments, bool or_none_at_0 = false,
+          int64_t (*agreements)(const Run&, const float*) = nullptr>
 constexpr ElementRule row_of(const char* name) {
     static_assert(sizeof(Scalars) % sizeof(float) == 0, "scalars are floats");
     return {name, int32_t(sizeof(Scalars) / sizeof(float)),
             [](const float* s) { return or_none_at_0 && s[1] == 0.0f ? moments & ~1 : moments; },
-            [](const Run& run, const float* s) {
-                Scalars scalars;
-                __builtin_memcpy(&scalars, s, sizeof(scalars));
-                step(run, scalars);
-            }};
+            [](const Run& run, const float* s) { step(run, read_scalars<Scalars>(s)); }, agreements};
 }
 
 // Every rule that steps each element by itself. Its scalars are in the order of its class in update/element_rules.py.
 static const ElementRule kRules[] = {
-    row_of<MpAdam, adam, 1 | 2, true>("adam"),
+    row_of<MpAdam, adam, 1 | 2, true, count_of_adam>("adam"),
     row_of<Sgd, sgd, 0>("sgd"),
-    row_of<Lion, lion, 1>("lion"),
-    row_of<Ademamix, ademamix, 1 | 2 | 4, true>("ademamix"),
-    {nullptr, 0, nullptr, nullptr},
+    row_of<Lion, lion, 1, false, count_of_lion>("lion"),
+    row_of<Ademamix, ademamix, 1 | 2 | 4, true, count_of_ademamix>("ademamix"),
+    {nullptr, 0, nullptr, nullptr, nullptr},
 };

@@ -20,7 +20,7 @@ from torch import Tensor
 from mp_optim.config.rules import RULES
 from mp_optim.process.accelerator import CUDA, accelerator_of, current_device
 from mp_optim.slots import CachedTensorList
-from mp_optim.update.backends.reference import MOMENTUM
+from mp_optim.update.backends.reference import LEAST_SHARE, MOMENTUM, Scales
 from mp_optim.update.backends.triton.kernels import rules, two_passes
 from mp_optim.update.backends.triton.kernels.tiles import Flags
 from mp_optim.update.backends.triton.launches import (
@@ -118,6 +118,65 @@ class TritonBackend(KernelLaunches):
             elif (value := on_host(multiplier)) is not None:
                 super().step(rule, part.lists, scalars, value)
 
+    def step_cautiously(
+        self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier, scales: Scales
+    ) -> None:
+        moments, flags = kept_moments(lists, RULES[rule].moment_names), Flags.of(scalars)
+        for part, numbers in self.parts(lists, moments, scalars):
+            if numbers is not None:
+                given = numbers, multiplier, None, self._table(part, scales, len(lists.main))
+                self.launch_part(getattr(rules, rule), part, moments, flags, *given)
+                mark_written(part.lists)
+            elif (value := on_host(multiplier)) is not None:
+                own = [float(scales[index]) for index in part.indices]
+                super().step_cautiously(rule, part.lists, scalars, value, own)
+
+    def agreements(
+        self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier
+    ) -> Tensor:
+        device = lists.grad[0].device if lists.grad else torch.device("cpu")
+        counts = torch.zeros(len(lists.grad), 1, dtype=torch.int64, device=device)
+        moments = kept_moments(lists, RULES[rule].moment_names)
+        for part, numbers in self.parts(lists, moments, scalars):
+            if numbers is not None:
+                found = self._agreements(part, moments, numbers, multiplier)
+            elif (value := on_host(multiplier)) is not None:
+                found = super().agreements(rule, part.lists, scalars, value)
+            else:
+                continue
+            counts.index_copy_(0, self.index(part.indices, device), found)
+        return counts
+
+    def _agreements(
+        self, part: AlikeLists, moments: tuple[str, ...], numbers: Tensor, multiplier: Multiplier
+    ) -> Tensor:
+        device = part.lists.grad[0].device
+        counts = torch.zeros(len(part.indices), 1, dtype=torch.int64, device=device)
+        assert part.kind is not None
+        part = part._replace(kind=part.kind._replace(output=None))
+        for launch in self.launches_of(two_passes.agreements, part, moments, Flags()):
+            made = torch.empty(launch.plan.programs, 1, dtype=torch.int64, device=device)
+            self.launch(launch, numbers, multiplier, made=made)
+            if self.launcher.launches:
+                counts.index_add_(0, launch.plan.owners, made)
+        return counts
+
+    def caution_scales(self, counts: Tensor, sizes: Sequence[int]) -> Tensor:
+        """As :meth:`ReferenceBackend.caution_scales`, formed on the device."""
+        if not self.launcher.launches:
+            return counts[:, 0].float()
+        numels = self.tables.values(array("q", sizes), counts.device).clamp(min=1)
+        shares = (counts[:, 0].double() / numels.double()).clamp(min=LEAST_SHARE)
+        return shares.reciprocal().float()
+
+    def _table(self, part: AlikeLists, values: Sequence[float] | Tensor, count: int) -> Tensor:
+        """A number for each tensor of a part, from those of all tensors."""
+        if not isinstance(values, Tensor):
+            return self.numbers_of(part, values)
+        if len(part.indices) == count:
+            return values
+        return values.index_select(0, self.index(part.indices, values.device))
+
     def lamb_finish(
         self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: Multiplier
     ) -> None:
@@ -176,7 +235,6 @@ class TritonBackend(KernelLaunches):
             skip: FP32, shape (1,), on the device: not 0 if nothing is to be written.
         """
         for part, numbers in self.parts(lists, _ADAM, scalars):
-            device = part.lists.main[0].device
             if numbers is None:
                 if skip is None or not skip.item():
                     values = ratios.tolist() if isinstance(ratios, Tensor) else ratios
@@ -184,12 +242,7 @@ class TritonBackend(KernelLaunches):
                         part.lists, scalars, [values[index] for index in part.indices]
                     )
                 continue
-            if not isinstance(ratios, Tensor):
-                table = self.numbers_of(part, ratios)
-            elif len(part.indices) == len(lists.main):
-                table = ratios
-            else:
-                table = ratios.index_select(0, self.index(part.indices, device))
+            table = self._table(part, ratios, len(lists.main))
             flags = Flags(scalars.decay != 0.0)
             self.launch_part(two_passes.lamb_apply, part, _ADAM, flags, numbers, 1.0, skip, table)
             mark_written(part.lists)
@@ -237,7 +290,8 @@ class TritonBackend(KernelLaunches):
         if self.launcher.launches:
             counts = self.tables.values(array("q", sizes), device)
             steps, clipped = clipped_steps(sums, counts, numbers)
-        moments, flags = kept_moments(lists, _ADAM), Flags(scalars.decay != 0.0)
+        flags = Flags(scalars.decay != 0.0, cautious_wd=scalars.cautious_wd)
+        moments = kept_moments(lists, _ADAM)
         for part, row in self.parts(lists, moments, scalars):
             own = steps
             if len(part.indices) != len(lists.main):
@@ -265,7 +319,7 @@ class TritonBackend(KernelLaunches):
     def muon_apply(
         self, lists: TensorLists, scalars: MuonScalars, factors: Sequence[float]
     ) -> None:
-        flags = Flags(scalars.decay != 0.0)
+        flags = Flags(scalars.decay != 0.0, cautious_wd=scalars.cautious_wd)
         for part, numbers in self.parts(lists, (), scalars):
             if numbers is None:
                 own = [factors[index] for index in part.indices]

@@ -64,6 +64,8 @@ the seed, what new main params weigh in their averages, and, in FP64, from :data
 lr, or StableAdamW's rate, and from :data:`DECAY_RATE` on StableAdamW's."""
 RATE, DECAY_RATE = 2, 4
 _MOST_SCALARS = 12
+_IN_DOUBLE = ("rate", "decay_rate")
+"""Fields of scalars that a row has in FP64."""
 WIDTH = SCALARS + _MOST_SCALARS
 """Int32 values of a row."""
 
@@ -79,13 +81,22 @@ def shape_of(rule: str, kind: LaunchDtypes) -> dict[str, Any]:
 
 
 def row_of(scalars: Any, seed: int, average_weight: float = 1.0) -> array[int]:
-    """A call's row: the scalars are those fields that are FP32 numbers, in their order."""
-    values = [getattr(scalars, name) for name in scalars.__slots__]
+    """A call's row: the scalars are those fields that are FP32 numbers, in their order.
+
+    Raises:
+        ValueError: there are more of these than a row has room for.
+    """
+    values = [getattr(scalars, name) for name in scalars.__slots__ if name not in _IN_DOUBLE]
     rate = scalars.lr if isinstance(scalars, LambScalars) else 0.0
     decay_rate = 0.0
     if isinstance(scalars, StableScalars):
         rate, decay_rate = scalars.rate, scalars.decay_rate
-    numbers = [value for value in values if not isinstance(value, bool)][:_MOST_SCALARS]
+    numbers = [value for value in values if not isinstance(value, bool)]
+    if len(numbers) > _MOST_SCALARS:
+        raise ValueError(
+            f"{type(scalars).__name__} has {len(numbers)} numbers, a row of kernels' numbers room "
+            f"for {_MOST_SCALARS}"
+        )
     numbers += [0.0] * (_MOST_SCALARS - len(numbers))
     layout = f"=ifdd{_MOST_SCALARS}f"
     return array("i", struct.pack(layout, seed, average_weight, rate, decay_rate, *numbers))

@@ -12,7 +12,13 @@ from mp_optim.update.backends.triton.kernels.formats import (
     write_main,
     write_moment,
 )
-from mp_optim.update.backends.triton.kernels.tiles import each_tile, gradient
+from mp_optim.update.backends.triton.kernels.tiles import (
+    cautious,
+    decayed,
+    each_tile,
+    gradient,
+    scale_of_cautious,
+)
 
 
 @triton.jit
@@ -23,16 +29,16 @@ def denominator(v, eps, inv_sqrt_bias2):
 
 @triton.jit
 def adam(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    each_tile(_adam_tile, chunk, None, FLAGS, ROWS)
+    each_tile(_adam_tile, chunk, scale_of_cautious(chunk, FLAGS), FLAGS, ROWS)
 
 
 @triton.jit
-def _adam_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
-    adam_step(tile, chunk, chunk.scalars[5], chunk.scalars[7], chunk.scalars[8], FLAGS)
+def _adam_tile(tile, chunk, scale, FLAGS: tl.constexpr):
+    adam_step(tile, chunk, chunk.scalars[5], chunk.scalars[7], chunk.scalars[8], scale, FLAGS)
 
 
 @triton.jit
-def adam_step(tile, chunk, step_size, decay, l2, FLAGS: tl.constexpr):
+def adam_step(tile, chunk, step_size, decay, l2, scale, FLAGS: tl.constexpr):
     beta1, one_minus_beta1, beta2, one_minus_beta2, eps = chunk.scalars[:5]
     inv_sqrt_bias2 = chunk.scalars[6]
     p = read_main(chunk.main, chunk.rest, tile)
@@ -44,8 +50,8 @@ def adam_step(tile, chunk, step_size, decay, l2, FLAGS: tl.constexpr):
     v = read_moment(chunk.second, tile, True)
     v = v * beta2 + (g * one_minus_beta2) * g
     u = tl.div_rn(m, denominator(v, eps, inv_sqrt_bias2)) * step_size
-    if FLAGS.has_decay:
-        p = p - p * decay
+    u = cautious(u, m, g, scale, FLAGS)
+    p = decayed(p, u, decay, FLAGS)
     p = p - u
     if chunk.first.stored is not None:
         write_moment(m, chunk.first, tile, False)
@@ -55,11 +61,18 @@ def adam_step(tile, chunk, step_size, decay, l2, FLAGS: tl.constexpr):
 
 @triton.jit
 def ademamix(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    each_tile(_ademamix_tile, chunk, None, FLAGS, ROWS)
+    each_tile(_ademamix_tile, chunk, scale_of_cautious(chunk, FLAGS), FLAGS, ROWS)
 
 
 @triton.jit
-def _ademamix_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
+def blended_averages(m, slow, inv_bias1, alpha):
+    """m * (1/bias1) + slow * alpha, which does not overflow where both are finite."""
+    blend = bounded(m * inv_bias1, is_finite(m)) + bounded(slow * alpha, is_finite(slow))
+    return bounded(blend, is_finite(m) & is_finite(slow))
+
+
+@triton.jit
+def _ademamix_tile(tile, chunk, scale, FLAGS: tl.constexpr):
     beta1, one_minus_beta1, beta2, one_minus_beta2, beta3, one_minus_beta3 = chunk.scalars[:6]
     alpha, eps, lr, inv_bias1, inv_sqrt_bias2, decay = chunk.scalars[6:12]
     p = read_main(chunk.main, chunk.rest, tile)
@@ -72,11 +85,10 @@ def _ademamix_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
     slow = slow * beta3 + g * one_minus_beta3
     v = read_moment(chunk.second, tile, True)
     v = v * beta2 + (g * one_minus_beta2) * g
-    blend = bounded(m * inv_bias1, is_finite(m)) + bounded(slow * alpha, is_finite(slow))
-    blend = bounded(blend, is_finite(m) & is_finite(slow))
+    blend = blended_averages(m, slow, inv_bias1, alpha)
     u = tl.div_rn(blend, denominator(v, eps, inv_sqrt_bias2)) * lr
-    if FLAGS.has_decay:
-        p = p - p * decay
+    u = cautious(u, blend, g, scale, FLAGS)
+    p = decayed(p, u, decay, FLAGS)
     p = p - u
     if chunk.first.stored is not None:
         write_moment(m, chunk.first, tile, False)
@@ -112,11 +124,11 @@ def _sgd_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
 
 @triton.jit
 def lion(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    each_tile(_lion_tile, chunk, None, FLAGS, ROWS)
+    each_tile(_lion_tile, chunk, scale_of_cautious(chunk, FLAGS), FLAGS, ROWS)
 
 
 @triton.jit
-def _lion_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
+def _lion_tile(tile, chunk, scale, FLAGS: tl.constexpr):
     beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay = chunk.scalars[:6]
     p = read_main(chunk.main, chunk.rest, tile)
     g = gradient(chunk, p, tile, decay, False)
@@ -124,9 +136,9 @@ def _lion_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
     blend = m * beta1 + g * one_minus_beta1
     zero_or_nan = tl.where(blend == 0.0, 0.0, blend)
     sign = tl.where(blend > 0.0, 1.0, tl.where(blend < 0.0, -1.0, zero_or_nan))
-    if FLAGS.has_decay:
-        p = p - p * decay
-    p = p - sign * lr
+    u = cautious(sign * lr, blend, g, scale, FLAGS)
+    p = decayed(p, u, decay, FLAGS)
+    p = p - u
     m = m * beta2 + g * one_minus_beta2
     write_moment(m, chunk.first, tile, False)
     write_main(p, chunk, tile)

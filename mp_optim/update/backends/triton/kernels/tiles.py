@@ -28,12 +28,22 @@ class Flags(NamedTuple):
     first: bool = False
     average_from_end: bool = False
     ahead_from_end: bool = False
+    cautious_wd: bool = False
+    caution: bool = False
 
     @classmethod
     def of(cls, scalars: Any) -> "Flags":
-        """Those of a rule's scalars: its switches, and whether there is something to decay."""
+        """Those of a rule's scalars: its switches, and whether there is something to decay.
+
+        Raises:
+            ValueError: a switch is no field here, so that no kernel would know of it.
+        """
         names = scalars.__slots__
         switches = {name: getattr(scalars, name) for name in cls._fields if name in names}
+        values = {name: getattr(scalars, name) for name in names}
+        named = {name for name, value in values.items() if isinstance(value, bool)}
+        if unknown := named - switches.keys():
+            raise ValueError(f"no kernel is compiled for {sorted(unknown)}: add it to Flags")
         has_decay = "decay" in names and bool(scalars.decay)
         return cls(has_decay, "l2" in names and bool(scalars.l2), **switches)
 
@@ -190,6 +200,43 @@ def gradient(chunk, main, tile, l2, HAS_L2: tl.constexpr):
     if HAS_L2:
         value = value + main * l2
     return value
+
+
+@triton.jit
+def scale_of_cautious(chunk, FLAGS: tl.constexpr):
+    """What the steps of this tensor's elements that agree with their gradients are multiplied with,
+    of those ``made``; None if the step is not cautious."""
+    scale = None
+    if FLAGS.caution:
+        scale = tl.load(chunk.made + chunk.tensor)
+    return scale
+
+
+@triton.jit
+def are_alike(a, b):
+    """Where both are positive, or both negative."""
+    return ((a > 0.0) & (b > 0.0)) | ((a < 0.0) & (b < 0.0))
+
+
+@triton.jit
+def cautious(u, way, g, scale, FLAGS: tl.constexpr):
+    """A step; if it is cautious, what goes the way of the gradient times a scale, and the rest
+    times 0."""
+    if FLAGS.caution:
+        u = u * tl.where(are_alike(way, g), scale, 0.0)
+    return u
+
+
+@triton.jit
+def decayed(p, u, decay, FLAGS: tl.constexpr):
+    """A decayed main param; of cautious decay not where the step takes it away from 0."""
+    if FLAGS.has_decay:
+        if FLAGS.cautious_wd:
+            is_opposed = ((p > 0.0) & (u < 0.0)) | ((p < 0.0) & (u > 0.0))
+            p = p - tl.where(is_opposed, 0.0, p * decay)
+        else:
+            p = p - p * decay
+    return p
 
 
 @triton.jit

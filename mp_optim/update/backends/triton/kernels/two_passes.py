@@ -17,9 +17,11 @@ from mp_optim.update.backends.triton.kernels.formats import (
     write_main,
     write_moment,
 )
-from mp_optim.update.backends.triton.kernels.rules import adam_step, denominator
+from mp_optim.update.backends.triton.kernels.rules import adam_step, blended_averages, denominator
 from mp_optim.update.backends.triton.kernels.sums import lanes_added, pairs_added
 from mp_optim.update.backends.triton.kernels.tiles import (
+    are_alike,
+    decayed,
     each_tile,
     even_count,
     gradient,
@@ -149,10 +151,9 @@ def muon_apply(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constex
 @triton.jit
 def _muon_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
     p = read_main(chunk.main, chunk.rest, tile)
-    u = gradient(chunk, p, tile, 0.0, False)
-    if FLAGS.has_decay:
-        p = p - p * chunk.scalars[2]
-    p = p - u * ratio
+    u = gradient(chunk, p, tile, 0.0, False) * ratio
+    p = decayed(p, u, chunk.scalars[2], FLAGS)
+    p = p - u
     write_main(p, chunk, tile)
 
 
@@ -225,4 +226,41 @@ def clipped_adamw(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def _step_tile(tile, chunk, own, FLAGS: tl.constexpr):
-    adam_step(tile, chunk, own[0], own[1], 0.0, FLAGS)
+    adam_step(tile, chunk, own[0], own[1], 0.0, None, FLAGS)
+
+
+# -- cautious updates -----------------------------------------------------------------------------
+
+
+@triton.jit
+def agreements(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    """Each program stores in ``made`` how many elements of its chunk a cautious step of Adam, Lion
+    or AdEMAMix (which has a third moment) keeps."""
+    count = tl.full((), 0, tl.int64)
+    whole = chunk.count // (ROWS * BLOCK) * (ROWS * BLOCK)
+    for at in range(0, whole, ROWS * BLOCK):
+        count = count + _agreeing(at, chunk.count, chunk, ROWS, False)
+    even = even_count(chunk.count, chunk.aligned)
+    if chunk.aligned:
+        if whole < even:
+            count = count + _agreeing(whole, even, chunk, ROWS, True)
+    if (whole < chunk.count) & (even == 0):
+        count = count + _agreeing(whole, chunk.count, chunk, ROWS, True)
+    tl.store(chunk.made + tl.program_id(0).to(tl.int64), count)
+
+
+@triton.jit
+def _agreeing(at, count, chunk, ROWS: tl.constexpr, MASKED: tl.constexpr):
+    """How many elements of a tile agree; those beyond its end are 0, which agrees with nothing."""
+    blocks, offsets, inside = located_in_tile(at, count, ROWS, BLOCK, chunk.run)
+    tile = Tile(blocks, offsets, count, inside, MASKED, None)
+    g = gradient(chunk, None, tile, 0.0, False)
+    way = g
+    if chunk.first.stored is not None:
+        m = read_moment(chunk.first, tile, False)
+        way = m * chunk.scalars[0] + g * chunk.scalars[1]
+    if chunk.third.stored is not None:
+        slow = read_moment(chunk.third, tile, False)
+        slow = slow * chunk.scalars[4] + g * chunk.scalars[5]
+        way = blended_averages(way, slow, chunk.scalars[9], chunk.scalars[6])
+    return _total(tl.where(are_alike(way, g), 1, 0)).to(tl.int64)
