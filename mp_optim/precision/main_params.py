@@ -354,6 +354,7 @@ class MainParams:
             self._trained(index, self._new_main(slot, param), param)
         elif self.table.separate[index]:
             set_main_param(param, main)
+            self._stay_beside(slot, main, param)
             self.reloaded += self._follow(slot, main, local, param)
             self._executor.written_outside(slot)
         elif param.dtype == main.dtype:
@@ -362,6 +363,16 @@ class MainParams:
             self._executor.written_outside(slot)
         else:  # it was cast: now it needs a main param, or has no place here
             self._trained(index, self._new_main(slot, param), param)
+
+    def _stay_beside(self, slot: Slot, main: Tensor, param: Tensor) -> None:
+        """What is stepped where its parameter lies goes with it to another device (``model.to``),
+        as state goes with what is stepped; but not if it waits on the host."""
+        executor, home = self._executor, self._executor.home(slot, param)
+        is_parked = id(main) in executor.step_mark.parked.homes
+        if main.device != home and home == local_tensor(param).device and not is_parked:
+            before_writing([main])
+            main.data = main.data.to(home)
+            executor.memory_moved(slot)
 
     def _follow(self, slot: Slot, main: Tensor, local: Tensor, param: Tensor) -> bool:
         """Make a main param agree with the model's; returns whether it took other values."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from mp_optim.checkpoint.shards import is_cut
 from mp_optim.config.rules import is_elementwise
@@ -33,8 +34,8 @@ from mp_optim.update.state_format import joined, unpacked
 
 
 def as_sharded(local: Tensor, param: Tensor, key: str = "") -> Tensor:
-    """State of a DTensor parameter as a DTensor of the same layout; scalars, what every rank keeps
-    whole and that of plain parameters unchanged.
+    """State of a DTensor parameter as a DTensor of the same layout, in the memory where it is, on
+    the host, too; scalars, what every rank keeps whole and that of plain parameters unchanged.
 
     Args:
         key: of the state; empty for a main param.
@@ -46,6 +47,10 @@ def as_sharded(local: Tensor, param: Tensor, key: str = "") -> Tensor:
         or (local.dim() == 0 and param.dim() > 0)
     ):
         return local
+    if local.device.type != param.device_mesh.device_type:  # from_local would bring it there
+        meta = TensorMeta(param.shape, param.stride(), local.dtype)
+        spec = DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta)
+        return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return DTensor.from_local(
         local,
         param.device_mesh,

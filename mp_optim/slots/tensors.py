@@ -129,6 +129,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+def whole_tensor(tensor: DTensor) -> Tensor:
+    """All of a DTensor, whose parts may rest on the host: collectives reach the mesh's devices."""
+    there: Any = tensor.to(tensor.device_mesh.device_type)
+    whole: Tensor = there.full_tensor()
+    return whole
+
+
 def held_tensor(tensor: Tensor) -> Tensor:
     """What a DTensor holds, without a detour through autograd; anything else as it is. For marks
     (versions, addresses) alone: a collective on it may still be under way."""

@@ -42,7 +42,9 @@ def local_to(optimizer: Any, device: torch.device) -> None:
     """AReaL: moments alone, of DTensors what the rank has."""
     for state in _states(optimizer):
         for key in ("exp_avg", "exp_avg_sq"):
-            value = state[key]
+            value = state.get(key)
+            if value is None:
+                continue
             local = value.to_local() if isinstance(value, DTensor) else value
             if local.device.type != device.type:
                 state[key] = local.to(device)

@@ -27,6 +27,7 @@ from mp_optim.slots.identity import has_names
 from mp_optim.slots.keyed_optimizer import OverStack, SlotKeyedOptimizer, stack_of
 from mp_optim.slots.names import named_params
 from mp_optim.slots.slot_state import AVERAGE, MASTER, STEP
+from mp_optim.slots.tensors import whole_tensor
 
 # -- torch: Adam and AdamW, and any optimizer whose state is tensors of the parameter's shape -----
 
@@ -481,7 +482,7 @@ def _whole_tensors(
         if partition is not None:
             full = _joined(name, PartitionShard(full, partition), ranks)
         elif isinstance(full, DTensor):
-            full = full.full_tensor()
+            full = whole_tensor(full)
         elif isinstance(full, FlatShard):
             full = full.full_tensor(ranks.group)
         if ranks.rank == 0:

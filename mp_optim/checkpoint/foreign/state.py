@@ -24,6 +24,7 @@ from mp_optim.slots.names import matched_names
 from mp_optim.slots.param_attributes import main_param_of
 from mp_optim.slots.slot_state import AVERAGE, MASTER, REMAINDER, SCALE, STEP
 from mp_optim.slots.state_dict import plain_groups
+from mp_optim.slots.tensors import whole_tensor
 
 _NO_SETTINGS = ("params", "param_names", STEP)
 """What else a param group has."""
@@ -311,7 +312,7 @@ def export_state(optimizer: SlotKeyedOptimizer | OverStack) -> ForeignState:
 
 
 def _gathered(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value.detach()
+    return whole_tensor(value) if isinstance(value, DTensor) else value.detach()
 
 
 # -- in a file, and in a checkpoint ---------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from lab.any_program import amp, breaking, gradients, leaving, nonsense, writes
-from lab.any_program.arithmetic import F
+from lab.any_program.arithmetic import F, halved
 from lab.any_program.operations import operation
 from lab.any_program.oracle import Group, Slot
 from lab.any_program.program import Program
@@ -22,6 +22,7 @@ from lab.any_program.starting import settings_of
 from lab.any_program.subject import as_tensor, expect_bits, name_of, need, refused
 from mp_optim import OptimizerParamScheduler
 from mp_optim.update import set_host_threads
+from support.moved_by_hand import HELPERS
 
 INDEX = st.integers(0, 5)
 SEED = st.integers(0, 99)
@@ -357,6 +358,23 @@ class AnyProgram(Program):
                 str(self.subject.optimizer.describe())
                 and self.subject.optimizer.metrics()["steps"] >= 0
             )
+
+    @operation(index=INDEX, halves=st.booleans())
+    def assign(self, index: int, halves: bool) -> None:
+        """State by hand: all of it is moved to the host and back, as programs do that give its
+        memory to others for a while; and moments are given half of their values."""
+        need(self.oracle.rule != "foreign")
+        self.leave()
+        optimizer, slot = self.subject.optimizer, self.pick(index)
+        for helper in HELPERS.values():
+            helper(optimizer, torch.device("cpu"))
+        if halves and slot.bound:
+            state = optimizer.state[self.subject.model.param(slot.name)]
+            for name in self.oracle.moment_names(slot):
+                scaled = slot.moments[name].scales is not None
+                key = f"{name}_scale" if scaled else name
+                state[key] = state[key] * 0.5
+                slot.moments[name] = halved(slot.moments[name])
 
     # -- state leaves and comes -------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ import os
 import sys
 from tempfile import gettempdir
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from mp_optim import MegatronOptimizer, ProcessGroups, checkpoint, get_megatron_optimizer
 from support.models import DTYPES, TinyMoE, config_for, is_expert, tokens_of, train
+from support.moved_by_hand import HELPERS
 
 CASES = [
     ("adam", "fp32", 0.0),
@@ -105,6 +107,47 @@ def scaled_rows() -> list[bool]:
     return right
 
 
+HANDS = ["fp32", "bf16", "bf16-remainder", "bf16-8bit", "bf16-4bit"]
+
+
+def moved_by_hand(form: str) -> list[str]:
+    """What helpers of others do to state around a step, and values that are assigned as a DTensor
+    or as what a rank has of it; returns what differs from writes to the tensors themselves."""
+
+    def trained(by_hand: bool) -> dict[str, Tensor]:
+        model, optimizer = build_sharded(form, 0.5)
+        train(model, optimizer, 2)
+        for helper in HELPERS.values() if by_hand else ():
+            helper(optimizer, torch.device("cpu"))
+        zeros = {}
+        for param, state in optimizer.state.items():
+            assert optimizer.state[param] is state
+            zeros[param] = {**state, "exp_avg": torch.zeros_like(state["exp_avg"])}
+        if not by_hand:
+            optimizer.state = zeros
+        for param, state in zeros.items() if by_hand else ():
+            value = state["exp_avg"]
+            is_cut = isinstance(value, DTensor) and param.dim() == 2
+            optimizer.state[param]["exp_avg"] = value.to_local() if is_cut else value
+        train(model, optimizer, 2, start=2)
+        return {name: whole(main) for name, main in optimizer.named_main_params()}
+
+    one, other = trained(True), trained(False)
+    return [name for name, main in one.items() if not torch.equal(main, other[name])]
+
+
+def stays_where_it_is() -> bool:
+    """State that rests on the host is shown there, though the mesh is of an accelerator."""
+    _, optimizer = build_sharded("bf16", 0.0)
+    kept = optimizer.state_of(optimizer.slots()[0]).kept()["exp_avg"]
+    param = optimizer.param_groups[0]["params"][0]
+    with mock.patch.object(type(param.device_mesh), "device_type", "cuda"):
+        shown = optimizer.state[param]["exp_avg"]
+    local = shown.to_local()
+    same = local.data_ptr() == kept.data_ptr() and shown.shape == param.shape
+    return same and shown.placements == param.placements and local.device.type == "cpu"
+
+
 def whole(value: Tensor) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
@@ -183,6 +226,8 @@ def main(directory: str) -> None:
     result["experts"] = experts_on_one_rank()
     result["averages"] = averages_in_place()
     result["scaled"] = scaled_rows()
+    result["hands"] = {form: moved_by_hand(form) for form in HANDS}
+    result["stays"] = stays_where_it_is()
     result["eight_bit"] = eight_bit_resumes(f"{directory}/eight_bit")
     torch.save(result, f"{directory}/rank{dist.get_rank()}.pt")
     dist.barrier()

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Partial
 from mp_optim.slots.tensor_layout import shard_groups_of
 from support.launch import results_of_ranks
 from support.models import build, tokens_of
-from support.workers.fsdp import CASES, STEPS
+from support.workers.fsdp import CASES, HANDS, STEPS
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +80,12 @@ def test_partial_parameters_are_refused(tmp_path):
             shard_groups_of("w", param)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("form", HANDS)
+def test_state_of_dtensors_is_taken_by_hand(ranks, form):
+    assert [rank["hands"][form] for rank in ranks] == [[], []]
+
+
+def test_state_that_rests_on_the_host_is_shown_there(ranks):
+    assert [rank["stays"] for rank in ranks] == [True, True]

@@ -201,7 +201,7 @@ def test_every_class_leaves_the_accelerator_and_comes_back(simulation, name, way
             with pytest.raises(RuntimeError, match="restore_from_cpu"):
                 optimizer.step()
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", STAYS)
+                warnings.filterwarnings("ignore", f".*{STAYS}")
                 optimizer.restore_from_cpu() if way == "calls" else all_to(optimizer, DEVICE)
             assert on_accelerator(optimizer) == there
         return [param.detach().cpu() for param in params] + [
@@ -250,6 +250,40 @@ def test_what_is_kept_of_launches_is_forgotten_slot_by_slot(simulation, monkeypa
     optimizer.offload_to_cpu()
     optimizer.restore_from_cpu()
     assert told[1:] == [None] * 4  # of the dense optimizer and of the experts'
+
+
+@pytest.mark.parametrize("asked", ["before", "around"])
+@pytest.mark.parametrize("offload", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_not_offloaded_goes_with_a_model_that_moves(simulation, dtype, offload, asked):
+    """As where the weights leave the accelerator for a rollout, too: the optimizer may be asked for
+    its state while they are away."""
+
+    def run(asked):
+        layer = nn.Linear(6, 5, device=HOST).to(dtype)
+        with torch.no_grad():
+            for param in layer.parameters():
+                param.copy_(torch.arange(param.numel()).view_as(param) / 7)
+        layer.to(DEVICE if asked == "never" else HOST)
+        optimizer = mp_optim.AdamW(layer.parameters(), lr=1e-2, offload=offload)
+        if asked != "never":
+            all_to(optimizer, HOST)
+        layer.to(DEVICE)
+        for step in range(3):
+            for param in layer.parameters():
+                param.grad = torch.full_like(param, 0.5 + step)
+            optimizer.step()
+            if asked == "around":
+                layer.to(HOST)
+                all_to(optimizer, HOST)
+                layer.to(DEVICE)
+                all_to(optimizer, DEVICE)
+        assert bool(on_accelerator(optimizer)) == (offload < 1.0)
+        return [param.detach().cpu() for param in layer.parameters()]
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", f".*{STAYS}")
+        assert all(map(same_bits, run(asked), run("never")))
 
 
 # -- the rule -------------------------------------------------------------------------------------
