@@ -28,7 +28,7 @@ from training.config import DataConfig, ModelConfig, RunConfig, SchedulerConfig,
 from training.loop import train
 
 
-def _compact(moments: str, bits: int = 16, **more: Any) -> dict[str, Any]:
+def _compact(moments: str, bits: int | str = 16, **more: Any) -> dict[str, Any]:
     remainder = {} if bits == 16 else {"param_remainder_bits": bits}
     return {
         "use_precision_aware_optimizer": True,
@@ -52,6 +52,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "4-bit and 8-bit moments, 16-bit remainder": {**_compact("uint8"), "exp_avg_dtype": "uint4"},
     "8-bit moments, 8-bit remainder": _compact("uint8", 8),
     "8-bit moments, 8-bit remainder, stochastic": _compact("uint8", 8, stochastic_rounding=True),
+    "bf16 moments, Kahan's compensation": _compact("bfloat16", "kahan"),
+    "bf16 moments, no main params": _compact("bfloat16", 0, stochastic_rounding=True),
 }
 """Forms of state by name; the first is what the others are compared with."""
 
@@ -76,6 +78,8 @@ class Options:
     seeds: int = 3
     jobs: int = os.cpu_count() or 1
     """Runs at a time, one thread each."""
+    lr: float = 3e-3
+    """The highest learning rate, which falls to a tenth."""
     forms: tuple[str, ...] = tuple(FORMS)
     output: Path | None = None
     """Folder for quality.json, quality.md and quality.png; runs that are in the first already are
@@ -92,7 +96,7 @@ class Run:
     losses: list[float]
 
 
-def run_config(form: str, seed: int, steps: int) -> TrainConfig:
+def run_config(form: str, seed: int, steps: int, lr: float = 3e-3) -> TrainConfig:
     """A mixture of experts small enough to train often."""
     weights, settings = FLOAT8[form] if form in FLOAT8 else ("none", FORMS[form])
     return TrainConfig(
@@ -108,8 +112,8 @@ def run_config(form: str, seed: int, steps: int) -> TrainConfig:
         ),
         data=DataConfig(source="stdlib", seq_length=128, max_megabytes=16.0),
         optimizer=OptimizerConfig(
-            lr=3e-3,
-            min_lr=3e-4,
+            lr=lr,
+            min_lr=lr / 10,
             weight_decay=0.1,
             adam_beta2=0.99,
             clip_grad=1.0,
@@ -129,15 +133,15 @@ def run_config(form: str, seed: int, steps: int) -> TrainConfig:
     )
 
 
-def run_one(job: tuple[str, int, int]) -> Run:
+def run_one(job: tuple[str, int, int, float]) -> Run:
     """Train once, on one thread."""
     torch.set_num_threads(1)
     set_host_threads(1)
-    form, seed, steps = job
-    records = train(run_config(form, seed, steps)).records
+    form, *settings = job
+    records = train(run_config(form, *settings)).records
     return Run(
         form,
-        seed,
+        job[1],
         float(records[-1].eval_loss or float("nan")),
         [record.loss for record in records],
     )
@@ -147,7 +151,7 @@ def main(options: Options) -> None:
     require_kernels()
     known = {(run.form, run.seed): run for run in _found(options)}
     jobs = [
-        (form, 1000 + seed, options.steps)
+        (form, 1000 + seed, options.steps, options.lr)
         for seed in range(options.seeds)
         for form in options.forms
     ]
