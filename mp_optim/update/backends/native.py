@@ -195,6 +195,8 @@ class NativeBackend(ReferenceBackend):
             own = array("f", [float(scales[index]) for index in indices])
             if kind is None:
                 super().step_cautiously(rule, alike.in_place(), scalars, multiplier, list(own))
+                for bits in alike.changed or ():
+                    bits.fill_(0xFF)  # whatever changed is among all
                 continue
             given = *_given(rule, scalars, multiplier), own.buffer_info()[0]
             self._call("mp_step", _table(alike, kind, moments), *given)

@@ -433,4 +433,4 @@ int32_t mp_access(MpAccess* given) {
     return MP_OK;
 }
 
-int32_t mp_abi() { return 17; }
+int32_t mp_abi() { return 18; }

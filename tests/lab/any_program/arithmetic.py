@@ -279,15 +279,28 @@ def _with_l2(p: Array, g: Array, h: Mapping[str, Any]) -> Array:
     return g if h["adam_w_mode"] or l2 == 0 else g + p * l2
 
 
-def _decayed(p: Array, h: Mapping[str, Any]) -> Array:
+def _decayed(p: Array, u: Array, h: Mapping[str, Any]) -> Array:
     decay = F(h["lr"] * h["weight_decay"])
-    return p if decay == 0 else p - p * decay
+    if decay == 0:
+        return p
+    leaves_zero = np.sign(p) * np.sign(u) < 0
+    return p - np.where(leaves_zero & bool(h.get("cautious_wd")), F(0), p * decay)
+
+
+def _cautious(u: Array, way: Array, g: Array, h: Mapping[str, Any]) -> Array:
+    """A step, if it is cautious of the elements alone that go the way of their gradient."""
+    if not h.get("caution"):
+        return u
+    agrees = np.sign(way) * np.sign(g) > 0
+    share = np.count_nonzero(agrees) / max(1, agrees.size)
+    return u * np.where(agrees, F(1 / max(share, 1e-3)), F(0))
 
 
 def _adam(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tuple[Array, State]:
     m, v = _moments(_with_l2(p, g, h), state, h, 1 - h["betas"][0])
     u = (m / _denominator(v, h, t)) * F(h["lr"] / _corrections(h, t)[0])
-    p = _decayed(p, h) if h["adam_w_mode"] else p
+    u = _cautious(u, m, g, h)
+    p = _decayed(p, u, h) if h["adam_w_mode"] else p
     return p - u, _kept(state, exp_avg=m, exp_avg_sq=v)
 
 
@@ -323,8 +336,9 @@ def _sgd(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tupl
 def _lion(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tuple[Array, State]:
     b1, b2 = h["betas"]
     m = state["exp_avg"].values()
-    u = np.sign(m * F(b1) + g * F(1 - b1)) * F(h["lr"])
-    return _decayed(p, h) - u, _kept(state, exp_avg=m * F(b2) + g * F(1 - b2))
+    blend = m * F(b1) + g * F(1 - b1)
+    u = _cautious(np.sign(blend) * F(h["lr"]), blend, g, h)
+    return _decayed(p, u, h) - u, _kept(state, exp_avg=m * F(b2) + g * F(1 - b2))
 
 
 def _ademamix(
@@ -338,8 +352,9 @@ def _ademamix(
     alpha = h["alpha"] * min(1.0, t / (h["alpha_warmup"] or 1))
     s = state["exp_avg_slow"].values() * F(b3) + g * F(1 - b3)
     near, far = _bounded(m * F(1 / _corrections(h, t)[0]), m), _bounded(s * F(alpha), s)
-    u = (_bounded(near + far, m + s * F(0)) / _denominator(v, h, t)) * F(h["lr"])
-    return _decayed(p, h) - u, _kept(state, exp_avg=m, exp_avg_sq=v, exp_avg_slow=s)
+    blend = _bounded(near + far, m + s * F(0))
+    u = _cautious((blend / _denominator(v, h, t)) * F(h["lr"]), blend, g, h)
+    return _decayed(p, u, h) - u, _kept(state, exp_avg=m, exp_avg_sq=v, exp_avg_slow=s)
 
 
 def _foreign(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tuple[Array, State]:

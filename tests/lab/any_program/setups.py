@@ -10,6 +10,8 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from mp_optim.config.rules import CAUTIONS
+
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bfloat16": {
@@ -145,6 +147,16 @@ class Setup:
     """L2 decay for Adam, NVLAMB without averaging, SGD without momentum."""
     ema: float | None = None
     """Averages are kept, with this decay."""
+    cautions: tuple[str, ...] = ()
+    """Which of ``CAUTIONS`` are on, where the rule has them."""
+
+    @property
+    def switches(self) -> dict[str, bool]:
+        """Cautious settings of the rule: of Adam only with decoupled decay."""
+        if self.rule not in ("adam", "lion", "ademamix"):
+            return {}
+        is_decoupled = self.rule != "adam" or not self.variant
+        return {name: is_decoupled and name in self.cautions for name in CAUTIONS}
 
     def __post_init__(self) -> None:
         if self.rule == "foreign":  # plain state, no experts, no averages
@@ -226,6 +238,7 @@ def setups() -> SearchStrategy[Setup]:
             st.integers(1, 2),
             st.booleans(),
             st.sampled_from((None, None, 0.9)),
+            st.sampled_from(((), (), ("caution",), ("cautious_wd",), CAUTIONS)),
         )
 
     return st.sampled_from(("bf16", "fp16", "fp32")).flatmap(rest)

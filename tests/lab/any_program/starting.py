@@ -82,4 +82,4 @@ def settings_of(setup: Setup, given: Settings, explicit: bool) -> dict[str, Any]
         more = {"betas": (0.5 if variant else 0.95, 0.98)}
     else:
         more = {"momentum": 0.0 if variant else 0.9, "dampening": 0.0, "nesterov": False}
-    return {**common, **more}
+    return {**common, **more, **setup.switches}

@@ -133,7 +133,7 @@ def config_of(setup: Setup, place: Place) -> OptimizerConfig:
         if setup.rule not in ("adam", "ademamix", "lamb"):
             form.pop("exp_avg_sq_dtype", None)
         fields |= {"use_precision_aware_optimizer": True, **form}
-    return OptimizerConfig(**fields, **variant_of(setup))
+    return OptimizerConfig(**fields, **variant_of(setup), **setup.switches)
 
 
 def variant_of(setup: Setup) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from lab.layout_fuzz.chance import Chance
 from lab.layout_fuzz.drawn_layouts import DrawnLayouts
 from lab.layout_fuzz.drawn_models import DrawnModel, streams_of
 from lab.layout_fuzz.running import OTHER_SETTINGS
+from mp_optim.config.rules import CAUTIONS
 
 __all__ = ["draw"]
 
@@ -163,7 +164,16 @@ class _Draw:
             }
         if case.rule == "lamb":
             found["lamb_use_nvlamb"] = self.chance.often(0.5)
-        return tuple((found | self.averages(case) | self.small_state(case)).items())
+        found |= self.cautions(case, found) | self.averages(case) | self.small_state(case)
+        return tuple(found.items())
+
+    def cautions(self, case: Case, found: dict[str, Any]) -> dict[str, Any]:
+        """Cautious settings; drawn apart, so that nothing else of a case depends on it. Not of
+        Muon, whose tolerance a sign that turns is beyond."""
+        apart = random.Random(f"cautions {self.seed}")
+        drawn = {name: True for name in CAUTIONS if apart.random() < 0.3}
+        has_them = case.rule in ("adam", "lion") and found.get("decoupled_weight_decay", True)
+        return drawn if has_them else {}
 
     def averages(self, case: Case) -> dict[str, Any]:
         """Of a third of the cases; drawn apart, so that nothing else of a case depends on it."""

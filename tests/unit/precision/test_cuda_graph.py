@@ -123,6 +123,7 @@ def story(precision: str, when: dict[str, int], **settings: Any) -> tuple[dict[s
         ("fp16", {"hysteresis": 1, "loss_scale_window": 4}, LONG),
         ("fp32", {"optimizer": "lamb"}, SHORT),
         ("bf16", {"optimizer": "stable_adamw"}, SHORT),
+        ("bf16", {"caution": True, "cautious_wd": True}, SHORT),
         ("bf16-stochastic", {}, SHORT),
         ("bf16", {"optimizer": "sgd", "log_num_zeros_in_grad": True}, SHORT),
         ("bf16", {"optimizer": "lion", "clip_grad": 0.0}, SHORT),

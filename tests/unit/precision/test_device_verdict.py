@@ -157,17 +157,18 @@ WATCHED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("precision", "rule"),
+    ("precision", "rule", "settings"),
     [
-        ("fp16", "adam"),
-        ("bf16", "lamb"),
-        ("bf16", "stable_adamw"),
-        ("bf16-remainder", "sgd"),
-        ("bf16", "lion"),
+        ("fp16", "adam", {}),
+        ("bf16", "adam", {"caution": True, "cautious_wd": True}),
+        ("bf16", "lamb", {}),
+        ("bf16", "stable_adamw", {}),
+        ("bf16-remainder", "sgd", {}),
+        ("bf16", "lion", {}),
     ],
 )
-def test_a_step_reads_nothing(precision, rule, monkeypatch):
-    model, optimizer = small(precision, optimizer=rule, **WATCHED)
+def test_a_step_reads_nothing(precision, rule, settings, monkeypatch):
+    model, optimizer = small(precision, optimizer=rule, **settings, **WATCHED)
     give_grads(model, optimizer, 9)
     optimizer.step()  # makes tables
     for step in range(3):
