@@ -347,6 +347,8 @@ def packed_bits(indices: Tensor, numel: int) -> Tensor:
 def bits_set(bits: Tensor) -> Tensor:
     """Indices of the bits that are set, ascending, int64."""
     places = torch.tensor(_PLACES, dtype=torch.uint8, device=bits.device)
+    if 4 * int(bits.count_nonzero()) > bits.numel():
+        return (bits[:, None] & places).view(-1).nonzero().view(-1)
     (bytes_set,) = bits.nonzero(as_tuple=True)
     rows, columns = (bits[bytes_set, None] & places).nonzero(as_tuple=True)
     return bytes_set[rows] * 8 + columns

@@ -28,6 +28,7 @@ def test_every_example_is_run() -> None:
         *ALONE,
         *LAUNCHED,
         *(case.split()[0] for case in PROGRAMS),
+        "rl_deltas",
         "rl_loop",
     }
 

@@ -1,0 +1,61 @@
+"""A trainer and a generator in two processes hold the same bits by deltas alone: through skipped
+steps, a trainer that is killed and resumes, and a generator that is killed and begins again."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from support import launch
+
+PROGRAM = str(launch.TOOLS / "examples" / "rl_deltas.py")
+
+
+def start(role: str, folder: Path, *rest: str) -> subprocess.Popen[str]:
+    return launch.start(PROGRAM, role, str(folder), *rest, stdout=subprocess.PIPE)
+
+
+def kill_after(count: int, process: subprocess.Popen[str], run: Path) -> None:
+    """As soon as there are so many answers, wherever the process is then."""
+    deadline = time.monotonic() + 180
+    while len(list(run.glob("*.json"))) < count:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def result(process: subprocess.Popen[str]) -> dict[str, float]:
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0
+    found: dict[str, float] = json.loads(said)
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "steps", [pytest.param(120), pytest.param(500, marks=pytest.mark.slow)], ids=str
+)
+def test_both_sides_have_the_same_bits_whoever_is_killed(tmp_path, steps):
+    trainer = start("train", tmp_path, "--steps", str(steps))
+    generator = start("generate", tmp_path)
+    try:
+        kill_after(30, generator, tmp_path / "run-000")
+        generator = start("generate", tmp_path)
+        kill_after(70, trainer, tmp_path / "run-000")
+        trainer = start("train", tmp_path, "--steps", str(steps))
+        counts = result(trainer)
+        taken = result(generator)["taken"]
+    finally:
+        trainer.kill()
+        generator.kill()
+    # it went on from the checkpoint at step 50, and every publication was compared
+    assert counts["compared"] == steps - 50
+    assert counts["skipped"] > 0
+    assert counts["reward"] > 0.5
+    assert taken >= steps - 50
