@@ -149,13 +149,15 @@ struct Chunk {
 
 // Updates a chunk. Of a second moment in blocks the new value is the root; of all the largest magnitude is kept.
 template <bool blocked1, bool blocked2, class Rule>
-MP_INLINE void update(const Rule& rule, int64_t start, const Chunk& at, u32x16& top1, u32x16& top2, u32x16& top3) {
+MP_INLINE void update(const Rule& rule, int64_t start, const Chunk& at, uint64_t* marks, u32x16& top1, u32x16& top2,
+                      u32x16& top3) {
     for (int i = 0; i < kChunk; i += kLanes) {
         f32x16 g = {}, p = {}, m = {}, v = {}, root = {};
         if (Rule::kHasMain) p = load<f32x16>(at.main + i);
         if (Rule::kGrad) g = load<f32x16>(at.grad + i);
         if (Rule::kFirst) m = load<f32x16>(at.first + i);
         if (Rule::kSecond) v = load<f32x16>(at.second + i);
+        const f32x16 before = p;
         if constexpr (Rule::kThird) {
             f32x16 slow = load<f32x16>(at.third + i);
             rule(g, p, m, v, root, slow);
@@ -166,6 +168,7 @@ MP_INLINE void update(const Rule& rule, int64_t start, const Chunk& at, u32x16& 
         }
         rule.look(start + i, p, m, v);
         if (Rule::kMain) store(at.new_main + i, p);
+        if (marks) *marks |= uint64_t(changes_in_bf16(before, p)) << i;
         if (Rule::kMoments && Rule::kFirst) store(at.new_first + i, m);
         if (Rule::kMoments && Rule::kSecond) store(at.new_second + i, blocked2 ? root : v);
         if (blocked1 && Rule::kFirst) top1 = larger(top1, as<u32x16>(m) & 0x7fffffff);
@@ -179,9 +182,11 @@ MP_INLINE void update(const Rule& rule, int64_t start, const Chunk& at, u32x16& 
 template <bool blocked1, bool blocked2, class F, class Rule>
 __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rule& given, int64_t first_index) {
     constexpr bool coded1 = blocked1 && Rule::kFirst, coded3 = blocked1 && Rule::kThird;
-    constexpr bool marks = Rule::kMain && Rule::kHasMain;
     const Rule rule = given;
     const Run run = given_run;
+    const bool has_weights = Rule::kMain && Rule::kHasMain && run.changed;
+    const bool marks = has_weights && run.remainder.dtype == MP_NONE && run.output.dtype == MP_BF16;
+    const bool compares = has_weights && !marks;
     std::conditional_t<Rule::kThird, WideTile, Tile> tiles[2];
     Scale code1 = {}, code2 = {}, code3 = {};
     for (int64_t start = 0; start < run.numel; start += kScaled) {
@@ -199,7 +204,8 @@ __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rul
             chunk.new_main = run.past || !Rule::kHasMain ? p : place_of_main<F>(run, i, p);
             if (Rule::kGrad) chunk.grad = read_grad(run.grad, i, g);
             alignas(64) char weights[4 * kChunk];
-            if (marks && run.changed) keep_weights(run, i, chunk.main, weights);
+            uint64_t changed = 0;
+            if (compares) keep_weights(run, i, chunk.main, weights);
             if (Rule::kFirst) chunk.first = read_moment<1, F>(run, i, scale1, m);
             if (Rule::kSecond) chunk.second = read_moment<2, F>(run, i, scale2, v);
             chunk.new_first = blocked1 ? tile.first + at : run.past ? m : place_of_moment<1, F>(run, i, m);
@@ -208,16 +214,17 @@ __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rul
                 alignas(64) float slow[kChunk];
                 chunk.third = read_moment<3, F>(run, i, scale_at(run.old_scale3, start), slow);
                 chunk.new_third = blocked1 ? tile.third + at : run.past ? slow : place_of_moment<3, F>(run, i, slow);
-                update<blocked1, blocked2>(rule, first_index + i, chunk, top1, top2, top3);
+                update<blocked1, blocked2>(rule, first_index + i, chunk, marks ? &changed : nullptr, top1, top2, top3);
                 if (coded3 && start > 0) write_codes<3, F>(run, code3, last.third + at, i - kScaled);
                 if (Rule::kMoments && !blocked1) write_moment<3, F>(run, i, chunk.new_third);
             } else {
-                update<blocked1, blocked2>(rule, first_index + i, chunk, top1, top2, top3);
+                update<blocked1, blocked2>(rule, first_index + i, chunk, marks ? &changed : nullptr, top1, top2, top3);
             }
             if (coded1 && start > 0) write_codes<1, F>(run, code1, last.first + at, i - kScaled);
             if (blocked2 && start > 0) write_codes<2, F>(run, code2, last.second + at, i - kScaled);
             if (Rule::kMain) write_main<F>(run, i, chunk.new_main);
-            if (marks && run.changed) mark_changes(run, i, weights, chunk.new_main);
+            if (compares) mark_changes(run, i, weights, chunk.new_main);
+            if (changed) run.changed[i / kChanged] |= changed;
             if (Rule::kMoments && Rule::kFirst && !blocked1) write_moment<1, F>(run, i, chunk.new_first);
             if (Rule::kMoments && Rule::kSecond && !blocked2) write_moment<2, F>(run, i, chunk.new_second);
         }

@@ -366,6 +366,18 @@ MP_INLINE void write_main(const Run& r, int64_t i, const float* values) {
 
 // -- which weights change -----------------------------------------------------------------------------
 
+// FP32 values whose upper halves are the bfloat16 values nearest to finite ones, to even.
+MP_INLINE u32x16 rounded_to_bf16(f32x16 x) {
+    const u32x16 bits = as<u32x16>(x);
+    return bits + ((bits >> 16) & 1) + 0x7fff;
+}
+
+// A bit for each lane: whether it is another value in bfloat16, or NaN, which no step turns into anything else.
+MP_INLINE uint32_t changes_in_bf16(f32x16 before, f32x16 now) {
+    const u32x16 other = (rounded_to_bf16(before) ^ rounded_to_bf16(now)) & 0xffff0000;
+    return lanes_set(other | as<u32x16>(now != now));
+}
+
 // A chunk of weights that are made of main params: in FP32, or in 16 bits.
 MP_INLINE void weights_of(const Run& r, const Stream& main, int64_t i, const float* values, char* to) {
     if (r.remainder.dtype != MP_NONE)

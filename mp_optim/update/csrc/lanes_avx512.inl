@@ -79,6 +79,8 @@ MP_INLINE bool any_above(u16x32 x, uint16_t limit) {
 // A bit for each lane: whether it is not 0.
 MP_INLINE uint32_t lanes_set(u16x32 x) { return _mm512_test_epi16_mask(as<__m512i>(x), as<__m512i>(x)); }
 
+MP_INLINE uint32_t lanes_set(u32x16 x) { return _mm512_test_epi32_mask(as<__m512i>(x), as<__m512i>(x)); }
+
 MP_INLINE bool may_have_nan(f32x16 a, f32x16 b) {
     return __builtin_expect(_mm512_cmp_ps_mask(as<__m512>(a), as<__m512>(b), _CMP_UNORD_Q) != 0, 0);
 }

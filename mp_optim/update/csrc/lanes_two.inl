@@ -167,6 +167,12 @@ MP_INLINE bool may_be_set(Two<V> x) {
 }
 
 #if !defined(MP_AVX2)
+MP_INLINE uint32_t lanes_set(u32xn x) {
+    uint32_t bits = 0;
+    for (int i = 0; i < kFew; ++i) bits |= uint32_t(x[i] != 0) << i;
+    return bits;
+}
+
 MP_INLINE uint32_t lanes_set(u16x2n x) {
     uint32_t bits = 0;
     for (int i = 0; i < 2 * kFew; ++i) bits |= uint32_t(x[i] != 0) << i;
@@ -177,7 +183,7 @@ MP_INLINE uint32_t lanes_set(u16x2n x) {
 // A bit for each lane: whether it is not 0.
 template <class V>
 MP_INLINE uint32_t lanes_set(Two<V> x) {
-    return lanes_set(x.low) | lanes_set(x.high) << (sizeof(V) / 2);
+    return lanes_set(x.low) | lanes_set(x.high) << (sizeof(V) / sizeof(Element<V>));
 }
 
 // Whether any lane is above the limit, or `true` where that is dear to know.
