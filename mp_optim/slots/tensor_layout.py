@@ -336,7 +336,7 @@ def first_element(param: Tensor) -> int:
     region = region_of(param)
     if region.offsets is None:
         return region.start
-    strides = torch.empty(region.shape, device="meta").stride()
+    strides = torch.empty(region.shape, dtype=torch.uint8, device="meta").stride()
     return sum(map(operator.mul, region.offsets, strides))
 
 

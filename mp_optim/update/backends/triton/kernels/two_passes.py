@@ -234,8 +234,8 @@ def _step_tile(tile, chunk, own, FLAGS: tl.constexpr):
 
 @triton.jit
 def agreements(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Each program stores in ``made`` how many elements of its chunk a cautious step of Adam, Lion
-    or AdEMAMix (which has a third moment) keeps."""
+    """Each program stores in ``made`` how many elements of its chunk a cautious step of an
+    element rule, with a third moment or without, keeps."""
     count = tl.full((), 0, tl.int64)
     whole = chunk.count // (ROWS * BLOCK) * (ROWS * BLOCK)
     for at in range(0, whole, ROWS * BLOCK):
