@@ -6,6 +6,7 @@ import itertools
 import operator
 import re
 import shlex
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ def test_every_python_block_is_run_here():
         "docs/checkpoints.md": 2,
         "docs/settings.md": 3,
         "docs/health.md": 2,
+        "docs/deltas.md": 2,
         "docs/migrate.md": 8,
         "docs/index.md": 1,
         "docs/quickstart.md": 4,
@@ -265,6 +267,20 @@ def test_the_examples_of_health_run():
         exec(block, found)
     metrics = found["optimizer"].metrics()
     assert metrics["steps"] == 2 and "param_grad_norm/0.weight" in metrics
+
+
+def test_the_examples_of_deltas_run(tmp_path):
+    trainer, reader = blocks_of("docs/deltas.md", "python")
+    model = small_model()
+    receiver = deepcopy(model)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True), model)
+    loss_of(model).backward()
+    known = {"optimizer": optimizer, "folder": tmp_path, "copy": receiver, "mp_optim": mp_optim}
+    exec(trainer, known)
+    assert known["delta"].changed > 0
+    exec(reader, known)
+    pairs = zip(model.parameters(), receiver.parameters(), strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
 def commands_in(document):
