@@ -31,6 +31,7 @@ class Kind(Enum):
     RENAMED = "other name"
     WITHOUT_EFFECT = "accepted, no effect"
     DDP = "its DDP does it"
+    STREAMED = "`offload_place`"
     REFUSED = "refused if set"
 
 
@@ -72,14 +73,12 @@ _ADAPTIVE = _ignored('read by optimizer="adaptive_muon", which is refused')
 _WHOLE_8_BIT = _refused(
     "parameters in 8 bits are stepped where they are whole, not sharded; leave it False"
 )
-_CHUNKS = _refused(
-    "state is kept on the host by --optimizer-cpu-offload and optimizer_offload_fraction, and "
-    "stepped on the device by install(offload_place='streamed')"
-)
-_CHUNKS_OF = _refused(
-    "of chunked_optimizer_state_offload, which is refused; leave it at its default, and use "
-    "--optimizer-cpu-offload"
-)
+
+
+def _streamed(note: str) -> Meaning:
+    return Meaning(Kind.STREAMED, note)
+
+
 _FSDP = _ignored("read by Megatron-FSDP, which is refused")
 _NO_FSDP = _refused(
     "use torch's FSDP2 (--use-torch-fsdp2), whose DTensors are stepped shard by shard"
@@ -132,10 +131,15 @@ OPTIMIZER_FIELDS: dict[str, Meaning] = {
     "overlap_param_gather_with_optimizer_step": _refused(
         "overlap_param_gather=True gathers during the next forward"
     ),
-    "chunked_optimizer_state_offload": _CHUNKS,
-    "offload_optimizer_states": _CHUNKS,
-    "optimizer_state_offload_chunk_size_mb": _CHUNKS_OF,
-    "optimizer_state_offload_fraction": _CHUNKS_OF,
+    "chunked_optimizer_state_offload": _streamed(
+        "streamed: state and main params rest on the host and are stepped on the device, window by "
+        "window"
+    ),
+    "offload_optimizer_states": _streamed("the same, of all"),
+    "optimizer_state_offload_chunk_size_mb": _streamed(
+        "stream_window_bytes, in bytes; 0 leaves its default"
+    ),
+    "optimizer_state_offload_fraction": _streamed("optimizer_offload_fraction; 0 is off, as there"),
     "use_torch_optimizer_for_cpu_offload": _ignored(
         "Megatron, too, sets it aside in the lines that follow"
     ),
@@ -243,6 +247,7 @@ def config_from_megatron(
         meaning = OPTIMIZER_FIELDS.get(name, SAME)
         if (meaning.name or name) in _OURS and meaning.kind is not Kind.WITHOUT_EFFECT:
             settings[meaning.name or name] = meaning.values.get(value, value)
+    settings |= _settings_of_streaming(config)
     if config.optimizer == "dist_muon":
         settings[_LAYER_WISE] = True
     for chunk in model_chunks:
@@ -254,6 +259,32 @@ def config_from_megatron(
     while inert := inert_fields(ConfigFields(**settings)):
         settings = {key: settings[key] for key in settings if key not in inert}
     return OptimizerConfig(**{**settings, **own_settings})
+
+
+def _settings_of_streaming(config: Any) -> dict[str, Any]:
+    """What Megatron's own fields for state that rests on the host and is stepped on the device ask
+    for.
+
+    Raises:
+        ValueError: beside ``optimizer_cpu_offload``, which Megatron refuses, too.
+    """
+    is_chunked = getattr(config, "chunked_optimizer_state_offload", False)
+    share = float(getattr(config, "optimizer_state_offload_fraction", 1.0)) if is_chunked else 1.0
+    if not (is_chunked or getattr(config, "offload_optimizer_states", False)) or share == 0.0:
+        return {}
+    if config.optimizer_cpu_offload:
+        raise ValueError(
+            "optimizer_cpu_offload=True of Megatron's OptimizerConfig beside "
+            "chunked_optimizer_state_offload or offload_optimizer_states: the first steps on the "
+            "host, the others on the device; choose one"
+        )
+    settings = {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": share,
+        "offload_place": "streamed",
+    }
+    window = int(getattr(config, "optimizer_state_offload_chunk_size_mb", 0)) if is_chunked else 0
+    return {**settings, "stream_window_bytes": window << 20} if window else settings
 
 
 def _accepted_fields(config: Any, meanings: Mapping[str, Meaning]) -> Iterator[tuple[str, Any]]:

@@ -168,3 +168,52 @@ def test_main_params_in_other_dtypes_are_refused() -> None:
     config.main_params_dtype = torch.float16
     with pytest.raises(ValueError, match=r"main_params_dtype=torch\.float16"):
         config_from_megatron(config)
+
+
+STREAMS = "chunked_optimizer_state_offload"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({STREAMS: True}, (True, 1.0, "streamed", 256 << 20)),
+        (
+            {
+                STREAMS: True,
+                "optimizer_state_offload_fraction": 0.75,
+                "optimizer_state_offload_chunk_size_mb": 64,
+            },
+            (True, 0.75, "streamed", 64 << 20),
+        ),
+        ({STREAMS: True, "optimizer_state_offload_fraction": 0.0}, (False, 0.0, "host", 256 << 20)),
+        ({"optimizer_state_offload_fraction": 0.5}, (False, 0.0, "host", 256 << 20)),
+        ({"offload_optimizer_states": True}, (True, 1.0, "streamed", 256 << 20)),
+    ],
+)
+def test_what_its_chunks_ask_for_is_streamed(theirs: dict[str, Any], ours: tuple[Any, ...]) -> None:
+    """Also of versions that are not installed."""
+    fields = {
+        "lr": 1e-3,
+        "optimizer": "adam",
+        "optimizer_cpu_offload": False,
+        "offload_optimizer_states": False,
+        STREAMS: False,
+        "optimizer_state_offload_fraction": 1.0,
+        "optimizer_state_offload_chunk_size_mb": 0,
+    }
+    newest = dataclasses.make_dataclass(
+        "OptimizerConfig",
+        [(name, Any, dataclasses.field(default=value)) for name, value in fields.items()],
+    )
+    config = config_from_megatron(newest(**theirs))
+    assert ours == (
+        config.optimizer_cpu_offload,
+        config.optimizer_offload_fraction,
+        config.offload_place,
+        config.stream_window_bytes,
+    )
+    own = config_from_megatron(newest(**theirs), own_settings={"offload_place": "host"})
+    assert own.offload_place == "host"
+    if config.optimizer_cpu_offload:
+        with pytest.raises(ValueError, match="choose one"):
+            config_from_megatron(newest(**{**theirs, "optimizer_cpu_offload": True}))
