@@ -1,0 +1,107 @@
+"""What broke in other optimizers in 2026, each by its thread; the table is in
+docs/upstream-defects.md."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import mp_optim
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+from support.launch import results_of_ranks
+from support.models import build, same_bits, train
+from support.workers.mixed_meshes import STEPS, built, grads_of, whole
+
+
+def test_transformers_48208_meshes_and_plain_tensors_have_one_exact_norm(tmp_path):
+    """Also transformers#47734, accelerate#4219, pytorch#180346, pytorch#180501, Megatron#6489."""
+    ranks = results_of_ranks("mixed_meshes", 2, tmp_path)
+    params = {name: nn.Parameter(tensor) for name, tensor in whole().items()}
+    optimizer = built(params)
+    for step in range(STEPS):
+        squares = 0.0
+        for name, grad in grads_of(step).items():
+            params[name].grad = grad
+            squares += float(grad.double().square().sum())
+        optimizer.step()
+        for rank in ranks:
+            assert rank["norms"][step] == pytest.approx(math.sqrt(squares), rel=1e-12)
+    for rank in ranks:
+        assert "mixed torch.Tensor and DTensor" in rank["refusal"]  # of torch's own clipping
+        for name, param in params.items():
+            assert same_bits(rank["weights"][name], param.detach()), name
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_megatron_5974_state_is_allocated_and_the_first_update_is_the_first(fraction):
+    """Also Megatron#5976, torchtitan#4382: a dummy step that makes state leaves counts or moments
+    behind, and the first real update is too small."""
+    model, optimizer = build("bf16", fraction)
+    fresh_model, fresh = build("bf16", fraction)
+    optimizer.init_state()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert {float(state["step"]) for state in optimizer.state.values()} == {0.0}
+    assert train(model, optimizer, 2) == train(fresh_model, fresh, 2)
+    for (_, mine), (_, theirs) in zip(
+        optimizer.named_main_params(), fresh.named_main_params(), strict=True
+    ):
+        assert same_bits(mine.detach(), theirs.detach())
+
+
+@pytest.mark.parametrize("offload", [0.0, 1.0])
+def test_deepspeed_8471_every_parameter_counts_its_own_steps(offload):
+    """Also DeepSpeed#5104: one counter for many parameters corrects the bias of those wrongly that
+    had no gradient in some steps."""
+    always, sometimes = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    ours = mp_optim.AdamW(
+        [("always", always), ("sometimes", sometimes)], lr=0.1, weight_decay=0.0, offload=offload
+    )
+    twin = nn.Parameter(torch.ones(4))
+    theirs = torch.optim.AdamW([twin], lr=0.1, weight_decay=0.0)
+    for step in range(6):
+        always.grad = torch.full((4,), 0.5)
+        sometimes.grad = twin.grad = None
+        if step % 3 == 2:
+            sometimes.grad, twin.grad = torch.full((4,), 0.25), torch.full((4,), 0.25)
+        ours.step()
+        theirs.step()
+    assert [float(ours.state[each]["step"]) for each in (always, sometimes)] == [6.0, 2.0]
+    torch.testing.assert_close(sometimes, twin, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_megatron_5071_weights_loaded_alone_are_stepped_from(fraction):
+    """Also NeMo-RL#2371, NeMo-RL#2372, prime-rl#3234: the first step after a checkpoint of the
+    model alone brings back what main params held before."""
+    pretrained = build("bf16", 0.0, seed=5)[0].state_dict()
+    model, optimizer = build("bf16", fraction)
+    model.load_state_dict(pretrained)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        group["weight_decay"] = 0.0
+    train(model, optimizer, 1)
+    for name, param in model.named_parameters():
+        assert same_bits(param.detach(), pretrained[name]), name
+    assert all(
+        same_bits(main.detach().bfloat16(), pretrained[name])
+        for name, main in optimizer.named_main_params()
+        if pretrained[name].dtype == torch.bfloat16
+    )
+
+
+def test_accelerate_3979_parameters_in_bf16_have_main_params_in_fp32():
+    """An upcast of trained parameters that silently does nothing: here main params are made by the
+    optimizer, of every parameter in 16 bits, and small updates add up."""
+    model = nn.Linear(8, 8, bias=False).bfloat16()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    config = OptimizerConfig(lr=1e-4, weight_decay=0.0, bf16=True, clip_grad=0.0)
+    optimizer = get_megatron_optimizer(config, model)
+    for _ in range(40):  # each is too small for bfloat16, whose next number below 1 is 0.996
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    ((_, main),) = optimizer.named_main_params()
+    assert main.dtype == torch.float32 and float(main.detach().max()) < 0.9975
+    assert float(model.weight.detach().max()) < 1.0
