@@ -28,6 +28,7 @@ def test_every_example_is_run() -> None:
         *ALONE,
         *LAUNCHED,
         *(case.split()[0] for case in PROGRAMS),
+        "fp16_fsdp2",
         "rl_deltas",
         "rl_loop",
     }
@@ -53,3 +54,12 @@ def test_launched_example_learns(name: str) -> None:
     assert found is not None, written
     first, last = map(float, found.groups())
     assert last < factor * first
+
+
+@pytest.mark.parametrize("scaling", ["ours", "torch"])
+def test_policies_in_float16_learn_and_resume(scaling: str) -> None:
+    written = run_program_of_ranks(2, str(EXAMPLES / "fp16_fsdp2.py"), scaling)
+    found = re.search(r"reward ([0-9.]+) -> ([0-9.]+), skipped (\d+) of 60", written)
+    assert found is not None, written
+    assert float(found[1]) < 0.3 and float(found[2]) > 0.9 and int(found[3]) > 2
+    assert "resumed to the bit" in written
