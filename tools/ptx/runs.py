@@ -14,7 +14,7 @@ from ptx.kernels import MachineBackend  # isort: skip  (before what interprets k
 
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.self_test import RECORDED, digests, prove
-from ptx import amd, forms, mutants, record, trials
+from ptx import amd, forms, mutants, others, record, trials
 from ptx.options import Options
 from ptx.results import Executed, OnTarget, Results, table
 from ptx.tables import tables
@@ -172,6 +172,16 @@ def mutated(options: Options, console: Console) -> bool:
     return passed * 20 <= len(listed)
 
 
+def read_others(options: Options, console: Console) -> bool:
+    """Whether the libraries hold kernels that step parameters."""
+    found = [*others.rows(options.others, options.arches[0])]
+    for line in record.table(others.HEADS, found):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if options.record:
+        record.note_table("others", others.HEADS, found)
+    return bool(found)
+
+
 def read_for_amd(options: Options, console: Console) -> bool:
     """Whether every form has the arithmetic of ``reference`` on AMD's targets, by their text."""
     readings = [amd.Reading(target) for target in options.gfx]
@@ -193,6 +203,8 @@ def run(options: Options, console: Console) -> bool:
         for trial in trials.trials_of(forms.read()):
             console.print(str(trial), highlight=False)
         return True
+    if options.others:
+        return read_others(options, console)
     torch.set_num_threads(1)
     if options.sass:
         for line in tables(_chosen(options), options.arches):

@@ -86,8 +86,12 @@ def assembled(function: Function, arch: int, warps: int) -> Assembled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(function.cubin)
         file.flush()
-        text = _said("nvdisasm", "-c", file.name)
-    used = usage(function.cubin)
+        text = said_by("nvdisasm", "-c", file.name)
+    return code_of(text, usage(function.cubin), arch, warps)
+
+
+def code_of(text: str, used: dict[str, int], arch: int, warps: int) -> Assembled:
+    """What the disassembled text of one kernel says, and what it takes of a multiprocessor."""
     registers = used["REG"]
     blocks = _REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
     lines = [match[2] for match in _LINE.finditer(text)]
@@ -112,14 +116,15 @@ def usage(cubin: bytes) -> dict[str, int]:
         file.write(cubin)
         file.flush()
         found = re.findall(
-            r"\b(REG|STACK|LOCAL):(\d+)", _said("cuobjdump", "-res-usage", file.name)
+            r"\b(REG|STACK|LOCAL):(\d+)", said_by("cuobjdump", "-res-usage", file.name)
         )
     return {name: int(number) for name, number in found}
 
 
-def _said(program: str, *arguments: str) -> str:
+def said_by(program: str, *arguments: str, folder: str | None = None) -> str:
+    """What a program of Triton's wheel prints, run in a folder."""
     command = [str(_TOOLS / program), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout
 
 
 def _loops(text: str) -> Iterator[list[str]]:
