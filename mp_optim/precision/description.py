@@ -10,7 +10,7 @@ from mp_optim.placement.placed import stepper_of
 from mp_optim.precision.slot_table import SlotTable
 from mp_optim.slots import ParamGroups, iter_slots, param_at
 from mp_optim.slots.executor import Executor
-from mp_optim.update.backends.native import describe_access
+from mp_optim.update.backends.native import access_choice
 from mp_optim.update.backends.native_library import describe_threads
 
 
@@ -88,5 +88,6 @@ def describe(groups: ParamGroups, executor: Executor, table: SlotTable) -> Descr
     stepper = stepper_of(executor)
     notes = () if stepper is None else stepper.notes()
     if any(row.backend == "native" for row in rows):
-        notes = (*notes, describe_threads(), describe_access())
+        access = f"access to memory: {access_choice().describe()}"
+        notes = (*notes, describe_threads(), access)
     return Description(tuple(rows), notes)

@@ -5,8 +5,8 @@ batch holds, however it is stored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,17 +26,9 @@ def piece_elements(device: torch.device) -> int:
     return 1 << 17 if device.type == "cpu" else 1 << 24
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Flat views, and for each the position of its tensor in the lists they were cut from."""
-
-    owners: list[int]
-    lists: TensorLists
-
-
-def batches(lists: TensorLists, most: float = math.inf) -> Iterator[Batch]:
+def batches(lists: TensorLists, most: float = math.inf) -> Iterator[tuple[list[int], TensorLists]]:
     """Flat views of at most ``most`` small tensors or of pieces of large ones, at most
-    :func:`piece_elements` together.
+    :func:`piece_elements` together; before them, for each, the position of its tensor in ``lists``.
 
     A tensor that fits into one batch is never cut, and a larger one is cut at multiples of
     :func:`piece_elements`, so that a piece can be summed by itself (see ``sums``). Empty tensors
@@ -61,7 +53,7 @@ _Cut = tuple[int, int, int]
 """A tensor's index, and which of its elements: the first, and how many."""
 
 
-def _batch(lists: TensorLists, cuts: Sequence[_Cut]) -> Batch:
+def _batch(lists: TensorLists, cuts: Sequence[_Cut]) -> tuple[list[int], TensorLists]:
     def flat(tensors: Sequence[Tensor]) -> Lists:
         return [tensors[index].view(-1).narrow(0, start, count) for index, start, count in cuts]
 
@@ -75,7 +67,7 @@ def _batch(lists: TensorLists, cuts: Sequence[_Cut]) -> Batch:
     if noise is not None:
         noise = [replace(noise[i], start=noise[i].start + start) for i, start, _ in cuts]
     cut = TensorLists(flat(lists.main), flat(lists.grad), state, outputs, noise)
-    return Batch(owners, replace(cut, average_weight=lists.average_weight))
+    return owners, replace(cut, average_weight=lists.average_weight)
 
 
 def runs_of(sizes: Iterable[tuple[int, int]], most: int) -> Iterator[list[int]]:
@@ -135,17 +127,20 @@ def mark_written(lists: TensorLists) -> None:
     tell_autograd([*lists.main, *outputs])
 
 
-def _tell_one_by_one(written: list[Tensor]) -> None:
-    for tensor in written:
-        increment_version(tensor)
+def tell_autograd(written: list[Tensor]) -> None:
+    """These were written where autograd cannot see it."""
+    if _TAKES_LISTS:
+        increment_version(written)
+    else:
+        for tensor in written:
+            increment_version(tensor)
 
 
-tell_autograd: Callable[[list[Tensor]], None] = increment_version
-"""These were written where autograd cannot see it."""
 try:
     increment_version([])
+    _TAKES_LISTS = True
 except TypeError:  # before torch 2.7
-    tell_autograd = _tell_one_by_one
+    _TAKES_LISTS = False
 
 
 # -- FP32 values, for rules in torch operations ---------------------------------------------------
@@ -175,21 +170,15 @@ def _noise(batch: TensorLists) -> Sequence[Noise | None]:
 
 def read_mains(batch: TensorLists) -> Lists:
     """FP32 main params: the tensors themselves, or copies joined with their remainders."""
-    return [
-        join(main, remainder) for main, remainder in zip(batch.main, _rests(batch), strict=True)
-    ]
-
-
-def _rests(batch: TensorLists) -> Sequence[Tensor | None]:
-    return batch.state.get(REMAINDER, [None] * len(batch.main))
+    rests = batch.state.get(REMAINDER, [None] * len(batch.main))
+    return [join(main, remainder) for main, remainder in zip(batch.main, rests, strict=True)]
 
 
 def write_mains(batch: TensorLists, values: Lists) -> None:
     """Store FP32 main params, stepped in place in what :func:`read_mains` gave, and write
     the outputs."""
-    for value, main, rest, noise in zip(
-        values, batch.main, _rests(batch), _noise(batch), strict=True
-    ):
+    rests = batch.state.get(REMAINDER, [None] * len(batch.main))
+    for value, main, rest, noise in zip(values, batch.main, rests, _noise(batch), strict=True):
         if main.dtype != torch.float32:
             split_(value, main, rest, noise)
     write_outputs(batch)
@@ -199,12 +188,11 @@ def write_mains(batch: TensorLists, values: Lists) -> None:
 def take_averages(batch: TensorLists) -> None:
     """Let the averages take the new main params, as these are stored. Nothing to do where none are
     kept."""
+    if AVERAGE not in batch.state:
+        return
     weight = batch.average_weight
     for main, average, noise in zip(
-        read_mains(batch) if AVERAGE in batch.state else (),
-        batch.state.get(AVERAGE, ()),
-        _noise(batch),
-        strict=False,
+        read_mains(batch), batch.state[AVERAGE], _noise(batch), strict=True
     ):
         if weight == 1.0:
             store_average(main, average, noise)

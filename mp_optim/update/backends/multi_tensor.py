@@ -21,7 +21,7 @@ from torch import Tensor
 from mp_optim.config.rules import RULES
 from mp_optim.process.accelerator import CUDA, current_device
 from mp_optim.slots.slot_state import REMAINDER
-from mp_optim.update.backends.reference import ReferenceBackend
+from mp_optim.update.backends.reference import ReferenceBackend, Scales
 from mp_optim.update.chunking import (
     batches,
     first_moments,
@@ -141,15 +141,22 @@ class MultiTensorBackend(ReferenceBackend):
         self.launch("multi_tensor_scale", [grads, fresh], dtypes, multiplier)
         return fresh
 
-    def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> None:
+    def step(
+        self,
+        rule: str,
+        lists: TensorLists,
+        scalars: Any,
+        multiplier: float,
+        scales: Scales | None = None,
+    ) -> None:
         launches: dict[str, Callable[..., None]] = {"adam": self.adam, "sgd": self.sgd}
         for kind, alike in self.split(rule, lists):
             if kind is None or rule not in launches:
                 super().step(rule, alike, scalars, multiplier)
                 continue
-            for batch in batches(alike, MOST_TENSORS):
-                launches[rule](kind, batch.lists, scalars, multiplier)
-                take_averages(batch.lists)
+            for _, batch in batches(alike, MOST_TENSORS):
+                launches[rule](kind, batch, scalars, multiplier)
+                take_averages(batch)
             mark_written(alike)
 
     def adam(
@@ -175,7 +182,11 @@ class MultiTensorBackend(ReferenceBackend):
         only an inf or nan among the values may make a sum that is not finite."""
         if not tensors or any(tensor.dtype not in FLOATS for tensor in tensors):
             return sum_of_squares(tensors)
-        owners, pieces = _flat_pieces(tensors)
+        flat = [tensor.contiguous() for tensor in tensors]
+        owners, pieces = [], []
+        for of_each, batch in batches(TensorLists(flat, flat, {}, [None] * len(flat))):
+            owners += of_each
+            pieces += batch.main
         squares = torch.zeros(len(pieces), 1, dtype=torch.float64, device=tensors[0].device)
         for dtype in dict.fromkeys(piece.dtype for piece in pieces):
             indices = [index for index, piece in enumerate(pieces) if piece.dtype == dtype]
@@ -190,16 +201,6 @@ class MultiTensorBackend(ReferenceBackend):
             for index in torch.nonzero(~sums.isfinite()).flatten().tolist():
                 sums[index] = sum_of_squares([tensors[index]])[0]
         return sums
-
-
-def _flat_pieces(tensors: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
-    """Contiguous flat pieces, and which tensor each is of: a tensor's in order."""
-    flat = [tensor.contiguous() for tensor in tensors]
-    pieces: list[tuple[int, Tensor]] = []
-    for batch in batches(TensorLists(flat, flat, {}, [None] * len(flat))):
-        pieces += zip(batch.owners, batch.lists.main, strict=True)
-    owners = [owner for owner, _ in pieces]
-    return owners, [piece for _, piece in pieces]
 
 
 def _adam_arguments(s: AdamScalars) -> tuple[Any, ...]:
@@ -298,13 +299,20 @@ class TransformerEngineBackend(MultiTensorBackend):
         name, lists = "multi_tensor_adam", [grads, batch.main, first, second]
         if REMAINDER in batch.state:
             name, rests = "multi_tensor_adam_param_remainder", batch.state[REMAINDER]
-            _clear_zeros(batch.main, rests)
+            high, low = _bits_of(batch.main, rests)
+            # a zero has no remainder here; the kernel would borrow from it and make a NaN
+            _give_back(low.masked_fill_((high & 0x7FFF) == 0, 0), rests)
             lists = [*lists, rests]
         elif outputs:
             lists = [grads, outputs, first, second, batch.main]
         self.launch(name, lists, [tensors[0].dtype for tensors in lists], *_adam_arguments(s))
         if REMAINDER in batch.state:
-            _show_nans(batch.main, rests)
+            # CUDA's NaN, 0x7fffffff, rounds to a bfloat16 zero. Nothing else leaves a negative
+            # remainder beside a zero.
+            high, low = _bits_of(batch.main, rests)
+            hidden = ((high & 0x7FFF) == 0) & (low < 0)
+            _give_back(high.masked_fill_(hidden, _QUIET_NAN).view(torch.bfloat16), batch.main)
+            _give_back(low.masked_fill_(hidden, 0), rests)
             write_outputs(batch)
 
 
@@ -320,26 +328,6 @@ def _give_back(values: Tensor, tensors: list[Tensor]) -> None:
     torch._foreach_copy_(tensors, values.split_with_sizes(sizes))
 
 
-def _is_zero(bits: Tensor) -> Tensor:
-    return (bits & 0x7FFF) == 0
-
-
-def _clear_zeros(params: list[Tensor], rests: list[Tensor]) -> None:
-    """A zero has no remainder here; the kernel would borrow from it and make a NaN."""
-    high, low = _bits_of(params, rests)
-    _give_back(low.masked_fill_(_is_zero(high), 0), rests)
-
-
-def _show_nans(params: list[Tensor], rests: list[Tensor]) -> None:
-    """CUDA's NaN, 0x7fffffff, rounds to a bfloat16 zero. Nothing else leaves a negative remainder
-    beside a zero."""
-    high, low = _bits_of(params, rests)
-    hidden = _is_zero(high) & (low < 0)
-    shown = high.masked_fill_(hidden, _QUIET_NAN).view(torch.bfloat16)
-    _give_back(shown, params)
-    _give_back(low.masked_fill_(hidden, 0), rests)
-
-
 # -- torch: fed with FP32 gradients batch by batch, so that no full copy is made ------------------
 
 
@@ -348,12 +336,19 @@ class TorchBackend(ReferenceBackend):
 
     name = "torch"
 
-    def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> None:
+    def step(
+        self,
+        rule: str,
+        lists: TensorLists,
+        scalars: Any,
+        multiplier: float,
+        scales: Scales | None = None,
+    ) -> None:
         kernels: dict[str, Callable[..., None]] = {"adam": self._adam, "sgd": self._sgd}
         if rule not in kernels:
             super().step(rule, lists, scalars, multiplier)
             return
-        for batch in (cut.lists for cut in batches(lists)):
+        for _, batch in batches(lists):
             kernels[rule](batch, gradients(batch, [], multiplier, 0.0), scalars)
             write_outputs(batch)
             take_averages(batch)

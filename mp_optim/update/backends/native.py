@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain, repeat
 from typing import Any
 
@@ -146,11 +146,6 @@ def access_choice() -> AccessChoice:
     return AccessChoice(lib.native_library())
 
 
-def describe_access() -> str:
-    """How the kernels go through memory, and why so."""
-    return f"access to memory: {access_choice().describe()}"
-
-
 class NativeBackend(ReferenceBackend):
     """Calls the library; ``reference`` does what it cannot."""
 
@@ -163,57 +158,67 @@ class NativeBackend(ReferenceBackend):
         self.library = library
         self.access = access_choice()
 
-    def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> None:
-        given = *_given(rule, scalars, multiplier), None
-        kept: NativeTable | None = lists.prepared.get(rule) if lists.prepared else None
+    def step(
+        self,
+        rule: str,
+        lists: TensorLists,
+        scalars: Any,
+        multiplier: float,
+        scales: Scales | None = None,
+    ) -> None:
+        given = _given(rule, scalars, multiplier)
+        kept: NativeTable | None = None
+        if lists.prepared and scales is None:
+            kept = lists.prepared.get(rule)
         if kept is not None and all_same(kept.made_for, lists.made_for) and kept.take(lists):
-            self.library.call("mp_step", ctypes.byref(kept.tensors), *given, thread_count())
+            self.library.call("mp_step", ctypes.byref(kept.tensors), *given, None, thread_count())
             tell_autograd(kept.written)
             return
         moments = kept_moments(lists, RULES[rule].moment_names)
         by_dtypes = alike_lists(lists, moments)
-        for _, kind, alike in by_dtypes:
+        for indices, kind, alike in by_dtypes:
+            own = None if scales is None else array("f", [float(scales[at]) for at in indices])
             if kind is None:
-                super().step(rule, alike.in_place(), scalars, multiplier)
+                super().step(rule, alike.in_place(), scalars, multiplier, own)
                 for bits in alike.changed or ():
                     bits.fill_(0xFF)  # whatever changed is among all
                 continue
             table = _table(alike, kind, moments)
-            self._call("mp_step", table, *given)
+            self._call("mp_step", table, *given, None if own is None else own.buffer_info()[0])
             mark_written(alike)
-            if len(by_dtypes) == 1 and lists.prepared is not None:
+            if len(by_dtypes) == 1 and lists.prepared is not None and own is None:
                 outputs = [each for each in alike.output if each is not None]
                 table.written = [*alike.main, *outputs]
                 table.made_for = lists.made_for
                 lists.prepared[rule] = table
 
-    def step_cautiously(
-        self, rule: str, lists: TensorLists, scalars: Any, multiplier: float, scales: Scales
-    ) -> None:
-        moments = kept_moments(lists, RULES[rule].moment_names)
-        for indices, kind, alike in alike_lists(lists, moments):
-            own = array("f", [float(scales[index]) for index in indices])
-            if kind is None:
-                super().step_cautiously(rule, alike.in_place(), scalars, multiplier, list(own))
-                for bits in alike.changed or ():
-                    bits.fill_(0xFF)  # whatever changed is among all
-                continue
-            given = *_given(rule, scalars, multiplier), own.buffer_info()[0]
-            self._call("mp_step", _table(alike, kind, moments), *given)
-            mark_written(alike)
-
     def agreements(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> Tensor:
         moments = kept_moments(lists, RULES[rule].moment_names)
         counts = torch.zeros(len(lists.grad), 1, dtype=torch.int64, device="cpu")
+        other = partial(super().agreements, rule, scalars=scalars, multiplier=multiplier)
+        given = _given(rule, scalars, multiplier)
+        return self._sums("mp_agreements", lists, moments, counts, given, other)
+
+    def _sums(
+        self,
+        name: str,
+        lists: TensorLists,
+        moments: tuple[str, ...],
+        sums: Tensor,
+        given: Sequence[Any],
+        by_reference: Callable[[TensorLists], Tensor],
+    ) -> Tensor:
+        """``sums``, with a row for each tensor, by the kernel of this name with what it is
+        ``given``."""
         for indices, kind, alike in alike_lists(lists, moments):
             if kind is None:
-                found = super().agreements(rule, alike.in_place(), scalars, multiplier)
+                found = by_reference(alike.in_place())
             else:
-                found = torch.empty(len(indices), 1, dtype=torch.int64, device="cpu")
-                given = *_given(rule, scalars, multiplier), found.data_ptr()
-                self._call("mp_agreements", _table(alike, kind, moments), *given)
-            counts[torch.tensor(list(indices), device="cpu")] = found
-        return counts
+                found = torch.empty_like(sums[: len(indices)])
+                table = _table(alike, kind._replace(output=None), moments)
+                self._call(name, table, *given, found.data_ptr())
+            sums[torch.tensor(list(indices), device="cpu")] = found
+        return sums
 
     def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
         values = values_of(lib.Muon, scalars, multiplier)
@@ -253,18 +258,10 @@ class NativeBackend(ReferenceBackend):
     def stable_adamw_sums(
         self, lists: TensorLists, scalars: StableScalars, multiplier: float
     ) -> Tensor:
-        values = values_of(lib.Clip, scalars, multiplier)
         sums = torch.zeros(len(lists.main), 3, dtype=torch.int64, device="cpu")
-        moments = kept_moments(lists, _MOMENTS)
-        for indices, kind, alike in alike_lists(lists, moments):
-            if kind is None:
-                found = super().stable_adamw_sums(alike.in_place(), scalars, multiplier)
-            else:
-                found = torch.empty(len(indices), 3, dtype=torch.int64, device="cpu")
-                to = found.data_ptr()
-                self._call("mp_clip_sums", _table(alike, kind, moments), values, to)
-            sums[torch.tensor(list(indices), device="cpu")] = found
-        return sums
+        moments, given = kept_moments(lists, _MOMENTS), [values_of(lib.Clip, scalars, multiplier)]
+        other = partial(super().stable_adamw_sums, scalars=scalars, multiplier=multiplier)
+        return self._sums("mp_clip_sums", lists, moments, sums, given, other)
 
     def stable_adamw_apply(
         self, lists: TensorLists, scalars: StableScalars, steps: Sequence[Step], multiplier: float
@@ -282,17 +279,10 @@ class NativeBackend(ReferenceBackend):
             mark_written(alike)
 
     def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
-        values = values_of(lib.Lamb, scalars, multiplier)
         sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device="cpu")
-        for indices, kind, alike in alike_lists(lists, _MOMENTS):
-            if kind is None:
-                squares = super().lamb_moments(alike.in_place(), scalars, multiplier)
-            else:
-                squares = torch.empty(len(indices), 2, dtype=torch.float64, device="cpu")
-                table = _table(alike, kind._replace(output=None), _MOMENTS)
-                self._call("mp_lamb_moments", table, values, squares.data_ptr())
-            sums[torch.tensor(list(indices), device="cpu")] = squares
-        return sums
+        given = [values_of(lib.Lamb, scalars, multiplier)]
+        other = partial(super().lamb_moments, scalars=scalars, multiplier=multiplier)
+        return self._sums("mp_lamb_moments", lists, _MOMENTS, sums, given, other)
 
     def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
         values = values_of(lib.Lamb, scalars, 1.0)
@@ -301,9 +291,8 @@ class NativeBackend(ReferenceBackend):
             if kind is None:
                 super().lamb_apply(alike, scalars, part_ratios)
             else:
-                table = _table(
-                    replace(alike, source=None), kind, _MOMENTS
-                )  # the first pass brought it
+                here = replace(alike, source=None)  # the first pass brought it
+                table = _table(here, kind, _MOMENTS)
                 self._call("mp_lamb_apply", table, values, part_ratios.buffer_info()[0])
                 mark_written(alike)
 

@@ -101,20 +101,24 @@ class ReferenceBackend:
     limits = ""
     """What it hands to ``reference``, for reports; empty if nothing."""
 
-    def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier) -> None:
-        """Carry out a rule of :mod:`~mp_optim.update.element_rules`, with its scalars."""
-        for batch in batches(lists):
-            TEXTS[rule](batch.lists, scalars, multiplier)
+    # -- rules that step each element by itself ---------------------------------------------------
 
-    # -- cautious updates -------------------------------------------------------------------------
-
-    def step_cautiously(
-        self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier, scales: Scales
+    def step(
+        self,
+        rule: str,
+        lists: TensorLists,
+        scalars: Any,
+        multiplier: Multiplier,
+        scales: Scales | None = None,
     ) -> None:
-        """The same with cautious updates, by what :meth:`caution_scales` gives."""
-        for batch in batches(lists):
-            own = [float(scales[owner]) for owner in batch.owners]
-            TEXTS[rule](batch.lists, scalars, multiplier, own)
+        """Carry out a rule of :mod:`~mp_optim.update.element_rules`, with its scalars.
+
+        Args:
+            scales: of cautious updates (:meth:`caution_scales`).
+        """
+        for owners, batch in batches(lists):
+            own = None if scales is None else [float(scales[owner]) for owner in owners]
+            TEXTS[rule](batch, scalars, multiplier, own)
 
     def agreements(
         self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier
@@ -123,9 +127,9 @@ class ReferenceBackend:
         int64, shape (n, 1), on the tensors' device. Writes nothing."""
         device = lists.grad[0].device if lists.grad else torch.device("cpu")
         counts = torch.zeros(len(lists.grad), 1, dtype=torch.int64, device=device)
-        for batch in batches(lists):
-            found = agreements(batch.lists, scalars, multiplier)
-            for owner, count in zip(batch.owners, found, strict=True):
+        for owners, batch in batches(lists):
+            found = agreements(batch, scalars, multiplier)
+            for owner, count in zip(owners, found, strict=True):
                 counts[owner] += count
         return counts
 
@@ -165,12 +169,12 @@ class ReferenceBackend:
         device. Writes nothing."""
         device = lists.main[0].device if lists.main else torch.device("cpu")
         sums = torch.zeros(len(lists.main), 3, dtype=torch.int64, device=device)
-        for cut in batches(lists):
-            grads = gradients(cut.lists, [], multiplier, 0.0)
-            v = [value.clone() for value in read_moment(cut.lists, "exp_avg_sq")]
+        for owners, batch in batches(lists):
+            grads = gradients(batch, [], multiplier, 0.0)
+            v = [value.clone() for value in read_moment(batch, "exp_avg_sq")]
             average_squares(v, grads, scalars)
             torch._foreach_mul_(v, scalars.inv_bias2)
-            for owner, grad, mean in zip(cut.owners, grads, v, strict=True):
+            for owner, grad, mean in zip(owners, grads, v, strict=True):
                 overflown = mean.isinf().logical_and_(grad.isfinite())
                 ratios = grad.mul_(grad).div_(mean.clamp_(min=scalars.floor))
                 overflown.logical_and_(ratios.isnan())  # inf over inf
@@ -202,9 +206,8 @@ class ReferenceBackend:
         self, lists: TensorLists, scalars: StableScalars, steps: Sequence[Step], multiplier: float
     ) -> None:
         """AdamW with a ``step_size`` and a ``decay`` for each tensor."""
-        for cut in batches(lists):
-            own = [steps[owner] for owner in cut.owners]
-            adam_batch(cut.lists, scalars, own, multiplier)
+        for owners, batch in batches(lists):
+            adam_batch(batch, scalars, [steps[owner] for owner in owners], multiplier)
 
     # -- LAMB -------------------------------------------------------------------------------------
 
@@ -218,8 +221,7 @@ class ReferenceBackend:
         """Update the moments; return FP64 (sum p^2, sum u^2) per tensor, shape (n, 2)."""
         owners: list[int] = []
         squares: list[Tensor] = []
-        for cut in batches(lists):
-            batch = cut.lists
+        for own, batch in batches(lists):
             p, m = read_mains(batch), read_moment(batch, "exp_avg")
             v = read_moment(batch, "exp_avg_sq")
             grads = gradients(batch, p, multiplier, scalars.l2)
@@ -229,7 +231,7 @@ class ReferenceBackend:
             write_moment(batch, "exp_avg", m)
             write_moment(batch, "exp_avg_sq", v)
             sums = sum_of_squares([*p, *_directions(batch, p, scalars)])
-            owners += cut.owners
+            owners += own
             squares.append(sums.view(2, -1).T)
         if not squares:
             device = lists.main[0].device if lists.main else torch.device("cpu")
@@ -245,11 +247,10 @@ class ReferenceBackend:
 
     def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
         """Take the step, each tensor with its own ratio (FP32 value)."""
-        for cut in batches(lists):
-            batch = cut.lists
+        for owners, batch in batches(lists):
             p = read_mains(batch)
             u = _directions(batch, p, scalars)
-            torch._foreach_mul_(u, [ratios[owner] for owner in cut.owners])
+            torch._foreach_mul_(u, [ratios[owner] for owner in owners])
             torch._foreach_sub_(p, u)
             write_mains(batch, p)
 
@@ -278,8 +279,8 @@ class ReferenceBackend:
     def average(self, lists: TensorLists) -> None:
         """Let the averages take the main params that are there, for rules in torch operations; the
         methods of the other rules do so themselves. Nothing to do where none are kept."""
-        for batch in batches(lists.for_averages()):
-            take_averages(batch.lists)
+        for _, batch in batches(lists.for_averages()):
+            take_averages(batch)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         """FP64, shape (n,)."""
@@ -304,7 +305,7 @@ def step_with(
     if rule in TEXTS and group.get("caution"):
         counts = backend.agreements(rule, lists, scalars, multiplier)
         scales = backend.caution_scales(counts, [main.numel() for main in lists.main])
-        backend.step_cautiously(rule, lists, scalars, multiplier, scales)
+        backend.step(rule, lists, scalars, multiplier, scales)
     elif rule in TEXTS:
         backend.step(rule, lists, scalars, multiplier)
     else:

@@ -358,8 +358,8 @@ def test_pieces_stay_below_the_limits() -> None:
     huge = torch.empty(2**31 + 10, dtype=torch.bfloat16, device="meta")
     sizes = [
         t.numel()
-        for batch in batching.batches(TensorLists([huge], [huge], {}, [None]))
-        for t in batch.lists.main
+        for _, batch in batching.batches(TensorLists([huge], [huge], {}, [None]))
+        for t in batch.main
     ]
     assert sum(sizes) == 2**31 + 10 and max(sizes) < MOST_ELEMENTS
 

@@ -384,7 +384,7 @@ def test_sums_of_squares_equal_reference(
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch, no_tables_yet: None) -> None:
     """Sums of few thousand elements take several rounds."""
-    monkeypatch.setattr("mp_optim.update.backends.triton.launches.CHUNK", 2048)
+    monkeypatch.setattr("mp_optim.update.backends.triton.backend.CHUNK", 2048)
     monkeypatch.setattr("mp_optim.update.backends.triton.launches.SUM_CHUNK", 1024)
     monkeypatch.setattr("mp_optim.update.backends.triton.launches.RUN", 4)
     monkeypatch.setattr("mp_optim.update.backends.triton.tables.RUN", 4)

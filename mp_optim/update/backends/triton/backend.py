@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +22,38 @@ from torch import Tensor
 from mp_optim.config.rules import RULES
 from mp_optim.process.accelerator import CUDA, accelerator_of, current_device
 from mp_optim.slots import CachedTensorList
-from mp_optim.update.backends.reference import LEAST_SHARE, MOMENTUM, Scales
-from mp_optim.update.backends.triton.kernels import rules, two_passes
+from mp_optim.update.backends.reference import LEAST_SHARE, MOMENTUM, ReferenceBackend, Scales
+from mp_optim.update.backends.triton.kernels import rules, tiles, two_passes
 from mp_optim.update.backends.triton.kernels.tiles import Flags
 from mp_optim.update.backends.triton.launches import (
+    CHUNK,
+    MOST_LAUNCHES,
     RATE,
-    KernelLaunches,
+    KernelLaunch,
+    Launcher,
     Multiplier,
+    Recording,
+    Rehearsal,
+    Steady,
     added,
     clipped_steps,
     joined,
     on_host,
+    place_of,
+    row_for,
     row_of,
+    step_form,
     sum_alike,
 )
-from mp_optim.update.chunking import mark_written
+from mp_optim.update.backends.triton.tables import Tables
+from mp_optim.update.chunking import mark_written, tell_autograd
 from mp_optim.update.kernel_args import (
     AlikeLists,
     LambScalars,
     MuonScalars,
     StableScalars,
     TensorLists,
+    alike_lists,
     kept_moments,
 )
 from mp_optim.update.sums import root
@@ -53,12 +66,14 @@ _ADAM = ("exp_avg", "exp_avg_sq")
 _SECOND = ("", "exp_avg_sq")
 
 
-class TritonBackend(KernelLaunches):
+class TritonBackend(ReferenceBackend):
     """Launches the kernels; ``reference`` does what they cannot.
 
     Attributes:
         device_type: of the tensors it can step.
         runs_on: the same in words.
+        tables: what launches read on the device.
+        launcher: carries launches out, or notes them.
 
     Raises:
         RuntimeError: there is neither a device nor the interpreter, or this Triton computes other
@@ -84,7 +99,8 @@ class TritonBackend(KernelLaunches):
         self.runs_on = f"Triton {triton.__version__}" + (
             ", interpreted" if self.interpreted else ""
         )
-        super().__init__()
+        self.tables = Tables()
+        self.launcher = Launcher(self.tables)
 
     def proof_note(self, device: torch.device) -> Path | None:
         """Beside what Triton compiled: both depend on the sources, the compiler with its assembler,
@@ -105,31 +121,166 @@ class TritonBackend(KernelLaunches):
         digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()
         return Path(triton.knobs.cache.dir) / "mp_optim" / f"{digest}.proof"
 
-    def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier) -> None:
+    # -- launches ---------------------------------------------------------------------------------
+
+    def rehearse(self, work: Callable[[], object], device: torch.device) -> Rehearsal:
+        """Let ``work`` run without a launch, and note what it would launch."""
+        rehearsal = Rehearsal(self.tables, device)
+        self._launch_by(rehearsal, work)
+        return rehearsal
+
+    def record(self, work: Callable[[], object], table: Tensor) -> None:
+        """Let ``work`` run with numbers from the rows of a table, as a graph has to that is
+        replayed."""
+        self._launch_by(Recording(self.tables, table), work)
+
+    def _launch_by(self, launcher: Launcher, work: Callable[[], object]) -> None:
+        before, self.launcher = self.launcher, launcher
+        try:
+            work()
+        finally:
+            self.launcher = before
+
+    def parts(
+        self, lists: TensorLists, moments: tuple[str, ...], scalars: Any
+    ) -> Iterator[tuple[AlikeLists, Tensor | None]]:
+        """The parts with tensors, each with its numbers on the device; without any if there is no
+        kernel for it."""
+        for part in alike_lists(lists, moments):
+            if part.kind is not None:
+                row = row_for(part.lists, scalars)
+                yield part, self.launcher.numbers(row, part.lists.grad[0].device)
+                continue
+            mains = part.lists.main
+            params = f"parameters of {mains[0].dtype}" if mains else "no parameters"
+            self.launcher.by_reference(
+                f"there is no kernel for gradients of {part.lists.grad[0].dtype}, {params} "
+                "and their state"
+            )
+            if self.launcher.launches:
+                yield part, None
+
+    def announce(self, lists: TensorLists, scalars: Any, device: torch.device) -> None:
+        self.launcher.numbers(row_for(lists, scalars), device)
+
+    def numbers_of(self, part: AlikeLists, numbers: Sequence[float]) -> Tensor:
+        """Those of a part's tensors on the device, FP32."""
+        some = [numbers[index] for index in part.indices]
+        table = torch.tensor(some, dtype=torch.float32, device="cpu")
+        return self.tables.upload(table, part.lists.grad[0].device)
+
+    def launches_of(
+        self, rule: Any, part: AlikeLists, moments: tuple[str, ...], flags: Flags
+    ) -> list[KernelLaunch]:
+        """The launches of a rule over a part, one or two (:meth:`Tables.plans`)."""
+        columns, plans = self.tables.launch_of(part, moments, CHUNK)
+        return [KernelLaunch(rule, flags, part, *plan, columns) for plan in plans]
+
+    def launch_part(
+        self, rule: Any, part: AlikeLists, moments: tuple[str, ...], flags: Flags, *given: Any
+    ) -> None:
+        """Launch a rule over a part."""
+        for launch in self.launches_of(rule, part, moments, flags):
+            self.launch(launch, *given)
+
+    def launch_again(
+        self, rule: Any, lists: TensorLists, scalars: Any, flags: Flags, multiplier: Multiplier
+    ) -> bool:
+        """Launch a rule over lists that stayed, with gradients where some were that were looked at;
+        says whether it did.
+
+        NOTE: tables of a graph have to be kept for it, which is the other way's business.
+        """
+        known: Steady | None = (
+            lists.prepared.get(f"triton {rule.__name__}") if lists.prepared else None
+        )
+        if known is None or type(self.launcher) is not Launcher or not known.fits(lists):
+            return False
+        addresses = CachedTensorList.of(lists.grad).addresses.tobytes()
+        if (found := known.launches.get(addresses)) is None:
+            return False
+        columns, plans = found
+        numbers = self.launcher.numbers(row_for(lists, scalars), lists.grad[0].device)
+        part = known.part._replace(lists=lists)
+        for plan, aligned in plans:
+            launch = KernelLaunch(rule, flags, part, plan, aligned, columns)
+            self.launch(launch, numbers, multiplier)
+        tell_autograd(known.written)
+        return True
+
+    def keep(self, rule: Any, part: AlikeLists, moments: tuple[str, ...]) -> None:
+        """Keep for :meth:`launch_again` what was launched over a part that is all of its lists."""
+        lists, name = part.lists, f"triton {rule.__name__}"
+        if lists.prepared is None or lists.noise is not None or not isinstance(part.indices, range):
+            return
+        known: Steady | None = lists.prepared.get(name)
+        grads = CachedTensorList.of(lists.grad)
+        if known is None or not known.fits(lists) or len(known.launches) >= MOST_LAUNCHES:
+            kept = part._replace(lists=replace(lists, grad=[], prepared=None))
+            written = [*lists.main, *(each for each in lists.output if each is not None)]
+            known = Steady(lists.made_for, kept, grads.own_sizes, written, {})
+            lists.prepared[name] = known
+        launches = self.tables.launch_of(part, moments, CHUNK)
+        known.launches[grads.addresses.tobytes()] = launches
+
+    def launch(
+        self,
+        launch: KernelLaunch,
+        numbers: Tensor,
+        multiplier: Multiplier,
+        skip: Tensor | None = None,
+        made: Tensor | None = None,
+    ) -> None:
+        """``made``: what the step itself made on the device, or makes there."""
+        rule, flags, (_, kind, lists), plan, aligned, columns = launch
+        assert kind is not None
+        device = lists.grad[0].device
+        if not plan.programs:
+            return
+        if isinstance(multiplier, Tensor) and multiplier.numel() == 2:
+            multiplier, skip = multiplier[:1], multiplier[1:]
+        streams = self.tables.streams(lists, device)
+        tables = (plan.owners, plan.firsts, plan.sizes, streams)
+
+        on_device = isinstance(multiplier, Tensor)
+        form = step_form(tiles.step, rule, flags, kind, on_device, aligned, CHUNK)
+
+        def run() -> None:
+            with current_device(device):
+                given = (*tables, numbers, multiplier, skip, *columns, made)
+                form.launch(plan.programs, *given)
+
+        described = (rule.__name__, kind, aligned, flags)
+        places = (place_of(multiplier), place_of(skip))
+        self.launcher.launch(run, (*described, *places, *tables, *columns))
+
+    def index(self, indices: Sequence[int], device: torch.device) -> Tensor:
+        return self.tables.values(array("q", indices), device)
+
+    # -- rules ------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        rule: str,
+        lists: TensorLists,
+        scalars: Any,
+        multiplier: Multiplier,
+        scales: Scales | None = None,
+    ) -> None:
         kernel, flags = getattr(rules, rule), Flags.of(scalars)
-        if self.launch_again(kernel, lists, scalars, flags, multiplier):
+        if scales is None and self.launch_again(kernel, lists, scalars, flags, multiplier):
             return
         moments = kept_moments(lists, RULES[rule].moment_names)
         for part, numbers in self.parts(lists, moments, scalars):
             if numbers is not None:
-                self.launch_part(kernel, part, moments, flags, numbers, multiplier)
-                self.keep(kernel, part, moments)
+                made = None if scales is None else self._table(part, scales, len(lists.main))
+                self.launch_part(kernel, part, moments, flags, numbers, multiplier, None, made)
+                if made is None:
+                    self.keep(kernel, part, moments)
                 mark_written(part.lists)
             elif (value := on_host(multiplier)) is not None:
-                super().step(rule, part.lists, scalars, value)
-
-    def step_cautiously(
-        self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier, scales: Scales
-    ) -> None:
-        moments, flags = kept_moments(lists, RULES[rule].moment_names), Flags.of(scalars)
-        for part, numbers in self.parts(lists, moments, scalars):
-            if numbers is not None:
-                given = numbers, multiplier, None, self._table(part, scales, len(lists.main))
-                self.launch_part(getattr(rules, rule), part, moments, flags, *given)
-                mark_written(part.lists)
-            elif (value := on_host(multiplier)) is not None:
-                own = [float(scales[index]) for index in part.indices]
-                super().step_cautiously(rule, part.lists, scalars, value, own)
+                own = None if scales is None else [float(scales[at]) for at in part.indices]
+                super().step(rule, part.lists, scalars, value, own)
 
     def agreements(
         self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier
@@ -137,29 +288,38 @@ class TritonBackend(KernelLaunches):
         device = lists.grad[0].device if lists.grad else torch.device("cpu")
         counts = torch.zeros(len(lists.grad), 1, dtype=torch.int64, device=device)
         moments = kept_moments(lists, RULES[rule].moment_names)
+        other = partial(super().agreements, rule)
+        given = lists, moments, scalars, multiplier
+        return self._whole_sums(two_passes.agreements, *given, counts, other)
+
+    def _whole_sums(
+        self,
+        kernel: Any,
+        lists: TensorLists,
+        moments: tuple[str, ...],
+        scalars: Any,
+        multiplier: Multiplier,
+        sums: Tensor,
+        by_reference: Callable[[TensorLists, Any, float], Tensor],
+    ) -> Tensor:
+        """``sums``, zeros with a row for each tensor, by a kernel that writes nothing else; whole
+        numbers, which may be added in any order."""
         for part, numbers in self.parts(lists, moments, scalars):
             if numbers is not None:
-                found = self._agreements(part, moments, numbers, multiplier)
+                assert part.kind is not None
+                found = torch.zeros_like(sums[: len(part.indices)])
+                part = part._replace(kind=part.kind._replace(output=None))
+                for launch in self.launches_of(kernel, part, moments, Flags()):
+                    made = sums.new_empty(launch.plan.programs, sums.shape[1])
+                    self.launch(launch, numbers, multiplier, made=made)
+                    if self.launcher.launches:
+                        found.index_add_(0, launch.plan.owners, made)
             elif (value := on_host(multiplier)) is not None:
-                found = super().agreements(rule, part.lists, scalars, value)
+                found = by_reference(part.lists, scalars, value)
             else:
                 continue
-            counts.index_copy_(0, self.index(part.indices, device), found)
-        return counts
-
-    def _agreements(
-        self, part: AlikeLists, moments: tuple[str, ...], numbers: Tensor, multiplier: Multiplier
-    ) -> Tensor:
-        device = part.lists.grad[0].device
-        counts = torch.zeros(len(part.indices), 1, dtype=torch.int64, device=device)
-        assert part.kind is not None
-        part = part._replace(kind=part.kind._replace(output=None))
-        for launch in self.launches_of(two_passes.agreements, part, moments, Flags()):
-            made = torch.empty(launch.plan.programs, 1, dtype=torch.int64, device=device)
-            self.launch(launch, numbers, multiplier, made=made)
-            if self.launcher.launches:
-                counts.index_add_(0, launch.plan.owners, made)
-        return counts
+            sums.index_copy_(0, self.index(part.indices, sums.device), found)
+        return sums
 
     def caution_scales(self, counts: Tensor, sizes: Sequence[int]) -> Tensor:
         """As :meth:`ReferenceBackend.caution_scales`, formed on the device."""
@@ -252,27 +412,8 @@ class TritonBackend(KernelLaunches):
     ) -> Tensor:
         device = lists.main[0].device if lists.main else torch.device("cpu")
         sums = torch.zeros(len(lists.main), 3, dtype=torch.int64, device=device)
-        for part, numbers in self.parts(lists, _SECOND, scalars):
-            if numbers is not None:
-                found = self._stable_sums(part, numbers, multiplier)
-            elif (value := on_host(multiplier)) is not None:
-                found = super().stable_adamw_sums(part.lists, scalars, value)
-            else:
-                continue
-            sums.index_copy_(0, self.index(part.indices, device), found)
-        return sums
-
-    def _stable_sums(self, part: AlikeLists, numbers: Tensor, multiplier: Multiplier) -> Tensor:
-        device, count = part.lists.main[0].device, len(part.indices)
-        sums = torch.zeros(count, 3, dtype=torch.int64, device=device)
-        assert part.kind is not None
-        part = part._replace(kind=part.kind._replace(output=None))
-        for launch in self.launches_of(two_passes.clip_sums, part, _SECOND, Flags()):
-            made = torch.empty(launch.plan.programs, 3, dtype=torch.int64, device=device)
-            self.launch(launch, numbers, multiplier, made=made)
-            if self.launcher.launches:
-                sums.index_add_(0, launch.plan.owners, made)
-        return sums
+        given = lists, _SECOND, scalars, multiplier
+        return self._whole_sums(two_passes.clip_sums, *given, sums, super().stable_adamw_sums)
 
     def stable_adamw_finish(
         self,

@@ -12,23 +12,23 @@ from __future__ import annotations
 import math
 import struct
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.compiler import CompiledKernel
+from triton.runtime import JITFunction, driver
 
 from mp_optim.process.accelerator import current_device
 from mp_optim.slots import CachedTensorList, all_same
-from mp_optim.update.backends.reference import NOT_CLIPPED, ReferenceBackend
-from mp_optim.update.backends.triton.compiled import KernelForm
-from mp_optim.update.backends.triton.kernels import sums, tiles
+from mp_optim.update.backends.reference import NOT_CLIPPED
+from mp_optim.update.backends.triton.kernels import sums
 from mp_optim.update.backends.triton.kernels.tiles import Flags
 from mp_optim.update.backends.triton.tables import RUN, Plan, Tables
-from mp_optim.update.chunking import tell_autograd
 from mp_optim.update.kernel_args import (
     FLOATS,
     AlikeLists,
@@ -36,7 +36,6 @@ from mp_optim.update.kernel_args import (
     LaunchDtypes,
     StableScalars,
     TensorLists,
-    alike_lists,
     check_fit,
 )
 from mp_optim.update.sums import root, sum_of_squares
@@ -200,6 +199,53 @@ def _alike(parts: Sequence[Any], others: Sequence[Any]) -> bool:
     )
 
 
+# -- kernels that Triton has compiled --------------------------------------------------------------
+
+MULTIPLE = 16
+"""Triton compiles one kernel for pointers that are multiples of it, and one for others."""
+
+
+@dataclass(frozen=True, eq=False)
+class KernelForm:
+    """A kernel with what is compiled into it.
+
+    Before each launch Triton works out, from every argument and constant, which of its compiled
+    kernels is asked for: some 50 microseconds of Python. So each is kept here by what it was
+    compiled for, and launched as it is from then on.
+
+    Attributes:
+        constants: the last arguments of the kernel, in their order.
+        options: of the compiler.
+        compiled: by device and by what Triton goes by beside constants: of pointers whether they
+            are there, and multiples of 16; of all else the type.
+    """
+
+    kernel: Any
+    constants: Mapping[str, Any]
+    options: Mapping[str, Any]
+    compiled: dict[tuple[Any, ...], CompiledKernel] = field(default_factory=dict)
+
+    def launch(self, programs: int, *arguments: Any) -> None:
+        """Launch so many programs on the current device, on its current stream."""
+        if not isinstance(self.kernel, JITFunction):  # it is interpreted
+            self.kernel[(programs,)](*arguments, **self.constants, **self.options)
+            return
+        key = (driver.active.get_current_device(), *map(_compiled_for, arguments))
+        known = self.compiled.get(key)
+        if known is not None:
+            known[(programs, 1, 1)](*arguments, *self.constants.values())
+            return
+        made = self.kernel[(programs,)](*arguments, **self.constants, **self.options)
+        if isinstance(made, CompiledKernel) and made.module is not None:  # it was launched
+            self.compiled[key] = made
+
+
+def _compiled_for(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % MULTIPLE == 0
+    return type(argument)
+
+
 # -- launches -------------------------------------------------------------------------------------
 
 
@@ -257,159 +303,8 @@ class Steady(NamedTuple):
         )
 
 
-class KernelLaunches(ReferenceBackend):
-    """A backend whose rules are launches of kernels; ``reference`` does what none does.
-
-    Attributes:
-        tables: what launches read on the device.
-        launcher: carries launches out, or notes them.
-    """
-
-    def __init__(self) -> None:
-        self.tables = Tables()
-        self.launcher = Launcher(self.tables)
-
-    def rehearse(self, work: Callable[[], object], device: torch.device) -> Rehearsal:
-        """Let ``work`` run without a launch, and note what it would launch."""
-        rehearsal = Rehearsal(self.tables, device)
-        self._launch_by(rehearsal, work)
-        return rehearsal
-
-    def record(self, work: Callable[[], object], table: Tensor) -> None:
-        """Let ``work`` run with numbers from the rows of a table, as a graph has to that is
-        replayed."""
-        self._launch_by(Recording(self.tables, table), work)
-
-    def _launch_by(self, launcher: Launcher, work: Callable[[], object]) -> None:
-        before, self.launcher = self.launcher, launcher
-        try:
-            work()
-        finally:
-            self.launcher = before
-
-    def parts(
-        self, lists: TensorLists, moments: tuple[str, ...], scalars: Any
-    ) -> Iterator[tuple[AlikeLists, Tensor | None]]:
-        """The parts with tensors, each with its numbers on the device; without any if there is no
-        kernel for it."""
-        for part in alike_lists(lists, moments):
-            if part.kind is not None:
-                row = row_for(part.lists, scalars)
-                yield part, self.launcher.numbers(row, part.lists.grad[0].device)
-                continue
-            mains = part.lists.main
-            params = f"parameters of {mains[0].dtype}" if mains else "no parameters"
-            self.launcher.by_reference(
-                f"there is no kernel for gradients of {part.lists.grad[0].dtype}, {params} "
-                "and their state"
-            )
-            if self.launcher.launches:
-                yield part, None
-
-    def announce(self, lists: TensorLists, scalars: Any, device: torch.device) -> None:
-        self.launcher.numbers(row_for(lists, scalars), device)
-
-    def numbers_of(self, part: AlikeLists, numbers: Sequence[float]) -> Tensor:
-        """Those of a part's tensors on the device, FP32."""
-        some = [numbers[index] for index in part.indices]
-        table = torch.tensor(some, dtype=torch.float32, device="cpu")
-        return self.tables.upload(table, part.lists.grad[0].device)
-
-    def launches_of(
-        self, rule: Any, part: AlikeLists, moments: tuple[str, ...], flags: Flags
-    ) -> Iterator[KernelLaunch]:
-        """The launches of a rule over a part, one or two (:meth:`Tables.plans`)."""
-        columns, plans = self.tables.launch_of(part, moments, CHUNK)
-        for plan, aligned in plans:
-            yield KernelLaunch(rule, flags, part, plan, aligned, columns)
-
-    def launch_part(
-        self, rule: Any, part: AlikeLists, moments: tuple[str, ...], flags: Flags, *given: Any
-    ) -> None:
-        """Launch a rule over a part."""
-        for launch in self.launches_of(rule, part, moments, flags):
-            self.launch(launch, *given)
-
-    def launch_again(
-        self, rule: Any, lists: TensorLists, scalars: Any, flags: Flags, multiplier: Multiplier
-    ) -> bool:
-        """Launch a rule over lists that stayed, with gradients where some were that were looked at;
-        says whether it did.
-
-        NOTE: tables of a graph have to be kept for it, which is the other way's business.
-        """
-        known: Steady | None = lists.prepared.get(_kept_as(rule)) if lists.prepared else None
-        if known is None or type(self.launcher) is not Launcher or not known.fits(lists):
-            return False
-        addresses = CachedTensorList.of(lists.grad).addresses.tobytes()
-        if (found := known.launches.get(addresses)) is None:
-            return False
-        columns, plans = found
-        numbers = self.launcher.numbers(row_for(lists, scalars), lists.grad[0].device)
-        part = known.part._replace(lists=lists)
-        for plan, aligned in plans:
-            launch = KernelLaunch(rule, flags, part, plan, aligned, columns)
-            self.launch(launch, numbers, multiplier)
-        tell_autograd(known.written)
-        return True
-
-    def keep(self, rule: Any, part: AlikeLists, moments: tuple[str, ...]) -> None:
-        """Keep for :meth:`launch_again` what was launched over a part that is all of its lists."""
-        lists, name = part.lists, _kept_as(rule)
-        if lists.prepared is None or lists.noise is not None or not isinstance(part.indices, range):
-            return
-        known: Steady | None = lists.prepared.get(name)
-        grads = CachedTensorList.of(lists.grad)
-        if known is None or not known.fits(lists) or len(known.launches) >= MOST_LAUNCHES:
-            kept = part._replace(lists=replace(lists, grad=[], prepared=None))
-            written = [*lists.main, *(each for each in lists.output if each is not None)]
-            known = Steady(lists.made_for, kept, grads.own_sizes, written, {})
-            lists.prepared[name] = known
-        launches = self.tables.launch_of(part, moments, CHUNK)
-        known.launches[grads.addresses.tobytes()] = launches
-
-    def launch(
-        self,
-        launch: KernelLaunch,
-        numbers: Tensor,
-        multiplier: Multiplier,
-        skip: Tensor | None = None,
-        made: Tensor | None = None,
-    ) -> None:
-        """``made``: what the step itself made on the device, or makes there."""
-        rule, flags, (_, kind, lists), plan, aligned, columns = launch
-        assert kind is not None
-        device = lists.grad[0].device
-        if not plan.programs:
-            return
-        if isinstance(multiplier, Tensor) and multiplier.numel() == 2:
-            multiplier, skip = multiplier[:1], multiplier[1:]
-        streams = self.tables.streams(lists, device)
-        tables = (plan.owners, plan.firsts, plan.sizes, streams)
-
-        on_device = isinstance(multiplier, Tensor)
-        form = _form(tiles.step, rule, flags, kind, on_device, aligned, CHUNK)
-
-        def run() -> None:
-            with current_device(device):
-                given = (*tables, numbers, multiplier, skip, *columns, made)
-                form.launch(plan.programs, *given)
-
-        described = (rule.__name__, kind, aligned, flags)
-        places = (_place(multiplier), _place(skip))
-        self.launcher.launch(run, (*described, *places, *tables, *columns))
-
-    def index(self, indices: Sequence[int], device: torch.device) -> Tensor:
-        return self.tables.values(array("q", indices), device)
-
-
-def _kept_as(rule: Any) -> str:
-    """A rule's key in ``TensorLists.prepared``."""
-    return f"triton {rule.__name__}"
-
-
 @cache
-def _form(
+def step_form(
     kernel: Any,
     rule: Any,
     flags: Flags,
@@ -432,7 +327,7 @@ def _form(
     return KernelForm(kernel, constants, shape)
 
 
-def _place(value: Multiplier | None) -> Any:
+def place_of(value: Multiplier | None) -> Any:
     """What must stay of a launch's argument: the address, if it is read on the device."""
     return value.data_ptr() if isinstance(value, Tensor) else value
 
@@ -465,7 +360,8 @@ def sum_alike(tables: Tables, tensors: CachedTensorList) -> Tensor:
     for plan, aligned in tables.plans(tensors, SUM_CHUNK, device, column.odd):
         squares = torch.empty(plan.programs, 1, dtype=torch.float64, device=device)
         if plan.programs:
-            form = _form_of_sums(sums.chunk_sums, tensors[0].dtype, aligned, SUM_CHUNK)
+            constants = {"TYPE": TYPES[tensors[0].dtype], "ALIGNED": aligned, "CHUNK": SUM_CHUNK}
+            form = _sums_form(sums.chunk_sums, 8, **constants)
             given = (plan.owners, plan.firsts, plan.sizes, column.values, squares)
             with current_device(device):
                 form.launch(plan.programs, *given)
@@ -475,13 +371,8 @@ def sum_alike(tables: Tables, tensors: CachedTensorList) -> Tensor:
 
 
 @cache
-def _form_of_sums(kernel: Any, dtype: torch.dtype, aligned: bool, chunk: int) -> KernelForm:
-    return KernelForm(kernel, {"TYPE": TYPES[dtype], "ALIGNED": aligned, "CHUNK": chunk}, WIDE)
-
-
-@cache
-def _form_of_runs(kernel: Any, columns: int, run: int) -> KernelForm:
-    return KernelForm(kernel, {"COLUMNS": columns, "RUN": run}, OPTIONS)
+def _sums_form(kernel: Any, warps: int, **constants: Any) -> KernelForm:
+    return KernelForm(kernel, constants, {**OPTIONS, "num_warps": warps})
 
 
 def joined(first: Tensor | None, second: Tensor) -> Tensor:
@@ -497,7 +388,7 @@ def added(plan: Plan, values: Tensor, launches: bool = True) -> Tensor:
         results = values.new_empty(each.programs, values.shape[1])
         if launches:
             with current_device(values.device):
-                form = _form_of_runs(sums.run_sums, values.shape[1], RUN)
+                form = _sums_form(sums.run_sums, 4, COLUMNS=values.shape[1], RUN=RUN)
                 tables = (each.owners, each.firsts, each.starts, each.counts)
                 form.launch(each.programs, *tables, values, results)
         values = results
