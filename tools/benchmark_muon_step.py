@@ -24,7 +24,7 @@ from benchmarks import allocator
 from benchmarks.timing import Timing, alternate, ratio
 from mp_optim.update import FusedMuon
 from mp_optim.update.backends.native_library import NativeLibrary
-from mp_optim.update.muon_directions import seconds_of_products
+from mp_optim.update.muon import seconds_of_products
 
 KERNEL = "mp_newton_schulz"
 PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", KERNEL}

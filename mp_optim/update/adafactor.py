@@ -107,14 +107,9 @@ class FusedAdafactor(RuleOptimizer):
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        settings = {
-            "lr": lr,
-            "beta2_decay": beta2_decay,
-            "eps": eps,
-            "d": d,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(AdafactorRule(), params, settings, backend, precision)
+        rule = AdafactorRule()
+        settings = rule.settings_from(locals())
+        super().__init__(rule, params, settings, backend, precision)
 
 
 @dataclass(frozen=True)

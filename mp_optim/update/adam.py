@@ -71,14 +71,6 @@ class FusedAdam(RuleOptimizer):
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        settings = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "adam_w_mode": adam_w_mode,
-            "caution": caution,
-            "cautious_wd": cautious_wd,
-        }
-        super().__init__(AdamRule(), params, settings, backend, precision)
+        rule = AdamRule()
+        settings = rule.settings_from(locals())
+        super().__init__(rule, params, settings, backend, precision)

@@ -46,15 +46,6 @@ class FusedAdEMAMix(RuleOptimizer):
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        settings = {
-            "lr": lr,
-            "betas": betas,
-            "alpha": alpha,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "beta3_warmup": beta3_warmup,
-            "alpha_warmup": alpha_warmup,
-            "caution": caution,
-            "cautious_wd": cautious_wd,
-        }
-        super().__init__(AdemamixRule(), params, settings, backend, precision)
+        rule = AdemamixRule()
+        settings = rule.settings_from(locals())
+        super().__init__(rule, params, settings, backend, precision)

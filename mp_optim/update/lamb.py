@@ -75,15 +75,6 @@ class FusedLAMB(RuleOptimizer):
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        settings = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "adam_w_mode": adam_w_mode,
-            "grad_averaging": grad_averaging,
-            "max_grad_norm": max_grad_norm,
-            "use_nvlamb": use_nvlamb,
-        }
-        super().__init__(LambRule(), params, settings, backend, precision)
+        rule = LambRule()
+        settings = rule.settings_from(locals())
+        super().__init__(rule, params, settings, backend, precision)

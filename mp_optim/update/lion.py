@@ -41,11 +41,6 @@ class FusedLion(RuleOptimizer):
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        settings = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "caution": caution,
-            "cautious_wd": cautious_wd,
-        }
-        super().__init__(LionRule(), params, settings, backend, precision)
+        rule = LionRule()
+        settings = rule.settings_from(locals())
+        super().__init__(rule, params, settings, backend, precision)

@@ -3,84 +3,88 @@ docs/numerics.md."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+import ctypes
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from mp_optim.config.rules import RULES, SCALAR_OPTIMIZERS, coefficients
+from mp_optim.config.rules import SCALAR_OPTIMIZERS, coefficients, scale_factor
 from mp_optim.slots import SlotUpdate, SlotUpdates
 from mp_optim.slots.slot_state import AVERAGE, REMAINDER, scale_key
-from mp_optim.slots.tensor_layout import ShardRegion
+from mp_optim.slots.tensor_layout import MatrixParts, ParamLayout, ShardRegion
 from mp_optim.update.adam import AdamRule, check_cautions
 from mp_optim.update.backends import Backend
-from mp_optim.update.backends.native import NativeBackend
+from mp_optim.update.backends import native_library as lib
+from mp_optim.update.backends.native import NativeBackend, values_of
 from mp_optim.update.backends.reference import MOMENTUM
+from mp_optim.update.chunking import mark_written, runs_of
 from mp_optim.update.element_rules import agreeing
-from mp_optim.update.kernel_args import MAIN, MuonScalars, fp32
-from mp_optim.update.matrix_exchange import MatrixOwners
-from mp_optim.update.matrix_products import Rooms, beside_each_other
-from mp_optim.update.muon_directions import (
-    Direction,
-    Orthogonalization,
-    directions,
-    runs,
-    step_in_one_call,
-    whole_directions,
+from mp_optim.update.kernel_args import MAIN, MuonScalars, TensorLists, fp32
+from mp_optim.update.lion import LionRule
+from mp_optim.update.matrix_exchange import Exchange, MatrixOwners, newton_schulz_flops
+from mp_optim.update.newton_schulz import (
+    NativeSteps,
+    Rooms,
+    beside_each_other,
+    orthogonalize_each,
+    steps_in_place,
 )
 from mp_optim.update.optimizer import RuleOptimizer
 from mp_optim.update.rule import (
     COUNTING,
+    ElementRule,
     Launch,
     Rule,
     Settings,
     Workspace,
     add_up_parts,
     parts_over,
-    step_by,
-    steps_elements,
 )
 
-_ADAM = AdamRule()
+_SCALARS: dict[str, ElementRule] = {"adam": AdamRule(), "lion": LionRule()}
 
 
 class MuonRule(Rule):
     """Muon for groups of matrices with ``optimizer="muon"``, and a scalar rule for the others.
 
     Args:
-        scalar: ``adam`` or ``lion``.
+        scalar: of these.
     """
 
     name = "muon"
     decides_moments = "betas"
 
-    def __init__(self, scalar: str) -> None:
+    def __init__(self, scalar: ElementRule) -> None:
         self._scalar = scalar
 
     @property
     def kernels(self) -> str:
-        return self._scalar
+        return self._scalar.name
 
     def moments(self, group: Settings) -> tuple[str, ...]:
-        if group["optimizer"] == "adam":
-            return _ADAM.moments(group)
-        return RULES[group["optimizer"]].moment_names
+        if group["optimizer"] == "muon":
+            return super().moments(group)
+        return self._scalar.moments(group)
 
     def unread_moments(self, group: Settings) -> tuple[str, ...]:
-        return _ADAM.unread_moments(group) if group["optimizer"] == "adam" else ()
+        return () if group["optimizer"] == "muon" else self._scalar.unread_moments(group)
 
     def reads_steps(self, group: Settings) -> bool:
-        return bool(group["optimizer"] == "adam")
+        return group["optimizer"] != "muon" and self._scalar.reads_steps(group)
 
     def is_elementwise(self, group: Settings) -> bool:
-        return steps_elements(group["optimizer"], group)
+        return group["optimizer"] != "muon" and self._scalar.is_elementwise(group)
 
     def check_settings(self, group: Settings) -> None:
-        if group["optimizer"] not in ("muon", self._scalar):
+        if group["optimizer"] not in ("muon", self._scalar.name):
             raise ValueError(
-                f"optimizer={group['optimizer']!r}: must be 'muon' or {self._scalar!r}"
+                f"optimizer={group['optimizer']!r}: must be 'muon' or {self._scalar.name!r}"
             )
         super().check_settings(group)
         if group["optimizer"] == "adam":
@@ -119,7 +123,7 @@ class MuonRule(Rule):
     def apply(self, launch: Launch, backend: Backend) -> None:
         lists, group, multiplier = launch.lists, launch.settings, launch.multiplier
         if group["optimizer"] != "muon":
-            step_by(group["optimizer"], launch, backend)
+            self._scalar.apply(launch, backend)
             return
         owners, updates = launch.workspace, launch.updates
         assert isinstance(owners, MatrixOwners)
@@ -249,26 +253,335 @@ class FusedMuon(RuleOptimizer):
             raise ValueError(
                 f"scalar_optimizer={scalar_optimizer!r}: must be one of {list(SCALAR_OPTIMIZERS)}"
             )
-        settings = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "num_ns_steps": num_ns_steps,
-            "coefficient_type": coefficient_type,
-            "ns_method": ns_method,
-            "scale_mode": scale_mode,
-            "extra_scale_factor": extra_scale_factor,
-            "fp32_matmul_prec": fp32_matmul_prec,
-            "tp_mode": tp_mode,
-            "qkv_split_shapes": qkv_split_shapes,
-            "head_rows": head_rows,
-            "betas": betas,
-            "eps": eps,
-            "bias_correction": bias_correction,
-            "adam_w_mode": adam_w_mode,
-            "caution": caution,
-            "cautious_wd": cautious_wd,
-            "optimizer": "muon",
-        }
-        super().__init__(MuonRule(scalar_optimizer), params, settings, backend, precision)
+        rule = MuonRule(_SCALARS[scalar_optimizer])
+        settings = rule.settings_from(locals()) | {"optimizer": rule.name}
+        super().__init__(rule, params, settings, backend, precision)
+
+
+# -- from rounded momenta to directions ------------------------------------------------------------
+
+_DTYPES = {"medium": torch.bfloat16, "highest": torch.float32}
+_TOGETHER = 1 << 26
+"""Elements of parameters that are orthogonalised together: each needs its rounded momentum and its
+direction meanwhile."""
+_TOGETHER_ON_HOST = 15 << 20
+"""The same of what is orthogonalised on the host, by one process: there is nothing to be shared out
+evenly, and memory that is used again is at hand, where new memory would be cleared page by page."""
+
+
+class Direction(NamedTuple):
+    """What is subtracted from a parameter: ``fp32(values) * factor``, rounded once.
+
+    Attributes:
+        values: the parameter's shape, bfloat16 or float32, contiguous, on its device.
+        factor: an FP32 number.
+    """
+
+    values: Tensor
+    factor: float
+
+
+@dataclass(frozen=True)
+class Orthogonalization:
+    """The settings of a group that say how its matrices are orthogonalised and scaled.
+
+    Attributes:
+        polynomials, method: the Newton-Schulz steps, and how they are taken.
+        dtype: of the products.
+        scale_mode, lr: what a direction is multiplied with; ``lr`` has the extra factor in it.
+        blockwise: whether a rank's part is a matrix of its own.
+        parts: rows of the parts of each query group of a fused matrix; None if it is one.
+        head_rows: rows of each head, which is a matrix of its own; None if there are none.
+    """
+
+    polynomials: tuple[tuple[float, float, float], ...]
+    method: str
+    dtype: torch.dtype
+    scale_mode: str
+    lr: float
+    blockwise: bool
+    parts: tuple[int, ...] | None
+    head_rows: int | None
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> Orthogonalization:
+        """From a param group."""
+        return cls(
+            coefficients(group["coefficient_type"], group["num_ns_steps"]),
+            group["ns_method"],
+            _DTYPES[group["fp32_matmul_prec"]],
+            group["scale_mode"],
+            float(group["lr"]) * group["extra_scale_factor"],
+            group["tp_mode"] == "blockwise",
+            None if group["head_rows"] else group["qkv_split_shapes"],
+            group["head_rows"],
+        )
+
+    def factor(self, rows: int, columns: int) -> float:
+        """What an orthogonal matrix of this shape is multiplied with; an FP32 number."""
+        return fp32(self.lr * scale_factor(self.scale_mode, rows, columns))
+
+
+def runs(
+    params: Sequence[Tensor], layouts: Sequence[ParamLayout | None], blockwise: bool
+) -> Iterator[tuple[list[int], bool]]:
+    """Indices of parameters that are orthogonalised together, and whether each of them is whole and
+    its products are taken where it is stepped. Runs of those that are split over ranks are the same
+    on every rank that has a part of them, as they depend on whole shapes alone.
+
+    Args:
+        layouts: of the model's parameters, as many, or none at all.
+        blockwise: whether a rank's part is a matrix of its own.
+    """
+    split, elsewhere, here = [], [], []
+    for index, (param, layout) in enumerate(zip_longest(params, layouts)):
+        if layout is not None and layout.is_shared(blockwise):
+            split.append((index, layout.share(param)))
+        elif layout is not None and layout.device != param.device:
+            elsewhere.append((index, param.numel()))
+        else:
+            here.append((index, param.numel()))
+    for sizes in (split, elsewhere):
+        for members in runs_of(sizes, _TOGETHER):
+            yield members, False
+    most = _TOGETHER_ON_HOST if params[0].is_cpu else _TOGETHER
+    for members in runs_of(here, most):
+        yield members, True
+
+
+def directions(
+    rule: Orthogonalization,
+    rounded: Sequence[Tensor],
+    layouts: Sequence[ParamLayout | None],
+    owners: MatrixOwners,
+) -> list[Direction]:
+    """The direction of each parameter of a run, for this rank's part of it. Collective if some are
+    split over ranks.
+
+    Args:
+        rounded: momenta in ``rule.dtype``, of this rank's parts, contiguous, on the device they are
+            stepped on; overwritten.
+        layouts: of the model's parameters, where the products are taken; as many.
+        owners: who orthogonalises what is split.
+
+    Raises:
+        ValueError: the rows of a fused matrix are no multiple of those of its parts.
+    """
+    done: dict[int, Direction] = {}
+    split: dict[tuple[ProcessGroup, ...], list[_SplitParam]] = {}
+    here: dict[torch.device, dict[int, Tensor]] = {}
+    for index, (part, layout) in enumerate(zip(rounded, layouts, strict=True)):
+        parts = None if layout is None else layout.matrix_parts(rule.blockwise)
+        if layout is None or parts is None:
+            whole = part
+            if layout is not None and layout.is_shared(rule.blockwise):
+                whole = layout.gather(part)
+            elif layout is not None:
+                whole = part.to(layout.device)
+            here.setdefault(whole.device, {})[index] = whole
+        else:
+            param = _SplitParam(index, part, parts, layout.device)
+            split.setdefault(layout.matrix_groups(rule.blockwise), []).append(param)
+    for wholes in here.values():
+        found = whole_directions(rule, list(wholes.values()))
+        for index, (values, factor) in zip(wholes, found, strict=True):
+            layout = layouts[index]
+            if layout is not None and layout.is_shared(rule.blockwise):
+                values = layout.own(values)
+            done[index] = Direction(values.to(rounded[index].device), factor)
+    for groups, params in split.items():
+        done.update(_by_owners(rule, params, groups, owners))
+    return [done[index] for index in range(len(rounded))]
+
+
+class _SplitParam(NamedTuple):
+    """A parameter of a run: its place there, this rank's part, who has the others, and where they
+    travel."""
+
+    place: int
+    rounded: Tensor
+    parts: MatrixParts
+    device: torch.device
+
+
+def _by_owners(
+    rule: Orthogonalization,
+    params: Sequence[_SplitParam],
+    groups: Sequence[ProcessGroup],
+    owners: MatrixOwners,
+) -> dict[int, Direction]:
+    """The directions of parameters that the same ranks have parts of."""
+    parts = [param.parts for param in params]
+    pieces = [_pieces_of(rule, each.rows, each.columns) for each in parts]
+    steps, method = len(rule.polynomials), rule.method
+    flops = [sum(newton_schulz_flops(*one, steps, method) for one in each) for each in pieces]
+    fused = rule.parts is not None  # what comes back is scaled already, and FP32
+    dtype = torch.float32 if fused else rule.dtype
+    factors = [1.0 if fused else rule.factor(*each[0]) for each in pieces]
+    rounded = [param.rounded for param in params]
+    values = [torch.empty_like(part, dtype=dtype) for part in rounded]
+    planned = owners.plan(parts, groups, flops, dtype.itemsize)
+
+    def compute(wholes: list[Tensor]) -> list[Tensor]:
+        return [direction.values for direction in whole_directions(rule, wholes)]
+
+    device = params[0].device
+    exchange = Exchange(planned, parts, groups, rounded, values, device, compute)
+    exchange.run()
+    owners.bytes_sent += exchange.bytes_sent
+    found = map(Direction, values, factors)
+    return dict(zip((param.place for param in params), found, strict=True))
+
+
+def _pieces_of(rule: Orthogonalization, rows: int, columns: int) -> list[tuple[int, int]]:
+    """The shapes of what is orthogonalised by itself in a matrix.
+
+    Raises:
+        ValueError: the rows are no multiple of those of heads, or of a fused matrix's parts.
+    """
+    name, sizes = "rows", tuple[int, ...]((rows,))
+    if rule.head_rows is not None:
+        sizes, name = (rule.head_rows,), "head_rows"
+    elif rule.parts is not None:
+        sizes, name = rule.parts, "qkv_split_shapes"
+    count, left = divmod(rows, sum(sizes) or 1)
+    if left:
+        raise ValueError(f"{name}={sizes}: {rows} rows are not a multiple of {sum(sizes)}")
+    if name == "qkv_split_shapes":
+        return [(size * count, columns) for size in sizes]
+    return [(sizes[0], columns)] * max(count, 1)
+
+
+def whole_directions(
+    rule: Orthogonalization, wholes: Sequence[Tensor], rooms: Rooms | None = None
+) -> list[Direction]:
+    """The directions of whole matrices and stacks of them, where they lie; nothing is sent.
+
+    Args:
+        wholes: contiguous, in ``rule.dtype``, on one device; overwritten.
+        rooms: memory for what is in between, of their device and dtype.
+    """
+    if rule.head_rows is not None:
+        heads = _heads(wholes, rule.head_rows)
+        found = orthogonalize_each(heads, rule.polynomials, rule.method)
+        return [
+            Direction(values.view(whole.shape), rule.factor(rule.head_rows, whole.size(-1)))
+            for values, whole in zip(found, wholes, strict=True)
+        ]
+    if rule.parts is not None:
+        return _by_parts(rule, wholes, rule.parts)
+    found = orthogonalize_each(wholes, rule.polynomials, rule.method, rooms)
+    factors = {shape: rule.factor(*shape) for shape in {each.shape[-2:] for each in found}}
+    return [Direction(each, factors[each.shape[-2:]]) for each in found]
+
+
+def _heads(wholes: Sequence[Tensor], rows: int) -> list[Tensor]:
+    """Views of attention weights as stacks of heads; also of fused ones, whose parts are whole
+    heads one after the other.
+
+    Raises:
+        ValueError: the rows are no multiple of those of heads.
+    """
+    for whole in wholes:
+        if whole.size(-2) % rows:
+            raise ValueError(f"head_rows={rows}: {whole.size(-2)} rows are not a multiple of it")
+    return [whole.view(-1, rows, whole.size(-1)) for whole in wholes]
+
+
+def _by_parts(
+    rule: Orthogonalization, wholes: Sequence[Tensor], parts: tuple[int, ...]
+) -> list[Direction]:
+    """Of fused matrices, each part by itself; scaled already, and FP32."""
+    pieces, targets = [], []
+    results = [torch.empty_like(whole, dtype=torch.float32) for whole in wholes]
+    for whole, result in zip(wholes, results, strict=True):
+        for piece, target in zip(_cut(whole, parts), _cut(result, parts), strict=True):
+            *stack, groups, rows, columns = piece.shape
+            pieces.append(piece.reshape(*stack, groups * rows, columns).contiguous())
+            targets.append(target)
+    found = orthogonalize_each(pieces, rule.polynomials, rule.method)
+    for values, target in zip(found, targets, strict=True):
+        target.copy_(values.view(target.shape)).mul_(rule.factor(*values.shape[-2:]))
+    return [Direction(result, 1.0) for result in results]
+
+
+def _cut(fused: Tensor, parts: tuple[int, ...]) -> Sequence[Tensor]:
+    """Views of the parts of fused matrices, shape (..., groups, rows, columns)."""
+    (*stack, rows, columns), size = fused.shape, sum(parts)
+    if rows % size:
+        raise ValueError(
+            f"qkv_split_shapes={parts}: {rows} rows are not a multiple of their sum {size}"
+        )
+    grouped = fused.view(*stack, rows // size, size, columns)
+    return torch.split(grouped, list(parts), dim=-2)
+
+
+# -- a step in one call of the kernels -------------------------------------------------------------
+#
+# Momenta, norms, Newton-Schulz steps and parameters of one matrix after the other, each of which
+# stays in a thread's caches meanwhile.
+
+_ALIGNED = 1024
+"""Of elements before a matrix in its tensor there is a multiple."""
+_spent = ctypes.c_double()
+
+
+def seconds_of_products() -> float:
+    """Time that these calls have spent in products of matrices, since the process began."""
+    return _spent.value
+
+
+def step_in_one_call(
+    rule: Orthogonalization,
+    backend: NativeBackend,
+    momenta: TensorLists,
+    params: TensorLists,
+    scalars: MuonScalars,
+    multiplier: float,
+    rooms: Rooms,
+) -> bool:
+    """Step whole parameters by kernels that take all of a step. Whether it was done; if not,
+    nothing was.
+
+    Args:
+        momenta, params: what each pass reads and writes, as many tensors; ``momenta.output`` and
+            ``params.grad`` are the same.
+    """
+    if rule.parts is not None or rule.dtype != torch.bfloat16:
+        return False
+    pieces = params.grad if rule.head_rows is None else _heads(params.grad, rule.head_rows)
+    found = steps_in_place(pieces, rule.polynomials, rule.method, rooms)
+    places = None if found is None else _places(*found, params)
+    tables = None if places is None else backend.muon_tables(momenta, params)
+    if found is None or places is None or tables is None:
+        return False
+    factors = array("f", [rule.factor(*piece.shape[-2:]) for piece in pieces])
+    passes = lib.MuonPasses(
+        *(ctypes.pointer(table.tensors) for table in tables),
+        ctypes.pointer(values_of(lib.Muon, scalars, multiplier)),
+        factors.buffer_info()[0],
+        places.buffer_info()[0],
+        ctypes.pointer(_spent),
+        scalars.decay,
+        scalars.cautious_wd,
+    )
+    found[0].take(passes)
+    mark_written(momenta)
+    mark_written(params)
+    return True
+
+
+def _places(
+    steps: NativeSteps, members: Sequence[Sequence[int]], params: TensorLists
+) -> array[int] | None:
+    """Tensor and first element of each matrix; None if one begins where kernels cannot."""
+    places = array("q")
+    for (stack, _), indices in zip(steps.stacks, members, strict=True):
+        size = stack.size(1) * stack.size(2)
+        for index in indices:
+            count = params.grad[index].numel() // size
+            if count > 1 and size % _ALIGNED:
+                return None
+            for matrix in range(count):
+                places.extend((index, matrix * size))
+    return places

@@ -136,6 +136,11 @@ class Rule(ABC):
 
     # -- what it takes ----------------------------------------------------------------------------
 
+    def settings_from(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The hyperparameters among the arguments of a constructor, which are called as in the
+        rule's row."""
+        return {name: given[name] for name in ("lr", "weight_decay", *RULES[self.name].defaults)}
+
     def check_settings(self, group: Settings) -> None:
         """Raise ValueError naming the setting and its value if it is out of range."""
         RULES[self.name].check(group)
@@ -152,7 +157,8 @@ class Rule(ABC):
     def is_elementwise(self, group: Settings) -> bool:
         """Whether elements are stepped by themselves under a group's settings, so that a part of a
         parameter can be."""
-        return self.name in RULES and steps_elements(self.name, group)
+        in_elements = self.name in RULES and RULES[self.name].reads == "elements"
+        return in_elements and not group.get("caution")  # which counts elements of all of it
 
     def is_collective(self, group: Settings, update: SlotUpdate) -> bool:
         """Whether stepping a slot is a collective of the ranks that hold its parts, so that all
@@ -212,26 +218,14 @@ class ElementRule(Rule):
         backend.announce(lists, RULE_SCALARS[self.name].at(settings, step), device)
 
     def apply(self, launch: Launch, backend: Backend) -> None:
-        step_by(self.name, launch, backend)
+        lists, multiplier = launch.lists, launch.multiplier
+        scalars = RULE_SCALARS[self.name].at(launch.settings, launch.step)
+        scales = None
+        if launch.settings.get("caution"):
+            counts = backend.agreements(self.name, lists, scalars, multiplier)
+            sizes = add_up_parts(counts, launch.updates, launch.regions, COUNTING)
+            scales = backend.caution_scales(counts, sizes)
+        backend.step(self.name, lists, scalars, multiplier, scales)
 
 
 COUNTING = "counting what cautious updates keep"
-
-
-def steps_elements(name: str, group: Settings) -> bool:
-    """Whether a rule steps elements by themselves under a group's settings. Cautious updates do
-    not: they count elements of the whole parameter."""
-    return RULES[name].reads == "elements" and not group.get("caution")
-
-
-def step_by(name: str, launch: Launch, backend: Backend) -> None:
-    """Carry out a rule of :mod:`~mp_optim.update.element_rules` over a launch."""
-    lists, multiplier = launch.lists, launch.multiplier
-    scalars = RULE_SCALARS[name].at(launch.settings, launch.step)
-    if not launch.settings.get("caution"):
-        backend.step(name, lists, scalars, multiplier)
-        return
-    counts = backend.agreements(name, lists, scalars, multiplier)
-    sizes = add_up_parts(counts, launch.updates, launch.regions, COUNTING)
-    scales = backend.caution_scales(counts, sizes)
-    backend.step(name, lists, scalars, multiplier, scales)

@@ -50,11 +50,6 @@ class FusedSGD(RuleOptimizer):
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        settings = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        super().__init__(SgdRule(), params, settings, backend, precision)
+        rule = SgdRule()
+        settings = rule.settings_from(locals())
+        super().__init__(rule, params, settings, backend, precision)

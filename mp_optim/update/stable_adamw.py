@@ -102,12 +102,6 @@ class FusedStableAdamW(RuleOptimizer):
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        settings = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "cautious_wd": cautious_wd,
-        }
-        super().__init__(StableAdamWRule(), params, settings, backend, precision)
+        rule = StableAdamWRule()
+        settings = rule.settings_from(locals())
+        super().__init__(rule, params, settings, backend, precision)

@@ -19,8 +19,8 @@ from mp_optim.update.backends import choose_backend
 from mp_optim.update.backends.native_library import native_library
 from mp_optim.update.backends.self_test import compare_steps
 from mp_optim.update.backends.triton import triton_backend
-from mp_optim.update.matrix_products import has_native_products
-from mp_optim.update.muon_directions import seconds_of_products
+from mp_optim.update.muon import seconds_of_products
+from mp_optim.update.newton_schulz import has_native_products
 from support.kernels import needs_kernels
 
 MOMENTA = ["float32", "bfloat16", "float16", "uint8"]

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from mp_optim.update import FusedMuon, set_host_threads
-from mp_optim.update.matrix_products import (
+from mp_optim.update.muon import seconds_of_products
+from mp_optim.update.newton_schulz import (
     NativeProducts,
     NativeSteps,
     Rooms,
     SumChunks,
     has_native_products,
+    kernels_of,
 )
-from mp_optim.update.muon_directions import seconds_of_products
-from mp_optim.update.newton_schulz import kernels_of
 from support.kernels import needs_kernels
 
 pytestmark = pytest.mark.skipif(
