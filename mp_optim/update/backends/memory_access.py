@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,12 +179,28 @@ def try_out(library: lib.NativeLibrary, threads: int, numel: int = LARGE) -> Mem
     Raises:
         MemoryError: there is not that much.
     """
-    before = get_access(library)
-    scratch = _Scratch(library, threads, numel)
-    best = MemoryAccess()
+    try:  # an FP32 param and two moments, a bf16 gradient and a bf16 output
+        memory = [
+            torch.zeros(numel, dtype=dtype, device="cpu")
+            for dtype in (*[torch.float32] * 3, *[torch.bfloat16] * 2)
+        ]
+    except RuntimeError as error:  # torch's word for no memory
+        raise MemoryError(str(error)) from error
+    tables = [(ctypes.c_void_p * 1)(each.data_ptr()) for each in memory]
+    main, moment1, moment2, grad, output = map(ctypes.addressof, tables)
+    sizes, sums = (ctypes.c_int64 * 1)(numel), (ctypes.c_double * 1)()
+    read = {"count": 1, "numel": ctypes.addressof(sizes), "grad": grad, "grad_dtype": 2}
+    dtypes = {"main_dtype": 1, "moment1_dtype": 1, "moment2_dtype": 1, "output_dtype": 2}
+    columns = {"main": main, "moment1": moment1, "moment2": moment2, "output": output}
+    tensors = [ctypes.byref(lib.MpTensors(**each)) for each in (read | columns | dtypes, read)]
+    scalars = (ctypes.c_float * 12)(1.0, 0.9, 0.1, 0.999, 0.001, 1e-8)
+    adam = b"adam", scalars, len(scalars), None, threads
+    update = partial(library.call, "mp_step", tensors[0], *adam)
+    measure = partial(library.call, "mp_measure", tensors[1], sums, None, threads)
+    before, best = get_access(library), MemoryAccess()
     try:
         for name, values in _TRIED.items():
-            run = scratch.measure if name == "measure_prefetch" else scratch.update
+            run = measure if name == "measure_prefetch" else update
             contenders = [best, *(replace(best, **{name: value}) for value in values)]
             best = _fastest(library, contenders, run)
     finally:
@@ -207,41 +224,3 @@ def _fastest(
     fastest = min(contenders, key=medians.__getitem__)
     limit = (1.0 - MARGIN) * medians[contenders[0]]
     return fastest if medians[fastest] < limit else contenders[0]
-
-
-class _Scratch:
-    """Memory to try on: an FP32 param and two moments, a bf16 gradient and a bf16 output."""
-
-    def __init__(self, library: lib.NativeLibrary, threads: int, numel: int) -> None:
-        self._library, self._threads = library, threads
-        try:
-            self._tensors = [
-                torch.zeros(numel, dtype=dtype, device="cpu")
-                for dtype in (*[torch.float32] * 3, *[torch.bfloat16] * 2)
-            ]
-        except RuntimeError as error:  # torch's word for no memory
-            raise MemoryError(str(error)) from error
-        self._sizes = (ctypes.c_int64 * 1)(numel)
-        self._tables = [(ctypes.c_void_p * 1)(x.data_ptr()) for x in self._tensors]
-        self._sums = (ctypes.c_double * 1)()
-
-    def update(self) -> None:
-        """One step of Adam, of zeros."""
-        names = ("main", "moment1", "moment2", "grad", "output")
-        columns: dict[str, Any] = {
-            name: ctypes.addressof(table) for name, table in zip(names, self._tables, strict=True)
-        }
-        dtypes = dict.fromkeys(("main_dtype", "moment1_dtype", "moment2_dtype"), 1)
-        scalars = (ctypes.c_float * 12)(1.0, 0.9, 0.1, 0.999, 0.001, 1e-8)
-        given = b"adam", ctypes.addressof(scalars), len(scalars), None
-        self._call("mp_step", *given, grad_dtype=2, output_dtype=2, **columns, **dtypes)
-
-    def measure(self) -> None:
-        """Sum of squares of the gradient."""
-        self._call(
-            "mp_measure", self._sums, None, grad_dtype=2, grad=ctypes.addressof(self._tables[3])
-        )
-
-    def _call(self, name: str, *arguments: Any, **columns: Any) -> None:
-        tensors = lib.MpTensors(count=1, numel=ctypes.addressof(self._sizes), **columns)
-        self._library.call(name, ctypes.byref(tensors), *arguments, self._threads)

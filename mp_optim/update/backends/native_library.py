@@ -9,7 +9,8 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,35 +34,35 @@ def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
-_TABLE = "numel main remainder grad moment1 moment2 scale1 scale2 output stream"
-_DTYPES = "main_dtype remainder_dtype grad_dtype moment1_dtype moment2_dtype output_dtype"
-_SOURCES = "from_main from_remainder from_moment1 from_moment2 from_scale1 from_scale2"
+_pointers, _sizes = partial(_fields, ctypes.c_void_p), partial(_fields, ctypes.c_int64)
+_floats, _ints = partial(_fields, ctypes.c_float), partial(_fields, ctypes.c_int32)
 
 
-class MpTensors(ctypes.Structure):
-    """``MpTensors``: tables of pointers."""
-
-    _fields_ = [
-        ("count", ctypes.c_int64),
-        *_fields(ctypes.c_void_p, _TABLE),
-        *_fields(ctypes.c_int32, _DTYPES),
-        ("seed", ctypes.c_uint32),
-        *_fields(ctypes.c_void_p, _SOURCES),
-        *_fields(ctypes.c_void_p, "average from_average"),
-        ("average_dtype", ctypes.c_int32),
-        ("average_weight", ctypes.c_float),
-        *_fields(ctypes.c_void_p, "moment3 scale3 from_moment3 from_scale3"),
-        ("moment3_dtype", ctypes.c_int32),
-        ("changed", ctypes.c_void_p),
-    ]
+def structure(*fields: list[tuple[str, Any]]) -> Any:
+    """A structure of ``csrc/api.h``, of fields in their order."""
+    return type("Structure", (ctypes.Structure,), {"_fields_": [*chain(*fields)]})
 
 
 def scalars(floats: str, integers: str = "") -> type[ctypes.Structure]:
     """A structure of FP32 fields followed by int32 ones."""
-    fields = [*_fields(ctypes.c_float, floats), *_fields(ctypes.c_int32, integers)]
-    return type("Scalars", (ctypes.Structure,), {"_fields_": fields})
+    made: type[ctypes.Structure] = structure(_floats(floats), _ints(integers))
+    return made
 
 
+MpTensors = structure(
+    _sizes("count"),
+    _pointers("numel main remainder grad moment1 moment2 scale1 scale2 output stream"),
+    _ints("main_dtype remainder_dtype grad_dtype moment1_dtype moment2_dtype output_dtype"),
+    [("seed", ctypes.c_uint32)],
+    _pointers("from_main from_remainder from_moment1 from_moment2 from_scale1 from_scale2"),
+    _pointers("average from_average"),
+    _ints("average_dtype"),
+    _floats("average_weight"),
+    _pointers("moment3 scale3 from_moment3 from_scale3"),
+    _ints("moment3_dtype"),
+    _pointers("changed"),
+)
+"""Tables of pointers."""
 Adam = scalars(
     "multiplier beta1 one_minus_beta1 beta2 one_minus_beta2 eps step_size inv_sqrt_bias2 decay l2 "
     "cautious_wd caution"
@@ -72,58 +73,34 @@ Lamb = scalars(
 )
 Muon = scalars("multiplier average ahead", "average_from_end ahead_from_end nesterov")
 Adafactor = scalars("keep weight squared_floor")
-
-
-class Matrices(ctypes.Structure):
-    """``MpMatrices``: a box of a stack of matrices."""
-
-    _fields_ = [
-        ("values", ctypes.c_void_p),
-        *_fields(ctypes.c_int64, "matrices rows columns matrix row column"),
-        *_fields(ctypes.c_int64, "all_matrices all_rows all_columns"),
-    ]
-
-
-class Product(ctypes.Structure):
-    """``MpProduct``: a batch of matrices, and what it is multiplied with."""
-
-    _fields_ = [
-        *_fields(ctypes.c_void_p, "factor x out room"),
-        *_fields(ctypes.c_int64, "count rows columns chunk"),
-        *_fields(ctypes.c_float, "alpha beta"),
-        *_fields(ctypes.c_int32, "x_is_turned out_is_turned"),
-    ]
-
-
-class Stack(ctypes.Structure):
-    """``MpStack``: matrices, each after the one before."""
-
-    _fields_ = [("x", ctypes.c_void_p), *_fields(ctypes.c_int64, "count rows columns")]
-
-
-class Steps(ctypes.Structure):
-    """``MpSteps``: matrices that take Newton-Schulz steps."""
-
-    _fields_ = [
-        ("stack", Stack),
-        *_fields(ctypes.c_int64, "square_chunk gram_chunk left_chunk"),
-        *_fields(ctypes.c_int64, "turned_gram_chunk turned_left_chunk"),
-    ]
-
-
-class MuonPasses(ctypes.Structure):
-    """``MpMuonPasses``: the passes before and after these steps."""
-
-    _fields_ = [
-        ("momenta", ctypes.POINTER(MpTensors)),
-        ("params", ctypes.POINTER(MpTensors)),
-        ("scalars", ctypes.POINTER(Muon)),
-        *_fields(ctypes.c_void_p, "factors places"),
-        ("seconds", ctypes.POINTER(ctypes.c_double)),
-        ("decay", ctypes.c_float),
-        ("cautious_wd", ctypes.c_int32),
-    ]
-
+Matrices = structure(
+    _pointers("values"),
+    _sizes("matrices rows columns matrix row column all_matrices all_rows all_columns"),
+)
+"""``MpMatrices``: a box of a stack of matrices."""
+Product = structure(
+    _pointers("factor x out room"),
+    _sizes("count rows columns chunk"),
+    _floats("alpha beta"),
+    _ints("x_is_turned out_is_turned"),
+)
+"""``MpProduct``: a batch of matrices, and what it is multiplied with."""
+Stack = structure(_pointers("x"), _sizes("count rows columns"))
+"""``MpStack``: matrices, each after the one before."""
+Steps = structure(
+    [("stack", Stack)],
+    _sizes("square_chunk gram_chunk left_chunk turned_gram_chunk turned_left_chunk"),
+)
+"""``MpSteps``: matrices that take Newton-Schulz steps."""
+MuonPasses = structure(
+    [("momenta", ctypes.POINTER(MpTensors)), ("params", ctypes.POINTER(MpTensors))],
+    [("scalars", ctypes.POINTER(Muon))],
+    _pointers("factors places"),
+    [("seconds", ctypes.POINTER(ctypes.c_double))],
+    _floats("decay"),
+    _ints("cautious_wd"),
+)
+"""``MpMuonPasses``: the passes before and after these steps."""
 
 _T, _P, _I = ctypes.POINTER(MpTensors), ctypes.c_void_p, ctypes.c_int32
 _M, _N, _F, _D = (ctypes.POINTER(Matrices), ctypes.c_int64, ctypes.c_float, ctypes.c_double)

@@ -19,7 +19,6 @@ from mp_optim.update.backends import multi_tensor
 from mp_optim.update.backends.multi_tensor import TorchBackend
 from mp_optim.update.backends.native import NativeBackend
 from mp_optim.update.backends.native_library import ENVIRONMENT, native_library
-from mp_optim.update.backends.proof_notes import prove_once_a_host
 from mp_optim.update.backends.reference import Backend, ReferenceBackend
 from mp_optim.update.backends.self_test import (
     BFLOAT16_MOMENTS,
@@ -27,6 +26,7 @@ from mp_optim.update.backends.self_test import (
     SelfTest,
     prove,
     prove_by_a_step,
+    prove_once_a_host,
 )
 
 _SAME_BITS = "auto: the bits are the same in every place"

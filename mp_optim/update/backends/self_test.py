@@ -8,12 +8,16 @@ came to this machine.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
+import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +35,8 @@ from mp_optim.update.state_format import moment_specs
 
 BFLOAT16_MOMENTS, REMAINDERS = "bfloat16 moments", "remainders"
 """Forms of state beside FP32 that a proof tries."""
+
+_log = logging.getLogger(__name__)
 
 _REFUSED_CODE = ("kernel image", "unsupported toolchain", "unsupported PTX version")
 """What drivers say of code that they do not know."""
@@ -121,6 +127,70 @@ def prove_by_a_step(backend: Backend, device: torch.device) -> SelfTest:
     return prove(backend, device)
 
 
+# -- verdicts that the processes of a host share by files ------------------------------------------
+#
+# One of them proves a backend whole, which has its kernels compiled; the others wait for it, find
+# what was compiled, and take a step of each rule.
+
+
+def prove_once_a_host(backend: Backend, device: torch.device, whole: bool = False) -> SelfTest:
+    """Prove a backend whole where that is not noted, else by a step of each rule.
+
+    Args:
+        whole: prove it whole in any case.
+    """
+    try:
+        note = backend.proof_note(device)
+        if note is None:
+            return prove(backend, device)
+        note.parent.mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time(note.with_suffix(".lock"), f"{backend.name} on {device}"):
+            if whole or not note.exists():
+                return _proven_and_noted(backend, device, note)
+    except (OSError, RuntimeError, AttributeError) as error:
+        # no folder that can be written, or none with locks; a driver that does not say what it is
+        _log.info("a verdict on %s cannot be shared: %s", backend.name, error)
+        return prove(backend, device)
+    return prove_by_a_step(backend, device)
+
+
+def _proven_and_noted(backend: Backend, device: torch.device, note: Path) -> SelfTest:
+    _log.warning(
+        "mp_optim proves %s on %s, once for this host: its kernels are compiled, which takes "
+        "minutes (noted in %s)",
+        backend.name,
+        device,
+        note.parent,
+    )
+    began = time.perf_counter()
+    verdict = prove(backend, device)
+    taken = time.perf_counter() - began
+    _log.warning("%s on %s: %s; %.0f s", backend.name, device, verdict.reason, taken)
+    with contextlib.suppress(OSError):
+        if verdict.exact:
+            note.write_text(f"{verdict.reason}\n")
+        else:
+            note.unlink(missing_ok=True)
+    return verdict
+
+
+@contextlib.contextmanager
+def _one_at_a_time(file: Path, what: str) -> Iterator[None]:
+    """Be the only process of this host inside; a process that ends lets go of it."""
+    import fcntl  # where Triton is, there is this
+
+    with file.open("w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.warning("waiting for another process of this host, which proves %s", what)
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+# -- steps and their verdict ----------------------------------------------------------------------
+
+
 @in_own_modes
 def digests(backend: Backend, device: torch.device) -> dict[str, int]:
     """What :data:`RECORDED` is of. State is not that of a first step, so that all of it counts;
@@ -133,7 +203,7 @@ def digests(backend: Backend, device: torch.device) -> dict[str, int]:
         _step(backend, rule, lists, 2, _MULTIPLIER)
         found[rule] = _digest([*lists.main, *chain(*lists.state.values())])
     found["sums"] = _digest([backend.sum_of_squares(lists.grad)])
-    lists = _in_few_bits(Case("adam", torch.bfloat16).lists(device, _RECORDED_SIZE), UINT4)
+    lists = Case("adam", torch.bfloat16, first=UINT4).lists(device, _RECORDED_SIZE)
     _step(backend, "adam", lists, 2, _MULTIPLIER)
     found["few bits"] = _digest([*lists.main, *chain(*lists.state.values())])
     momenta, params = _muon_step(backend, device, _RECORDED_SIZE)
@@ -203,7 +273,7 @@ def compare_steps(
     trial.muon()
     if "adam" in rules and CAPABILITIES.get(backend.name, Capability()).compact:
         for first in (torch.uint8, UINT4):
-            trial.few_bits(first)
+            trial.steps(Case("adam", torch.bfloat16, None, _MULTIPLIER, first=first))
     return found
 
 
@@ -261,18 +331,8 @@ class _Trial:
     def steps(self, case: Case) -> None:
         """Two steps and the sums of squares."""
         ours, theirs = (case.lists(self.device, self.sizes) for _ in range(2))
-        self._two_steps(case, ours, theirs)
         sums = self.backend.sum_of_squares(ours.grad)
         self.found.others(sums, ReferenceBackend().sum_of_squares(ours.grad))
-
-    def few_bits(self, first: torch.dtype) -> None:
-        """Adam with the first moment in 8 or 4 bits and the rest of its state in 8, rounded
-        stochastically."""
-        case = Case("adam", torch.bfloat16, None, _MULTIPLIER)
-        ours, theirs = (_in_few_bits(case.lists(self.device, self.sizes), first) for _ in range(2))
-        self._two_steps(case, ours, theirs)
-
-    def _two_steps(self, case: Case, ours: TensorLists, theirs: TensorLists) -> None:
         for step in (1, 2):
             _step(self.backend, case.rule, ours, step, case.multiplier)
             _step(ReferenceBackend(), case.rule, theirs, step, case.multiplier)
@@ -349,6 +409,8 @@ class Case:
 
     Attributes:
         shift: how many elements into its storage each tensor begins.
+        first: the first moment's form in 8 or 4 bits; the rest of the state is in 8 then, rounded
+            stochastically.
     """
 
     rule: str
@@ -356,6 +418,7 @@ class Case:
     output: torch.dtype | None = None
     multiplier: float = 1.0
     shift: int = 0
+    first: torch.dtype | None = None
 
     def lists(self, device: torch.device, sizes: Sequence[int]) -> TensorLists:
         """Fresh lists, the same at every call; their state is that of no step."""
@@ -370,7 +433,8 @@ class Case:
         state = {}
         for key in RULES[self.rule].moment_names:
             state[key] = [_shifted(main * 0.0, torch.float32, self.shift) for main in mains]
-        return TensorLists(mains, grads, state, outputs)
+        lists = TensorLists(mains, grads, state, outputs)
+        return lists if self.first is None else _in_few_bits(lists, self.first)
 
 
 def _in_few_bits(lists: TensorLists, first: torch.dtype) -> TensorLists:
@@ -439,38 +503,35 @@ class Deviation:
 
     def params(self, ours: Tensor, theirs: Tensor, lr: float) -> None:
         """Compare parameters."""
-        if _same(ours, theirs):
-            return
-        self.same = False
-        if not ours.numel():
+        apart = self._apart(ours, theirs)
+        if apart is None:
             return
         top = float(theirs.double().abs().nan_to_num().max())
-        apart, unit = _apart(ours, theirs), 2.0 ** (math.floor(math.log2(max(top, lr))) - 23)
+        unit = 2.0 ** (math.floor(math.log2(max(top, lr))) - 23)
         self.ulps, self.lrs = max(self.ulps, apart / unit), max(self.lrs, apart / lr)
         self.excess = max(self.excess, apart / (MOST_ULPS * unit + MOST_LR * lr))
 
     def others(self, ours: Tensor, theirs: Tensor, allowed: float = MOST_RELATIVE) -> None:
         """Compare moments, outputs or sums."""
-        if _same(ours, theirs):
+        apart = self._apart(ours, theirs)
+        if apart is None:
             return
-        self.same = False
-        if not ours.numel():
-            return
-        apart = _apart(ours, theirs) / max(float(theirs.double().abs().max()), 1e-30)
+        apart /= max(float(theirs.double().abs().max()), 1e-30)
         self.relative = max(self.relative, apart)
         self.excess = max(self.excess, apart / allowed)
+
+    def _apart(self, ours: Tensor, theirs: Tensor) -> float | None:
+        """The largest difference, infinite where one is NaN; None if there is nothing to compare:
+        the bits are the same, or there are no elements."""
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.itemsize]
+        is_same = ours.dtype == theirs.dtype and torch.equal(ours.view(bits), theirs.view(bits))
+        self.same &= is_same
+        if is_same or not ours.numel():
+            return None
+        found = float((ours.double() - theirs.double()).abs().max())
+        return math.inf if math.isnan(found) else found
 
     @property
     def tolerable(self) -> bool:
         """Whether everything is within the tolerances."""
         return self.excess <= 1.0
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
-    return a.dtype == b.dtype and torch.equal(a.view(bits), b.view(bits))
-
-
-def _apart(ours: Tensor, theirs: Tensor) -> float:
-    found = float((ours.double() - theirs.double()).abs().max())
-    return math.inf if math.isnan(found) else found

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mp_optim.update.backends import proof_notes
-from mp_optim.update.backends.proof_notes import prove_once_a_host
+from mp_optim.update.backends import self_test
 from mp_optim.update.backends.reference import Backend, ReferenceBackend
-from mp_optim.update.backends.self_test import SelfTest
+from mp_optim.update.backends.self_test import SelfTest, prove_once_a_host
 
 HOST = torch.device("cpu")
 EXACT = SelfTest("noted", "cpu", True, True, 0.0, 0.0, "same bits as reference")
@@ -45,8 +44,8 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made.append("step")
         return EXACT
 
-    monkeypatch.setattr(proof_notes, "prove", whole)
-    monkeypatch.setattr(proof_notes, "prove_by_a_step", by_a_step)
+    monkeypatch.setattr(self_test, "prove", whole)
+    monkeypatch.setattr(self_test, "prove_by_a_step", by_a_step)
     return made
 
 
@@ -84,7 +83,7 @@ def test_only_exact_bits_are_noted_and_without_a_folder_each_proves(
         assert prove_once_a_host(Noted(tmp_path / "file" / "a.proof"), HOST) is EXACT
     assert proofs == ["whole", "whole"]
     apart = replace(EXACT, exact=False)
-    monkeypatch.setattr(proof_notes, "prove", lambda backend, device: apart)
+    monkeypatch.setattr(self_test, "prove", lambda backend, device: apart)
     note = tmp_path / "a.proof"
     note.touch()
     assert prove_once_a_host(Noted(note), HOST, whole=True) is apart and not note.exists()
