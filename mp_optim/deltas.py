@@ -183,11 +183,13 @@ def apply_delta(
             already, it is of another run), parts are missing, or a parameter is not there or of
             another shape or dtype; naming it, with the cure. Nothing was written.
     """
+    if isinstance(model, nn.Module):
+        model = dict(model.named_parameters(remove_duplicate=False))
     parts = [delta] if isinstance(delta, WeightDelta) else sorted(delta, key=lambda one: one.part)
     _check_parts(parts)
     for part in parts:
         _check_follows(part, after)
-    tensors = _tensors_of(model)
+    tensors = dict(model)
     patches = [patch for part in parts for patch in part.patches]
     for patch in patches:
         _check_patch(patch, tensors)
@@ -242,12 +244,6 @@ def _check_follows(delta: WeightDelta, after: Position | None) -> None:
         )
 
 
-def _tensors_of(model: Weights) -> dict[str, Tensor]:
-    if isinstance(model, nn.Module):
-        return dict(model.named_parameters(remove_duplicate=False))
-    return dict(model)
-
-
 def _check_patch(patch: WeightPatch, tensors: Mapping[str, Tensor]) -> None:
     tensor = tensors.get(patch.name)
     if tensor is None:
@@ -291,7 +287,10 @@ def _encoded(patch: WeightPatch, whole: bool, bitmaps: bool) -> dict[str, Tensor
     values, count = patch.values.cpu(), patch.values.numel()
     if count == patch.numel and whole:
         return {patch.name: values.view(patch.shape)}
-    indices = _indices_of(patch).cpu()
+    indices = patch.indices
+    if indices is None:
+        indices = torch.arange(count, device="cpu")
+    indices = indices.cpu()
     gaps = torch.diff(indices, prepend=torch.tensor([-1], device="cpu")) - 1
     width = 2 if count == 0 or int(gaps.max()) < _SHORT_GAP else 4
     if bitmaps and -(-patch.numel // 8) < width * count:
@@ -299,12 +298,6 @@ def _encoded(patch: WeightPatch, whole: bool, bitmaps: bool) -> dict[str, Tensor
     else:
         which = {f"{patch.name}.idx": gaps.to(torch.uint16 if width == 2 else torch.uint32)}
     return which | {f"{patch.name}.val": values}
-
-
-def _indices_of(patch: WeightPatch) -> Tensor:
-    if patch.indices is not None:
-        return patch.indices
-    return torch.arange(patch.values.numel(), device=patch.values.device)
 
 
 def _decoded(name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> WeightPatch:
@@ -376,18 +369,12 @@ def _as_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> byte
             "shape": list(tensor.shape),
             "data_offsets": [place, end],
         }
-        pieces.append(_bytes_of(tensor))
+        steady = tensor.contiguous()
+        pieces.append(ctypes.string_at(steady.data_ptr(), steady.nbytes) if steady.nbytes else b"")
         place = end
     said = json.dumps(header, separators=(",", ":")).encode()
     said += b" " * (-len(said) % 8)
     return b"".join([len(said).to_bytes(8, "little"), said, *pieces])
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    if not tensor.numel():
-        return b""
-    steady = tensor.contiguous()
-    return ctypes.string_at(steady.data_ptr(), steady.nbytes)
 
 
 def _from_file(content: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -182,7 +182,12 @@ def _encode_blocks(
     good = top.isfinite() & (top >= _TINY)
     half, four = (stored.dtype == torch.float16, stored.dtype == torch.uint8 and not roots)
     if half:
-        new_scale, inverse = _half_scale(top)
+        # The power of two that brings a block's largest value, rounded to 11 bits, into [2^14,
+        # 2^15), and its inverse: exact. Of the unrounded value, 2^15 could be a code, and storing
+        # what that stands for would take another scale.
+        exponent = ((top.view(torch.int32) + 0x1000) & 0x7F800000) - (14 << 23)
+        new_scale = exponent.view(torch.float32)
+        inverse = ((254 << 23) - exponent).view(torch.float32)
     else:
         new_scale, inverse = _code_scale(top, _FOUR_BITS if four else 255 if roots else 127)
     scale.copy_(torch.where(good, new_scale, torch.where(top.isfinite(), 0.0, torch.nan)))
@@ -206,14 +211,6 @@ def _dithered(value: Tensor, sixteen: Tensor) -> Tensor:
     are."""
     bits = (value.view(torch.int32) + sixteen) & -0x10000
     return torch.where(value.isfinite(), bits.view(torch.float32), value)
-
-
-def _half_scale(top: Tensor) -> tuple[Tensor, Tensor]:
-    """The power of two that brings a block's largest value, rounded to 11 bits, into [2^14, 2^15),
-    and its inverse: exact. Of the unrounded value, 2^15 could be a code, and storing what that
-    stands for would take another scale."""
-    exponent = ((top.view(torch.int32) + 0x1000) & 0x7F800000) - (14 << 23)
-    return exponent.view(torch.float32), ((254 << 23) - exponent).view(torch.float32)
 
 
 def _code_scale(top: Tensor, levels: int) -> tuple[Tensor, Tensor]:
@@ -283,7 +280,11 @@ def split_(
     rounded so, or stochastically.
     """
     if remainder is None:
-        _narrow_(value, param, noise)
+        if noise is not None:
+            words = noise.words(value.numel(), value.device)
+            sixteen = (mix(words ^ _GOLDEN) & 0xFFFF).int().view(value.shape)
+            value = _dithered(value, sixteen)
+        param.copy_(value)
         return
     if remainder.dtype == torch.bfloat16:
         _compensate_(value, param, remainder)
@@ -313,14 +314,6 @@ def keep_valid(param: Tensor, remainder: Tensor) -> None:
     rounded, rest = torch.empty_like(param), torch.empty_like(remainder)
     split_(join(param, remainder), rounded, rest)
     remainder.masked_fill_(rounded.view(torch.int16) != param.view(torch.int16), 0)
-
-
-def _narrow_(value: Tensor, param: Tensor, noise: Noise | None) -> None:
-    if noise is not None:
-        words = noise.words(value.numel(), value.device)
-        sixteen = (mix(words ^ _GOLDEN) & 0xFFFF).int().view(value.shape)
-        value = _dithered(value, sixteen)
-    param.copy_(value)
 
 
 def _compensate_(value: Tensor, param: Tensor, compensation: Tensor) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 from mp_optim.update.chunking import Lists, read_mains, read_moment, write_mains, write_moment
 from mp_optim.update.kernel_args import (
     LambScalars,
-    Made,
     StableScalars,
     StepInputs,
     TensorLists,
@@ -36,7 +35,7 @@ Step = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class AdamScalars(Made):
+class AdamScalars(StepInputs):
     """Scalars of one Adam step: FP32 values formed in double."""
 
     beta1: float
@@ -66,7 +65,10 @@ class AdamScalars(Made):
         return cls(
             *map(fp32, (*averages, *step_of, *decays)),
             **cautions(group),
-            given=StepInputs(lr, decay, int(step), bool(group["bias_correction"])),
+            given_lr=lr,
+            given_decay=decay,
+            given_step=int(step),
+            bias_correction=bool(group["bias_correction"]),
         )
 
 
@@ -248,14 +250,10 @@ def descend(p: Lists, steps: Sequence[Tensor], decays: Sequence[float], cautious
         mains, theirs, rates = map(list, zip(*decayed, strict=True))
         parts = torch._foreach_mul(mains, rates)
         for part, main, step in zip(parts, mains, theirs, strict=True) if cautious else ():
-            part.masked_fill_(_opposed(main, step), 0.0)
+            away = torch.where(step > 0.0, main < 0.0, (step < 0.0).logical_and_(main > 0.0))
+            part.masked_fill_(away, 0.0)
         torch._foreach_sub_(mains, parts)
     torch._foreach_sub_(p, list(steps))
-
-
-def _opposed(p: Tensor, u: Tensor) -> Tensor:
-    """Where subtracting u takes p away from 0: one is positive, the other negative."""
-    return torch.where(u > 0.0, p < 0.0, (u < 0.0).logical_and_(p > 0.0))
 
 
 def agreeing(way: Tensor, grad: Tensor) -> Tensor:

@@ -185,7 +185,6 @@ class ForeignSlotState(SlotState):
         """State that the foreign optimizer has not allocated yet fits anything, and a slot it has
         never stepped has none."""
         live = self.tensors()
-        state = {key: state[key] for key in state if not key.startswith(_GROUP)}
         if state and live:
             check_state(self._name, live, state)
         elif "step" in state:
@@ -206,8 +205,6 @@ class ForeignSlotState(SlotState):
         for key, value in state.items():
             present = leaves.get(key, _present_form(key, value))
             loaded[key] = self._in_form_of(present, key, value)
-        for key in [key for key in loaded if key.startswith(_GROUP)]:
-            self._group[key.removeprefix(_GROUP)] = loaded.pop(key)
         self._optimizer.state[self._param] = {**live, **_nested(loaded)}
 
     def _in_form_of(self, live: Any, key: str, saved: Any) -> Any:
@@ -224,8 +221,6 @@ class ForeignSlotState(SlotState):
         return copy if isinstance(live, Tensor) else type(live)(copy.item())
 
 
-_GROUP = "group:"
-"""Begins keys of older checkpoints: what an optimizer wrote into its groups was saved as state."""
 _ITEM = re.compile(r"(?P<list>.+)\[(?P<index>\d+)\]")
 
 
@@ -272,10 +267,6 @@ def _present_form(key: str, saved: Any) -> Any:
     return saved
 
 
-def _in_order(items: Mapping[int, Any]) -> list[Any]:
-    return [items[index] for index in sorted(items)]
-
-
 def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """State with its lists, from what is in them."""
     nested: dict[str, Any] = {}
@@ -286,7 +277,8 @@ def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
         else:
             nested[key] = value
     if lists:
-        nested |= _nested({key: _in_order(items) for key, items in lists.items()})
+        in_order = {key: sorted(items.items()) for key, items in lists.items()}
+        nested |= _nested({key: [item for _, item in items] for key, items in in_order.items()})
     return nested
 
 

@@ -124,22 +124,15 @@ class TensorLists:
         return replace(self, source=None)
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """What the scalars of a step were made from, for kernels that make their own."""
-
-    lr: float
-    weight_decay: float
-    step: int
-    bias_correction: bool
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    """Apart from the scalars themselves, so that those are what ``__slots__`` of a subclass
-    lists."""
+class StepInputs:
+    """What the scalars of a step were made from, for kernels that make their own. Apart from the
+    scalars themselves, so that those are what ``__slots__`` of a subclass lists."""
 
-    given: StepInputs
+    given_lr: float
+    given_decay: float
+    given_step: int
+    bias_correction: bool
 
 
 def cautions(group: Mapping[str, Any]) -> dict[str, bool]:
@@ -200,7 +193,7 @@ class StableScalars:
 
 
 @dataclass(frozen=True, slots=True)
-class LambScalars(Made):
+class LambScalars(StepInputs):
     """Scalars of one LAMB step."""
 
     beta1: float
@@ -237,7 +230,10 @@ class LambScalars(Made):
             0.0 if decoupled else fp32(decay),
             lr,
             bool(group["use_nvlamb"] or decay != 0.0),
-            given=StepInputs(lr, decay, int(step), bool(group["bias_correction"])),
+            given_lr=lr,
+            given_decay=decay,
+            given_step=int(step),
+            bias_correction=bool(group["bias_correction"]),
         )
 
     def ratio(self, param_square: float, update_square: float) -> float:
@@ -324,11 +320,6 @@ class LaunchDtypes(NamedTuple):
     output: torch.dtype | None = None
     average: torch.dtype | None = None
 
-    @property
-    def moments(self) -> tuple[torch.dtype | None, ...]:
-        """Of the first, the second and the third."""
-        return self.moment1, self.moment2, self.moment3
-
 
 class AlikeLists(NamedTuple):
     """Tensors of one kind: where they are in the lists, and the lists of them alone. A kind of
@@ -365,10 +356,13 @@ def alike_lists(lists: TensorLists, moments: tuple[str, ...]) -> list[AlikeLists
     if set(map(len, dtypes)) == {1}:
         kind = LaunchDtypes._make(chain.from_iterable(dtypes))
         return [AlikeLists(range(len(lists.grad)), _supported(kind, lists, moments), lists)]
-    rows = [_kind(columns, index) for index in range(len(lists.grad))]
+    by_kind: dict[LaunchDtypes, list[int]] = {}
+    for index in range(len(lists.grad)):
+        tensors = [None if column is None else column[index] for column in columns]
+        kind = LaunchDtypes._make(None if each is None else each.dtype for each in tensors)
+        by_kind.setdefault(kind, []).append(index)
     parts = []
-    for kind in dict.fromkeys(rows):
-        indices = [index for index, other in enumerate(rows) if other == kind]
+    for kind, indices in by_kind.items():
         part = lists.take(indices)
         parts.append(AlikeLists(indices, _supported(kind, part, moments), part))
     return parts
@@ -382,17 +376,12 @@ def _dtypes(column: Sequence[Tensor | None] | None) -> set[torch.dtype | None]:
     return {None if tensor is None else tensor.dtype for tensor in column}
 
 
-def _kind(columns: Sequence[Sequence[Tensor | None] | None], index: int) -> LaunchDtypes:
-    tensors = [None if column is None else column[index] for column in columns]
-    return LaunchDtypes._make(None if tensor is None else tensor.dtype for tensor in tensors)
-
-
 def _supported(
     kind: LaunchDtypes, lists: TensorLists, moments: tuple[str, ...]
 ) -> LaunchDtypes | None:
     """The kind, if there are kernels for it, and scales and seeds are as they expect them."""
     scaled = True
-    for name, dtype in zip(moments, kind.moments, strict=False):
+    for name, dtype in zip(moments, (kind.moment1, kind.moment2, kind.moment3), strict=False):
         scaled &= (scale_key(name) in lists.state) == (dtype is not None and is_blocked(dtype))
     seeds = {item.seed for item in lists.noise or []}
     rounds = kind.average != torch.bfloat16 or lists.noise is not None

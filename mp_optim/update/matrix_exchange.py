@@ -85,11 +85,13 @@ class Exchange:
         pieces = {item: [self._of_item(self.sent, item)] for item in batch}
         for axis in reversed(axes):
             hop = self._to_owners(axis, batch, pieces)
+            self.bytes_sent += hop.bytes_sent
             yield True
             pieces = hop.arrived(self.device)
         pieces = self._computed(pieces)
         for axis in axes:
             hop = self._from_owners(axis, batch, pieces)
+            self.bytes_sent += hop.bytes_sent
             yield True
             is_last = axis == axes[-1]
             pieces = hop.arrived(self.received[0].device if is_last else self.device)
@@ -133,7 +135,7 @@ class Exchange:
         mine = [item for item in batch if self._owners[item][axis:] == here[axis:]]
         blocks = [self._grid.block(*here[:axis], place) for place in range(group.size())]
         coming = [self._sizes(mine, block) for block in blocks]
-        return self._hop(axis, self.sent[0].dtype, sent, coming)
+        return _Hop(group, self.device, self.sent[0].dtype, sent, coming)
 
     def _from_owners(self, axis: int, batch: Sequence[int], pieces: _Pieces) -> _Hop:
         """The way back: each rank of a group gets the pieces of the ranks that agree with it along
@@ -150,19 +152,7 @@ class Exchange:
             owner = (place, *here[axis + 1 :])
             theirs = [item for item in batch if self._owners[item][axis:] == owner]
             coming.append(self._sizes(theirs, ranks))
-        return self._hop(axis, self.received[0].dtype, sent, coming)
-
-    def _hop(
-        self,
-        axis: int,
-        dtype: torch.dtype,
-        sent: Sequence[Sequence[Tensor]],
-        coming: Sequence[Sequence[tuple[int, int]]],
-    ) -> _Hop:
-        for place, pieces in enumerate(sent):
-            if place != self._here[axis]:
-                self.bytes_sent += sum(map(Tensor.numel, pieces)) * dtype.itemsize
-        return _Hop(self.groups[axis], self.device, dtype, sent, coming)
+        return _Hop(group, self.device, self.received[0].dtype, sent, coming)
 
     def _sizes(self, items: Sequence[int], ranks: range) -> list[tuple[int, int]]:
         """What ranks have of matrices: for each part the matrix, and its number of elements."""
@@ -180,6 +170,9 @@ class _Hop:
     Args:
         sent: pieces for each rank of the group.
         coming: from each rank of the group, the pieces' matrices and sizes.
+
+    Attributes:
+        bytes_sent: to other ranks.
     """
 
     def __init__(
@@ -197,6 +190,8 @@ class _Hop:
         packed = torch.cat(pieces) if pieces else nothing
         self._packed = packed.to(device)  # kept: it is read until the end
         counts = [sum(size for _, size in of_rank) for of_rank in coming]
+        sizes = [sum(map(Tensor.numel, of_rank)) * width for of_rank in sent]
+        self.bytes_sent = sum(sizes) - sizes[group.rank()]
         if group.size() == 1:
             self._buffer, self._work = self._packed, None
             return
@@ -206,7 +201,7 @@ class _Hop:
                 self._buffer.view(torch.uint8),
                 self._packed.view(torch.uint8),
                 [count * width for count in counts],
-                [sum(map(Tensor.numel, of_rank)) * width for of_rank in sent],
+                sizes,
                 group=group,
                 async_op=True,
             )

@@ -368,7 +368,7 @@ def directions(
         ValueError: the rows of a fused matrix are no multiple of those of its parts.
     """
     done: dict[int, Direction] = {}
-    split: dict[tuple[ProcessGroup, ...], list[_SplitParam]] = {}
+    split: dict[tuple[ProcessGroup, ...], dict[int, MatrixParts]] = {}
     here: dict[torch.device, dict[int, Tensor]] = {}
     for index, (part, layout) in enumerate(zip(rounded, layouts, strict=True)):
         parts = None if layout is None else layout.matrix_parts(rule.blockwise)
@@ -380,8 +380,7 @@ def directions(
                 whole = part.to(layout.device)
             here.setdefault(whole.device, {})[index] = whole
         else:
-            param = _SplitParam(index, part, parts, layout.device)
-            split.setdefault(layout.matrix_groups(rule.blockwise), []).append(param)
+            split.setdefault(layout.matrix_groups(rule.blockwise), {})[index] = parts
     for wholes in here.values():
         found = whole_directions(rule, list(wholes.values()))
         for index, (values, factor) in zip(wholes, found, strict=True):
@@ -389,48 +388,43 @@ def directions(
             if layout is not None and layout.is_shared(rule.blockwise):
                 values = layout.own(values)
             done[index] = Direction(values.to(rounded[index].device), factor)
-    for groups, params in split.items():
-        done.update(_by_owners(rule, params, groups, owners))
+    for groups, parts_of in split.items():
+        some, layout = [rounded[index] for index in parts_of], layouts[next(iter(parts_of))]
+        assert layout is not None
+        found = _by_owners(rule, some, [*parts_of.values()], groups, layout.device, owners)
+        done.update(zip(parts_of, found, strict=True))
     return [done[index] for index in range(len(rounded))]
-
-
-class _SplitParam(NamedTuple):
-    """A parameter of a run: its place there, this rank's part, who has the others, and where they
-    travel."""
-
-    place: int
-    rounded: Tensor
-    parts: MatrixParts
-    device: torch.device
 
 
 def _by_owners(
     rule: Orthogonalization,
-    params: Sequence[_SplitParam],
+    rounded: Sequence[Tensor],
+    parts: Sequence[MatrixParts],
     groups: Sequence[ProcessGroup],
+    device: torch.device,
     owners: MatrixOwners,
-) -> dict[int, Direction]:
-    """The directions of parameters that the same ranks have parts of."""
-    parts = [param.parts for param in params]
+) -> list[Direction]:
+    """The directions of parameters that the same ranks have parts of.
+
+    Args:
+        rounded: this rank's parts. parts: who has which. device: where they travel.
+    """
     pieces = [_pieces_of(rule, each.rows, each.columns) for each in parts]
     steps, method = len(rule.polynomials), rule.method
     flops = [sum(newton_schulz_flops(*one, steps, method) for one in each) for each in pieces]
     fused = rule.parts is not None  # what comes back is scaled already, and FP32
     dtype = torch.float32 if fused else rule.dtype
     factors = [1.0 if fused else rule.factor(*each[0]) for each in pieces]
-    rounded = [param.rounded for param in params]
     values = [torch.empty_like(part, dtype=dtype) for part in rounded]
     planned = owners.plan(parts, groups, flops, dtype.itemsize)
 
     def compute(wholes: list[Tensor]) -> list[Tensor]:
         return [direction.values for direction in whole_directions(rule, wholes)]
 
-    device = params[0].device
     exchange = Exchange(planned, parts, groups, rounded, values, device, compute)
     exchange.run()
     owners.bytes_sent += exchange.bytes_sent
-    found = map(Direction, values, factors)
-    return dict(zip((param.place for param in params), found, strict=True))
+    return list(map(Direction, values, factors))
 
 
 def _pieces_of(rule: Orthogonalization, rows: int, columns: int) -> list[tuple[int, int]]:

@@ -146,7 +146,7 @@ def _iterate_together(
     batch: Tensor, polynomials: Sequence[Polynomial], by: TorchProducts, rooms: Rooms
 ) -> None:
     """In place; of a tall batch from and to its transpose, as it lies."""
-    spare = rooms.like("spare", batch)
+    spare = rooms.take("spare", *batch.shape)
     start, other = (spare, batch) if len(polynomials) % 2 else (batch, spare)
     x = torch.div(batch, _norms(batch), out=start)
     if _is_tall(batch):
@@ -177,10 +177,9 @@ def iterate(x: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
     x.div_(_norms(x))
     tall = _is_tall(x)
     x = x.mT if tall else x
-    add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
     for a, b, c in polynomials:
         gram = x @ x.mT
-        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = _add_product(x, _add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).contiguous()
 
 
@@ -286,7 +285,7 @@ def _tells(batch: Tensor) -> bool:
 def _by_kernels(rows: int, columns: int, threads: int) -> NativeProducts | None:
     """The kernels, if there are sizes of chunks with which they have the bits of torch with so many
     threads."""
-    trials = _Trial.of(1, rows, columns, torch.device("cpu")).also_lying(rows)
+    trials = _trials(1, rows, columns, torch.device("cpu"))
     side, length = sorted((rows, columns))
     chunks = [SumChunks(_chunk(length, trial.gram), _chunk(side, trial.left)) for trial in trials]
     square = _chunk(side, trials[0].square)
@@ -310,15 +309,16 @@ def _by_torch(
     shape: tuple[int, int, int], device: torch.device, threads: int
 ) -> TorchProducts | None:
     """Whole batches by torch, if their bits are those of each matrix alone."""
-    trial = _Trial.of(*shape, device)
+    trials = _trials(*shape, device)
     plain, alone = TorchProducts(turns=False), EachAlone()
-    for each in trial.also_lying(shape[1]):
+    for each in trials:
         gram = each.gram(plain)
         if not torch.equal(gram, gram.mT):
             return None
         for product in (each.gram, each.square, each.left):
             if not torch.equal(product(plain), product(alone)):
                 return None
+    trial = trials[0]
     to = torch.empty_like(trial.z.mT.contiguous())
     turned = plain.turned(trial.symmetric, trial.z, _WEIGHT, to).mT
     return TorchProducts(turns=torch.equal(turned, trial.left(plain)))
@@ -341,23 +341,6 @@ class _Trial:
     power: Tensor
     rooms: Rooms
 
-    @classmethod
-    def of(cls, count: int, rows: int, columns: int, device: torch.device) -> _Trial:
-        """For matrices of a shape, or of its transpose if they are tall."""
-        side, length = sorted((rows, columns))
-        x, z, symmetric, power = _cancelling(count, side, length)
-        to = partial(Tensor.to, device=device, dtype=torch.bfloat16)
-        rooms = Rooms(device, torch.bfloat16)
-        return cls(to(x), to(z).contiguous(), to(symmetric), to(power), rooms)
-
-    def also_lying(self, rows: int) -> list[_Trial]:
-        """This, and for matrices with so many rows that are tall the same as transposes of what is
-        contiguous."""
-        if rows == self.x.size(-2):
-            return [self]
-        x, z = (each.mT.contiguous().mT for each in (self.x, self.z))
-        return [self, replace(self, x=x, z=z)]
-
     def gram(self, products: Products) -> Tensor:
         return products.gram(self.x, self.rooms)
 
@@ -367,6 +350,19 @@ class _Trial:
     def left(self, products: Products) -> Tensor:
         to = torch.empty_like(self.z.contiguous())
         return products.left(self.symmetric, self.z, _WEIGHT, to, self.rooms)
+
+
+def _trials(count: int, rows: int, columns: int, device: torch.device) -> list[_Trial]:
+    """For matrices of a shape; if they are tall for those of its transpose, and once more as
+    transposes of what is contiguous."""
+    x, z, symmetric, power = _cancelling(count, *sorted((rows, columns)))
+    to = partial(Tensor.to, device=device, dtype=torch.bfloat16)
+    rooms = Rooms(device, torch.bfloat16)
+    trial = _Trial(to(x), to(z).contiguous(), to(symmetric), to(power), rooms)
+    if rows <= columns:
+        return [trial]
+    x, z = (each.mT.contiguous().mT for each in (trial.x, trial.z))
+    return [trial, replace(trial, x=x, z=z)]
 
 
 def _cancelling(count: int, side: int, length: int) -> list[Tensor]:
@@ -384,15 +380,14 @@ def _cancelling(count: int, side: int, length: int) -> list[Tensor]:
         a.narrow(dim, half, half).copy_(sign * a.narrow(dim, 0, half))
         return a
 
-    def halves_opposed(a: Tensor) -> Tensor:
-        a[:, side // 2 :, a.size(2) // 2 :] *= -1  # upper rows are orthogonal to lower ones
-        return a
-
-    x = halves_opposed(twice(random(side, length), 2, 1.0))
+    x = twice(random(side, length), 2, 1.0)
     z = twice(random(length, side).mT.contiguous(), 1, -1.0)
     symmetric = random(side, side)
     symmetric = twice(twice(symmetric + symmetric.mT, 1, 1.0), 2, 1.0)
-    return [x, z, symmetric, halves_opposed(symmetric.clone())]
+    power = symmetric.clone()
+    for each in (x, power):  # upper rows are orthogonal to lower ones
+        each[:, side // 2 :, each.size(2) // 2 :] *= -1
+    return [x, z, symmetric, power]
 
 
 # -- the three products of a step ------------------------------------------------------------------
@@ -412,26 +407,23 @@ class EachAlone:
     def gram(self, x: Tensor, rooms: Rooms) -> Tensor:
         """x x^T of each matrix of a batch, shape (n, rows, columns), contiguous or lying in memory
         as its transposes do."""
-        return _joined([each @ each.mT for each in _singles(x)])
+        return _each(lambda one: one @ one.mT, x)
 
     def square(self, gram: Tensor, b: float, c: float, rooms: Rooms) -> Tensor:
         """b G + c G^2 of symmetric matrices."""
-        found = [_add_product(each, each, each, beta=b, alpha=c) for each in _singles(gram)]
-        return _joined(found)
+        return _each(lambda one: _add_product(one, one, one, beta=b, alpha=c), gram)
 
     def left(self, factor: Tensor, x: Tensor, a: float, to: Tensor, rooms: Rooms) -> Tensor:
         """a x + F x of symmetric F, in ``to``."""
-        pairs = zip(_singles(x), _singles(factor), strict=True)
-        found = [_add_product(each, by, each, beta=a) for each, by in pairs]
-        return to.copy_(_joined(found))
+        return to.copy_(_each(lambda one, by: _add_product(one, by, one, beta=a), x, factor))
 
 
-def _singles(batch: Tensor) -> Sequence[Tensor]:
-    return batch.unbind() if batch.is_cpu else torch.split(batch, 1)
-
-
-def _joined(singles: list[Tensor]) -> Tensor:
-    return torch.stack(singles) if singles[0].dim() == 2 else torch.cat(singles)
+def _each(product: Callable[..., Tensor], *batches: Tensor) -> Tensor:
+    """Products of one matrix after the other, as a batch."""
+    if batches[0].is_cpu:
+        return torch.stack([product(*each) for each in zip(*batches, strict=True)])
+    singles = [torch.split(batch, 1) for batch in batches]
+    return torch.cat([product(*each) for each in zip(*singles, strict=True)])
 
 
 def _add_product(
@@ -456,7 +448,7 @@ class TorchProducts:
         return torch.bmm(x, x.mT, out=rooms.take("gram", len(x), side, side))
 
     def square(self, gram: Tensor, b: float, c: float, rooms: Rooms) -> Tensor:
-        to = rooms.like("square", gram)
+        to = rooms.take("square", *gram.shape)
         return torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=to)
 
     def left(self, factor: Tensor, x: Tensor, a: float, to: Tensor, rooms: Rooms) -> Tensor:
@@ -490,10 +482,6 @@ class Rooms:
             room = torch.empty(size, dtype=self.dtype, device=self.device)
             self._rooms[name] = room
         return room[:size].view(shape)
-
-    def like(self, name: str, tensor: Tensor) -> Tensor:
-        """A buffer of a tensor's shape."""
-        return self.take(name, *tensor.shape)
 
 
 def side_by_side(stacks: Sequence[Tensor]) -> Tensor:
@@ -589,7 +577,7 @@ class NativeProducts:
         return _multiply(None, x, to, self._chunks(x).gram, 1.0, 0.0, rooms)
 
     def square(self, gram: Tensor, b: float, c: float, rooms: Rooms) -> Tensor:
-        to = rooms.like("square", gram)
+        to = rooms.take("square", *gram.shape)
         return _multiply(None, gram, to, self.square_chunk, c, b, rooms)
 
     def left(self, factor: Tensor, x: Tensor, a: float, to: Tensor, rooms: Rooms) -> Tensor:

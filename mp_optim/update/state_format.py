@@ -199,7 +199,8 @@ def fitted(
         theirs, scale = saved.get(key), scale_key(key)
         if key in (REMAINDER, "step") or not isinstance(theirs, Tensor):
             continue
-        if theirs.dtype == own.dtype and _same_scales(saved.get(scale), mine.get(scale)):
+        scales = [getattr(each.get(scale), "shape", None) for each in (saved, mine)]
+        if theirs.dtype == own.dtype and scales[0] == scales[1]:
             result |= {scale: saved[scale]} if scale in mine else {}
         elif _shape(key, theirs, main) == _shape(key, own, main) and _can_be_read(
             theirs, saved.get(scale), convert
@@ -249,10 +250,6 @@ def _can_be_read(saved: Tensor, scale: Any, convert: bool) -> bool:
     return (
         scale is not None or convert or (saved.is_floating_point() and saved.dtype != torch.float64)
     )
-
-
-def _same_scales(saved: Tensor | None, own: Tensor | None) -> bool:
-    return saved is own if saved is None or own is None else saved.shape == own.shape
 
 
 def _shape(key: str, stored: Tensor, main: Tensor) -> torch.Size:

@@ -108,7 +108,7 @@ class MultiTensorBackend(ReferenceBackend):
 
     def takes(self, kind: LaunchDtypes) -> bool:
         """Whether there are kernels for a kind; here: FP32 main params and state."""
-        state = {kind.main, *kind.moments, kind.remainder} - {None}
+        state = {kind.main, kind.remainder, kind.moment1, kind.moment2, kind.moment3} - {None}
         return state == {torch.float32}
 
     def split(
@@ -205,9 +205,8 @@ class MultiTensorBackend(ReferenceBackend):
 
 def _adam_arguments(s: AdamScalars) -> tuple[Any, ...]:
     """What both libraries' kernels make their own scalars of."""
-    given = s.given
-    switches = 0 if s.l2 else 1, int(given.bias_correction)
-    return given.lr, s.beta1, s.beta2, s.eps, given.step, *switches, given.weight_decay
+    switches = 0 if s.l2 else 1, int(s.bias_correction)
+    return s.given_lr, s.beta1, s.beta2, s.eps, s.given_step, *switches, s.given_decay
 
 
 # -- apex -----------------------------------------------------------------------------------------
@@ -250,9 +249,8 @@ class ApexBackend(MultiTensorBackend):
         lists = [grads, batch.main, state["exp_avg"], state["exp_avg_sq"]]
         norm = torch.zeros(1, dtype=torch.float32, device=batch.main[0].device)
         switches = int(s.grad_weight != 1.0), 0 if s.l2 else 1, norm, 1.0, s.adapts
-        given = s.given
-        numbers = given.lr, s.beta1, s.beta2, s.eps, given.step
-        arguments = (*numbers, int(given.bias_correction), given.weight_decay, *switches)
+        numbers = s.given_lr, s.beta1, s.beta2, s.eps, s.given_step
+        arguments = (*numbers, int(s.bias_correction), s.given_decay, *switches)
         self.launch("multi_tensor_lamb", lists, [torch.float32] * 4, *arguments)
         write_outputs(batch)
         take_averages(batch)

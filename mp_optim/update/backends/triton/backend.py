@@ -163,12 +163,6 @@ class TritonBackend(ReferenceBackend):
     def announce(self, lists: TensorLists, scalars: Any, device: torch.device) -> None:
         self.launcher.numbers(row_for(lists, scalars), device)
 
-    def numbers_of(self, part: AlikeLists, numbers: Sequence[float]) -> Tensor:
-        """Those of a part's tensors on the device, FP32."""
-        some = [numbers[index] for index in part.indices]
-        table = torch.tensor(some, dtype=torch.float32, device="cpu")
-        return self.tables.upload(table, part.lists.grad[0].device)
-
     def launches_of(
         self, rule: Any, part: AlikeLists, moments: tuple[str, ...], flags: Flags
     ) -> list[KernelLaunch]:
@@ -330,9 +324,11 @@ class TritonBackend(ReferenceBackend):
         return shares.reciprocal().float()
 
     def _table(self, part: AlikeLists, values: Sequence[float] | Tensor, count: int) -> Tensor:
-        """A number for each tensor of a part, from those of all tensors."""
+        """A number for each tensor of a part on the device, FP32, from those of all tensors."""
         if not isinstance(values, Tensor):
-            return self.numbers_of(part, values)
+            some = [float(values[index]) for index in part.indices]
+            table = torch.tensor(some, dtype=torch.float32, device="cpu")
+            return self.tables.upload(table, part.lists.grad[0].device)
         if len(part.indices) == count:
             return values
         return values.index_select(0, self.index(part.indices, values.device))
@@ -466,7 +462,7 @@ class TritonBackend(ReferenceBackend):
                 own = [factors[index] for index in part.indices]
                 super().muon_apply(part.lists, scalars, own)
                 continue
-            table = self.numbers_of(part, factors)
+            table = self._table(part, factors, len(lists.main))
             self.launch_part(two_passes.muon_apply, part, (), flags, numbers, 1.0, None, table)
             mark_written(part.lists)
 

@@ -50,6 +50,7 @@ class Plan:
         owners: int32, shape (programs,): the tensor of each program.
         firsts: int32, shape (tensors,): each tensor's first program.
         sizes: int64, shape (tensors,).
+        nbytes: device memory of the largest of these.
     """
 
     def __init__(self, tables: Tables, sizes: array[int], chunk: int, device: torch.device) -> None:
@@ -58,38 +59,31 @@ class Plan:
         self.programs = sum(self._chunks)
         self.owners, self.firsts = _shares(tables, self._chunks, device)
         self.sizes = tables.values(sizes, device)
+        self.nbytes = self.owners.nbytes
 
     @cached_property
     def rounds(self) -> list[Round]:
         """How each tensor's chunk sums become one sum: runs of RUN of them, until one is left."""
         rounds: list[Round] = []
-        counts = self._chunks
+        counts, starts = self._chunks, self.firsts
         while not rounds or max(counts) > 1:
-            rounds.append(Round(self._tables, counts, self._device))
-            counts = rounds[-1].results
+            rounds.append(Round(self._tables, counts, starts, self._device))
+            counts, starts = rounds[-1].results, rounds[-1].firsts
         return rounds
 
 
 class Round:
-    """One pass over sums that lie tensor by tensor in a row: ``counts`` before, ``results`` after
-    it."""
+    """One pass over sums that lie tensor by tensor in a row, from ``starts`` on: ``counts`` before,
+    ``results`` after it."""
 
-    def __init__(self, tables: Tables, counts: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, tables: Tables, counts: Sequence[int], starts: Tensor, device: torch.device
+    ) -> None:
         self.results = [max(1, -(-count // RUN)) for count in counts]
         self.programs = sum(self.results)
         self.owners, self.firsts = _shares(tables, self.results, device)
-        self.starts = tables.values(array("i", _firsts(counts)), device)
+        self.starts = starts
         self.counts = tables.values(array("i", counts), device)
-
-
-def _bytes_of(value: Any) -> int:
-    """Device memory of a table, or of a plan's largest one."""
-    table = value.owners if isinstance(value, Plan) else value
-    return int(table.nbytes)
-
-
-def _firsts(counts: Sequence[int]) -> list[int]:
-    return list(accumulate(counts, initial=0))[:-1]
 
 
 def _shares(tables: Tables, counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -97,7 +91,8 @@ def _shares(tables: Tables, counts: Sequence[int], device: torch.device) -> tupl
         torch.arange(len(counts), dtype=torch.int32, device="cpu"),
         torch.tensor(counts, dtype=torch.int64, device="cpu"),
     )
-    return tables.upload(owners, device), tables.values(array("i", _firsts(counts)), device)
+    firsts = array("i", accumulate(counts, initial=0))[:-1]
+    return tables.upload(owners, device), tables.values(firsts, device)
 
 
 class Tables:
@@ -258,14 +253,15 @@ class Tables:
         self, key: Hashable, device: torch.device, build: Callable[[], _Value]
     ) -> _Value:
         """What was made of this content; the least recently asked for is given up first."""
-        value: _Value | None = self._of_content.pop(key, None)
+        value: Any = self._of_content.pop(key, None)
         if value is None:
             value = build()
-            self._bytes += _bytes_of(value)
+            self._bytes += value.nbytes
         self._of_content[key] = value
         while self._bytes > self._most_bytes and len(self._of_content) > 1:
-            self._bytes -= _bytes_of(self._of_content.popitem(last=False)[1])
-        return self._kept(value, device)
+            self._bytes -= self._of_content.popitem(last=False)[1].nbytes
+        known: _Value = self._kept(value, device)
+        return known
 
     def _kept(self, value: _Value, device: torch.device) -> _Value:
         if is_capturing(device):
