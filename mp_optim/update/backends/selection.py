@@ -34,16 +34,12 @@ _ON_HOST = ("native", "torch", "reference")
 _ON_ACCELERATOR = ("triton", "apex", "transformer_engine", "torch", "reference")
 
 
-class _NotHereError(Exception):
-    """A backend that cannot be had, with the reason."""
-
-
 @dataclass(frozen=True)
 class _Source:
     """Where a backend comes from.
 
     Attributes:
-        load: makes it; any exception is the reason why it is not usable.
+        load: makes it, or says why it cannot be had; so does any exception.
         devices: types of the devices it serves; all if None.
         missing: what to say where the module it is made of is not installed.
         is_proven: every release of it was held to ``reference``'s bits at every level of
@@ -52,26 +48,22 @@ class _Source:
         is_noted: what one process of a host finds out is noted for the others.
     """
 
-    load: Callable[[], Backend]
+    load: Callable[[], Backend | str]
     devices: Callable[[], tuple[str, ...]] | None = None
     missing: Mapping[str, str] | None = None
     is_proven: bool = False
     is_noted: bool = False
 
 
-def _native() -> Backend:
+def _native() -> Backend | str:
     library = native_library()
-    if library.handle is None:
-        raise _NotHereError(library.why)
-    return NativeBackend(library)
+    return library.why if library.handle is None else NativeBackend(library)
 
 
-def _triton() -> Backend:
+def _triton() -> Backend | str:
     backend: Backend | None
     backend, why = importlib.import_module("mp_optim.update.backends.triton").triton_backend()
-    if backend is None:
-        raise _NotHereError(why)
-    return backend
+    return backend or str(why)
 
 
 _SOURCES: dict[str, _Source] = {
@@ -132,16 +124,9 @@ def proof_of(name: str, device: torch.device, whole: bool = False) -> SelfTest:
 @cache
 def _proven(name: str, device: torch.device, whole: bool) -> tuple[Backend, SelfTest]:
     """A backend and its proof; ``reference`` stands in for one that cannot be had."""
-    source = _SOURCES[name]
-    try:
-        backend = source.load()
-        if source.devices is not None and device.type not in source.devices():
-            is_missing = device.type == "cpu" and not CUDA.is_available()
-            none = "; torch finds no CUDA device" if is_missing else ""
-            places = " and ".join(source.devices())
-            raise _NotHereError(f"its kernels run on {places}, not on {device.type}{none}")
-    except Exception as error:
-        return ReferenceBackend(), SelfTest.unusable(name, device, _why_not(error, source))
+    source, backend = _SOURCES[name], _loaded(name, device)
+    if isinstance(backend, str):
+        return ReferenceBackend(), SelfTest.unusable(name, device, backend)
     if source.is_noted:
         return backend, prove_once_a_host(backend, device, whole)
     return backend, (prove if whole else prove_by_a_step)(backend, device)
@@ -152,16 +137,22 @@ def _backend_and_proof(name: str, device: torch.device) -> tuple[Backend, SelfTe
     return _proven(name, device, not (source.is_proven or source.is_noted))
 
 
-def _why_not(error: Exception, source: _Source) -> str:
-    if isinstance(error, _NotHereError):
-        return str(error)
-    if (
-        isinstance(error, ModuleNotFoundError)
-        and source.missing
-        and str(error.name) in source.missing
-    ):
-        return source.missing[str(error.name)]
-    return f"cannot be loaded: {type(error).__name__}: {str(error).strip() or 'no message'}"
+def _loaded(name: str, device: torch.device) -> Backend | str:
+    """A backend, or why it cannot be had for a device."""
+    source = _SOURCES[name]
+    try:
+        backend = source.load()
+    except Exception as error:
+        absent = str(error.name) if isinstance(error, ModuleNotFoundError) else ""
+        if source.missing and absent in source.missing:
+            return source.missing[absent]
+        return f"cannot be loaded: {type(error).__name__}: {str(error).strip() or 'no message'}"
+    if isinstance(backend, str) or source.devices is None or device.type in source.devices():
+        return backend
+    is_missing = device.type == "cpu" and not CUDA.is_available()
+    none = "; torch finds no CUDA device" if is_missing else ""
+    places = " and ".join(source.devices())
+    return f"its kernels run on {places}, not on {device.type}{none}"
 
 
 @cache

@@ -32,7 +32,6 @@ from mp_optim.update.backends.triton.launches import (
     KernelLaunch,
     Launcher,
     Multiplier,
-    Recording,
     Rehearsal,
     Steady,
     added,
@@ -132,7 +131,7 @@ class TritonBackend(ReferenceBackend):
     def record(self, work: Callable[[], object], table: Tensor) -> None:
         """Let ``work`` run with numbers from the rows of a table, as a graph has to that is
         replayed."""
-        self._launch_by(Recording(self.tables, table), work)
+        self._launch_by(Launcher(self.tables, table), work)
 
     def _launch_by(self, launcher: Launcher, work: Callable[[], object]) -> None:
         before, self.launcher = self.launcher, launcher
@@ -188,7 +187,7 @@ class TritonBackend(ReferenceBackend):
         known: Steady | None = (
             lists.prepared.get(f"triton {rule.__name__}") if lists.prepared else None
         )
-        if known is None or type(self.launcher) is not Launcher or not known.fits(lists):
+        if known is None or self.launcher.for_graph or not known.fits(lists):
             return False
         addresses = CachedTensorList.of(lists.grad).addresses.tobytes()
         if (found := known.launches.get(addresses)) is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import struct
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -109,17 +109,26 @@ def row_for(lists: TensorLists, scalars: Any) -> array[int]:
 
 
 class Launcher:
-    """Launches at once."""
+    """Launches at once.
+
+    Args:
+        recorded: of a graph that is being captured, into which this launches, the table whose rows
+            are the numbers of its calls.
+
+    Attributes:
+        for_graph: whether a graph holds these launches, or would, for which their tables are kept.
+    """
 
     launches = True
     """Whether kernels run, or are captured to run later; false where they are only noted."""
 
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
+    def __init__(self, tables: Tables, recorded: Tensor | None = None) -> None:
+        self._tables, self.for_graph = tables, recorded is not None
+        self._recorded = None if recorded is None else iter(recorded.unbind())
 
     def numbers(self, row: array[int], device: torch.device) -> Tensor:
         """A row on the device, int32, shape (WIDTH,); nothing waits for it."""
-        return self._tables.row(row, device)
+        return self._tables.row(row, device) if self._recorded is None else next(self._recorded)
 
     def launch(self, run: Callable[[], object], fixed: Sequence[Any]) -> None:
         """Do it. ``fixed`` is what must stay the same for a graph that holds the launch."""
@@ -127,18 +136,6 @@ class Launcher:
 
     def by_reference(self, what: str) -> None:
         """A part of the step is no kernel of ours."""
-
-
-class Recording(Launcher):
-    """Launches at once as well, into a graph that is being captured: numbers are rows of a table
-    that stays."""
-
-    def __init__(self, tables: Tables, table: Tensor) -> None:
-        super().__init__(tables)
-        self._rows: Iterator[Tensor] = iter(table.unbind())
-
-    def numbers(self, row: array[int], device: torch.device) -> Tensor:
-        return next(self._rows)
 
 
 class Rehearsal(Launcher):
@@ -154,6 +151,7 @@ class Rehearsal(Launcher):
 
     def __init__(self, tables: Tables, device: torch.device) -> None:
         super().__init__(tables)
+        self.for_graph = True
         self.rows: list[array[int]] = []
         self.fixed: list[Sequence[Any]] = []
         self.unfit = ""
