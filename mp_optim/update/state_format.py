@@ -199,8 +199,10 @@ def fitted(
         theirs, scale = saved.get(key), scale_key(key)
         if key in (REMAINDER, "step") or not isinstance(theirs, Tensor):
             continue
-        scales = [getattr(each.get(scale), "shape", None) for each in (saved, mine)]
-        if theirs.dtype == own.dtype and scales[0] == scales[1]:
+        blocks, own_blocks = [
+            each[scale].shape if scale in each else None for each in (saved, mine)
+        ]
+        if theirs.dtype == own.dtype and blocks == own_blocks:
             result |= {scale: saved[scale]} if scale in mine else {}
         elif _shape(key, theirs, main) == _shape(key, own, main) and _can_be_read(
             theirs, saved.get(scale), convert
