@@ -77,7 +77,12 @@ class AdafactorRule(Rule):
             params = [_Param.of(lists, at, regions[at], multiplier) for at in members]
             _step(passes, params, scalars, [shard_groups[at] for at in members])
             for at, param in zip(members, params, strict=True):
-                _store(lists, at, param)
+                main, output = lists.main[at], lists.output[at]
+                if main.dtype != torch.float32:
+                    noise = None if lists.noise is None else lists.noise[at]
+                    split_(param.main, main, param.state.get(REMAINDER), noise)
+                if output is not None:
+                    output.copy_(main.view(output.shape))
         backend.average(lists)
 
 
@@ -247,15 +252,6 @@ def _turn(
     means = sum_in_pairs(row_var.double()).div_(row_count).float()
     weights = row_var / means.clamp_(min=scalars.floor)[:, None]
     passes.turn_by_matrices(param.blocks, weights, column_var, scalars)
-
-
-def _store(lists: TensorLists, at: int, param: _Param) -> None:
-    if lists.main[at].dtype != torch.float32:
-        noise = None if lists.noise is None else lists.noise[at]
-        split_(param.main, lists.main[at], param.state.get(REMAINDER), noise)
-    output = lists.output[at]
-    if output is not None:
-        output.copy_(lists.main[at].view(output.shape))
 
 
 # -- passes over the elements ---------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +18,6 @@ from mp_optim.slots import DeviceMultiplier, Slot, SlotUpdates, iter_slots
 from mp_optim.slots.executor import Executor, Mode, Place
 from mp_optim.slots.slot_state import STEP, SlotState, State, check_state, check_step
 from mp_optim.update.optimizer import SlotOptimizer
-
-
-@runtime_checkable
-class _HasModes(Protocol):
-    """An optimizer with other weights for evaluation."""
-
-    def train(self) -> Any: ...
-    def eval(self) -> Any: ...
 
 
 class ForeignExecutor(Executor):
@@ -64,13 +56,13 @@ class ForeignExecutor(Executor):
 
     @property
     def has_modes(self) -> bool:
-        return isinstance(self.optimizer, _HasModes)
+        return all(callable(getattr(self.optimizer, mode, None)) for mode in ("train", "eval"))
 
     def switch_mode(self, mode: Mode) -> None:
         self._rebind()
         self._announce()
-        if isinstance(self.optimizer, _HasModes):
-            (self.optimizer.train if mode == "train" else self.optimizer.eval)()
+        if self.has_modes:
+            getattr(self.optimizer, mode)()
 
     def _announce(self) -> None:
         """Everything may be written now."""

@@ -36,9 +36,7 @@ from mp_optim.update.backends.triton.launches import (
     Steady,
     added,
     clipped_steps,
-    joined,
     on_host,
-    place_of,
     row_for,
     row_of,
     step_form,
@@ -244,7 +242,8 @@ class TritonBackend(ReferenceBackend):
                 form.launch(plan.programs, *given)
 
         described = (rule.__name__, kind, aligned, flags)
-        places = (place_of(multiplier), place_of(skip))
+        given = multiplier, skip  # of what is read on the device, the address must stay
+        places = [each.data_ptr() if isinstance(each, Tensor) else each for each in given]
         self.launcher.launch(run, (*described, *places, *tables, *columns))
 
     def index(self, indices: Sequence[int], device: torch.device) -> Tensor:
@@ -372,7 +371,8 @@ class TritonBackend(ReferenceBackend):
         for launch in self.launches_of(two_passes.lamb_moments, part, _ADAM, flags):
             sums = torch.empty(launch.plan.programs, 2, dtype=torch.float64, device=device)
             self.launch(launch, numbers, multiplier, made=sums)
-            total = joined(total, added(launch.plan, sums, self.launcher.launches))
+            found = added(launch.plan, sums, self.launcher.launches)
+            total = found if total is None else total + found  # 0.0 without programs in a plan
         assert total is not None
         return total
 

@@ -325,11 +325,6 @@ def step_form(
     return KernelForm(kernel, constants, shape)
 
 
-def place_of(value: Multiplier | None) -> Any:
-    """What must stay of a launch's argument: the address, if it is read on the device."""
-    return value.data_ptr() if isinstance(value, Tensor) else value
-
-
 def on_host(multiplier: Multiplier) -> float | None:
     """The multiplier as a number, or None if nothing is to be written; waits for the device."""
     if not isinstance(multiplier, Tensor):
@@ -363,7 +358,8 @@ def sum_alike(tables: Tables, tensors: CachedTensorList) -> Tensor:
             given = (plan.owners, plan.firsts, plan.sizes, column.values, squares)
             with current_device(device):
                 form.launch(plan.programs, *given)
-        total = joined(total, added(plan, squares))
+        found = added(plan, squares)
+        total = found if total is None else total + found  # 0.0 without programs in a plan
     assert total is not None
     return total[:, 0]
 
@@ -371,12 +367,6 @@ def sum_alike(tables: Tables, tensors: CachedTensorList) -> Tensor:
 @cache
 def _sums_form(kernel: Any, warps: int, **constants: Any) -> KernelForm:
     return KernelForm(kernel, constants, {**OPTIONS, "num_warps": warps})
-
-
-def joined(first: Tensor | None, second: Tensor) -> Tensor:
-    """Sums of two plans: a tensor without programs in one of them has 0.0 there, which changes no
-    bit."""
-    return second if first is None else first + second
 
 
 def added(plan: Plan, values: Tensor, launches: bool = True) -> Tensor:
