@@ -10,7 +10,9 @@ python tools/benchmark_disk_step.py limit --folder /mnt/nvme --window 32 --mode 
 one, with direct access, as a step does. ``hidden`` takes steps in each ``offload_mode`` after a
 backward that takes as long as a step of ``sync``: how long ``step()`` takes and waits for the disk,
 and which share of what the disk moves is moved behind backward. ``limit`` runs under a limit of
-memory, and again in memory without one, each in a process of its own, and compares the parameters.
+memory, and again in memory without one, each in a process of its own, and compares the parameters;
+under the limit each backward takes as long as the step before it, and the share moved behind it is
+said, too.
 """
 
 from __future__ import annotations
@@ -34,8 +36,7 @@ from benchmark_disk import Raw
 from measuring.kernels import require_kernels
 from torch import Tensor, nn
 
-from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.placement.state_file import StateFile
+from mp_optim import HybridDeviceOptimizer, OptimizerConfig, get_megatron_optimizer
 from mp_optim.placement.timeline import WAIT_DISK, StepTimeline
 from mp_optim.process.direct_file import Ticket
 
@@ -113,6 +114,12 @@ class Training:
             torch.autograd.backward(param, self._coming)
             time.sleep(seconds / len(self.model))
 
+    @property
+    def hybrid(self) -> HybridDeviceOptimizer:
+        """What steps what is offloaded."""
+        (part,) = self.optimizer.chained_optimizers
+        return part.optimizer
+
     def digest(self) -> str:
         """Of all parameters."""
         found = hashlib.sha256()
@@ -152,15 +159,12 @@ def hidden(options: Options) -> None:
         with TemporaryDirectory(dir=options.folder) as folder:
             training = Training(options, torch.bfloat16)
             training.build(folder, mode)
-            (part,) = training.optimizer.chained_optimizers
-            moved = Moved(part.optimizer.stepper.host_part.settings.state_file)
+            moved, part = Moved(training), training.hybrid
             for _ in range(2 + options.rounds):  # memory is new in the first, the order is learnt
-                moved.transfers.clear()
-                training.new_gradients(seconds)
-                early = moved.done_bytes()
-                steps.append(timed(training.optimizer.step))
-                waits.append(waited_in_step(part.optimizer.timeline))
-                shares.append(early / max(moved.bytes(), 1))
+                took, share = moved.step(training, seconds)
+                steps.append(took)
+                waits.append(waited_in_step(part.timeline))
+                shares.append(share)
         step, wait, share = (statistics.median(each[2:]) for each in (steps, waits, shares))
         if mode == "sync":
             seconds = step
@@ -170,7 +174,8 @@ def hidden(options: Options) -> None:
 class Moved:
     """Transfers of a state file: their tickets, and bytes."""
 
-    def __init__(self, file: StateFile) -> None:
+    def __init__(self, training: Training) -> None:
+        file = training.hybrid.stepper.host_part.settings.state_file
         self.transfers: list[tuple[Ticket, int]] = []
         for name in ("read_into", "write_from"):
             setattr(file, name, self._noting(getattr(file, name)))
@@ -183,13 +188,14 @@ class Moved:
 
         return noted
 
-    def bytes(self) -> int:
-        """All of them."""
-        return sum(size for _, size in self.transfers)
-
-    def done_bytes(self) -> int:
-        """Those that are done."""
-        return sum(size for ticket, size in self.transfers if ticket.done())
+    def step(self, training: Training, seconds: float) -> tuple[float, float]:
+        """Seconds of a step after a backward that takes ``seconds``, and which share of the bytes
+        that the disk moves for it is moved by the end of backward."""
+        self.transfers.clear()
+        training.new_gradients(seconds)
+        early = sum(size for ticket, size in self.transfers if ticket.done())
+        took = timed(training.optimizer.step)
+        return took, early / max(sum(size for _, size in self.transfers), 1)
 
 
 def waited_in_step(timeline: StepTimeline) -> float:
@@ -245,18 +251,26 @@ def run(options: Options) -> None:
     if options.memory:
         allowed = before["VmData"] + options.memory * MIB
         resource.setrlimit(resource.RLIMIT_DATA, (allowed, resource.RLIM_INFINITY))
-    most = 0
+    most, took, shares = 0, 0.0, []
     with TemporaryDirectory(dir=options.folder) as folder:
         training.build(folder if options.memory else None, options.mode)
+        moved = Moved(training) if options.memory else None
         for _ in range(options.steps):
-            training.new_gradients()
-            training.optimizer.step()
+            if moved is None:
+                training.new_gradients()
+                training.optimizer.step()
+            else:
+                took, share = moved.step(training, took)
+                shares.append(share)
             most = max(most, status("RssAnon") - before["RssAnon"])
         left = os.listdir(folder)
+    said = ""
+    if shares:
+        said = f", {statistics.median(shares):.1%} of the disk's bytes moved during backward"
     print(
         f"{training.digest()}: {options.steps} steps of {options.state} MiB of state, "
         f"limit {options.memory or 'none'}: at most {most / MIB:.0f} MiB beyond model and "
-        f"gradients, {len(left)} files"
+        f"gradients, {len(left)} files{said}"
     )
 
 

@@ -10,7 +10,6 @@ though always the same for the same bucket.
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,9 +55,7 @@ def start_reduction(
         exchange: which way.
         add: add to what is in ``owned`` instead of replacing it.
     """
-    kind: type[Reduction] = _Collective if _are_even(bounds) else _ToOwners
-    if exchange or group.size() == 1:
-        kind = _Exchange
+    kind = _Exchange if exchange or group.size() == 1 else Reduction
     return kind(grads, owned, group, bounds, divisor, add)
 
 
@@ -92,8 +89,13 @@ rounds."""
 
 
 @dataclass
-class Reduction(ABC):
-    """A reduction of a bucket under way, by the arguments of :func:`start_reduction`."""
+class Reduction:
+    """A reduction of a bucket under way, by the arguments of :func:`start_reduction`: the backend's
+    reduce-scatter, or for shards of different sizes one reduction for each rank's.
+
+    Attributes:
+        works: of the backend. result: where they leave this rank's shard.
+    """
 
     grads: Tensor
     owned: Tensor
@@ -101,19 +103,36 @@ class Reduction(ABC):
     bounds: Sequence[int]
     divisor: int
     add: bool
+    works: list[Any] = field(init=False, default_factory=list)
+    result: Tensor = field(init=False)
 
-    @abstractmethod
+    def __post_init__(self) -> None:
+        op = dist.ReduceOp.SUM
+        if self.divisor == self.group.size():
+            op = dist.ReduceOp.AVG
+        elif self.divisor != 1:  # before the sum: 16-bit floats may not hold it
+            divide_(self.grads, self.divisor)
+        if _are_even(self.bounds):
+            self.result = torch.empty_like(self.owned) if self.add else self.owned
+            self.works.append(
+                _reduce_scatter(self.result, self.grads, op=op, group=self.group, async_op=True)
+            )
+            return
+        for rank, (first, last) in enumerate(itertools.pairwise(self.bounds)):
+            if rank == self.group.rank():
+                self.result = self.grads[first:last]
+            if last > first:
+                to, part = dist.get_global_rank(self.group, rank), self.grads[first:last]
+                self.works.append(dist.reduce(part, to, op, group=self.group, async_op=True))
+
     def wait(self) -> None:
         """Return when the owned shard is complete (on an accelerator: for work queued from now
         on)."""
-
-    def _divided(self) -> Any:
-        """The backend's operation; where it does not divide, the gradients are divided already."""
-        if self.divisor == self.group.size():
-            return dist.ReduceOp.AVG
-        if self.divisor != 1:  # before the sum: 16-bit floats may not hold it
-            divide_(self.grads, self.divisor)
-        return dist.ReduceOp.SUM
+        wait_for_all(self.works, self.group, self.grads.device)
+        if self.add:
+            self.owned += self.result
+        elif self.result.data_ptr() != self.owned.data_ptr():
+            self.owned.copy_(self.result)
 
 
 @dataclass
@@ -127,9 +146,8 @@ class _Exchange(Reduction):
             whole buckets.
     """
 
-    received: Tensor | None = None
-    sent: Tensor | None = None
-    work: Any = None
+    received: Tensor | None = field(init=False, default=None)
+    sent: Tensor | None = field(init=False, default=None)
     fullest: int = field(init=False)
     piece: int = field(init=False)
 
@@ -154,7 +172,7 @@ class _Exchange(Reduction):
         counts = [b - a for a, b in parts]
         count, even = counts[self.group.rank()], len(set(counts)) == 1
         self.received = self.grads.new_empty(count * ranks)
-        self.work = dist.all_to_all_single(
+        work = dist.all_to_all_single(
             _bytes(self.received),
             _bytes(self.sent),
             None if even else [count * width] * ranks,
@@ -162,13 +180,13 @@ class _Exchange(Reduction):
             group=self.group,
             async_op=True,
         )
+        self.works = [work]
 
     def wait(self) -> None:
         for start in range(0, max(1, self.fullest), self.piece):
             if start:
                 self._start(start)
-            if self.work is not None:
-                wait_for(self.work, self.group, self.grads.device)
+            wait_for_all(self.works, self.group, self.grads.device)
             received = self.grads if self.received is None else self.received
             ranks = self.group.size()
             rows = received.view(ranks, received.numel() // ranks)
@@ -177,55 +195,6 @@ class _Exchange(Reduction):
                 total += row
             self.received = self.sent = None
             finish_sum(total, self.owned[start : start + len(total)], self.divisor, self.add)
-
-
-@dataclass
-class _ToOwners(Reduction):
-    """The backend's reductions, one for each rank's shard: what there is for shards of different
-    sizes."""
-
-    works: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        op = self._divided()
-        self.works = [
-            dist.reduce(
-                self.grads[first:last],
-                dst=dist.get_global_rank(self.group, rank),
-                op=op,
-                group=self.group,
-                async_op=True,
-            )
-            for rank, (first, last) in enumerate(itertools.pairwise(self.bounds))
-            if last > first
-        ]
-
-    def wait(self) -> None:
-        wait_for_all(self.works, self.group, self.grads.device)
-        rank = self.group.rank()
-        reduced = self.grads[self.bounds[rank] : self.bounds[rank + 1]]
-        if self.add:
-            self.owned += reduced
-        elif reduced.data_ptr() != self.owned.data_ptr():
-            self.owned.copy_(reduced)
-
-
-@dataclass
-class _Collective(Reduction):
-    """The backend's reduce-scatter."""
-
-    result: Tensor | None = None
-    work: Any = None
-
-    def __post_init__(self) -> None:
-        self.result = torch.empty_like(self.owned) if self.add else self.owned
-        op = self._divided()
-        self.work = _reduce_scatter(self.result, self.grads, op=op, group=self.group, async_op=True)
-
-    def wait(self) -> None:
-        wait_for(self.work, self.group, self.grads.device)
-        if self.add and self.result is not None:
-            self.owned += self.result
 
 
 def divide_(grads: Tensor, divisor: int) -> None:

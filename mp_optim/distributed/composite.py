@@ -8,10 +8,10 @@ no member can drift to a scale of its own.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.distributed.grad_reducer import GradReducer, LaunchOrder, reduce_in_one_order
+from mp_optim.distributed.grad_reducer import GradReducer, reduce_in_one_order
 from mp_optim.distributed.transport import Reducer
 from mp_optim.precision import MegatronGradScaler, MegatronOptimizer
 from mp_optim.precision.changed_weights import ChangedPart
@@ -233,10 +233,10 @@ class CompositeOptimizer(MegatronOptimizer):
 
     # -- communication ----------------------------------------------------------------------------
 
-    @contextlib.contextmanager
+    @contextmanager
     def no_sync(self) -> Iterator[None]:
         """The members' ``no_sync``."""
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             for member in self.members:
                 stack.enter_context(member.no_sync())
             yield
@@ -307,10 +307,10 @@ class ChainedOptimizer(CompositeOptimizer):
         composites = [member for member in self.members if isinstance(member, CompositeOptimizer)]
         reducers = [member.grad_reducer for member in composites]
         ours = [reducer for reducer in reducers if isinstance(reducer, GradReducer)]
-        self._order: LaunchOrder | None = None
+        self._between_passes: Callable[[], AbstractContextManager[None]] = nullcontext
         if len(ours) > 1:  # the same order on all ranks
             again = self.config.data_parallel_sharding_strategy == "optim_grads"
-            self._order = reduce_in_one_order(ours, again=again)
+            self._between_passes = reduce_in_one_order(ours, again=again).between_passes
 
     @property
     def chained_optimizers(self) -> list[MegatronOptimizer]:
@@ -363,9 +363,6 @@ class ChainedOptimizer(CompositeOptimizer):
         groups = iter(self.param_groups)
         for member in self.members:
             member.param_groups[:] = islice(groups, len(member.param_groups))
-
-    def _between_passes(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._order is None else self._order.between_passes()
 
     def collect_grads(self) -> StepGrads:
         with self._between_passes():

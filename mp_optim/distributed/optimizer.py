@@ -138,7 +138,7 @@ class DistributedOptimizer(CompositeOptimizer):
     @property
     def grad_reducer(self) -> Reducer:
         """What reduces the gradients."""
-        return self._model.transport.reducer
+        return self._model.reducer
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -153,7 +153,7 @@ class DistributedOptimizer(CompositeOptimizer):
         self.grad_reducer.finish()
 
     def finish_param_sync(self) -> None:
-        self._model.transport.gatherer.finish()
+        self._model.gatherer.finish()
 
     def own_gradient(self) -> tuple[object, int] | None:
         reducer = self.grad_reducer

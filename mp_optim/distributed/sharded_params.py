@@ -174,7 +174,8 @@ class ShardedParams:
         guard: names the ranks that are missing.
 
     Attributes:
-        transport: what moves gradients and parameters between the ranks.
+        buckets: of the trained parameters. reducer, gatherer: move what is in them between the
+            ranks.
         shards: what this rank owns, in slot order. tensors: of each bucket.
         steps_everything: every rank steps all parameters, rather than what it owns.
         frozen: slots that were trained when the buckets were made, and are not now.
@@ -198,16 +199,16 @@ class ShardedParams:
         trained = in_forward_order(param_groups, chunks)
         named = [(slot_name(param_groups, slot), param) for _, slot, param in trained]
         places = [place for place, *_ in trained]
-        self.transport = make_transport(
+        self.buckets, self.reducer, self.gatherer = make_transport(
             named, places, config, group, chunks, divisor or group.size(), guard
         )
         slot_of = {id(param): slot for _, slot, param in trained}
-        for index, bucket in enumerate(self.transport.buckets):
+        for index, bucket in enumerate(self.buckets):
             for entry in bucket.entries:
                 self._entries[slot_of[id(entry.param)]] = index, entry
         self.shards = {slot: self._shard(slot, param) for slot, param in iter_slots(param_groups)}
         self._index = {slot: index for index, slot in enumerate(self.shards)}
-        self.tensors: list[list[Tensor]] = [[] for _ in self.transport.buckets]
+        self.tensors: list[list[Tensor]] = [[] for _ in self.buckets]
         for slot, (index, _) in self._entries.items():
             self.tensors[index].append(self.shards[slot].tensor)
         self._seen = SeenParams(all_params(param_groups))
@@ -224,7 +225,7 @@ class ShardedParams:
         owned, ranges = None, None
         if slot in self._entries:  # not frozen, nor without elements
             index, entry = self._entries[slot]
-            bucket, stop = self.transport.buckets[index], param.numel()
+            bucket, stop = self.buckets[index], param.numel()
             # Megatron may have kept it in the part of one rank, which steps it alone
             in_one_part = is_laid_out_whole(param) and bucket.plan.is_whole(entry.placed)
             keeps_shape = keeps_shape or in_one_part
@@ -300,7 +301,7 @@ class ShardedParams:
         if slot not in self._entries:
             return None
         index, entry = self._entries[slot]
-        return self.transport.buckets[index].owned_grad(entry)
+        return self.buckets[index].owned_grad(entry)
 
     # -- parameters -------------------------------------------------------------------------------
 
@@ -323,10 +324,10 @@ class ShardedParams:
         index, entry = self._entries[slot]
         is_replaced = param is not entry.param
         if is_replaced or not same_memory(param, entry.data):
-            self.transport.buckets[index].adopt(entry, param)
+            self.buckets[index].adopt(entry, param)
         if is_replaced:
-            self.transport.reducer.watch(index, entry)
-            self.transport.gatherer.look()
+            self.reducer.watch(index, entry)
+            self.gatherer.look()
         increment_version(self.shards[slot].tensor)
 
     def look(self) -> None:
@@ -337,8 +338,8 @@ class ShardedParams:
         """Bring the other ranks' parts of the parameters here, and wait: what ranks own was written
         by something else than a step."""
         if not self.steps_everything:
-            self.transport.gatherer.start()
-            self.transport.gatherer.finish()
+            self.gatherer.start()
+            self.gatherer.finish()
         self._written()
 
     def _written(self) -> None:
@@ -351,7 +352,7 @@ class ShardedParams:
         Args:
             is_stepped: whether anything was written.
         """
-        reducer, gatherer = self.transport.reducer, self.transport.gatherer
+        reducer, gatherer = self.reducer, self.gatherer
         gathered = reducer.grad_bytes_gathered
         if is_stepped:
             if not self.steps_everything:

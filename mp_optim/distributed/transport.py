@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -274,15 +273,8 @@ def _bucket(
 
 
 Reducer = GradReducer | MegatronHooks
-
-
-@dataclass(frozen=True)
-class Transport:
-    """Buckets, and what moves their contents between ranks."""
-
-    buckets: list[FlatBucket]
-    reducer: Reducer
-    gatherer: ParamGatherer | MegatronHooks
+Transport = tuple[list[FlatBucket], Reducer, ParamGatherer | MegatronHooks]
+"""Buckets, what reduces the gradients in them, and what gathers the parameters."""
 
 
 def make_transport(
@@ -317,7 +309,7 @@ def make_transport(
     place_of = {id(param): place for (_, param), place in zip(named, places, strict=True)}
     first_used = [min(place_of[id(entry.param)] for entry in bucket.entries) for bucket in buckets]
     reducer = GradReducer(buckets, first_used, config, group, divisor, guard, gatherer.check_use)
-    return Transport(buckets, reducer, gatherer)
+    return buckets, reducer, gatherer
 
 
 def _megatrons(
@@ -354,4 +346,4 @@ def _megatrons(
             )
     buckets = _buckets_of(chunks, named, group)
     hooks = MegatronHooks(chunks, buckets)
-    return Transport(buckets, hooks, hooks)
+    return buckets, hooks, hooks

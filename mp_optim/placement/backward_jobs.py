@@ -37,8 +37,7 @@ from mp_optim.placement.grad_hooks import Claim, GradVersion
 from mp_optim.placement.staging import Buckets, BucketStep, Staging
 from mp_optim.placement.timeline import WAIT_COPIES, StepTimeline
 from mp_optim.placement.worker import Job, Worker, WorkerError
-from mp_optim.process.transfer import Transfer
-from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
+from mp_optim.slots import Slot, SlotUpdates
 
 
 @dataclass(eq=False)
@@ -63,6 +62,7 @@ class BackwardJob(Job):
             the caller, and copies and adds even if it is cancelled.
         sums: sum of squares of each gradient, FP64; None as long as it has not measured them.
         stepped: the back buffer holds the step.
+        is_cancelled: the result is not wanted any more. By the caller's thread, at any time.
     """
 
     label: str
@@ -81,19 +81,15 @@ class BackwardJob(Job):
     stepped: bool = False
 
     def __post_init__(self) -> None:
-        self._is_cancelled = self._is_prepared = self._gave_up = False
+        self.is_cancelled = self._is_prepared = self._gave_up = False
         self._after = self.owner.transfer.mark()
         self._ticket: Any = None
-
-    def cancel(self) -> None:
-        """The result is not wanted any more. From the caller's thread, at any time."""
-        self._is_cancelled = True
 
     def prepare(self) -> None:
         if self.releases and self._is_prepared:
             return
         self._is_prepared = True
-        if self.updates is not None and (self.releases or not self._is_cancelled):
+        if self.updates is not None and (self.releases or not self.is_cancelled):
             to = self.staged.grads if self.landing is None else self.landing
             self._ticket = self.owner.download(self.updates.grads, to, self._after)
 
@@ -114,7 +110,7 @@ class BackwardJob(Job):
 
     @torch.no_grad()
     def run(self) -> None:
-        if self._is_cancelled and not self.releases:
+        if self.is_cancelled and not self.releases:
             self.updates = self._after = None
             return
         with self.timeline.stage(WAIT_COPIES, self.label):
@@ -124,7 +120,7 @@ class BackwardJob(Job):
         if self.landing is not None:
             with self.timeline.stage("host_add", self.label):
                 torch._foreach_add_(list(self.staged.grads), list(self.landing))
-        if self._is_cancelled or not self.measures:
+        if self.is_cancelled or not self.measures:
             return
         with self.timeline.stage("host_measure", self.label):
             sums: list[float] = self.sum_of_squares(self.staged.grads).tolist()
@@ -154,10 +150,10 @@ class Bucket:
     """Some slots of a lane, and what was begun on them during this backward. Used by the caller's
     thread alone; what the worker gets is a :class:`BackwardJob`.
 
-    NOTE: the staging memory and the spare change hands only here, in the caller's thread. From
-    :meth:`hand_over` on they are the worker's, which fills both: the caller neither reads nor
+    NOTE: the staging memory and the spare change hands only in the caller's thread. From
+    ``Worker.submit`` on they are the worker's, which fills both: the caller neither reads nor
     writes them, cancelled or not, before it has drained the worker. From then on what the job left
-    is there until :meth:`release`; then it means nothing, and uploads may read it.
+    is there until ``Schedule.end_iteration``; then it means nothing, and uploads may read it.
 
     Args:
         buckets: those of the lane, of which this is one.
@@ -166,25 +162,23 @@ class Bucket:
 
     Attributes:
         slots: that it brings down or steps. label: of all of these.
+        expected: the next job is due when the gradients of these are ready.
         waiting: gradients that got ready since the last job.
         job: what the worker was last given, if it may still be of use.
+        is_trusted: nothing may have written, without a trace, what that job stepped from or to.
     """
 
     def __init__(self, buckets: Buckets, index: int, comes_down: bool, is_ahead: bool) -> None:
         self.lane, self.index = buckets, index
         self.comes_down, self.is_ahead = comes_down, is_ahead
-        self.slots = slots = buckets.plan.buckets[index]
+        self.slots = slots = buckets.members[index]
         self.label = buckets.label(sorted(slots))
         self.staging = buckets.staging[index]
         self._no_outputs = None if buckets.has_outputs else [None] * len(slots)
-        self.waiting: dict[Slot, SlotUpdate] = {}
+        self.waiting: dict[Slot, Tensor] = {}
         self.job: BackwardJob | None = None
-        self._is_trusted = True
-        self._expected = frozenset(slots)
-
-    def expect(self, slots: Sequence[Slot]) -> None:
-        """The next job is due when the gradients of these are ready."""
-        self._expected = frozenset(slots)
+        self.is_trusted = True
+        self.expected = frozenset(slots)
 
     def room_for(self, updates: SlotUpdates) -> Landing:
         """The staging memory, for some of the bucket's updates."""
@@ -197,51 +191,6 @@ class Bucket:
             return updates
         return replace(updates, outputs=self._no_outputs[: len(updates)])
 
-    def add(self, update: SlotUpdate) -> bool:
-        """Take note of a gradient; whether the bucket is complete."""
-        self.waiting[update.slot] = update
-        return self.waiting.keys() >= self._expected
-
-    def take_waiting(self) -> list[SlotUpdate]:
-        """The gradients that are ready, in slot order; they are not waiting any more. One whose
-        parameter has another size by now, which the step refuses, is left out."""
-        updates = [self.waiting[slot] for slot in sorted(self.waiting)]
-        self.waiting = {}
-        return [
-            each
-            for each in updates
-            if each.output is None or each.output.numel() == each.grad.numel()
-        ]
-
-    @property
-    def was_stepped(self) -> bool:
-        """Whether the job was done, and stepped into the back buffer."""
-        return self.job is not None and self.job.stepped
-
-    @property
-    def holds_step(self) -> bool:
-        """Whether the back buffer still holds what the job stepped. The worker is drained."""
-        return self._is_trusted and self.was_stepped
-
-    def hand_over(self, job: BackwardJob) -> None:
-        """The memory is the worker's from now on."""
-        self.job, self._is_trusted = job, True
-
-    def cancel(self) -> None:
-        """Another gradient came for a slot of the job. Its memory stays the worker's."""
-        if self.job is not None:
-            self.job.cancel()
-            self.job = None
-
-    def release(self) -> None:
-        """What is in the memory is of no use any more. The worker is drained."""
-        self.waiting, self.job = {}, None
-
-    def distrust(self) -> None:
-        """Do not use what the job stepped: main params or moments may be written without a trace,
-        or the back buffer will be."""
-        self._is_trusted = False
-
 
 class ReleasedGrads:
     """What a stepper holds in place of gradients.
@@ -252,6 +201,8 @@ class ReleasedGrads:
         held: by slot; in staging memory that is kept.
         claims: of gradients that are waiting for their bucket.
         lost: why gradients that were released are gone; empty if none are.
+        landings: memory for gradients that are added to those held, and the job that had it last.
+        previous: the job that was begun last.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -259,30 +210,21 @@ class ReleasedGrads:
         self.claims: dict[Slot, Claim] = {}
         self.lost = ""
         self._worker = worker
-        self._landings: list[tuple[Staging, BackwardJob | None]] = []
-        self._previous: BackwardJob | None = None
+        self.landings: list[tuple[Staging, BackwardJob | None]] = []
+        self.previous: BackwardJob | None = None
 
-    def __bool__(self) -> bool:
-        return bool(self.held or self.claims or self.lost)
-
-    def use_landings(self, make: Callable[[], Staging]) -> None:
-        """Have gradients that are added land in memory that is made like this. No job is under
-        way."""
-        self._landings = [(make(), None), (make(), None)]
-        self._previous = None
-
-    def claim(self, update: SlotUpdate, claim: Claim | None) -> None:
+    def claim(self, slot: Slot, grad: Tensor, claim: Claim | None) -> None:
         """Take note of a gradient that is about to wait. Where it will be added to what is held, it
         leaves its parameter now: another one would be added to it first, and sums round otherwise
         in another order."""
-        self.claims.pop(update.slot, None)
+        self.claims.pop(slot, None)
         if claim is None:
             return
-        self.claims[update.slot] = claim
-        if self._can_add(update):
-            claim.release(self.held[update.slot])
+        self.claims[slot] = claim
+        if self._can_add(slot, grad):
+            claim.release(self.held[slot])
 
-    def take_from(self, bucket: Bucket) -> list[SlotUpdate]:
+    def take_from(self, bucket: Bucket) -> dict[Slot, Tensor]:
         """The gradients of a bucket that a job can release, which do not wait any more: those that
         can be added to what is held of it; where nothing is, all, if all can be released."""
         for slot in list(bucket.waiting):
@@ -294,15 +236,14 @@ class ReleasedGrads:
         waiting = sorted(bucket.waiting)
         chosen = [slot for slot in waiting if slot in self.claims]
         if any(slot in self.held for slot in bucket.slots):
-            chosen = [slot for slot in chosen if self._can_add(bucket.waiting[slot])]
+            chosen = [slot for slot in chosen if self._can_add(slot, bucket.waiting[slot])]
         elif chosen != waiting:
-            return []
-        return [bucket.waiting.pop(slot) for slot in chosen]
+            return {}
+        return {slot: bucket.waiting.pop(slot) for slot in chosen}
 
-    def _can_add(self, update: SlotUpdate) -> bool:
-        held = self.held.get(update.slot)
-        form = update.grad.shape, update.grad.dtype
-        return held is not None and (held.shape, held.dtype) == form
+    def _can_add(self, slot: Slot, grad: Tensor) -> bool:
+        held = self.held.get(slot)
+        return held is not None and (held.shape, held.dtype) == (grad.shape, grad.dtype)
 
     def has_held(self, bucket: Bucket) -> bool:
         """Whether some gradients of a bucket were released."""
@@ -316,7 +257,7 @@ class ReleasedGrads:
             bucket.staging.is_kept = True
             return room
         staged, in_place = self._where_held(bucket.travelling(updates), bucket)
-        memory, job = self._landings[0]
+        memory, job = self.landings[0]
         if job is not None:  # the one that had it last
             self._worker.wait_for(job)
         return Landing(memory, staged, memory.landing_for(updates.grads), in_place)
@@ -324,31 +265,29 @@ class ReleasedGrads:
     def _where_held(self, updates: SlotUpdates, bucket: Bucket) -> tuple[SlotUpdates, bool]:
         """The updates with what is held of their slots, and whether that is what the step will find
         in the bucket's staging memory."""
-        laid_out = bucket.staging.laid_out(bucket.index)
+        laid_out = bucket.staging.staged.get(bucket.index)
         held = [self.held[slot] for slot in updates.slots]
         if laid_out is not None and laid_out.updates.slots == updates.slots:
             pairs = zip(laid_out.updates.grads, held, strict=True)
             if all(staged is grad for staged, grad in pairs) and laid_out.fit(updates):
                 return laid_out.put_into(updates), True
-        return SlotUpdates.of(
-            [update._replace(grad=grad) for update, grad in zip(updates, held, strict=True)]
-        ), False
+        return replace(updates, grads=held), False
 
     def begin(self, job: BackwardJob) -> None:
         """Start the copies of a job, once those of the one before are done and its gradients are
         gone: while they are on their way, the next bucket fills, so two lie on the device."""
-        if self._previous is not None:
-            self._previous.let_go()
+        self.finish()
         job.prepare()
-        self._previous = job
+        self.previous = job
         if job.landing is not None:
-            self._landings = [self._landings[1], (self._landings[0][0], job)]
+            self.landings = [self.landings[1], (self.landings[0][0], job)]
 
     def finish(self) -> None:
-        """The worker was drained."""
-        if self._previous is not None:
-            self._previous.let_go()
-        self._previous = None
+        """Wait until the copies of the job that was begun last are done, and let go of its
+        gradients."""
+        if self.previous is not None:
+            self.previous.let_go()
+        self.previous = None
 
     def release(self, slots: Sequence[Slot], grads: Iterable[Tensor]) -> None:
         """The worker has the job that brings these gradients down to these tensors."""
@@ -363,8 +302,6 @@ class ReleasedGrads:
 
     def put_in_place(self, updates: SlotUpdates, staged: SlotUpdates) -> frozenset[int]:
         """Have the step find what was released where it reads it; indices of these updates."""
-        if not self.held:
-            return frozenset()
         here = set()
         rows = zip(updates.slots, updates.grads, staged.grads, strict=True)
         for index, (slot, grad, read) in enumerate(rows):
@@ -383,12 +320,11 @@ class ReleasedGrads:
                 f"{error} But the gradients had been released (release_gradients=True) and are "
                 "lost: call zero_grad(), and backward again"
             )
-        self.held, self.claims, self._previous = {}, {}, None
+        self.held, self.claims, self.previous = {}, {}, None
 
     def forget(self) -> None:
         """They are of no use any more."""
-        self.held, self.claims, self.lost = {}, {}, ""
-        self._previous = None
+        self.held, self.claims, self.lost, self.previous = {}, {}, "", None
 
 
 # -- what was seen of gradients -------------------------------------------------------------------
@@ -397,13 +333,18 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Arrivals:
-    """Counts gradients by slot, and remembers what was measured of them in this backward.
+    """Counts gradients by slot, and remembers their order in the first backward, and what was
+    measured of them in this one.
 
     Attributes:
         uncounted: slots whose last gradient torch does not count all writes to.
+        order: slots whose complete gradient got ready, the first one first.
+        is_order_known: a backward was seen, and a step after it.
     """
 
     def __init__(self) -> None:
+        self.order: dict[Slot, None] = {}
+        self.is_order_known = False
         self._counts: Counter[Slot] = Counter()
         self.uncounted: set[Slot] = set()
         self._sums: dict[int, tuple[GradVersion, Slot, float, Tensor | None]] = {}
@@ -448,7 +389,7 @@ class Arrivals:
     def _has_bits(self, slot: Slot, grad: Tensor, staged: Tensor) -> bool:
         """Compared once a step."""
         if slot not in self._compared:
-            self._compared[slot] = same_bits([grad], [staged])
+            self._compared[slot] = same_bits(grad, staged)
         return self._compared[slot]
 
     # -- sums of squares --------------------------------------------------------------------------
@@ -482,38 +423,24 @@ class Arrivals:
         """What was measured is of no use any more."""
         self._sums, self._compared = {}, {}
 
+    # -- order ------------------------------------------------------------------------------------
 
-class BackwardOrder:
-    """The order of an optimizer's slots.
-
-    Attributes:
-        is_known: a backward was seen, and a step after it.
-    """
-
-    def __init__(self) -> None:
-        self.is_known = False
-        self._seen: dict[Slot, None] = {}
-
-    def note(self, slot: Slot) -> None:
-        """A slot's complete gradient got ready."""
-        self._seen.setdefault(slot)
-
-    def forget(self) -> None:
+    def forget_order(self) -> None:
         """There are other slots."""
-        self.is_known, self._seen = False, {}
+        self.is_order_known, self.order = False, {}
 
-    def learn(self, slots: Iterable[Slot], parts: Iterable[SlotUpdates]) -> list[Slot] | None:
-        """After a step: all slots in the order of the first backward, if that was not known, is
+    def learn_order(self, slots: Iterable[Slot], parts: Iterable[SlotUpdates]) -> list[Slot] | None:
+        """After the first step that followed a backward: all slots in the order of that, if it is
         another than theirs, and may be followed.
 
         Args:
             parts: the updates of the step.
         """
-        if self.is_known or not self._seen:
+        if not self.order:
             return None
-        self.is_known = True
+        self.is_order_known = True
         before = list(slots)
-        order = list({**self._seen, **dict.fromkeys(before)})
+        order = list({**self.order, **dict.fromkeys(before)})
         return None if order == before or any(map(_are_split, parts)) else order
 
 
@@ -524,47 +451,34 @@ def _are_split(updates: SlotUpdates) -> bool:
     return any(updates.shard_groups) or any(layout.splits_matrices for layout in layouts)
 
 
-class SecondLook:
-    """Compares the gradients of buckets with what came down of them.
+def compare_again(
+    steps: Sequence[BucketStep], landings: Sequence[Staging], gradients: Any
+) -> list[bool]:
+    """Whether the gradients of each bucket are, in every bit, what its staging memory has. Where
+    they are not, they are put there. The staging memory is the caller's.
 
     Args:
-        make: makes memory for a bucket's gradients, which is taken when it is first used.
+        landings: memory that two buckets' gradients come down to, turn by turn.
+        gradients: the mark at which they are complete.
     """
-
-    def __init__(self, transfer: Transfer, make: Callable[[], Staging]) -> None:
-        self._transfer = transfer
-        self._landings = make(), make()
-
-    def compare(self, steps: Sequence[BucketStep], gradients: Any) -> list[bool]:
-        """Whether the gradients of each bucket are, in every bit, what its staging memory has.
-        Where they are not, they are put there. The staging memory is the caller's.
-
-        Args:
-            gradients: the mark at which they are complete.
-        """
-        results: list[bool] = []
-        coming: list[tuple[Sequence[Tensor], Any]] = []
-        for index, step in enumerate(steps):
-            for ahead in steps[len(coming) : index + 2]:
-                landing, grads = self._landings[len(coming) % 2], ahead.updates.grads
-                to = landing.landing_for(grads)
-                coming.append((to, landing.download(grads, to, gradients)))
-            present, ticket = coming[index]
-            self._transfer.wait(ticket)
-            results.append(same_bits(present, step.staged.grads))
-            step.is_downloaded = results[-1]
-            if not step.is_downloaded:
-                torch._foreach_copy_(list(step.staged.grads), list(present))
-                step.is_downloaded = True
-        return results
+    results: list[bool] = []
+    coming: list[tuple[Sequence[Tensor], Any]] = []
+    for index, step in enumerate(steps):
+        for ahead in steps[len(coming) : index + 2]:
+            landing, grads = landings[len(coming) % 2], ahead.updates.grads
+            to = landing.landing_for(grads)
+            coming.append((to, landing.download(grads, to, gradients)))
+        present, ticket = coming[index]
+        step.staging.transfer.wait(ticket)
+        results.append(all(map(same_bits, present, step.staged.grads)))
+        if not results[-1]:
+            torch._foreach_copy_(list(step.staged.grads), list(present))
+        step.is_downloaded = True
+    return results
 
 
-def same_bits(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether host tensors have the same bits: -0.0 is not 0.0, and a NaN is itself."""
-    return all(map(_are_same, some, others))
-
-
-def _are_same(one: Tensor, other: Tensor) -> bool:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     words = _words(one), _words(other)

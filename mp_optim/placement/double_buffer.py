@@ -46,7 +46,7 @@ class _Pair:
 
     Attributes:
         home: the memory that the tensor had at first.
-        coming: has room for a third, should the next step need it.
+        coming: gives a third memory, should the next step need it.
         third: the memory that came in addition.
         aside: which of the three is neither written nor in use; None as long as there are two.
     """
@@ -55,7 +55,7 @@ class _Pair:
     front: Tensor
     back: Tensor
     home: Tensor
-    coming: ThirdBuffer | None = None
+    coming: Callable[[Tensor], Tensor | None] | None = None
     third: Tensor | None = None
     aside: Tensor | None = None
 
@@ -73,7 +73,7 @@ class _Pair:
         as no save reads the other two."""
         if is_borrowed(self.back):
             if self.aside is None and self.coming is not None:
-                self.aside = self.third = self.coming.like(self.back)
+                self.aside = self.third = self.coming(self.back)
             if self.aside is not None:
                 self.back, self.aside = self.aside, self.back
         if self.aside is not None and not is_borrowed(self.aside):
@@ -124,62 +124,18 @@ class BackLaunch:
         )
 
 
-class HostRoom:
-    """Host memory, one allocation for main params and one for the rest.
+class DoubleBuffer:
+    """The spare of some slots. In host memory it is one allocation for main params and one for the
+    rest; in a file as much of that again, of which a save is given copies.
 
     Args:
-        pin: page-lock that of main params.
-        maker: makes more of it while a save reads one half.
+        room: the file; or what host memory comes from, and more of it while a save reads one half.
+        pin: page-lock the memory of main params.
     """
 
-    def __init__(self, transfer: Transfer, pin: bool, maker: MemoryMaker) -> None:
-        self._transfer, self._pin, self._maker = transfer, pin, maker
+    def __init__(self, room: MemoryMaker | StateFile, pin: bool = False) -> None:
+        self._room, self._pin = room, pin
         self._blocks: dict[bool, Block] = {}
-
-    def reserve(self, live: Mapping[Key, Tensor]) -> tuple[int, int]:
-        """Plan room for as much again as these tensors have, if there is none yet. The bytes that
-        it takes as soon as it is used, for main params and for the rest."""
-        for is_main in () if self._blocks else (True, False):
-            tensors = [live[key] for key in live if _is_main(key) == is_main]
-            allocate = partial(self._transfer.empty_host, pin=self._pin and is_main)
-            self._blocks[is_main] = Block(back_buffer_bytes(tensors), allocate)
-        return self._blocks[True].capacity, self._blocks[False].capacity
-
-    def has_room_for(self, tensors: Iterable[Tensor]) -> bool:
-        return True
-
-    def take(self, is_main: bool, form: TensorSpec) -> Tensor:
-        """Memory for the spare of a main param, or of other state."""
-        shape, dtype = form
-        size = aligned_bytes(shape.numel(), dtype)
-        return self._blocks[is_main].with_room(size).take(shape, dtype)
-
-    def third(self, tensors: Sequence[Tensor], is_main: bool) -> ThirdBuffer | None:
-        """Room for a third memory of each of these."""
-        return ThirdBuffer(self._maker, tensors, self._pin and is_main)
-
-
-class FileRoom:
-    """As much of a file again. A save that reads it is given copies."""
-
-    def __init__(self, file: StateFile) -> None:
-        self._file = file
-
-    def has_room_for(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether all of these rest in the file."""
-        return all(not each.numel() or self._file.offset_of(each) is not None for each in tensors)
-
-    def take(self, is_main: bool, form: TensorSpec) -> Tensor:
-        return self._file.take(*form)
-
-    def third(self, tensors: Sequence[Tensor], is_main: bool) -> None: ...
-
-
-class DoubleBuffer:
-    """The spare of some slots."""
-
-    def __init__(self, room: HostRoom | FileRoom) -> None:
-        self._room = room
         self._pairs: dict[Key, _Pair] = {}
         self._has_thirds = False
 
@@ -187,15 +143,27 @@ class DoubleBuffer:
         """Something may still write to the spare: make another one."""
         self._pairs.clear()
 
+    def reserve(self, live: Mapping[Key, Tensor]) -> tuple[int, int]:
+        """Plan host memory for as much again as these tensors have, if that is not done yet. The
+        bytes that it takes as soon as it is used, for main params and for the rest."""
+        assert isinstance(self._room, MemoryMaker)
+        for is_main in () if self._blocks else (True, False):
+            tensors = [live[key] for key in live if _is_main(key) == is_main]
+            allocate = partial(self._room.transfer.empty_host, pin=self._pin and is_main)
+            self._blocks[is_main] = Block(back_buffer_bytes(tensors), allocate)
+        return self._blocks[True].capacity, self._blocks[False].capacity
+
     def launches(self, launches: Sequence[PlannedLaunch]) -> list[BackLaunch]:
-        """Launches into the spare; none if a tensor has no room there, or is not contiguous and
-        would be stepped as a copy."""
+        """Launches into the spare; none if a tensor does not rest in the file of which this is a
+        part, or is not contiguous and would be stepped as a copy."""
         for planned in launches:
             lists = planned.lists
             if planned.mains is not lists.main or planned.outputs is not lists.output:
                 return []
-            if not self._room.has_room_for(_stepped(planned)):
-                return []
+            if isinstance(file := self._room, StateFile):
+                some = filter(Tensor.numel, _stepped(planned))
+                if any(file.offset_of(each) is None for each in some):
+                    return []
         return [self._launch(planned) for planned in launches]
 
     def _launch(self, planned: PlannedLaunch) -> BackLaunch:
@@ -225,15 +193,23 @@ class DoubleBuffer:
             # tensor has either of the two.
             back = pair.front if pair.back.data_ptr() == live.data_ptr() else pair.back
         else:
-            back = self._room.take(_is_main(key), form)
+            back = self._take(_is_main(key), form)
         front = live.data
         self._pairs[key] = _Pair(live, front, back, home=front)
         return self._pairs[key]
 
+    def _take(self, is_main: bool, form: TensorSpec) -> Tensor:
+        """Memory for the spare of a main param, or of other state."""
+        if isinstance(self._room, StateFile):
+            return self._room.take(*form)
+        shape, dtype = form
+        size = aligned_bytes(shape.numel(), dtype)
+        return self._blocks[is_main].with_room(size).take(shape, dtype)
+
     def _avoid_borrowed(self, pairs: Mapping[Key, _Pair]) -> None:
         """See to it that a step into the backs writes nothing that a save reads, nor the step after
         that one."""
-        if not (borrows or self._has_thirds):
+        if not (borrows or self._has_thirds) or isinstance(self._room, StateFile):
             return
         for pair in pairs.values():
             pair.avoid_borrowed()
@@ -242,9 +218,11 @@ class DoubleBuffer:
                 same = [pairs[key] for key in pairs if _is_main(key) == is_main]
                 # The step after the next would write what a save reads now.
                 read = [pair for pair in same if not pair.has_third and is_borrowed(pair.front)]
-                third = self._room.third([pair.front for pair in read], is_main) if read else None
-                for pair in read:
-                    pair.coming = third
+                if read:
+                    fronts, pin = [pair.front for pair in read], self._pin and is_main
+                    third = self._room.room_for(fronts, pin)
+                    for pair in read:
+                        pair.coming = third
         else:
             for pair in self._pairs.values():
                 pair.coming = None
@@ -288,30 +266,43 @@ class MemoryMaker:
     """Asks the system for memory in one thread, a piece at a time.
 
     Args:
-        empty_host: makes host memory of so many bytes, page-locked or not.
+        transfer: whose memory.
     """
 
-    def __init__(self, empty_host: Callable[[int, bool], Tensor]) -> None:
-        self._empty_host = empty_host
+    def __init__(self, transfer: Transfer) -> None:
+        self.transfer = transfer
         self._lock = threading.Lock()
         self._asked: deque[tuple[Future[Tensor], int, bool]] = deque()
         self._is_making = False
 
-    def ask(self, num_bytes: int, pin: bool) -> Future[Tensor]:
-        """Memory whose pages are there."""
+    def room_for(self, tensors: Iterable[Tensor], pin: bool) -> Callable[[Tensor], Tensor | None]:
+        """Ask for room for tensors that are like these, whose pages are there.
+
+        Returns:
+            Gives memory for a tensor of this shape and dtype; waits until it is made. None if there
+            is none left, or the system gave none.
+        """
+        size = back_buffer_bytes(tensors)
         made: Future[Tensor] = Future()
         with self._lock:
-            self._asked.append((made, num_bytes, pin))
+            self._asked.append((made, size, pin))
             begins, self._is_making = not self._is_making, True
         if begins:
             in_background(self._make)
-        return made
+        block = Block(size, lambda _: made.result())
+
+        def like(tensor: Tensor) -> Tensor | None:
+            if back_buffer_bytes([tensor]) > block.left or made.exception() is not None:
+                return None
+            return block.take(tensor.shape, tensor.dtype)
+
+        return like
 
     def _make(self) -> None:
         while (asked := self._next()) is not None:
             made, num_bytes, pin = asked
             try:
-                memory = self._empty_host(num_bytes, pin)
+                memory = self.transfer.empty_host(num_bytes, pin)
                 touch(memory)
             except BaseException as error:  # whoever waits for it copies instead
                 made.set_exception(error)
@@ -322,26 +313,3 @@ class MemoryMaker:
         with self._lock:
             self._is_making = bool(self._asked)
             return self._asked.popleft() if self._asked else None
-
-
-class ThirdBuffer:
-    """Room for tensors that are like some others.
-
-    Args:
-        tensors: that it is to have room for.
-        pin: page-lock it.
-    """
-
-    def __init__(self, maker: MemoryMaker, tensors: Iterable[Tensor], pin: bool) -> None:
-        size = back_buffer_bytes(tensors)
-        self._made = maker.ask(size, pin)
-        made = self._made  # the block is not to keep what has it alive
-        self._block = Block(size, lambda _: made.result())
-
-    def like(self, tensor: Tensor) -> Tensor | None:
-        """Memory for a tensor of this shape and dtype; waits until it is made. None if there is
-        none left, or the system gave none."""
-        is_full = back_buffer_bytes([tensor]) > self._block.left
-        if is_full or self._made.exception() is not None:
-            return None
-        return self._block.take(tensor.shape, tensor.dtype)

@@ -4,7 +4,7 @@ a gradient is still the one that was ready."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,8 +15,19 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
+from mp_optim.process.calls import writes_counted
 from mp_optim.process.leases import sums_of_bits
-from mp_optim.slots import Slot, are_plain, current_grad, iter_slots, param_at, update_of
+from mp_optim.slots import (
+    Slot,
+    SlotUpdates,
+    are_plain,
+    current_grad,
+    iter_slots,
+    local_grad,
+    local_tensor,
+    param_at,
+    update_of,
+)
 from mp_optim.slots.executor import Executor
 
 
@@ -48,7 +59,7 @@ class GradVersion:
         """The version of a plain tensor; ``is_counted`` is whether all writes to it are said to
         be, ``with_bits`` whether those that leave no trace are to be noticed, too."""
         storage = StorageWeakRef(grad.untyped_storage())  # type: ignore[no-untyped-call]
-        version = _version_of(grad) if is_counted else None
+        version = writes_counted(grad) if is_counted else None
         bits = _bits_of(grad) if with_bits and version is not None else None
         return cls(storage, grad.data_ptr(), version, count, bits)
 
@@ -59,7 +70,7 @@ class GradVersion:
         return (
             self.count == count
             and self.version is not None
-            and self.version == _version_of(grad)
+            and self.version == writes_counted(grad)
             and self.is_memory_of(grad)
             and (self.bits is None or torch.equal(self.bits, _bits_of(grad)))
         )
@@ -82,12 +93,8 @@ def _bits_of(grad: Tensor) -> Tensor:
     return sums_of_bits(flat.view(torch.uint8))
 
 
-def _version_of(grad: Tensor) -> int | None:
-    return None if grad.is_inference() else grad._version
-
-
 class GradHooks:
-    """Hooks on parameters that call ``on_grad(index)`` when backward has added to a gradient.
+    """Hooks on parameters that call ``on_grad(index)`` when backward has made a gradient final.
 
     Neither the hooks nor this object keep the owner of ``on_grad``, a bound method, alive.
     """
@@ -103,8 +110,9 @@ class GradHooks:
         missing = len(params) - len(self._params)
         self._params += [None] * missing
         self._handles += [None] * missing
-        _remove(self._handles[len(params) :])
-        del self._params[len(params) :], self._handles[len(params) :]
+        if missing < 0:
+            _remove(self._handles[missing:])
+            del self._params[missing:], self._handles[missing:]
         for index, (param, want) in enumerate(zip(params, wanted, strict=True)):
             now = param if want and param.requires_grad and param.is_leaf else None
             if now is self._params[index]:
@@ -121,8 +129,8 @@ class GradHooks:
 def _hook(
     on_grad: weakref.WeakMethod[Callable[[int], None]], index: int
 ) -> Callable[[Tensor], None]:
-    def hook(_: Tensor) -> None:
-        if (call := on_grad()) is not None:
+    def hook(param: Tensor) -> None:
+        if (call := on_grad()) is not None and _is_final(param):
             call(index)
 
     return hook
@@ -135,7 +143,7 @@ def _remove(handles: list[RemovableHandle | None]) -> None:
             handles[index] = None
 
 
-def final_in_backward(param: Tensor) -> bool:
+def _is_final(param: Tensor) -> bool:
     """Whether what backward leaves in a parameter's gradient is what will be stepped.
 
     In a job of several ranks it may still have to be reduced: only FSDP2, whose meshes span the
@@ -157,6 +165,10 @@ class GradientSource(Protocol):
 
     def share_settings(self) -> None:
         """Make settings here and of what steps the same; called before a step is begun early."""
+
+    def updates(self, grads: Mapping[Slot, Tensor], multiplier: float) -> SlotUpdates:
+        """The updates of some slots, as the step will be given them, in this order; without those
+        whose parameters have another shape by now, which the step refuses."""
 
     def predicted_multiplier(self) -> float:
         """What gradients will be multiplied with, in FP32, if nothing is clipped or skipped."""
@@ -218,10 +230,19 @@ class OwnGrads:
         grad = current_grad(param)
         if param_at(owner.param_groups, slot) is not param:
             return  # a wrapper has put its main param there, and reports the gradients itself
-        if grad is not None and final_in_backward(param):
-            update = update_of(slot, owner.slot_name(slot), param, grad)
-            update = update._replace(output=self._output(slot, None))
-            self._report(update, writes_are_counted=are_plain([grad]))
+        if grad is not None:
+            self._report(slot, local_grad(param, grad), None, are_plain([grad]))
+
+    def updates(self, grads: Mapping[Slot, Tensor], multiplier: float) -> SlotUpdates:
+        """See :class:`GradientSource`."""
+        owner, updates = self._owner, []
+        for slot, grad in grads.items():
+            param = param_at(owner.param_groups, slot)
+            if local_tensor(param).shape == grad.shape:
+                update = update_of(slot, owner.slot_name(slot), param, grad)
+                output = self._output(slot, None)
+                updates.append(update._replace(multiplier=multiplier, output=output))
+        return SlotUpdates.of(updates)
 
     def predicted_multiplier(self) -> float:
         """There is no loss scale."""

@@ -167,8 +167,8 @@ class HostPart:
             if self.how.is_early:
                 self.early.append((buckets, comes_down))
         if self.ahead is not None:
-            plan, how = self.buckets["host"].plan, self.settings
-            self.ahead.cut(plan.buckets, how.transfer, how.pin_mains)
+            members, how = self.buckets["host"].members, self.settings
+            self.ahead.cut(members, how.transfer, how.pin_mains)
         self._step_together()
 
     def _new_buckets(self, place: Place, slots: Sequence[HostSlot]) -> Buckets | None:
@@ -194,7 +194,7 @@ class HostPart:
         for place, slots in self.by_place.items():
             together: Sequence[Sequence[Slot]] = [[slot.slot for slot in slots]]
             if place not in self.lanes:
-                together = self.buckets[place].plan.buckets
+                together = self.buckets[place].members
             for each in together:
                 for group, members in groupby(sorted(each), key=attrgetter("group")):
                     positions = [slot.position for slot in members]
@@ -269,7 +269,7 @@ class HostPart:
         elements = {slot.slot: slot for slot in self.slots}
         sizes = []
         for buckets, _ in self.early:
-            for bucket in buckets.plan.buckets:
+            for bucket in buckets.members:
                 slots = map(elements.__getitem__, bucket)
                 # the gradient of a float8 parameter has 16 bits
                 sizes.append(sum(slot.numel * max(2, slot.dtype.itemsize) for slot in slots))
@@ -290,7 +290,7 @@ class HostPart:
                 yield lane.note()
         if "host" in self.by_place and self.how.is_early:
             yield (
-                f"host: offload_mode {self.how.mode}, {len(self.buckets['host'].plan.buckets)} "
+                f"host: offload_mode {self.how.mode}, {len(self.buckets['host'].members)} "
                 f"buckets of at most {self.settings.bucket_bytes:,} bytes, "
                 f"{self.host_bytes().back:,} bytes double buffer"
                 + (", gradients released" if self.releases else "")

@@ -11,7 +11,7 @@ import torch
 from mp_optim.placement.placed import PlacedExecutor
 from mp_optim.placement.settings import HostStepSettings, OffloadedStep, only_accelerator
 from mp_optim.placement.speculation import SpeculationSettings
-from mp_optim.placement.state_file import state_file_in
+from mp_optim.placement.state_file import StateFile
 from mp_optim.placement.stepper import Stepper
 from mp_optim.placement.timeline import StepTimeline
 from mp_optim.placement.worker import occupy, worker_threads
@@ -94,6 +94,9 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
         executor = PlacedExecutor([], offload_fraction, how, copies, remainders)
         super().__init__(params, dict(kwargs), executor)
         device = only_accelerator(local_tensor(p).device for _, p in iter_slots(self.param_groups))
+        file = None
+        if optimizer_state_path is not None:
+            file = StateFile(optimizer_state_path, is_planned=device.type == "meta")
         settings = HostStepSettings(
             transfer if transfer is not None else transfer_for(device),
             StepTimeline(),
@@ -104,7 +107,7 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
             pin_cpu_grads,
             pin_cpu_params,
             speculation or SpeculationSettings(),
-            state_file_in(optimizer_state_path, device),
+            file,
         )
         self.timeline = settings.timeline
         executor.build(classes, {**kwargs, **construction}, settings, self.share_settings)

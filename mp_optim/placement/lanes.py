@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -34,15 +33,6 @@ from mp_optim.slots.slot_state import AVERAGE, REMAINDER
 from mp_optim.update.executor import RuleExecutor
 from mp_optim.update.kernel_args import MAIN
 from mp_optim.update.launches import PlannedLaunch
-
-
-class _Flow(NamedTuple):
-    """A step's windows, from where they rest to where they are stepped and back."""
-
-    launches: Sequence[PlannedLaunch]
-    windows: Sequence[Window]
-    lent: LentWindows
-    site: Site
 
 
 class WindowLane:
@@ -221,9 +211,8 @@ class WindowLane:
             return
         site = self._site(windows, updates, on_host)
         lent = self.source.lend(windows)
-        flow = _Flow(launches, windows, lent, site)
         try:
-            yield from self._stream(flow, step_device)
+            yield from self._stream(launches, len(windows), lent, site, step_device)
             for number in range(max(0, len(windows) - site.lag), len(windows)):
                 lent.store(number)
         finally:
@@ -255,9 +244,15 @@ class WindowLane:
             like = output
         return DeviceRing(self._transfer, self.sizes[:IN_FLIGHT], like)
 
-    def _stream(self, flow: _Flow, step_device: Callable[[], None]) -> Iterator[float]:
+    def _stream(
+        self,
+        launches: Sequence[PlannedLaunch],
+        count: int,
+        lent: LentWindows,
+        site: Site,
+        step_device: Callable[[], None],
+    ) -> Iterator[float]:
         """Step all windows, and what lies on the device while the first one comes."""
-        site, lent, count = flow.site, flow.lent, len(flow.windows)
         try:
             coming = lent.fetch(0)
             # NOTE: a copy that is queued behind a window's waits for all of it. So what queued
@@ -267,7 +262,7 @@ class WindowLane:
                 step_device()
             else:
                 step_device()
-                for launch in flow.launches:
+                for launch in launches:
                     self._executor.announce(launch, site.device)
                 resident = site.bring(coming)
             yield 0.0
@@ -282,9 +277,9 @@ class WindowLane:
                 if number + 1 < count:
                     coming = lent.fetch(number + 1)
                     resident = site.bring(coming)
-                slots = [flow.launches[p.launch].updates.slots[p.index] for p in window]
+                slots = [launches[p.launch].updates.slots[p.index] for p in window]
                 with self._timeline.stage(self._stage, self._label(slots)):
-                    for launch in launches_of(flow.launches, window, stepped):
+                    for launch in launches_of(launches, window, stepped):
                         self._executor.carry_out(launch)
                 site.send_back(number, window, stepped)
                 yield (number + 1) / count

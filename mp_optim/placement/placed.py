@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -54,38 +54,6 @@ Outputs = Sequence[Tensor | None]
 """What receives each stepped value, if that is not what is stepped."""
 
 
-class MainMemory:
-    """Room for the main params of an optimizer.
-
-    Args:
-        state_file: takes them, if there is one.
-        forms: elements and dtype of each that is expected, for a block of just their size.
-        empty_host: makes host memory of so many bytes.
-    """
-
-    def __init__(
-        self,
-        state_file: StateFile | None,
-        forms: Iterable[tuple[int, torch.dtype]],
-        empty_host: Callable[[int], Tensor],
-    ) -> None:
-        self._file = state_file
-        sizes = [aligned_bytes(numel, dtype) for numel, dtype in forms]
-        self._block = Block(0 if state_file else sum(sizes), empty_host)
-
-    @property
-    def host_bytes(self) -> int:
-        """What was asked for in one piece."""
-        return self._block.capacity
-
-    def copy(self, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """The values of a tensor, in this memory."""
-        if self._file is not None:
-            return self._file.take(source.shape, dtype).copy_(source)
-        block = self._block.with_room(aligned_bytes(source.numel(), dtype))
-        return block.take(source.shape, dtype).copy_(source)
-
-
 @dataclass
 class PlacedSlot:
     """Where one slot is stepped.
@@ -116,13 +84,16 @@ class PlacedSlots:
         offloaded: the place of what is not stepped where it lies.
         copies: 16-bit parameters are stepped through FP32 copies. remainders: of a bfloat16
             parameter that copy is a remainder beside it.
-        exposed: called before an offloaded slot's tensors may be written.
 
     Attributes:
-        memory: of copies that are not on the device.
+        memory: of copies that are not on the device, in one piece for those of the first groups.
+        file: has them, if there is one.
+        exposed: called before an offloaded slot's tensors may be written.
     """
 
-    memory: MainMemory
+    memory: Block
+    file: StateFile | None
+    exposed: Callable[[Slot], None]
 
     def __init__(
         self,
@@ -131,11 +102,9 @@ class PlacedSlots:
         offloaded: Place,
         copies: bool,
         remainders: bool,
-        exposed: Callable[[Slot], None],
     ) -> None:
         self._param_groups, self._executors = param_groups, executors
-        self.offloaded, self._exposed = offloaded, exposed
-        self._copies, self._remainders = copies, remainders
+        self.offloaded, self._copies, self._remainders = offloaded, copies, remainders
         self._groups: list[list[PlacedSlot]] = []
         self._bound: list[Tensor] | None = None
         self._outputs: tuple[Sequence[Slot], Outputs, Outputs] | None = None
@@ -250,13 +219,18 @@ class PlacedSlots:
         executor = self._executors[self[slot].place]
         executor.step_instead(slot, self._stepped(slot))
         if self.is_offloaded(slot):
-            self._exposed(slot)
+            self.exposed(slot)
         return executor
 
     @in_own_modes
     def copy(self, source: Tensor, place: Place, dtype: torch.dtype) -> Tensor:
         """What is stepped for a tensor at a place."""
-        return source.to(dtype) if place == "device" else self.memory.copy(source, dtype)
+        if place == "device":
+            return source.to(dtype)
+        if self.file is not None:
+            return self.file.take(source.shape, dtype).copy_(source)
+        block = self.memory.with_room(aligned_bytes(source.numel(), dtype))
+        return block.take(source.shape, dtype).copy_(source)
 
     def _stepped(self, slot: Slot) -> Tensor:
         """The tensor to step for a slot, following whatever sits in ``param_groups`` now."""
@@ -270,7 +244,7 @@ class PlacedSlots:
             return placed.main
         else:
             if self.is_offloaded(slot):
-                self._exposed(slot)
+                self.exposed(slot)
             follow(placed.main, local, slot_name(self._param_groups, slot))
             self._executors[placed.place].written_outside(slot)
         placed.bound = SeenParams([param])
@@ -310,6 +284,7 @@ class PlacedExecutor(Executor):
             and steps the slots of both.
         executors: what steps the slots of each place.
         stepper: steps what is offloaded.
+        main_memory: what main params that are not on the device are in, but for a file.
     """
 
     def __init__(
@@ -326,7 +301,7 @@ class PlacedExecutor(Executor):
         self.executors: dict[Place, Executor] = {}
         self._distinct: list[Executor] = []  # all of these, each once
         self._placed = PlacedSlots(
-            param_groups, self.executors, how.offloaded_place, copies, remainders, self._exposed
+            param_groups, self.executors, how.offloaded_place, copies, remainders
         )
 
     def build(
@@ -345,13 +320,13 @@ class PlacedExecutor(Executor):
         """
         placed, offloaded = self._placed, self._how.offloaded_place
         placed.assign(self.param_groups, self.fraction)
+        placed.file, size = settings.state_file, 0
+        for slot, param in iter_slots(self.param_groups):
+            if placed.file is None and placed.is_offloaded(slot):
+                dtype = self.main_dtype(param.dtype)
+                size += aligned_bytes(local_tensor(param).numel(), dtype)
         empty_host = partial(settings.transfer.empty_host, pin=settings.pin_mains)
-        forms = [
-            (local_tensor(param).numel(), self.main_dtype(param.dtype))
-            for slot, param in iter_slots(self.param_groups)
-            if placed.is_offloaded(slot)
-        ]
-        placed.memory = MainMemory(settings.state_file, forms, empty_host)
+        self.main_memory = placed.memory = Block(size, empty_host)
         indices = range(len(self.param_groups))
         for place, build in classes.items():
             is_ours = issubclass(build, SlotOptimizer)
@@ -368,16 +343,12 @@ class PlacedExecutor(Executor):
         named = [(s, self.slot_name(s), p) for s, p in iter_slots(self.param_groups)]
         self._how.check(part, named, placed.is_offloaded, settings)
         self.stepper = Stepper(self._how, part, placed.host_slots(), placed.bind, settings)
+        placed.exposed = self.stepper.schedule.distrust
         report = self.stepper.schedule.on_grad_ready
         self.stepper.schedule.source = OwnGrads(self, report, placed.output, share_settings)
         self._watch()
 
     # -- places and groups ------------------------------------------------------------------------
-
-    @property
-    def main_memory(self) -> MainMemory:
-        """What main params that are not on the device are in."""
-        return self._placed.memory
 
     def place(self, slot: Slot) -> Place:
         return self.stepper.host_part.place_of(slot)
@@ -549,10 +520,6 @@ class PlacedExecutor(Executor):
                 self.set_main_param(slot, local_tensor(param))
 
     # -- state ------------------------------------------------------------------------------------
-
-    def _exposed(self, slot: Slot) -> None:
-        """The stepper of now hears of it."""
-        self.stepper.schedule.distrust(slot)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         for place, executor in self.executors.items():

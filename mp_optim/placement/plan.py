@@ -108,22 +108,9 @@ class HostSlot:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class BucketPlan:
-    """Buckets of slots, each slot in one of them.
-
-    Attributes:
-        buckets: in the order in which their gradients are expected.
-        bucket_of: index of each slot's bucket.
-    """
-
-    buckets: tuple[tuple[Slot, ...], ...]
-    bucket_of: dict[Slot, int]
-
-
 def plan_staging(
     mode: str, slots: Sequence[HostSlot], most: int, pipelined: bool, has_outputs: bool = True
-) -> tuple[BucketPlan, list[int]]:
+) -> tuple[list[tuple[Slot, ...]], list[int]]:
     """The buckets of a mode, and the bytes of each piece of its staging memory.
 
     Args:
@@ -135,19 +122,21 @@ def plan_staging(
     # ranks that reduce together get the same numbers, so they cut the same buckets
     shared = [2 * slot.share * slot.dtype.itemsize for slot in slots]
     bucket_bytes = most if mode == "sync" else fitting_bucket_bytes(sum(shared), most)
-    plan = plan_buckets([slot.slot for slot in slots], shared, bucket_bytes)
-    needed = [0] * len(plan.buckets)
+    buckets = plan_buckets([slot.slot for slot in slots], shared, bucket_bytes)
+    tensors, taken = 2 if has_outputs else 1, {}
     for slot in slots:
-        tensors = 2 if has_outputs else 1
-        needed[plan.bucket_of[slot.slot]] += tensors * aligned_bytes(slot.numel, slot.dtype)
+        taken[slot.slot] = tensors * aligned_bytes(slot.numel, slot.dtype)
+    needed = [sum(map(taken.__getitem__, bucket)) for bucket in buckets]
     # In step, one bucket comes down, one is stepped, one goes up; backward brings all down.
     in_step = 3 if pipelined else 1
     if mode == "sync" and len(needed) > in_step:  # a ring of pieces that each hold the largest
         needed = [max(needed)] * in_step
-    return plan, needed
+    return buckets, needed
 
 
-def plan_buckets(slots: Sequence[Slot], sizes: Sequence[int], bucket_bytes: int) -> BucketPlan:
+def plan_buckets(
+    slots: Sequence[Slot], sizes: Sequence[int], bucket_bytes: int
+) -> list[tuple[Slot, ...]]:
     """Cut slots into buckets of at most ``bucket_bytes``; a larger slot is a bucket by itself.
 
     Args:
@@ -156,16 +145,14 @@ def plan_buckets(slots: Sequence[Slot], sizes: Sequence[int], bucket_bytes: int)
             same buckets.
     """
     buckets: list[list[Slot]] = []
-    bucket_of: dict[Slot, int] = {}
     filled = 0
     for slot, size in zip(slots, sizes, strict=True):
         if not buckets or filled + size > bucket_bytes:
             buckets.append([])
             filled = 0
         buckets[-1].append(slot)
-        bucket_of[slot] = len(buckets) - 1
         filled += size
-    return BucketPlan(tuple(map(tuple, buckets)), bucket_of)
+    return list(map(tuple, buckets))
 
 
 def fitting_bucket_bytes(total: int, most: int) -> int:

@@ -12,7 +12,6 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,10 +21,9 @@ from torch import Tensor
 from mp_optim.placement.backward_jobs import (
     Arrivals,
     BackwardJob,
-    BackwardOrder,
     Bucket,
     ReleasedGrads,
-    SecondLook,
+    compare_again,
 )
 from mp_optim.placement.double_buffer import BackLaunch
 from mp_optim.placement.grad_hooks import Claim, GradientSource
@@ -35,7 +33,7 @@ from mp_optim.placement.staging import BucketStep, Staging
 from mp_optim.placement.timeline import WAIT_WORKER
 from mp_optim.placement.worker import Worker, WorkerError
 from mp_optim.process.calls import in_own_modes, warn
-from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
+from mp_optim.slots import Slot, SlotUpdates
 from mp_optim.slots.executor import Place
 from mp_optim.update import choose_backend
 from mp_optim.update.launches import PlannedLaunch
@@ -74,7 +72,6 @@ class Schedule:
         self.buckets: list[Bucket] = []
         self.is_last_microbatch = True
         self.source: GradientSource
-        self.order = BackwardOrder()
         self.speculates = False
         self.multiplier: float | None = None
         self._host_part, self._ahead = host_part, host_part.ahead
@@ -93,7 +90,7 @@ class Schedule:
         self.buckets = []
         for buckets, comes_down in host_part.early:
             is_ahead = self.mode == "speculative" and buckets.has_outputs
-            for index in range(len(buckets.plan.buckets)):
+            for index in range(len(buckets.members)):
                 self.buckets.append(Bucket(buckets, index, comes_down, is_ahead))
         self._bucket_of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
         grads = [
@@ -102,8 +99,8 @@ class Schedule:
             for staging in buckets.staging
         ]
         make = partial(Staging, settings.transfer, max(grads, default=0), settings.pin_staging)
-        self.released.use_landings(make)
-        self._second_look = SecondLook(settings.transfer, make)
+        self.released.landings = [(make(), None), (make(), None)]
+        self.released.previous = None
 
     def early_buckets(self, place: Place) -> list[Bucket]:
         """The buckets of a place that backward may begin."""
@@ -120,13 +117,13 @@ class Schedule:
 
     @in_own_modes
     def on_grad_ready(
-        self, update: SlotUpdate, claim: Claim | None = None, writes_are_counted: bool = True
+        self, slot: Slot, grad: Tensor, claim: Claim | None, writes_are_counted: bool
     ) -> None:
-        """A gradient is complete; the step will be given the same update but for the multiplier, or
-        what the claim was released to. Never raises: what goes wrong is reported by
-        :meth:`collect`.
+        """A gradient is complete; the step will be given the same one, or what the claim was
+        released to. Never raises: what goes wrong is reported by :meth:`collect`.
 
         Args:
+            grad: this rank's.
             writes_are_counted: torch counts every write to it, which it does not for the local
                 tensor of a DTensor.
         """
@@ -134,21 +131,22 @@ class Schedule:
             return
         # NOTE: backward has a thread for each device that has parameters, and one for the CPU.
         with self._reporting:
-            self.arrivals.note(update.slot, writes_are_counted)
-            self._take(update, claim)
+            self.arrivals.note(slot, writes_are_counted)
+            self._take(slot, grad, claim)
 
-    def _take(self, update: SlotUpdate, claim: Claim | None) -> None:
-        slot = update.slot
+    def _take(self, slot: Slot, grad: Tensor, claim: Claim | None) -> None:
         self._is_collected = False
         if (bucket := self._bucket_of.get(slot)) is None:
             self._try((slot,), lambda: None)  # nothing but what the iteration begins with
             return
         if bucket.job is not None and slot in bucket.job.versions:
-            bucket.cancel()  # another micro-batch: what was begun is of no use
+            # another micro-batch: what was begun is of no use, its memory stays the worker's
+            bucket.job.is_cancelled = True
+            bucket.job = None
         if self._failure is not None:
             return
         if self.is_last_microbatch:
-            self.order.note(slot)
+            self.arrivals.order.setdefault(slot)
         elif not self._host_part.releases:
             return
         if not (self._host_part.releases or bucket.comes_down):
@@ -160,8 +158,10 @@ class Schedule:
         if slot in released.held and slot in released.claims and slot in bucket.waiting:
             # one waits to be added to what is held; further ones are added in their turn
             self._try(bucket.slots, partial(self._begin, bucket))
-        released.claim(update, claim)
-        if bucket.add(update):
+        if self._host_part.releases:
+            released.claim(slot, grad, claim)
+        bucket.waiting[slot] = grad
+        if bucket.waiting.keys() >= bucket.expected:
             self._try(bucket.slots, partial(self._begin_up_to, bucket))
 
     def _try(self, slots: Sequence[Slot], begin: Callable[[], None]) -> None:
@@ -210,7 +210,8 @@ class Schedule:
         self._executor.check_groups()
         self._bind_tensors()
         self.multiplier = self.source.predicted_multiplier()
-        self.speculates = self._ahead is not None and self._ahead.is_on and self.order.is_known
+        is_on = self._ahead is not None and self._ahead.is_on
+        self.speculates = is_on and self.arrivals.is_order_known
         if self._host_part.settings.state_file is None:
             return
         try:
@@ -226,13 +227,14 @@ class Schedule:
         """Hand what is ready of a bucket to the worker, or what can be released of that, and
         release it."""
         releases, released = self._host_part.releases, self.released
-        waiting = released.take_from(bucket) if releases else bucket.take_waiting()
-        if not waiting:
+        if releases:
+            grads = released.take_from(bucket)
+        else:
+            grads, bucket.waiting = dict(sorted(bucket.waiting.items())), {}
+        assert self.multiplier is not None  # _try comes first
+        updates = self.source.updates(grads, self.multiplier)
+        if not updates:
             return
-        self._begin_iteration()
-        assert self.multiplier is not None
-        updates = SlotUpdates.of(waiting)
-        updates = replace(updates, multipliers=[self.multiplier] * len(updates))
         # NOTE: a cancelled job of this bucket may still run, and write to the same staging memory.
         # Nothing is written here; jobs of one bucket run one after the other.
         room = released.room_for(updates, bucket) if releases else bucket.room_for(updates)
@@ -259,7 +261,7 @@ class Schedule:
         )
         if releases:
             released.begin(job)
-        bucket.hand_over(job)
+        bucket.job, bucket.is_trusted = job, True
         self.worker.submit(job)
         if releases:
             released.release(updates.slots, room.staged.grads)
@@ -267,7 +269,7 @@ class Schedule:
     # -- between backward and step ----------------------------------------------------------------
 
     def collect(self) -> None:
-        """Wait for what was begun, between backward and the verdict.
+        """Wait for what was begun, between backward and the verdict. The step's time begins here.
 
         NOTE: the caller waits for the worker. It cannot be later: the verdict reads the sums that
         jobs leave, and staging memory and spares are the worker's until it is drained. It is not
@@ -278,9 +280,9 @@ class Schedule:
         """
         if (file := self._host_part.settings.state_file) is not None:
             file.check_owner()
+        self._timeline.begin_step()
         if self._is_collected or not self.is_early:
             return
-        self._timeline.begin_step()
         try:
             if self.released.lost:
                 raise WorkerError(self.released.lost)
@@ -298,16 +300,18 @@ class Schedule:
 
     def _finish_jobs(self) -> None:
         """Have all done that was begun, and added what came last to what is held."""
-        for bucket in filter(self.released.has_held, self.buckets):
-            self._try(bucket.slots, partial(self._begin, bucket))
+        if self._host_part.releases:
+            for bucket in filter(self.released.has_held, self.buckets):
+                self._try(bucket.slots, partial(self._begin, bucket))
         if self._failure is not None:
             raise self._failure
         with self._timeline.stage(WAIT_WORKER):
             self.worker.drain()
-        self.released.finish()
-        for bucket in self.buckets:
-            if bucket.job is not None:
-                bucket.job.gave_up_grads()
+        if self._host_part.releases:
+            self.released.finish()
+            for bucket in self.buckets:
+                if bucket.job is not None:
+                    bucket.job.gave_up_grads()
 
     def distrust(self, slot: Slot) -> None:
         """The caller gets live tensors of a slot, and may write to them without a trace."""
@@ -315,13 +319,14 @@ class Schedule:
             file.exposed()
             self._host_part.drop_early()
         if (bucket := self._bucket_of.get(slot)) is not None:
-            bucket.distrust()
+            bucket.is_trusted = False
 
     def forget_released(self) -> None:
         """Released gradients are of no use any more."""
-        if not self.released:
+        released = self.released
+        if not (released.held or released.claims or released.lost):
             return
-        self.released.forget()
+        released.forget()
         for bucket in self.buckets:
             bucket.staging.is_kept = False
         if self.multiplier is not None or self._failure is not None:
@@ -350,7 +355,7 @@ class Schedule:
         self.end_iteration()
         self._timeline.end_step()
 
-    def check_prediction(self, updates: SlotUpdates | None) -> None:
+    def check_prediction(self, updates: SlotUpdates) -> None:
         """Take note of whether the step was the one that was predicted."""
         if self._ahead is None or not updates:
             return
@@ -363,7 +368,7 @@ class Schedule:
     def end_iteration(self) -> None:
         """What was begun is of no use any more. The worker is drained."""
         for bucket in self.buckets:
-            bucket.release()
+            bucket.waiting, bucket.job = {}, None
         self.arrivals.forget_sums()
         self.speculates, self.multiplier, self._is_collected = False, None, False
         if self._host_part.lanes:
@@ -379,8 +384,9 @@ class Schedule:
         stale, buckets = 0, self.early_buckets("host")
         for step in steps:
             bucket = buckets[step.bucket]
-            bucket.expect(step.updates.slots)
-            step.downloaded = self.released.put_in_place(step.updates, step.staged)
+            bucket.expected = frozenset(step.updates.slots)
+            if self.released.held:
+                step.downloaded = self.released.put_in_place(step.updates, step.staged)
             job = self._job_of(bucket)
             # Where its tensors did not fit these updates, others were made just now.
             if job is None or job.staged.grads is not step.staged.grads:
@@ -393,7 +399,8 @@ class Schedule:
             step.is_downloaded = arrived.is_fresh(job, updates)
             may_be = not step.is_downloaded and not job.releases
             step.was_written = may_be and arrived.is_complete(job, updates)
-        self._count_changed(stale)
+        if stale:
+            self._count_changed(stale)
 
     def gradients_on_host(self, routes: Iterable[tuple[Bucket, SlotUpdates]]) -> dict[Slot, Tensor]:
         """Gradients that windows find in host memory: those that were released, and those that came
@@ -404,7 +411,7 @@ class Schedule:
         """
         found: dict[Slot, Tensor] = {}
         for bucket, updates in routes:
-            bucket.expect(updates.slots)
+            bucket.expected = frozenset(updates.slots)
             for slot, grad in zip(updates.slots, updates.grads, strict=True):
                 if self.released.is_held(slot, grad):
                     found[slot] = grad
@@ -421,13 +428,15 @@ class Schedule:
 
     def _look_again(self, steps: Sequence[BucketStep], gradients: Any) -> list[BucketStep]:
         """Those of some buckets whose gradients were written and are what they were; see
-        :meth:`SecondLook.compare`. The others are counted."""
+        :func:`compare_again`. The others are counted."""
         written = [step for step in steps if step.was_written]
         if not written:
             return []
+        landings = [memory for memory, _ in self.released.landings]  # nothing is released then
         with self._timeline.stage("compare"):
-            same = self._second_look.compare(written, gradients)
-        self._count_changed(same.count(False))
+            same = compare_again(written, landings, gradients)
+        if changed := same.count(False):
+            self._count_changed(changed)
         return list(itertools.compress(written, same))
 
     def hits(
@@ -442,11 +451,12 @@ class Schedule:
         hoped = []
         for step in steps:
             bucket = buckets[step.bucket]
-            begun = () if bucket.job is None else bucket.job.back
-            if bucket.holds_step and same_launches(begun, planned[step.bucket]):
+            if (job := bucket.job) is None or not job.stepped:
+                continue
+            if bucket.is_trusted and same_launches(job.back, planned[step.bucket]):
                 hoped.append(step)
             else:
-                self.counts["speculation_redone"] += step.is_downloaded and bucket.was_stepped
+                self.counts["speculation_redone"] += step.is_downloaded
         found = {step.bucket for step in hoped if step.is_downloaded}
         found |= {step.bucket for step in self._look_again(hoped, gradients)}
         self.counts["speculation_hits"] += len(found)
@@ -456,7 +466,7 @@ class Schedule:
         """The gradients of so many buckets are others than were worked on; said the first
         time."""
         self.counts["speculation_stale"] += changed
-        if changed and self.counts["speculation_stale"] == changed:
+        if self.counts["speculation_stale"] == changed:
             warn(
                 f"offload_mode={self.mode!r}: gradients were changed after backward, so what was "
                 "begun on them is done again in step(). If torch's clip_grad_norm_ did it, leave "

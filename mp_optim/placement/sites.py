@@ -74,30 +74,6 @@ def _along(window: Window, key: str) -> list[Tensor]:
     return [piece.along[key] for piece in window if key in piece.along]
 
 
-class _Room:
-    """The memory of one window at a time.
-
-    Attributes:
-        tickets: of its copies that may be under way.
-    """
-
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
-        self.tickets: list[Any] = []
-
-    def lay_out(self, window: Window) -> list[Tensors]:
-        """Tensors like those of the window's pieces, one after the other."""
-        resident: list[Tensors] = []
-        used = 0
-        for piece in window:
-            tensors = {}
-            for key, each in (*piece.held.items(), *piece.along.items()):
-                tensors[key] = view_of(self._memory, used, (each.shape, each.dtype))
-                used += aligned_bytes(each.numel(), each.dtype)
-            resident.append(tensors)
-        return resident
-
-
 def view_of(memory: Tensor, start: int, form: TensorSpec) -> Tensor:
     """A contiguous tensor in 1-D uint8 memory, which shares its storage."""
     shape, dtype = form
@@ -124,17 +100,26 @@ class DeviceRing:
 
     def __init__(self, transfer: Transfer, sizes: Sequence[int], like: Tensor) -> None:
         self._transfer = transfer
-        self._rooms = [_Room(like.new_empty(size, dtype=torch.uint8)) for size in sizes]
+        self._rooms = [like.new_empty(size, dtype=torch.uint8) for size in sizes]
+        self._tickets: list[list[Any]] = [[] for _ in sizes]  # of each room's copies
         self.device, self._made = like.device, transfer.mark()
         self._uploads = 0
         self.up = self.down = 0
 
     def bring(self, window: Window) -> list[Tensors]:
-        room = self._room(self._uploads)
+        room = self._uploads % len(self._rooms)
         self._uploads += 1
-        resident = room.lay_out(window)
+        memory, used = self._rooms[room], 0
+        resident: list[Tensors] = []
+        for piece in window:
+            tensors = {}
+            for key, each in (*piece.held.items(), *piece.along.items()):
+                tensors[key] = view_of(memory, used, (each.shape, each.dtype))
+                used += aligned_bytes(each.numel(), each.dtype)
+            resident.append(tensors)
         sources = _tensors([{**piece.held, **piece.along} for piece in window])
-        room.tickets.append(self._transfer.upload(_tensors(resident), sources, self._made))
+        ticket = self._transfer.upload(_tensors(resident), sources, self._made)
+        self._tickets[room].append(ticket)
         self.up += sum(tensor.nbytes for tensor in sources)
         return resident
 
@@ -147,23 +132,18 @@ class DeviceRing:
         pairs = zip(window, resident, strict=True)
         stepped = [tensors[key] for piece, tensors in pairs for key in piece.held]
         ticket = self._transfer.download(held, stepped)
-        self._room(number).tickets.append(ticket)
+        self._tickets[number % len(self._rooms)].append(ticket)
         self.down += sum(tensor.nbytes for tensor in held)
 
     def wait_for(self, number: int) -> None:
-        self._wait(self._room(number))
+        tickets = self._tickets[number % len(self._rooms)]
+        while tickets:
+            ticket = tickets.pop()
+            self._transfer.wait(ticket)
 
     def wait(self) -> None:
-        for room in self._rooms:
-            self._wait(room)
-
-    def _room(self, number: int) -> _Room:
-        return self._rooms[number % len(self._rooms)]
-
-    def _wait(self, room: _Room) -> None:
-        while room.tickets:
-            ticket = room.tickets.pop()
-            self._transfer.wait(ticket)
+        for number in range(len(self._rooms)):
+            self.wait_for(number)
 
 
 def _tensors(of_pieces: Sequence[Tensors]) -> list[Tensor]:

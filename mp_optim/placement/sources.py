@@ -16,7 +16,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,26 +43,13 @@ Into = Callable[[Piece], Tensors]
 """Where the main param and the state of a piece are taken back to, if not to where they were."""
 
 
-class HeldWindows:
-    """Windows that are in host memory anyway."""
-
-    read = written = 0
-
-    def __init__(self, windows: Sequence[Window]) -> None:
-        self._windows = windows
-
-    def fetch(self, number: int) -> Window:
-        return self._windows[number]
-
-    def store(self, number: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-
 class MemorySource:
-    """Main params and state that rest in host memory."""
+    """Main params and state that rest in host memory, and the windows of a step: those are there
+    anyway."""
 
     form = WindowForm()
+    read = written = 0
+    _windows: Sequence[Window] = ()
 
     def window_sizes(self, sizes: Sequence[int], smallest: int, most: int, lag: int) -> list[int]:
         """As allowed, and together about as much as there is, if that is less."""
@@ -80,8 +66,17 @@ class MemorySource:
 
     def forget(self) -> None: ...
 
-    def lend(self, windows: Sequence[Window]) -> HeldWindows:
-        return HeldWindows(windows)
+    def lend(self, windows: Sequence[Window]) -> MemorySource:
+        self._windows = windows
+        return self
+
+    def fetch(self, number: int) -> Window:
+        return self._windows[number]
+
+    def store(self, number: int) -> None: ...
+
+    def finish(self) -> None:
+        self._windows = ()
 
     def begin_early(self) -> None: ...
 
@@ -95,14 +90,6 @@ class _Extent:
     offset: int
     memory_from: int
     size: int
-
-
-class _Read(NamedTuple):
-    """A window that was read during backward, and how often its tensors had been written."""
-
-    extents: list[_Extent]
-    versions: list[int]
-    tickets: list[Ticket]
 
 
 class FileWindows:
@@ -130,12 +117,13 @@ class FileWindows:
         timeline: StepTimeline,
         stages: bool,
         into: Into | None = None,
-        early: Sequence[_Read] = (),
+        early: FileWindows | None = None,
     ) -> None:
         self._file, self._windows, self._rooms = file, windows, rooms
         self._timeline, self._stages, self._into = timeline, stages, into
-        self._early = dict(enumerate(early))
+        self._early = early
         self._begun: list[tuple[Window, list[_Extent]]] = []
+        self._versions: list[list[int]] = []  # how often tensors of early windows had been written
         self._reads: dict[int, list[Ticket]] = {}
         self._writes: dict[int, list[Ticket]] = {}
         self.read = self.written = 0
@@ -147,14 +135,11 @@ class FileWindows:
         self._wait(self._reads.pop(number, ()))
         return self._begun[number][0]
 
-    def read_early(self) -> list[_Read]:
+    def read_early(self) -> None:
         """Start to read as many windows as there is memory for."""
         for number in range(min(len(self._rooms), len(self._windows))):
             self._begin(number)
-        return [
-            _Read(extents, _versions(self._windows[number]), self._reads[number])
-            for number, (_, extents) in enumerate(self._begun)
-        ]
+            self._versions.append(_versions(self._windows[number]))
 
     def store(self, number: int) -> None:
         memory, (_, extents) = self._room(number), self._begun[number]
@@ -171,9 +156,10 @@ class FileWindows:
             self.written += extent.size
 
     def finish(self) -> None:
+        early, self._early = self._early, None
         under_way = [*self._reads.values(), *self._writes.values()]
-        under_way += [read.tickets for read in self._early.values()]
-        self._reads, self._writes, self._early = {}, {}, {}
+        under_way += () if early is None else early._reads.values()
+        self._reads, self._writes = {}, {}
         self._wait(itertools.chain.from_iterable(under_way))
 
     def _begin(self, number: int) -> None:
@@ -185,11 +171,12 @@ class FileWindows:
             window = _with_room(window, memory, used)
         self._begun.append((window, extents))
         self.read += sum(extent.size for extent in extents)
-        if (early := self._early.pop(number, None)) is not None:
-            if early.extents == extents and early.versions == _versions(self._windows[number]):
-                self._reads[number] = early.tickets
+        if (early := self._early) is not None and number in early._reads:
+            was_read, before = early._reads.pop(number), early._versions[number]
+            if early._begun[number][1] == extents and before == _versions(self._windows[number]):
+                self._reads[number] = was_read
                 return
-            self._wait(early.tickets)
+            self._wait(was_read)
         tickets = self._reads.setdefault(number, [])
         for extent in extents:
             part = memory[extent.memory_from :][: extent.size]
@@ -282,7 +269,6 @@ class FileSource:
         self._memory: Tensor | None = None
         self._last: list[Window] = []
         self._early: FileWindows | None = None
-        self._read: list[_Read] = []
 
     def window_sizes(self, sizes: Sequence[int], smallest: int, most: int, lag: int) -> list[int]:
         """As allowed, and together about as much as there is, if that is less."""
@@ -317,15 +303,15 @@ class FileSource:
         self._last = []
         for window in windows[: len(self._sizes)]:
             self._last.append([replace(piece, along={}) for piece in window])
-        read, self._read, self._early = self._read, [], None
-        return self._windows(windows, early=read)
+        early, self._early = self._early, None
+        return self._lent(windows, early=early)
 
     def lend_ahead(self, windows: Sequence[Window], into: Into) -> FileWindows:
         """Windows that are written to a spare; from any thread, while nothing else is lent."""
-        return self._windows(windows, into)
+        return self._lent(windows, into)
 
-    def _windows(
-        self, windows: Sequence[Window], into: Into | None = None, early: Sequence[_Read] = ()
+    def _lent(
+        self, windows: Sequence[Window], into: Into | None = None, early: FileWindows | None = None
     ) -> FileWindows:
         rooms = self._rooms()
         return FileWindows(self.file, windows, rooms, self._timeline, self._stages, into, early)
@@ -335,11 +321,11 @@ class FileSource:
         begin with."""
         if self._early is None and self._last:
             self.file.settle()
-            self._early = self._windows(self._last)
-            self._read = self._early.read_early()
+            self._early = self._lent(self._last)
+            self._early.read_early()
 
     def drop_early(self) -> None:
-        early, self._early, self._read = self._early, None, []
+        early, self._early = self._early, None
         if early is not None:
             # The step reads again, and reports what fails. A forked child has no such reads.
             with contextlib.suppress(OSError, RuntimeError):
@@ -348,4 +334,4 @@ class FileSource:
 
 
 Source = MemorySource | FileSource
-LentWindows = HeldWindows | FileWindows
+LentWindows = MemorySource | FileWindows

@@ -16,14 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from mp_optim.placement.backward_jobs import Bucket
-from mp_optim.placement.double_buffer import (
-    BackLaunch,
-    DoubleBuffer,
-    FileRoom,
-    HostRoom,
-    Key,
-    MemoryMaker,
-)
+from mp_optim.placement.double_buffer import BackLaunch, DoubleBuffer, Key, MemoryMaker
 from mp_optim.placement.staging import BucketStep
 from mp_optim.placement.state_file import StateFile
 from mp_optim.placement.timeline import StepTimeline
@@ -97,9 +90,8 @@ class Ahead:
         self.run = self._step_in_memory if run is None else run
         self.is_on = True
         self._executor, self._settings, self._timeline = executor, settings, timeline
-        self._in_file = None if file is None else DoubleBuffer(FileRoom(file))
+        self._in_file = None if file is None else DoubleBuffer(file)
         self._buckets: Sequence[Sequence[Slot]] = ()
-        self._rooms: list[HostRoom] = []
         self._spares: Sequence[DoubleBuffer] = ()
         self._outcomes: deque[bool] = deque(maxlen=settings.window)
 
@@ -111,9 +103,8 @@ class Ahead:
         if self._in_file is not None:
             self._spares = [self._in_file] * len(buckets)
             return
-        maker = MemoryMaker(transfer.empty_host)
-        self._rooms = [HostRoom(transfer, pin, maker) for _ in buckets]
-        self._spares = [DoubleBuffer(room) for room in self._rooms]
+        maker = MemoryMaker(transfer)
+        self._spares = [DoubleBuffer(maker, pin) for _ in buckets]
 
     def lost_memory(self) -> None:
         """The worker may write for ever to a spare that it was given. Those in memory are cut
@@ -123,8 +114,9 @@ class Ahead:
 
     def reserved(self) -> list[tuple[int, int]]:
         """Bytes of the back buffer of each bucket, for main params and for the rest, with room for
-        all of its slots."""
-        return [self._reserve(index) for index in range(len(self._rooms))]
+        all of its slots; nothing if the spare is in a file."""
+        indices = range(len(self._spares) if self._in_file is None else 0)
+        return [self._reserve(index) for index in indices]
 
     def _reserve(self, index: int) -> tuple[int, int]:
         live: dict[Key, Tensor] = {}
@@ -133,7 +125,7 @@ class Ahead:
             tensors[MAIN] = param_at(self._executor.param_groups, slot)
             for key in tensors.keys() - {"step"}:
                 live[slot.group, slot.position, key] = tensors[key]
-        return self._rooms[index].reserve(live)
+        return self._spares[index].reserve(live)
 
     def restore(self) -> None:
         """Have all slots be in the memory that they had before the first step, unless they rest in
@@ -160,7 +152,7 @@ class Ahead:
 
     def _launches(self, bucket: int, planned: Sequence[PlannedLaunch]) -> Sequence[BackLaunch]:
         """Launches of a bucket into its spare; none if it cannot be stepped there."""
-        if self._rooms:
+        if self._in_file is None:
             self._reserve(bucket)
         return self._spares[bucket].launches(planned)
 
@@ -198,7 +190,7 @@ class Ahead:
                 continue
             launches[step.bucket] = self._launches(step.bucket, planned[step.bucket])
             if launches[step.bucket]:
-                bucket.distrust()  # what it holds is about to be written over
+                bucket.is_trusted = False  # what it holds is about to be written over
                 again.append(step)
         for step in again:
             step.start(gradients)

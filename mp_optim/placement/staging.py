@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.placement.plan import HostSlot, plan_staging
-from mp_optim.placement.timeline import WAIT_COPIES, StepTimeline
+from mp_optim.placement.timeline import WAIT_COPIES, StepTimeline, TransferBytes
 from mp_optim.process.host_memory import Block, aligned_bytes
 from mp_optim.process.leases import before_writing, borrows
 from mp_optim.process.transfer import Transfer
@@ -87,6 +87,8 @@ class Staging:
     wait: the transfer holds it until they are done.
 
     Attributes:
+        staged: the tensors that each bucket has here now.
+        tickets: of copies that may be under way.
         is_kept: some tensors here are the only copy of gradients that were released; they keep
             their memory, and other tensors get other memory.
     """
@@ -95,8 +97,8 @@ class Staging:
         self.transfer = transfer
         self._allocate = partial(transfer.empty_host, pin=pin)
         self._memory = Block(num_bytes, self._allocate)
-        self._staged: dict[int, StagedTensors] = {}
-        self._tickets: list[Any] = []  # of copies that may be under way
+        self.staged: dict[int, StagedTensors] = {}
+        self.tickets: list[Any] = []
         self.is_kept = False
 
     @property
@@ -106,18 +108,14 @@ class Staging:
 
     def tensors_for(self, bucket: int, updates: SlotUpdates) -> StagedTensors:
         """Tensors for a bucket's updates, the same ones in every step; nothing is copied."""
-        staged = self._staged.get(bucket)
+        staged = self.staged.get(bucket)
         if staged is None or not staged.fit(updates):
             tensors = [*updates.grads, *_present(updates.outputs)]
             needed = sum(aligned_bytes(tensor.numel(), tensor.dtype) for tensor in tensors)
             if needed > self.capacity or self.is_kept:
                 self._replace(max(needed, self.capacity))
-            staged = self._staged[bucket] = StagedTensors(updates, self._memory)
+            staged = self.staged[bucket] = StagedTensors(updates, self._memory)
         return staged
-
-    def laid_out(self, bucket: int) -> StagedTensors | None:
-        """The tensors that a bucket has here now."""
-        return self._staged.get(bucket)
 
     def landing_for(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Tensors like these, from the beginning of the memory; nothing else is in it."""
@@ -128,29 +126,21 @@ class Staging:
         return [self._memory.take(grad.shape, grad.dtype) for grad in grads]
 
     def _replace(self, num_bytes: int) -> None:
-        self._staged.clear()
+        self.staged.clear()
         self._memory, self.is_kept = Block(num_bytes, self._allocate), False
 
     def wait_until_free(self) -> None:
         """Wait until no copy reads or writes the memory any more."""
-        while self._tickets:
-            ticket = self._tickets.pop()
+        while self.tickets:
+            ticket = self.tickets.pop()
             self.transfer.wait(ticket)
 
     def download(self, grads: Sequence[Tensor], staged: Sequence[Tensor], after: Any = None) -> Any:
         """Start to copy gradients to the host, as soon as the memory is free. Returns a ticket."""
         self.wait_until_free()
         ticket = self.transfer.download(staged, grads, after)
-        self._tickets.append(ticket)
+        self.tickets.append(ticket)
         return ticket
-
-    def upload(self, outputs: Sequence[Tensor | None], staged: Sequence[Tensor | None]) -> None:
-        """Start to copy parameters to where they are wanted."""
-        wanted = _present(outputs)
-        if borrows:
-            before_writing(wanted)
-        ticket = self.transfer.upload(wanted, _present(staged))
-        self._tickets.append(ticket)
 
 
 # -- buckets --------------------------------------------------------------------------------------
@@ -172,14 +162,11 @@ class BucketStep:
     label: str
     staging: Staging
     updates: SlotUpdates
-    tensors: StagedTensors
+    staged: SlotUpdates
     is_downloaded: bool = False
     was_written: bool = False
     downloaded: frozenset[int] = frozenset()
     ticket: Any = None
-
-    def __post_init__(self) -> None:
-        self.staged = self.tensors.put_into(self.updates)
 
     def start(self, after: Any) -> None:
         """Start the download of the gradients, which are complete at a mark of the transfer."""
@@ -204,8 +191,12 @@ class BucketStep:
                 self.staging.transfer.wait(self.ticket)
 
     def upload(self) -> None:
-        """Start the upload of the parameters."""
-        self.staging.upload(self.updates.outputs, self.staged.outputs)
+        """Start to copy the parameters to where they are wanted."""
+        wanted = _present(self.updates.outputs)
+        if borrows:
+            before_writing(wanted)
+        ticket = self.staging.transfer.upload(wanted, _present(self.staged.outputs))
+        self.staging.tickets.append(ticket)
 
 
 class Buckets:
@@ -216,6 +207,9 @@ class Buckets:
         new_staging: makes staging memory of so many bytes.
         has_outputs: parameters are staged, too.
         label: of some slots, for errors and the timeline.
+
+    Attributes:
+        members: the slots of each bucket, in the order in which their gradients are expected.
     """
 
     def __init__(
@@ -228,21 +222,25 @@ class Buckets:
         has_outputs: bool,
         label: Callable[[Sequence[Slot]], str],
     ) -> None:
-        self.plan, pieces = plan_staging(mode, slots, most, pipelined, has_outputs)
+        self.members, pieces = plan_staging(mode, slots, most, pipelined, has_outputs)
+        numbered = enumerate(self.members)
+        self._bucket_of = {slot: bucket for bucket, slots in numbered for slot in slots}
         self.staging = [new_staging(size) for size in pieces]
         self.has_outputs = has_outputs
         self.label = label
         self._routes: tuple[Sequence[Slot], list[tuple[int, str, UpdateSelection]]] | None = None
 
-    def steps(self, updates: SlotUpdates) -> list[BucketStep]:
-        """The updates by bucket, in the plan's order."""
-        has_own = len(self.staging) == len(self.plan.buckets)
+    def steps(self, updates: SlotUpdates, moved: TransferBytes) -> list[BucketStep]:
+        """The updates by bucket, in the plan's order; what they move is counted."""
+        has_own = len(self.staging) == len(self.members)
         steps = []
         for position, (bucket, label, selection) in enumerate(self.routes(updates.slots)):
             of_bucket = selection.take(updates)
             staging = self.staging[bucket if has_own else position % len(self.staging)]
             tensors = staging.tensors_for(bucket, of_bucket)
-            steps.append(BucketStep(bucket, label, staging, of_bucket, tensors))
+            moved.add(tensors.down, tensors.up)
+            staged = tensors.put_into(of_bucket)
+            steps.append(BucketStep(bucket, label, staging, of_bucket, staged))
         return steps
 
     def routes(self, slots: Sequence[Slot]) -> list[tuple[int, str, UpdateSelection]]:
@@ -251,7 +249,7 @@ class Buckets:
             return self._routes[1]
         members: dict[int, list[int]] = {}
         for index in sorted(range(len(slots)), key=slots.__getitem__):
-            members.setdefault(self.plan.bucket_of[slots[index]], []).append(index)
+            members.setdefault(self._bucket_of[slots[index]], []).append(index)
         routes = []
         for bucket, indices in sorted(members.items()):
             chosen = [slots[index] for index in indices]

@@ -190,8 +190,3 @@ class StateFile:
                 f"optimizer_state_path: {self._file.why}; state goes through the page cache"
             )
         return tuple(notes)
-
-
-def state_file_in(folder: str | None, device: torch.device) -> StateFile | None:
-    """A file for the state of a model on a device, if a folder is given."""
-    return None if folder is None else StateFile(folder, device.type == "meta")

@@ -70,7 +70,7 @@ class Stepper:
     def cut_buckets(self, slots: Sequence[HostSlot]) -> None:
         """Cut buckets anew, for other slots. What was begun early is dropped."""
         self.schedule.discard()
-        self.schedule.order.forget()
+        self.schedule.arrivals.forget_order()
         self.host_part.use_slots(slots)
         self._forget_buckets()
 
@@ -99,7 +99,7 @@ class Stepper:
         self.schedule.discard()
         if self.host_part.ahead is not None:  # what is streamed from now on has no back buffer
             self.host_part.ahead.restore()
-        self.schedule.order.forget()
+        self.schedule.arrivals.forget_order()
         self.host_part.place_slots()
         self._forget_buckets()
 
@@ -129,7 +129,6 @@ class Stepper:
             WorkerError: the worker failed; nothing was stepped.
         """
         self.schedule.collect()
-        self.timeline.begin_step()
         if self.host_part.lanes:
             self.host_part.allocate()
         self.transfer_bytes = TransferBytes()
@@ -146,8 +145,10 @@ class Stepper:
             lane.moved = TransferBytes()
         self.timeline.end_step()
         if self.schedule.is_early:
-            self.schedule.check_prediction(parts.get("host"))
-            self._learn_order(parts.values())
+            if self.host_part.ahead is not None:
+                self.schedule.check_prediction(parts["host"])
+            if not self.schedule.arrivals.is_order_known:
+                self._learn_order(parts.values())
             self.schedule.end_iteration()
         if (split := self.host_part.split) is not None and split.is_measuring:
             self._measure(split, [part for part in parts.values() if part])
@@ -183,10 +184,12 @@ class Stepper:
         speculates = self.schedule.speculates
         steps: list[BucketStep] = []
         if "host" in parts and ("host" not in self.host_part.lanes or speculates):
-            steps = self._bucket_steps(parts["host"])
+            steps = self.host_part.buckets["host"].steps(parts["host"], self.transfer_bytes)
+            self.schedule.judge(steps)
         lanes, ahead = self.host_part.lanes, self.host_part.ahead
         windows = {place: self._in_windows(place, parts[place], steps) for place in lanes}
-        gradients = self.transfer.mark()  # no download waits for the device's step
+        transfer = self.host_part.settings.transfer
+        gradients = transfer.mark()  # no download waits for the device's step
         spares = self._fill_spares(steps, grad_norm, gradients) if speculates else {}
         streamed = self._streamed(windows.get("streamed"), grad_norm, step_device)
         lead = _Lead(streamed)
@@ -215,15 +218,7 @@ class Stepper:
         if steps:
             # NOTE: the device waits for the uploads, the host for nothing. It cannot be later: what
             # the device is given next reads the parameters.
-            self.transfer.join()
-
-    def _bucket_steps(self, updates: SlotUpdates) -> list[BucketStep]:
-        """The host's updates by bucket, and what of them came down during backward."""
-        steps = self.host_part.buckets["host"].steps(updates)
-        for step in steps:
-            self.transfer_bytes.add(step.tensors.down, step.tensors.up)
-        self.schedule.judge(steps)
-        return steps
+            transfer.join()
 
     def _in_windows(
         self, place: Place, updates: SlotUpdates, counted: Sequence[BucketStep]
@@ -315,7 +310,7 @@ class Stepper:
     def _learn_order(self, parts: Iterable[SlotUpdates]) -> None:
         """After the first backward: cut buckets in the order in which gradients got ready."""
         before = [slot.slot for part in self.host_part.by_place.values() for slot in part]
-        order = self.schedule.order.learn(before, parts)
+        order = self.schedule.arrivals.learn_order(before, parts)
         if order is not None:
             self.schedule.end_iteration()
             self.host_part.follow(order)

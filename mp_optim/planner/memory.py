@@ -445,7 +445,7 @@ def _reserves(member: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tup
     if not isinstance(member.executor, PlacedExecutor):
         return
     held, pins_mains = member.executor.stepper.host_part.host_bytes(), config.pin_cpu_params
-    yield _taken("main_params", [member.executor.main_memory.host_bytes], pins_mains)
+    yield _taken("main_params", [member.executor.main_memory.capacity], pins_mains)
     yield _taken("staging", held.staging, config.pin_cpu_grads)
     yield _taken("double_buffers", held.back_mains, pins_mains)
     yield _taken("double_buffers", held.back_state, False)

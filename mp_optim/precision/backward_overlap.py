@@ -4,21 +4,21 @@ they get ready."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.placement.grad_hooks import Claim, GradHooks, final_in_backward
+from mp_optim.placement.grad_hooks import Claim, GradHooks
 from mp_optim.placement.placed import stepper_of
 from mp_optim.placement.stepper import Stepper
 from mp_optim.placement.worker import WorkerError
 from mp_optim.precision.measure import measure
 from mp_optim.precision.slot_table import GRADIENT_DTYPES, SlotTable
 from mp_optim.process.transfer import fetch
-from mp_optim.slots import are_plain, current_grad, local_tensor, param_at
+from mp_optim.slots import Slot, SlotUpdates, are_plain, current_grad, local_tensor, param_at
 from mp_optim.slots.executor import Executor
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.slots.param_attributes import has_main_grad
@@ -66,7 +66,7 @@ class BackwardOverlap:
         self.share_settings = wrapper.share_settings
         self._is_offloaded: list[bool] = []
         self._index: dict[int, int] = {}  # of each parameter, by id
-        self._hooks = GradHooks(self._on_backward)
+        self._hooks = GradHooks(self._report)
         self._inverse_scale: Callable[[], Tensor] | None = None
         self.stepper: Stepper | None = None
         if (stepper := stepper_of(executor)) is not None:
@@ -112,10 +112,6 @@ class BackwardOverlap:
         """Have no hooks."""
         self._hooks.follow([], [])
 
-    def _on_backward(self, index: int) -> None:
-        if final_in_backward(self._table.params[index]):
-            self._report(index)
-
     def _report(self, index: int) -> None:
         """Tell the stepper that a slot's gradient is what will be stepped, if there is one."""
         table = self._table
@@ -131,10 +127,15 @@ class BackwardOverlap:
         ):
             return  # what cannot be stepped is named in the step
         if grad.layout == torch.strided:
-            update, claim = table.update(index, local_tensor(grad)), None
+            claim = None
             if self.stepper.host_part.releases and _can_be_released(param, grad):
                 claim = Claim(param, grad, index, self.released)
-            self.stepper.schedule.on_grad_ready(update, claim, are_plain([grad]))
+            report = self.stepper.schedule.on_grad_ready
+            report(slot, local_tensor(grad), claim, are_plain([grad]))
+
+    def updates(self, grads: Mapping[Slot, Tensor], multiplier: float) -> SlotUpdates:
+        """See :class:`~mp_optim.placement.grad_hooks.GradientSource`."""
+        return self._table.updates(grads, multiplier)
 
     def ready(self, params: Sequence[Tensor] | None) -> None:
         """These parameters' gradients, or all, are what will be stepped."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -18,7 +18,6 @@ from mp_optim.quantized import FLOAT8_DTYPES, is_quantized
 from mp_optim.slots import (
     CachedTensorList,
     Slot,
-    SlotUpdate,
     SlotUpdates,
     are_plain,
     current_grad,
@@ -233,20 +232,14 @@ class SlotTable:
                     "the optimizer"
                 )
 
-    def update(self, index: int, grad: Tensor) -> SlotUpdate:
-        """One slot's update, but for the multiplier, which is not known yet."""
-        param, key = self.params[index], self.keys[index]
-        output = None
-        if self.separate[index] and not self.quantized[index]:
-            output = param if are_plain([param]) else local_tensor(param)
-        return SlotUpdate(
-            self.slots[index],
-            grad,
-            output=output,
-            shard_groups=key.shard_groups,
-            stream=self.streams[index],
-            layout=self.layouts[index],
-        )
+    def updates(self, grads: Mapping[Slot, Tensor], multiplier: float) -> SlotUpdates:
+        """The updates of some slots with these local gradients, in this order; without those whose
+        parameters have another shape by now, which the step refuses."""
+        indices = [self.index(slot) for slot in grads]
+        fitting = [each for each in indices if self.seen.has_shape(each, self.params[each])]
+        chosen = self._select(fitting).updates
+        present = [grads[slot] for slot in chosen.slots]
+        return replace(chosen, grads=present, multipliers=[multiplier] * len(present))
 
     def select(self, indices: list[int]) -> Selection:
         """Some slots as they are now; the same object as in the last step, where they are the same

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,6 +48,12 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
             torch._C._set_grad_enabled(had_grad)
 
     return call
+
+
+def writes_counted(tensor: Tensor) -> int | None:
+    """How many writes torch has counted; it does not count those of a tensor that was made in
+    inference mode."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:

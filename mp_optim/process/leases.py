@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mp_optim.process import host_memory
 from mp_optim.process.accelerator import accelerator_of
-from mp_optim.process.calls import in_own_modes
+from mp_optim.process.calls import in_own_modes, writes_counted
 from mp_optim.process.host_memory import Block, aligned_bytes, empty_host_tensor
 from mp_optim.process.host_share import host_share
 from mp_optim.process.transfer import Transfer, transfer_for
@@ -46,11 +46,6 @@ _WORD = 8
 
 Take = Callable[[int], Tensor]
 """Gives so many bytes of ordinary host memory."""
-
-
-def _version_of(tensor: Tensor) -> int | None:
-    """How many writes torch has counted; it does not count those of an inference tensor."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def _written_by_others(what: str) -> RuntimeError:
@@ -92,7 +87,7 @@ class Lease:
         self.end = self.address + tensor.nbytes
         self._watched: Tensor | None = tensor
         self._what = f"{tensor.dtype}, shape {tuple(tensor.shape)}"
-        self._version = _version_of(tensor)
+        self._version = writes_counted(tensor)
         self._source = tensor.detach().view(-1).view(torch.uint8)
         self._first = self._read = 0
         self._is_lost = False
@@ -141,7 +136,7 @@ class Lease:
         """Notice writes that were not announced, where torch counts them."""
         live = self._watched  # if it has other memory now, this is only the save's
         if live is not None and live.data_ptr() == self.address:
-            self._is_lost = _version_of(live) != self._version
+            self._is_lost = writes_counted(live) != self._version
 
 
 # -- memory of accelerators -----------------------------------------------------------------------
@@ -243,13 +238,13 @@ class _DeviceLease:
         self.memory: Tensor | None = None
         self.is_written = False
         self._tensor: Tensor | None = tensor
-        self._address, self._version = tensor.data_ptr(), _version_of(tensor)
+        self._address, self._version = tensor.data_ptr(), writes_counted(tensor)
 
     def are_down(self, num_bytes: int) -> None:
         """So many more bytes are read; after the last, drop the accelerator's memory."""
         tensor = self._tensor  # if it has other memory now, this is only the save's
         if tensor is not None and tensor.data_ptr() == self._address:
-            self.is_written |= _version_of(tensor) != self._version
+            self.is_written |= writes_counted(tensor) != self._version
         self._borrowed -= num_bytes
         if not self._borrowed:
             self.source = self._tensor = None

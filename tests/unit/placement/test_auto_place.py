@@ -356,7 +356,7 @@ def test_pinned_memory_is_what_was_planned(mode):
         go_backward(model, step)
         optimizer.step()
     (hybrid,) = hybrids(optimizer)
-    pieces = [size for size in (*transfer.pinned, hybrid.executor.main_memory.host_bytes) if size]
+    pieces = [size for size in (*transfer.pinned, hybrid.executor.main_memory.capacity) if size]
     assert planned.pinned_host.total == sum(map(page_locked_bytes, pieces))
 
 

@@ -215,7 +215,7 @@ def test_the_device_holds_windows_in_a_step_and_nothing_after_it(form, window):
     assert 0 < rings.most <= 3 * window
     assert planned.accelerator.staging == rings.most
     assert planned.accelerator.main_params == planned.accelerator.moments == 0
-    pieces = [*transfer.sizes, hybrid.executor.main_memory.host_bytes]
+    pieces = [*transfer.sizes, hybrid.executor.main_memory.capacity]
     pinned = planned.pinned_host.moments + planned.pinned_host.main_params
     assert pinned == sum(map(page_locked_bytes, pieces))
 

@@ -137,7 +137,7 @@ def pieces_of(elements: int) -> dict[str, list[int]]:
     (inner,) = hybrids(get_megatron_optimizer(config, nn.ParameterList(params)))
     held = inner.stepper.host_part.host_bytes()
     return {
-        "main params": [inner.executor.main_memory.host_bytes],
+        "main params": [inner.executor.main_memory.capacity],
         "staging": list(held.staging),
         "back buffer of main params": list(held.back_mains),
     }

@@ -49,3 +49,5 @@ def test_a_run_under_a_limit_has_the_parameters_of_one_in_memory(tmp_path, capsy
     limited, free, same = capsys.readouterr().out.splitlines()
     assert "at most" in limited and "limit none" in free and same == "the same parameters"
     assert int(limited.split("at most ")[1].split()[0]) < 120
+    shown = "of the disk's bytes moved during backward"
+    assert shown in limited and shown not in free

@@ -25,7 +25,7 @@ from mp_optim import (
     OptimizerConfig,
     get_megatron_optimizer,
 )
-from mp_optim.placement.placed import MainMemory
+from mp_optim.placement.placed import PlacedSlots
 from support.models import same_bits
 
 Named = list[tuple[str, nn.Parameter]]
@@ -177,7 +177,7 @@ def test_a_disk_that_is_full_refuses_a_group(
                 def full(*args: Any) -> Any:
                     raise OSError(errno.ENOSPC, "No space left on device")
 
-                patch.setattr(MainMemory, "copy", full)
+                patch.setattr(PlacedSlots, "copy", full)
                 with pytest.raises(OSError, match="No space"):
                     optimizer.add_param_group({"params": [("late", late(torch.bfloat16))]})
         stepped(optimizer)
