@@ -38,6 +38,7 @@ from mp_optim.placement.staging import Buckets, BucketStep, Staging
 from mp_optim.placement.timeline import WAIT_COPIES, StepTimeline
 from mp_optim.placement.worker import Job, Worker, WorkerError
 from mp_optim.slots import Slot, SlotUpdates
+from mp_optim.slots.executor import Place
 
 
 @dataclass(eq=False)
@@ -156,7 +157,7 @@ class Bucket:
     is there until ``Schedule.end_iteration``; then it means nothing, and uploads may read it.
 
     Args:
-        buckets: those of the lane, of which this is one.
+        buckets: those of the place, of which this is one.
         comes_down: its gradients come down though they stay on the device, too.
         is_ahead: it may be stepped ahead.
 
@@ -168,8 +169,10 @@ class Bucket:
         is_trusted: nothing may have written, without a trace, what that job stepped from or to.
     """
 
-    def __init__(self, buckets: Buckets, index: int, comes_down: bool, is_ahead: bool) -> None:
-        self.lane, self.index = buckets, index
+    def __init__(
+        self, buckets: Buckets, index: int, place: Place, comes_down: bool, is_ahead: bool
+    ) -> None:
+        self.index, self.place = index, place
         self.comes_down, self.is_ahead = comes_down, is_ahead
         self.slots = slots = buckets.members[index]
         self.label = buckets.label(sorted(slots))

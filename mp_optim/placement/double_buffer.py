@@ -120,7 +120,7 @@ class BackLaunch:
         return (
             _inputs(then) == _inputs(now)
             and all_same(_stepped(then), _stepped(now))
-            and self.versions == _versions(now)
+            and self.versions == [tensor._version for tensor in _stepped(now)]
         )
 
 
@@ -256,10 +256,6 @@ def _stepped(planned: PlannedLaunch) -> list[Tensor]:
     """Main params and moments of a launch."""
     moments = [tensor for tensors in planned.lists.state.values() for tensor in tensors]
     return [*planned.lists.main, *moments]
-
-
-def _versions(planned: PlannedLaunch) -> list[int]:
-    return [tensor._version for tensor in _stepped(planned)]
 
 
 class MemoryMaker:

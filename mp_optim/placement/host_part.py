@@ -38,8 +38,8 @@ class HostPart:
         split: which of them are streamed, if some are and others are not.
         lanes: by place, of the slots that are stepped in windows.
         buckets: by place, of gradients that come down to it, but for those that come with windows.
-        early: buckets whose gradients backward may bring down, and whether they come down though
-            they stay on the device, too.
+        early: places whose buckets' gradients backward may bring down, and whether they come down
+            though they stay on the device, too.
         ahead: steps into a spare, if that is speculated on.
         releases: gradients leave the device during backward.
     """
@@ -56,7 +56,7 @@ class HostPart:
         self.slots: list[HostSlot] = []
         self.by_place: dict[Place, list[HostSlot]] = {}
         self.buckets: dict[Place, Buckets] = {}
-        self.early: list[tuple[Buckets, bool]] = []
+        self.early: dict[Place, bool] = {}
         self.releases = False
         self.split = Split(how.streamed_fraction) if how.place == "auto" else None
         self.lanes = dict(self._new_lanes())
@@ -152,7 +152,7 @@ class HostPart:
 
     def cut(self) -> None:
         """Cut the slots of each place into buckets or windows, with other memory."""
-        self.buckets, self.early = {}, []
+        self.buckets, self.early = {}, {}
         for place, slots in self.by_place.items():
             if place in self.lanes:
                 self.lanes[place].source.drop_early()
@@ -163,9 +163,8 @@ class HostPart:
             self.buckets[place] = buckets
             # In windows of memory that the host reads, gradients are read where they are.
             in_place = place in self.lanes and self.settings.transfer.is_same_place
-            comes_down = place == "host" and (buckets.has_outputs or not in_place)
             if self.how.is_early:
-                self.early.append((buckets, comes_down))
+                self.early[place] = place == "host" and (buckets.has_outputs or not in_place)
         if self.ahead is not None:
             members, how = self.buckets["host"].members, self.settings
             self.ahead.cut(members, how.transfer, how.pin_mains)
@@ -268,8 +267,8 @@ class HostPart:
         released."""
         elements = {slot.slot: slot for slot in self.slots}
         sizes = []
-        for buckets, _ in self.early:
-            for bucket in buckets.members:
+        for place in self.early:
+            for bucket in self.buckets[place].members:
                 slots = map(elements.__getitem__, bucket)
                 # the gradient of a float8 parameter has 16 bits
                 sizes.append(sum(slot.numel * max(2, slot.dtype.itemsize) for slot in slots))

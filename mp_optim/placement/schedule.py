@@ -50,7 +50,8 @@ class Schedule:
 
     Attributes:
         worker: the thread.
-        buckets: of all lanes, in the order in which their gradients are expected.
+        early: buckets that backward may begin, by place, in the order in which their gradients are
+            expected. buckets: all of them.
         counts: how many buckets were published as they had been speculated on, how many were
             stepped again, in how many steps speculation paused, and of how many buckets the
             gradients were changed after backward.
@@ -69,6 +70,7 @@ class Schedule:
         )
         self.worker = Worker("mp_optim-host", capacity=64, set_up=settings.set_up)
         self.released = ReleasedGrads(self.worker)
+        self.early: dict[Place, list[Bucket]] = {}
         self.buckets: list[Bucket] = []
         self.is_last_microbatch = True
         self.source: GradientSource
@@ -87,25 +89,21 @@ class Schedule:
         """Have the buckets that the host part has now. Nothing may be begun."""
         host_part, settings = self._host_part, self._host_part.settings
         self._transfer = settings.transfer
-        self.buckets = []
-        for buckets, comes_down in host_part.early:
+        self.early, largest = {}, 0
+        for place, comes_down in host_part.early.items():
+            buckets = host_part.buckets[place]
             is_ahead = self.mode == "speculative" and buckets.has_outputs
-            for index in range(len(buckets.members)):
-                self.buckets.append(Bucket(buckets, index, comes_down, is_ahead))
+            self.early[place] = [
+                Bucket(buckets, index, place, comes_down, is_ahead)
+                for index in range(len(buckets.members))
+            ]
+            for staging in buckets.staging:
+                largest = max(largest, staging.capacity // (1 + buckets.has_outputs))
+        self.buckets = list(itertools.chain(*self.early.values()))
         self._bucket_of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
-        grads = [
-            staging.capacity // (1 + buckets.has_outputs)
-            for buckets, _ in host_part.early
-            for staging in buckets.staging
-        ]
-        make = partial(Staging, settings.transfer, max(grads, default=0), settings.pin_staging)
+        make = partial(Staging, settings.transfer, largest, settings.pin_staging)
         self.released.landings = [(make(), None), (make(), None)]
         self.released.previous = None
-
-    def early_buckets(self, place: Place) -> list[Bucket]:
-        """The buckets of a place that backward may begin."""
-        lane = self._host_part.buckets[place]
-        return [each for each in self.buckets if each.lane is lane]
 
     # -- during backward --------------------------------------------------------------------------
 
@@ -196,8 +194,7 @@ class Schedule:
     def _begin_up_to(self, bucket: Bucket) -> None:
         """Hand a complete bucket to the worker, and before it those that backward has left behind:
         they lack gradients that will not come."""
-        of_lane = [each for each in self.buckets if each.lane is bucket.lane]
-        for earlier in of_lane[: max(0, bucket.index - 1)]:
+        for earlier in self.early[bucket.place][: max(0, bucket.index - 1)]:
             if earlier.waiting and earlier.job is None:
                 self._begin(earlier)
         self._begin(bucket)
@@ -381,7 +378,7 @@ class Schedule:
         same."""
         if not self.is_early:
             return
-        stale, buckets = 0, self.early_buckets("host")
+        stale, buckets = 0, self.early["host"]
         for step in steps:
             bucket = buckets[step.bucket]
             bucket.expected = frozenset(step.updates.slots)

@@ -230,7 +230,7 @@ class Stepper:
         """
         if (buckets := self.host_part.buckets.get(place)) is None:
             return updates, ()
-        early = self.schedule.early_buckets(place)
+        early = self.schedule.early[place]
         routes = [
             (early[bucket], selection.take(updates))
             for bucket, _, selection in buckets.routes(updates.slots)
@@ -295,7 +295,7 @@ class Stepper:
     ) -> dict[int, Sequence[BackLaunch]]:
         """Make the spare of every bucket hold this step, mostly by finding that it does. Launches
         by bucket; none for one that has to be stepped where it is."""
-        ahead, buckets = self.host_part.ahead, self.schedule.early_buckets("host")
+        ahead, buckets = self.host_part.ahead, self.schedule.early["host"]
         assert ahead is not None
         planned = ahead.planned(steps, grad_norm)
         hits = self.schedule.hits(steps, buckets, planned, gradients)
