@@ -18,6 +18,7 @@ from mp_optim.placement.settings import HostStepSettings, OffloadedStep
 from mp_optim.placement.speculation import Ahead
 from mp_optim.placement.split import Split, by_place
 from mp_optim.placement.staging import Buckets, Staging
+from mp_optim.placement.windows import IN_FLIGHT
 from mp_optim.process.host_memory import zeros_beside
 from mp_optim.slots import Slot
 from mp_optim.slots.executor import Executor, Place
@@ -251,8 +252,9 @@ class HostPart:
     @property
     def device_bytes(self) -> int:
         """Device memory that is held within ``step()``, beside gradients and parameters."""
-        of_lanes = (lane.device_bytes(self._may_have(place)) for place, lane in self.lanes.items())
-        return sum(of_lanes)
+        if "streamed" not in self.lanes or not (slots := self._may_have("streamed")):
+            return 0
+        return sum(self.lanes["streamed"].sizes_for(slots)[:IN_FLIGHT])
 
     def disk_bytes(self) -> DiskBytes:
         """What is kept in a file rather than in memory."""

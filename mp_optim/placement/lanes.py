@@ -159,10 +159,6 @@ class WindowLane:
             self._sizes = self.sizes_for(self._slots)
             self.source.resize(self._sizes)
 
-    def device_bytes(self, slots: Sequence[HostSlot]) -> int:
-        """Device memory that is held within ``step()`` if these slots are stepped here."""
-        return 0 if self._is_host or not slots else sum(self.sizes_for(slots)[:IN_FLIGHT])
-
     def host_bytes(self, slots: Sequence[HostSlot]) -> tuple[int, ...]:
         """The pieces of host memory that windows take then."""
         return self.source.host_bytes(self.sizes_for(slots)) if slots else ()

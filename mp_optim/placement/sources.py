@@ -304,15 +304,13 @@ class FileSource:
         for window in windows[: len(self._sizes)]:
             self._last.append([replace(piece, along={}) for piece in window])
         early, self._early = self._early, None
-        return self._lent(windows, early=early)
+        return self.lend_ahead(windows, early=early)
 
-    def lend_ahead(self, windows: Sequence[Window], into: Into) -> FileWindows:
-        """Windows that are written to a spare; from any thread, while nothing else is lent."""
-        return self._lent(windows, into)
-
-    def _lent(
+    def lend_ahead(
         self, windows: Sequence[Window], into: Into | None = None, early: FileWindows | None = None
     ) -> FileWindows:
+        """Windows that are read before the step, or written to a spare; from any thread, while
+        nothing else is lent."""
         rooms = self._rooms()
         return FileWindows(self.file, windows, rooms, self._timeline, self._stages, into, early)
 
@@ -321,7 +319,7 @@ class FileSource:
         begin with."""
         if self._early is None and self._last:
             self.file.settle()
-            self._early = self._lent(self._last)
+            self._early = self.lend_ahead(self._last)
             self._early.read_early()
 
     def drop_early(self) -> None:
