@@ -115,6 +115,10 @@ class CompositeOptimizer(MegatronOptimizer):
         member, member_slot = self.locate(slot)
         return member.has_separate_main(member_slot)
 
+    def has_state(self, slot: Slot) -> bool:
+        member, member_slot = self.locate(slot)
+        return member.has_state(member_slot)
+
     # -- asked about some slots, or all -----------------------------------------------------------
 
     def follow_model(self, slot: Slot | None = None) -> None:

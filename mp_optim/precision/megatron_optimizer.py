@@ -287,6 +287,10 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         """Whether some of the model's parameters are in 8 bits, with scales."""
 
     @abstractmethod
+    def has_state(self, slot: Slot) -> bool:
+        """Whether a slot has ever been trainable; one that has not costs nothing."""
+
+    @abstractmethod
     def has_separate_main(self, slot: Slot) -> bool:
         """Whether a slot is stepped on a tensor other than the model's parameter."""
 

@@ -418,7 +418,6 @@ class WrappedOptimizer(MegatronOptimizer):
         return self.engine.mains.is_separate(slot)
 
     def has_state(self, slot: Slot) -> bool:
-        """Whether a slot has ever been trainable; one that has not costs nothing."""
         return self.engine.mains.is_bound(slot)
 
     def norm_key(self, slot: Slot) -> NormKey:
