@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lab.streaming import report
-from lab.streaming.machines import GB, MACHINES, Machine
-from lab.streaming.schedules import WINDOW
+from mp_optim.planner.step_time import GB, MACHINES, WINDOW, Machine
 
 
 @dataclass

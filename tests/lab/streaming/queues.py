@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lab.streaming.machines import GRAD, Form, Machine
-from lab.streaming.schedules import BUCKET, IN_FLIGHT, WINDOW, Lanes
+from mp_optim.planner.step_time import BUCKET, GRAD, IN_FLIGHT, WINDOW, Form, Lanes, Machine
 
 ROW, EVENT = 5e-6, 2e-6
 """Seconds of a copy of some hundred bytes, and until a stream knows of another's work."""

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lab.streaming.machines import FORMS, GB, Form, Machine
 from lab.streaming.queues import BEFORE, NOW, both_in, streamed_in
-from lab.streaming.schedules import auto, auto_behind_backward, behind_backward, on_host, streamed
+from mp_optim.planner.step_time import (
+    FORMS,
+    GB,
+    Form,
+    Machine,
+    auto,
+    auto_behind_backward,
+    behind_backward,
+    on_host,
+    streamed,
+)
 
 NOT_MEASURED = "Modelled, not measured: not yet measured on a GPU."
 WINDOWS = (64 << 20, 256 << 20, 1 << 30)

@@ -11,12 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.streaming import report
-from lab.streaming.machines import FORMS, GB, MACHINES, Form, Machine
 from lab.streaming.queues import BEFORE, NOW, Device, both_in, streamed_in
-from lab.streaming.schedules import (
+from mp_optim.planner.step_time import (
+    FORMS,
+    GB,
     IN_FLIGHT,
+    MACHINES,
     WINDOW,
+    Form,
     Lanes,
+    Machine,
     auto,
     auto_behind_backward,
     behind_backward,
