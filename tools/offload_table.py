@@ -18,10 +18,16 @@ from mp_optim import OptimizerConfig
 from mp_optim.planner import FORMS, Layout, MemoryPlan, plan, specs_of
 
 FORM = "8-bit moments, remainders"
-WAYS: Mapping[str, dict[str, Any]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "host, gradients released": {"offload_mode": "overlap", "release_gradients": True},
     "streamed": {"offload_place": "streamed"},
     "streamed from a disk": {"offload_place": "streamed", "optimizer_state_path": "/local"},
+}
+_RELEASED = WAYS["host, gradients released"]
+WAYS |= {
+    f"{name}, gradients released": {**way, **_RELEASED}
+    for name, way in WAYS.items()
+    if way.get("offload_place") == "streamed"
 }
 MACHINES = (
     Machine("olmoe_1b_7b", Layout(), 24, 18),
