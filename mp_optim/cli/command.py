@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "doctor": "what this machine can do for the optimizer, and why not",
     "plan": "memory of a model and its optimizer, before anything is allocated",
+    "fit": "whether a model can be trained on a machine, activations included, and what to type",
     "convert": "optimizer state from and for torch, Megatron, apex and DeepSpeed",
     "inspect": "list, verify and compare checkpoints",
 }

@@ -337,6 +337,7 @@ def test_every_installed_command_exists(document):
         ("tests/lab streams", "docs/benchmarks/streaming.md"),
         ("tools/settings_table.py", "docs/settings.md"),
         ("tools/offload_table.py", "docs/settings.md"),
+        pytest.param("tools/fit_published.py", "docs/fit.md", marks=pytest.mark.slow),
     ],
 )
 def test_generated_parts_are_up_to_date(tool, document):

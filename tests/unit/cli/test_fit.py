@@ -1,0 +1,298 @@
+"""``mp-optim fit``: what is said fits, by how much, and lines that run as they are printed."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import mp_optim
+from mp_optim.cli import fit
+from mp_optim.cli.command import main
+from mp_optim.cli.recipes import Recipe, python_lines, recipes, torchtitan_lines, trainer_lines
+from mp_optim.planner.activations import Moment, Timeline, build_hf
+from mp_optim.planner.fit import Blocks, Candidate, Estimate, Limits, search, step_seconds
+from mp_optim.planner.memory import Layout, Memory, MemoryPlan, plan, specs_of
+
+GIB = 2**30
+LLAMA = {
+    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64},
+    **{"intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2},
+    "vocab_size": 256,
+}
+PUBLISHED = {
+    **{"Llama-3.2-1B": 1_235_814_400, "Llama-2-7b": 6_738_415_616, "Llama-3.1-8B": 8_030_261_248},
+    **{"Llama-3.1-70B": 70_553_706_496, "Mistral-7B-v0.3": 7_248_023_552},
+    **{"Qwen2.5-7B": 7_615_616_512, "Qwen3-8B": 8_190_735_360, "Qwen3-30B-A3B": 30_532_122_624},
+    **{"Qwen3-235B-A22B": 235_093_634_560, "OLMoE-1B-7B": 6_919_161_856},
+}
+"""Parameters, as the models' cards have them."""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return path
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any]]:
+    words = ["fit", "--json", "--seq", "128", *map(str, arguments)]
+    status = main(words)
+    return status, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED])
+def test_shipped_models_have_the_parameters_of_their_cards(name: str) -> None:
+    model = build_hf(transformers.AutoConfig.for_model(**fit.shipped()[name]))
+    assert sum(param.numel() for param in model.parameters()) == PUBLISHED[name]
+
+
+def test_what_fits_stays_on_the_accelerator(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, said = answer(capsys, "--model", config, "--gpu", "4GB", "--ram", "8GB")
+    assert status == 0 and said["fits"] and said["settings"] == {}
+    assert not said["checkpointing"] and said["loss"] == "model"
+    assert said["host"] < 4096  # step counters
+    moments = said["moments"]
+    assert said["peak"]["bytes"] == max(sum(of.values()) for of in moments.values())
+    params = sum(
+        spec.numel for spec in specs_of(build_hf(transformers.AutoConfig.for_model(**LLAMA)))
+    )
+    assert moments["step"]["parameters"] == moments["step"]["gradients"] == 2 * params
+    assert moments["step"]["moments and averages"] == 8 * params
+
+
+def test_what_does_not_fit_says_what_is_missing(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--model", config, "--gpu", "1GB", "--ram", "8GB")
+    status, said = answer(capsys, *arguments)
+    assert status == 3 and not said["fits"] and list(said["missing"]) == ["accelerator"]
+    main(["fit", "--seq", "128", *map(str, arguments)])
+    assert re.match(r"does not fit: .* lacks 0\.\d\d GiB of accelerator", capsys.readouterr().out)
+
+
+def test_adapters_alone_have_gradients(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--model", config, "--gpu", "4GB", "--ram", "8GB")
+    _, said = answer(capsys, *arguments, "--lora", 4)
+    _, whole = answer(capsys, *arguments)
+    step = said["moments"]["step"]
+    assert step["gradients"] < whole["moments"]["step"]["gradients"]
+    assert step["moments and averages"] == 2 * step["gradients"]  # both in FP32
+    assert "LoraConfig(r=4" in said["recipes"]["Python"]
+
+
+def test_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        textwrap.dedent("""
+            import torch
+
+            def build():
+                with torch.device("meta"):
+                    model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+                return model, lambda model: model(
+                    torch.zeros(8, 64, dtype=torch.bfloat16, device="cpu")
+                ).sum()
+        """)
+    )
+    status, said = answer(capsys, "--model", f"{path}:build", "--gpu", "2GB", "--ram", "8GB")
+    assert status == 0 and said["recipes"] == {}
+    assert main(["fit", "--model", f"{path}:other", "--gpu", "2GB", "--ram", "8GB"]) == 1
+    assert "has no other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "nothing", "--gpu", "1GB", "--ram", "1GB"), "none of those that are shipped"),
+        (("--model", "nothing.py:build", "--gpu", "1GB", "--ram", "1GB"), "no such Python file"),
+    ],
+)
+def test_a_model_that_is_nowhere(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    assert main(["fit", *arguments]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_sizes() -> None:
+    assert fit.bytes_of("gpu", "24GB") == fit.bytes_of("gpu", "24 gib") == 24 * GIB
+    assert fit.bytes_of("disk", "1.5TB", decimal=True) == 1_500_000_000_000
+    assert fit.bytes_of("disk", "1GiB", decimal=True) == GIB
+    for wrong in ("24 parrots", "-1GB", "1.2.3GB", ""):
+        with pytest.raises(ValueError, match=f"--gpu {re.escape(wrong)}: write a size"):
+            fit.bytes_of("gpu", wrong)
+
+
+# -- the search -----------------------------------------------------------------------------------
+
+
+def small() -> nn.Module:
+    """Sixteen matrices, since whole parameters are offloaded."""
+    with torch.device("meta"):
+        layers = [nn.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(16)]
+    return nn.Sequential(*layers)
+
+
+PARAMS = 1024 * 1024
+NO_ACTIVATIONS = Timeline([Moment("backward", 0, 0, 2 * PARAMS)], grads=2 * PARAMS)
+
+
+def found_with(device: int, host: int, disk: int = 0, **options: Any) -> Estimate:
+    """What the command would choose for a model, with so many bytes a parameter."""
+    chosen = fit.Options(model="", gpu="", ram="", **({"disk": "1GB"} if disk else {}), **options)
+    limits = Limits(device * PARAMS, host * PARAMS, disk * PARAMS, 0, 0)
+    specs = specs_of(small())
+    return search(
+        fit.candidates(chosen),
+        lambda candidate: plan(specs, candidate.config, candidate.layout),
+        lambda checkpointing, loss: NO_ACTIVATIONS,
+        ways=[(False, "model")],
+        limits=limits,
+        blocks=Blocks(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "disk", "words"),
+    [
+        (16, 64, 0, {}),
+        (10, 64, 0, {"state": "bf16", "main_params": "remainder16"}),
+        (9, 64, 0, {"state": "8bit", "main_params": "remainder16"}),
+        (6, 64, 0, {"offload": 0.75}),
+        (4, 64, 0, {"offload": 1.0}),
+    ],
+)
+def test_settings_are_tried_in_the_order_of_the_page(
+    device: int, host: int, disk: int, words: dict[str, Any]
+) -> None:
+    found = found_with(device, host, disk)
+    assert found.missing(Limits(device * PARAMS, host * PARAMS, 0, 0, 0)) == {}
+    assert words.items() <= dict(found.candidate.words).items()
+    assert bool(words) == bool(found.candidate.words)
+
+
+def test_the_disk_is_tried_last_and_only_if_there_is_one() -> None:
+    words = [dict(each.words) for each in fit.candidates(fit.Options("", "", "", disk="1TB"))]
+    assert words[-1]["optimizer_state_path"] and words[-1]["release_gradients"]
+    without = [dict(each.words) for each in fit.candidates(fit.Options("", "", ""))]
+    assert words[:-1] == without and words[0] == {}
+
+
+def test_ranks_share_before_bits_are_saved() -> None:
+    tried = list(fit.candidates(fit.Options("", "", "", gpus=4)))
+    assert tried[1].config.is_distributed and not tried[1].words
+    assert tried[2].layout == Layout(dp=4, sharding="fsdp2") and not tried[2].words
+    assert tried[3].words["state"] == "bf16"
+
+
+def test_parameters_alone_are_taken_only_if_asked_for() -> None:
+    for main_params in ("exact", "none"):
+        options = fit.Options("", "", "", main_params=main_params)  # type: ignore[arg-type]
+        kept = {each.words.get("main_params") == "none" for each in fit.candidates(options)}
+        assert kept == {main_params == "none"}
+
+
+def test_checkpointing_comes_before_fewer_bits() -> None:
+    """Within a candidate the ways are tried in order, and only as far as needed."""
+    seen = []
+
+    def traced(checkpointing: bool, loss: str) -> Timeline:
+        seen.append((checkpointing, loss))
+        size = 100 if checkpointing else 10 * PARAMS
+        return Timeline([Moment("forward", size, 0, 0)], grads=2 * PARAMS)
+
+    specs = specs_of(small())
+    found = search(
+        fit.candidates(fit.Options("", "", "")),
+        lambda candidate: plan(specs, candidate.config, candidate.layout),
+        traced,
+        ways=[(False, "model"), (True, "model"), (True, "fused")],
+        limits=Limits(17 * PARAMS, GIB, 0, 0, 0),
+        blocks=Blocks(),
+    )
+    assert found.checkpointing and found.candidate.words == {} and found.loss == "model"
+    assert seen == [(False, "model"), (True, "model")]
+
+
+def test_a_step_takes_longer_the_more_of_it_is_elsewhere() -> None:
+    def seconds(words: dict[str, Any]) -> float:
+        candidate = Candidate(words, fit.config_of("adam", words))
+        of_rank = plan(specs_of(small()), candidate.config)
+        timed = step_seconds(Estimate(candidate, False, "model", of_rank, {}), fit.Rates())
+        assert timed.seconds is not None
+        return timed.seconds
+
+    on_device, half, all_of_it = ({}, {"offload": 0.5}, {"offload": 1.0})
+    assert 0 < seconds(on_device) < seconds(half) < seconds(all_of_it)
+
+
+# -- recipes --------------------------------------------------------------------------------------
+
+WORDS = [dict(each.words) for each in fit.candidates(fit.Options("", "", "", disk="1TB"))]
+RECIPE = Recipe("here", "AutoModelForCausalLM", 1, 64)
+
+
+def estimate_of(words: dict[str, Any], path: Path) -> Estimate:
+    if "optimizer_state_path" in words:
+        words = {**words, "optimizer_state_path": str(path)}
+    candidate = Candidate(words, fit.config_of("adam", words))
+    return Estimate(candidate, True, "model", MemoryPlan(Memory()), {"step": {}})
+
+
+@pytest.fixture
+def saved_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    model.bfloat16().save_pretrained(tmp_path / "here")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", WORDS, ids=str)
+def test_the_python_lines_train(words: dict[str, Any], saved_model: Path) -> None:
+    names: dict[str, Any] = {}
+    exec(python_lines(estimate_of(words, saved_model), RECIPE), names)
+    model, optimizer = names["model"], names["optimizer"]
+    before = model.lm_head.weight.detach().clone()
+    tokens = torch.arange(64, dtype=torch.long, device="cpu").view(1, 64)
+    for _ in range(2):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.equal(model.lm_head.weight, before)
+    assert isinstance(optimizer, mp_optim.AdamW)
+
+
+def test_the_trainers_lines_train(saved_model: Path) -> None:
+    tokens = list(range(64))
+    names: dict[str, Any] = {"data": [{"input_ids": tokens, "labels": tokens}] * 2}
+    words = {**WORDS[-2]}
+    exec(trainer_lines(estimate_of(words, saved_model), RECIPE), names)
+    names["trainer"].args.report_to = []
+    assert names["trainer"].train().training_loss > 0
+
+
+def test_torchtitans_lines_are_read(saved_model: Path) -> None:
+    names: dict[str, Any] = {}
+    exec(torchtitan_lines(estimate_of(WORDS[-2], saved_model), RECIPE), names)
+    parts = [nn.Linear(4, 4, dtype=torch.bfloat16)]
+    assert names["config"].build(model_parts=parts).optimizers
+
+
+def test_megatrons_command_line_has_the_words_that_it_knows(saved_model: Path) -> None:
+    text = recipes(estimate_of({**WORDS[3]}, saved_model), RECIPE)["Megatron-LM"]
+    assert "--optimizer-cpu-offload --optimizer-offload-fraction 0.25" in text
+    assert "--use-precision-aware-optimizer --exp-avg-dtype fp8" in text
+    released = recipes(estimate_of(WORDS[-2], saved_model), RECIPE)["Megatron-LM"]
+    assert released.startswith("# none: ")

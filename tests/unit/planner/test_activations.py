@@ -1,0 +1,138 @@
+"""The memory of a forward and a backward over fake tensors is that of the same over real ones, as
+torch's own profiler counts it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from mp_optim.planner.activations import (
+    Batch,
+    Timeline,
+    allocated_bytes,
+    as_fake,
+    build_hf,
+    checkpoint_blocks,
+    hf_loss,
+    trace,
+    track,
+)
+
+SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+DECODER = {**SIZES, "intermediate_size": 256, "num_key_value_heads": 2, "vocab_size": 1024}
+MOE = {**DECODER, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"model_type": "llama", **DECODER},
+    "moe": {"model_type": "qwen3_moe", **MOE, "head_dim": 32},
+    "vision": {
+        **{"model_type": "vit", "architectures": ["ViTForImageClassification"]},
+        **{**SIZES, **NO_DROPOUT, "intermediate_size": 256, "image_size": 96, "patch_size": 8},
+    },
+    "encoder": {
+        **{"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+        **{**SIZES, **NO_DROPOUT, "intermediate_size": 256, "vocab_size": 1024},
+    },
+    "lora": {"model_type": "llama", **DECODER},
+}
+BATCH = Batch(seq=256, size=4)
+
+
+def exact(size: int) -> int:
+    return size
+
+
+def built(name: str, checkpointing: bool) -> Any:
+    config = transformers.AutoConfig.for_model(**MODELS[name])
+    model = build_hf(config, lora=8 if name == "lora" else 0)
+    if checkpointing:
+        checkpoint_blocks(model)
+    return model
+
+
+def traced(model: Any) -> Timeline:
+    with as_fake(model):
+        return track(model, hf_loss(BATCH), rounded=exact)
+
+
+def allocated(model: Any) -> tuple[int, int]:
+    """Bytes at the peak, and those that stay, by what the host's allocator tells the profiler."""
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    with torch.no_grad():
+        for value in (*model.parameters(), *model.buffers()):
+            value.zero_()
+    loss_of = hf_loss(BATCH)
+    loss_of(model).backward()  # what is made once is there now
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        loss_of(model).backward()
+    held = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak, held
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_peak_is_that_of_real_allocations(name: str, checkpointing: bool) -> None:
+    timeline = traced(built(name, checkpointing))
+    peak = timeline.peak()
+    real, grads = allocated(built(name, checkpointing))
+    assert timeline.grads == pytest.approx(grads, rel=1e-3)
+    assert peak.activations + peak.grads == pytest.approx(real, rel=0.02)
+
+
+def test_tensors_over_the_vocabulary_are_told_from_others() -> None:
+    model = built("dense", False)
+    timeline = trace(model, as_fake(model), hf_loss(BATCH), vocabulary=DECODER["vocab_size"])
+    peak = timeline.peak()
+    tokens = BATCH.seq * BATCH.size
+    assert peak.phase == "backward" and peak.logits >= 2 * 4 * tokens * DECODER["vocab_size"]
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_fused_loss_keeps_no_logits() -> None:
+    model = built("dense", False)
+    fake, vocabulary = as_fake(model), DECODER["vocab_size"]
+    plain = trace(model, fake, hf_loss(BATCH), vocabulary=vocabulary).peak()
+    fused = trace(model, fake, hf_loss(BATCH, "fused"), vocabulary=vocabulary).peak()
+    assert fused.logits < plain.logits / 4 and fused.activations < plain.activations
+
+
+def test_gradients_that_leave_are_not_held() -> None:
+    model = built("dense", True)
+    timeline = trace(model, as_fake(model), hf_loss(BATCH))
+    assert timeline.grads > 0
+    assert timeline.peak(lambda made: 0).activations == max(m.activations for m in timeline.moments)
+    held = timeline.peak(lambda made: timeline.grads)
+    assert held.grads == timeline.grads
+
+
+def test_a_model_may_be_traced_as_it_lies() -> None:
+    """A module and a loss of one's own."""
+    with torch.device("meta"):
+        model = nn.Linear(64, 32, bias=False, dtype=torch.float32)
+
+    def loss_of(model: nn.Module) -> Tensor:
+        return model(torch.ones(16, 64, dtype=torch.float32, device="cpu")).square().mean()
+
+    timeline = trace(model, as_fake(model), loss_of)
+    assert timeline.grads == 64 * 32 * 4
+    assert timeline.saved >= 16 * 64 * 4 + 16 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("size", "taken"),
+    [(1, 512), (512, 512), (513, 1024), (10 << 20, 10 << 20), ((10 << 20) + 1, 12 << 20)],
+)
+def test_the_allocator_gives_whole_pieces(size: int, taken: int) -> None:
+    assert allocated_bytes(size) == taken
