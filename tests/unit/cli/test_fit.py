@@ -204,25 +204,38 @@ def test_parameters_alone_are_taken_only_if_asked_for() -> None:
 
 
 def test_checkpointing_comes_before_fewer_bits() -> None:
-    """Within a candidate the ways are tried in order, and only as far as needed."""
+    """Within a candidate the first of the ways that fits is the answer."""
+
+    def traced(checkpointing: bool, loss: str) -> Timeline:
+        size = 100 if checkpointing else 10 * PARAMS
+        return Timeline([Moment("forward", size, 0, 0)], grads=2 * PARAMS)
+
+    found = searched(traced, device=17 * PARAMS)
+    assert found.checkpointing and found.candidate.words == {} and found.loss == "model"
+
+
+def test_nothing_is_traced_where_the_plan_alone_is_too_much() -> None:
     seen = []
 
     def traced(checkpointing: bool, loss: str) -> Timeline:
         seen.append((checkpointing, loss))
-        size = 100 if checkpointing else 10 * PARAMS
-        return Timeline([Moment("forward", size, 0, 0)], grads=2 * PARAMS)
+        return Timeline([Moment("forward", 100, 0, 0)], grads=2 * PARAMS)
 
+    found = searched(traced, device=1000)
+    assert found.missing(Limits(1000, GIB)) and found.candidate.words
+    assert seen == [(True, "fused")]
+
+
+def searched(traced: Any, device: int) -> Estimate:
     specs = specs_of(small())
-    found = search(
+    return search(
         fit.candidates(fit.Options("", "", "")),
         lambda candidate: plan(specs, candidate.config, candidate.layout),
         traced,
         ways=[(False, "model"), (True, "model"), (True, "fused")],
-        limits=Limits(17 * PARAMS, GIB, 0, 0, 0),
+        limits=Limits(device, GIB, 0, 0, 0),
         blocks=Blocks(),
     )
-    assert found.checkpointing and found.candidate.words == {} and found.loss == "model"
-    assert seen == [(False, "model"), (True, "model")]
 
 
 def test_a_step_takes_longer_the_more_of_it_is_elsewhere() -> None:

@@ -20,7 +20,10 @@ from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.cli.command import COMMANDS, main
 from support.launch import ROOT, run_forked_program
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 each_document = pytest.mark.parametrize(
     "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
 )
@@ -61,7 +64,9 @@ def test_every_python_block_is_run_here():
     of clients in test_site.py, Megatron's in unit/megatron/test_install.py."""
     counts = {path: len(blocks_of(path, "python")) for path in DOCUMENTS}
     assert {str(path.relative_to(ROOT)): count for path, count in counts.items() if count} == {
-        "README.md": 3,
+        "README.md": 1,
+        "docs/features.md": 1,
+        "docs/many_ranks.md": 1,
         "docs/checkpoints.md": 2,
         "docs/settings.md": 3,
         "docs/health.md": 2,
@@ -167,7 +172,7 @@ def _constant(node):
     return node.value if is_text else ""
 
 
-def test_the_readme_examples_run(capsys, tmp_path, monkeypatch):
+def test_the_examples_of_the_readme_and_of_features_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = small_model()
     names = {"model": model, "loss": loss_of(model)}
@@ -175,11 +180,11 @@ def test_the_readme_examples_run(capsys, tmp_path, monkeypatch):
     assert names["optimizer"].last_step.success and "host" in capsys.readouterr().out
     assert (tmp_path / "run" / "latest").exists()
     names["loss"] = loss_of(model)
-    exec(blocks_of("README.md", "python")[1], names)
+    exec(blocks_of("docs/features.md", "python")[0], names)
     assert names["success"] and names["grad_norm"] > 0
 
 
-def test_the_readme_example_for_many_ranks_runs(monkeypatch):
+def test_the_example_for_many_ranks_runs(monkeypatch):
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -198,7 +203,7 @@ def test_the_readme_example_for_many_ranks_runs(monkeypatch):
         "get_megatron_optimizer": get_megatron_optimizer,
     }
     try:
-        exec(blocks_of("README.md", "python")[2], names)
+        exec(blocks_of("docs/many_ranks.md", "python")[0], names)
         assert not torch.equal(model[0].weight.detach(), before)
     finally:
         torch.distributed.destroy_process_group()
