@@ -196,18 +196,16 @@ def _step(
     def reduced(values: list[Tensor], largest_of: bool) -> list[Tensor]:
         return over_shards(values, shard_groups, largest_of, "adding up Adafactor's sums")
 
-    def tops_of(values: list[Tensor]) -> list[list[float]]:
-        return [top.tolist() for top in reduced(values, largest_of=True)]
-
-    largest = [[passes.largest(p.direction), passes.largest(p.main)] for p in params]
-    tops = tops_of([torch.stack(each) for each in largest])
+    largest = [torch.stack([passes.largest(p.direction), passes.largest(p.main)]) for p in params]
+    tops = [top.tolist() for top in reduced(largest, largest_of=True)]
     sums = [_digits_of(passes, p, *top) for p, top in zip(params, tops, strict=True)]
     sums = reduced(sums, largest_of=False)
     scales = []
     for param, digits, (grad_top, main_top) in zip(params, sums, tops, strict=True):
         scales.append(param.rms(digits[:2], main_top))
         _turn(passes, param, digits[2:], grad_top, scalars)
-    tops = tops_of([passes.largest(p.direction)[None] for p in params])
+    largest = [passes.largest(p.direction)[None] for p in params]
+    tops = [top.tolist() for top in reduced(largest, largest_of=True)]
     sums = [
         passes.total_digits(p.blocks, top, p.main.device)
         for p, (top,) in zip(params, tops, strict=True)
