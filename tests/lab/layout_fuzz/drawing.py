@@ -169,9 +169,13 @@ class _Draw:
 
     def cautions(self, case: Case, found: dict[str, Any]) -> dict[str, Any]:
         """Cautious settings; drawn apart, so that nothing else of a case depends on it. Not of
-        Muon, whose tolerance a sign that turns is beyond."""
+        Muon, whose tolerance a sign that turns is beyond; and what is counted over ranks is
+        counted by nobody during backward."""
         apart = random.Random(f"cautions {self.seed}")
         drawn = {name: True for name in CAUTIONS if apart.random() < 0.3}
+        ahead = {layout.kind for layout in case.layouts if layout.mode == "speculative"}
+        if ahead - {"alone"}:
+            drawn.pop("caution", None)
         has_them = case.rule in ("adam", "lion") and found.get("decoupled_weight_decay", True)
         return drawn if has_them else {}
 
