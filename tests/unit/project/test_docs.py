@@ -61,7 +61,8 @@ def loss_of(model):
 
 def test_every_python_block_is_run_here():
     """By document, how many there are; each has a test below, those of the site's first pages and
-    of clients in test_site.py, Megatron's in unit/megatron/test_install.py."""
+    of clients in test_site.py and functional/test_few_lines.py, Megatron's in
+    unit/megatron/test_install.py."""
     counts = {path: len(blocks_of(path, "python")) for path in DOCUMENTS}
     assert {str(path.relative_to(ROOT)): count for path, count in counts.items() if count} == {
         "README.md": 1,
@@ -83,6 +84,17 @@ def test_every_python_block_is_run_here():
         "docs/clients/timm.md": 1,
         "docs/clients/peft.md": 1,
         "docs/clients/megatron.md": 1,
+        "docs/clients/skyrl.md": 1,
+        "docs/clients/miles.md": 1,
+        "docs/clients/llama_factory.md": 2,
+        "docs/clients/unsloth.md": 1,
+        "docs/clients/lerobot.md": 1,
+        "docs/clients/xtuner.md": 1,
+        "docs/clients/olmo_core.md": 1,
+        "docs/clients/torchft.md": 1,
+        "docs/clients/ray_train.md": 1,
+        "docs/clients/diffusers.md": 1,
+        "docs/clients/sentence_transformers.md": 1,
     }
 
 

@@ -1,0 +1,283 @@
+"""Programs that take our optimizer by a few lines of their user's: the lines of their pages,
+carried out with stand-ins of what does not install beside a CPU build of torch."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from pydantic import BaseModel, ConfigDict
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import mp_optim
+from support.launch import ROOT
+
+Known = dict[str, Any]
+GIVEN = SimpleNamespace(
+    learning_rate=1e-2, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, weight_decay=0.1
+)
+"""A Trainer's arguments, as far as they are asked for."""
+
+
+def lines_of(page: str) -> list[str]:
+    text = (ROOT / f"docs/clients/{page}.md").read_text()
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).bfloat16()
+
+
+def losses_of(layers: nn.Module, optimizer: Any, begin: int = 0, end: int = 60) -> list[float]:
+    """Of learning to give back what comes in, at steps ``begin`` to ``end``."""
+    losses = []
+    for step in range(begin, end):
+        x = torch.randn(32, 8, generator=torch.Generator().manual_seed(step)).bfloat16()
+        optimizer.zero_grad()
+        loss = (layers(x) - x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+class Trainer:
+    """A Hugging Face Trainer, as far as who builds the optimizer goes."""
+
+    def __init__(self, model: nn.Module, optimizer_cls_and_kwargs: Any, **rest: Any) -> None:
+        cls, settings = optimizer_cls_and_kwargs
+        self.optimizer = cls([{"params": list(model.parameters())}], **settings)
+
+
+@dataclasses.dataclass
+class Registered:
+    """A config class that knows others by name: lerobot's, OLMo-core's."""
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[type], type]:
+        return lambda chosen: chosen
+
+    register_subclass = register
+
+    def build(self, model: nn.Module) -> Any:
+        """OLMo-core's."""
+        groups = [{"params": list(model.parameters()), "weight_decay": 0.0}]
+        return type(self).optimizer()(groups, **dataclasses.asdict(self))  # type: ignore[attr-defined]
+
+
+class OptimConfig(BaseModel):
+    """xtuner's."""
+
+    model_config = ConfigDict(extra="forbid")
+    lr: float = 1e-5
+    max_grad_norm: float = 1.0
+    skip_grad_norm_threshold: float | None = None
+
+
+class OptimizerPlugin:
+    """LLaMA-Factory's, version 1."""
+
+    known: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def register(self) -> Callable[[Any], Any]:
+        return lambda built: self.known.setdefault(self.name, built)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.known[self.name](*arguments)
+
+
+class Manager:
+    """torchft's; there is no quorum at every fifth step."""
+
+    rounds = 0
+
+    def start_quorum(self) -> None:
+        self.rounds += 1
+
+    def should_commit(self) -> bool:
+        return self.rounds % 5 != 3
+
+
+class OptimizerWrapper:
+    """torchft's."""
+
+    def __init__(self, manager: Manager, optim: Any) -> None:
+        self.manager, self.optim = manager, optim
+
+    def zero_grad(self) -> None:
+        self.manager.start_quorum()
+        self.optim.zero_grad()
+
+    def step(self) -> None:
+        if self.manager.should_commit():
+            self.optim.step()
+
+
+class TorchTrainer:
+    """Ray's, in this process."""
+
+    def __init__(self, loop: Any, *, train_loop_config: Any, scaling_config: Any) -> None:
+        self._loop, self._config = loop, train_loop_config
+
+    def fit(self) -> Any:
+        return self._loop(self._config)
+
+
+STAND_INS: dict[str, dict[str, Any]] = {
+    "skyrl.backends.skyrl_train.distributed": {
+        "fsdp_strategy": ModuleType("fsdp_strategy", "Calls optim.AdamW.")
+    },
+    "llamafactory.train.sft": {"trainer": ModuleType("trainer")},
+    "llamafactory.v1.plugins.trainer_plugins.optimizer": {"OptimizerPlugin": OptimizerPlugin},
+    "unsloth": {"UnslothTrainer": Trainer},
+    "sentence_transformers": {"SentenceTransformerTrainer": Trainer},
+    "lerobot.optim.optimizers": {"OptimizerConfig": Registered},
+    "olmo_core.optim": {"OptimConfig": Registered},
+    "xtuner.v1.config.optim": {"OptimConfig": OptimConfig},
+    "torchft": {"OptimizerWrapper": OptimizerWrapper},
+    "ray.train": {"ScalingConfig": SimpleNamespace},
+    "ray.train.torch": {"TorchTrainer": TorchTrainer, "prepare_model": lambda model: model},
+}
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for path, content in STAND_INS.items():
+        parts = path.split(".")
+        for count in range(1, len(parts) + 1):
+            name = ".".join(parts[:count])
+            if name not in STAND_INS or name == path:
+                monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[path]).update(content)
+
+
+def by_skyrl(known: Known, model: nn.Module) -> Any:
+    optim = known["fsdp_strategy"].optim
+    return optim.AdamW(model.parameters(), lr=1e-2, betas=[0.9, 0.95], weight_decay=0.01)
+
+
+def by_llama_factory(known: Known, model: nn.Module) -> Any:
+    made = known["sft"].create_custom_optimizer(model, GIVEN, None)
+    assert made.param_groups[0]["weight_decay"] == 0.1 and made.param_groups[0]["lr"] == 1e-2
+    plugin = OptimizerPlugin("mp_adamw")
+    return plugin(model, SimpleNamespace(name="mp_adamw", lr=1e-2))
+
+
+def by_config(name: str, by_name: bool = False) -> Callable[[Known, nn.Module], Any]:
+    def build(known: Known, model: nn.Module) -> Any:
+        return known[name](lr=1e-2).build(model.parameters() if by_name else model)
+
+    return build
+
+
+BUILDERS: dict[str, Callable[[Known, nn.Module], Any]] = {
+    "skyrl": by_skyrl,
+    "llama_factory": by_llama_factory,
+    "unsloth": lambda known, model: known["trainer"].optimizer,
+    "sentence_transformers": lambda known, model: known["trainer"].optimizer,
+    "lerobot": by_config("MpAdamWConfig", by_name=True),
+    "olmo_core": by_config("MpAdamWConfig"),
+    "xtuner": by_config("MpAdamWConfig"),
+    "torchft": lambda known, model: known["optimizer"],
+    "ray_train": lambda known, model: known["result"],
+    "diffusers": lambda known, model: known["optimizer"],
+}
+"""How each program comes to its optimizer, when the lines of its page were carried out."""
+
+
+def carried_out(page: str) -> tuple[nn.Module, Any]:
+    model = network()
+    known: Known = {"model": model, "arguments": GIVEN, "manager": Manager()}
+    known["data"] = [torch.ones(2, 8, dtype=torch.bfloat16)]
+    for lines in lines_of(page):
+        exec(lines, known)
+    return model, BUILDERS[page](known, model)
+
+
+@pytest.mark.usefixtures("programs")
+@pytest.mark.parametrize("page", BUILDERS)
+def test_the_lines_of_a_program_are_carried_out(page: str) -> None:
+    model, optimizer = carried_out(page)
+    ours = getattr(optimizer, "optim", optimizer)  # what torchft wraps
+    assert isinstance(ours, mp_optim.AdamW)
+    for group in ours.param_groups:
+        group["lr"] = 1e-2
+    losses = losses_of(model, optimizer)
+    assert losses[-1] < 0.3 * losses[0]
+    if page == "torchft":
+        assert {float(state["step"]) for state in ours.state.values()} == {48.0}
+
+
+def test_the_lines_of_miles_give_its_module_our_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module that imports Megatron's function by its name, after ``install()``."""
+    pytest.importorskip("megatron.core.optimizer")
+    folder = tmp_path / "miles/backends/megatron_utils"
+    folder.mkdir(parents=True)
+    imports = "from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer\n"
+    (folder / "model.py").write_text(imports)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (lines,) = lines_of("miles")
+    known: Known = {}
+    try:
+        exec(lines, known)
+        assert known["model"].get_megatron_optimizer.__module__.startswith("mp_optim.")
+    finally:
+        mp_optim.megatron.uninstall()  # type: ignore[attr-defined]
+        for name in [name for name in sys.modules if name.split(".")[0] == "miles"]:
+            del sys.modules[name]
+
+
+def flattened(tree: Any, above: str = "") -> dict[str, Tensor]:
+    """lerobot's: names of leaves, with a slash between levels."""
+    if not isinstance(tree, dict):
+        return {above[:-1]: tree}
+    leaves: dict[str, Tensor] = {}
+    for key, value in tree.items():
+        leaves |= flattened(value, f"{above}{key}/")
+    return leaves
+
+
+@pytest.mark.usefixtures("programs")
+@pytest.mark.parametrize("main_params", ["fp32", "remainder16"])
+def test_the_state_survives_flat_safetensors(tmp_path: Path, main_params: str) -> None:
+    """lerobot: state in one file, groups as JSON beside it, whose keys have to be those that the
+    new optimizer has."""
+    known: Known = {}
+    (lines,) = lines_of("lerobot")
+    exec(lines.replace("**settings", f"main_params={main_params!r}, **settings"), known)
+    model = network()
+    optimizer = known["MpAdamWConfig"](lr=1e-2).build(model.parameters())
+    losses_of(model, optimizer, 0, 30)
+    saved = optimizer.state_dict()
+    groups = json.dumps(saved.pop("param_groups"))
+    save_file(flattened(saved), tmp_path / "state.safetensors")
+    weights = copy.deepcopy(model.state_dict())
+    expected = losses_of(model, optimizer, 30, 60)
+
+    model = network()
+    model.load_state_dict(weights)
+    optimizer = known["MpAdamWConfig"](lr=1e-2).build(model.parameters())
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, value in load_file(tmp_path / "state.safetensors").items():
+        _, position, key = name.split("/")
+        state.setdefault(int(position), {})[key] = value
+    fresh = optimizer.state_dict()["param_groups"]
+    assert [group.keys() for group in json.loads(groups)] == [group.keys() for group in fresh]
+    optimizer.load_state_dict({"state": state, "param_groups": json.loads(groups)})
+    assert losses_of(model, optimizer, 30, 60) == expected
