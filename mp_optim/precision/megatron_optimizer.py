@@ -134,7 +134,6 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     # -- the step ---------------------------------------------------------------------------------
 
     @_disable_dynamo  # what is made in the first step outlives a trace
-    @in_own_modes
     def step(self, closure: Closure | None = None) -> Any:
         """One step: returns :class:`~mp_optim.precision.verdict.StepResult`, or the closure's loss
         if one is given.
@@ -166,7 +165,16 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         with self.step_mark.step(self):
             if self.early_work.links:
                 self.early_work.finish()
-            verdict = take_step(self)
+            config = self.config
+            device = _graph_device(self) if config.optimizer_cuda_graph else None
+            if device is not None:
+                verdict = _by_graph(self, device)
+            elif config.timers is not None:
+                verdict = _timed_step(self)
+            else:
+                grads = self.collect_grads()
+                verdict = _decide(self, grads)
+                apply_verdict(self, grads, verdict)
             if self.grad_scaler is not None:
                 scale_follows(self, verdict)
         conclude(self, verdict)
@@ -516,21 +524,8 @@ def patch_of(name: str, part: ChangedPart, parallel: ModelParallel) -> WeightPat
     return WeightPatch(parallel.names[name], shape, part.values.dtype, part.values, indices)
 
 
-def take_step(stack: MegatronOptimizer) -> Verdict | DeviceVerdict:
-    """Step, or skip, by a verdict on the gradients that there are."""
-    config = stack.config
-    if config.optimizer_cuda_graph and (device := _graph_device(stack)) is not None:
-        return _by_graph(stack, device)
-    if config.timers is not None:
-        return _timed_step(stack)
-    grads = stack.collect_grads()
-    verdict = _decide(stack, grads)
-    apply_verdict(stack, grads, verdict)
-    return verdict
-
-
 def _timed_step(stack: MegatronOptimizer) -> Verdict | DeviceVerdict:
-    """The same, for Megatron's timers."""
+    """The phases of a step, for Megatron's timers."""
     with _timed(stack.config, "optimizer-clip-main-grad"):
         grads = stack.collect_grads()
         verdict = _decide(stack, grads)

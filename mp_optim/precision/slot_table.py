@@ -27,12 +27,13 @@ from mp_optim.slots import (
 )
 from mp_optim.slots.seen_params import SeenParams
 from mp_optim.slots.tensor_layout import ParamLayout
-from mp_optim.slots.tensors import has_memory
+from mp_optim.slots.tensors import has_memory, lazy
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Some slots, and the columns of their updates but for gradients and multipliers.
+    """Some slots, and the columns of their :class:`~mp_optim.slots.updates.SlotUpdates` that stay
+    from step to step.
 
     Attributes:
         indices: in the table. keys: which norm each counts in.
@@ -44,7 +45,11 @@ class Selection:
     keys: list[NormKey]
     group: str | None
     params: CachedTensorList
-    updates: SlotUpdates
+    slots: tuple[Slot, ...]
+    outputs: Sequence[Tensor | None]
+    shard_groups: list[tuple[ProcessGroup, ...]]
+    streams: list[int]
+    layouts: list[ParamLayout]
 
 
 @dataclass
@@ -76,7 +81,6 @@ class SlotTable:
     layouts: list[ParamLayout] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
     _last: Selection | None = None
-    _common: SettingsAlike | None = None
     split_over: list[tuple[ProcessGroup, ...]] | None = None
 
     def index(self, slot: Slot) -> int:
@@ -88,12 +92,10 @@ class SlotTable:
         """The model tensor of each slot."""
         return self.seen.params
 
-    @property
+    @lazy
     def common(self) -> SettingsAlike:
         """What is said of all slots; put together once for as long as nothing changes."""
-        if self._common is None:
-            self._common = SettingsAlike(self.slots, self.params, self.keys)
-        return self._common
+        return SettingsAlike(self.slots, self.params, self.keys)
 
     def add(
         self, slot: Slot, param: Tensor, key: NormKey, layout: ParamLayout, stream: int
@@ -116,7 +118,8 @@ class SlotTable:
 
     def _forget(self) -> None:
         """Drop what was put together from the columns."""
-        self._last = self._common = self.split_over = None
+        self._last = self.split_over = None
+        vars(self).pop("common", None)
 
     def look(self, params: Sequence[Tensor]) -> None:
         """Take what is there now as seen."""
@@ -161,48 +164,29 @@ class SlotTable:
             shapes = [shapes[index] for index in indices]
         if simple:
             grads.gradients_of(selection.params)
-        self._check(selection.indices, grads, name_of)
-        if not simple and not are_plain(grads):
+        elif not are_plain(grads):
+            self._refuse_kinds(selection.indices, grads, name_of)
             with_grad = [params[index] for index in selection.indices]
             grads = CachedTensorList(map(local_grad, with_grad, grads))
-        self._check_shapes(selection.indices, shapes, grads, name_of)
+        self._check(selection.indices, shapes, grads, name_of)
         return selection, grads
 
     def _check(
-        self, indices: Sequence[int], grads: CachedTensorList, name_of: Callable[[Slot], str]
-    ) -> None:
-        if torch.device("meta") in grads.devices:
-            self._refuse_meta(indices, grads, name_of)
-        try:  # what has no strides has no answer to whether it is contiguous
-            strided = grads.contiguous or all(grad.layout == torch.strided for grad in grads)
-        except RuntimeError:
-            strided = False
-        if strided and grads.dtypes <= GRADIENT_DTYPES:
-            return
-        index, grad = next(
-            (i, g)
-            for i, g in zip(indices, grads, strict=True)
-            if g.layout != torch.strided or g.dtype not in GRADIENT_DTYPES
-        )
-        if grad.dtype in FLOAT8_DTYPES:
-            raise TypeError(
-                f"{name_of(self.slots[index])}: gradient is {grad.dtype}; set "
-                "grad_dtype=torch.bfloat16 on the parameter"
-            )
-        raise TypeError(
-            f"{name_of(self.slots[index])}: gradient is {grad.dtype}, layout {grad.layout}; dense "
-            "floating-point gradients are supported (build the embedding with sparse=False)"
-        )
-
-    def _check_shapes(
         self,
         indices: Sequence[int],
         shapes: list[torch.Size],
         grads: CachedTensorList,
         name_of: Callable[[Slot], str],
     ) -> None:
-        """torch checks the shape of a gradient when it is put there, and not when the parameter's
-        or the gradient's memory is exchanged after that."""
+        """Raise unless gradients can be read, and have the shapes of their parameters: torch checks
+        the shape of a gradient when it is put there, and not when the parameter's or the gradient's
+        memory is exchanged after that."""
+        try:  # what has no strides has no answer to whether it is contiguous
+            strided = grads.contiguous or all(grad.layout == torch.strided for grad in grads)
+        except RuntimeError:
+            strided = False
+        if not (strided and grads.dtypes <= GRADIENT_DTYPES) or _META in grads.devices:
+            self._refuse_kinds(indices, grads, name_of)
         present = list(map(Tensor.size, grads))
         if present == shapes and 0 not in grads.addresses:
             if "sizes" in vars(grads):  # those of the parameters, of which this is found true
@@ -220,6 +204,25 @@ class SlotTable:
                     f"{name_of(self.slots[index])}: the gradient's memory was freed "
                     "(untyped_storage().resize_); call zero_grad(), and backward again"
                 )
+
+    def _refuse_kinds(
+        self, indices: Sequence[int], grads: Sequence[Tensor], name_of: Callable[[Slot], str]
+    ) -> None:
+        """Raise if some gradients are of a kind that cannot be read."""
+        self._refuse_meta(indices, grads, name_of)
+        for index, grad in zip(indices, grads, strict=True):
+            if grad.layout == torch.strided and grad.dtype in GRADIENT_DTYPES:
+                continue
+            name = name_of(self.slots[index])
+            if grad.dtype in FLOAT8_DTYPES:
+                raise TypeError(
+                    f"{name}: gradient is {grad.dtype}; set grad_dtype=torch.bfloat16 on the "
+                    "parameter"
+                )
+            raise TypeError(
+                f"{name}: gradient is {grad.dtype}, layout {grad.layout}; dense floating-point "
+                "gradients are supported (build the embedding with sparse=False)"
+            )
 
     def _refuse_meta(
         self, indices: Sequence[int], tensors: Sequence[Tensor], name_of: Callable[[Slot], str]
@@ -254,16 +257,21 @@ class SlotTable:
         written = [self.separate[index] and not self.quantized[index] for index in indices]
         pairs = zip(writable, written, strict=True)
         outputs = writable if all(written) else [param if yes else None for param, yes in pairs]
-        slots = tuple(self.slots[index] for index in indices)
         keys = [self.keys[index] for index in indices]
         groups = {key.group for key in keys}
-        streams = [self.streams[index] for index in indices]
-        layouts = [self.layouts[index] for index in indices]
-        shard_groups = [key.shard_groups for key in keys]
-        updates = SlotUpdates(slots, (), (), outputs, shard_groups, streams, layouts)
-        group = groups.pop() if len(groups) == 1 else None
-        return Selection(indices, keys, group, writable, updates)
+        return Selection(
+            indices,
+            keys,
+            groups.pop() if len(groups) == 1 else None,
+            writable,
+            tuple(self.slots[index] for index in indices),
+            outputs,
+            [key.shard_groups for key in keys],
+            [self.streams[index] for index in indices],
+            [self.layouts[index] for index in indices],
+        )
 
 
 GRADIENT_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+_META = torch.device("meta")
 _GRAD = operator.attrgetter("grad")

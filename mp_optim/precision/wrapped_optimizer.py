@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from mp_optim.slots import (
     CachedTensorList,
     Multiplier,
     Slot,
+    SlotUpdates,
     all_params,
     current_grad,
     iter_slots,
@@ -56,6 +57,7 @@ from mp_optim.slots.executor import Executor, Mode
 from mp_optim.slots.identity import SharedSettings, has_names
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState
+from mp_optim.slots.tensors import lazy
 from mp_optim.update import choose_backend, executor_of
 from mp_optim.update.optimizer import SlotOptimizer
 
@@ -123,10 +125,18 @@ class WrappedGrads(StepGrads):
             factors = [multipliers[key.group] for key in some.keys]
         else:
             factors = [multipliers[some.group]] * len(some.keys)
-        updates = replace(some.updates, grads=self.grads, multipliers=factors)
         if changes is not None:
             changes.look()
-            updates = replace(updates, changed=changes.column(some.indices))
+        updates = SlotUpdates(
+            some.slots,
+            self.grads,
+            factors,
+            some.outputs,
+            some.shard_groups,
+            some.streams,
+            some.layouts,
+            () if changes is None else changes.column(some.indices),
+        )
         executor.step_slots(updates, grad_norm=grad_norm)
         if executor.writes_settings:
             self.wrapper.share_settings()
@@ -178,8 +188,6 @@ class WrappedOptimizer(MegatronOptimizer):
         TypeError, ValueError: a parameter's dtype does not fit, naming it.
     """
 
-    _engine: Engine | None = None
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -201,7 +209,7 @@ class WrappedOptimizer(MegatronOptimizer):
         config = self.config
         mains = MainParams(self.param_groups, executor, self.process_groups, self.check_param)
         link = BackwardOverlap(self, executor, mains.table, config)
-        self._engine = Engine(optimizer, executor, mains, mains.table, link)
+        self.engine = Engine(optimizer, executor, mains, mains.table, link)
         self.groups_below, self._settings = executor.all_groups(), SharedSettings()
         self.averages.swaps.append(WeightSwap(mains))
         self.use_mark(self.step_mark)
@@ -212,17 +220,20 @@ class WrappedOptimizer(MegatronOptimizer):
         if config.optimizer_cuda_graph:
             check_capturable(self)
 
-    @property
+    @lazy
     def engine(self) -> Engine:
         """What this wrapper steps with, built when it is first asked for.
 
         Raises:
             TypeError: a parameter's dtype cannot be trained, naming it.
         """
-        if self._engine is None:
-            self._build()
-        assert self._engine is not None
-        return self._engine
+        self._build()
+        return self.engine
+
+    @property
+    def is_built(self) -> bool:
+        """Whether there is something to step with."""
+        return "engine" in vars(self)
 
     def _build(self) -> None:
         """Build what steps, in a class whose constructor does not."""
@@ -249,7 +260,7 @@ class WrappedOptimizer(MegatronOptimizer):
         Raises:
             ValueError: some parameter is not there, and the other groups have names.
         """
-        if self._engine is None:
+        if not self.is_built:
             super().add_param_group(param_group)  # torch's constructor is adding the first groups
             return
         with self.added_whole():
@@ -284,7 +295,7 @@ class WrappedOptimizer(MegatronOptimizer):
             link.finish()
         self.share_settings()
         engine.executor.check_groups()
-        if table.seen.changed(all_params(self.param_groups)):
+        if table.seen.changed(all_params(self._live_groups)):
             mains.follow()
         if mains.expected:
             mains.check_remainders(None)

@@ -133,7 +133,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     def check_lists(self) -> None:
         """Raise ValueError if groups, or parameters in them, were added or taken away by editing
         the lists, naming the first group."""
-        sizes = sizes_of(self.param_groups)
+        sizes = sizes_of(self._live_groups)
         if sizes != self._sizes and self._sizes:
             raise edited_lists(sizes, self._sizes)
 
@@ -172,7 +172,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: two optimizers below wrote different values for one group, naming them.
         """
-        self._settings.exchange(self.param_groups, self.groups_below)
+        self._settings.exchange(self._live_groups, self.groups_below)
 
     @property
     def has_modes(self) -> bool:

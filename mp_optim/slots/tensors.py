@@ -20,8 +20,8 @@ _DTYPE = operator.attrgetter("dtype")
 T = TypeVar("T")
 
 
-class _once(Generic[T]):  # as functools.cached_property, without its lock
-    """An attribute that is worked out when it is first asked for."""
+class lazy(Generic[T]):  # as functools.cached_property, without its lock
+    """An attribute that is worked out when it is first asked for, and may be assigned."""
 
     def __init__(self, work_out: Callable[[Any], T]) -> None:
         self._work_out, self._name = work_out, work_out.__name__
@@ -64,32 +64,32 @@ class CachedTensorList(list[Tensor]):
         """The same tensors in this form."""
         return tensors if isinstance(tensors, CachedTensorList) else cls(tensors)
 
-    @_once
+    @lazy
     def addresses(self) -> array[int]:
         return array("Q", list(map(Tensor.data_ptr, self)))  # of a list it is made at once
 
-    @_once
+    @lazy
     def sizes(self) -> array[int]:
         return array("q", list(map(Tensor.numel, self)))
 
-    @_once
+    @lazy
     def own_sizes(self) -> array[int]:
         return array("q", list(map(Tensor.numel, self)))
 
-    @_once
+    @lazy
     def stored(self) -> bool:
         held = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, self))
         return all(map(operator.ge, held, map(_NBYTES, self)))
 
-    @_once
+    @lazy
     def dtypes(self) -> set[torch.dtype]:
         return set(map(_DTYPE, self))
 
-    @_once
+    @lazy
     def devices(self) -> set[torch.device]:
         return {tensor.device for tensor in self}
 
-    @_once
+    @lazy
     def contiguous(self) -> bool:
         return all(map(Tensor.is_contiguous, self))
 

@@ -80,7 +80,7 @@ class StackOptimizer(WrappedOptimizer):
         Raises:
             TypeError: a parameter's dtype cannot be trained, naming it.
         """
-        if self._engine is None:
+        if not self.is_built:
             self._build()
         return self
 
@@ -114,7 +114,8 @@ class StackOptimizer(WrappedOptimizer):
 
     def _forget_engine(self) -> None:
         self.early_work.stop()
-        self._engine, self.groups_below = None, ()
+        vars(self).pop("engine", None)
+        self.groups_below = ()
         self._sizes.clear()
         self.step_mark.clear()
         self._begin(self.config)
@@ -158,8 +159,8 @@ class StackOptimizer(WrappedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        amp = vars(self)
-        scale, found_inf = amp.get("grad_scale"), amp.get("found_inf")
+        own = vars(self)  # of which a GradScaler sets two
+        scale, found_inf = own.get("grad_scale"), own.get("found_inf")
         if found_inf is None and not self._warned_of_fp16:
             self._warned_of_fp16 = True
             if self._step_supports_amp_scaling:
@@ -168,7 +169,7 @@ class StackOptimizer(WrappedOptimizer):
             self._last = StepResult(False, None, None, "GradScaler found an inf or nan")
             return loss
         self.grad_scaler = None if scale is None else AmpLossScale(scale)
-        if self._engine is None:  # in place of `stack`: steps are many
+        if "engine" not in own:
             self._build()
         self._last = self.unhooked_step()
         return loss
@@ -190,7 +191,7 @@ class StackOptimizer(WrappedOptimizer):
 
     @param_groups.setter
     def param_groups(self, groups: ParamGroups) -> None:
-        if self._engine is None:
+        if not self.is_built:
             self._live_groups = groups
             return
         check_assigned(self._live_groups, groups, self.defaults)
@@ -198,7 +199,7 @@ class StackOptimizer(WrappedOptimizer):
 
     def lists_are_known(self) -> None:
         """As of every optimizer; before the first step lists may be edited."""
-        if self._engine is not None:
+        if self.is_built:
             super().lists_are_known()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -209,7 +210,7 @@ class StackOptimizer(WrappedOptimizer):
         """
         with self.added_whole():
             for group in self.arranged(param_group):
-                if self._engine is not None:
+                if self.is_built:
                     super().add_param_group(group)
                 else:
                     SlotKeyedOptimizer.add_param_group(self, group)
@@ -219,7 +220,7 @@ class StackOptimizer(WrappedOptimizer):
         self._rule.check_settings({**self._rule.defaults, **group})
 
     def forget_groups(self, count: int) -> None:
-        if self._engine is not None:
+        if self.is_built:
             super().forget_groups(count)
         else:
             SlotKeyedOptimizer.forget_groups(self, count)
@@ -237,14 +238,14 @@ class StackOptimizer(WrappedOptimizer):
 
     @state.setter
     def state(self, value: Mapping[Tensor, dict[str, Any]]) -> None:
-        if value or self._engine is not None:  # torch's constructor begins with none
+        if value or self.is_built:  # torch's constructor begins with none
             self.stack._state_view.assign(value)
 
     def state_dict(
         self, is_loading: bool = False, *, full_precision: bool = False
     ) -> dict[str, Any]:
         """As torch's: without state before the first step (or look at :attr:`state`)."""
-        if self._engine is None:
+        if not self.is_built:
             return {"state": {}, "param_groups": plain_groups(self.param_groups)}
         self.grad_scaler = None  # a GradScaler saves itself
         return super().state_dict(is_loading, full_precision=full_precision)
@@ -271,7 +272,7 @@ class StackOptimizer(WrappedOptimizer):
         """For pickle and ``copy.deepcopy``, as torch's: the parameters are part of it, so an
         optimizer that is copied together with its model stays that model's. Hooks are not."""
         groups = [with_names(group) for group in self.param_groups]
-        saved = self.state_dict() if self._engine is not None else None
+        saved = self.state_dict() if self.is_built else None
         return {
             "hyperparameters": self._hyperparameters,
             "defaults": self.defaults,

@@ -9,6 +9,7 @@ compiled in.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -63,7 +64,7 @@ class AdamScalars(StepInputs):
         step_of = group["eps"], lr / bias1, 1 / math.sqrt(bias2)
         decays = (lr * decay, 0.0) if decoupled else (0.0, decay)
         return cls(
-            *map(fp32, (*averages, *step_of, *decays)),
+            *array("f", (*averages, *step_of, *decays)),
             **cautions(group),
             given_lr=lr,
             given_decay=decay,
@@ -118,7 +119,7 @@ class LionScalars:
         lr = float(group["lr"])
         averages = beta1, 1 - beta1, beta2, 1 - beta2
         decay = lr * float(group["weight_decay"])
-        return cls(*map(fp32, (*averages, lr, decay)), **cautions(group))
+        return cls(*array("f", (*averages, lr, decay)), **cautions(group))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,7 @@ class AdemamixScalars:
         corrections = 1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
         decay = lr * float(group["weight_decay"])
         numbers = *averages, alpha, group["eps"], lr, *corrections, decay
-        return cls(*map(fp32, numbers), **cautions(group))
+        return cls(*array("f", numbers), **cautions(group))
 
 
 def _progress(steps: int | None, step: int) -> float:

@@ -257,7 +257,7 @@ class RuleExecutor(Executor):
             or last.mains is not mains
             or last.settings is not settings
             or kept.outputs is not updates.outputs
-            or last.lists.changed is not updates.bitmaps
+            or last.updates.changed is not updates.changed
         ):
             return None
         checked = self._checked.get(last.group)
@@ -265,10 +265,12 @@ class RuleExecutor(Executor):
         if not is_same and self._moments(settings) != kept.moments:
             return None
         known = last.lists
-        precision, grads = self.rows.precision, CachedTensorList.of(updates.grads)
+        precision, grads = self.rows.precision, updates.grads
+        if not isinstance(grads, CachedTensorList) or not grads.contiguous:
+            grads = contiguous(CachedTensorList.of(grads))
         lists = TensorLists(
             known.main,
-            grads if grads.contiguous else contiguous(grads),
+            grads,
             known.state,
             known.output,
             self._noise(step, updates) if precision.stochastic_rounding else None,

@@ -91,10 +91,6 @@ class SteppedTogether:
         self.checked: dict[str, Any] | None = None
         self.moments: tuple[tuple[str, ...], ...] = ()
 
-    def mains_of(self, tensors: Sequence[Tensor]) -> CachedTensorList | None:
-        """What is stepped, if it lies where it lay."""
-        return None if self.seen is not None and self.seen.moved(tensors) else self.mains
-
 
 class GroupState:
     """State of one param group.
@@ -399,8 +395,10 @@ class RuleState:
             fitting = [group_state.mains[position] for position in positions]
             shapes = [group_state.shapes[position] for position in positions]
         same = all_same(tensors, fitting)
-        if same and kept is not None and (known := kept.mains_of(tensors)) is not None:
-            return known
+        if kept is not None and kept.mains is not None and same:
+            moved = kept.seen is not None and kept.seen.moved(tensors)
+            if not moved:
+                return kept.mains
         mains = CachedTensorList(tensors if are_plain(tensors) else map(local_tensor, tensors))
         if not (same and list(map(Tensor.size, mains)) == shapes):
             self.allocate_state([Slot(index, position) for position in positions])
