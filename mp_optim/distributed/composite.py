@@ -23,11 +23,10 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.distributed.grad_reducer import GradReducer, reduce_in_one_order
 from mp_optim.distributed.transport import Reducer
 from mp_optim.precision import MegatronGradScaler, MegatronOptimizer
-from mp_optim.precision.changed_weights import ChangedPart
 from mp_optim.precision.description import Description, DescriptionRow
 from mp_optim.precision.graph_step import graph_metrics, graph_notes
+from mp_optim.precision.main_params import MainParams
 from mp_optim.precision.measure import NormKey
-from mp_optim.precision.settings_agreement import SettingsAlike
 from mp_optim.precision.step_grads import GradsOfMembers, StepGrads
 from mp_optim.slots import Slot, iter_slots
 from mp_optim.slots.executor import Mode
@@ -147,11 +146,8 @@ class CompositeOptimizer(MegatronOptimizer):
         }
         return devices.pop() if len(devices) == 1 else None
 
-    def settings_alike(self) -> list[SettingsAlike]:
-        return [alike for member in self.members for alike in member.settings_alike()]
-
-    def norm_ranks(self) -> list[ProcessGroup]:
-        return [ranks for member in self.members for ranks in member.norm_ranks()]
+    def all_mains(self) -> list[MainParams]:
+        return [mains for member in self.members for mains in member.all_mains()]
 
     def param_checksums(self) -> list[int | None]:
         return [checksum for member in self.members for checksum in member.param_checksums()]
@@ -163,10 +159,6 @@ class CompositeOptimizer(MegatronOptimizer):
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for member in self.members:
             yield from member.named_gradients()
-
-    @property
-    def has_quantized_params(self) -> bool:
-        return any(member.has_quantized_params for member in self.members)
 
     def check_settings(self, group: dict[str, Any]) -> None:
         self.members[0].check_settings(group)  # the same rule in all
@@ -191,7 +183,7 @@ class CompositeOptimizer(MegatronOptimizer):
         self.averages.share()
 
     def use_mark(self, mark: StepMark) -> None:
-        super().use_mark(mark)
+        self.step_mark = mark
         for member in self.members:
             member.use_mark(mark)
 
@@ -206,26 +198,6 @@ class CompositeOptimizer(MegatronOptimizer):
     def take_model_params(self, values: Mapping[str, Any]) -> None:
         for member in self.members:
             member.take_model_params(values)
-
-    def watch_changes(self, on: bool) -> None:
-        for member in self.members:
-            member.watch_changes(on)
-
-    def changed_parts(self, full: bool) -> list[ChangedPart]:
-        parts, first_group = [], 0
-        for member in self.members:
-            for part in member.changed_parts(full):
-                slot = Slot(part.slot.group + first_group, part.slot.position)
-                parts.append(part._replace(slot=slot))
-            first_group += len(member.param_groups)
-        return parts
-
-    def changes_published(self) -> None:
-        for member in self.members:
-            member.changes_published()
-
-    def watched_elements(self) -> int:
-        return sum(member.watched_elements() for member in self.members)
 
     def memory_moved(self, slot: Slot | None = None) -> None:
         for member, member_slot in self._located(slot):

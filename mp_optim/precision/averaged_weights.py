@@ -55,7 +55,7 @@ class WeightSwap:
             state = self.mains.stored(slot)
             if state["step"] > 0:
                 self._write(slot, state[AVERAGE])
-        self.mains.take_as_seen()
+        self.mains.table.seen.written()
 
     def _write(self, slot: Slot, average: Tensor) -> None:
         param = self.mains.param(slot)
@@ -80,7 +80,7 @@ class WeightSwap:
                 before_writing([local])
                 local.copy_(own)
         self._own.clear()
-        self.mains.take_as_seen()
+        self.mains.table.seen.written()
 
 
 class AveragedWeights:
@@ -168,7 +168,7 @@ def scale_rows_(
     for name, of_rows in factors.items():
         _scale(*places[name], of_rows)
     for wrapper in wrappers:
-        wrapper.take_as_seen()
+        wrapper.table.seen.written()
 
 
 def _check(name: str, param: Tensor, factors: Any) -> None:

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.shards import is_cut
+from mp_optim.precision.changed_weights import ChangedPart, ChangedWeights
 from mp_optim.precision.measure import EXCLUDED, MAIN_NORM, NormKey
 from mp_optim.precision.param_state import Agreement, ParamState, UntrainedState, View, as_sharded
 from mp_optim.precision.slot_table import SlotTable
@@ -79,6 +80,7 @@ class MainParams:
     Attributes:
         table: what was last seen at every slot.
         expected: slots with a loaded remainder beside which no parameter was seen yet.
+        changes: what is to be published, if that is asked for.
         reloaded: how often a main param took the value of a parameter that was written from
             outside.
 
@@ -94,12 +96,13 @@ class MainParams:
         check_param: Callable[[Slot, Tensor], None],
     ) -> None:
         self._param_groups, self._executor = param_groups, executor
-        self._process_groups, self._check_param = process_groups, check_param
+        self.process_groups, self._check_param = process_groups, check_param
         self._agreement = Agreement()
         self.expected: Mapping[Slot, int] = self._agreement.expected
         self._ready: dict[Slot, Tensor] = {}
         """Parameters that have a main param in case they are trained."""
         self.table = SlotTable()
+        self.changes: ChangedWeights | None = None
         self.reloaded = 0
         for index in range(len(param_groups)):
             self.bind_group(index)
@@ -227,7 +230,7 @@ class MainParams:
 
     def _tensor_parallel(self, slot: Slot) -> ProcessGroup | None:
         expert = self._param_groups[slot.group].get("is_expert_parallel", False)
-        return self._process_groups.expert_tp if expert else self._process_groups.tp
+        return self.process_groups.expert_tp if expert else self.process_groups.tp
 
     # -- what there is ----------------------------------------------------------------------------
 
@@ -275,7 +278,7 @@ class MainParams:
 
     def is_first_copy(self, slot: Slot) -> bool:
         """Whether no rank before this one has the elements that are here of a slot's parameter."""
-        param, groups = self.param(slot), self._process_groups
+        param, groups = self.param(slot), self.process_groups
         if isinstance(param, DTensor):
             return is_first_on_mesh(param)
         parts, tp = shard_info(param).shard_groups, self._tensor_parallel(slot)
@@ -310,10 +313,6 @@ class MainParams:
             local = local_tensor(param)
             before_writing([local])
             local.copy_(self._stepped(slot))
-
-    def take_as_seen(self) -> None:
-        """The model's parameters were written here: nothing of it is to be followed."""
-        self.table.seen.written()
 
     # -- following the model ----------------------------------------------------------------------
 
@@ -400,6 +399,20 @@ class MainParams:
                 self._executor.set_main_param(slot, value)
         self._agreement.expected.clear()
         table.look(all_params(self._param_groups))
+        if self.changes is not None:
+            self.changes.reloaded()
+
+    # -- what is published ------------------------------------------------------------------------
+
+    def track_changes(self, on: bool) -> None:
+        """Begin to remember which weights change, from nothing; or stop."""
+        self.changes = ChangedWeights(self.table, self._executor) if on else None
+
+    def changed_parts(self, full: bool) -> list[ChangedPart]:
+        """What changed, or everything, by slot; it goes on being remembered."""
+        assert self.changes is not None
+        self.changes.look()
+        return list(self.changes.changed(full, self.is_first_copy))
 
     # -- state ------------------------------------------------------------------------------------
 

@@ -31,8 +31,9 @@ from mp_optim.precision.description import Description
 from mp_optim.precision.grad_scaler import MegatronGradScaler, scaling_of
 from mp_optim.precision.graph_step import GraphedStep, StepToCapture
 from mp_optim.precision.health import GradientHealth
+from mp_optim.precision.main_params import MainParams
 from mp_optim.precision.measure import MAIN_NORM, NormKey
-from mp_optim.precision.settings_agreement import SettingsAlike, check_write, disagreement
+from mp_optim.precision.settings_agreement import check_write, disagreement
 from mp_optim.precision.skip_rule import RollingRule
 from mp_optim.precision.standstill import StandstillWatch
 from mp_optim.precision.step_grads import StepGrads
@@ -47,7 +48,8 @@ from mp_optim.precision.verdict import (
 )
 from mp_optim.process.calls import in_own_modes
 from mp_optim.process.leases import before_writing
-from mp_optim.slots import Slot, current_grad, iter_slots
+from mp_optim.slots import Slot, current_grad, iter_slots, local_tensor
+from mp_optim.slots.identity import has_names
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.slots.names import ModelParams
@@ -124,12 +126,13 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         None if the verdict is needed as numbers."""
 
     @abstractmethod
-    def settings_alike(self) -> list[SettingsAlike]:
-        """What ranks that share split parameters compare, member by member."""
+    def all_mains(self) -> list[MainParams]:
+        """The main params of the wrappers, member by member."""
 
-    @abstractmethod
     def norm_ranks(self) -> list[ProcessGroup]:
         """The ranks that agree on one gradient norm, member by member."""
+        of_members = (mains.process_groups.grad_stats for mains in self.all_mains())
+        return [ranks for ranks in of_members if ranks is not None]
 
     # -- the step ---------------------------------------------------------------------------------
 
@@ -290,9 +293,9 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         return [param for _, param in iter_slots(self.param_groups)]
 
     @property
-    @abstractmethod
     def has_quantized_params(self) -> bool:
         """Whether some of the model's parameters are in 8 bits, with scales."""
+        return any(any(mains.table.quantized) for mains in self.all_mains())
 
     @abstractmethod
     def has_state(self, slot: Slot) -> bool:
@@ -366,9 +369,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.finish_param_sync()
         self.make_current()
         check_write(self.sharers(), "scale_rows_", factors, self.device)
-        mains = [swap.mains for swap in self.averages.swaps]
         with self.step_mark.step(self):
-            scale_rows_(mains, factors, self.step_mark)
+            scale_rows_(self.all_mains(), factors, self.step_mark)
             self.averages.share()
 
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
@@ -390,14 +392,17 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         check_write(self.sharers(), "reload_model_params", values, self.device)
         self.take_model_params(values)
 
-    @abstractmethod
     def take_model_params(self, values: Mapping[str, Any]) -> None:
         """What :meth:`reload_model_params` does, with nothing compared."""
+        for mains in self.all_mains():
+            mains.reload(values)
 
-    @abstractmethod
     def sharers(self) -> Iterator[tuple[str, tuple[ProcessGroup, ...]]]:
         """The name of each trained parameter, and the groups of ranks that have copies or other
         parts of it: what one of them writes, all have to."""
+        for mains in self.all_mains():
+            for slot in mains.trained_slots():
+                yield mains.name(slot), mains.sharers(slot)
 
     def offload_to_cpu(self) -> None:
         """Move main params and moments off the accelerator, until :meth:`restore_from_cpu`; a step
@@ -422,7 +427,10 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         """
         self.step_mark.check_lent("track_changes")
         self.make_current()
-        self.watch_changes(on)
+        if on:
+            _check_trackable(self)
+        for mains in self.all_mains():
+            mains.track_changes(on)
         self.publications = (uuid.uuid4().hex, 0) if on else None
 
     def changed_weights(self, *, full: bool = False) -> WeightDelta:
@@ -450,34 +458,19 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.step_mark.check_lent("changed_weights")
         self.make_current()
         run, number = self.publications
-        parts, parallel = self.changed_parts(full), self.model_parallel
-        names = [self.slot_name(part.slot) for part in parts]
-        patches = tuple(
-            patch_of(name, part, parallel)
-            for name, part in zip(names, parts, strict=True)
-            if name not in parallel.copies
-        )
-        self.changes_published()
+        parallel, patches, watched = self.model_parallel, [], 0
+        for mains in self.all_mains():
+            watched += sum(local_tensor(param).numel() for param in mains.table.params)
+            for part in mains.changed_parts(full):
+                name = mains.name(part.slot)
+                if name not in parallel.copies:
+                    patches.append(patch_of(name, part, parallel))
+        for mains in self.all_mains():
+            if mains.changes is not None:
+                mains.changes.published()
         self.publications = run, number + 1
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        watched = self.watched_elements()
-        return WeightDelta(run, number + 1, full, rank, ranks, watched, patches)
-
-    @abstractmethod
-    def watch_changes(self, on: bool) -> None:
-        """Begin to remember what changes, from nothing; or stop."""
-
-    @abstractmethod
-    def changed_parts(self, full: bool) -> list[ChangedPart]:
-        """What changed, or everything, by slot; it goes on being remembered."""
-
-    @abstractmethod
-    def changes_published(self) -> None:
-        """What changed so far was published."""
-
-    @abstractmethod
-    def watched_elements(self) -> int:
-        """Elements of weights that this rank has."""
+        return WeightDelta(run, number + 1, full, rank, ranks, watched, tuple(patches))
 
     # -- state: a loss scale beside the slots' ----------------------------------------------------
 
@@ -487,6 +480,9 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         """Torch-shaped, plus ``grad_scaler`` if there is one. ``is_loading`` is accepted and not
         needed."""
         return super().state_dict(full_precision=full_precision)
+
+    def param_checksums(self) -> list[int | None]:
+        return [checksum for mains in self.all_mains() for checksum in mains.checksums()]
 
     def saved_beside(self) -> dict[str, Any]:
         beside = {}
@@ -511,6 +507,21 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Numbers about the last step and the run so far."""
+
+
+def _check_trackable(stack: MegatronOptimizer) -> None:
+    """Raise ValueError if weights cannot be published, saying why."""
+    if stack.has_quantized_params:
+        raise ValueError(
+            "track_changes: there are parameters in 8 bits, whose scales change with their "
+            "values: publish the whole weights"
+        )
+    unnamed = [group for group in stack.param_groups if not has_names(group)]
+    if any(group["params"] for group in unnamed):
+        raise ValueError(
+            "track_changes: parameters have no names to publish them by: build the optimizer "
+            "over model.named_parameters()"
+        )
 
 
 def patch_of(name: str, part: ChangedPart, parallel: ModelParallel) -> WeightPatch:
@@ -625,7 +636,7 @@ def refuse_disagreement(stack: MegatronOptimizer) -> NoReturn:
         ValueError: naming what they differ in.
     """
     stack.early_work.discard()
-    raise disagreement(stack.settings_alike())
+    raise disagreement([mains.table.common for mains in stack.all_mains()])
 
 
 @contextmanager

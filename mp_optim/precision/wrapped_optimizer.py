@@ -16,7 +16,6 @@ from mp_optim.placement.placed import stepper_of
 from mp_optim.precision import graph_step
 from mp_optim.precision.averaged_weights import WeightSwap
 from mp_optim.precision.backward_overlap import BackwardOverlap
-from mp_optim.precision.changed_weights import ChangedPart, ChangedWeights
 from mp_optim.precision.description import Description, describe
 from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.main_params import MainParams
@@ -36,7 +35,6 @@ from mp_optim.precision.measure import (
 )
 from mp_optim.precision.megatron_optimizer import MegatronOptimizer
 from mp_optim.precision.param_state import View
-from mp_optim.precision.settings_agreement import SettingsAlike
 from mp_optim.precision.slot_table import Selection, SlotTable
 from mp_optim.precision.step_grads import StepGrads
 from mp_optim.quantized import FLOAT8_DTYPES, quantize_
@@ -50,11 +48,10 @@ from mp_optim.slots import (
     current_grad,
     iter_slots,
     local_tensor,
-    param_at,
     with_names,
 )
 from mp_optim.slots.executor import Executor, Mode
-from mp_optim.slots.identity import SharedSettings, has_names
+from mp_optim.slots.identity import SharedSettings
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.slots.tensors import lazy
@@ -72,7 +69,6 @@ class Engine:
         link: what may begin during backward.
         norm_names: of the norm groups that any rank has, if ranks have said so. has_compared:
             whether ranks have compared their settings.
-        changes: what is to be published, if that is asked for.
     """
 
     optimizer: torch.optim.Optimizer
@@ -82,7 +78,6 @@ class Engine:
     link: BackwardOverlap
     norm_names: list[str] | None = None
     has_compared: bool = False
-    changes: ChangedWeights | None = None
 
 
 @dataclass(eq=False)
@@ -120,7 +115,7 @@ class WrappedGrads(StepGrads):
 
     def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
         executor, table = self.engine.executor, self.engine.table
-        some, changes = self.selection, self.engine.changes
+        some, changes = self.selection, self.engine.mains.changes
         if some.group is None:
             factors = [multipliers[key.group] for key in some.keys]
         else:
@@ -231,7 +226,7 @@ class WrappedOptimizer(MegatronOptimizer):
         return self.engine
 
     @property
-    def is_built(self) -> bool:
+    def _is_built(self) -> bool:
         """Whether there is something to step with."""
         return "engine" in vars(self)
 
@@ -239,7 +234,7 @@ class WrappedOptimizer(MegatronOptimizer):
         """Build what steps, in a class whose constructor does not."""
 
     @property
-    def executor(self) -> Executor:
+    def executor(self) -> Executor:  # type: ignore[override]  # of one that may be built late
         """What steps for the inner optimizer."""
         return self.engine.executor
 
@@ -260,7 +255,7 @@ class WrappedOptimizer(MegatronOptimizer):
         Raises:
             ValueError: some parameter is not there, and the other groups have names.
         """
-        if not self.is_built:
+        if not self._is_built:
             super().add_param_group(param_group)  # torch's constructor is adding the first groups
             return
         with self.added_whole():
@@ -359,12 +354,8 @@ class WrappedOptimizer(MegatronOptimizer):
     def verdict_device(self) -> torch.device | None:
         return self.engine.executor.verdict_device()
 
-    def settings_alike(self) -> list[SettingsAlike]:
-        return [self.engine.table.common]
-
-    def norm_ranks(self) -> list[ProcessGroup]:
-        ranks = self.process_groups.grad_stats
-        return [] if ranks is None else [ranks]
+    def all_mains(self) -> list[MainParams]:
+        return [self.engine.mains]
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         link = self.engine.link
@@ -379,10 +370,6 @@ class WrappedOptimizer(MegatronOptimizer):
 
     # -- the optimizer below ----------------------------------------------------------------------
 
-    @property
-    def has_modes(self) -> bool:
-        return self.executor.has_modes
-
     def switch_mode(self, mode: Mode) -> None:
         with self.step_mark.step(self):
             self.make_current()
@@ -393,7 +380,7 @@ class WrappedOptimizer(MegatronOptimizer):
             mains = self.engine.mains
             for slot in mains.trained_slots():
                 mains.write_model(slot)
-            mains.take_as_seen()
+            mains.table.seen.written()
             self.share_settings()
         self.averages.share()
 
@@ -414,12 +401,6 @@ class WrappedOptimizer(MegatronOptimizer):
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         self.executor.allocate_state([slot for slot in slots if self.has_state(slot)])
 
-    def param_checksums(self) -> list[int | None]:
-        return self.engine.mains.checksums()
-
-    def check_settings(self, group: dict[str, Any]) -> None:
-        self.executor.check_settings(group)
-
     def main_param(self, slot: Slot) -> Tensor:
         self.step_mark.check("main_param")
         self.make_current(slot)
@@ -435,64 +416,10 @@ class WrappedOptimizer(MegatronOptimizer):
         table = self.engine.table
         return table.keys[table.index(slot)]
 
-    @property
-    def has_quantized_params(self) -> bool:
-        return any(self.engine.table.quantized)
-
-    def sharers(self) -> Iterator[tuple[str, tuple[ProcessGroup, ...]]]:
-        mains = self.engine.mains
-        for slot in mains.trained_slots():
-            yield self.slot_name(slot), mains.sharers(slot)
-
-    def take_model_params(self, values: Mapping[str, Any]) -> None:
-        self.engine.mains.reload(values)
-        if self.engine.changes is not None:
-            self.engine.changes.reloaded()
-
-    # -- what is published ------------------------------------------------------------------------
-
-    def watch_changes(self, on: bool) -> None:
-        engine = self.engine
-        if on and self.has_quantized_params:
-            raise ValueError(
-                "track_changes: there are parameters in 8 bits, whose scales change with their "
-                "values: publish the whole weights"
-            )
-        unnamed = [group for group in self.param_groups if not has_names(group)]
-        if on and any(group["params"] for group in unnamed):
-            raise ValueError(
-                "track_changes: parameters have no names to publish them by: build the optimizer "
-                "over model.named_parameters()"
-            )
-        engine.changes = ChangedWeights(engine.table, engine.executor) if on else None
-
-    def changed_parts(self, full: bool) -> list[ChangedPart]:
-        mains, changes = self.engine.mains, self.engine.changes
-        assert changes is not None
-        changes.look()
-        return list(changes.changed(full, mains.is_first_copy))
-
-    def watched_elements(self) -> int:
-        return sum(local_tensor(param).numel() for param in self.engine.table.params)
-
-    def changes_published(self) -> None:
-        if self.engine.changes is not None:
-            self.engine.changes.published()
-
     def use_mark(self, mark: StepMark) -> None:
         super().use_mark(mark)
-        self.executor.use_mark(mark)
         if isinstance(self.optimizer, SlotOptimizer):
             self.optimizer.step_mark = mark
-
-    def recover(self) -> None:
-        self.executor.recover()
-
-    def home(self, slot: Slot) -> torch.device:
-        return self.executor.home(slot, param_at(self.param_groups, slot))
-
-    def memory_moved(self, slot: Slot | None = None) -> None:
-        self.executor.memory_moved(slot)
 
     # -- what is going on -------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@ slot; and how such state is loaded."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.process.leases import before_writing
-from mp_optim.slots import ParamGroups, Slot, iter_slots, local_tensor, slot_name
-from mp_optim.slots.executor import Mode
+from mp_optim.slots import ParamGroups, Slot, iter_slots, local_tensor, param_at, slot_name
+from mp_optim.slots.executor import Executor, Mode
 from mp_optim.slots.identity import SharedSettings, check_assigned, edited_lists, sizes_of
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.model_parallel import ModelParallel
@@ -38,10 +37,12 @@ Closure = Callable[[], Any]
 class SlotKeyedOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose state is keyed by ``(group, position)``.
 
-    Subclasses differ in where a slot's state is: in an executor, or in the layer below. How state
-    is shown, saved, matched and loaded is the same.
+    Subclasses differ in where a slot's state is: in an executor, or in members. How state is shown,
+    saved, matched and loaded is the same.
     """
 
+    executor: Executor
+    """What steps, of one that has no members for it."""
     _live_groups: ParamGroups
     _sizes: list[int]
     groups_below: Sequence[ParamGroups] = ()
@@ -55,35 +56,38 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     whole model; groups and messages have those here."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        self._state_view = SlotStateView(self._checked_groups, self)
+        self._state_view = SlotStateView(
+            self._checked_groups, self.has_slot_state, self.slot_state, self.assign_states
+        )
         self._told_of_host = False
         self.step_mark = StepMark()
         self._settings = SharedSettings()
+        self.__dict__.setdefault("_live_groups", [])
         self.__dict__.setdefault("_sizes", [])
         super().__init__(params, defaults)
 
-    # -- what a subclass provides ---------------------------------------------------------------
+    # -- what the executor answers, or a subclass ------------------------------------------------
 
-    @abstractmethod
     def state_of(self, slot: Slot) -> SlotState:
         """A slot's state as this layer shows and loads it."""
+        return self.executor.state_of(slot)
 
-    @abstractmethod
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         """Allocate the state of some slots together."""
+        self.executor.allocate_state(slots)
 
-    @abstractmethod
     def home(self, slot: Slot) -> torch.device:
         """Where a slot is stepped, from memory there: its parameter's device, or the host."""
+        return self.executor.home(slot, param_at(self.param_groups, slot))
 
-    @abstractmethod
     def memory_moved(self, slot: Slot | None = None) -> None:
         """Main params and state, of a slot or of any, were given other memory."""
+        self.executor.memory_moved(slot)
 
-    @abstractmethod
     def check_settings(self, group: dict[str, Any]) -> None:
         """Raise ValueError naming a setting of a param group, and its value, if it cannot be
         stepped with."""
+        self.executor.check_settings(group)
 
     # -- param groups -----------------------------------------------------------------------------
 
@@ -95,10 +99,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: ParamGroups) -> None:
-        if not self.__dict__.get("_sizes"):  # torch's constructor
-            self.__dict__.setdefault("_live_groups", groups)
-            return
-        check_assigned(self._live_groups, groups, self.defaults)
+        if self._sizes:  # else torch's constructor assigns
+            check_assigned(self._live_groups, groups, self.defaults)
         self._live_groups[:] = groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -159,9 +161,11 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     def use_mark(self, mark: StepMark) -> None:
         """Tell of broken-off steps by this mark, which belongs to the layer above."""
         self.step_mark = mark
+        self.executor.use_mark(mark)
 
     def recover(self) -> None:
         """A step was broken off: forget what it left under way. Values are loaded after this."""
+        self.executor.recover()
 
     # -- what is below ----------------------------------------------------------------------------
 
@@ -178,10 +182,15 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     def has_modes(self) -> bool:
         """Whether an optimizer below has other weights for evaluation (``train()`` and ``eval()``,
         as those of Schedule-Free have)."""
-        return False
+        return self.executor.has_modes
 
     def switch_mode(self, mode: Mode) -> None:
         """Let optimizers below switch, and follow the weights that they write."""
+        self.share_settings()
+        with self.step_mark.step(self):
+            self.step_mark.touch()
+            self.executor.switch_mode(mode)
+        self.share_settings()
 
     @in_own_modes
     def train(self) -> None:
@@ -287,7 +296,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: Mapping[Tensor, dict[str, Any]]) -> None:
-        if self._sizes:  # torch's constructor begins with none
+        if value or self._sizes:  # torch's constructor begins with none
             self._state_view.assign(value)
 
     def slot_name(self, slot: Slot) -> str:

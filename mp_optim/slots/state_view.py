@@ -25,7 +25,7 @@ from collections.abc import (
     MutableMapping,
     ValuesView,
 )
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,16 +108,6 @@ class ShownState(dict[str, Any]):
         return dict, (dict(self.items()),)
 
 
-class HasSlotState(Protocol):
-    """What a view shows."""
-
-    def has_slot_state(self, slot: Slot) -> bool: ...
-
-    def slot_state(self, slot: Slot) -> State: ...
-
-    def assign_states(self, states: Mapping[Slot, State], *, whole: bool) -> None: ...
-
-
 class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
     """``optimizer.state`` as torch expects it: current tensors as keys, slots underneath.
 
@@ -127,11 +117,18 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
 
     Args:
         param_groups: the groups of now.
-        states: what has them.
+        has: whether a slot has any state. read: a slot's. write: takes what was put into some
+            slots' state; all of it is given with ``whole``.
     """
 
-    def __init__(self, param_groups: Callable[[], ParamGroups], states: HasSlotState) -> None:
-        self._param_groups, self._states = param_groups, states
+    def __init__(
+        self,
+        param_groups: Callable[[], ParamGroups],
+        has: Callable[[Slot], bool],
+        read: Callable[[Slot], State],
+        write: Callable[..., None],
+    ) -> None:
+        self._param_groups, self._has, self._read, self._write = param_groups, has, read, write
         self._index: dict[int, Slot] = {}
         self._shown: weakref.WeakValueDictionary[Slot, ShownState] = weakref.WeakValueDictionary()
 
@@ -151,18 +148,15 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
             return False
 
     def __getitem__(self, tensor: Tensor) -> dict[str, Any]:
-        slot, states = self._slot(tensor), self._states
+        slot, read, write = self._slot(tensor), self._read, self._write
         if (shown := self._shown.get(slot)) is not None:
             return shown.look()
-        shown = ShownState(
-            lambda: states.slot_state(slot),
-            lambda given: states.assign_states({slot: given}, whole=False),
-        )
+        shown = ShownState(lambda: read(slot), lambda given: write({slot: given}, whole=False))
         self._shown[slot] = shown
         return shown
 
     def __setitem__(self, tensor: Tensor, state: dict[str, Any]) -> None:
-        self._states.assign_states({self._slot(tensor): dict(state)}, whole=True)
+        self._write({self._slot(tensor): dict(state)}, whole=True)
 
     def assign(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
         """Copy states into slots, as ``optimizer.state = ...`` does; the others keep theirs.
@@ -176,14 +170,14 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
                 "optimizer, or load a state dict from before the first step"
             )
         given = {self._slot(tensor): dict(state) for tensor, state in states.items()}
-        self._states.assign_states(given, whole=True)
+        self._write(given, whole=True)
 
     def __delitem__(self, tensor: Tensor) -> None:
         raise TypeError("a slot's state cannot be deleted; load_state_dict replaces it")
 
     def __iter__(self) -> Iterator[Tensor]:
         slots = iter_slots(self._param_groups())
-        return (param for slot, param in slots if self._states.has_slot_state(slot))
+        return (param for slot, param in slots if self._has(slot))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -193,7 +187,7 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
 
     def __contains__(self, tensor: object) -> bool:
         try:
-            return isinstance(tensor, Tensor) and self._states.has_slot_state(self._slot(tensor))
+            return isinstance(tensor, Tensor) and self._has(self._slot(tensor))
         except KeyError:
             return False
 

@@ -17,11 +17,9 @@ from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.ranks.agreement import ProcessGroups
-from mp_optim.slots import ParamGroups, Slot, group_settings, iter_slots, with_names
-from mp_optim.slots.identity import check_assigned
+from mp_optim.slots import Slot, group_settings, iter_slots, with_names
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer, matched_groups
 from mp_optim.slots.state_dict import plain_groups
-from mp_optim.slots.state_view import SlotStateView
 from mp_optim.torch_style.settings import config_of
 from mp_optim.update import check_serves, executor_of
 from mp_optim.update.backends.selection import warn_of_missing_kernels
@@ -80,7 +78,7 @@ class StackOptimizer(WrappedOptimizer):
         Raises:
             TypeError: a parameter's dtype cannot be trained, naming it.
         """
-        if not self.is_built:
+        if not self._is_built:
             self._build()
         return self
 
@@ -183,23 +181,9 @@ class StackOptimizer(WrappedOptimizer):
 
     # -- groups -----------------------------------------------------------------------------------
 
-    @property
-    def param_groups(self) -> ParamGroups:
-        """As torch's: live. Another list may be assigned; after the first step its groups take the
-        place of those that are here, and have to hold as many parameters."""
-        return self._live_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: ParamGroups) -> None:
-        if not self.is_built:
-            self._live_groups = groups
-            return
-        check_assigned(self._live_groups, groups, self.defaults)
-        self._live_groups[:] = groups
-
     def lists_are_known(self) -> None:
         """As of every optimizer; before the first step lists may be edited."""
-        if self.is_built:
+        if self._is_built:
             super().lists_are_known()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -210,7 +194,7 @@ class StackOptimizer(WrappedOptimizer):
         """
         with self.added_whole():
             for group in self.arranged(param_group):
-                if self.is_built:
+                if self._is_built:
                     super().add_param_group(group)
                 else:
                     SlotKeyedOptimizer.add_param_group(self, group)
@@ -220,7 +204,7 @@ class StackOptimizer(WrappedOptimizer):
         self._rule.check_settings({**self._rule.defaults, **group})
 
     def forget_groups(self, count: int) -> None:
-        if self.is_built:
+        if self._is_built:
             super().forget_groups(count)
         else:
             SlotKeyedOptimizer.forget_groups(self, count)
@@ -231,21 +215,11 @@ class StackOptimizer(WrappedOptimizer):
 
     # -- state ------------------------------------------------------------------------------------
 
-    @property  # type: ignore[override]
-    def state(self) -> SlotStateView:
-        """The state of every parameter; looking at it builds what steps."""
-        return self.stack._state_view
-
-    @state.setter
-    def state(self, value: Mapping[Tensor, dict[str, Any]]) -> None:
-        if value or self.is_built:  # torch's constructor begins with none
-            self.stack._state_view.assign(value)
-
     def state_dict(
         self, is_loading: bool = False, *, full_precision: bool = False
     ) -> dict[str, Any]:
         """As torch's: without state before the first step (or look at :attr:`state`)."""
-        if not self.is_built:
+        if not self._is_built:
             return {"state": {}, "param_groups": plain_groups(self.param_groups)}
         self.grad_scaler = None  # a GradScaler saves itself
         return super().state_dict(is_loading, full_precision=full_precision)
@@ -272,7 +246,7 @@ class StackOptimizer(WrappedOptimizer):
         """For pickle and ``copy.deepcopy``, as torch's: the parameters are part of it, so an
         optimizer that is copied together with its model stays that model's. Hooks are not."""
         groups = [with_names(group) for group in self.param_groups]
-        saved = self.state_dict() if self.is_built else None
+        saved = self.state_dict() if self._is_built else None
         return {
             "hyperparameters": self._hyperparameters,
             "defaults": self.defaults,

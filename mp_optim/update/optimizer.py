@@ -10,20 +10,10 @@ import torch
 from torch import Tensor
 
 from mp_optim.process.calls import in_own_modes
-from mp_optim.slots import (
-    Slot,
-    SlotUpdate,
-    SlotUpdates,
-    current_grad,
-    iter_slots,
-    param_at,
-    update_of,
-)
-from mp_optim.slots.executor import Executor, Mode
-from mp_optim.slots.interrupted_step import StepMark
+from mp_optim.slots import Slot, SlotUpdate, SlotUpdates, current_grad, iter_slots, update_of
+from mp_optim.slots.executor import Executor
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.slots.seen_params import check_memory
-from mp_optim.slots.slot_state import SlotState
 from mp_optim.update.backends.selection import warn_of_missing_kernels
 from mp_optim.update.executor import RuleExecutor
 from mp_optim.update.measures import global_grad_norm
@@ -43,6 +33,8 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         executor: does the work. A wrapper takes it over and steps it itself; this optimizer's
             groups then hold main params.
     """
+
+    executor: E
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], executor: E) -> None:
         self.executor = executor
@@ -67,11 +59,7 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
                 for slot, param in iter_slots(self.param_groups)
                 if param.requires_grad
             )
-            self._tell_executor()
-
-    @in_own_modes
-    def _tell_executor(self) -> None:
-        self.executor.group_added()
+            in_own_modes(self.executor.group_added)()
 
     def lists_are_known(self) -> None:
         """The executor knows how many parameters each group has."""
@@ -79,9 +67,6 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
     def forget_groups(self, count: int) -> None:
         self.executor.forget_groups(count)
         self._settings.forget_groups(count)
-
-    def check_settings(self, group: dict[str, Any]) -> None:
-        self.executor.check_settings(group)
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -126,37 +111,7 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         if self.executor.writes_settings:
             self.share_settings()
 
-    @property
-    def has_modes(self) -> bool:
-        return self.executor.has_modes
-
-    def switch_mode(self, mode: Mode) -> None:
-        self.share_settings()
-        with self.step_mark.step(self):
-            self.step_mark.touch()
-            self.executor.switch_mode(mode)
-        self.share_settings()
-
-    def use_mark(self, mark: StepMark) -> None:
-        super().use_mark(mark)
-        self.executor.use_mark(mark)
-
-    def recover(self) -> None:
-        self.executor.recover()
-
-    # -- state ------------------------------------------------------------------------------------
-
-    def state_of(self, slot: Slot) -> SlotState:
-        return self.executor.state_of(slot)
-
-    def allocate_state(self, slots: Sequence[Slot]) -> None:
-        self.executor.allocate_state(slots)
-
-    def home(self, slot: Slot) -> torch.device:
-        return self.executor.home(slot, param_at(self.param_groups, slot))
-
-    def memory_moved(self, slot: Slot | None = None) -> None:
-        self.executor.memory_moved(slot)
+    # -- what is going on -------------------------------------------------------------------------
 
     def main_param(self, slot: Slot) -> Tensor:
         """The FP32 main param of a slot: what is stepped, or a copy if that is stored in parts."""
