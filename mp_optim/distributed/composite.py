@@ -66,7 +66,6 @@ class CompositeOptimizer(MegatronOptimizer):
             member.grad_scaler, member.skip_rule = self.grad_scaler, self.skip_rule
             self.counts.members.append(member.counts)
             self.early_work.links += member.early_work.links
-            self.averages.swaps += member.averages.swaps
             self.averages.shares += member.averages.shares
         self.use_mark(self.step_mark)
 

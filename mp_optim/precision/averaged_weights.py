@@ -3,6 +3,7 @@ lasts."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,89 +23,30 @@ from mp_optim.slots.slot_state import AVERAGE
 from mp_optim.slots.tensor_layout import region_of
 
 
-class WeightSwap:
-    """The weights of one wrapper.
-
-    Args:
-        mains: its parameters, and what is kept for them.
-    """
-
-    def __init__(self, mains: MainParams) -> None:
-        self.mains = mains
-        self._own: list[tuple[Slot, Tensor]] = []
-
-    def check(self) -> None:
-        """Raise ValueError if no averages are kept."""
-        slot = next(iter(self.mains.trained_slots()), None)
-        if slot is not None and AVERAGE not in self.mains.stored(slot):
-            raise ValueError(
-                "averaged_weights: no averages are kept; set ema_decay (of OptimizerConfig, or of "
-                "the optimizer's class)"
-            )
-
-    def is_sharded(self) -> bool:
-        """Whether parameters are DTensors, which FSDP2 may have gathered."""
-        return any(isinstance(param, DTensor) for param in self.mains.table.params)
-
-    @in_own_modes
-    def swap_in(self) -> None:
-        """Write the averages into the model, in its dtypes; of a parameter that was never stepped
-        there is none."""
-        self._own.clear()  # of a block whose end was interrupted
-        for slot in self.mains.trained_slots():
-            state = self.mains.stored(slot)
-            if state["step"] > 0:
-                self._write(slot, state[AVERAGE])
-        self.mains.table.seen.written()
-
-    def _write(self, slot: Slot, average: Tensor) -> None:
-        param = self.mains.param(slot)
-        if is_quantized(param):
-            self._own.append((slot, param))
-            quantize_(param, average.float())
-            return
-        local = local_tensor(param)
-        before_writing([local])
-        self._own.append((slot, local.clone()))
-        local.copy_(average.to(local.dtype))  # in the model's dtype to its device
-
-    @in_own_modes
-    def swap_back(self) -> None:
-        """Give the model its own weights, to the bit."""
-        for slot, own in self._own:
-            param = self.mains.param(slot)
-            if is_quantized(param):
-                quantize_(param, self.mains.stepped_value(slot))
-            else:
-                local = local_tensor(param)
-                before_writing([local])
-                local.copy_(own)
-        self._own.clear()
-        self.mains.table.seen.written()
-
-
 class AveragedWeights:
     """The weights of a whole stack.
 
+    Args:
+        all_mains: the main params of its wrappers, member by member.
+
     Attributes:
-        swaps: member by member.
         shares: what lets other ranks have parameters that were written here.
     """
 
-    def __init__(self) -> None:
-        self.swaps: list[WeightSwap] = []
+    def __init__(self, all_mains: Callable[[], list[MainParams]]) -> None:
+        self._all_mains = all_mains
+        self._own: list[tuple[MainParams, Slot, Tensor]] = []
         self.shares: list[Callable[[], None]] = []
 
     @contextmanager
     def swapped_in(self, mark: StepMark) -> Iterator[None]:
         """See :meth:`~mp_optim.MegatronOptimizer.averaged_weights`."""
-        for swap in self.swaps:
-            swap.check()
+        for mains in self._all_mains():
+            _check_kept(mains)
         are_there = True
         with mark.lent("averaged_weights"):
             try:
-                for swap in self.swaps:
-                    swap.swap_in()
+                self.swap_in()
                 self.share()
                 yield
             except MissingRanksError:  # what other ranks own does not come back
@@ -112,19 +54,67 @@ class AveragedWeights:
                 raise
             finally:
                 mark.touch()  # an interrupt from here on leaves it
-                for swap in self.swaps:
-                    swap.swap_back()
+                self.swap_back()
                 if are_there:
                     self.share()
                     mark.clear()
+
+    @in_own_modes
+    def swap_in(self) -> None:
+        """Write the averages into the model, in its dtypes; of a parameter that was never stepped
+        there is none."""
+        self._own.clear()  # of a block whose end was interrupted
+        for mains in self._all_mains():
+            for slot in mains.trained_slots():
+                state = mains.stored(slot)
+                if state["step"] > 0:
+                    self._write(mains, slot, state[AVERAGE])
+            mains.table.seen.written()
+
+    def _write(self, mains: MainParams, slot: Slot, average: Tensor) -> None:
+        param = mains.param(slot)
+        if is_quantized(param):
+            self._own.append((mains, slot, param))
+            quantize_(param, average.float())
+            return
+        local = local_tensor(param)
+        before_writing([local])
+        self._own.append((mains, slot, local.clone()))
+        local.copy_(average.to(local.dtype))  # in the model's dtype to its device
+
+    @in_own_modes
+    def swap_back(self) -> None:
+        """Give the model its own weights, to the bit."""
+        for mains, slot, own in self._own:
+            param = mains.param(slot)
+            if is_quantized(param):
+                quantize_(param, mains.stepped_value(slot))
+            else:
+                local = local_tensor(param)
+                before_writing([local])
+                local.copy_(own)
+        self._own.clear()
+        for mains in self._all_mains():
+            mains.table.seen.written()
 
     @in_own_modes
     def share(self) -> None:
         """Have every rank, and FSDP2, see parameters that were written here."""
         for share in self.shares:
             share()
-        if any(swap.is_sharded() for swap in self.swaps):
+        params = itertools.chain.from_iterable(mains.table.params for mains in self._all_mains())
+        if any(isinstance(param, DTensor) for param in params):
             _forget_gathered()
+
+
+def _check_kept(mains: MainParams) -> None:
+    """Raise ValueError if no averages are kept."""
+    slot = next(iter(mains.trained_slots()), None)
+    if slot is not None and AVERAGE not in mains.stored(slot):
+        raise ValueError(
+            "averaged_weights: no averages are kept; set ema_decay (of OptimizerConfig, or of "
+            "the optimizer's class)"
+        )
 
 
 def _forget_gathered() -> None:

@@ -105,7 +105,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.early_work = EarlyWork()
         self.counts = StepCounts(partial(refuse_disagreement, self))
         self.graphed: GraphedStep | None = None
-        self.averages = AveragedWeights()
+        self.averages = AveragedWeights(self.all_mains)
         self.publications: tuple[str, int] | None = None
         self.skip_rule = RollingRule(config)
         self.health = GradientHealth(self, config)

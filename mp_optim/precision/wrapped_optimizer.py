@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup
 from mp_optim.config import OptimizerConfig
 from mp_optim.placement.placed import stepper_of
 from mp_optim.precision import graph_step
-from mp_optim.precision.averaged_weights import WeightSwap
 from mp_optim.precision.backward_overlap import BackwardOverlap
 from mp_optim.precision.description import Description, describe
 from mp_optim.precision.grad_scaler import MegatronGradScaler
@@ -206,7 +205,6 @@ class WrappedOptimizer(MegatronOptimizer):
         link = BackwardOverlap(self, executor, mains.table, config)
         self.engine = Engine(optimizer, executor, mains, mains.table, link)
         self.groups_below, self._settings = executor.all_groups(), SharedSettings()
-        self.averages.swaps.append(WeightSwap(mains))
         self.use_mark(self.step_mark)
         self.share_settings()
         if link.stepper is not None:

@@ -13,7 +13,7 @@ from mp_optim.config.state_forms import NO_REMAINDER
 from mp_optim.factory import inner_optimizer, set_up_host
 from mp_optim.planner.sweep import with_chosen_fraction
 from mp_optim.precision import MegatronOptimizer, StepResult, WrappedOptimizer
-from mp_optim.precision.grad_scaler import MegatronGradScaler
+from mp_optim.precision.grad_scaler import ConstantGradScaler
 from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.ranks.agreement import ProcessGroups
@@ -53,11 +53,13 @@ class StackOptimizer(WrappedOptimizer):
     """
 
     rule = "adam"
+    last_step: StepResult | None = None
+    """What became of the last step: whether it was taken, and the gradient norm before clipping;
+    None before the first."""
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], settings: Mapping[str, Any]
     ) -> None:
-        self._last: StepResult | None = None
         self._warned_of_fp16 = False
         self._given_settings = dict(settings)
         self.process_groups = ProcessGroups()
@@ -137,12 +139,6 @@ class StackOptimizer(WrappedOptimizer):
         """The rule's own of ``defaults``, where wrappers (Lookahead's) put theirs, too."""
         return {name: self.defaults[name] for name in self._of_rule}
 
-    @property
-    def last_step(self) -> StepResult | None:
-        """What became of the last step: whether it was taken, and the gradient norm before
-        clipping; None before the first."""
-        return self._last
-
     # -- stepping ---------------------------------------------------------------------------------
 
     @_disable_dynamo  # what is built at the first step outlives a trace
@@ -164,12 +160,12 @@ class StackOptimizer(WrappedOptimizer):
             if self._step_supports_amp_scaling:
                 warn(_FP16)
         if found_inf is not None and float(found_inf) != 0.0:
-            self._last = StepResult(False, None, None, "GradScaler found an inf or nan")
+            self.last_step = StepResult(False, None, None, "GradScaler found an inf or nan")
             return loss
         self.grad_scaler = None if scale is None else AmpLossScale(scale)
         if "engine" not in own:
             self._build()
-        self._last = self.unhooked_step()
+        self.last_step = self.unhooked_step()
         return loss
 
     @property
@@ -231,7 +227,7 @@ class StackOptimizer(WrappedOptimizer):
             self.grad_scaler = None
             return False
         match = matched_groups(self.param_groups, state_dict["param_groups"], self.check_settings)
-        self._last = None
+        self.last_step = None
         self._forget_engine()
         match.write_settings(self.param_groups)
         return True
@@ -273,7 +269,7 @@ def _container(groups: list[dict[str, Any]]) -> nn.Module:
     return container
 
 
-class AmpLossScale(MegatronGradScaler):
+class AmpLossScale(ConstantGradScaler):
     """What a ``GradScaler`` says the loss was multiplied with, for one step; it decides itself what
     comes after.
 
@@ -293,15 +289,4 @@ class AmpLossScale(MegatronGradScaler):
         return True
 
     def scale_after(self, scale: float, trackers: Sequence[float], found_inf: bool) -> float | None:
-        return None
-
-    def update(self, found_inf: bool | Tensor) -> None:
-        """The ``GradScaler`` has its own ``update``."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def check_state_dict(self, state_dict: Any) -> None:
-        """Anything will do: nothing is loaded."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+        return None  # the GradScaler's own update says

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.config.rules import CAPABILITIES, CAUTIONS, Capability, refusal
+from mp_optim.process.calls import in_own_modes
 from mp_optim.process.leases import before_writing, borrows
 from mp_optim.slots import (
     CachedTensorList,
@@ -25,9 +26,9 @@ from mp_optim.slots import (
 )
 from mp_optim.slots.executor import Executor, Place
 from mp_optim.slots.interrupted_step import StepMark
-from mp_optim.slots.slot_state import SlotState
+from mp_optim.slots.slot_state import REMAINDER, SlotState
 from mp_optim.update.backends import Backend, check_forms, choose_backend, rule_note
-from mp_optim.update.codecs import Noise, mix
+from mp_optim.update.codecs import Noise, join, keep_valid, mix, split_
 from mp_optim.update.kernel_args import TensorLists
 from mp_optim.update.launches import PlannedLaunch, Shared, contiguous, contiguous_outputs
 from mp_optim.update.rule import Launch, Rule
@@ -196,10 +197,10 @@ class RuleExecutor(Executor):
         mains = rows.mains(index, positions, kept)
         counts = rows.groups[index].counts(positions, kept)
         multipliers = {value: value for value in set(updates.multipliers)}
-        if self.rule.clips:
-            multipliers = {
-                value: self._clipped(settings, value, grad_norm) for value in multipliers
-            }
+        for value in list(multipliers) if self.rule.clips else ():
+            if not isinstance(value, DeviceMultiplier):
+                clipped = self.rule.effective_multiplier(settings, value, grad_norm)
+                multipliers[value] = clipped
         is_common = len(multipliers) == 1 and len(set(counts)) == 1
         multiplier = multipliers[updates.multipliers[0]]
         if is_common and kept is not None:
@@ -225,14 +226,6 @@ class RuleExecutor(Executor):
             some = CachedTensorList(map(mains.__getitem__, members))
             several.append(self._planned(index, shared, chosen, of_launch, some, settings))
         return several
-
-    def _clipped(
-        self, settings: dict[str, Any], value: Multiplier, grad_norm: float | None
-    ) -> Multiplier:
-        """A multiplier after the rule's own clipping."""
-        if isinstance(value, DeviceMultiplier):
-            return value
-        return self.rule.effective_multiplier(settings, value, grad_norm)
 
     def _again(
         self,
@@ -410,7 +403,7 @@ class RuleExecutor(Executor):
     # -- state and main params --------------------------------------------------------------------
 
     def state_of(self, slot: Slot) -> SlotState:
-        return RuleSlotState(self.rows, slot)
+        return RuleSlotState(self.rows, slot, self)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         self.rows.settle()
@@ -423,15 +416,38 @@ class RuleExecutor(Executor):
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.rows.precision.main_dtype(dtype)
 
+    @in_own_modes
     def main_param(self, slot: Slot) -> Tensor:
-        return self.rows.main_param(slot)
+        main = self.rows.stepped(slot)
+        if self.rows.is_split(main.dtype):
+            return join(main, _beside(main, self.rows.present(slot).get(REMAINDER)))
+        return self.stepped(slot)
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
-        self.rows.set_main_param(slot, value)
+        main, state = self.rows.stepped(slot), self.rows.live(slot)
+        before_writing([main], state.values())
+        if self.rows.is_split(main.dtype):
+            beside = _beside(main, state.get(REMAINDER))
+            split_(value.to(main.device, torch.float32), main, beside)
+            if beside is not None:
+                state[REMAINDER].copy_(beside)
+        else:
+            main.copy_(value)
 
     def written_outside(self, slot: Slot) -> None:
         self._shares.clear()
-        self.rows.written_outside(slot)
+        main = self.rows.stepped(slot)
+        if self.rows.is_split(main.dtype) and not self.rows.precision.has_no_main_params:
+            remainder = self.rows.live(slot)[REMAINDER]
+            before_writing([remainder])
+            beside = remainder.to(main.device)  # it may be parked
+            keep_valid(main, beside)
+            remainder.copy_(beside)
+
+
+def _beside(main: Tensor, remainder: Tensor | None) -> Tensor | None:
+    """What is beside a parameter where it is; it may be parked."""
+    return None if remainder is None else remainder.to(main.device)
 
 
 def check_backend(backend: str, kernels: str, how: StatePrecision) -> None:

@@ -23,9 +23,9 @@ from mp_optim.slots import (
     all_same,
     are_plain,
     local_tensor,
-    param_at,
     slot_name,
 )
+from mp_optim.slots.executor import Executor
 from mp_optim.slots.parked_tensors import ParkedTensors
 from mp_optim.slots.seen_params import SeenParams
 from mp_optim.slots.slot_state import (
@@ -42,7 +42,7 @@ from mp_optim.slots.slot_state import (
     scale_key,
 )
 from mp_optim.slots.tensor_layout import region_of
-from mp_optim.update.codecs import is_blocked, is_packed, join, keep_valid, split_
+from mp_optim.update.codecs import is_blocked, is_packed
 from mp_optim.update.kernel_args import MAIN
 from mp_optim.update.rule import Rule
 from mp_optim.update.state_format import (
@@ -282,7 +282,7 @@ class RuleState:
         if new:
             state.update(new)
             group_state.replaced([slot.position])
-        if not self.is_split(main):
+        if not self.is_split(main.dtype):
             state.pop(REMAINDER, None)  # the parameter was bfloat16 once
         if (
             group_state.mains[slot.position] is not tensor
@@ -343,7 +343,7 @@ class RuleState:
             if shape is None:
                 continue
             specs |= moment_specs(name, shape, self.precision.stored_dtype(name, is_small))
-        rest = self.precision.remainder_dtype if self._is_split_dtype(dtype) else None
+        rest = self.precision.remainder_dtype if self.is_split(dtype) else None
         if rest is not None:
             specs[REMAINDER] = (main_shape, rest)
         if self.precision.ema_decay is not None:
@@ -475,49 +475,20 @@ class RuleState:
         """The plain tensor that is stepped for a slot."""
         return local_tensor(self.param_groups[slot.group]["params"][slot.position])
 
-    def is_split(self, main: Tensor) -> bool:
-        """Whether this is the upper half of a main param."""
-        return self._is_split_dtype(main.dtype)
-
-    def _is_split_dtype(self, dtype: torch.dtype) -> bool:
+    def is_split(self, dtype: torch.dtype) -> bool:
+        """Whether a stepped tensor of this dtype is the upper half of a main param."""
         return dtype != torch.float32 and self.precision.main_dtype(dtype) == dtype
-
-    @in_own_modes
-    def main_param(self, slot: Slot) -> Tensor:
-        """The FP32 main param: the stepped tensor, or a copy if it is stored in parts."""
-        main = self.stepped(slot)
-        if self.is_split(main):
-            return join(main, _beside(main, self.present(slot).get(REMAINDER)))
-        return param_at(self.param_groups, slot)
-
-    def set_main_param(self, slot: Slot, value: Tensor) -> None:
-        """Give the main param another value of any floating dtype."""
-        main, state = self.stepped(slot), self.live(slot)
-        before_writing([main], state.values())
-        if self.is_split(main):
-            beside = _beside(main, state.get(REMAINDER))
-            split_(value.to(main.device, torch.float32), main, beside)
-            if beside is not None:
-                state[REMAINDER].copy_(beside)
-        else:
-            main.copy_(value)
-
-    def written_outside(self, slot: Slot) -> None:
-        """The stepped tensor was written: a remainder may not make it another value."""
-        main = self.stepped(slot)
-        if self.is_split(main) and not self.precision.has_no_main_params:
-            remainder = self.live(slot)[REMAINDER]
-            before_writing([remainder])
-            beside = remainder.to(main.device)  # it may be parked
-            keep_valid(main, beside)
-            remainder.copy_(beside)
 
 
 class RuleSlotState(SlotState):
-    """A slot's state in the rule's rows."""
+    """A slot's state in the rule's rows.
 
-    def __init__(self, rows: RuleState, slot: Slot) -> None:
-        self._rows, self._slot = rows, slot
+    Args:
+        executor: whose rows they are.
+    """
+
+    def __init__(self, rows: RuleState, slot: Slot, executor: Executor) -> None:
+        self._rows, self._slot, self._executor = rows, slot, executor
         self._name = rows.name(slot)
 
     @cached_property
@@ -535,7 +506,7 @@ class RuleSlotState(SlotState):
 
     def is_lone(self) -> bool:
         rows = self._rows
-        return rows.precision.has_no_main_params and rows.is_split(rows.stepped(self._slot))
+        return rows.precision.has_no_main_params and rows.is_split(rows.stepped(self._slot).dtype)
 
     def in_blocks(self) -> set[str]:
         tensors = self._live
@@ -557,7 +528,7 @@ class RuleSlotState(SlotState):
     def check(self, state: State) -> None:
         rest, main = self._without_main(self._packed(state))
         if main is not None:
-            check_fits(f"{self._name}.{MASTER}", self._rows.main_param(self._slot), main)
+            check_fits(f"{self._name}.{MASTER}", self._executor.main_param(self._slot), main)
         check_state(self._name, self._live, rest)
         if SECOND in rest:
             self.check_values(SECOND, rest[SECOND])
@@ -578,7 +549,7 @@ class RuleSlotState(SlotState):
         for key, tensor in self._live.items():
             tensor.copy_(as_tensor(rest[key]))
         if main is not None:
-            self._rows.set_main_param(self._slot, main)
+            self._executor.set_main_param(self._slot, main)
 
     def _packed(self, state: State) -> State:
         """A state to load with 4-bit codes as codes, where it has the FP32 values they stand for,
@@ -599,8 +570,3 @@ class RuleSlotState(SlotState):
             return state, None
         rest = {key: value for key, value in state.items() if key != MASTER}
         return {**rest, REMAINDER: live[REMAINDER]}, state[MASTER]
-
-
-def _beside(main: Tensor, remainder: Tensor | None) -> Tensor | None:
-    """What is beside a parameter where it is; it may be parked."""
-    return None if remainder is None else remainder.to(main.device)

@@ -10,7 +10,7 @@ from torch import nn
 
 import mp_optim
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
-from mp_optim.precision.averaged_weights import WeightSwap
+from mp_optim.precision.averaged_weights import AveragedWeights
 from mp_optim.quantized import dequantized, quantize_weights
 from mp_optim.slots.interrupted_step import BrokenOffError
 from support.models import build, same_bits, tokens_of, train
@@ -228,7 +228,7 @@ def test_an_interrupt_while_weights_come_back_is_remembered(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(WeightSwap, "swap_back", interrupted)
+        patch.setattr(AveragedWeights, "swap_back", interrupted)
         with optimizer.averaged_weights():
             pass
     with pytest.raises(BrokenOffError, match="broken off"):
