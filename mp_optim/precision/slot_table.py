@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -17,6 +17,7 @@ from mp_optim.precision.settings_agreement import SettingsAlike
 from mp_optim.quantized import FLOAT8_DTYPES, is_quantized
 from mp_optim.slots import (
     CachedTensorList,
+    Multiplier,
     Slot,
     SlotUpdates,
     are_plain,
@@ -50,6 +51,16 @@ class Selection:
     shard_groups: list[tuple[ProcessGroup, ...]]
     streams: list[int]
     layouts: list[ParamLayout]
+
+    def updates(
+        self,
+        grads: Sequence[Tensor],
+        multipliers: Sequence[Multiplier],
+        changed: Sequence[Tensor | None] = (),
+    ) -> SlotUpdates:
+        """The updates of these slots."""
+        outputs, stays = self.outputs, (self.shard_groups, self.streams, self.layouts)
+        return SlotUpdates(self.slots, grads, multipliers, outputs, *stays, changed)
 
 
 @dataclass
@@ -240,9 +251,9 @@ class SlotTable:
         parameters have another shape by now, which the step refuses."""
         indices = [self.index(slot) for slot in grads]
         fitting = [each for each in indices if self.seen.has_shape(each, self.params[each])]
-        chosen = self._select(fitting).updates
+        chosen = self._select(fitting)
         present = [grads[slot] for slot in chosen.slots]
-        return replace(chosen, grads=present, multipliers=[multiplier] * len(present))
+        return chosen.updates(present, [multiplier] * len(present))
 
     def select(self, indices: list[int]) -> Selection:
         """Some slots as they are now; the same object as in the last step, where they are the same

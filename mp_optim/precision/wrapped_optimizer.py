@@ -42,7 +42,6 @@ from mp_optim.slots import (
     CachedTensorList,
     Multiplier,
     Slot,
-    SlotUpdates,
     all_params,
     current_grad,
     iter_slots,
@@ -121,16 +120,8 @@ class WrappedGrads(StepGrads):
             factors = [multipliers[some.group]] * len(some.keys)
         if changes is not None:
             changes.look()
-        updates = SlotUpdates(
-            some.slots,
-            self.grads,
-            factors,
-            some.outputs,
-            some.shard_groups,
-            some.streams,
-            some.layouts,
-            () if changes is None else changes.column(some.indices),
-        )
+        changed = () if changes is None else changes.column(some.indices)
+        updates = some.updates(self.grads, factors, changed)
         executor.step_slots(updates, grad_norm=grad_norm)
         if executor.writes_settings:
             self.wrapper.share_settings()
