@@ -142,8 +142,10 @@ def write(state: foreign.ForeignState, options: Options) -> None:
         torch.save(foreign.fp32_params(state), options.target / "fp32_params.pt")
 
 
-def run(options: Options) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Convert, and say what; returns the exit status."""
+    prog = "mp-optim convert"
+    options = tyro.cli(Options, args=arguments, prog=prog, description=__doc__)
     state = read(options)
     if options.strip_prefix:
         state = state.renamed(lambda name: name.removeprefix(options.strip_prefix))
@@ -154,9 +156,3 @@ def run(options: Options) -> int:
         f"{options.target}"
     )
     return 0
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Carry out a command line; returns the exit status."""
-    prog = "mp-optim convert"
-    return run(tyro.cli(Options, args=arguments, prog=prog, description=__doc__))

@@ -23,17 +23,6 @@ from mp_optim.update.backends.native_library import ENVIRONMENT, describe_thread
 Table = list[list[str]]
 
 
-def examine() -> tuple[Table, Table, Table]:
-    """What there is on this process's machine, every backend loaded and proven whole: facts as
-    (name, value), backends with a heading, and what ``auto`` takes where."""
-    accelerator = _accelerator()
-    devices = [torch.device("cpu"), *([accelerator] if accelerator else [])]
-    use_accelerator(devices[-1].index)
-    chosen = [(device, choose_backend("auto", device)) for device in devices]
-    auto = [[str(device), backend.name, why] for device, (backend, why) in chosen]
-    return [*_software(), *_host(), *_accelerators()], _backends(devices), auto
-
-
 def _accelerator() -> torch.device | None:
     return CUDA.current() if CUDA.is_available() else None
 
@@ -77,6 +66,10 @@ def _host() -> Table:
     )
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    memory = "unknown"
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory = f"{size / 2**30:.1f} GiB"
     return [
         ["native kernels", native],
         [ENVIRONMENT, os.environ.get(ENVIRONMENT) or "not set"],
@@ -84,14 +77,8 @@ def _host() -> Table:
         ["threads", describe_threads()],
         ["access to memory", access_choice().describe()],
         ["threads of torch", str(torch.get_num_threads())],
-        ["memory", _memory()],
+        ["memory", memory],
     ]
-
-
-def _memory() -> str:
-    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
-        return "unknown"
-    return f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
 
 
 def _accelerators() -> Table:
@@ -158,7 +145,8 @@ def _show_rich(facts: Table, backends: Table, auto: Table) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report; returns the exit status."""
+    """Print what there is on this process's machine, with every backend loaded and proven whole;
+    returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="mp-optim doctor",
         description="What this machine can do for the optimizer: native kernels, threads, "
@@ -166,7 +154,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "config for this machine.",
     )
     parser.parse_args(arguments)
-    facts, backends, auto = examine()
+    accelerator = _accelerator()
+    devices = [torch.device("cpu"), *([accelerator] if accelerator else [])]
+    use_accelerator(devices[-1].index)
+    chosen = [(device, choose_backend("auto", device)) for device in devices]
+    facts, backends = [*_software(), *_host(), *_accelerators()], _backends(devices)
+    auto = [[str(device), backend.name, why] for device, (backend, why) in chosen]
     if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
         _show_rich(facts, backends, auto)
         return 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,49 +22,21 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-@dataclass(frozen=True)
-class List:
+Checkpoint = Annotated[
+    tyro.conf.Positional[Path],
+    tyro.conf.arg(help="A checkpoint directory (its newest version), or one version."),
+]
+
+
+def list_entries(path: Checkpoint, match: str = "") -> int:
     """What is in a checkpoint: every tensor with its dtype, shape, bytes and the boxes it was saved
-    in."""
+    in.
 
-    path: tyro.conf.Positional[Path]
-    """A checkpoint directory (its newest version), or one version."""
-    match: str = ""
-    """Only names that contain this."""
-
-
-@dataclass(frozen=True)
-class Verify:
-    """Compare every file with the checksum taken while it was written. Exit status 1 if one
-    differs."""
-
-    path: tyro.conf.Positional[Path]
-    """A checkpoint directory (its newest version), or one version."""
-
-
-@dataclass(frozen=True)
-class Diff:
-    """Compare two checkpoints entry by entry. Exit status 1 if they differ."""
-
-    a: tyro.conf.Positional[Path]
-    """A checkpoint directory, or one version."""
-    b: tyro.conf.Positional[Path]
-    """Another."""
-    all: bool = False
-    """Show equal entries, too."""
-
-
-Command = (
-    Annotated[List, tyro.conf.subcommand("list")]
-    | Annotated[Verify, tyro.conf.subcommand("verify")]
-    | Annotated[Diff, tyro.conf.subcommand("diff")]
-)
-
-
-def list_entries(command: List) -> int:
-    """Print what is in a checkpoint; returns the exit status."""
-    contents, out = open_checkpoint(command.path), console()
-    shown = {name: each for name, each in contents.entries.items() if command.match in name}
+    Args:
+        match: Only names that contain this.
+    """
+    contents, out = open_checkpoint(path), console()
+    shown = {name: each for name, each in contents.entries.items() if match in name}
     table = _table(str(contents.version), "entry", "dtype", "shape", "bytes", "boxes")
     for name, entry in shown.items():
         dtype, boxes = str(entry.dtype).removeprefix("torch."), str(len(entry.boxes))
@@ -89,25 +60,30 @@ def _table(title: str, first: str, *heads: str) -> Table:
     return table
 
 
-def verify(command: Verify) -> int:
-    """Compare files with their checksums; returns the exit status."""
-    version = checkpoint.verify(command.path)
+def verify(path: Checkpoint) -> int:
+    """Compare every file with the checksum taken while it was written. Exit status 1 if one
+    differs."""
+    version = checkpoint.verify(path)
     print(f"{version}: every file is as it was written")
     return 0
 
 
-def diff(command: Diff) -> int:
-    """Print how two checkpoints differ; returns the exit status."""
+def diff(a: Checkpoint, b: Checkpoint, all: bool = False) -> int:
+    """Compare two checkpoints entry by entry. Exit status 1 if they differ.
+
+    Args:
+        all: Show equal entries, too.
+    """
     heads = "entry", "what", "differing", "largest difference", "ulps"
-    table = _table(f"{command.a} against {command.b}", *heads)
+    table = _table(f"{a} against {b}", *heads)
     counts = Counter[bool]()
-    for difference in compare(open_checkpoint(command.a), open_checkpoint(command.b)):
+    for difference in compare(open_checkpoint(a), open_checkpoint(b)):
         counts[difference.what == "equal"] += 1
         if difference.what == "values":
             ulps = "" if difference.ulps is None else str(difference.ulps)
             sizes = (str(difference.differing), f"{difference.largest:.6g}", ulps)
             table.add_row(difference.name, difference.what, *sizes)
-        elif difference.what != "equal" or command.all:
+        elif difference.what != "equal" or all:
             table.add_row(difference.name, difference.what, "", "", "")
     if table.rows:
         console().print(table)
@@ -117,11 +93,8 @@ def diff(command: Diff) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Carry out a command line; returns the exit status."""
-    command: List | Verify | Diff = tyro.cli(
-        Command, args=arguments, prog="mp-optim inspect", description=__doc__
+    commands = {"list": list_entries, "verify": verify, "diff": diff}
+    status: int = tyro.extras.subcommand_cli_from_dict(
+        commands, args=arguments, prog="mp-optim inspect", description=__doc__
     )
-    if isinstance(command, List):
-        return list_entries(command)
-    if isinstance(command, Verify):
-        return verify(command)
-    return diff(command)
+    return status

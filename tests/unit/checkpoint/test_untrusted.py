@@ -96,8 +96,10 @@ def doors(root):
         "versions": lambda: checkpoint.versions(root),
         "contents": lambda: open_checkpoint(root),
         "foreign": lambda: foreign.from_checkpoint(root),
-        "list": lambda: inspect.list_entries(inspect.List(root)),
-        "convert": lambda: convert.run(convert.Options(root, root / "target", "checkpoint")),
+        "list": lambda: inspect.main(["list", str(root)]),
+        "convert": lambda: convert.main(
+            ["--source", str(root), "--target", str(root / "t"), "--source-format", "checkpoint"]
+        ),
     }
 
 
