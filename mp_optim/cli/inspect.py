@@ -8,7 +8,7 @@ $ mp-optim inspect diff PATH OTHER_PATH
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -93,7 +93,7 @@ def diff(a: Checkpoint, b: Checkpoint, all: bool = False) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Carry out a command line; returns the exit status."""
-    commands = {"list": list_entries, "verify": verify, "diff": diff}
+    commands: dict[str, Callable[..., int]] = {"list": list_entries, "verify": verify, "diff": diff}
     status: int = tyro.extras.subcommand_cli_from_dict(
         commands, args=arguments, prog="mp-optim inspect", description=__doc__
     )

@@ -25,13 +25,7 @@ from mp_optim.config.rules import (
     coefficients,
     refusal,
 )
-from mp_optim.config.state_forms import (
-    AVERAGE_FORMS,
-    CODED,
-    FIRST_FORMS,
-    REMAINDER_CHOICES,
-    REMAINDERS,
-)
+from mp_optim.config.state_forms import AVERAGE_FORMS, CODED, FIRST_FORMS, REMAINDERS
 
 Holds = Callable[[ConfigFields], bool]
 
@@ -180,8 +174,6 @@ def _check_precision(config: ConfigFields) -> None:
     )
     if refused is not None:
         _fail(config, *refused)
-    if config.param_remainder_bits not in REMAINDERS:
-        _fail(config, "param_remainder_bits", REMAINDER_CHOICES)
     if config.has_no_main_params and not config.stochastic_rounding:
         _fail(config, "param_remainder_bits", ROUNDS_PARAMS)
     if config.ema_dtype == torch.bfloat16 and not config.stochastic_rounding:
@@ -235,11 +227,6 @@ _SECOND_MOMENT = [
 _ROUNDED = {form.name for form in FIRST_FORMS if form.is_rounded}
 
 
-def _has_codes(config: ConfigFields) -> bool:
-    dtypes = {config.exp_avg_dtype, config.exp_avg_sq_dtype}
-    return config.use_precision_aware_optimizer and not dtypes.isdisjoint(CODED)
-
-
 def _has_rounded_state(config: ConfigFields) -> bool:
     """Whether moments, remainders or averages may be rounded stochastically."""
     dtypes = {config.exp_avg_dtype, config.exp_avg_sq_dtype}
@@ -270,7 +257,14 @@ _NEEDS: dict[str, Need] = {
     "offload_mode": (
         f"{_OFFLOADED[0]}, and with offload_place='streamed' release_gradients=True or "
         "optimizer_state_path",
-        lambda c: c.may_offload and c.has_early_work,
+        lambda c: (
+            c.may_offload
+            and (
+                c.offload_place != "streamed"
+                or c.release_gradients
+                or c.optimizer_state_path is not None
+            )
+        ),
     ),
     "release_gradients": (
         "offload_mode='overlap' or 'speculative'",
@@ -305,7 +299,13 @@ _NEEDS: dict[str, Need] = {
         f"{_COMPACT[0]} and {_either(_SECOND_MOMENT)}",
         lambda c: c.use_precision_aware_optimizer and c.elementwise_rule in _SECOND_MOMENT,
     ),
-    "fp32_state_below": (f"{_COMPACT[0]} and moments in 8 or 4 bits", _has_codes),
+    "fp32_state_below": (
+        f"{_COMPACT[0]} and moments in 8 or 4 bits",
+        lambda c: (
+            c.use_precision_aware_optimizer
+            and not CODED.isdisjoint((c.exp_avg_dtype, c.exp_avg_sq_dtype))
+        ),
+    ),
     "store_param_remainders": _COMPACT,
     "param_remainder_bits": (
         f"{_COMPACT[0]}, store_param_remainders=True and bf16=True",

@@ -313,12 +313,6 @@ class ConfigFields:
         return self.offload_place != "streamed" and self.optimizer_state_path is None
 
     @property
-    def has_early_work(self) -> bool:
-        """Whether there is anything that ``offload_mode`` may begin during backward."""
-        is_read = self.release_gradients or self.optimizer_state_path is not None
-        return self.offload_place != "streamed" or is_read
-
-    @property
     def keeps_remainders(self) -> bool:
         """Whether bfloat16 parameters are stepped as they are, beside their remainders if there
         are some."""
@@ -353,12 +347,15 @@ _OTHER_RULES = {
     **dict.fromkeys(("adamw8bit", "adam8bit", "adamw_8bit"), _MOMENTS_IN_8_BITS),
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "'adam' is AdamW"),
 }
+_BITS = Whole(0, 16, REMAINDER_CHOICES)
 EMA_DECAY = Number(0.0, 1.0, open_high=True, optional=True, said="must be in [0, 1), or None")
-_REMAINDER_BITS = Whole(0, 16, REMAINDER_CHOICES)
 
 
 def _as_remainder_form(value: Any) -> Any:
-    return value if isinstance(value, str) and value in REMAINDERS else _REMAINDER_BITS(value)
+    form = value if isinstance(value, str) and value in REMAINDERS else _BITS(value)
+    if form not in REMAINDERS:
+        raise ValueError(REMAINDER_CHOICES)
+    return form
 
 
 CHECKS: dict[str, Check] = {

@@ -20,7 +20,6 @@ from mp_optim.config.setting_checks import NOT_HERE, nearest
 def _checked_arguments(cls: type[OptimizerConfig]) -> type[OptimizerConfig]:
     """Let a config's constructor say what is wrong with the names it is given."""
     generated = cls.__init__
-
     known = [field.name for field in fields(cls)]
 
     @functools.wraps(generated)
@@ -36,7 +35,14 @@ def _checked_arguments(cls: type[OptimizerConfig]) -> type[OptimizerConfig]:
             if name not in known:
                 hint = elsewhere(name) or nearest(name, known, 0.6)
                 raise TypeError(f"OptimizerConfig has no field {name!r}{hint}")
-        _check_offload(settings)
+        offloads = settings.get("optimizer_cpu_offload", False)
+        if "optimizer_offload_fraction" not in settings and check_field(
+            "optimizer_cpu_offload", offloads
+        ):
+            raise ValueError(
+                "optimizer_cpu_offload=True without optimizer_offload_fraction: Megatron's default "
+                "of 0 would offload nothing; set the fraction (1.0 for everything)"
+            )
         generated(self, **_with_rule(settings))
 
     cls.__init__ = init  # type: ignore[method-assign]
@@ -72,15 +78,6 @@ class OptimizerConfig(ConfigFields):
 
 
 AdamOptimizerConfig = SGDOptimizerConfig = OptimizerConfig
-
-
-def _check_offload(settings: Mapping[str, Any]) -> None:
-    offloads = check_field("optimizer_cpu_offload", settings.get("optimizer_cpu_offload", False))
-    if offloads and "optimizer_offload_fraction" not in settings:
-        raise ValueError(
-            "optimizer_cpu_offload=True without optimizer_offload_fraction: Megatron's default of "
-            "0 would offload nothing; set the fraction (1.0 for everything)"
-        )
 
 
 def _with_rule(settings: dict[str, Any]) -> dict[str, Any]:
@@ -216,34 +213,31 @@ def _in_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
             of that name.
         ValueError: ``betas`` that are not two.
     """
+    # with muon, betas and eps are read by the rule of what is no matrix
+    rule = str(settings.get("optimizer", "adam")).lower()
+    if rule == "muon":
+        rule = str(settings.get("muon_scalar_optimizer", "adam"))
+    rule = rule if rule in RULES else "adam"
+    read = RULES[rule].settings
     found = dict(settings)
     for name in (*_TAKEN_AS, *_TAKEN_AS_THE_RULES):
-        if name in settings:
-            value = found.pop(name)
-            for field, part in _parts(name, value, _rule_of(settings)):
-                if field in settings:
-                    raise TypeError(
-                        f"{name}={value!r} and {field}={settings[field]!r} are the same setting "
-                        f"of OptimizerConfig; give one of them"
-                    )
-                found[field] = part
+        if name not in settings:
+            continue
+        value, fields = found.pop(name), _TAKEN_AS.get(name) or read.get(name)
+        if fields is None:
+            raise TypeError(f"{name}={value!r}: optimizer={rule!r} has none; leave it away")
+        for field, part in _parts(name, value, fields):
+            if field in settings:
+                raise TypeError(
+                    f"{name}={value!r} and {field}={settings[field]!r} are the same setting "
+                    f"of OptimizerConfig; give one of them"
+                )
+            found[field] = part
     return found
 
 
-def _rule_of(settings: Mapping[str, Any]) -> str:
-    """The rule that reads ``betas`` and ``eps``: with muon, the one of what is not a matrix."""
-    name = str(settings.get("optimizer", "adam")).lower()
-    if name == "muon":
-        name = str(settings.get("muon_scalar_optimizer", "adam"))
-    return name if name in RULES else "adam"
-
-
-def _parts(name: str, value: Any, rule: str) -> list[tuple[str, Any]]:
-    if name in _TAKEN_AS:
-        return [(_TAKEN_AS[name], value)]
-    fields = RULES[rule].settings.get(name)
-    if fields is None:
-        raise TypeError(f"{name}={value!r}: optimizer={rule!r} has none; leave it away")
+def _parts(name: str, value: Any, fields: str | tuple[str, ...]) -> list[tuple[str, Any]]:
+    """A setting as the fields that it is taken as."""
     if isinstance(fields, str):
         return [(fields, value)]
     if not isinstance(value, (tuple, list)) or len(value) != len(fields):

@@ -132,10 +132,6 @@ Shape = Callable[[torch.Size], torch.Size | None]
 """Shape of a moment, given that of the whole parameter; None if it is not kept for such a one."""
 
 
-def _same(shape: torch.Size) -> torch.Size:
-    return shape
-
-
 @dataclass(frozen=True)
 class Moment:
     """One of the tensors that a rule keeps of each parameter.
@@ -143,20 +139,15 @@ class Moment:
     Attributes:
         name: its key in the state; a name means the same in every rule.
         dtype_field: field of the config that says what it is stored as; None for always FP32.
-        shape: from the whole parameter's.
+        shape: from the whole parameter's; None for the parameter's own.
         elementwise: it has an element for each of the parameter, and is split as the parameter is.
             What is not is kept whole by every rank that shares the parameter, with the same bits.
     """
 
     name: str
     dtype_field: str | None = FIRST_DTYPE
-    shape: Shape = _same
+    shape: Shape | None = None
     elementwise: bool = True
-
-    @property
-    def is_always_kept(self) -> bool:
-        """Whether it is kept for parameters of any shape."""
-        return self.shape is _same
 
     @property
     def forms(self) -> tuple[StateForm, ...]:
@@ -168,7 +159,7 @@ class Moment:
     def local_shape(self, local: torch.Size, whole: torch.Size) -> torch.Size | None:
         """What a rank keeps that has a part of a parameter, in that part's shape; None if
         nothing."""
-        shape = self.shape(whole)
+        shape = whole if self.shape is None else self.shape(whole)
         return local if shape is not None and self.elementwise else shape
 
 

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -102,14 +103,12 @@ def _limits(max_lr: float, min_lr: float | None) -> ParamGroupOverride:
     return {"max_lr": max_lr} if min_lr is None else {"max_lr": max_lr, "min_lr": min_lr}
 
 
-def _no_weight_decay(param: Tensor, name: str) -> bool:
-    return name.endswith(".bias") or name == "bias" or param.ndim <= 1
+_QK_LAYERNORMS = (".q_layernorm.", ".k_layernorm.", ".q_norm.", ".k_norm.")
 
 
-def _no_weight_decay_but_qk(param: Tensor, name: str) -> bool:
-    layernorms = (".q_layernorm.", ".k_layernorm.", ".q_norm.", ".k_norm.")
-    is_qk = any(part in f".{name}" for part in layernorms)
-    return _no_weight_decay(param, name) and not is_qk
+def _no_weight_decay(param: Tensor, name: str, spared: Sequence[str] = ()) -> bool:
+    is_spared = any(part in f".{name}" for part in spared)
+    return (name.endswith(".bias") or name == "bias" or param.ndim <= 1) and not is_spared
 
 
 def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
@@ -121,7 +120,7 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, Par
     FQN.
     """
     undecayed = (
-        _key("no_weight_decay_but_qk", _no_weight_decay_but_qk)
+        _key("no_weight_decay_but_qk", partial(_no_weight_decay, spared=_QK_LAYERNORMS))
         if config.apply_wd_to_qk_layernorm
         else _key("no_weight_decay", _no_weight_decay)
     )

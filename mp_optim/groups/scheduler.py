@@ -16,17 +16,13 @@ WD_STYLES = ("constant", "linear", "cosine")
 
 
 def decay_factor(style: str, done: float) -> float:
-    """What is left of ``max - min`` after a share ``done`` in [0, 1] of the decay: 1 at 0, 0 at
-    1."""
-    return 0.5 * (1.0 + math.cos(math.pi * done)) if style == "cosine" else 1.0 - done
-
-
-def cooldown_factor(style: str, done: float) -> float:
-    """The same for the cooldown of WSD; ``exponential`` is 2*0.5**x - 1 (Megatron), ``minus_sqrt``
-    1 - sqrt(x)."""
+    """What is left of ``max - min`` after a share ``done`` in [0, 1] of the decay, or of WSD's
+    cooldown: 1 at 0, 0 at 1. ``exponential`` is 2*0.5**x - 1 (Megatron)."""
+    if style == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * done))
     if style == "exponential":
         return float(2.0 * 0.5**done - 1.0)
-    return 1.0 - math.sqrt(done) if style == "minus_sqrt" else decay_factor(style, done)
+    return 1.0 - (math.sqrt(done) if style == "minus_sqrt" else done)
 
 
 class OptimizerParamScheduler:
@@ -155,7 +151,7 @@ class OptimizerParamScheduler:
         if self.lr_decay_style == "WSD":
             length = self.wsd_decay_steps or end
             since = max(0, done - (end - length))
-            left = cooldown_factor(self.lr_wsd_decay_style or "linear", since / length)
+            left = decay_factor(self.lr_wsd_decay_style or "linear", since / length)
         else:
             left = decay_factor(self.lr_decay_style, (done - warmup) / (end - warmup))
         return floor + (top - floor) * left

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -53,19 +54,9 @@ class Meaning:
 
 SAME = Meaning(Kind.SAME)
 _DDP = Meaning(Kind.DDP)
-
-
-def _noted(note: str) -> Meaning:
-    return Meaning(Kind.SAME, note)
-
-
-def _ignored(note: str) -> Meaning:
-    return Meaning(Kind.WITHOUT_EFFECT, note)
-
-
-def _refused(note: str) -> Meaning:
-    return Meaning(Kind.REFUSED, note)
-
+_noted = partial(Meaning, Kind.SAME)
+_ignored = partial(Meaning, Kind.WITHOUT_EFFECT)
+_refused = partial(Meaning, Kind.REFUSED)
 
 _MOMENT = _noted("float16 and uint8 have a scale for each block of 256, not one for all")
 _SOAP = _ignored('read by optimizer="soap", which is refused')
@@ -251,8 +242,8 @@ def config_from_megatron(
     if config.optimizer == "dist_muon":
         settings[_LAYER_WISE] = True
     for chunk in model_chunks:
-        if ddp_config := getattr(chunk, "ddp_config", None):
-            settings |= _settings_of_ddp(ddp_config, settings, _shares(chunk))
+        if getattr(chunk, "ddp_config", None):
+            settings |= _settings_of_ddp(chunk, settings)
     if config.optimizer == "lion":
         warn(_LION)
     settings |= own_settings
@@ -296,33 +287,32 @@ def _accepted_fields(config: Any, meanings: Mapping[str, Meaning]) -> Iterator[t
     for spec in dataclasses.fields(config):
         name, value = spec.name, getattr(config, spec.name)
         meaning = meanings.get(name, _OURS.get(name, _UNKNOWN))
-        if meaning.kind is Kind.REFUSED and value != _default_of(spec):
+        default = spec.default
+        if spec.default_factory is not dataclasses.MISSING:
+            default = spec.default_factory()
+        if meaning.kind is Kind.REFUSED and value != default:
             raise ValueError(
                 f"{name}={value!r} of Megatron's {type(config).__name__}: {meaning.note}"
             )
         yield name, value
 
 
-def _shares(chunk: nn.Module) -> int:
-    """Over how many ranks the buffers of Megatron's DDP are reduced, at most."""
-    kinds = ("buffers", "expert_parallel_buffers")
-    buffers = [buffer for kind in kinds for buffer in getattr(chunk, kind, ())]
-    return max((buffer.data_parallel_group.size() for buffer in buffers), default=1)
-
-
-def _settings_of_ddp(ddp_config: Any, settings: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+def _settings_of_ddp(chunk: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What the config of Megatron's DDP decides.
 
     Args:
-        settings: ours so far. ranks: over which its buffers are reduced.
+        settings: ours so far.
 
     Raises:
         ValueError: it does not fit, naming the field.
     """
-    values = dict(_accepted_fields(ddp_config, DDP_FIELDS))
+    kinds = ("buffers", "expert_parallel_buffers")
+    buffers = [buffer for kind in kinds for buffer in getattr(chunk, kind, ())]
+    ranks = max((buffer.data_parallel_group.size() for buffer in buffers), default=1)
+    values = dict(_accepted_fields(chunk.ddp_config, DDP_FIELDS))
     gathers = values.get("overlap_param_gather")
     decided = {} if gathers is None else {"overlap_param_gather": gathers}
-    splits = ddp_config.use_distributed_optimizer
+    splits = chunk.ddp_config.use_distributed_optimizer
     if settings.get(_LAYER_WISE, False):
         # Megatron's DDP has laid every matrix out in the part of one rank, so the distributed
         # optimizer finds it whole there.
@@ -341,9 +331,3 @@ def _settings_of_ddp(ddp_config: Any, settings: Mapping[str, Any], ranks: int) -
             "share of the gradients, and OptimizerConfig has False; set both alike"
         )
     return decided
-
-
-def _default_of(spec: Any) -> Any:
-    if spec.default_factory is not dataclasses.MISSING:
-        return spec.default_factory()
-    return spec.default

@@ -49,37 +49,34 @@ def grad_scaler_from_megatron(scaler: Any) -> MegatronGradScaler | None:
     return ours
 
 
-class _Wrapper(MegatronFace):
+def _stack_over(
+    wrapper: Callable[..., MegatronOptimizer],
+    optimizer: torch.optim.Optimizer | None,
+    config: Any,
+    grad_scaler: Any = None,
+) -> MegatronOptimizer:
     """One optimizer over the model's parameters, wrapped.
 
     Args:
         optimizer: any torch optimizer; None on a rank that has nothing to step.
         config: Megatron's ``OptimizerConfig``, or ours.
+    """
+    if optimizer is None:
+        optimizer = FusedAdam([{"params": []}], lr=0.0)
+    if getattr(config, "lr", None) is None and not isinstance(config, OptimizerConfig):
+        # the rate is the optimizer's where the config leaves it open
+        config = dataclasses.replace(config, lr=float(optimizer.param_groups[0]["lr"] or 0.0))
+    scaler = grad_scaler_from_megatron(grad_scaler)
+    return wrapper(optimizer, config_from_megatron(config), scaler)
+
+
+class Float16OptimizerWithFloat16Params(MegatronFace):
+    """See :class:`mp_optim.Float16OptimizerWithFloat16Params`.
+
+    Args:
+        optimizer, config: of :func:`_stack_over`.
         init_state_fn: kept for those who ask for it; state is allocated here.
     """
-
-    init_state_fn: Callable[..., Any] | None
-
-    def __init__(
-        self,
-        stack: Callable[..., MegatronOptimizer],
-        optimizer: torch.optim.Optimizer | None,
-        config: Any,
-        grad_scaler: Any,
-        init_state_fn: Callable[..., Any] | None,
-    ) -> None:
-        self.__dict__["init_state_fn"] = init_state_fn
-        if optimizer is None:
-            optimizer = FusedAdam([{"params": []}], lr=0.0)
-        if getattr(config, "lr", None) is None and not isinstance(config, OptimizerConfig):
-            # the rate is the optimizer's where the config leaves it open
-            config = dataclasses.replace(config, lr=float(optimizer.param_groups[0]["lr"] or 0.0))
-        scaler = grad_scaler_from_megatron(grad_scaler)
-        super().__init__(stack(optimizer, config_from_megatron(config), scaler))
-
-
-class Float16OptimizerWithFloat16Params(_Wrapper):
-    """See :class:`mp_optim.Float16OptimizerWithFloat16Params`."""
 
     def __init__(
         self,
@@ -89,10 +86,11 @@ class Float16OptimizerWithFloat16Params(_Wrapper):
         init_state_fn: Callable[..., Any] | None = None,
     ) -> None:
         wrapper = precision.Float16OptimizerWithFloat16Params
-        super().__init__(wrapper, optimizer, config, grad_scaler, init_state_fn)
+        super().__init__(_stack_over(wrapper, optimizer, config, grad_scaler))
+        self.init_state_fn = init_state_fn
 
 
-class FP32Optimizer(_Wrapper):
+class FP32Optimizer(MegatronFace):
     """See :class:`mp_optim.FP32Optimizer`."""
 
     def __init__(
@@ -101,7 +99,8 @@ class FP32Optimizer(_Wrapper):
         config: Any,
         init_state_fn: Callable[..., Any] | None = None,
     ) -> None:
-        super().__init__(precision.FP32Optimizer, optimizer, config, None, init_state_fn)
+        super().__init__(_stack_over(precision.FP32Optimizer, optimizer, config))
+        self.init_state_fn = init_state_fn
 
 
 class ChainedOptimizer(MegatronFace):

@@ -39,11 +39,11 @@ from mp_optim.megatron.saved_parts import (
     SavedSettings,
     group_settings_of,
     groups_with_settings,
-    name_of,
     whole_states,
 )
 from mp_optim.precision import MegatronOptimizer
-from mp_optim.slots import Slot
+from mp_optim.process.host_memory import as_tensor
+from mp_optim.slots import Slot, param_at
 from mp_optim.slots.slot_state import MASTER, State
 
 SHARDING_TYPE = "distrib_optim_sharding_type"
@@ -81,7 +81,7 @@ def _key_of(part: MegatronOptimizer, slot: Slot, key: str, is_distributed: bool)
     matrices are called as in its Float16 optimizer, all others as in a distributed one."""
     if key != MASTER:
         return key
-    is_float16 = name_of(part, slot)[1].dtype != torch.float32
+    is_float16 = param_at(part.param_groups, slot).dtype != torch.float32
     is_muons = part.param_groups[slot.group].get("optimizer") == "muon"
     return _DISTRIBUTED_MAIN if is_distributed and not (is_muons and is_float16) else _FLOAT16_MAIN
 
@@ -168,7 +168,7 @@ def _saved_part(
     stepped = {} if step is None else {"step": int(step)}
     inner: dict[str, Any] = {"param_groups": [{**group, **stepped} for group in groups]}
     if not is_distributed:
-        inner["state"] = {} if step is None else {"common_step": _step_tensor(step)}
+        inner["state"] = {} if step is None else {"common_step": as_tensor(step)}
     is_float16 = part.config.fp16 or part.config.bf16
     saved: dict[str, Any] = {"optimizer": inner} if is_float16 or is_distributed else inner
     states = _saved_states(part, is_distributed)
@@ -181,10 +181,6 @@ def _saved_part(
     return saved
 
 
-def _step_tensor(step: float) -> Tensor:
-    return torch.tensor(step, dtype=torch.float32, device="cpu")
-
-
 def _saved_states(
     part: MegatronOptimizer, is_distributed: bool
 ) -> Iterator[tuple[Slot, State, bool]]:
@@ -192,7 +188,7 @@ def _saved_states(
     FP32 parameters too."""
     for slot, whole, only_here in whole_states(part):
         state = {key: value for key, value in whole.items() if key != "step"}
-        _, param = name_of(part, slot)
+        param = param_at(part.param_groups, slot)
         if is_distributed and param.dtype == torch.float32 and MASTER not in state:
             state = {**state, MASTER: param.detach().clone()} if state or not only_here else {}
         yield slot, state, only_here
@@ -208,18 +204,17 @@ def _model_tensors(model_sharded_state_dict: Any, part: MegatronOptimizer) -> li
     Raises:
         ValueError: it has none, naming the parameter.
     """
-    named = [name_of(part, slot) for slot in part.slots()]
-    if not named:
+    if not part.slots():
         return []
     sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     by_id: dict[int, ModelTensor] = {id(entry.data): entry for entry in nested_values(sharded)}
     found: list[ModelTensor] = []
-    for name, param in named:
-        key = id(to_local_if_dtensor(param))
+    for slot in part.slots():
+        key = id(to_local_if_dtensor(param_at(part.param_groups, slot)))
         if key not in by_id:
             raise ValueError(
-                f"{name} is not in the model's sharded state dict, so nothing says where in the "
-                "model it is: pass model.sharded_state_dict() as it comes (its tensors have to be "
+                f"{part.slot_name(slot)} is not in the model's sharded state dict, so nothing "
+                "says where in the model it is: pass model.sharded_state_dict() as it comes (its tensors have to be "
                 "the parameters themselves, keep_vars=True)"
             )
         found.append(by_id[key])
@@ -306,7 +301,7 @@ def requested_state_dict(
 def _empty(part: MegatronOptimizer, slot: Slot) -> State:
     """Room for what is loaded. What a checkpoint has no elements for (vocabulary that is padded
     otherwise) keeps the model's values, and moments of zero."""
-    _, param = name_of(part, slot)
+    param = param_at(part.param_groups, slot)
     state: State = {}
     for key in part.full_slot_state(slot):
         if key == MASTER:
@@ -347,9 +342,11 @@ def _requested_buckets(
     places = dict(_places(chunks, domain, expert=is_expert))
     tensors: dict[int, dict[str, Any]] = {}
     for number, slot in enumerate(part.slots()):
-        name, param = name_of(part, slot)
+        param = param_at(part.param_groups, slot)
         if id(param) not in places:
-            raise ValueError(f"{name} is in no buffer of the model's DistributedDataParallel")
+            raise ValueError(
+                f"{part.slot_name(slot)} is in no buffer of the model's DistributedDataParallel"
+            )
         tensors[number] = dict(_bucket_tensors(part, slot, places[id(param)]))
     keys = ["optimizer", *(["grad_scaler"] if part.grad_scaler is not None else [])]
     copy = (0, 0, dp.rank())
@@ -437,7 +434,7 @@ def plain_state_dict(stack: MegatronOptimizer, loaded: Mapping[Any, Any]) -> dic
             live = stack.full_slot_state(slot)
             keys = [key for key in live if key != "step"]
             tensors = {key: _as_shard(live[key], tensors.get(key)) for key in keys}
-        state[index] = {"step": _step_tensor(step), **tensors}
+        state[index] = {"step": as_tensor(step), **tensors}
     plain = {"state": state, "param_groups": groups_with_settings(stack, groups)}
     scalers = [part["grad_scaler"] for part in parts if part.get("grad_scaler")]
     return {**plain, "grad_scaler": scalers[0]} if scalers else plain

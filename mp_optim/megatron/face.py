@@ -35,7 +35,7 @@ from mp_optim.slots.names import matched_names
 
 _GRAPH_WRAPPER = "OptimizerCudaGraphWrapper"
 _CHUNK = re.compile(r"model(\d+)$")
-_OWN = ("_chunks", "_elsewhere", "_prepared")
+_OWN = ("_chunks", "_elsewhere", "_prepared", "init_state_fn")
 """Attributes of a face itself; all others are the stack's."""
 
 

@@ -119,11 +119,11 @@ def _without_idle(
         rules = ("adam", "sgd") if config.lr is not None else ()
         standard |= {key for rule in rules for key in mup(config, 2.0, rule)}
     named = [item for chunk in chunks for item in chunk.named_parameters()]
-
-    def is_idle(key: Any) -> bool:
-        return key in standard and not any(key.matches(p, name) for name, p in named)
-
-    return {key: value for key, value in overrides.items() if not is_idle(key)}
+    kept = dict(overrides)
+    for key in standard & kept.keys():
+        if not any(key.matches(param, name) for name, param in named):
+            del kept[key]
+    return kept
 
 
 def _groups(pg_collection: Any) -> ProcessGroups | None:

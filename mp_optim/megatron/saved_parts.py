@@ -17,7 +17,7 @@ from mp_optim.checkpoint.shards import FlatShard
 from mp_optim.distributed.optimizer import DistributedOptimizer
 from mp_optim.precision import MegatronOptimizer
 from mp_optim.process.accelerator import CUDA
-from mp_optim.slots import Slot, param_at
+from mp_optim.slots import Slot
 from mp_optim.slots.slot_state import State
 from mp_optim.slots.state_dict import plain_groups
 
@@ -87,8 +87,10 @@ def matched_settings(live: SavedSettings, saved: Sequence[Mapping[str, Any]]) ->
         ValueError: there is none of its kind, or two are as like it; naming the settings.
     """
     wanted = _identity(live).items()
-    exact = [group for group in saved if kind_of(group) == kind_of(live)]
-    kind = exact or [group for group in saved if _without_experts(group) == _without_experts(live)]
+    kind: list[Mapping[str, Any]] = []
+    for keys in (_KIND, [key for key in _KIND if key != "is_expert_parallel"]):
+        alike = (group for group in saved if kind_of(group, keys) == kind_of(live, keys))
+        kind = kind or list(alike)
     if not kind:
         raise ValueError(
             f"no saved param group has {_kind_in_words(live)}; saved are "
@@ -117,13 +119,9 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def kind_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
+def kind_of(group: Mapping[str, Any], keys: Sequence[str] = _KIND) -> tuple[Any, ...]:
     """The settings that tell groups apart. NeMo keeps some of them under ``pre_<name>``."""
-    return tuple(group.get(key, group.get(f"pre_{key}")) for key in _KIND)
-
-
-def _without_experts(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return kind_of({**group, "is_expert_parallel": None})
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in keys)
 
 
 def _kind_in_words(group: Mapping[str, Any]) -> str:
@@ -153,8 +151,12 @@ def whole_states(
         return
     group = part.process_groups.dp
     assert group is not None  # its constructor asks for it
+    own: list[Range | None] = []
+    for slot in part.slots():
+        shard = flat_shard_of(part.slot_state(slot))
+        own.append(None if shard is None else (shard.start, shard.local.numel()))
     ranges: list[Any] = [None] * group.size()
-    dist.all_gather_object(ranges, [_range(part, slot) for slot in part.slots()], group=group)
+    dist.all_gather_object(ranges, own, group=group)
     for slot, *of_ranks in zip(part.slots(), *ranges, strict=True):
         state = _copied_state(part, slot)
         if any(of_rank is None for of_rank in of_ranks):
@@ -168,11 +170,6 @@ def whole_states(
 def flat_shard_of(state: State) -> FlatShard | None:
     """A tensor of a slot of which this rank has only some elements; None if it has all."""
     return next((value for value in state.values() if isinstance(value, FlatShard)), None)
-
-
-def _range(part: MegatronOptimizer, slot: Slot) -> Range | None:
-    shard = flat_shard_of(part.slot_state(slot))
-    return None if shard is None else (shard.start, shard.local.numel())
 
 
 def _copied_state(part: MegatronOptimizer, slot: Slot) -> State:
@@ -220,8 +217,3 @@ def _gather(
             whole[start : start + count].copy_(of_rank[row, :count])
         wholes.append(whole.view(shard.shape))
     return wholes
-
-
-def name_of(part: MegatronOptimizer, slot: Slot) -> tuple[str, Tensor]:
-    """A slot's name and parameter."""
-    return part.slot_name(slot), param_at(part.param_groups, slot)

@@ -24,11 +24,10 @@ from mp_optim.megatron.saved_parts import (
     groups_with_settings,
     kind_of,
     matched_settings,
-    name_of,
     whole_states,
 )
 from mp_optim.precision import MegatronOptimizer
-from mp_optim.slots import Slot
+from mp_optim.slots import Slot, param_at
 from mp_optim.slots.slot_state import State
 from mp_optim.slots.state_dict import plain_groups
 
@@ -165,8 +164,10 @@ def load_positional(
     groups = [group for part in saved for group in part["optimizer"]["param_groups"]]
     live = [group for group in stack.param_groups if group["params"]]
     settings = [matched_settings(group, groups) for group in live]
-    named = [name_of(stack, slot) for slot in stack.slots()]
-    without_copy = [name for name, param in named if param.dtype == torch.float32]
+    without_copy = []
+    for slot in stack.slots():
+        if param_at(stack.param_groups, slot).dtype == torch.float32:
+            without_copy.append(stack.slot_name(slot))
     foreign = from_megatron(saved, names, fp32_names=without_copy)
     import_state(stack, foreign, convert=convert)
     for group, of_group in zip(live, settings, strict=True):

@@ -151,10 +151,16 @@ class Layout:
             )
 
 
+_EXPERT = re.compile(r"experts\.(\d+)\.")
+
+
 def _model_shard(specs: Sequence[ParamSpec], layout: Layout) -> list[ParamSpec]:
     """The parameters that the first rank of a model copy holds, in the shapes it holds them in."""
-    numbers = {spec.name: _expert_number(spec) for spec in specs if spec.is_expert}
-    count = 1 + max((number for number in numbers.values() if number is not None), default=-1)
+    numbers: dict[str, int] = {}  # of parameters that are one expert's own; not of stacks of all
+    for spec in specs:
+        if spec.is_expert and (match := _EXPERT.search(spec.name)):
+            numbers[spec.name] = int(match[1])
+    count = 1 + max(numbers.values(), default=-1)
     held = []
     for spec in specs:
         shape, number = spec.shape, numbers.get(spec.name)
@@ -170,12 +176,6 @@ def _model_shard(specs: Sequence[ParamSpec], layout: Layout) -> list[ParamSpec]:
             shape = (shape[0] // layout.ep, *shape[1:])
         held.append(replace(spec, shape=_split(shape, layout.tp, spec.vector_like)))
     return held
-
-
-def _expert_number(spec: ParamSpec) -> int | None:
-    """The expert of a parameter that is one expert's own; None for a stack of all."""
-    match = re.search(r"experts\.(\d+)\.", spec.name)
-    return int(match.group(1)) if match else None
 
 
 def _split(shape: tuple[int, ...], tp: int, whole: bool) -> tuple[int, ...]:
@@ -334,10 +334,14 @@ def plan_rank(
         stepped, model_params, grads = _sharded(named, experts, config, ranks, expert_ranks)
     else:
         stepped, model_params = named, sum(param.nbytes for _, param in named)
-        grads = sum(_grad_bytes(param) for _, param in named if param.requires_grad)
+        trained = [param for _, param in named if param.requires_grad]
+        # in the parameter's dtype, or in 16 bits if that has 8
+        grads = sum(param.numel() * max(param.itemsize, 2) for param in trained)
+    model = nn.Module()
+    model._parameters.update(stepped)  # names may have dots, which its methods refuse
     optimizer = build(
         with_defaults(config, _SHARDING),
-        [_NamedParams(stepped)],
+        [model],
         config_overrides,
         expert_predicate=lambda _, name: name in experts,
     )
@@ -354,17 +358,6 @@ def plan_rank(
         fraction=float(config.optimizer_offload_fraction),
         params=sum(param.numel() for _, param in named if param.requires_grad),
     )
-
-
-class _NamedParams(nn.Module):
-    """Parameters under given names, which may have dots."""
-
-    def __init__(self, named: NamedParams) -> None:
-        super().__init__()
-        self._named = named
-
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return iter(self._named)
 
 
 _SHARDING = (
@@ -416,11 +409,6 @@ def _part(param: Tensor, shape: torch.Size) -> nn.Parameter:
     part = nn.Parameter(values, requires_grad=param.requires_grad)
     set_shard_info(part, ShardInfo(whole_shape=region_of(param).shape))
     return part
-
-
-def _grad_bytes(param: Tensor) -> int:
-    """Bytes of a parameter's gradient, which has its dtype, or 16 bits if the parameter has 8."""
-    return 2 * param.numel() if param.dtype in FLOAT8_DTYPES else param.nbytes
 
 
 _WHAT = {REMAINDER: "main_params", AVERAGE: "averages"}

@@ -32,11 +32,6 @@ from mp_optim.slots.param_attributes import is_expert_param
 _log = logging.getLogger(__name__)
 
 
-def _compact(dtype: str) -> dict[str, Any]:
-    moments = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
-    return {"use_precision_aware_optimizer": True, **moments}
-
-
 OFFLOADING = frozenset(
     (
         *("optimizer_cpu_offload", "optimizer_offload_fraction", "gpu_memory"),
@@ -48,8 +43,14 @@ OFFLOADING = frozenset(
 """Fields that are about what is offloaded."""
 FORMS: Mapping[str, Mapping[str, Any]] = {
     "FP32": {},
-    "bf16 moments, remainders": _compact("bfloat16"),
-    "8-bit moments, remainders": _compact("uint8"),
+    **{
+        f"{words} moments, remainders": {
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": dtype,
+            "exp_avg_sq_dtype": dtype,
+        }
+        for words, dtype in (("bf16", "bfloat16"), ("8-bit", "uint8"))
+    },
 }
 """Forms of optimizer state by name, as fields of the config."""
 

@@ -297,7 +297,9 @@ class RuleState:
         """Names of the moments that are kept for a slot."""
         whole = self.groups[slot.group].regions[slot.position].shape
         names = self._names(slot.group, slot.position)
-        return tuple(name for name in names if moment_of(name).shape(whole) is not None)
+        return tuple(
+            name for name in names if moment_of(name).local_shape(whole, whole) is not None
+        )
 
     def _names(self, index: int, position: int) -> tuple[str, ...]:
         """Names of a slot's moments, of whatever shape the parameter is."""
@@ -438,7 +440,7 @@ class RuleState:
         """Names of the moments that are kept at some positions of a group."""
         group = self.param_groups[index]
         names = self.rule.moments(group)
-        if all(moment_of(name).is_always_kept for name in names):
+        if all(moment_of(name).shape is None for name in names):
             if self.rule.unread_moments(group):
                 return [self._names(index, position) for position in positions]
             return [names] * len(positions)
