@@ -267,7 +267,9 @@ class CheckedLoad:
             keep(kept_state(self.optimizer))
         keep(_kept_model(self.model, self.entries, self.parallel, values=self.keeps))
         saved = {name: value for name, value in self.staged.items() if _is_extra_state(name)}
-        self._load_model({**self.entries, **saved})
+        load_model(
+            self.model, {**self.entries, **saved}, deepcopy(self.common["model"]), self.parallel
+        )
         self._load_scheduler()
 
     def take_back(self) -> None:
@@ -283,9 +285,6 @@ class CheckedLoad:
         else:
             mark.touch()
 
-    def _load_model(self, tensors: dict[str, Tensor]) -> None:
-        load_model(self.model, tensors, deepcopy(self.common["model"]), self.parallel)
-
     def _load_scheduler(self) -> None:
         if self.scheduler is not None:  # it may keep what it is given
             self.scheduler.load_state_dict(deepcopy(self.common["scheduler"]))
@@ -298,7 +297,7 @@ class CheckedLoad:
             self._was_broken_off = self.optimizer.step_mark.is_set
         self._reading.read(self.live)
         tensors = self.staged | self.live
-        self._load_model(tensors)
+        load_model(self.model, tensors, deepcopy(self.common["model"]), self.parallel)
         if self.optimizer is not None:
             state_dict = self._settings(self.optimizer)
             state_dict["state"] = state_by_index(state_dict["param_groups"], as_read(tensors))

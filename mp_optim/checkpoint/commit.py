@@ -73,9 +73,9 @@ def publish(target: Path, keep: int | None) -> None:
     """Make a version whose files are all written and synced the newest, then delete all but
     ``keep`` complete ones."""
     root = target.parent
-    sync_directory(staging_of(target))
+    sync(staging_of(target))
     staging_of(target).rename(target)
-    sync_directory(root)
+    sync(root)
     replace_durably(root / LATEST, f"{target.name}\n".encode())
     others = [path for path in complete_versions(root) if path != target]
     for old in [] if keep is None else others[: max(0, len(others) - keep + 1)]:
@@ -187,12 +187,8 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -213,4 +209,4 @@ def replace_durably(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     write_durably(temporary, content)
     os.replace(temporary, path)
-    sync_directory(path.parent)
+    sync(path.parent)

@@ -57,17 +57,13 @@ def chunks_of(models: Models) -> list[tuple[str, nn.Module]]:
 
 
 def _canonical(
-    models: Models, read: Callable[[nn.Module], Mapping[str, Any]]
+    models: Models, read: Callable[[nn.Module], Mapping[str, Any]] = nn.Module.state_dict
 ) -> Iterator[tuple[str, Any]]:
-    """What is read from each chunk, under canonical names."""
+    """What is read from each chunk, by default its state dict, under canonical names."""
     for prefix, chunk in chunks_of(models):
         own = read(chunk)
         for name, short in canonical_names(chunk, own).items():
             yield prefix + short, own[name]
-
-
-def _state(models: Models) -> Iterator[tuple[str, Any]]:
-    return _canonical(models, lambda chunk: chunk.state_dict())
 
 
 def params_of(models: Models, parallel: ModelParallel) -> dict[str, Tensor]:
@@ -92,7 +88,7 @@ def plain_of(models: Models, parallel: ModelParallel) -> dict[str, Any]:
     """What a model's state dict holds besides tensors (``get_extra_state``), by name."""
     return {
         parallel.names[name]: value
-        for name, value in _state(models)
+        for name, value in _canonical(models)
         if not isinstance(value, Tensor)
     }
 
@@ -132,7 +128,7 @@ def entries_of(
         left_out: parameters, by their names here.
     """
     entries: dict[str, Tensor] = {}
-    for name, value in _state(models):
+    for name, value in _canonical(models):
         if isinstance(value, Tensor) and name not in left_out:
             part = as_partition(value, parallel.partitions.get(name))
             entries[MODEL + parallel.names[name]] = part
@@ -167,7 +163,7 @@ def unallocated(
     present: Collection[str],
 ) -> dict[str, Tensor]:
     """New tensors for saved state of optimizers that allocate theirs when they step first, and of
-    parameters that are frozen here."""
+    parameters that are frozen here; split as the parameter is, if the state is of its shape."""
     if optimizer is None:
         return {}
     slots = [slot for slot in optimizer.slots() if optimizer.state_of(slot).takes_any()]
@@ -179,7 +175,13 @@ def unallocated(
         if key and slot is not None and name not in present:
             partition = parallel.partitions.get(optimizer.slot_name(slot))
             param = param_at(optimizer.param_groups, slot)
-            new[name] = _unallocated(param, partition, entry)
+            if isinstance(param, DTensor) and entry.shape == param.shape:
+                new[name] = torch.empty_like(param, dtype=entry.dtype, requires_grad=False)
+            elif partition is None or entry.shape != partition.whole_shape(param.shape):
+                new[name] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+            else:
+                part = torch.empty(param.shape, dtype=entry.dtype, device="cpu")
+                new[name] = PartitionShard(part, partition)
     return new
 
 
@@ -195,16 +197,6 @@ def refused(
             why_of[parallel.names[optimizer.slot_name(slot)]] = why
     found = {name: key_and_fqn(name) for name in saved} if why_of else {}
     return {name: why_of[fqn] for name, (key, fqn) in found.items() if key and fqn in why_of}
-
-
-def _unallocated(param: Tensor, partition: Partition | None, saved: Saved) -> Tensor:
-    """A new tensor for state of a parameter: split as that is, if the state is of its shape."""
-    if isinstance(param, DTensor) and saved.shape == param.shape:
-        return torch.empty_like(param, dtype=saved.dtype, requires_grad=False)
-    if partition is None or saved.shape != partition.whole_shape(param.shape):
-        return torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
-    local = torch.empty(param.shape, dtype=saved.dtype, device="cpu")
-    return PartitionShard(local, partition)
 
 
 def state_by_index(

@@ -56,14 +56,6 @@ class _Copy(NamedTuple):
         first = self.box.start + self.part.offsets[0] * row
         return first, first + self.part.sizes[0] * row
 
-    def is_contiguous(self) -> bool:
-        """Whether those bytes are nothing else, and belong in one piece of the host's memory."""
-        return (
-            self.part.sizes[1:] == self.box.place.sizes[1:]
-            and self.target.device.type == "cpu"
-            and self.target.is_contiguous()
-        )
-
 
 @dataclass(frozen=True)
 class Reading:
@@ -167,7 +159,8 @@ def _copies(name: str, saved: Saved, place: Box, target: Tensor) -> list[_Copy]:
 def _read(file: BinaryIO, copy: _Copy, version: Path) -> None:
     begin, end = copy.rows()
     file.seek(begin)
-    if copy.is_contiguous():
+    is_of_host = copy.target.device.type == "cpu" and copy.target.is_contiguous()
+    if is_of_host and copy.part.sizes[1:] == copy.box.place.sizes[1:]:  # the bytes of the rows
         _fill(file, byte_view(copy.target), version, copy)
         return
     first_dim, *others = copy.part.sizes or (1,)

@@ -59,9 +59,6 @@ class FlatShard(Tensor):
         shard.local, shard.start = local.detach(), start
         return shard
 
-    def _range(self) -> tuple[torch.Size, int, int]:
-        return self.shape, self.start, self.local.numel()
-
     @property
     def places(self) -> tuple[Box, ...]:
         """The boxes of its elements, in order."""
@@ -132,7 +129,11 @@ class FlatShard(Tensor):
             raise NotImplementedError(f"{func} of a FlatShard: compute with its .local")
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         first = next(arg for arg in tensors if isinstance(arg, FlatShard))
-        if any(not isinstance(arg, FlatShard) or arg._range() != first._range() for arg in tensors):
+        own = first.shape, first.start, first.local.numel()
+        if any(
+            not isinstance(arg, FlatShard) or (arg.shape, arg.start, arg.local.numel()) != own
+            for arg in tensors
+        ):
             raise ValueError(
                 f"{func}: the tensors are not the same range of one shape; compute with their "
                 ".local"

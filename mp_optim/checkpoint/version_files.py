@@ -353,23 +353,20 @@ def _check_saved(entries: Mapping[str, Saved], sizes: Mapping[str, int]) -> None
                 f"but {count}"
             )
         for box in saved.boxes:
-            offsets, sizes_of_box = box.place
-            if sizes_of_box is not saved.shape and not _fits(box.place, saved.shape):
-                raise ValueError(
-                    f"{name} of shape {saved.shape} has a box of {sizes_of_box} at {offsets}"
-                )
+            offsets, lengths = box.place
+            if lengths is not saved.shape:
+                ends = map(add, offsets, lengths)
+                are_dims = len(offsets) == len(lengths) == len(saved.shape)
+                if not are_dims or not all(map(le, ends, saved.shape)):
+                    raise ValueError(
+                        f"{name} of shape {saved.shape} has a box of {lengths} at {offsets}"
+                    )
             are_numbers = _are_counts((box.start, box.length))
             if not are_numbers or box.start + box.length > sizes.get(box.file, -1):
                 raise ValueError(
                     f"{name} lies at bytes {box.start} to {box.start + box.length} of "
                     f"{box.file!r}, which are not there"
                 )
-
-
-def _fits(place: Box, shape: tuple[int, ...]) -> bool:
-    offsets, sizes = place
-    ends = map(add, offsets, sizes)
-    return len(offsets) == len(sizes) == len(shape) and all(map(le, ends, shape))
 
 
 def _are_counts(values: Iterable[Any]) -> bool:
@@ -605,21 +602,16 @@ def _plain_archive(content: memoryview) -> list[memoryview]:
         for record in records:
             if record.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"its record {record.filename!r} is compressed")
-            value = _stored(content, record)
+            # not by ZipFile.read, which wants checksums that torch can leave out
+            lengths = struct.unpack_from("<HH", content, record.header_offset + 26)
+            start = record.header_offset + 30 + sum(lengths)
+            value = content[start : start + record.file_size]
+            if len(value) < record.file_size:
+                raise ValueError(f"its record {record.filename!r} is cut off")
             if record.filename.endswith(".pkl"):
                 InertUnpickler(io.BytesIO(value)).load()
             archive.writestr(record.filename, cast("bytes", value))
     return copied.pieces
-
-
-def _stored(content: memoryview, record: zipfile.ZipInfo) -> memoryview:
-    """A record's bytes. Not by ``ZipFile.read``, which wants checksums that torch can leave out."""
-    lengths = struct.unpack_from("<HH", content, record.header_offset + 26)
-    start = record.header_offset + 30 + sum(lengths)
-    value = content[start : start + record.file_size]
-    if len(value) < record.file_size:
-        raise ValueError(f"its record {record.filename!r} is cut off")
-    return value
 
 
 class _Pieces:

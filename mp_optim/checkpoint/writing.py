@@ -406,15 +406,11 @@ class _SummedFile:
         data = byte_view(self._filled)[: self._used]
         for begin in range(0, len(data), BLOCK_BYTES):
             self.blocks.append(zlib.crc32(data[begin : begin + BLOCK_BYTES]))
-        self._wait()  # NOTE: only then the other buffer may be filled
+        if self._writing is not None:
+            self._writing.result()  # NOTE: only then the other buffer may be filled
         self._writing = in_background(partial(self._write, data))
         self._filled, self._written = self._written, self._filled
         self._used = 0
-
-    def _wait(self) -> None:
-        """Wait until what was put is written; raises why it could not be."""
-        if self._writing is not None:
-            self._writing.result()
 
     def _write(self, data: memoryview) -> None:
         with naming(self._path):
@@ -431,7 +427,8 @@ class _SummedFile:
         """Write the rest and wait until everything is on the disk."""
         if self._used:
             self._put()
-        self._wait()
+        if self._writing is not None:
+            self._writing.result()  # raises why it could not be written
         with naming(self._path):
             os.fsync(self._file.fileno())
         return FileSum.of_blocks(self.size, self.blocks)

@@ -214,8 +214,8 @@ def _model_tensors(model_sharded_state_dict: Any, part: MegatronOptimizer) -> li
         if key not in by_id:
             raise ValueError(
                 f"{part.slot_name(slot)} is not in the model's sharded state dict, so nothing "
-                "says where in the model it is: pass model.sharded_state_dict() as it comes (its tensors have to be "
-                "the parameters themselves, keep_vars=True)"
+                "says where in the model it is: pass model.sharded_state_dict() as it comes (its "
+                "tensors have to be the parameters themselves, keep_vars=True)"
             )
         found.append(by_id[key])
     return found

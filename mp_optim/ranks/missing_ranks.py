@@ -347,8 +347,8 @@ class Address:
         return cls(host, int(port), machine)
 
 
-_listening: list[tuple[socket.socket, Address, int]] = []
-"""This process's socket, its address, and the process that opened it."""
+_listening: list[tuple[socket.socket, Address]] = []
+"""This process's socket and its address; nothing in a forked child."""
 
 
 def own_address(towards: tuple[str, int] | None) -> Address | None:
@@ -358,9 +358,8 @@ def own_address(towards: tuple[str, int] | None) -> Address | None:
         towards: host and port through which the job's processes find each other: the way there
             shows under which address they know this machine.
     """
-    for _, address, pid in _listening:
-        if pid == os.getpid():
-            return address
+    for _, address in _listening:
+        return address
     host = "127.0.0.1"
     if towards is not None:
         with contextlib.suppress(OSError):
@@ -375,13 +374,13 @@ def own_address(towards: tuple[str, int] | None) -> Address | None:
     except OSError:
         return None
     address = Address(host, sock.getsockname()[1], _machine())
-    _listening[:] = [(sock, address, os.getpid())]
+    _listening[:] = [(sock, address)]
     return address
 
 
 def _close_in_child() -> None:
     """A forked child would keep the port open after its parent's end."""
-    for sock, *_ in _listening:
+    for sock, _ in _listening:
         sock.close()
     _listening.clear()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from mp_optim.checkpoint.commit import replace_durably, sync_directory, sync_file
+from mp_optim.checkpoint.commit import replace_durably, sync
 from mp_optim.checkpoint.entries import Models
 from mp_optim.checkpoint.foreign.state import ForeignGroup, ForeignState, positional_state
 from mp_optim.checkpoint.plans import check_cover
@@ -412,7 +412,7 @@ def export_safetensors(
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f".model-{len(written) + 1:05d}.tmp"
         save_file(tensors, temporary, metadata={"format": "pt"})
-        sync_file(temporary)
+        sync(temporary)
         size = sum(tensor.nbytes for tensor in tensors.values())
         written.append((temporary, list(tensors), size))
 
@@ -542,5 +542,5 @@ def _publish(folder: Path, written: list[tuple[Path, list[str], int]]) -> list[s
     earlier.add("model.safetensors")
     for name in (*(earlier - set(names)), *([_INDEX] if count == 1 else [])):
         (folder / name).unlink(missing_ok=True)
-    sync_directory(folder)
+    sync(folder)
     return [str(folder / name) for name in names]
