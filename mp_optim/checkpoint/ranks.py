@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
-from mp_optim.ranks.missing_ranks import call, learn_addresses, naming_missing_ranks
+from mp_optim.ranks.missing_ranks import call, learn_addresses
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ class Ranks:
         first = {first_is: dist.get_global_rank(self.group, 0)}
         communicate = partial(collective, *args, **first, group=self.group)
         try:
-            _together(self.group, "saving or loading a checkpoint together", communicate)
+            call(self.group, "saving or loading a checkpoint together", communicate)
         except RuntimeError:
             for group, companion in list(_companions.items()):
                 if companion is self.group:
@@ -212,12 +212,6 @@ def job_timeout() -> timedelta:
     return timeout
 
 
-def _together(group: dist.ProcessGroup, doing: str, communicate: Callable[[], T]) -> T:
-    """Communicate; a failure names the ranks that are missing."""
-    with naming_missing_ranks(group)(doing):
-        return call(group, communicate)
-
-
 def _new_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A gloo group of the same ranks, with the timeout of the job. Collective.
 
@@ -226,11 +220,9 @@ def _new_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     doing = "making a process group for checkpoints"
     if dist.get_backend(group) == "gloo":
-        _together(group, doing, lambda: dist.barrier(group))
+        call(group, doing, lambda: dist.barrier(group))
         learn_addresses(group)
-    made: Any = _together(
-        group, doing, lambda: dist.new_group(backend="gloo", timeout=job_timeout())
-    )
+    made: Any = call(group, doing, lambda: dist.new_group(backend="gloo", timeout=job_timeout()))
     assert isinstance(made, dist.ProcessGroup)
     return made
 

@@ -41,11 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             commands.add_parser(known, help=what)
         parser.parse_args([name, *rest])
 
-    def run() -> int:
-        status: int = importlib.import_module(f"mp_optim.cli.{name}").main(rest)
-        return status
-
-    return status_of(run)
+    return status_of(lambda: importlib.import_module(f"mp_optim.cli.{name}").main(rest))
 
 
 def status_of(command: Callable[[], int]) -> int:

@@ -38,7 +38,6 @@ from mp_optim.config.setting_checks import (
     check_setting,
     check_shared,
     is_whole,
-    one_of,
 )
 from mp_optim.config.state_forms import FIRST_FORMS, FP32, SECOND_FORMS, StateForm
 
@@ -289,7 +288,8 @@ def _chosen(
 ) -> Hyperparameter:
     """One of some words, of which param groups may have others."""
     check = Choice(choices, tuple(elsewhere.items()))
-    return _tuned(name, one_of(choices), default, **{field: check})
+    known = Allowed(choices.__contains__, f"one of {list(choices)}", is_number=False)
+    return _tuned(name, known, default, **{field: check})
 
 
 _PAIR = Allowed(

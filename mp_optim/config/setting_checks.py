@@ -13,7 +13,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
@@ -278,11 +278,6 @@ def _betas(count: int, words: str) -> Allowed:
 
 BETAS = _betas(2, "two")
 BETAS_OF_3 = _betas(3, "three")
-
-
-def one_of(choices: Iterable[str]) -> Allowed:
-    known = list(choices)
-    return Allowed(lambda value: value in known, f"one of {known}", is_number=False)
 
 
 def check_setting(name: str, value: object, allowed: Allowed) -> None:

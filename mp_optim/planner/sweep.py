@@ -8,11 +8,9 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -24,7 +22,7 @@ from mp_optim.groups.param_groups import ParamKey
 from mp_optim.planner.memory import Layout, MemoryPlan, plan, plan_rank, specs_of, with_defaults
 from mp_optim.process.accelerator import accelerator_of
 from mp_optim.ranks.agreement import ProcessGroups
-from mp_optim.ranks.missing_ranks import call, naming_missing_ranks
+from mp_optim.ranks.missing_ranks import all_gather
 from mp_optim.slots import local_tensor
 from mp_optim.slots.names import named_params
 from mp_optim.slots.param_attributes import is_expert_param
@@ -283,10 +281,7 @@ def _agreed(choose: Callable[[], float], groups: Iterable[ProcessGroup | None]) 
     except ValueError as error:
         trouble = str(error)
     for group in filter(None, groups):
-        choices: list[Any] = [None] * group.size()
-        mine = own, trouble
-        with naming_missing_ranks(group)("agreeing on optimizer_offload_fraction"):
-            call(group, partial(dist.all_gather_object, choices, mine, group=group))
+        choices = all_gather(group, "agreeing on optimizer_offload_fraction", (own, trouble))
         own = max(fraction for fraction, _ in choices)
         trouble = next((text for _, text in choices if text), "")
     if trouble:

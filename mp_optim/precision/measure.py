@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mp_optim.ranks.missing_ranks import call, learn_addresses, naming_missing_ranks, wait_for
+from mp_optim.ranks.missing_ranks import all_gather, learn_addresses, naming_missing_ranks, wait_for
 from mp_optim.slots import CachedTensorList
 from mp_optim.update import choose_backend
 from mp_optim.update.sums import Groups, index_on, reduce_over
@@ -235,10 +235,8 @@ def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str
     Collective."""
     names = {MAIN_NORM, EXCLUDED, *(key.group for key in keys)}
     if group is not None:
-        of_ranks: list[set[str]] = [set()] * dist.get_world_size(group)
-        with naming_missing_ranks(group)("comparing the names of norm groups"):
-            call(group, lambda: dist.all_gather_object(of_ranks, names, group=group))
-            learn_addresses(group)
+        of_ranks = all_gather(group, "comparing the names of norm groups", names)
+        learn_addresses(group)
         names = set().union(*of_ranks)
     return sorted(names)
 

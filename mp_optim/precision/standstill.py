@@ -20,7 +20,7 @@ from mp_optim.precision.health import GradientHealth
 from mp_optim.precision.measure import NormKey
 from mp_optim.precision.verdict import StepCounts, Verdict
 from mp_optim.process.calls import warn
-from mp_optim.ranks.missing_ranks import call, naming_missing_ranks
+from mp_optim.ranks.missing_ranks import all_gather
 from mp_optim.slots import ParamGroups
 from mp_optim.slots.names import ModelParams
 from mp_optim.slots.state_dict import names_in_words
@@ -255,8 +255,6 @@ def _is_suspect(ranks: ProcessGroup | None, was_asked: bool, is_new: bool) -> bo
     """Whether there are new gradients, and no rank asked for the loss scale. Collective."""
     if ranks is None:
         return is_new and not was_asked
-    notes: list[tuple[bool, bool]] = [(False, False)] * ranks.size()
-    with naming_missing_ranks(ranks)("comparing whether gradients were scaled"):
-        call(ranks, lambda: dist.all_gather_object(notes, (was_asked, is_new), group=ranks))
+    notes = all_gather(ranks, "comparing whether gradients were scaled", (was_asked, is_new))
     asked, new = zip(*notes, strict=True)
     return any(new) and not any(asked)

@@ -165,20 +165,32 @@ def wait_for_all(works: Sequence[Any], group: ProcessGroup, device: torch.device
         wait_for(work, group, device)
 
 
-def call(group: ProcessGroup, communicate: Callable[[], T]) -> T:
+def all_gather(group: ProcessGroup, doing: str, value: T) -> list[T]:
+    """The objects of all ranks of a group, in order; collective.
+
+    Raises:
+        MissingRanksError: naming who is missing.
+    """
+    values: list[Any] = [None] * group.size()
+    call(group, doing, lambda: dist.all_gather_object(values, value, group=group))
+    return values
+
+
+def call(group: ProcessGroup, doing: str, communicate: Callable[[], T]) -> T:
     """The same for what cannot be waited for in pieces, such as collectives of objects; in a thread
-    of its own.
+    of its own, and a failure names the ranks that are missing.
 
     NOTE: after a failure the thread stays where it is; a process that goes on has to leave the
     group alone. Objects that travel over an accelerator are sent by this thread, which knows the
     device.
     """
-    if not _uses_gloo(group, torch.device("cpu")):
-        return communicate()
-    result = in_background(communicate)
-    while not futures.wait([result], _BETWEEN_READS.total_seconds()).done:
-        _raise_if_noticed(group)
-    return result.result()
+    with naming_missing_ranks(group)(doing):
+        if not _uses_gloo(group, torch.device("cpu")):
+            return communicate()
+        result = in_background(communicate)
+        while not futures.wait([result], _BETWEEN_READS.total_seconds()).done:
+            _raise_if_noticed(group)
+        return result.result()
 
 
 def _uses_gloo(group: ProcessGroup, device: torch.device) -> bool:

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from mp_optim.ranks.agreement import ProcessGroups
-from mp_optim.ranks.missing_ranks import call, naming_missing_ranks
+from mp_optim.ranks.missing_ranks import all_gather
 from mp_optim.slots.names import canonical_name, canonical_names, prefixed
 from mp_optim.slots.param_attributes import (
     is_expert_param,
@@ -334,10 +334,7 @@ def _told(own: Stage, pp: ProcessGroup | None) -> tuple[list[Stage], int]:
     """What all stages tell, and which of them this is."""
     if pp is None or pp.size() == 1:
         return [own], 0
-    told: list[Stage] = [own] * pp.size()
-    with naming_missing_ranks(pp)("counting the layers of the pipeline's stages"):
-        call(pp, lambda: dist.all_gather_object(told, own, group=pp))
-    return told, pp.rank()
+    return all_gather(pp, "counting the layers of the pipeline's stages", own), pp.rank()
 
 
 def _tied(

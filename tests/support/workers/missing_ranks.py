@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.ranks.missing_ranks import call, learn_addresses, naming_missing_ranks
+from mp_optim.ranks.missing_ranks import all_gather, learn_addresses
 
 RANKS = 4
 TIMEOUT = 4.0
@@ -101,13 +101,9 @@ def stepping(strategy: str, other_settings: bool = False) -> Callable[[], Any]:
 def objects() -> Callable[[], Any]:
     """What checkpoints do."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
-    guard = naming_missing_ranks(group)
 
     def gather() -> list[Any]:
-        found: list[Any] = [None] * RANKS
-        with guard("saving"):
-            call(group, lambda: dist.all_gather_object(found, dist.get_rank(), group=group))
-        return found
+        return all_gather(group, "saving", dist.get_rank())
 
     gather()
     learn_addresses(group)

@@ -96,7 +96,7 @@ def test_an_interrupted_save_leaves_the_previous_checkpoint(tmp_path, monkeypatc
     checkpoint.save(tmp_path, model, optimizer, extra={"step": 2})
     saved = final(model)
     train(model, optimizer, 1, start=2)
-    for broken in ("save_load.write_manifest", "commit.sync_directory", "commit.replace_durably"):
+    for broken in ("save_load.write_manifest", "commit.sync", "commit.replace_durably"):
         with monkeypatch.context() as patch:
             patch.setattr(f"mp_optim.checkpoint.{broken}", _explode)
             with pytest.raises(KeyboardInterrupt):
