@@ -23,10 +23,6 @@ from mp_optim.update.backends.native_library import ENVIRONMENT, describe_thread
 Table = list[list[str]]
 
 
-def _accelerator() -> torch.device | None:
-    return CUDA.current() if CUDA.is_available() else None
-
-
 def _backends(devices: Sequence[torch.device]) -> Table:
     rows = [["backend", "on", "usable", "same bits as reference", "rules", "why"]]
     for name in (name for name in BACKENDS if name != "auto"):
@@ -103,10 +99,9 @@ def _pinned() -> str:
         return f"does not work: {str(error).splitlines()[0]}"
 
 
-def _config() -> str:
+def _config(has_accelerator: bool) -> str:
     """One config that runs here as fast as it can with the same bits everywhere."""
-    device = _accelerator()
-    half = "bf16" if device is None or CUDA.has_bf16() else "fp16"
+    half = "bf16" if not has_accelerator or CUDA.has_bf16() else "fp16"
     lines = [
         "from mp_optim import OptimizerConfig",
         "",
@@ -117,7 +112,7 @@ def _config() -> str:
         f"    {half}=True,",
         "    clip_grad=1.0,",
     ]
-    if device is not None:
+    if has_accelerator:
         lines += [
             "    # if its memory is short:",
             "    # optimizer_cpu_offload=True,",
@@ -129,7 +124,7 @@ def _config() -> str:
     return "\n".join([*lines, ")"])
 
 
-def _show_rich(facts: Table, backends: Table, auto: Table) -> None:
+def _show_rich(facts: Table, backends: Table, auto: Table, config: str) -> None:
     """The report with colours, on a terminal."""
     from rich.console import Console
     from rich.syntax import Syntax
@@ -141,7 +136,7 @@ def _show_rich(facts: Table, backends: Table, auto: Table) -> None:
         for row in rows[1:] if titled else rows:
             table.add_row(*row)
         console.print(table)
-    console.print(Syntax(_config(), "python"))
+    console.print(Syntax(config, "python"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,15 +149,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "config for this machine.",
     )
     parser.parse_args(arguments)
-    accelerator = _accelerator()
-    devices = [torch.device("cpu"), *([accelerator] if accelerator else [])]
+    devices = [torch.device("cpu"), *([CUDA.current()] if CUDA.is_available() else [])]
     use_accelerator(devices[-1].index)
     chosen = [(device, choose_backend("auto", device)) for device in devices]
     facts, backends = [*_software(), *_host(), *_accelerators()], _backends(devices)
     auto = [[str(device), backend.name, why] for device, (backend, why) in chosen]
+    config = _config(has_accelerator=len(devices) > 1)
     if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
-        _show_rich(facts, backends, auto)
+        _show_rich(facts, backends, auto, config)
         return 0
     tables = columns(facts), columns(backends), "fused_backend='auto' takes", columns(auto)
-    print("\n\n".join([*tables, "A config for this machine:", _config()]))
+    print("\n\n".join([*tables, "A config for this machine:", config]))
     return 0

@@ -132,19 +132,15 @@ def _check_table(config: ConfigFields, table: tuple[tuple[str, Holds, str], ...]
             _fail(config, name, why.format(config=config))
 
 
-ROUNDS_AVERAGES = (
+_ROUNDS_AVERAGES = (
     "rounded to nearest, an average in bfloat16 would not move; set stochastic_rounding=True, or "
     "leave it at torch.float32"
 )
-"""What is said of averages in bfloat16."""
-ROUNDS_PARAMS = (
+_ROUNDS_PARAMS = (
     "rounded to nearest, a bfloat16 parameter stands still under steps below 2^-9 of it; set "
     "stochastic_rounding=True, or param_remainder_bits=16"
 )
-"""What is said of bfloat16 parameters with nothing beside them."""
 _STATE_DTYPES = {
-    "main_grads_dtype": (torch.float32,),
-    "main_params_dtype": (torch.float32,),
     FIRST_DTYPE: FIRST_MOMENT_DTYPES,
     SECOND_DTYPE: SECOND_MOMENT_DTYPES,
     "ema_dtype": tuple(form.name for form in AVERAGE_FORMS),
@@ -162,9 +158,10 @@ def _check_precision(config: ConfigFields) -> None:
             f"contradicts fp16={config.fp16!r}, bf16={config.bf16!r}; set the flag that matches "
             "the model",
         )
-    for name, choices in _STATE_DTYPES.items():
-        if getattr(config, name) not in choices:
-            _fail(config, name, f"must be one of {list(choices)} in this version")
+    for name in ("main_grads_dtype", "main_params_dtype"):
+        if getattr(config, name) != torch.float32:
+            _fail(config, name, "must be torch.float32 in this version")
+    check_state_forms(config)
     refused = refusal(
         config.fused_backend,
         config.elementwise_rule,
@@ -174,10 +171,25 @@ def _check_precision(config: ConfigFields) -> None:
     )
     if refused is not None:
         _fail(config, *refused)
-    if config.has_no_main_params and not config.stochastic_rounding:
-        _fail(config, "param_remainder_bits", ROUNDS_PARAMS)
-    if config.ema_dtype == torch.bfloat16 and not config.stochastic_rounding:
-        _fail(config, "ema_dtype", ROUNDS_AVERAGES)
+
+
+def check_state_forms(settings: Any) -> None:
+    """Check how state is to be stored.
+
+    Args:
+        settings: a config, or what a rule is constructed with: the config's fields that are about
+            it, and ``has_no_main_params``.
+
+    Raises:
+        ValueError: naming field and value.
+    """
+    for name, choices in _STATE_DTYPES.items():
+        if getattr(settings, name) not in choices:
+            _fail(settings, name, f"must be one of {list(choices)}")
+    if settings.has_no_main_params and not settings.stochastic_rounding:
+        _fail(settings, "param_remainder_bits", _ROUNDS_PARAMS)
+    if settings.ema_dtype == torch.bfloat16 and not settings.stochastic_rounding:
+        _fail(settings, "ema_dtype", _ROUNDS_AVERAGES)
 
 
 def _check_cautions(config: ConfigFields) -> None:
@@ -209,12 +221,14 @@ def _rule_that_reads(name: str) -> Need:
         for rule, own in tuned.items()
         if any(each.per_group and name in each.fields for each in own)
     ]
-
-    def has(config: ConfigFields) -> bool:
-        is_beside = config.optimizer == "muon" and config.muon_scalar_optimizer in beside_muon
-        return is_beside or config.optimizer in rules
-
-    return ", ".join([_either(rules), *[f"or muon with {rule}" for rule in beside_muon]]), has
+    words = ", ".join([_either(rules), *[f"or muon with {rule}" for rule in beside_muon]])
+    return (
+        words,
+        lambda c: (
+            c.optimizer in rules
+            or (c.optimizer == "muon" and c.muon_scalar_optimizer in beside_muon)
+        ),
+    )
 
 
 _SECOND_MOMENT = [

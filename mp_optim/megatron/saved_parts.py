@@ -99,7 +99,9 @@ def matched_settings(live: SavedSettings, saved: Sequence[Mapping[str, Any]]) ->
     if "optimizer" in live:  # beside Muon, Megatron names only the scalar optimizer
         rule = live["optimizer"]
         kind = [group for group in kind if group.get("optimizer", "muon") == rule] or kind
-    likeness = [sum(_plain(group.get(key)) == value for key, value in wanted) for group in kind]
+    likeness = []
+    for identity in map(_identity, kind):
+        likeness.append(sum(identity.get(key) == value for key, value in wanted))
     best = [group for group, like in zip(kind, likeness, strict=True) if like == max(likeness)]
     shared = live.keys() - set(_OF_THIS_RANK)
     taken = [{key: group[key] for key in shared & group.keys()} for group in best]
@@ -112,11 +114,11 @@ def matched_settings(live: SavedSettings, saved: Sequence[Mapping[str, Any]]) ->
 
 
 def _identity(group: Mapping[str, Any]) -> SavedSettings:
-    return {key: _plain(value) for key, value in group.items() if key not in _NOT_IDENTITY}
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    settings = {key: value for key, value in group.items() if key not in _NOT_IDENTITY}
+    for key, value in settings.items():
+        if isinstance(value, list):
+            settings[key] = tuple(value)
+    return settings
 
 
 def kind_of(group: Mapping[str, Any], keys: Sequence[str] = _KIND) -> tuple[Any, ...]:

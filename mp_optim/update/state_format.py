@@ -10,16 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.config.combinations import ROUNDS_AVERAGES, ROUNDS_PARAMS
-from mp_optim.config.rules import FIRST_MOMENT_DTYPES, SECOND_MOMENT_DTYPES, moment_of
-from mp_optim.config.state_forms import (
-    CODED,
-    NO_REMAINDER,
-    REMAINDER_CHOICES,
-    REMAINDERS,
-    blocks_of,
-    packed_bytes,
-)
+from mp_optim.config.combinations import check_state_forms
+from mp_optim.config.fields import check_field
+from mp_optim.config.rules import moment_of
+from mp_optim.config.state_forms import CODED, NO_REMAINDER, REMAINDERS, blocks_of, packed_bytes
 from mp_optim.process.host_memory import TensorSpec, same_values, zeros
 from mp_optim.slots.slot_state import (
     AVERAGE,
@@ -78,25 +72,11 @@ class StatePrecision:
     ema_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        for name, dtype, choices in (
-            ("exp_avg_dtype", self.exp_avg_dtype, FIRST_MOMENT_DTYPES),
-            ("exp_avg_sq_dtype", self.exp_avg_sq_dtype, SECOND_MOMENT_DTYPES),
-        ):
-            if dtype not in choices:
-                raise ValueError(f"{name}={dtype}: must be one of {list(choices)}")
-        bits = self.param_remainder_bits
-        if bits not in REMAINDERS:
-            raise ValueError(f"param_remainder_bits={bits!r}: {REMAINDER_CHOICES}")
-        if self.has_no_main_params and not self.stochastic_rounding:
-            raise ValueError(f"param_remainder_bits={bits!r}: {ROUNDS_PARAMS}")
+        for name in ("param_remainder_bits", "ema_decay"):
+            check_field(name, getattr(self, name))
+        check_state_forms(self)
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed!r}: must be in [0, 2**32)")
-        if self.ema_decay is not None and not 0.0 <= self.ema_decay < 1.0:
-            raise ValueError(f"ema_decay={self.ema_decay!r}: must be in [0, 1), or None")
-        if self.ema_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"ema_dtype={self.ema_dtype}: must be torch.float32 or torch.bfloat16")
-        if self.ema_dtype == torch.bfloat16 and not self.stochastic_rounding:
-            raise ValueError(f"ema_dtype={self.ema_dtype}: {ROUNDS_AVERAGES}")
 
     def is_small(self, elements: int) -> bool:
         """Whether a parameter of so many elements, as a whole, keeps FP32 instead of codes."""
