@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from mp_optim.config.combinations import check_config
 from mp_optim.config.fields import ConfigFields, check_field
@@ -95,6 +95,7 @@ def _with_rule(settings: dict[str, Any]) -> dict[str, Any]:
 
 # -- other names ----------------------------------------------------------------------------------
 
+T = TypeVar("T")
 _TAKEN_AS = {"learning_rate": "lr", "max_grad_norm": "clip_grad"}
 """Names of torch and Hugging Face, and the field that each is taken as."""
 _TAKEN_AS_THE_RULES = ("betas", "eps")
@@ -102,7 +103,7 @@ _TAKEN_AS_THE_RULES = ("betas", "eps")
 ``adam_beta2``, or as ``lion_beta1`` and ``lion_beta2``."""
 
 
-def by_name(table: Mapping[str, str]) -> dict[str, str]:
+def by_name(table: Mapping[str, T]) -> dict[str, T]:
     """A table of answers by the names, separated by spaces, that each is for, as one by name."""
     return {name: answer for names, answer in table.items() for name in names.split()}
 
