@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.distributed.buckets import make_buckets
@@ -397,18 +397,16 @@ def _sharded(
     if config.data_parallel_sharding_strategy != "no_shard":
         entries = [entry for bucket in buckets for entry in bucket.entries]
         owned = {entry.name: torch.Size([entry.stop - entry.start]) for entry in entries}
-    stepped = [(name, _part(param, owned.get(name, param.shape))) for name, param in named]
+    stepped: NamedParams = []
+    for name, param in named:
+        values = torch.empty(owned.get(name, param.shape), dtype=param.dtype, device="meta")
+        part = nn.Parameter(values, requires_grad=param.requires_grad)
+        set_shard_info(part, ShardInfo(whole_shape=region_of(param).shape))
+        stepped.append((name, part))
     model_params = sum(param.nbytes for _, param in named if not param.requires_grad)
     model_params += sum(bucket.params.nbytes for bucket in buckets)
     grads = [bucket.owned_grads if bucket.grads is None else bucket.grads for bucket in buckets]
     return stepped, model_params, sum(grad.nbytes for grad in grads)
-
-
-def _part(param: Tensor, shape: torch.Size) -> nn.Parameter:
-    values = torch.empty(shape, dtype=param.dtype, device="meta")
-    part = nn.Parameter(values, requires_grad=param.requires_grad)
-    set_shard_info(part, ShardInfo(whole_shape=region_of(param).shape))
-    return part
 
 
 _WHAT = {REMAINDER: "main_params", AVERAGE: "averages"}
