@@ -243,11 +243,6 @@ class RuleSpec:
     def defaults(self) -> dict[str, Any]:
         return {each.name: each.default for each in self.hyperparameters}
 
-    @property
-    def sample(self) -> dict[str, Any]:
-        """Hyperparameters for the self-test of backends."""
-        return {**self.defaults, **self.trial}
-
     def check(self, group: Mapping[str, Any]) -> None:
         """Check each setting of a param group by itself.
 

@@ -42,22 +42,9 @@ class StateForm:
     is_rounded: bool = False
 
     @property
-    def is_coded(self) -> bool:
-        """Whether its elements are codes of 8 or 4 bits."""
-        return self.in_blocks and self.dtype.itemsize == 1
-
-    @property
     def name(self) -> Any:
         """What a config calls it."""
         return self.dtype if self.asked is None else self.asked
-
-    def held(self, numel: int) -> int:
-        """Elements of its tensor."""
-        return packed_bytes(numel) if self.packed else numel
-
-    def scales(self, numel: int) -> int:
-        """Elements of the tensor of its scales."""
-        return blocks_of(numel) if self.in_blocks else 0
 
 
 def packed_bytes(numel: int) -> int:
@@ -100,7 +87,7 @@ REMAINDER_FORMS = (
 AVERAGE_FORMS = (FP32, BF16)
 """Of averages of main params."""
 
-CODED = {form.name for form in FIRST_FORMS if form.is_coded}
+CODED = {form.name for form in FIRST_FORMS if form.in_blocks and form.dtype.itemsize == 1}
 """What a config calls the forms of moments in codes of 8 or 4 bits."""
 REMAINDERS: dict[Any, StateForm] = {form.name: form for form in REMAINDER_FORMS}
 """Forms of remainders, by what a config calls them."""

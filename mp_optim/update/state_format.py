@@ -116,9 +116,9 @@ def moment_specs(name: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, 
     """What a moment of a shape is stored in: a tensor of that shape, or of the bytes of its 4-bit
     codes; and its scales if it has some."""
     form, numel = state_form(name, dtype), shape.numel()
-    specs = {name: (torch.Size([form.held(numel)]) if form.packed else shape, dtype)}
+    specs = {name: (torch.Size([packed_bytes(numel)]) if form.packed else shape, dtype)}
     if form.in_blocks:
-        specs[scale_key(name)] = (torch.Size([form.scales(numel)]), torch.float32)
+        specs[scale_key(name)] = (torch.Size([blocks_of(numel)]), torch.float32)
     return specs
 
 

@@ -312,7 +312,7 @@ def _step(
     multiplier: float | Tensor,
     **settings: float,
 ) -> None:
-    group = {**_SETTINGS, **RULES[rule].sample, **settings}
+    group = {**_SETTINGS, **RULES[rule].defaults, **RULES[rule].trial, **settings}
     step_with(backend, rule, lists, group, step, multiplier)
 
 
