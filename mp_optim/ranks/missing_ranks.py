@@ -64,6 +64,7 @@ _joined: WeakSet[ProcessGroup] = WeakSet()
 _life = 0
 """The number of that life."""
 _addresses: dict[int, Address] = {}
+_once_at_exit = functools.cache(atexit.register)
 _questions: list[futures.Future[bool]] = []
 """Whether there is a note: the last that was asked of the store."""
 
@@ -91,7 +92,7 @@ def _notes(group: ProcessGroup) -> PrefixStore:
 
 def announce() -> None:
     """Let other ranks ask whether this process exists. Not collective; cheap when repeated."""
-    finish_at_exit()
+    _once_at_exit(finish)
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or world in _joined:  # a stand-in for a group has no store
         return
@@ -435,14 +436,9 @@ _EXIT_PATIENCE = 2.0
 """Seconds, after which a collective that hangs is not waited for."""
 
 
-@functools.cache
-def finish_at_exit() -> None:
-    """Wait at this process's exit until no thread of gloo has anything left to do."""
-    atexit.register(finish)
-
-
 def finish() -> None:
-    """Let gloo's threads run until all of them sleep, for at most two seconds."""
+    """Let gloo's threads run until all of them sleep, for at most two seconds; registered to be
+    called at this process's exit."""
     end = time.monotonic() + _EXIT_PATIENCE
     while time.monotonic() < end:
         time.sleep(1e-3)  # a thread that waits for the interpreter's lock gets it here
