@@ -151,15 +151,11 @@ def least(
     steps: int = 64,
 ) -> MemoryPlan:
     """The same for any way to plan a config."""
-
-    def plan_at(fraction: float) -> MemoryPlan:
-        return plan_of(with_fraction(config, fraction))
-
     # Nothing first: a little that is streamed, in large windows, may take more.
     low, high = 0, 0
-    best = plan_at(0.0)
+    best = plan_of(with_fraction(config, 0.0))
     if best.accelerator.total > gpu_memory:
-        high, best = steps, plan_at(1.0)
+        high, best = steps, plan_of(with_fraction(config, 1.0))
     if best.accelerator.total > gpu_memory:
         raise ValueError(
             f"gpu_memory={_words(gpu_memory)}: with the whole optimizer on the host the "
@@ -170,7 +166,7 @@ def least(
         )
     while low < high:  # beyond that, more on the host is never more on the accelerator
         middle = (low + high) // 2
-        tried = plan_at(middle / steps)
+        tried = plan_of(with_fraction(config, middle / steps))
         if tried.accelerator.total <= gpu_memory:
             best, high = tried, middle
         else:
