@@ -33,6 +33,7 @@ from mp_optim.checkpoint.entries import (
     load_model,
     plain_of,
     refused,
+    slots_by_name,
     state_by_index,
     unallocated,
     without_checksums,
@@ -175,7 +176,7 @@ class CheckedLoad:
     def _settings(self, optimizer: SlotKeyedOptimizer) -> dict[str, Any]:
         """The saved state dict without state, and without parameters that this rank does not
         have."""
-        saved, names = self.common["optimizer"], self._slots(optimizer)
+        saved, names = self.common["optimizer"], slots_by_name(optimizer, self.parallel)
         groups = []
         for group in saved["param_groups"]:
             kept = [at for at, name in enumerate(group["param_names"]) if name in names]
@@ -186,7 +187,7 @@ class CheckedLoad:
     def _value_checks(self) -> dict[str, ValueCheck]:
         if (optimizer := self._without_hooks()) is None:
             return {}
-        slots = self._slots(optimizer)
+        slots = slots_by_name(optimizer, self.parallel)
         checks: dict[str, ValueCheck] = {}
         for name, value in self.live.items():
             key, fqn = key_and_fqn(name)
@@ -194,11 +195,6 @@ class CheckedLoad:
                 state = optimizer.state_of(slots[fqn])
                 checks[name] = functools.partial(state.check_values, key)
         return checks
-
-    def _slots(self, optimizer: SlotKeyedOptimizer) -> dict[str, Slot]:
-        """Slots by the names of parameters in the checkpoint."""
-        names = self.parallel.names
-        return {names[optimizer.slot_name(slot)]: slot for slot in optimizer.slots()}
 
     def _without_hooks(self) -> SlotKeyedOptimizer | None:
         """The optimizer, if nothing changes what is loaded into it on the way."""
@@ -219,7 +215,7 @@ class CheckedLoad:
         if any(key_and_fqn(name)[0] not in ("", STEP) for name in self.staged):
             self._check_state(optimizer)
             return
-        slots = self._slots(optimizer)
+        slots = slots_by_name(optimizer, self.parallel)
         for name, value in self.staged.items():
             key, fqn = key_and_fqn(name)
             if key:
@@ -352,8 +348,7 @@ def _copies_of(
     if optimizer is None:
         return set()
     copies = set()
-    for slot in optimizer.slots():
-        name = parallel.names[optimizer.slot_name(slot)]
+    for name, slot in slots_by_name(optimizer, parallel).items():
         for key in optimizer.state_of(slot).in_blocks():
             if entry_name(scale_key(key), name) not in tensors:
                 copies.add(entry_name(key, name))

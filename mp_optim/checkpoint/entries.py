@@ -156,6 +156,11 @@ def _slot_state(
     return {key: as_partition(value, partition, shape) for key, value in state.items()}
 
 
+def slots_by_name(optimizer: SlotKeyedOptimizer, parallel: ModelParallel) -> dict[str, Slot]:
+    """Slots by the names of their parameters in a checkpoint."""
+    return {parallel.names[optimizer.slot_name(slot)]: slot for slot in optimizer.slots()}
+
+
 def unallocated(
     optimizer: SlotKeyedOptimizer | None,
     parallel: ModelParallel,
@@ -166,13 +171,11 @@ def unallocated(
     parameters that are frozen here; split as the parameter is, if the state is of its shape."""
     if optimizer is None:
         return {}
-    slots = [slot for slot in optimizer.slots() if optimizer.state_of(slot).takes_any()]
-    slot_of = {parallel.names[optimizer.slot_name(slot)]: slot for slot in slots}
+    slots = slots_by_name(optimizer, parallel)
     new: dict[str, Tensor] = {}
     for name, entry in saved.items():
-        key, fqn = key_and_fqn(name)
-        slot = slot_of.get(fqn)
-        if key and slot is not None and name not in present:
+        slot = slots.get(key_and_fqn(name)[1])
+        if slot is not None and name not in present and optimizer.state_of(slot).takes_any():
             partition = parallel.partitions.get(optimizer.slot_name(slot))
             param = param_at(optimizer.param_groups, slot)
             if isinstance(param, DTensor) and entry.shape == param.shape:
@@ -192,11 +195,11 @@ def refused(
     if optimizer is None:
         return {}
     why_of: dict[str, str] = {}
-    for slot in optimizer.slots():
+    for name, slot in slots_by_name(optimizer, parallel).items():
         if why := optimizer.state_of(slot).refusal():
-            why_of[parallel.names[optimizer.slot_name(slot)]] = why
-    found = {name: key_and_fqn(name) for name in saved} if why_of else {}
-    return {name: why_of[fqn] for name, (key, fqn) in found.items() if key and fqn in why_of}
+            why_of[name] = why
+    found = {name: key_and_fqn(name)[1] for name in saved} if why_of else {}
+    return {name: why_of[fqn] for name, fqn in found.items() if fqn in why_of}
 
 
 def state_by_index(
