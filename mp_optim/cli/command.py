@@ -22,7 +22,7 @@ COMMANDS = {
     "inspect": "list, verify and compare checkpoints",
 }
 """Each is a module of this package with ``main(arguments)``, which returns the exit status."""
-_WIDE = 10_000
+WIDE = 10_000
 _PACKAGES = {"yaml": "pyyaml"}
 
 
@@ -73,4 +73,4 @@ def console() -> Console:
     """Stdout: as wide as the terminal, or, in a pipe or file, as the tables need."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else _WIDE)
+    return Console(width=None if sys.stdout.isatty() else WIDE)

@@ -6,6 +6,7 @@ $ mp-optim plan --model path/to/config.json --gpu-memory 24 --state 8bit --relea
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from mp_optim import OptimizerConfig
-from mp_optim.cli.command import console
+from mp_optim.cli.command import WIDE, console
 from mp_optim.planner import (
     FORMS,
     OFFLOADING,
@@ -128,35 +129,19 @@ def table(rows: list[SweepRow], options: Options) -> Table:
 
     shown = Table(title=f"GiB per rank: {options.model.stem}, {_words(options.layout)}")
     shown.add_column("state")
-    disk = ["disk"] if has_disk(rows) else []
-    heads = ["fraction", "accelerator", "pinned host", "pageable host", *disk, "host"]
-    heads.append("saving")
-    for head in heads:
+    has_disk = any(row.plan.disk.total for row in rows)
+    places = ["accelerator", "pinned host", "pageable host", *(["disk"] if has_disk else [])]
+    for head in ("fraction", *(f"{place}, GiB" for place in (*places, "host", "saving"))):
         shown.add_column(head, justify="right")
     for row in rows:
-        form, fraction, accelerator, *host = cells(row, has_disk(rows))
-        held, limit = row.plan.accelerator.total, options.gpu_memory
-        if limit is not None and held > limit * GIB:
-            accelerator = f"[red]{accelerator}[/red]"
-        of_host = row.plan.host_total, row.plan.background_save
-        ends = [f"{size / GIB:.2f}" for size in of_host]
-        shown.add_row(form, fraction, accelerator, *host, *ends)
+        plan = row.plan
+        sizes = [plan.accelerator.total, plan.pinned_host.total, plan.pageable_host.total]
+        sizes += [plan.disk.total] if has_disk else []
+        cells = [f"{size / GIB:.2f}" for size in (*sizes, plan.host_total, plan.background_save)]
+        if options.gpu_memory is not None and sizes[0] > options.gpu_memory * GIB:
+            cells[0] = f"[red]{cells[0]}[/red]"
+        shown.add_row(row.form, f"{plan.fraction:g}", *cells)
     return shown
-
-
-def has_disk(rows: list[SweepRow]) -> bool:
-    """Whether some of it lies on a disk."""
-    return any(row.plan.disk.total for row in rows)
-
-
-def cells(row: SweepRow, shows_disk: bool) -> list[str]:
-    """State and fraction of a plan; accelerator, pinned and pageable host memory in GiB, and the
-    disk."""
-    plan = row.plan
-    parts = [plan.accelerator, plan.pinned_host, plan.pageable_host]
-    if shows_disk:
-        parts.append(plan.disk)
-    return [row.form, f"{plan.fraction:g}", *(f"{part.total / GIB:.2f}" for part in parts)]
 
 
 def _words(layout: Layout) -> str:
@@ -164,14 +149,15 @@ def _words(layout: Layout) -> str:
     return f"{sizes}, {layout.sharding}"
 
 
-def markdown(rows: list[SweepRow]) -> str:
-    """The same as a table for documents."""
-    on_disk = has_disk(rows)
-    heads = ["state", "fraction on the host", "accelerator, GiB", "pinned host, GiB"]
-    heads += ["pageable host, GiB", *(["disk, GiB"] if on_disk else [])]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    lines += [f"| {' | '.join(cells(row, on_disk))} |" for row in rows]
-    return "\n".join(lines) + "\n"
+def markdown(shown: Table) -> str:
+    """A table for documents."""
+    from rich.box import MARKDOWN
+    from rich.console import Console
+
+    shown.box, shown.title = MARKDOWN, None
+    out = Console(width=WIDE, file=io.StringIO())
+    out.print(shown)
+    return f"{out.file.getvalue().strip()}\n"  # type: ignore[attr-defined]
 
 
 def draw(path: Path, rows: list[SweepRow], options: Options) -> None:
@@ -232,7 +218,8 @@ def report(source: Any, config: OptimizerConfig, options: Options) -> int:
     rows = sweep(specs, config, options.layout, fractions=options.fractions, forms=forms)
     billions = sum(spec.numel for spec in specs) / 1e9
     out.print(f"{billions:.2f} B params in {len(specs)} tensors", highlight=False)
-    out.print(table(rows, options))
+    shown = table(rows, options)
+    out.print(shown)
     out.print(
         "pinned host: page-locked memory; saving: what a save in the background takes more of "
         "the host while it lasts"
@@ -246,7 +233,7 @@ def report(source: Any, config: OptimizerConfig, options: Options) -> int:
         )
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "plan.md").write_text(markdown(rows), encoding="utf-8")
+        (options.output / "plan.md").write_text(markdown(shown), encoding="utf-8")
         draw(options.output / "plan.png", rows, options)
     return 0
 
