@@ -20,6 +20,7 @@ COMMANDS = {
     "fit": "whether a model can be trained on a machine, activations included, and what to type",
     "convert": "optimizer state from and for torch, Megatron, apex and DeepSpeed",
     "inspect": "list, verify and compare checkpoints",
+    "conform": "check any torch optimizer for what training programs rely on",
 }
 """Each is a module of this package with ``main(arguments)``, which returns the exit status."""
 WIDE = 10_000

@@ -155,6 +155,21 @@ class MainParams:
         for index in coming:
             self._take_in(self.table.slots[index])
 
+    def _check_places(self, changed: list[int], params: list[Tensor]) -> None:
+        """A parameter that took another's place is no replacement: its state would be the
+        other's."""
+        slots = self.table.slots
+        places = {id(param): index for index, param in enumerate(self.table.seen.params)}
+        for index in changed:
+            before = places.get(id(params[index]), index)
+            if before != index:
+                now, was = self.name(slots[index]), self.name(slots[before])
+                raise ValueError(
+                    f"{now} is now the parameter that {was} was: parameters and "
+                    "groups cannot change places in param_groups, as state stays where it is; "
+                    "change the settings of groups instead, or build another optimizer"
+                )
+
     def _check_memory(self) -> None:
         """Raise ValueError if parameters that are trained share memory, naming them."""
         check_memory(
@@ -335,6 +350,7 @@ class MainParams:
         params = all_params(self._param_groups)
         changed = table.seen.changed(params)
         if changed:
+            self._check_places(changed, params)
             self._check_memory()
         for index in changed:
             slot, param = table.slots[index], params[index]

@@ -1,0 +1,214 @@
+"""What checks are made of: who is checked, what a finding is, and the few words that all use.
+
+A check is a plain function of a :data:`Make`. Its own text, with what it uses of this module, is
+the program that is printed for whoever is to see the failure: nothing here may need more than
+torch.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Make = Callable[..., torch.optim.Optimizer]
+"""``make(params, **settings)``: an optimizer of the class that is checked, with the settings that
+were asked for unless a check sets others."""
+
+MUST, SHOULD, NICE = LEVELS = ("must", "should", "nice")
+"""must: torch promises it, and without it a run is silently wrong or breaks. should: programs that
+many people run lean on it. nice: good to have, and promised by few."""
+
+
+class Nonconformance(Exception):
+    """What a check found: a sentence with the numbers."""
+
+
+class Refused(Exception):
+    """What was asked for is refused with an error of the optimizer's own: no failure."""
+
+
+class NotApplicable(Exception):
+    """The check says nothing of this optimizer, and why."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check.
+
+    Attributes:
+        function: what is called; raises :class:`Nonconformance`.
+        level: one of :data:`LEVELS`.
+        rules: the rules whose formula it knows; empty where it holds of all.
+        ranks: how many processes carry it out together.
+    """
+
+    function: Callable[[Make], None]
+    level: str
+    rules: tuple[str, ...]
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @property
+    def subject(self) -> str:
+        return self.function.__module__.rpartition(".")[2]
+
+    @property
+    def statement(self) -> str:
+        """The promise, in a sentence."""
+        return " ".join((self.function.__doc__ or "").partition("\n\n")[0].split())
+
+
+CHECKS: dict[str, Check] = {}
+"""Every check by its name, in the order in which they are carried out."""
+
+Function = Callable[[Make], None]
+
+
+def _register(level: str, rules: tuple[str, ...], ranks: int) -> Callable[[Function], Function]:
+    def registered(function: Function) -> Function:
+        CHECKS[function.__name__] = Check(function, level, rules, ranks)
+        return function
+
+    return registered
+
+
+def must(*rules: str, ranks: int = 1) -> Callable[[Function], Function]:
+    """Register a check of level must."""
+    return _register(MUST, rules, ranks)
+
+
+def should(*rules: str, ranks: int = 1) -> Callable[[Function], Function]:
+    """Register a check of level should."""
+    return _register(SHOULD, rules, ranks)
+
+
+def nice(*rules: str, ranks: int = 1) -> Callable[[Function], Function]:
+    """Register a check of level nice."""
+    return _register(NICE, rules, ranks)
+
+
+# -- words of checks -------------------------------------------------------------------------------
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers of a normal distribution, the same at each call."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    return drawn.to(dtype)
+
+
+def filled(value: float, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full(shape, value, dtype=dtype, device="cpu")
+
+
+def layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """A model of two matrices, without biases: there are rules for matrices alone."""
+    model = nn.Sequential(nn.Linear(64, 72, bias=False), nn.Tanh(), nn.Linear(72, 8, bias=False))
+    with torch.no_grad():
+        for seed, param in enumerate(model.parameters()):
+            param.copy_(noise(*param.shape, seed=seed) / 8)
+    return model.to(dtype)
+
+
+def backward(model: nn.Module, step: int, scale: float = 1.0) -> None:
+    """Add the gradients of one batch, which the step's number draws."""
+    dtype = next(model.parameters()).dtype
+    x, y = noise(16, 64, seed=2 * step, dtype=dtype), noise(16, 8, seed=2 * step + 1)
+    loss = (model(x).float() - y).square().mean() * scale
+    loss.backward()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> None:
+    """Some steps, each with a batch and random numbers of its own."""
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        backward(model, step)
+        torch.manual_seed(step)
+        optimizer.step()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def saved(optimizer: torch.optim.Optimizer, safely: bool = False) -> dict[str, Any]:
+    """The state dict, through a file."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=safely)
+    return loaded
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor of nested dicts and lists."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [each for key in value for each in tensors_in(value[key])]
+    if isinstance(value, (list, tuple)):
+        return [each for item in value for each in tensors_in(item)]
+    return []
+
+
+def require(condition: object, finding: str) -> None:
+    if not condition:
+        raise Nonconformance(finding)
+
+
+def require_same(found: Iterable[Tensor], expected: Iterable[Tensor], what: str) -> None:
+    """Bit for bit, but for signs of zeros; a NaN is equal to itself."""
+    for index, pair in enumerate(zip(found, expected, strict=True)):
+        here, there = (tensor.detach() for tensor in pair)
+        require(here.dtype == there.dtype, f"{what}: {here.dtype} instead of {there.dtype}")
+        differing = (here != there) & ~(here.isnan() & there.isnan())
+        if differing.any():
+            largest = float((here.double() - there.double()).abs().max())
+            count = f"{int(differing.sum())} of {differing.numel()} elements"
+            raise Nonconformance(
+                f"{what}: {count} of tensor {index} differ, by up to {largest:.3g}"
+            )
+
+
+def require_close(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    """No element differs by more than the tolerance; NaN by nothing at all."""
+    found, expected = found.detach().double(), expected.detach().double()
+    off = (found - expected).abs()
+    if not bool((off <= tolerance).all()):
+        worst = int(off.nan_to_num(float("inf"), float("inf")).argmax())
+        here, there = found.flatten()[worst].item(), expected.flatten()[worst].item()
+        raise Nonconformance(f"{what}: {here:.9g} instead of {there:.9g}")
+
+
+def make_or_refuse(make: Make, params: Any, **settings: Any) -> torch.optim.Optimizer:
+    """An optimizer; an error of its constructor is an answer, too.
+
+    Raises:
+        Refused: by what it said.
+    """
+    try:
+        return make(params, **settings)
+    except Exception as error:
+        raise Refused(f"{type(error).__name__}: {error}") from error
+
+
+def step_or_refuse(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
+    """A step; an error for the caller is an answer, too, if nothing was changed.
+
+    Raises:
+        Refused: by what it said.
+    """
+    before = [param.detach().clone() for param in params]
+    try:
+        optimizer.step()
+    except (TypeError, ValueError, NotImplementedError) as error:
+        require_same(params, before, "a step that was refused left its mark")
+        raise Refused(f"{type(error).__name__}: {error}") from error

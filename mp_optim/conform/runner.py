@@ -1,0 +1,139 @@
+"""Carrying out checks in processes of their own: a crash or a hang is a finding like any other."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from mp_optim.conform.kit import CHECKS, Check
+from mp_optim.conform.subject import Subject
+from mp_optim.conform.worker import FAILS, PASSES, Work, carry_out
+
+LIMIT_SECONDS = 90.0
+"""How long one check may take."""
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check came to.
+
+    Attributes:
+        name: of the check.
+        status: ``passes``, ``FAILS``, ``refuses`` (an error for the caller) or ``does not apply``.
+        message: what was found.
+        seconds: how long it took.
+    """
+
+    name: str
+    status: str
+    message: str = ""
+    seconds: float = 0.0
+
+    @property
+    def check(self) -> Check:
+        return CHECKS[self.name]
+
+    @property
+    def failed(self) -> bool:
+        return self.status == FAILS
+
+
+def run(
+    subject: Subject, names: Sequence[str] = (), limit: float = LIMIT_SECONDS
+) -> Generator[Outcome, None, None]:
+    """Carry out checks (of these names, or all that apply), in the order of :data:`CHECKS`.
+
+    Raises:
+        ValueError: there is no such check, or no such optimizer.
+    """
+    checks = subject.checks(names)
+    for ranks in sorted({check.ranks for check in checks}):
+        left = [check.name for check in checks if check.ranks == ranks]
+        while left:
+            for outcome in _job(subject, left, ranks, limit):
+                left.remove(outcome.name)
+                yield outcome
+
+
+def _job(subject: Subject, names: list[str], ranks: int, limit: float) -> Iterator[Outcome]:
+    """Outcomes of one set of processes, which ends at the first check that ends them."""
+    with tempfile.TemporaryDirectory() as folder:
+        report, log = Path(folder, "report"), Path(folder, "log")
+        report.touch()
+        log.touch()
+        work = Work(subject, tuple(names), ranks, report, log)
+        processes = [_started(work, rank) for rank in range(ranks)]
+        done: list[str] = []
+        last, is_late = time.monotonic(), False
+        while not is_late and any(process.is_alive() for process in processes):
+            for outcome in _complete(report, ranks)[len(done) :]:
+                done.append(outcome.name)
+                last = time.monotonic()
+                yield outcome
+            is_late = time.monotonic() - last > limit
+            time.sleep(_POLL_SECONDS)
+        for process in processes:
+            process.kill()
+            process.join()
+        for outcome in _complete(report, ranks)[len(done) :]:
+            done.append(outcome.name)
+            yield outcome
+        why = f"no answer in {limit:.0f} s" if is_late else _end(processes, log)
+        if broken := _broken(report, done):
+            yield Outcome(broken, FAILS, why)
+        elif not done:
+            raise ValueError(f"{subject.path} cannot be checked: {why}")
+
+
+def _started(work: Work, rank: int) -> BaseProcess:
+    """One process, forked from a server that has imported torch once for all of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([carry_out.__module__, "torch._dynamo"])
+    process = context.Process(target=carry_out, args=(work, rank), daemon=True)
+    process.start()
+    return process
+
+
+def _lines(report: Path) -> list[dict[str, Any]]:
+    complete = report.read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in complete.splitlines()]
+
+
+def _complete(report: Path, ranks: int) -> list[Outcome]:
+    """Checks that all ranks have ended, or that one has failed; the first to fail speaks."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in _lines(report):
+        if "name" in line:
+            found.setdefault(line["name"], []).append(line)
+    outcomes = []
+    for name, lines in found.items():
+        first = min(lines, key=_has_passed)
+        if not _has_passed(first) or len(lines) == ranks:
+            outcomes.append(Outcome(name, first["status"], first["message"], first["seconds"]))
+    return outcomes
+
+
+def _has_passed(line: dict[str, Any]) -> bool:
+    return bool(line["status"] == PASSES)
+
+
+def _broken(report: Path, done: list[str]) -> str | None:
+    """The check that was begun and never ended."""
+    begun = [line["begun"] for line in _lines(report) if "begun" in line]
+    return next((name for name in begun if name not in done), None)
+
+
+def _end(processes: Sequence[BaseProcess], log: Path) -> str:
+    """How processes ended: by a signal, or with the last line of what they said."""
+    signals = [-p.exitcode for p in processes if p.exitcode is not None and p.exitcode < 0]
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said = lines[-1][:200] if lines else "nothing was said"
+    return f"the process ended by signal {signals[0]}" if signals else f"the process ended: {said}"
