@@ -39,11 +39,9 @@ ROWS = [
     Row("torch", Subject("torch.optim.SGD", {"lr": 1e-2})),
     Row("torch", Subject("torch.optim.Adafactor")),
     Row("torch", Subject("torch.optim.Muon")),
-    Row("torchao", Subject("torchao.optim.AdamW8bit", rule="adamw")),
     Row("bitsandbytes", Subject("bitsandbytes.optim.AdamW", rule="adamw")),
     Row("bitsandbytes", Subject("bitsandbytes.optim.AdamW8bit", rule="adamw")),
     Row("deepspeed", Subject("deepspeed.ops.adam.DeepSpeedCPUAdam", rule="adamw")),
-    Row("megatron-core", Subject("conformance_subjects.megatron_hybrid", rule="adamw")),
     Row(
         "transformers",
         Subject(
@@ -60,15 +58,12 @@ ROWS = [
     Row("prodigyopt", Subject("prodigyopt.Prodigy")),
     Row("dadaptation", Subject("dadaptation.DAdaptAdam")),
     Row("lion-pytorch", Subject("lion_pytorch.Lion", rule="lion")),
-    Row("galore-torch", Subject("galore_torch.AdamW", {"no_deprecation_warning": True}, "adamw")),
     Row("apollo-torch", Subject("apollo_torch.APOLLOAdamW")),
     Row("came-pytorch", Subject("came_pytorch.CAME", {"lr": 1e-3})),
     Row("adam-mini", Subject("conformance_subjects.adam_mini")),
     Row("muon-optimizer", Subject("muon.SingleDeviceMuon")),
-    Row("flashoptim", Subject("flashoptim.FlashAdamW", rule="adamw")),
-    Row("torch-optimi", Subject("optimi.AdamW", rule="adamw")),
+    Row("torch-optimi", Subject("optimi.AdamW", {"lr": 1e-3}, "adamw")),
     Row("torch-optimizer", Subject("torch_optimizer.RAdam")),
-    Row("adabelief-pytorch", Subject("adabelief_pytorch.AdaBelief", {"print_change_log": False})),
     Row("mp_optim", Subject("mp_optim.AdamW")),
     Row("mp_optim", Subject("mp_optim.Muon")),
 ]

@@ -74,7 +74,7 @@ def a_group_may_be_added_later(make: Make) -> None:
     train(model, optimizer, 2)
     before = weights(model)
     optimizer.add_param_group({"params": [second]})
-    missing = set(optimizer.param_groups[0]) - set(optimizer.param_groups[1])
+    missing = set(optimizer.defaults) - set(optimizer.param_groups[-1])
     require(not missing, f"the new group lacks {sorted(missing)}")
     train(model, optimizer, 2, 2)
     for old, new in zip(before, weights(model), strict=True):

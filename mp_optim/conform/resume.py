@@ -25,6 +25,7 @@ from mp_optim.conform.kit import (
     require_close,
     require_same,
     saved,
+    set_rates,
     should,
     tensors_in,
     train,
@@ -131,9 +132,8 @@ def settings_are_saved(make: Make) -> None:
     model = layers()
     groups = [{"params": [param]} for param in model.parameters()]
     optimizer = make(groups)
-    rates = [0.5 * float(group["lr"]) / (n + 1) for n, group in enumerate(optimizer.param_groups)]
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    set_rates(optimizer, 0.5)
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
     train(model, optimizer, 1)
     fresh = make([{"params": [param]} for param in copy.deepcopy(model).parameters()])
     fresh.load_state_dict(saved(optimizer))
@@ -225,7 +225,7 @@ def weights_written_by_hand_are_kept(make: Make) -> None:
         with torch.no_grad():
             for param in model.parameters():
                 param.fill_(2.0)
-        optimizer.param_groups[0]["lr"] *= 0.0
+        set_rates(optimizer, 0.0)
         train(model, optimizer, 1, 2)
         for now in weights(model):
             require_close(now, now * 0 + 2.0, 0.05, f"{dtype}: after a step at lr 0")

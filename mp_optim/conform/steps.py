@@ -23,6 +23,7 @@ from mp_optim.conform.kit import (
     require,
     require_close,
     require_same,
+    set_rates,
     should,
     train,
     weights,
@@ -208,9 +209,11 @@ def the_rate_is_read_at_each_step(make: Make) -> None:
     """lr of a param group counts from the step after it was set: at 0 nothing moves."""
     model = layers()
     optimizer = make(model.parameters())
-    held = optimizer.param_groups[0]
+    held = optimizer.param_groups
     train(model, optimizer, 2)
-    before, held["lr"] = weights(model), held["lr"] * 0.0
+    before = weights(model)
+    for group in held:
+        group["lr"] = group["lr"] * 0.0
     train(model, optimizer, 1, 2)
     require_same(weights(model), before, "stepped at lr = 0")
 
@@ -220,11 +223,12 @@ def a_warm_up_from_zero_is_harmless(make: Make) -> None:
     """A first step at lr 0, as schedules with a warm-up take it, leaves finite weights alone."""
     model = layers()
     optimizer = make(model.parameters())
-    before, rate = weights(model), optimizer.param_groups[0]["lr"]
-    optimizer.param_groups[0]["lr"] = rate * 0.0
+    before, rates = weights(model), [group["lr"] for group in optimizer.param_groups]
+    set_rates(optimizer, 0.0)
     train(model, optimizer, 1)
     require_same(weights(model), before, "stepped at lr = 0")
-    optimizer.param_groups[0]["lr"] = rate
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
     train(model, optimizer, 2, 1)
     require(all(w.isfinite().all() for w in weights(model)), "the weights are not finite later")
 
