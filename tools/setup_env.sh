@@ -21,7 +21,9 @@ _find_python() {
     return 1
 }
 
-# 19,000 modules come with the extra `dev`: Python compiles those that are used, at their first import.
+# 19,000 modules come with the extra `dev`: Python compiles those that are used, at their first import, and keeps
+# the bytecode. A machine that forbids it would have each of the tests' processes compile torch anew, for seconds.
+unset PYTHONDONTWRITEBYTECODE
 _pip() { "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }
 
 _install_torch() {
