@@ -86,6 +86,7 @@ class FarTables(_WatchedTables):
         if near not in self._far:
             far = Plan.__new__(Plan)
             far.__dict__.update(near.__dict__)
+            far.rounds = near.rounds  # chunk sums lie where they are
             far.firsts = near.firsts - BEFORE // chunk
             far.sizes = near.sizes + BEFORE
             self._far[near] = far

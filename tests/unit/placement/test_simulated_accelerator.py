@@ -369,7 +369,7 @@ SCENARIOS = [
         )
     ),  # what is added lands in memory of other buckets
 ]
-NEVER_WRONG = ("drain", "collect", "accelerator.on", "wait_for(job)", "early.tickets")
+NEVER_WRONG = ("drain", "collect", "accelerator.on", "wait_for(job)", "was_read")
 """Without these the bits are right, if by luck: what the worker has not finished is not used, or it
 finishes in time as its thread happens to run; and of two reads into one piece of memory the later
 one is carried out last at every pace."""
