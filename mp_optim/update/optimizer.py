@@ -92,7 +92,8 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         grad_norm = global_grad_norm(updates) if clips else None
         columns = SlotUpdates.of(updates)
         if columns.slots == self._last.slots:  # a launch is kept for these very objects
-            columns = replace(columns, slots=self._last.slots, outputs=self._last.outputs)
+            kept = self._last
+            columns = replace(columns, slots=kept.slots, outputs=kept.outputs, changed=kept.changed)
         self._last = replace(columns, grads=())
         self.step_slots(columns, grad_norm=grad_norm)
         return loss

@@ -32,8 +32,30 @@ def wrapped_hybrid(params):
     return FP32Optimizer(hybrid(params), config_for("fp32", clip_grad=0.0))
 
 
-@pytest.mark.parametrize("make", [hybrid, wrapped, wrapped_hybrid])
-@pytest.mark.parametrize("order", [(1, 0, 2, 3), (1, 2, 3, 0), (3, 2, 1, 0)])
+ORDERS = [(1, 0, 2, 3), (1, 2, 3, 0), (3, 2, 1, 0)]
+
+
+@pytest.mark.parametrize("make", [wrapped, wrapped_hybrid])
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_wrapper_refuses_parameters_that_change_places(make, order):
+    """State stays with its place, so a parameter would go on with another's moments."""
+    params = [nn.Parameter(torch.full((3,), float(value))) for value in range(4)]
+    optimizer = make(params)
+    for param in params:
+        param.grad = torch.ones(3)
+    optimizer.step()
+    before = [param.detach().clone() for param in params]
+    optimizer.param_groups[0]["params"][:] = [params[index] for index in order]
+    with pytest.raises(ValueError, match="cannot change places"):
+        optimizer.step()
+    assert all(map(same_bits, (param.detach() for param in params), before))
+    optimizer.param_groups[0]["params"][:] = params
+    optimizer.step()
+    assert all(float(optimizer.slot_state(slot)["step"]) == 2.0 for slot in optimizer.slots())
+
+
+@pytest.mark.parametrize("make", [hybrid])
+@pytest.mark.parametrize("order", ORDERS)
 def test_parameters_that_change_places_leave_their_state_where_it_was(make, order):
     params = [nn.Parameter(torch.full((3,), float(value))) for value in range(4)]
     optimizer = make(params)
