@@ -389,8 +389,12 @@ class Arrivals:
             self._has_bits(slot, grad, staged) for slot, grad, staged in rows
         )
 
+    def look_again(self) -> None:
+        """Gradients may have been written since they were compared."""
+        self._compared = {}
+
     def _has_bits(self, slot: Slot, grad: Tensor, staged: Tensor) -> bool:
-        """Compared once a step."""
+        """Compared once: what measured the gradients steps them next, or looks again."""
         if slot not in self._compared:
             self._compared[slot] = same_bits(grad, staged)
         return self._compared[slot]
@@ -424,7 +428,8 @@ class Arrivals:
 
     def forget_sums(self) -> None:
         """What was measured is of no use any more."""
-        self._sums, self._compared = {}, {}
+        self._sums = {}
+        self.look_again()
 
     # -- order ------------------------------------------------------------------------------------
 

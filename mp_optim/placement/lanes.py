@@ -156,8 +156,9 @@ class WindowLane:
     def resize(self) -> None:
         """Find the sizes, in the caller's thread: the worker's finds them known."""
         if not self._sizes:
-            self._sizes = self.sizes_for(self._slots)
-            self.source.resize(self._sizes)
+            sizes = self.sizes_for(self._slots)
+            self.source.resize(sizes)
+            self._sizes = sizes
 
     def host_bytes(self, slots: Sequence[HostSlot]) -> tuple[int, ...]:
         """The pieces of host memory that windows take then."""

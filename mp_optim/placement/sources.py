@@ -283,8 +283,9 @@ class FileSource:
 
     def resize(self, sizes: Sequence[int]) -> None:
         if list(sizes) != self._sizes:
-            self._sizes, self._memory = list(sizes), None
+            self._memory = None
             self.forget()
+            self._sizes = list(sizes)  # last: a signal in between leaves what is done again
 
     def forget(self) -> None:
         self._last = []

@@ -174,6 +174,7 @@ class BackwardOverlap:
         """
         assert self.stepper is not None
         arrivals = self.stepper.schedule.arrivals
+        arrivals.look_again()
         known = [arrivals.sum_of_squares(grad) if grad.is_cpu else None for grad in grads]
         found = {index: value for index, value in enumerate(known) if value is not None}
         values = torch.tensor([*found.values()], dtype=torch.float64, device="cpu")
@@ -240,6 +241,11 @@ class EarlyWork:
         except WorkerError:
             self.discard()
             raise
+
+    def look_again(self) -> None:
+        """The caller had control since gradients were measured, and may have written to them."""
+        for stepper in self.steppers:
+            stepper.schedule.arrivals.look_again()
 
     def released(self) -> Iterator[Tensor]:
         """Gradients that were released; they may still be on their way."""

@@ -256,3 +256,24 @@ def test_main_params_are_one_line_away() -> None:
         for param in group["params"]
     ]
     assert [main.data_ptr() for main in mains] == [p.data_ptr() for p in inner]
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "speculative"])
+def test_gradients_written_between_two_parts_are_those_that_are_stepped(mode: str) -> None:
+    """Measured before, and perhaps down on the host since backward."""
+    model, optimizer = build(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
+    try:
+        megatron.install(offload_mode=mode)
+        other, early = build(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
+    finally:
+        megatron.uninstall()
+    for step in range(4):
+        for one, its in ((model, optimizer), (other, early)):
+            backward(one, its, step)
+            its.prepare_grads()
+            its.clip_grad_norm(0.0)
+            for param in one.parameters():
+                param.grad.neg_()
+            assert its.step_with_ready_grads()
+        for param, expected in zip(other.parameters(), model.parameters(), strict=True):
+            assert same_bits(param, expected)

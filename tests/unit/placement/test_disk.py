@@ -25,6 +25,7 @@ from mp_optim import (
     checkpoint,
     get_megatron_optimizer,
 )
+from mp_optim.placement.sources import FileSource
 from mp_optim.planner import plan
 from mp_optim.process.host_memory import page_locked_bytes
 from mp_optim.slots.interrupted_step import BrokenOffError
@@ -389,6 +390,20 @@ def test_a_disk_that_fails_before_the_first_window_breaks_nothing(tmp_path, monk
     monkeypatch.undo()
     expected = train(*build(fraction=0.7), 4)
     assert differing(train(model, optimizer, 2, 2), expected) == []
+
+
+def test_a_signal_while_windows_get_their_sizes_leaves_them_to_the_next_step(tmp_path, monkeypatch):
+    model, optimizer = build(tmp_path)
+    give_gradients(model, 0)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSource, "resize", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    assert differing(train(model, optimizer, 2), train(*build(), 2)) == []
 
 
 KILLED = """

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.placement.backward_jobs import same_bits
+from mp_optim.precision import megatron_optimizer
 from support.models import AdversarialTransfer
 from support.offload import MODES, build_mode, differing, finish_early_work, hybrids, run, snapshot
 
@@ -129,6 +130,30 @@ def test_clipping_outside_is_followed(adversarial: bool) -> None:
             continue
         assert differing(bits, expected) == [] and results == expected_results, mode
     assert metrics["speculation_stale"] > 20 and len(said) == 1
+
+
+@pytest.mark.parametrize("mode", ["overlap", "speculative"])
+def test_after_a_step_that_was_broken_off_gradients_made_by_hand_are_stepped(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal comes when gradients are measured and nothing is written; no backward follows."""
+    bits = []
+    for name in ("sync", mode):
+        model, optimizer = build_mode(name, "fp32", 1.0, experts=False, adversarial=False)
+        run(model, optimizer, 2)
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(megatron_optimizer, "apply_verdict", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                run(model, optimizer, 1)
+        for param in model.parameters():
+            param.grad = -torch.ones_like(param)
+        optimizer.step()
+        bits.append(snapshot(model, optimizer))
+    assert differing(*bits) == []
 
 
 def test_bits_are_compared_and_not_values() -> None:
