@@ -7,7 +7,7 @@ piece of work after the other. ``docs/benchmarks/streaming.md`` has the tables a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 # -- machines and forms of state ------------------------------------------------------------------
@@ -74,20 +74,6 @@ class Form:
         measured and stepped, and the new model param goes out."""
         return GRAD + self.measure + self.update + GRAD
 
-    @property
-    def on_bus(self) -> float:
-        """Host memory traffic of a parameter that is streamed."""
-        return 2 * self.state
-
-
-SCALES = 2 * 4 / 256
-"""Two 8-bit moments: an FP32 scale for each block of 256."""
-
-FORMS = (
-    Form("FP32", 12, reads_param=False),
-    Form("bf16 moments, 16-bit remainder", 6, reads_param=True),
-    Form("8-bit moments, 16-bit remainder", 4 + SCALES, reads_param=True),
-)
 
 # Of a data sheet's memory bandwidth, what a program reaches.
 HOST_SHARE, DEVICE_SHARE = 0.8, 0.9
@@ -156,10 +142,6 @@ class Schedule:
         """When everything is done."""
         return max(self.free.values(), default=0.0)
 
-    def bytes_of(self, name: str) -> float:
-        """All bytes that go through the lane of a name."""
-        return sum(work.bytes for work in self.works if work.lane.name == name)
-
 
 # -- schedules: what goes through which lane, in which order --------------------------------------
 
@@ -203,7 +185,7 @@ def streamed(machine: Machine, form: Form, params: int, window: int = WINDOW) ->
     """All state goes up, is stepped on the device and goes down, window by window. Gradients and
     model params stay on the device, whose first work is to measure."""
     schedule = Schedule()
-    _stream(schedule, Lanes.of(machine, True, False), form, params, window)
+    stream_windows(schedule, Lanes.of(machine, True, False), form, params, window)
     return schedule
 
 
@@ -211,102 +193,11 @@ def on_host(machine: Machine, form: Form, params: int) -> Schedule:
     """``sync``: all gradients come down and are measured, then each bucket is stepped and its
     params go up."""
     schedule, lanes = Schedule(), Lanes.of(machine, False, True)
-    _step(schedule, lanes, form, params, _measure(schedule, lanes, form, params))
+    step_on_host(schedule, lanes, form, params, measure_on_host(schedule, lanes, form, params))
     return schedule
 
 
-def both(machine: Machine, form: Form, stream: int, host: int, window: int = WINDOW) -> Schedule:
-    """Numbers of parameters that are streamed and that the host steps, at the same time. The host's
-    gradients come down before state does, and its params go up after state.
-
-    Raises:
-        ValueError: streaming leaves nothing of the host's memory
-    """
-    schedule, lanes = Schedule(), Lanes.of(machine, True, True)
-    if lanes.host.rate <= 0:
-        raise ValueError(f"{machine.name}: streaming takes all of the host's memory")
-    measured = _measure(schedule, lanes, form, host)
-    _stream(schedule, lanes, form, stream, window)
-    _step(schedule, lanes, form, host, measured)
-    return schedule
-
-
-def behind_backward(machine: Machine, form: Form, params: int, backward: float) -> Schedule:
-    """``speculative``: gradients come evenly during ``backward`` seconds, each bucket is measured
-    and stepped as it comes, and all params go up once backward is over and everything is
-    measured."""
-    schedule, lanes = Schedule(), Lanes.of(machine, False, True)
-    buckets = list(_buckets(params))
-    stepped = []
-    for index, count in enumerate(buckets):
-        ready = backward * (index + 1) / len(buckets)
-        there = schedule.add(lanes.down, count * GRAD, earliest=ready)
-        traffic = count * (form.on_host - GRAD)
-        stepped.append(schedule.add(lanes.host, traffic, (there,)))
-    for count in buckets:
-        # The verdict needs every gradient: the last come as backward ends.
-        schedule.add(lanes.host, count * GRAD, stepped[-1:])
-        schedule.add(lanes.up, count * GRAD, stepped[-1:])
-    return schedule
-
-
-@dataclass(frozen=True)
-class Split:
-    """Which share of the parameters is streamed, and how many seconds the step takes then."""
-
-    share: float
-    seconds: float
-
-
-def auto(machine: Machine, form: Form, params: int, window: int = WINDOW) -> Split:
-    """Streamed and host at once, split so that both finish together; one of them alone where that
-    is as fast."""
-    tried = [
-        Split(0.0, on_host(machine, form, params).seconds),
-        Split(1.0, streamed(machine, form, params, window).seconds),
-    ]
-    low, high = 0, params
-    while machine.each_way < machine.host / 2 and high - low > max(params // 1000, 1):
-        count = (low + high) // 2
-        schedule = both(machine, form, count, params - count, window)
-        tried.append(Split(count / params, schedule.seconds))
-        done = {lane.name: end for lane, end in schedule.free.items()}
-        if done.get("down", 0.0) < done["host"]:
-            low = count
-        else:
-            high = count
-    return min(tried, key=lambda split: split.seconds)
-
-
-def auto_behind_backward(
-    machine: Machine, form: Form, params: int, backward: float, window: int = WINDOW
-) -> Split:
-    """The host steps what fits behind backward, the rest is streamed after it; ``seconds`` are
-    those after backward. The host's params go up first, then streaming begins."""
-
-    def exposed(count: int) -> float:
-        host = behind_backward(machine, form, params - count, backward)
-        stream = streamed(machine, form, count, window)
-        return max(host.seconds - backward, 0.0) + stream.seconds * (count > 0)
-
-    count = _least(exposed, params)
-    return Split(count / params, exposed(count))
-
-
-def _least(of: Callable[[int], float], end: int) -> int:
-    """The number from 0 to ``end`` where a function that falls and then rises is least, to a
-    thousandth of ``end``; both ends are tried too."""
-    low, high = 0, end
-    while high - low > max(end // 1000, 2):
-        third = (high - low) // 3
-        if of(low + third) <= of(high - third):
-            high -= third
-        else:
-            low += third
-    return min(0, end, low, high, key=of)
-
-
-def _stream(schedule: Schedule, lanes: Lanes, form: Form, params: int, window: int) -> None:
+def stream_windows(schedule: Schedule, lanes: Lanes, form: Form, params: int, window: int) -> None:
     schedule.add(lanes.device, params * form.measure)  # the lane's first work
     gone: list[int] = []
     for count in _pieces(params, max(int(window // form.state), 1)):
@@ -318,21 +209,21 @@ def _stream(schedule: Schedule, lanes: Lanes, form: Form, params: int, window: i
         gone.append(schedule.add(lanes.down, count * form.state, (stepped,)))
 
 
-def _measure(schedule: Schedule, lanes: Lanes, form: Form, params: int) -> int:
+def measure_on_host(schedule: Schedule, lanes: Lanes, form: Form, params: int) -> int:
     """The index of the host's last measuring."""
-    for count in _buckets(params):
+    for count in buckets(params):
         there = schedule.add(lanes.down, count * GRAD)
         measured = schedule.add(lanes.host, count * (GRAD + form.measure), (there,))
     return measured
 
 
-def _step(schedule: Schedule, lanes: Lanes, form: Form, params: int, measured: int) -> None:
-    for count in _buckets(params):
+def step_on_host(schedule: Schedule, lanes: Lanes, form: Form, params: int, measured: int) -> None:
+    for count in buckets(params):
         stepped = schedule.add(lanes.host, count * (form.update + GRAD), (measured,))
         schedule.add(lanes.up, count * GRAD, (stepped,))
 
 
-def _buckets(params: int) -> Iterator[int]:
+def buckets(params: int) -> Iterator[int]:
     return _pieces(params, max(min(BUCKET // GRAD, -(-params // 16)), 1))
 
 

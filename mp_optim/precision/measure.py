@@ -13,19 +13,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mp_optim.ranks.missing_ranks import all_gather, learn_addresses, naming_missing_ranks, wait_for
+from mp_optim.ranks.missing_ranks import all_gather, learn_addresses
 from mp_optim.slots import CachedTensorList
 from mp_optim.update import choose_backend
-from mp_optim.update.sums import Groups, index_on, reduce_over
+from mp_optim.update.sums import Groups, index_on, reduce_over, reduce_rows, sum_in_pairs
 
 MAIN_NORM = "main"
 EXCLUDED = "excluded"
 """Norm group of gradients that another rank counts: checked for inf and nan, left out of the
 norm."""
+_AGREEING = "agreeing on the gradient norm"
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,12 @@ def total_by_key(
             reduce alike.
     """
     if len(all_keys) == 1:
-        return {all_keys[0]: _pairwise_sum(sums)}
+        return {all_keys[0]: sum_in_pairs(sums)}
     members: dict[NormKey, list[int]] = {key: [] for key in all_keys}
     for index, key in enumerate(keys):
         members[key].append(index)
     return {
-        key: _pairwise_sum(sums[index_on(sums.device, tuple(some))])
-        for key, some in members.items()
+        key: sum_in_pairs(sums[index_on(sums.device, tuple(some))]) for key, some in members.items()
     }
 
 
@@ -111,24 +110,15 @@ _FEW = 256
 
 
 def pairwise_sum_on_host(values: Tensor) -> float:
-    """:func:`_pairwise_sum` of FP64 numbers on the host, as a number: the same additions."""
+    """:func:`sum_in_pairs` of FP64 numbers on the host, as a number: the same additions."""
     if values.numel() > _FEW:
-        return float(_pairwise_sum(values))
+        return float(sum_in_pairs(values))
     numbers: list[float] = values.tolist()
     while len(numbers) > 1:
         if len(numbers) % 2:
             numbers.append(0.0)
         numbers = list(map(operator.add, numbers[0::2], numbers[1::2]))
     return numbers[0] if numbers else 0.0
-
-
-def _pairwise_sum(values: Tensor) -> Tensor:
-    """Adjacent pairs, zero filled, until one is left: the same additions on every device."""
-    while values.numel() > 1:
-        if values.numel() % 2:
-            values = torch.nn.functional.pad(values, (0, 1))
-        values = values[0::2] + values[1::2]
-    return values.sum() if values.numel() == 0 else values.reshape(())
 
 
 def count_zeros(
@@ -191,7 +181,7 @@ def agree(
         if zeros is not None:
             rows[-1] += packed[1]
     if group is not None:
-        _reduce(rows, group)
+        reduce_over((group,), rows, _AGREEING)
     return Measurement(totals, None if zeros is None else rows[-1], off, params)
 
 
@@ -214,20 +204,13 @@ def _over_shards(
         kept = number & ((1 << (53 - ranks.bit_length()) // 2) - 1)
         terms = kept, kept * kept
     packed = torch.stack([*values, *(torch.full_like(values[0], term) for term in terms)])
-    for shard_group in key.shard_groups:
-        _reduce(packed, shard_group)
+    reduce_over(key.shard_groups, packed, _AGREEING)
     if not terms:
         return packed, None
-    for same in copies:
-        _reduce(packed[-2:], same)
+    reduce_over(copies, packed[-2:], _AGREEING)
     total, squares = packed[-2:]
     term, square = terms
     return packed, (total - float(ranks * term)).abs() + (squares - float(ranks * square)).abs()
-
-
-def _reduce(packed: Tensor, group: ProcessGroup) -> None:
-    with naming_missing_ranks(group)("agreeing on the gradient norm"):
-        wait_for(dist.all_reduce(packed, group=group, async_op=True), group, packed.device)
 
 
 def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str]:
@@ -254,29 +237,8 @@ def of_parameters(sums: Tensor, indices: Sequence[int], split_over: Sequence[Gro
     else:
         of_slots = sums.new_zeros(len(split_over))
         of_slots[index_on(sums.device, tuple(indices))] = sums
-    add_over_ranks(of_slots, split_over, "agreeing on the gradient norms of parameters")
+    reduce_rows(of_slots, split_over, "agreeing on the gradient norms of parameters")
     return of_slots
-
-
-def add_over_ranks(sums: Tensor, split_over: Sequence[Groups], doing: str) -> None:
-    """Add up in place what ranks that hold parts of the same parameters have. Collective, once for
-    each kind of split.
-
-    Args:
-        sums: shape (slots, ...).
-        split_over: for every slot the groups of ranks over which it is split.
-    """
-    alike: dict[Groups, list[int]] = {}
-    for index, groups in enumerate(split_over):
-        alike.setdefault(groups, []).append(index)
-    for groups, indices in alike.items():
-        if groups and len(indices) == len(split_over):
-            reduce_over(groups, sums, doing)
-        elif groups:
-            where = index_on(sums.device, tuple(indices))
-            some = sums[where]
-            reduce_over(groups, some, doing)
-            sums[where] = some
 
 
 class UpdateWatch:
@@ -311,5 +273,5 @@ class UpdateWatch:
         self._before.clear()
         numel = index_on(self._device, tuple(counts)).double()
         sums = torch.stack([weights, updates, numel], dim=1)
-        add_over_ranks(sums, self._split_over, "adding up the updates of parameters")
+        reduce_rows(sums, self._split_over, "adding up the updates of parameters")
         return sums

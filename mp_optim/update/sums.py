@@ -153,7 +153,10 @@ Groups = tuple[ProcessGroup, ...]
 
 
 def reduce_over(
-    groups: Groups, value: Tensor, doing: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    groups: Sequence[ProcessGroup],
+    value: Tensor,
+    doing: str,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> None:
     """Reduce a value in place over the ranks of one group after the other.
 
@@ -167,18 +170,22 @@ def reduce_over(
 
 
 def reduce_rows(rows: Tensor, shard_groups: Sequence[Groups], doing: str) -> None:
-    """Add up the rows of split parameters in place: one reduction for all that are split alike.
+    """Add up in place what ranks that hold parts of the same parameters have: one reduction for all
+    that are split alike.
 
     Args:
-        rows: one for each parameter.
+        rows: one for each parameter, of any shape.
+        shard_groups: for each the groups of ranks over which it is split.
         doing: what to say of it if a rank is missing.
     """
-    split: dict[Groups, list[int]] = defaultdict(list)
+    alike: dict[Groups, list[int]] = defaultdict(list)
     for index, groups in enumerate(shard_groups):
-        if groups:
-            split[groups].append(index)
-    for groups, indices in split.items():
-        where = index_on(rows.device, tuple(indices))
-        part = rows[where]
-        reduce_over(groups, part, doing)
-        rows[where] = part
+        alike[groups].append(index)
+    for groups, indices in alike.items():
+        if groups and len(indices) == len(shard_groups):
+            reduce_over(groups, rows, doing)
+        elif groups:
+            where = index_on(rows.device, tuple(indices))
+            part = rows[where]
+            reduce_over(groups, part, doing)
+            rows[where] = part

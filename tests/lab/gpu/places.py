@@ -14,8 +14,9 @@ from benchmarks.section import Section
 from lab.gpu.hybrid import filled_model, optimizer_of
 from lab.gpu.speed import Rate
 from lab.gpu.timing import alternate
+from lab.streaming.schedules import FORMS, auto
 from mp_optim.placement.split import STEPS
-from mp_optim.planner.step_time import FORMS, Form, Machine, auto, on_host, streamed
+from mp_optim.planner.step_time import Form, Machine, on_host, streamed
 from mp_optim.process.transfer import Transfer, transfer_for
 
 BYTES = 256 << 20

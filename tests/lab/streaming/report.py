@@ -6,17 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lab.streaming.queues import BEFORE, NOW, both_in, streamed_in
-from mp_optim.planner.step_time import (
-    FORMS,
-    GB,
-    Form,
-    Machine,
-    auto,
-    auto_behind_backward,
-    behind_backward,
-    on_host,
-    streamed,
-)
+from lab.streaming.schedules import FORMS, auto, auto_behind_backward, behind_backward
+from mp_optim.planner.step_time import GB, Form, Machine, on_host, streamed
 
 NOT_MEASURED = "Modelled, not measured: not yet measured on a GPU."
 WINDOWS = (64 << 20, 256 << 20, 1 << 30)
