@@ -65,7 +65,7 @@ class CompositeOptimizer(MegatronOptimizer):
         for member in self.members:
             member.grad_scaler, member.skip_rule = self.grad_scaler, self.skip_rule
             self.counts.members.append(member.counts)
-            self.early_work.links += member.early_work.links
+            self.early_work.overlaps += member.early_work.overlaps
             self.averages.shares += member.averages.shares
         self.use_mark(self.step_mark)
 

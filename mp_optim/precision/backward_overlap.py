@@ -38,18 +38,17 @@ def _can_be_released(param: Tensor, grad: Tensor) -> bool:
 
 
 class BackwardOverlap:
-    """The wrapper's gradients, for what steps them on the host: a
-    :class:`~mp_optim.placement.grad_hooks.GradientSource`, with hooks on the model's parameters if
-    anything may be begun during backward.
+    """The wrapper's gradients, for what may be begun on them during backward: a
+    :class:`~mp_optim.placement.grad_hooks.GradientSource`, with hooks on the model's parameters.
 
     What was begun is only used where it is what the step would do, so nothing here can change a
     result.
 
     Args:
-        wrapper: whose gradients. executor: steps for it.
+        wrapper: whose gradients. executor: steps for it. stepper: steps the host part, and may
+            begin some of that during backward.
 
     Attributes:
-        stepper: steps the host part, if some of that may begin during backward.
         released: gradients that left their parameters' ``grad``, by index in the table.
     """
 
@@ -57,21 +56,19 @@ class BackwardOverlap:
         self,
         wrapper: SlotKeyedOptimizer,
         executor: Executor,
+        stepper: Stepper,
         table: SlotTable,
         config: OptimizerConfig,
     ) -> None:
         self._wrapper, self._executor = wrapper, executor
-        self._table = table
+        self._table, self.stepper = table, stepper
         self.fused_backend = config.fused_backend
         self.share_settings = wrapper.share_settings
         self._is_offloaded: list[bool] = []
         self._index: dict[int, int] = {}  # of each parameter, by id
         self._hooks = GradHooks(self._report)
         self._inverse_scale: Callable[[], Tensor] | None = None
-        self.stepper: Stepper | None = None
-        if (stepper := stepper_of(executor)) is not None:
-            stepper.schedule.source = self
-            self.stepper = stepper if stepper.schedule.is_early else None
+        stepper.schedule.source = self
         self.released: dict[int, Tensor] = {}
         if config.release_gradients:
             self._release()
@@ -80,15 +77,8 @@ class BackwardOverlap:
         """Release gradients from now on.
 
         Raises:
-            ValueError: nothing is stepped during backward, or something gathers gradients in
-                ``main_grad``.
+            ValueError: something gathers gradients in ``main_grad``.
         """
-        if self.stepper is None:
-            raise ValueError(
-                "release_gradients=True: the optimizer that steps does not work during backward; "
-                "give HybridDeviceOptimizer offload_mode='overlap' or 'speculative', or set it to "
-                "False"
-            )
         for slot, param in zip(self._table.slots, self._table.params, strict=True):
             if has_main_grad(param):
                 raise ValueError(
@@ -100,8 +90,6 @@ class BackwardOverlap:
 
     def follow(self, params: Sequence[Tensor]) -> None:
         """Have hooks on what is in the param groups now."""
-        if self.stepper is None:
-            return
         if len(self._is_offloaded) != len(params):
             place_of = self._executor.place
             self._is_offloaded = [place_of(slot) != "device" for slot in self._wrapper.slots()]
@@ -118,8 +106,7 @@ class BackwardOverlap:
         slot, param = table.slots[index], table.params[index]
         grad, wrapper = current_grad(param), self._wrapper
         if (
-            self.stepper is None
-            or grad is None
+            grad is None
             or wrapper.has_edited_lists()
             or param_at(wrapper.param_groups, slot) is not param
             or not table.bound[index]
@@ -139,8 +126,6 @@ class BackwardOverlap:
 
     def ready(self, params: Sequence[Tensor] | None) -> None:
         """These parameters' gradients, or all, are what will be stepped."""
-        if self.stepper is None:
-            return
         now = self._table.params
         chosen = now if params is None else params
         known = [(self._index.get(id(param), -1), param) for param in chosen]
@@ -151,19 +136,16 @@ class BackwardOverlap:
     def finish(self) -> None:
         """Wait for what was begun during backward. Raises what went wrong there, before anything
         was stepped. Costs nothing if it was done since the last gradient."""
-        if self.stepper is not None:
-            self.stepper.schedule.collect()
+        self.stepper.schedule.collect()
 
     def forget_released(self) -> None:
         """Released gradients are of no use any more."""
         self.released.clear()
-        if self.stepper is not None:
-            self.stepper.schedule.forget_released()
+        self.stepper.schedule.forget_released()
 
     def skip(self) -> None:
         """The verdict is to change nothing."""
-        if self.stepper is not None:
-            self.stepper.schedule.skip()
+        self.stepper.schedule.skip()
 
     def measure(self, grads: Sequence[Tensor], device: torch.device) -> Tensor:
         """As :func:`~mp_optim.precision.measure.measure`; of gradients on the host that backward
@@ -172,7 +154,6 @@ class BackwardOverlap:
         Gradients on an accelerator are measured there: faster, and with the bits of that device's
         backend.
         """
-        assert self.stepper is not None
         arrivals = self.stepper.schedule.arrivals
         arrivals.look_again()
         known = [arrivals.sum_of_squares(grad) if grad.is_cpu else None for grad in grads]
@@ -200,7 +181,7 @@ class BackwardOverlap:
         """The loss scale may have changed: start to bring it to the host, for the prediction in the
         next backward."""
         scaler = self._wrapper.grad_scaler
-        if self.stepper is None or scaler is None or scaler.present_scale.device.type == "cpu":
+        if scaler is None or scaler.present_scale.device.type == "cpu":
             return
         self._inverse_scale = fetch(self.stepper.transfer, scaler.inv_scale)
 
@@ -213,21 +194,40 @@ class BackwardOverlap:
         return fp32(float(inverse))
 
 
+def overlap_of(
+    wrapper: SlotKeyedOptimizer, executor: Executor, table: SlotTable, config: OptimizerConfig
+) -> BackwardOverlap | None:
+    """For what may be begun during backward; None if nothing may.
+
+    Raises:
+        ValueError: gradients are to be released then.
+    """
+    stepper = stepper_of(executor)
+    if stepper is not None and stepper.schedule.is_early:
+        return BackwardOverlap(wrapper, executor, stepper, table, config)
+    if config.release_gradients:
+        raise ValueError(
+            "release_gradients=True: the optimizer that steps does not work during backward; give "
+            "HybridDeviceOptimizer offload_mode='overlap' or 'speculative', or set it to False"
+        )
+    return None
+
+
 class EarlyWork:
     """What the parts of a stack may begin during backward. Without ``offload_mode``, or with
     ``sync``, it does nothing.
 
     Attributes:
-        links: of the wrappers.
+        overlaps: of the wrappers.
     """
 
     def __init__(self) -> None:
-        self.links: list[BackwardOverlap] = []
+        self.overlaps: list[BackwardOverlap] = []
 
     @property
     def steppers(self) -> list[Stepper]:
         """What works during backward."""
-        return [link.stepper for link in self.links if link.stepper is not None]
+        return [overlap.stepper for overlap in self.overlaps]
 
     def finish(self) -> None:
         """Wait for what was begun.
@@ -236,8 +236,8 @@ class EarlyWork:
             WorkerError: it failed, in any part. All of it is dropped; nothing was stepped.
         """
         try:
-            for link in self.links:
-                link.finish()
+            for overlap in self.overlaps:
+                overlap.finish()
         except WorkerError:
             self.discard()
             raise
@@ -249,13 +249,13 @@ class EarlyWork:
 
     def released(self) -> Iterator[Tensor]:
         """Gradients that were released; they may still be on their way."""
-        for link in self.links:
-            yield from link.released.values()
+        for overlap in self.overlaps:
+            yield from overlap.released.values()
 
     def forget_released(self) -> None:
         """Forget gradients that were released."""
-        for link in self.links:
-            link.forget_released()
+        for overlap in self.overlaps:
+            overlap.forget_released()
 
     def discard(self) -> None:
         """Forget what was done."""
@@ -265,10 +265,10 @@ class EarlyWork:
     def stop(self) -> None:
         """Forget what was done, and begin nothing more: the stack is let go."""
         self.discard()
-        for link in self.links:
-            link.stop()
+        for overlap in self.overlaps:
+            overlap.stop()
 
     def remember_scale(self) -> None:
         """The loss scale may have changed."""
-        for link in self.links:
-            link.remember_scale()
+        for overlap in self.overlaps:
+            overlap.remember_scale()

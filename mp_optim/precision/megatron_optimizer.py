@@ -166,7 +166,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         if self.grad_scaler is not None:
             self.watch.check_scaled(self)
         with self.step_mark.step(self):
-            if self.early_work.links:
+            if self.early_work.overlaps:
                 self.early_work.finish()
             config = self.config
             device = _graph_device(self) if config.optimizer_cuda_graph else None
@@ -260,8 +260,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         FSDP2, backward itself says it.
         """
         chosen = None if params is None else list(params)
-        for link in self.early_work.links:
-            link.ready(chosen)
+        for overlap in self.early_work.overlaps:
+            overlap.ready(chosen)
 
     def discard_early_work(self) -> None:
         """Forget what was done during backward; ``step()`` does it again.

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from mp_optim.config import OptimizerConfig
 from mp_optim.placement.placed import stepper_of
 from mp_optim.precision import graph_step
-from mp_optim.precision.backward_overlap import BackwardOverlap
+from mp_optim.precision.backward_overlap import BackwardOverlap, overlap_of
 from mp_optim.precision.description import Description, describe
 from mp_optim.precision.grad_scaler import MegatronGradScaler
 from mp_optim.precision.main_params import MainParams
@@ -64,7 +64,7 @@ class Engine:
     Attributes:
         optimizer: the inner one, as it was given. executor: steps for it.
         table: what was last seen at every slot, as main params have it.
-        link: what may begin during backward.
+        overlap: what may begin during backward; None if nothing may.
         norm_names: of the norm groups that any rank has, if ranks have said so. has_compared:
             whether ranks have compared their settings.
     """
@@ -73,7 +73,7 @@ class Engine:
     executor: Executor
     mains: MainParams
     table: SlotTable
-    link: BackwardOverlap
+    overlap: BackwardOverlap | None
     norm_names: list[str] | None = None
     has_compared: bool = False
 
@@ -109,7 +109,8 @@ class WrappedGrads(StepGrads):
         return [UpdateWatch(mains, split_over, backend, table.common.device)]
 
     def skip(self) -> None:
-        self.engine.link.skip()
+        if (overlap := self.engine.overlap) is not None:
+            overlap.skip()
 
     def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
         executor, table = self.engine.executor, self.engine.table
@@ -193,14 +194,14 @@ class WrappedOptimizer(MegatronOptimizer):
         and put together what a step goes through."""
         config = self.config
         mains = MainParams(self.param_groups, executor, self.process_groups, self.check_param)
-        link = BackwardOverlap(self, executor, mains.table, config)
-        self.engine = Engine(optimizer, executor, mains, mains.table, link)
+        overlap = overlap_of(self, executor, mains.table, config)
+        self.engine = Engine(optimizer, executor, mains, mains.table, overlap)
         self.groups_below, self._settings = executor.all_groups(), SharedSettings()
         self.use_mark(self.step_mark)
         self.share_settings()
-        if link.stepper is not None:
-            self.early_work.links.append(link)
-        link.follow(self.get_parameters())
+        if overlap is not None:
+            self.early_work.overlaps.append(overlap)
+            overlap.follow(self.get_parameters())
         if config.optimizer_cuda_graph:
             check_capturable(self)
 
@@ -259,8 +260,8 @@ class WrappedOptimizer(MegatronOptimizer):
         for key, value in inner_group.items():
             added.setdefault(key, value)
         self.share_settings()
-        # backward may come before a step
-        engine.link.follow(self.get_parameters())
+        if engine.overlap is not None:  # backward may come before a step
+            engine.overlap.follow(self.get_parameters())
         # some rank may have other norm groups and settings
         engine.norm_names, engine.has_compared = None, False
         engine.mains.bind_group(len(self.param_groups) - 1)
@@ -268,24 +269,27 @@ class WrappedOptimizer(MegatronOptimizer):
     def forget_groups(self, count: int) -> None:
         super().forget_groups(count)
         self.executor.forget_groups(count)
-        self.engine.link.follow(self.get_parameters())
+        if (overlap := self.engine.overlap) is not None:
+            overlap.follow(self.get_parameters())
 
     # -- the step ---------------------------------------------------------------------------------
 
     def collect_grads(self) -> StepGrads:
         engine = self.engine
-        link, mains, table = engine.link, engine.mains, engine.table
-        if link.stepper is not None:
-            link.finish()
+        overlap, mains, table = engine.overlap, engine.mains, engine.table
+        if overlap is not None:
+            overlap.finish()
         self.share_settings()
         engine.executor.check_groups()
         if table.seen.changed(all_params(self._live_groups)):
             mains.follow()
         if mains.expected:
             mains.check_remainders(None)
-        if link.stepper is not None:
-            link.follow(table.params)
-        selection, grads = table.grads(self.slot_name, link.released)
+        released: Mapping[int, Tensor] = {}
+        if overlap is not None:
+            overlap.follow(table.params)
+            released = overlap.released
+        selection, grads = table.grads(self.slot_name, released)
         if not all(table.bound):
             mains.bind_trained(selection.indices)
             selection = table.select(selection.indices)
@@ -312,15 +316,15 @@ class WrappedOptimizer(MegatronOptimizer):
             on_host: numbers may be returned.
         """
         config, engine = self.config, self.engine
-        common, link = engine.table.common, engine.link
+        common, overlap = engine.table.common, engine.overlap
         device, ranks = common.device, self.process_groups.grad_stats
         if not engine.has_compared:
             common.check(config, self.param_groups)
             engine.has_compared = True
-        if link.stepper is None:
+        if overlap is None:
             each = measure(grads, config.fused_backend, device)
         else:
-            each = link.measure(grads, device)
+            each = overlap.measure(grads, device)
         is_alone = ranks is None and len(all_keys) == 1 and not all_keys[0].shard_groups
         are_more = config.log_num_zeros_in_grad or config.log_param_grad_norms
         if on_host and is_alone and not are_more and each.device.type == "cpu":
@@ -347,10 +351,10 @@ class WrappedOptimizer(MegatronOptimizer):
         return [self.engine.mains]
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        link = self.engine.link
-        released = link.released
-        if released:
-            link.finish()
+        overlap = self.engine.overlap
+        released: Mapping[int, Tensor] = {} if overlap is None else overlap.released
+        if overlap is not None and released:
+            overlap.finish()
         for index, (slot, param) in enumerate(iter_slots(self.param_groups)):
             grad = current_grad(param)
             grad = released.get(index) if grad is None else grad
