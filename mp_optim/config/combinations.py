@@ -12,7 +12,6 @@ import torch
 
 from mp_optim.config.fields import ConfigFields, check_fields
 from mp_optim.config.rules import (
-    CAPABILITIES,
     CAUTIONS,
     FIRST_DTYPE,
     FIRST_MOMENT_DTYPES,
@@ -21,7 +20,7 @@ from mp_optim.config.rules import (
     SCALAR_OPTIMIZERS,
     SECOND_DTYPE,
     SECOND_MOMENT_DTYPES,
-    Capability,
+    caution_refusal,
     coefficients,
     refusal,
 )
@@ -193,11 +192,10 @@ def check_state_forms(settings: Any) -> None:
 
 
 def _check_cautions(config: ConfigFields) -> None:
-    can = CAPABILITIES.get(config.fused_backend, Capability())
+    why = caution_refusal(config.fused_backend)
     reads_decoupling = "adam_w_mode" in RULES[config.elementwise_rule].defaults
     for name in CAUTIONS:
-        if getattr(config, name) and not can.cautious:
-            why = f"fused_backend={config.fused_backend!r} has no kernels for it; choose another"
+        if getattr(config, name) and why:
             _fail(config, name, why)
         if getattr(config, name) and reads_decoupling and not config.decoupled_weight_decay:
             _fail(config, name, "needs decoupled_weight_decay=True: else decay is in the gradient")

@@ -541,6 +541,13 @@ CAPABILITIES = {
 }
 
 
+def caution_refusal(backend: str) -> str:
+    """Why a backend cannot be asked for :data:`CAUTIONS`; empty if it can."""
+    if CAPABILITIES.get(backend, Capability()).cautious:
+        return ""
+    return f"fused_backend={backend!r} has no kernels for it; choose another"
+
+
 def refusal(
     backend: str,
     rule: str,

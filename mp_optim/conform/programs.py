@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 from functools import lru_cache
 from types import ModuleType
@@ -107,9 +106,3 @@ def _imports(text: str, module: ModuleType) -> list[str]:
 def _order(line: str) -> tuple[bool, bool, str]:
     """Standard library first, ``import`` before ``from``."""
     return "torch" in line, line.startswith("from"), line
-
-
-def version_of(subject: Subject) -> str:
-    """``name version`` of the package that an optimizer is from."""
-    package = subject.path.partition(".")[0]
-    return f"{package} {getattr(importlib.import_module(package), '__version__', '')}".strip()

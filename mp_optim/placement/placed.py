@@ -374,7 +374,7 @@ class PlacedExecutor(Executor):
         if is_ours:
             return with_names(group)
         positions = self._placed.at(place, index)
-        part = _settings(group)
+        part = group_settings(group)
         part["params"] = [local_tensor(group["params"][position]) for position in positions]
         if names := group.get("param_names"):
             part["fqns"] = [names[position] for position in positions]
@@ -561,11 +561,6 @@ def stepper_of(executor: Executor) -> Stepper | None:
     return executor.stepper if isinstance(executor, PlacedExecutor) else None
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Hyperparameters; the names of a foreign optimizer's parameters are its own."""
-    return {key: value for key, value in group_settings(group).items() if key != "fqns"}
-
-
 def _adopt_defaults(groups: ParamGroups, parts: Sequence[ParamGroups]) -> None:
     """Show the hyperparameters that the parts filled in, so that they can be changed.
 
@@ -573,7 +568,7 @@ def _adopt_defaults(groups: ParamGroups, parts: Sequence[ParamGroups]) -> None:
         ValueError: the two classes' defaults differ, so that a parameter's rule would depend on its
             place.
     """
-    device, host = _settings(parts[0][-1]), _settings(parts[-1][-1])
+    device, host = group_settings(parts[0][-1]), group_settings(parts[-1][-1])
     for key in (device.keys() & host.keys()) - groups[-1].keys():
         if device[key] != host[key]:
             raise ValueError(
@@ -582,5 +577,5 @@ def _adopt_defaults(groups: ParamGroups, parts: Sequence[ParamGroups]) -> None:
             )
     for part in parts:
         for group, of_part in zip(groups, part, strict=True):
-            for key, value in _settings(of_part).items():
+            for key, value in group_settings(of_part).items():
                 group.setdefault(key, value)

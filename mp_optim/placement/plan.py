@@ -40,15 +40,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mp_optim.process.host_memory import aligned_bytes
 from mp_optim.slots import Slot
-
-OffloadMode = Literal["sync", "overlap", "speculative"]
 
 SMALLEST = 4 << 20
 """Staging bytes below which a bucket's fixed costs show."""

@@ -410,11 +410,6 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.discard_early_work()  # it holds gradients
         super().offload_to_cpu()
 
-    def restore_from_cpu(self) -> None:
-        """Undo :meth:`offload_to_cpu`, and what was moved to the host by ``optimizer.state``; what
-        is stepped on the host stays there."""
-        super().restore_from_cpu()
-
     # -- what changed -----------------------------------------------------------------------------
 
     def track_changes(self, on: bool = True) -> None:

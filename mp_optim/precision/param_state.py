@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,14 +58,6 @@ def as_sharded(local: Tensor, param: Tensor, key: str = "") -> Tensor:
         shape=param.shape,
         stride=param.stride(),
     )
-
-
-def as_local_state(state: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of :func:`as_sharded` for a slot's whole state; never modifies its argument."""
-    return {
-        key: local_tensor(value) if isinstance(value, Tensor) else value
-        for key, value in state.items()
-    }
 
 
 def stands_for(main: Tensor, param: Tensor) -> bool:
@@ -169,7 +160,10 @@ class View:
 
     def take(self, state: State) -> State:
         """The inverse, of saved or shown state; never modifies its argument."""
-        return as_local_state(state)
+        return {
+            key: local_tensor(value) if isinstance(value, Tensor) else value
+            for key, value in state.items()
+        }
 
     def take_saved(self, saved: State, convert: bool) -> State:
         """The same, before it is fitted; nothing of what is refused, with ``convert``.

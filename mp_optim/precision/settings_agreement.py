@@ -21,14 +21,13 @@ from mp_optim.precision.measure import NormKey
 from mp_optim.process.calls import in_own_modes
 from mp_optim.ranks.agreement import check_agreement, difference_told, number_of
 from mp_optim.ranks.missing_ranks import learn_addresses
-from mp_optim.slots import ParamGroups, Slot, local_tensor, slot_name
+from mp_optim.slots import ParamGroups, Slot, group_settings, local_tensor, slot_name
 from mp_optim.slots.tensor_layout import ranks_of_copies
 from mp_optim.update.measures import checksums_of
 
 _OF_ONE_RANK = ("timers", "host_threads", "host_cores")
 _OF_ONE_MACHINE = ("optimizer_state_path",)
 """Paths, of which only the use is compared."""
-_NOT_COMPARED = ("params", "param_names", "fqns")
 
 
 def of_config(config: OptimizerConfig) -> list[str]:
@@ -47,8 +46,7 @@ def of_groups(groups: ParamGroups, indices: Iterable[int] | None = None) -> list
     return [
         f"{name}={_plain(value)!r} of the group of {slot_name(groups, Slot(index, 0))}"
         for index in (range(len(groups)) if indices is None else indices)
-        for name, value in sorted(groups[index].items())
-        if name not in _NOT_COMPARED
+        for name, value in sorted(group_settings(groups[index]).items())
     ]
 
 

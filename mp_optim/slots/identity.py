@@ -33,6 +33,10 @@ def iter_slots(param_groups: ParamGroups) -> Iterator[tuple[Slot, Tensor]]:
             yield Slot(index, position), param
 
 
+_OF_EACH = ("params", "param_names", "fqns")
+"""Keys of a group that have something for each of its parameters."""
+
+
 def all_params(param_groups: ParamGroups) -> list[Tensor]:
     """The tensors that sit at the slots now, in slot order."""
     return [*chain.from_iterable(map(itemgetter("params"), param_groups))]
@@ -46,7 +50,7 @@ def param_at(param_groups: ParamGroups, slot: Slot) -> Tensor:
 
 def group_settings(group: dict[str, Any]) -> dict[str, Any]:
     """A group's hyperparameters: all that is not its parameters and their names."""
-    return {key: group[key] for key in group if key not in ("params", "param_names")}
+    return {key: value for key, value in group.items() if key not in _OF_EACH}
 
 
 def with_names(group: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +137,6 @@ def check_assigned(live: ParamGroups, groups: Any, defaults: Mapping[str, Any]) 
                 group.setdefault(key, before[key])
 
 
-_OF_EACH = ("params", "param_names", "fqns")
 """What every optimizer has of its own in a group."""
 _NOTHING = object()
 

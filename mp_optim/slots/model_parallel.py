@@ -283,10 +283,8 @@ class ModelParallel:
         own = Stage(_layers(chunks), *_original(params, chunks, global_names))
         stages, place = _told(own, groups.pp)
         tied = _tied(params, stages, place)
-        name_of = global_names or _Either(
-            {name: original for name, (original, _) in tied.items()},
-            _numbering(params, chunks, groups.ep, stages, place),
-        )
+        numbered = _numbering(params, chunks, groups.ep, stages, place)
+        name_of = global_names or (lambda name: tied[name][0] if name in tied else numbered(name))
         names = GlobalNames(name_of, [*params, *_buffers(chunks)])
         if global_names is not None:
             names.check()
@@ -317,17 +315,6 @@ class Stage(NamedTuple):
     layers: Chunks
     original: str | None = None
     rank: int = 0
-
-
-@dataclass(frozen=True)
-class _Either:
-    """A name that is given, or else made."""
-
-    given: Mapping[str, str]
-    make: NameOf
-
-    def __call__(self, name: str) -> str:
-        return self.given.get(name) or self.make(name)
 
 
 def _told(own: Stage, pp: ProcessGroup | None) -> tuple[list[Stage], int]:

@@ -100,8 +100,7 @@ class StackOptimizer(WrappedOptimizer):
             executor = executor_of(inner)
             for group, built in zip(self.param_groups, executor.param_groups, strict=True):
                 for name, value in group_settings(built).items():
-                    if name != "fqns":
-                        group.setdefault(name, value)
+                    group.setdefault(name, value)
             self._build_engine(inner, executor)
         except BaseException:
             self._forget_engine()

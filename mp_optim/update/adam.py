@@ -9,7 +9,7 @@ from mp_optim.update.optimizer import RuleOptimizer
 from mp_optim.update.rule import ElementRule, Settings
 
 
-def check_cautions(group: Settings) -> None:
+def check_decoupled(group: Settings) -> None:
     """Raise ValueError naming a cautious setting that has nothing to hold back: decay that is a
     part of the gradient."""
     for name in ("caution", "cautious_wd"):
@@ -32,7 +32,7 @@ class AdamRule(ElementRule):
 
     def check_settings(self, group: Settings) -> None:
         super().check_settings(group)
-        check_cautions(group)
+        check_decoupled(group)
 
     def unread_moments(self, group: Settings) -> tuple[str, ...]:
         match group["betas"]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mp_optim.config.rules import CAPABILITIES, CAUTIONS, Capability, refusal
+from mp_optim.config.rules import CAUTIONS, caution_refusal, refusal
 from mp_optim.process.calls import in_own_modes
 from mp_optim.process.leases import before_writing, borrows
 from mp_optim.slots import (
@@ -22,6 +22,7 @@ from mp_optim.slots import (
     SlotUpdates,
     UpdateSelection,
     all_same,
+    group_settings,
     stream_of,
 )
 from mp_optim.slots.executor import Executor, Place
@@ -36,7 +37,6 @@ from mp_optim.update.rule_state import GroupState, RuleSlotState, RuleState, Ste
 from mp_optim.update.state_format import StatePrecision
 
 _HOST = torch.device("cpu")
-_NO_SETTINGS = ("params", "param_names", "fqns")
 _MOST_SHARES = 4096
 """Selections of slots whose shares are kept."""
 
@@ -99,7 +99,9 @@ class RuleExecutor(Executor):
 
     def check_settings(self, group: dict[str, Any]) -> None:
         self.rule.check_settings(group)
-        check_cautions(self._backend, group)
+        for name in CAUTIONS:
+            if group.get(name) and (why := caution_refusal(self._backend)):
+                raise ValueError(f"{name}=True: {why}")
         self.rule.check_shapes(group, self.rows.whole_shapes(group["params"]))
 
     def check_groups(self) -> None:
@@ -108,7 +110,7 @@ class RuleExecutor(Executor):
             values = list(group.values())
             if index in self._checked and all_same(values, self._values[index]):
                 continue
-            now = {key: value for key, value in group.items() if key not in _NO_SETTINGS}
+            now = group_settings(group)
             if any(isinstance(value, Tensor) for value in now.values()):
                 self._checked.pop(index, None)  # it can be written in place
             elif self._checked.get(index) == now:
@@ -467,23 +469,11 @@ def check_backend(backend: str, kernels: str, how: StatePrecision) -> None:
     check_forms(backend, _HOST, how.exp_avg_dtype == torch.bfloat16, how.store_param_remainders)
 
 
-def check_cautions(backend: str, group: dict[str, Any]) -> None:
-    """Raise ValueError, naming the setting, if a backend's kernels are not cautious and a group
-    asks for it."""
-    asked = [name for name in CAUTIONS if group.get(name)]
-    if asked and not CAPABILITIES.get(backend, Capability()).cautious:
-        raise ValueError(
-            f"{asked[0]}=True: fused_backend={backend!r} has no kernels for it; choose another "
-            "backend"
-        )
-
-
 def settings_now(group: dict[str, Any]) -> dict[str, Any]:
     """A group's settings as plain values that stay what they are."""
     return {
         key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        for key, value in group.items()
-        if key not in _NO_SETTINGS
+        for key, value in group_settings(group).items()
     }
 
 

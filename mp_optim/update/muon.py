@@ -18,7 +18,7 @@ from mp_optim.config.rules import SCALAR_OPTIMIZERS, coefficients, scale_factor
 from mp_optim.slots import SlotUpdate, SlotUpdates
 from mp_optim.slots.slot_state import AVERAGE, REMAINDER, scale_key
 from mp_optim.slots.tensor_layout import MatrixParts, ParamLayout, ShardRegion
-from mp_optim.update.adam import AdamRule, check_cautions
+from mp_optim.update.adam import AdamRule, check_decoupled
 from mp_optim.update.backends import Backend
 from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.native import NativeBackend, values_of
@@ -88,7 +88,7 @@ class MuonRule(Rule):
             )
         super().check_settings(group)
         if group["optimizer"] == "adam":
-            check_cautions(group)
+            check_decoupled(group)
         coefficients(group["coefficient_type"], group["num_ns_steps"])
 
     def check_shapes(self, group: Settings, shapes: Iterable[torch.Size]) -> None:
