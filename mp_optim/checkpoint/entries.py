@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.checkpoint.shards import PartitionShard, as_partition
 from mp_optim.checkpoint.version_files import Saved
+from mp_optim.config.rules import moment_of
 from mp_optim.slots import Slot, param_at
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.slots.model_parallel import ModelParallel
@@ -153,7 +154,17 @@ def _slot_state(
     shape = param_at(optimizer.param_groups, slot).shape
     live = optimizer.state_of(slot)
     state = live.full_precision() if full_precision else without_blocks(live)
-    return {key: as_partition(value, partition, shape) for key, value in state.items()}
+    whole = torch.Size(partition.whole_shape(shape))
+    return {
+        key: value if _is_of_whole(key, value, whole) else as_partition(value, partition, shape)
+        for key, value in state.items()
+    }
+
+
+def _is_of_whole(key: str, value: Any, whole: torch.Size) -> bool:
+    """Whether state of a part is that of the whole parameter."""
+    moment = moment_of(key)
+    return moment.is_of_whole and value.shape == moment.local_shape(whole, whole)
 
 
 def slots_by_name(optimizer: SlotKeyedOptimizer, parallel: ModelParallel) -> dict[str, Slot]:

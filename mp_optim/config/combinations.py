@@ -67,6 +67,11 @@ _FLOORS = (
 )
 _CONTRADICTIONS: tuple[tuple[str, Holds, str], ...] = (
     (
+        "muon_moment2_method",
+        lambda c: c.muon_moment2_method is not None and c.muon_tp_mode == "blockwise",
+        "is of rows of whole matrices; set muon_tp_mode='duplicated'",
+    ),
+    (
         "optimizer_cuda_graph",
         lambda c: c.optimizer_cuda_graph and c.is_distributed,
         "a step that reduces over data-parallel ranks is not captured; set it to False, or "
@@ -305,6 +310,10 @@ _NEEDS: dict[str, Need] = {
     "loss_scale_window": _DYNAMIC_SCALE,
     "hysteresis": _DYNAMIC_SCALE,
     **{name: _rule_that_reads(name) for name in RULE_FIELDS},
+    "muon_beta2": (
+        "optimizer='muon' and muon_moment2_method='normuon'",
+        lambda c: c.optimizer == "muon" and c.muon_moment2_method is not None,
+    ),
     "decoupled_min_lr": ("decoupled_lr", lambda c: c.decoupled_lr is not None),
     "exp_avg_dtype": _COMPACT,
     "exp_avg_sq_dtype": (

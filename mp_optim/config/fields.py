@@ -163,6 +163,11 @@ class ConfigFields:
     muon_tp_mode: str = "duplicated"
     """Matrices that are split over ranks: duplicated, orthogonalised whole, each by one rank, or
     blockwise, each part by itself, so that results depend on the layout."""
+    muon_moment2_method: str | None = None
+    """normuon: muon brings the rows of a direction, a neuron each, to one size by an average of
+    their squares, and leaves its norm as it was (NorMuon; Li et al. 2025). 4 bytes a row."""
+    muon_beta2: float = 0.95
+    """Decay of this average."""
     muon_scalar_optimizer: str = "adam"
     """With muon, what steps embeddings, output layers and whatever is no matrix: adam or lion."""
     lamb_use_nvlamb: bool = False

@@ -188,7 +188,8 @@ _OF_MEGATRON = by_name(
         "config_logger_dir": "log dataclasses.asdict(config)",
         "muon_use_syrk": "products of matrices are torch's",
         "muon_nesterov": "it is called muon_use_nesterov here",
-        "adaptive_muon_ soap_": f"optimizer is {rules_in_words()}",
+        "adaptive_muon_": "NorMuon is optimizer='muon' with muon_moment2_method and muon_beta2",
+        "soap_": f"optimizer is {rules_in_words()}",
     }
 )
 """Megatron's fields (or their beginnings) that this version has no use for, and what there is

@@ -77,6 +77,7 @@ NS_METHODS = ("standard", "gram")
 SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
 MATMUL_PRECISIONS = ("medium", "highest")
 TP_MODES = ("duplicated", "blockwise")
+MOMENT2_METHODS = (None, "normuon")
 SCALAR_OPTIMIZERS = ("adam", "lion")
 
 
@@ -141,12 +142,15 @@ class Moment:
         shape: from the whole parameter's; None for the parameter's own.
         elementwise: it has an element for each of the parameter, and is split as the parameter is.
             What is not is kept whole by every rank that shares the parameter, with the same bits.
+        is_of_whole: also where plain tensor parallelism cuts the parameter, along a dimension that
+            the moment has not.
     """
 
     name: str
     dtype_field: str | None = FIRST_DTYPE
     shape: Shape | None = None
     elementwise: bool = True
+    is_of_whole: bool = False
 
     @property
     def forms(self) -> tuple[StateForm, ...]:
@@ -279,7 +283,7 @@ def _tuned(name: str, allowed: Allowed, default: Any, **fields: Check) -> Hyperp
 
 
 def _chosen(
-    name: str, field: str, choices: tuple[str, ...], default: str, **elsewhere: str
+    name: str, field: str, choices: tuple[str | None, ...], default: str | None, **elsewhere: str
 ) -> Hyperparameter:
     """One of some words, of which param groups may have others."""
     check = Choice(choices, tuple(elsewhere.items()))
@@ -307,6 +311,7 @@ _EXP_AVG = Moment("exp_avg")
 _EXP_AVG_SQ = Moment("exp_avg_sq", SECOND_DTYPE)
 _EXP_AVG_SLOW = Moment("exp_avg_slow")
 _MOMENTUM = Moment("momentum_buffer")
+_MOMENT2 = Moment("moment2_buffer", None, _each_row, elementwise=False, is_of_whole=True)
 
 _BETAS = _tuned("betas", BETAS, (0.9, 0.999), adam_beta1=BETA, adam_beta2=BETA)
 _EPS = _tuned("eps", NOT_NEGATIVE, 1e-8, adam_eps=RATE)
@@ -393,7 +398,7 @@ _ADEMAMIX = RuleSpec(
 )
 _MUON = RuleSpec(
     "muon",
-    (_MOMENTUM,),
+    (_MOMENTUM, _MOMENT2),
     (
         replace(_BETAS, fields={}),  # in a stack those of muon_scalar_optimizer, and so eps
         replace(_EPS, fields={}),
@@ -427,6 +432,15 @@ _MUON = RuleSpec(
         ),
         Hyperparameter("qkv_split_shapes", None, None, per_group=True),
         _tuned("head_rows", _HEAD_ROWS, None),
+        _chosen(
+            "moment2_method",
+            "muon_moment2_method",
+            MOMENT2_METHODS,
+            None,
+            adamuon="a second moment of each element is not kept",
+            namo="a second moment of each matrix is not kept",
+        ),
+        _tuned("beta2", FRACTION, 0.95, muon_beta2=BETA),
         _CAUTION,
         _CAUTIOUS_WD,
     ),

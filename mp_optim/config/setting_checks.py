@@ -108,14 +108,14 @@ class Choice:
         elsewhere: words that are not supported, and why.
     """
 
-    choices: tuple[str, ...]
+    choices: tuple[str | None, ...]
     elsewhere: tuple[tuple[str, str], ...] = ()
 
     def __call__(self, value: Any) -> Any:
-        if isinstance(value, str) and value in self.choices:
-            return str(value)
+        if isinstance(value, str | None) and value in self.choices:
+            return None if value is None else str(value)
         why = dict(self.elsewhere).get(value.lower() if isinstance(value, str) else "")
-        hint = f"; {why}" if why else nearest(str(value), self.choices)
+        hint = f"; {why}" if why else nearest(str(value), [*filter(None, self.choices)])
         raise ValueError(f"must be one of {list(self.choices)}{hint}")
 
 

@@ -245,8 +245,8 @@ class ShardedParams:
         grad = None if owned is None else owned.view(tensor.shape)
         set_main_grad(tensor, grad)
         # ranks meet in the communication of such a rule, so all of them place it alike
-        reads = RULES[self._config.optimizer].reads
-        adds_up = reads == "sums" or self._config.caution
+        config, reads = self._config, RULES[self._config.optimizer].reads
+        adds_up = reads == "sums" or config.caution or config.muon_moment2_method is not None
         placed_alike = adds_up or (reads == "matrices" and not keeps_shape)
         info = ShardInfo(
             start,

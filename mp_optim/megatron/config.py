@@ -62,7 +62,9 @@ _streamed = partial(Meaning, Kind.STREAMED)
 
 _MOMENT = _noted("float16 and uint8 have a scale for each block of 256, not one for all")
 _SOAP = _ignored('read by optimizer="soap", which is refused')
-_ADAPTIVE = _ignored('read by optimizer="adaptive_muon", which is refused')
+_ADAPTIVE = _ignored(
+    'read by optimizer="adaptive_muon", which is refused; muon_moment2_method is NorMuon by rows'
+)
 _WHOLE_8_BIT = _refused(
     "parameters in 8 bits are stepped where they are whole, not sharded; leave it False"
 )

@@ -29,8 +29,8 @@ MASTER = "master_param"
 REMAINDER = "remainder"
 """The lower bits of a main param whose upper ones are the bfloat16 parameter."""
 
-SECOND = "exp_avg_sq"
-"""The second moment."""
+SECOND, MOMENT2 = "exp_avg_sq", "moment2_buffer"
+"""The second moment: of elements, and of the rows of what Muon orthogonalises."""
 
 AVERAGE = "averaged_param"
 """The moving average of the main param."""

@@ -391,6 +391,7 @@ class ParamLayout:
         blocks: of a plain part, what a rank has of each block along the dimension that is cut, if
             they are several.
         tensor_parallel: of a plain part or a flat range of one, the ranks that have the others.
+        cut_dim: the dimension, of the two of a matrix, along which they cut it.
     """
 
     device: torch.device
@@ -401,6 +402,7 @@ class ParamLayout:
     flat: FlatSplit | None = None
     blocks: tuple[int, ...] = ()
     tensor_parallel: ProcessGroup | None = None
+    cut_dim: int | None = None
 
     def _whole_matrices(self) -> list[Placement]:
         """The placements with the last two dimensions not split; a split of the others remains."""
@@ -442,6 +444,19 @@ class ParamLayout:
             blockwise: the parts of a mesh's or of tensor-parallel ranks are matrices of their own.
         """
         return self.splits_matrices and (self.flat is not None or not blockwise)
+
+    def tensor_parallel_rows(self, rows: int) -> list[int]:
+        """Of a part that is cut along its rows, their numbers in the whole matrix.
+
+        Args:
+            rows: how many this rank has.
+        """
+        assert self.tensor_parallel is not None
+        blocks = self.blocks if self.flat is None else self.flat.blocks
+        parts = _blocks(rows, 1, 0, self.tensor_parallel.size(), blocks)
+        own = parts[self.tensor_parallel.rank()]
+        spans = (range(box.offsets[0], box.offsets[0] + box.sizes[0]) for box in own)
+        return list(itertools.chain.from_iterable(spans))
 
     def matrix_parts(self, blockwise: bool) -> MatrixParts | None:
         """Who has which part of the matrices that this rank has parts of; None if they are not
@@ -525,10 +540,12 @@ def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> Par
         cut = info.partition_dim if is_tensor_parallel(param) else None
         flat = FlatSplit(group, info.owned, cut, info.partition_blocks, tensor_parallel)
         whole = tuple(info.whole_shape)
-        return ParamLayout(param.device, shape=whole, flat=flat, tensor_parallel=others)
+        at = _of_matrix(cut, whole, others)
+        return ParamLayout(param.device, shape=whole, flat=flat, tensor_parallel=others, cut_dim=at)
     dim = partition_dim(param)
     if others is None or dim is None:
-        return _whole(param.device, others)
+        at = _of_matrix(info.partition_dim, info.whole_shape or param.shape, others)
+        return _whole(param.device, others, at, info.partition_blocks)
     shape, blocks = list(param.shape), partition_blocks(param)
     shape[dim] *= others.size()
     return ParamLayout(
@@ -539,12 +556,24 @@ def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> Par
         torch.empty(shape, dtype=torch.float32, device="meta").stride(),
         blocks=blocks if len(blocks) > 1 else (),
         tensor_parallel=others,
+        cut_dim=_of_matrix(dim, shape, others),
     )
 
 
+def _of_matrix(dim: int | None, shape: Sequence[int], others: ProcessGroup | None) -> int | None:
+    """A dimension as one of the two of a matrix; None if it is none, or nobody has other parts."""
+    first = len(shape) - 2
+    return None if others is None or dim is None or dim < first else dim - first
+
+
 @cache
-def _whole(device: torch.device, tensor_parallel: ProcessGroup | None) -> ParamLayout:
-    return ParamLayout(device, tensor_parallel=tensor_parallel)
+def _whole(
+    device: torch.device,
+    tensor_parallel: ProcessGroup | None,
+    cut_dim: int | None,
+    blocks: tuple[int, ...],
+) -> ParamLayout:
+    return ParamLayout(device, blocks=blocks, tensor_parallel=tensor_parallel, cut_dim=cut_dim)
 
 
 @cache

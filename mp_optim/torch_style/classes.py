@@ -244,6 +244,9 @@ class Muon(StackOptimizer):
         eps: of AdamW. (torch's Muon, which has no AdamW, calls a constant of Newton-Schulz so.)
         caution: cautious updates, of both.
         cautious_wd: cautious weight decay, of both.
+        moment2_method: ``"normuon"``: Muon's steps keep their norm, and their rows, a neuron each,
+            come to one size (Li et al. 2025).
+        beta2: of the average of squares that says by how much.
     """
 
     rule = "muon"
@@ -261,6 +264,8 @@ class Muon(StackOptimizer):
         eps: float = 1e-8,
         caution: bool = False,
         cautious_wd: bool = False,
+        moment2_method: str | None = None,
+        beta2: float = 0.95,
         **settings: Unpack[StackSettings],
     ) -> None:
         scales: dict[str | None, tuple[str, float]] = {
@@ -279,6 +284,8 @@ class Muon(StackOptimizer):
             "coefficient_type": "simple",
             "scale_mode": mode,
             "extra_scale_factor": factor,
+            "moment2_method": moment2_method,
+            "beta2": beta2,
         }
         switches = {"caution": caution, "cautious_wd": cautious_wd}
         super().__init__(params, {**values, **of_muon, **switches}, settings)

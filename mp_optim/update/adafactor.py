@@ -68,9 +68,7 @@ class AdafactorRule(Rule):
 
     def apply(self, launch: Launch, backend: Backend) -> None:
         lists, regions = launch.lists.in_place(), launch.regions
-        passes = ElementPasses()
-        if isinstance(backend, NativeBackend):
-            passes = NativeElementPasses(backend.library)
+        passes = passes_by(backend)
         scalars = _Scalars.at(launch.settings, launch.step)
         multiplier, shard_groups = float(launch.multiplier), launch.updates.shard_groups
         for members in runs_of(enumerate(region.shape.numel() for region in regions), _TOGETHER):
@@ -407,6 +405,13 @@ class NativeElementPasses(ElementPasses):
 
     def _call(self, name: str, *arguments: Any) -> None:
         self._library.call(name, *arguments, thread_count())
+
+
+def passes_by(backend: Backend) -> ElementPasses:
+    """As a backend has them."""
+    if isinstance(backend, NativeBackend):
+        return NativeElementPasses(backend.library)
+    return ElementPasses()
 
 
 def _check_alike(one: Tensor, other: Tensor) -> None:

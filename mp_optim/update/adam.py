@@ -24,7 +24,9 @@ class AdamRule(ElementRule):
     """Adam. With ``betas[0]`` at 0 it keeps no first moment, which would be the gradient."""
 
     name = "adam"
-    decides_moments = "betas"
+
+    def deciding_setting(self, group: Settings) -> str:
+        return "betas"
 
     def moments(self, group: Settings) -> tuple[str, ...]:
         unread = self.unread_moments(group)

@@ -114,20 +114,32 @@ def digits_of(values: Tensor, top: float) -> tuple[Tensor, Tensor]:
     return high, squares.sub_(high).mul_(2.0**_BITS).floor_()
 
 
-def bounded_sum(values: Tensor, most: float) -> Tensor:
-    """The sum of FP32 values from 0 to ``most``, a power of two, each rounded to a multiple of
-    2^-52 of that, as two whole numbers, the first in units of 2^31; and how many are NaN, which
-    count as 0. Int64, shape (3,); those of several parts may be added up."""
+def bounded_digits(values: Tensor, most: float) -> Tensor:
+    """Values from 0 to ``most``, a power of two, each rounded to a multiple of 2^-52 of that, as
+    two whole numbers, the first in units of 2^31; and whether they are NaN, which count as 0.
+    Int64, with a first dimension of three; may be added up."""
     is_nan = values.isnan()
     units = values.masked_fill(is_nan, 0.0).double().mul_(2.0**52 / most).round_().long()
-    low = units.bitwise_and(_LOW)
-    return torch.stack([(units >> _BITS).sum(), low.sum(), is_nan.sum()])
+    return torch.stack([units >> _BITS, units.bitwise_and(_LOW), is_nan.long()])
+
+
+def bounded_sum(values: Tensor, most: float) -> Tensor:
+    """The sum of FP32 values in :func:`bounded_digits`, shape (3,); those of several parts may be
+    added up."""
+    return bounded_digits(values, most).flatten(1).sum(1)
 
 
 def bounded_value(high: int, low: int, nans: int, most: float) -> float:
     """The sum that :func:`bounded_sum` gives, rounded once to FP64; NaN if a value is."""
     units = float(high + (low >> _BITS)) * 2.0**_BITS + float(low & _LOW)
     return math.nan if nans else units * (most * 2.0**-52)
+
+
+def bounded_values(sums: Tensor, most: float) -> Tensor:
+    """The same of many sums of :func:`bounded_digits`, without their first dimension."""
+    high, low, nans = sums.unbind()
+    units = (high + (low >> _BITS)).double().mul_(2.0**_BITS).add_(low.bitwise_and(_LOW).double())
+    return units.mul_(most * 2.0**-52).masked_fill_(nans > 0, math.nan)
 
 
 def digits_to_values(digits: Tensor, top: float) -> Tensor:

@@ -5,37 +5,38 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from mp_optim.config.rules import SCALAR_OPTIMIZERS, coefficients, scale_factor
-from mp_optim.slots import SlotUpdate, SlotUpdates
-from mp_optim.slots.slot_state import AVERAGE, REMAINDER, scale_key
-from mp_optim.slots.tensor_layout import MatrixParts, ParamLayout, ShardRegion
+from mp_optim.config.rules import SCALAR_OPTIMIZERS, coefficients
+from mp_optim.slots import SlotUpdate
+from mp_optim.slots.slot_state import AVERAGE, MOMENT2, REMAINDER, scale_key
 from mp_optim.update.adam import AdamRule, check_decoupled
 from mp_optim.update.backends import Backend
 from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.native import NativeBackend, values_of
 from mp_optim.update.backends.reference import MOMENTUM
-from mp_optim.update.chunking import mark_written, runs_of
+from mp_optim.update.chunking import mark_written
 from mp_optim.update.element_rules import agreeing
 from mp_optim.update.kernel_args import MAIN, MuonScalars, TensorLists, fp32
 from mp_optim.update.lion import LionRule
-from mp_optim.update.matrix_exchange import Exchange, MatrixOwners, newton_schulz_flops
-from mp_optim.update.newton_schulz import (
-    NativeSteps,
-    Rooms,
-    beside_each_other,
-    orthogonalize_each,
-    steps_in_place,
-)
+from mp_optim.update.matrix_exchange import MatrixOwners
+from mp_optim.update.neuron_moments import normalized
+from mp_optim.update.newton_schulz import NativeSteps, Rooms, beside_each_other, steps_in_place
 from mp_optim.update.optimizer import RuleOptimizer
+from mp_optim.update.orthogonalization import (
+    Direction,
+    Orthogonalization,
+    directions,
+    heads_of,
+    runs,
+    runs_of_wholes,
+    whole_directions,
+)
 from mp_optim.update.rule import (
     COUNTING,
     ElementRule,
@@ -58,7 +59,6 @@ class MuonRule(Rule):
     """
 
     name = "muon"
-    decides_moments = "betas"
 
     def __init__(self, scalar: ElementRule) -> None:
         self._scalar = scalar
@@ -68,9 +68,14 @@ class MuonRule(Rule):
         return self._scalar.name
 
     def moments(self, group: Settings) -> tuple[str, ...]:
-        if group["optimizer"] == "muon":
-            return super().moments(group)
-        return self._scalar.moments(group)
+        if group["optimizer"] != "muon":
+            return self._scalar.moments(group)
+        return (MOMENTUM, MOMENT2) if group.get("moment2_method") else (MOMENTUM,)
+
+    def deciding_setting(self, group: Settings) -> str:
+        if group["optimizer"] != "muon":
+            return self._scalar.deciding_setting(group)
+        return "moment2_method"
 
     def unread_moments(self, group: Settings) -> tuple[str, ...]:
         return () if group["optimizer"] == "muon" else self._scalar.unread_moments(group)
@@ -90,6 +95,11 @@ class MuonRule(Rule):
         if group["optimizer"] == "adam":
             check_decoupled(group)
         coefficients(group["coefficient_type"], group["num_ns_steps"])
+        if group.get("moment2_method") and group["tp_mode"] == "blockwise":
+            raise ValueError(
+                f"moment2_method={group['moment2_method']!r}: is of rows of whole matrices; set "
+                "tp_mode='duplicated'"
+            )
 
     def check_shapes(self, group: Settings, shapes: Iterable[torch.Size]) -> None:
         if group["optimizer"] != "muon":
@@ -107,7 +117,7 @@ class MuonRule(Rule):
         return MatrixOwners()
 
     def is_collective(self, group: Settings, update: SlotUpdate) -> bool:
-        counts = group.get("caution") and parts_over(update.shard_groups, update.layout)
+        counts = _adds_up(group) and parts_over(update.shard_groups, update.layout)
         return bool(counts) or _shares_matrices(group, update)
 
     def carried_out_by(
@@ -128,34 +138,31 @@ class MuonRule(Rule):
         owners, updates = launch.workspace, launch.updates
         assert isinstance(owners, MatrixOwners)
         multiplier = float(multiplier)
-        if AVERAGE in lists.state:  # which are taken afterwards, where they lie
+        if not lists.state.keys().isdisjoint((AVERAGE, MOMENT2)):  # which are read where they lie
             lists = lists.in_place()
         scalars, rule = MuonScalars.at(group), Orthogonalization.of(group)
         owners.begin(each.slot for each in updates if _shares_matrices(group, each))
         rooms = Rooms(lists.main[0].device, rule.dtype)
-        for members, is_here in runs(lists.main, updates.layouts, rule.blockwise):
+        found = runs(lists.main, updates.layouts, rule.blockwise)
+        for members, is_here in runs_of_wholes(launch.regions) if _adds_up(group) else found:
             chosen = lists.take(members)
             shapes = [main.shape for main in chosen.main]
             rounded = beside_each_other(shapes, rooms, "rounded")
             momenta = chosen.only(MOMENTUM, scale_key(MOMENTUM))
             momenta = replace(momenta, main=[], output=rounded)
             params = replace(chosen.only(MAIN, REMAINDER), grad=rounded)
-            cautious = bool(group.get("caution"))
-            if is_here and isinstance(backend, NativeBackend) and not cautious:
+            if is_here and isinstance(backend, NativeBackend):
                 passes = momenta, params, scalars
                 if step_in_one_call(rule, backend, *passes, multiplier, rooms):
                     continue
             backend.muon_momentum(momenta, scalars, multiplier)
             if is_here:
-                found = whole_directions(rule, rounded, rooms)
+                ways = whole_directions(rule, rounded, rooms)
             else:
-                layouts = [updates[index].layout for index in members]
-                found = directions(rule, rounded, layouts, owners)
-            if cautious:
                 regions = [launch.regions[index] for index in members]
-                some = updates.take(members)
-                found = _cautious(found, chosen.grad, multiplier, backend, some, regions)
-            values, factors = zip(*found, strict=True)
+                some = replace(launch, lists=chosen, updates=updates.take(members), regions=regions)
+                ways = _directions(rule, rounded, some, backend)
+            values, factors = zip(*ways, strict=True)
             backend.muon_apply(replace(params, grad=list(values)), scalars, factors)
         backend.average(lists)
 
@@ -169,22 +176,42 @@ def _shares_matrices(group: Settings, update: SlotUpdate) -> bool:
     )
 
 
-def _cautious(
-    found: Sequence[Direction],
-    grads: Sequence[Tensor],
-    multiplier: float,
-    backend: Backend,
-    updates: SlotUpdates,
-    regions: Sequence[ShardRegion],
+def _adds_up(group: Settings) -> bool:
+    """Whether a step reads sums over whole parameters, beside matrices."""
+    is_normalized = group["optimizer"] == "muon" and group.get("moment2_method")
+    return bool(group.get("caution") or is_normalized)
+
+
+def _directions(
+    rule: Orthogonalization, rounded: Sequence[Tensor], launch: Launch, backend: Backend
 ) -> list[Direction]:
+    """The direction of each parameter of a run, for this rank's part of it. Collective if some are
+    split over ranks.
+
+    Args:
+        rounded: momenta; overwritten.
+        launch: of these parameters.
+    """
+    owners, updates = launch.workspace, launch.updates
+    assert isinstance(owners, MatrixOwners)
+    layouts = updates.layouts or [None] * len(updates)
+    found = directions(rule, rounded, layouts, owners)
+    if rule.is_normalized:
+        moments = launch.lists.state[MOMENT2]
+        found = normalized(rule, found, moments, updates, launch.regions, backend)
+    return _cautious(found, launch, backend) if launch.settings.get("caution") else found
+
+
+def _cautious(found: Sequence[Direction], launch: Launch, backend: Backend) -> list[Direction]:
     """Directions with 0 where they do not go the way of the gradient, for as much more of the
-    others, which is counted over the whole parameter. Collective if some are split over ranks."""
+    others, which is counted over the whole parameter."""
+    multiplier = float(launch.multiplier)
     masks = [
         agreeing(way.values.float(), grad.reshape(way.values.shape).float() * multiplier)
-        for way, grad in zip(found, grads, strict=True)
+        for way, grad in zip(found, launch.lists.grad, strict=True)
     ]
     counts = torch.stack([mask.sum() for mask in masks])[:, None]
-    sizes = add_up_parts(counts, updates, regions, COUNTING)
+    sizes = add_up_parts(counts, launch.updates, launch.regions, COUNTING)
     scales = backend.caution_scales(counts, sizes)
     return [
         Direction(way.values * mask, fp32(way.factor * float(scale)))
@@ -215,6 +242,8 @@ class FusedMuon(RuleOptimizer):
             matrix, whose parts are orthogonalised by themselves; None for matrices that are one.
         head_rows: rows of each head of an attention weight: each head is a matrix of its own; None
             for matrices that are not split so.
+        moment2_method: ``normuon`` brings the rows of a direction to one size (see
+            :mod:`mp_optim.update.neuron_moments`); None leaves them. beta2: of their average.
         betas, eps, bias_correction, adam_w_mode: of groups that are stepped by Adam or Lion.
         caution, cautious_wd: see ``OptimizerConfig``; of all groups.
         scalar_optimizer: which of these two; what ``backend`` has to have kernels for.
@@ -239,6 +268,8 @@ class FusedMuon(RuleOptimizer):
         tp_mode: str = "duplicated",
         qkv_split_shapes: tuple[int, ...] | None = None,
         head_rows: int | None = None,
+        moment2_method: str | None = None,
+        beta2: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         bias_correction: bool = True,
@@ -256,258 +287,6 @@ class FusedMuon(RuleOptimizer):
         rule = MuonRule(_SCALARS[scalar_optimizer])
         settings = rule.settings_from(locals()) | {"optimizer": rule.name}
         super().__init__(rule, params, settings, backend, precision)
-
-
-# -- from rounded momenta to directions ------------------------------------------------------------
-
-_DTYPES = {"medium": torch.bfloat16, "highest": torch.float32}
-_TOGETHER = 1 << 26
-"""Elements of parameters that are orthogonalised together: each needs its rounded momentum and its
-direction meanwhile."""
-_TOGETHER_ON_HOST = 15 << 20
-"""The same of what is orthogonalised on the host, by one process: there is nothing to be shared out
-evenly, and memory that is used again is at hand, where new memory would be cleared page by page."""
-
-
-class Direction(NamedTuple):
-    """What is subtracted from a parameter: ``fp32(values) * factor``, rounded once.
-
-    Attributes:
-        values: the parameter's shape, bfloat16 or float32, contiguous, on its device.
-        factor: an FP32 number.
-    """
-
-    values: Tensor
-    factor: float
-
-
-@dataclass(frozen=True)
-class Orthogonalization:
-    """The settings of a group that say how its matrices are orthogonalised and scaled.
-
-    Attributes:
-        polynomials, method: the Newton-Schulz steps, and how they are taken.
-        dtype: of the products.
-        scale_mode, lr: what a direction is multiplied with; ``lr`` has the extra factor in it.
-        blockwise: whether a rank's part is a matrix of its own.
-        parts: rows of the parts of each query group of a fused matrix; None if it is one.
-        head_rows: rows of each head, which is a matrix of its own; None if there are none.
-    """
-
-    polynomials: tuple[tuple[float, float, float], ...]
-    method: str
-    dtype: torch.dtype
-    scale_mode: str
-    lr: float
-    blockwise: bool
-    parts: tuple[int, ...] | None
-    head_rows: int | None
-
-    @classmethod
-    def of(cls, group: Mapping[str, Any]) -> Orthogonalization:
-        """From a param group."""
-        return cls(
-            coefficients(group["coefficient_type"], group["num_ns_steps"]),
-            group["ns_method"],
-            _DTYPES[group["fp32_matmul_prec"]],
-            group["scale_mode"],
-            float(group["lr"]) * group["extra_scale_factor"],
-            group["tp_mode"] == "blockwise",
-            None if group["head_rows"] else group["qkv_split_shapes"],
-            group["head_rows"],
-        )
-
-    def factor(self, rows: int, columns: int) -> float:
-        """What an orthogonal matrix of this shape is multiplied with; an FP32 number."""
-        return fp32(self.lr * scale_factor(self.scale_mode, rows, columns))
-
-
-def runs(
-    params: Sequence[Tensor], layouts: Sequence[ParamLayout | None], blockwise: bool
-) -> Iterator[tuple[list[int], bool]]:
-    """Indices of parameters that are orthogonalised together, and whether each of them is whole and
-    its products are taken where it is stepped. Runs of those that are split over ranks are the same
-    on every rank that has a part of them, as they depend on whole shapes alone.
-
-    Args:
-        layouts: of the model's parameters, as many, or none at all.
-        blockwise: whether a rank's part is a matrix of its own.
-    """
-    split, elsewhere, here = [], [], []
-    for index, (param, layout) in enumerate(zip_longest(params, layouts)):
-        if layout is not None and layout.is_shared(blockwise):
-            split.append((index, layout.share(param)))
-        elif layout is not None and layout.device != param.device:
-            elsewhere.append((index, param.numel()))
-        else:
-            here.append((index, param.numel()))
-    for sizes in (split, elsewhere):
-        for members in runs_of(sizes, _TOGETHER):
-            yield members, False
-    most = _TOGETHER_ON_HOST if params[0].is_cpu else _TOGETHER
-    for members in runs_of(here, most):
-        yield members, True
-
-
-def directions(
-    rule: Orthogonalization,
-    rounded: Sequence[Tensor],
-    layouts: Sequence[ParamLayout | None],
-    owners: MatrixOwners,
-) -> list[Direction]:
-    """The direction of each parameter of a run, for this rank's part of it. Collective if some are
-    split over ranks.
-
-    Args:
-        rounded: momenta in ``rule.dtype``, of this rank's parts, contiguous, on the device they are
-            stepped on; overwritten.
-        layouts: of the model's parameters, where the products are taken; as many.
-        owners: who orthogonalises what is split.
-
-    Raises:
-        ValueError: the rows of a fused matrix are no multiple of those of its parts.
-    """
-    done: dict[int, Direction] = {}
-    split: dict[tuple[ProcessGroup, ...], dict[int, MatrixParts]] = {}
-    here: dict[torch.device, dict[int, Tensor]] = {}
-    for index, (part, layout) in enumerate(zip(rounded, layouts, strict=True)):
-        parts = None if layout is None else layout.matrix_parts(rule.blockwise)
-        if layout is None or parts is None:
-            whole = part
-            if layout is not None and layout.is_shared(rule.blockwise):
-                whole = layout.gather(part)
-            elif layout is not None:
-                whole = part.to(layout.device)
-            here.setdefault(whole.device, {})[index] = whole
-        else:
-            split.setdefault(layout.matrix_groups(rule.blockwise), {})[index] = parts
-    for wholes in here.values():
-        found = whole_directions(rule, list(wholes.values()))
-        for index, (values, factor) in zip(wholes, found, strict=True):
-            layout = layouts[index]
-            if layout is not None and layout.is_shared(rule.blockwise):
-                values = layout.own(values)
-            done[index] = Direction(values.to(rounded[index].device), factor)
-    for groups, parts_of in split.items():
-        some, layout = [rounded[index] for index in parts_of], layouts[next(iter(parts_of))]
-        assert layout is not None
-        found = _by_owners(rule, some, [*parts_of.values()], groups, layout.device, owners)
-        done.update(zip(parts_of, found, strict=True))
-    return [done[index] for index in range(len(rounded))]
-
-
-def _by_owners(
-    rule: Orthogonalization,
-    rounded: Sequence[Tensor],
-    parts: Sequence[MatrixParts],
-    groups: Sequence[ProcessGroup],
-    device: torch.device,
-    owners: MatrixOwners,
-) -> list[Direction]:
-    """The directions of parameters that the same ranks have parts of.
-
-    Args:
-        rounded: this rank's parts. parts: who has which. device: where they travel.
-    """
-    pieces = [_pieces_of(rule, each.rows, each.columns) for each in parts]
-    steps, method = len(rule.polynomials), rule.method
-    flops = [sum(newton_schulz_flops(*one, steps, method) for one in each) for each in pieces]
-    fused = rule.parts is not None  # what comes back is scaled already, and FP32
-    dtype = torch.float32 if fused else rule.dtype
-    factors = [1.0 if fused else rule.factor(*each[0]) for each in pieces]
-    values = [torch.empty_like(part, dtype=dtype) for part in rounded]
-    planned = owners.plan(parts, groups, flops, dtype.itemsize)
-
-    def compute(wholes: list[Tensor]) -> list[Tensor]:
-        return [direction.values for direction in whole_directions(rule, wholes)]
-
-    exchange = Exchange(planned, parts, groups, rounded, values, device, compute)
-    exchange.run()
-    owners.bytes_sent += exchange.bytes_sent
-    return list(map(Direction, values, factors))
-
-
-def _pieces_of(rule: Orthogonalization, rows: int, columns: int) -> list[tuple[int, int]]:
-    """The shapes of what is orthogonalised by itself in a matrix.
-
-    Raises:
-        ValueError: the rows are no multiple of those of heads, or of a fused matrix's parts.
-    """
-    name, sizes = "rows", tuple[int, ...]((rows,))
-    if rule.head_rows is not None:
-        sizes, name = (rule.head_rows,), "head_rows"
-    elif rule.parts is not None:
-        sizes, name = rule.parts, "qkv_split_shapes"
-    count, left = divmod(rows, sum(sizes) or 1)
-    if left:
-        raise ValueError(f"{name}={sizes}: {rows} rows are not a multiple of {sum(sizes)}")
-    if name == "qkv_split_shapes":
-        return [(size * count, columns) for size in sizes]
-    return [(sizes[0], columns)] * max(count, 1)
-
-
-def whole_directions(
-    rule: Orthogonalization, wholes: Sequence[Tensor], rooms: Rooms | None = None
-) -> list[Direction]:
-    """The directions of whole matrices and stacks of them, where they lie; nothing is sent.
-
-    Args:
-        wholes: contiguous, in ``rule.dtype``, on one device; overwritten.
-        rooms: memory for what is in between, of their device and dtype.
-    """
-    if rule.head_rows is not None:
-        heads = _heads(wholes, rule.head_rows)
-        found = orthogonalize_each(heads, rule.polynomials, rule.method)
-        return [
-            Direction(values.view(whole.shape), rule.factor(rule.head_rows, whole.size(-1)))
-            for values, whole in zip(found, wholes, strict=True)
-        ]
-    if rule.parts is not None:
-        return _by_parts(rule, wholes, rule.parts)
-    found = orthogonalize_each(wholes, rule.polynomials, rule.method, rooms)
-    factors = {shape: rule.factor(*shape) for shape in {each.shape[-2:] for each in found}}
-    return [Direction(each, factors[each.shape[-2:]]) for each in found]
-
-
-def _heads(wholes: Sequence[Tensor], rows: int) -> list[Tensor]:
-    """Views of attention weights as stacks of heads; also of fused ones, whose parts are whole
-    heads one after the other.
-
-    Raises:
-        ValueError: the rows are no multiple of those of heads.
-    """
-    for whole in wholes:
-        if whole.size(-2) % rows:
-            raise ValueError(f"head_rows={rows}: {whole.size(-2)} rows are not a multiple of it")
-    return [whole.view(-1, rows, whole.size(-1)) for whole in wholes]
-
-
-def _by_parts(
-    rule: Orthogonalization, wholes: Sequence[Tensor], parts: tuple[int, ...]
-) -> list[Direction]:
-    """Of fused matrices, each part by itself; scaled already, and FP32."""
-    pieces, targets = [], []
-    results = [torch.empty_like(whole, dtype=torch.float32) for whole in wholes]
-    for whole, result in zip(wholes, results, strict=True):
-        for piece, target in zip(_cut(whole, parts), _cut(result, parts), strict=True):
-            *stack, groups, rows, columns = piece.shape
-            pieces.append(piece.reshape(*stack, groups * rows, columns).contiguous())
-            targets.append(target)
-    found = orthogonalize_each(pieces, rule.polynomials, rule.method)
-    for values, target in zip(found, targets, strict=True):
-        target.copy_(values.view(target.shape)).mul_(rule.factor(*values.shape[-2:]))
-    return [Direction(result, 1.0) for result in results]
-
-
-def _cut(fused: Tensor, parts: tuple[int, ...]) -> Sequence[Tensor]:
-    """Views of the parts of fused matrices, shape (..., groups, rows, columns)."""
-    (*stack, rows, columns), size = fused.shape, sum(parts)
-    if rows % size:
-        raise ValueError(
-            f"qkv_split_shapes={parts}: {rows} rows are not a multiple of their sum {size}"
-        )
-    grouped = fused.view(*stack, rows // size, size, columns)
-    return torch.split(grouped, list(parts), dim=-2)
 
 
 # -- a step in one call of the kernels -------------------------------------------------------------
@@ -543,7 +322,7 @@ def step_in_one_call(
     """
     if rule.parts is not None or rule.dtype != torch.bfloat16:
         return False
-    pieces = params.grad if rule.head_rows is None else _heads(params.grad, rule.head_rows)
+    pieces = params.grad if rule.head_rows is None else heads_of(params.grad, rule.head_rows)
     found = steps_in_place(pieces, rule.polynomials, rule.method, rooms)
     places = None if found is None else _places(*found, params)
     tables = None if places is None else backend.muon_tables(momenta, params)

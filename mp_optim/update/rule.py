@@ -96,7 +96,6 @@ class Rule(ABC):
     Attributes:
         name: of its row in :data:`mp_optim.config.rules.RULES`, which names its moments.
         kernels: the rule that backends are asked for kernels of.
-        decides_moments: the setting that :meth:`moments` reads, if there is one.
         clips: whether it clips gradients itself (:meth:`effective_multiplier`).
         marks_changes: whether :meth:`apply` hands on ``TensorLists.changed`` to a backend that has
             ``marks_changes``.
@@ -105,7 +104,6 @@ class Rule(ABC):
     """
 
     name = "custom"
-    decides_moments = ""
     clips = False
     marks_changes = False
     needs_numbers = True
@@ -119,6 +117,10 @@ class Rule(ABC):
     def moments(self, group: Settings) -> tuple[str, ...]:
         """Names of the moments that are kept under a group's settings."""
         return RULES[self.name].moment_names
+
+    def deciding_setting(self, group: Settings) -> str:
+        """The setting that :meth:`moments` reads, if there is one."""
+        return ""
 
     def unread_moments(self, group: Settings) -> tuple[str, ...]:
         """Names of moments that the rule does without under a group's settings, though its formula

@@ -31,6 +31,7 @@ from mp_optim.slots.seen_params import SeenParams
 from mp_optim.slots.slot_state import (
     AVERAGE,
     MASTER,
+    MOMENT2,
     REMAINDER,
     SECOND,
     STEP,
@@ -330,7 +331,7 @@ class RuleState:
 
     def deciding_setting(self, group: dict[str, Any]) -> str:
         """The setting that decides which moments are kept, for messages."""
-        name = self.rule.decides_moments
+        name = self.rule.deciding_setting(group)
         return f"{name}={group[name]!r}" if name in group else self.rule.name
 
     def _state_specs(self, slot: Slot, main: TensorSpec) -> dict[str, TensorSpec]:
@@ -532,16 +533,14 @@ class RuleSlotState(SlotState):
         if main is not None:
             check_fits(f"{self._name}.{MASTER}", self._executor.main_param(self._slot), main)
         check_state(self._name, self._live, rest)
-        if SECOND in rest:
-            self.check_values(SECOND, rest[SECOND])
+        for key in rest.keys() & {SECOND, MOMENT2}:
+            self.check_values(key, rest[key])
 
     def check_values(self, key: str, values: Tensor) -> None:
         if key == STEP:
             check_step(self._name, values)
-        if key == SECOND and values.is_floating_point() and bool((values < 0).any()):
-            raise ValueError(
-                f"{self._name}.{SECOND}: has negative elements; it is a mean of squares"
-            )
+        if key in (SECOND, MOMENT2) and values.is_floating_point() and bool((values < 0).any()):
+            raise ValueError(f"{self._name}.{key}: has negative elements; it is a mean of squares")
 
     def load(self, state: State) -> None:
         state = self._packed(state)

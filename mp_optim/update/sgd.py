@@ -13,7 +13,9 @@ class SgdRule(ElementRule):
     """SGD with momentum. The momentum buffer starts as the first gradient."""
 
     name = "sgd"
-    decides_moments = "momentum"
+
+    def deciding_setting(self, group: Settings) -> str:
+        return "momentum"
 
     def moments(self, group: Settings) -> tuple[str, ...]:
         return super().moments(group) if group["momentum"] else ()

@@ -142,6 +142,17 @@ def lion(p: Array, g: Array, m: Array, h: dict[str, Any], mult: float) -> tuple[
     return p - u, m * F(b2) + g * F(1 - b2)
 
 
+def normuon(x: Array, v: Array, h: dict[str, Any]) -> tuple[Array, Array]:
+    """A direction with rows of one size, in FP64, and the moment of its rows; from an orthogonal
+    one."""
+    x = x.astype(np.float64)
+    new = (v * h["beta2"] + np.mean(x * x, axis=-1) * (1 - h["beta2"])).astype(np.float32)
+    even = x / (np.sqrt(new.astype(np.float64)) + 1e-8)[..., None]
+    before, after = (np.sqrt(np.sum(each * each, (-2, -1))) for each in (x, even))
+    kept = np.where(after == 0, 0, before / np.where(after == 0, 1, after))
+    return even * kept[..., None, None], new
+
+
 def split(p: Array, bits: int) -> tuple[Any, Any]:
     """Main params as bfloat16 patterns and remainders, in exact integer arithmetic."""
     pattern = p.view(np.uint32).astype(np.int64)

@@ -102,6 +102,8 @@ def stepped(draw):
         fields["param_remainder_bits"] = 8
     if bits == 8 or form.get("exp_avg_dtype") in ("bfloat16", "uint8", "uint4"):
         fields["stochastic_rounding"] = draw(st.booleans())
+    if rule == "muon":
+        fields["muon_moment2_method"] = draw(st.sampled_from([None, "normuon"]))
     return fields | {"ema_decay": draw(st.sampled_from([None, 0.9]))}
 
 

@@ -313,7 +313,7 @@ def step_with(
         method(lists, scalars, multiplier)
 
 
-(MOMENTUM,) = RULES["muon"].moment_names
+MOMENTUM = RULES["muon"].moment_names[0]
 
 
 def _averaged(lists: TensorLists, index: int, scalars: MuonScalars, multiplier: float) -> Tensor:

@@ -161,11 +161,20 @@ class _Draw:
             found |= {
                 "muon_scalar_optimizer": self.chance.choice(("adam", "lion")),
                 "muon_use_nesterov": self.chance.often(0.5),
+                **self.rows(case),
             }
         if case.rule == "lamb":
             found["lamb_use_nvlamb"] = self.chance.often(0.5)
         found |= self.cautions(case, found) | self.averages(case) | self.small_state(case)
         return tuple(found.items())
+
+    def rows(self, case: Case) -> dict[str, Any]:
+        """Whether Muon brings rows to one size; drawn apart. What is added up over ranks is added
+        up by nobody during backward."""
+        apart = random.Random(f"rows {self.seed}")
+        if apart.random() < 0.5 or _ahead_on_ranks(case):
+            return {}
+        return {"muon_moment2_method": "normuon", "muon_beta2": apart.choice((0.0, 0.6, 0.95))}
 
     def cautions(self, case: Case, found: dict[str, Any]) -> dict[str, Any]:
         """Cautious settings; drawn apart, so that nothing else of a case depends on it. Not of
@@ -173,8 +182,7 @@ class _Draw:
         counted by nobody during backward."""
         apart = random.Random(f"cautions {self.seed}")
         drawn = {name: True for name in CAUTIONS if apart.random() < 0.3}
-        ahead = {layout.kind for layout in case.layouts if layout.mode == "speculative"}
-        if ahead - {"alone"}:
+        if _ahead_on_ranks(case):
             drawn.pop("caution", None)
         has_them = case.rule in ("adam", "lion") and found.get("decoupled_weight_decay", True)
         return drawn if has_them else {}
@@ -243,3 +251,8 @@ class _Draw:
             scaled=(odd.step,) if odd.what == "factors" else (),
             disagreement=odd,
         )
+
+
+def _ahead_on_ranks(case: Case) -> bool:
+    """Whether ranks step during backward."""
+    return any(each.mode == "speculative" and each.kind != "alone" for each in case.layouts)

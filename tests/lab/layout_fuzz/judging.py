@@ -8,7 +8,7 @@ import re
 import torch
 from torch import Tensor
 
-from lab.layout_fuzz.case import Case, Layout
+from lab.layout_fuzz.case import Case, Layout, Param
 from lab.layout_fuzz.holding import Place
 from lab.layout_fuzz.running import Outcome, same_number
 
@@ -128,10 +128,17 @@ def _wrong_tensors(
             found.append(f"{key} is missing")
             continue
         mine, param = tensors[key], whole[name]
-        theirs = place.part(param, value) if value.shape == torch.Size(param.shape) else value
+        theirs = place.part(param, value) if _is_cut_alike(param, value) else value
         if text := _difference(mine, theirs, _exact(case, layout)):
             found.append(f"{key}: {text}")
     return found
+
+
+def _is_cut_alike(param: Param, value: Tensor) -> bool:
+    """Whether state has the dimension along which ranks cut its parameter."""
+    if param.splits is None or value.dim() != len(param.shape):
+        return False
+    return value.shape[param.splits] == param.shape[param.splits]
 
 
 def _difference(mine: Tensor, theirs: Tensor, exact: bool) -> str:

@@ -54,6 +54,7 @@ MANY = {
 LATE = ("wide1", "wide2")
 """Of these, there is no gradient at the second step."""
 STEPS = 3
+NORMUON = {"muon_moment2_method": "normuon", "muon_beta2": 0.8, "caution": True}
 FRACTIONS = (0.0, 0.5, 1.0)
 
 
@@ -353,12 +354,14 @@ def main(directory: str) -> None:
         if mesh.get_coordinate() is not None:
             for fraction in FRACTIONS:
                 found[f"{case}, {fraction}"] = on_mesh(mesh, layout, fraction)
+            found[f"{case}, normuon"] = on_mesh(mesh, layout, 0.5, **NORMUON)
         dist.barrier()
     mesh = DeviceMesh("cpu", torch.arange(2))
     if mesh.get_coordinate() is not None:
         found["blockwise"] = on_mesh(mesh, _rows, 0.0, muon_tp_mode="blockwise")
     found["tensor parallel"] = tensor_parallel()
     found["shares"] = shares()
+    found["normuon"] = by_zero(dist.group.WORLD, bucket_size=3000, **NORMUON)["mains"]
     torch.save(found, f"{directory}/rank{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -52,6 +52,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lion": {"optimizer": "lion"},
     "sixteen bits": {"bf16": True, **COMPACT, **SIXTEEN_BITS},
     "remainders": {"bf16": True, **COMPACT, **REMAINDERS},
+    "normuon": {
+        **{"optimizer": "muon", "muon_fp32_matmul_prec": "highest"},
+        "muon_moment2_method": "normuon",
+    },
 }
 
 
@@ -139,8 +143,9 @@ def parts_are_of(whole: dict[str, Tensor], parts: dict[str, Tensor], rank: int) 
     """Whether a rank's snapshot is its part of the whole model's."""
     for label, value in whole.items():
         name, _, key = label.partition(".")
-        _, dim, stride = CUTS[name]
-        cut = value if key == "step" else part_of(value, dim, stride, rank, 2)
+        shape, dim, stride = CUTS[name]
+        is_whole = key == "step" or dim is None or value.shape[dim] != shape[dim]
+        cut = value if is_whole else part_of(value, dim, stride, rank, 2)
         if not torch.equal(cut, parts[label]):
             return False
     return whole.keys() == parts.keys()

@@ -48,12 +48,17 @@ CUTS = {
     "across": Cut((24, 256), 1, (128, 128), "stride"),
     "unequal": Cut((240, 32), 0, (40, 120, 80), "sizes"),
     "stack": Cut((3, 16, 12), 1, (8, 8), "stride"),
+    "experts": Cut((4, 6, 9), 0, (4,)),
     "bias": Cut((16,), 0, (16,)),
     "norm": Cut((7,)),
 }
 RULES: dict[str, dict[str, Any]] = {
     "stable_adamw": {"lr": 0.05, "adam_beta2": 0.99},
     "muon": {"lr": 0.05, "muon_fp32_matmul_prec": "highest"},
+    "normuon": {
+        **{"optimizer": "muon", "lr": 0.05, "muon_fp32_matmul_prec": "highest"},
+        **{"muon_moment2_method": "normuon", "muon_beta2": 0.8, "caution": True},
+    },
 }
 ZERO: dict[str, dict[str, Any]] = {
     "optim": {"use_distributed_optimizer": True},
@@ -130,7 +135,8 @@ def train(
     model = nn.ParameterDict(parts(-1))
     for name, param in model.items():
         CUTS[name].say(param, ranks)
-    config = OptimizerConfig(optimizer=rule, clip_grad=0.0, **RULES[rule], **settings)
+    chosen = {"optimizer": rule, **RULES[rule], **settings}
+    config = OptimizerConfig(clip_grad=0.0, **chosen)
     optimizer = get_megatron_optimizer(config, model, process_groups=groups)
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -266,6 +266,25 @@ def test_ranks_have_the_bits_of_one_process(ranks, case, fraction):
         assert [name for name, value in expected.items() if not same_bits(mains[name], value)] == []
 
 
+@pytest.mark.parametrize("case", muon_worker.CASES)
+def test_rows_are_brought_to_one_size_in_any_layout(ranks, case):
+    expected = muon_worker.single(**muon_worker.NORMUON)
+    plain = muon_worker.single()
+    assert not same_bits(expected["wide"], plain["wide"]) and same_bits(
+        expected["embed"], muon_worker.single(caution=True)["embed"]
+    )
+    for rank in ranks:
+        mains = rank.get(f"{case}, normuon", expected)
+        assert [name for name, value in expected.items() if not same_bits(mains[name], value)] == []
+
+
+def test_rows_are_brought_to_one_size_in_flat_shards(ranks):
+    expected = muon_worker.alone(**muon_worker.NORMUON)["mains"]
+    for rank in ranks:
+        found = rank["normuon"]
+        assert [name for name, value in expected.items() if not same_bits(found[name], value)] == []
+
+
 def test_tensor_parallel_parts_have_the_bits_of_one_process(ranks):
     expected = muon_worker.single()
     for rank in ranks:
