@@ -5,7 +5,6 @@ that no layout shows in the bits. Formulas: docs/numerics.md.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -170,8 +169,9 @@ class _Param:
         if rule.head_rows is not None:
             index = numbers // rule.head_rows
         elif rule.parts is not None:
-            ends = torch.tensor([*itertools.accumulate(rule.parts)], device="cpu")
-            index = torch.searchsorted(ends, numbers % sum(rule.parts), right=True)
+            order = torch.arange(len(rule.parts), device="cpu")
+            of_group = order.repeat_interleave(torch.tensor(rule.parts, device="cpu"))
+            index = of_group[numbers % sum(rule.parts)]
         else:
             index = torch.zeros_like(numbers)
         return index.to(self.values.device), pieces
