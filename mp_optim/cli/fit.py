@@ -32,6 +32,7 @@ from mp_optim.planner.activations import (
     hf_loss,
     trace,
 )
+from mp_optim.planner.depth import trace_repeating
 from mp_optim.planner.fit import Candidate, Estimate, Limits, Rates, blocks_of, search, step_seconds
 from mp_optim.planner.memory import Layout, plan, specs_of
 from mp_optim.planner.step_time import GB, MACHINES
@@ -155,6 +156,7 @@ def program(options: Options) -> Program:
         options.model,
         _auto_class(getattr(config, "architectures", None) or ["ForCausalLM"]),
         *(options.batch, options.seq, options.gpus, options.accumulation, options.lora),
+        options.attention,
     )
     return Program(model, lambda loss: hf_loss(batch, loss), vocabulary, recipe, True)
 
@@ -269,11 +271,12 @@ def fitted(options: Options) -> tuple[Estimate, Program]:
 
     @cache
     def traced(checkpointing: bool, loss: str) -> Timeline:
-        if made.is_hf and checkpointing:
-            checkpoint_blocks(made.model)
-        elif made.is_hf:
-            made.model.gradient_checkpointing_disable()  # type: ignore[operator]
-        return trace(made.model, fake, made.loss_of(loss), vocabulary=made.vocabulary)
+        if made.is_hf:
+            checkpoint_blocks(made.model, checkpointing)
+        loss_of, vocabulary = made.loss_of(loss), made.vocabulary
+        return trace_repeating(
+            made.model, lambda: trace(made.model, fake, loss_of, vocabulary=vocabulary)
+        )
 
     found = search(
         candidates(options),

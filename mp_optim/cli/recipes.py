@@ -5,7 +5,7 @@ Megatron.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mp_optim.planner.fit import Estimate
@@ -21,6 +21,7 @@ class Recipe:
         batch, seq, gpus: sequences of a micro-batch, tokens of one, ranks.
         accumulation: micro-batches of a step.
         lora: rank of adapters, or 0.
+        attention: "sdpa", which transformers takes by itself, or "eager".
         lr: a learning rate to begin with.
     """
 
@@ -31,6 +32,7 @@ class Recipe:
     gpus: int = 1
     accumulation: int = 1
     lora: int = 0
+    attention: str = "sdpa"
     lr: float = 1e-5
 
 
@@ -51,9 +53,10 @@ def _arguments(values: Mapping[str, Any]) -> str:
 
 
 def _model_lines(found: Estimate, recipe: Recipe) -> list[str]:
+    plain = ", attn_implementation='eager'" if recipe.attention == "eager" else ""
     lines = [
         f"model = transformers.{recipe.auto_class}.from_pretrained("
-        f"{recipe.model!r}, dtype=torch.bfloat16)"
+        f"{recipe.model!r}, dtype=torch.bfloat16{plain})"
     ]
     if recipe.lora:
         lines.insert(0, "import peft")
@@ -146,7 +149,7 @@ def trl_lines(found: Estimate, recipe: Recipe) -> str:
     lines = ["import peft"] if recipe.lora else []
     lines += ["import torch", "import transformers", "import trl"]
     lines += ["from mp_optim.integrations.trainer_args import class_and_settings", ""]
-    lines += _model_lines(found, Recipe(recipe.model, recipe.auto_class, 1, 1))
+    lines += _model_lines(found, replace(recipe, lora=0))
     lines.append(f"arguments = trl.SFTConfig({_arguments(arguments)})")
     lines.append(
         f"trainer = trl.SFTTrainer(model, arguments, train_dataset=data, {adapters}"

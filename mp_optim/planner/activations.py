@@ -5,6 +5,7 @@ and no data, and every storage that lives meanwhile is counted.
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -276,21 +277,34 @@ def build_hf(config: Any, *, attention: str = "sdpa", lora: int = 0) -> nn.Modul
     made = known or transformers.AutoModelForCausalLM
     build = getattr(made, "_from_config", None) or made.from_config
     with torch.device("meta"):
-        model: Any = build(config, dtype=dtype)
+        try:
+            model: Any = build(config, dtype=dtype)
+        except ValueError as reason:
+            if "attention implementation" not in str(reason):
+                raise
+            raise ValueError(
+                f"attention={attention!r}: this model of transformers knows no fused attention of "
+                "torch's; use --attention eager, whose weights are tensors"
+            ) from reason
         if lora:
             model = _with_adapters(model, lora)
     return model.train()  # type: ignore[no-any-return]
 
 
-def checkpoint_blocks(model: Any) -> None:
+def checkpoint_blocks(model: Any, on: bool = True) -> None:
     """Have each block of a ``transformers`` model keep its input alone, and run forward again in
-    backward.
+    backward; or no longer.
 
     Raises:
         ValueError: the model's class has no such thing.
     """
     how = {"use_reentrant": False, "preserve_rng_state": False}
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # names that every version knows
+        if on:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+        else:
+            model.gradient_checkpointing_disable()
 
 
 def _with_adapters(model: Any, rank: int) -> Any:
