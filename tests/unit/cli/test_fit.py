@@ -32,6 +32,7 @@ PUBLISHED = {
     **{"Llama-3.1-70B": 70_553_706_496, "Mistral-7B-v0.3": 7_248_023_552},
     **{"Qwen2.5-7B": 7_615_616_512, "Qwen3-8B": 8_190_735_360, "Qwen3-30B-A3B": 30_532_122_624},
     **{"Qwen3-235B-A22B": 235_093_634_560, "OLMoE-1B-7B": 6_919_161_856},
+    **{"Mixtral-8x7B-v0.1": 46_702_792_704, "DeepSeek-V2-Lite": 15_706_484_224},
 }
 """Parameters, as the models' cards have them."""
 

@@ -1,0 +1,81 @@
+#!/usr/bin/env python
+"""The models that mp-optim fit ships on four machines: the table of docs/fit.md. Prints markdown,
+and on the other stream seconds of CPU of each answer, imports and all.
+
+python tools/fit_table.py
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from mp_optim.cli.fit import GIB, shipped
+
+MACHINES = {
+    "24 GB, host 64 GB, disk 1 TB": "--gpu 24GB --ram 64GB --disk 1TB",
+    "80 GB, host 256 GB": "--gpu 80GB --ram 256GB",
+    "2 x 80 GB, host 512 GB, disk 4 TB": "--gpu 80GB --gpus 2 --ram 512GB --disk 4TB",
+    "8 x 141 GB, host 2 TB, disk 30 TB": "--gpu 141GB --gpus 8 --ram 2TB --disk 30TB",
+}
+
+
+def main() -> None:
+    for line in rows():
+        print(line, flush=True)
+
+
+def rows() -> Iterator[str]:
+    yield "| | " + " | ".join(MACHINES) + " |"
+    yield "|---|" + "---|" * len(MACHINES)
+    for model in shipped():
+        yield f"| {model} | " + " | ".join(cell(model, each) for each in MACHINES.values()) + " |"
+
+
+def cell(model: str, machine: str) -> str:
+    """Settings, and bytes of the accelerator at its fullest moment."""
+    before = seconds()
+    command = [sys.executable, "-m", "mp_optim", "fit", "--json", "--model", model]
+    text = subprocess.run([*command, *machine.split()], stdout=subprocess.PIPE, check=False).stdout
+    print(f"{model:20} {machine:45} {seconds() - before:6.1f} s", file=sys.stderr, flush=True)
+    return answer(json.loads(text))
+
+
+def seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def answer(said: dict[str, Any]) -> str:
+    peak = f"{said['peak']['bytes'] / GIB:.1f}"
+    if not said["fits"]:
+        lacks = [f"{size / GIB:.0f} GiB of {name}" for name, size in said["missing"].items()]
+        return "no: lacks " + ", ".join(lacks)
+    return ", ".join([*words(said), f"**{peak}**"])
+
+
+def words(said: dict[str, Any]) -> Iterator[str]:
+    settings, layout = said["settings"], said["layout"]
+    if layout["sharding"] == "fsdp2":
+        yield "FSDP2"
+    elif said["use_distributed_optimizer"]:
+        yield "ZeRO"
+    yield settings.get("state", "FP32")
+    if "offload" in settings:
+        yield f"host {settings['offload']:.0%}"
+    named = {
+        "released": "release_gradients" in settings,
+        "streamed": "offload_place" in settings,
+        "disk": "optimizer_state_path" in settings,
+        "checkpointed": said["checkpointing"],
+        "fused loss": said["loss"] == "fused",
+    }
+    yield from (name for name, is_so in named.items() if is_so)
+
+
+if __name__ == "__main__":
+    main()
