@@ -175,8 +175,6 @@ def torchtitan_lines(found: Estimate, recipe: Recipe) -> str:
 
 
 _MEGATRON_DTYPES = {"bf16": "bf16", "8bit": "fp8"}
-_INSTALLED = ("offload_mode", "offload_place", "optimizer_state_path", "stream_window_bytes")
-"""Settings that Megatron's command line has no word for."""
 
 
 def megatron_lines(found: Estimate, recipe: Recipe) -> str:
@@ -212,6 +210,4 @@ def megatron_lines(found: Estimate, recipe: Recipe) -> str:
         arguments += ["--cross-entropy-loss-fusion"]
     line = " ".join(map(str, arguments))
     start = f"torchrun --nproc-per-node {recipe.gpus} -m mp_optim.megatron pretrain_gpt.py"
-    others = {name: words[name] for name in _INSTALLED if name in words}
-    note = f"# and mp_optim.megatron.install({_arguments(others)})\n" if others else ""
-    return f"{note}{start} {line} [your model's and data's arguments]"
+    return f"{start} {line} [your model's and data's arguments]"

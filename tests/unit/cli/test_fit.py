@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import textwrap
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import transformers
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.transformer import TransformerConfig
+from tokenizers import Tokenizer, models
 from torch import nn
 
 import mp_optim
 from mp_optim.cli import fit
 from mp_optim.cli.command import main
-from mp_optim.cli.recipes import Recipe, python_lines, recipes, torchtitan_lines, trainer_lines
+from mp_optim.cli.recipes import Recipe, python_lines, recipes
 from mp_optim.planner.activations import Moment, Timeline, build_hf
 from mp_optim.planner.fit import Blocks, Candidate, Estimate, Limits, search, step_seconds
 from mp_optim.planner.memory import Layout, Memory, MemoryPlan, plan, specs_of
@@ -255,6 +260,20 @@ def test_a_step_takes_longer_the_more_of_it_is_elsewhere() -> None:
 
 WORDS = [dict(each.words) for each in fit.candidates(fit.Options("", "", "", disk="1TB"))]
 RECIPE = Recipe("here", "AutoModelForCausalLM", 1, 64)
+EXPERTS = {**LLAMA, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+EXPERTS |= {"num_key_value_heads": 4, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {**EXPERTS, "architectures": ["MixtralForCausalLM"], "num_local_experts": 4},
+    "qwen3_moe": {
+        **{**EXPERTS, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4},
+        **{"head_dim": 16, "mlp_only_layers": [0]},
+    },
+    "deepseek_v3": {
+        **{**EXPERTS, "architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 4},
+        **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16},
+        **{"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    },
+}
 
 
 def estimate_of(words: dict[str, Any], path: Path) -> Estimate:
@@ -265,18 +284,28 @@ def estimate_of(words: dict[str, Any], path: Path) -> Estimate:
 
 
 @pytest.fixture
-def saved_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
-    model.bfloat16().save_pretrained(tmp_path / "here")
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize("words", WORDS, ids=str)
-def test_the_python_lines_train(words: dict[str, Any], saved_model: Path) -> None:
-    names: dict[str, Any] = {}
-    exec(python_lines(estimate_of(words, saved_model), RECIPE), names)
+def save_model(settings: dict[str, Any]) -> None:
+    """A model and a tokenizer in the folder ``here``, as a hub would give them."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**settings)
+    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained("here")
+    words = Tokenizer(models.WordLevel({str(n): n for n in range(256)}, "0"))
+    tokens = {"pad_token": "0", "eos_token": "1"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **tokens).save_pretrained("here")
+
+
+def run(lines: str, **names: Any) -> dict[str, Any]:
+    exec(lines, names)
+    return names
+
+
+def learns(names: dict[str, Any]) -> bool:
+    """Whether two steps of the program's model and optimizer change it."""
     model, optimizer = names["model"], names["optimizer"]
     before = model.lm_head.weight.detach().clone()
     tokens = torch.arange(64, dtype=torch.long, device="cpu").view(1, 64)
@@ -284,29 +313,62 @@ def test_the_python_lines_train(words: dict[str, Any], saved_model: Path) -> Non
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert not torch.equal(model.lm_head.weight, before)
-    assert isinstance(optimizer, mp_optim.AdamW)
+    return not torch.equal(model.lm_head.weight, before)
 
 
-def test_the_trainers_lines_train(saved_model: Path) -> None:
-    tokens = list(range(64))
-    names: dict[str, Any] = {"data": [{"input_ids": tokens, "labels": tokens}] * 2}
-    words = {**WORDS[-2]}
-    exec(trainer_lines(estimate_of(words, saved_model), RECIPE), names)
-    names["trainer"].args.report_to = []
-    assert names["trainer"].train().training_loss > 0
+@pytest.mark.parametrize("words", WORDS, ids=str)
+def test_the_python_lines_train(words: dict[str, Any], folder: Path) -> None:
+    save_model(LLAMA)
+    names = run(python_lines(estimate_of(words, folder), RECIPE))
+    assert learns(names) and isinstance(names["optimizer"], mp_optim.AdamW)
 
 
-def test_torchtitans_lines_are_read(saved_model: Path) -> None:
-    names: dict[str, Any] = {}
-    exec(torchtitan_lines(estimate_of(WORDS[-2], saved_model), RECIPE), names)
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_mixtures_of_experts_fit_and_train_as_printed(
+    kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {**MIXTURES[kind], "model_type": kind}
+    save_model(settings)
+    arguments = ("--gpu", "1.01GB", "--ram", "8GB")
+    status, said = answer(capsys, "--model", "here", *arguments)
+    names = run(said["recipes"]["Python"])
+    assert status == 0 and learns(names)
+    params = sum(param.nbytes for param in names["model"].parameters())
+    assert said["moments"]["step"]["parameters"] == params
+
+
+def test_what_is_printed_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each recipe of one answer, as it is."""
+    save_model(LLAMA)
+    machine = ("--gpu", "0.9MB", "--reserve", "0GB", "--ram", "8GB")
+    _, said = answer(capsys, "--model", "here", *machine)
+    assert said["settings"]["offload"] == 0.75 and said["checkpointing"]
+    printed = said["recipes"]
+    tokens = [{"input_ids": list(range(64)), "labels": list(range(64))}] * 2
+    assert learns(run(printed["Python"]))
+    for trainer in ("Hugging Face Trainer", "TRL"):
+        program = run(
+            printed[trainer].replace("output_dir=", "report_to=[], use_cpu=True, output_dir="),
+            data=datasets.Dataset.from_list(tokens),
+        )
+        assert program["trainer"].train().training_loss > 0
+        assert isinstance(program["trainer"].optimizer.optimizer, mp_optim.AdamW)
     parts = [nn.Linear(4, 4, dtype=torch.bfloat16)]
-    assert names["config"].build(model_parts=parts).optimizers
+    assert run(printed["torchtitan"])["config"].build(model_parts=parts).optimizers
+    _has_known_words(printed["Megatron-LM"])
 
 
-def test_megatrons_command_line_has_the_words_that_it_knows(saved_model: Path) -> None:
-    text = recipes(estimate_of({**WORDS[3]}, saved_model), RECIPE)["Megatron-LM"]
-    assert "--optimizer-cpu-offload --optimizer-offload-fraction 0.25" in text
-    assert "--use-precision-aware-optimizer --exp-avg-dtype fp8" in text
-    released = recipes(estimate_of(WORDS[-2], saved_model), RECIPE)["Megatron-LM"]
-    assert released.startswith("# none: ")
+def _has_known_words(line: str) -> None:
+    """Of Megatron's configs all but two, which are of its training loop."""
+    assert "-m mp_optim.megatron pretrain_gpt.py --bf16 " in line
+    names = {name.replace("-", "_") for name in re.findall(r" --([a-z0-9-]+)", line)}
+    configs = (MegatronOptimizerConfig, TransformerConfig)
+    known = {field.name for config in configs for field in dataclasses.fields(config)}
+    assert names - known == {"nproc_per_node", "seq_length", "micro_batch_size"}
+    assert "--use-precision-aware-optimizer --exp-avg-dtype fp8" in line
+    assert "--optimizer-cpu-offload --optimizer-offload-fraction 0.75" in line
+
+
+def test_megatron_has_no_words_for_gradients_that_leave(folder: Path) -> None:
+    text = recipes(estimate_of(WORDS[-2], folder), RECIPE)["Megatron-LM"]
+    assert text.startswith("# none: ")
