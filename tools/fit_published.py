@@ -49,17 +49,17 @@ class Published:
 
 TORCHAO = Setting(
     "[torchao](https://github.com/pytorch/ao/tree/main/torchao/optim)",
-    *("Llama-2-7b", Batch(1024, 2), True, GIB),
+    *("meta-llama/Llama-2-7b-hf", Batch(1024, 2), True, GIB),
     "batch 2 and checkpointing (torchtune's config), 1024 tokens; GB are GiB",
 )
 TORCHTUNE = Setting(
     "[torchtune](https://github.com/pytorch/torchtune)",
-    *("Llama-2-7b", Batch(1024, 2), True, GIB),
+    *("meta-llama/Llama-2-7b-hf", Batch(1024, 2), True, GIB),
     "batch 2, 1024 tokens; GB are GiB; theirs is reserved memory",
 )
 FLASH = Setting(
     "[transformers#44438](https://github.com/huggingface/transformers/pull/44438)",
-    *("Qwen2.5-7B", Batch(256, 8), False, GB),
+    *("Qwen/Qwen2.5-7B", Batch(256, 8), False, GB),
     "Qwen2.5-7B, batch 8 (the Trainer's default) of 256 tokens",
 )
 BNB = 2 + 2 * 4 / 256  # two moments, an FP32 scale for each 256

@@ -33,7 +33,8 @@ def rows() -> Iterator[str]:
     yield "| | " + " | ".join(MACHINES) + " |"
     yield "|---|" + "---|" * len(MACHINES)
     for model in shipped():
-        yield f"| {model} | " + " | ".join(cell(model, each) for each in MACHINES.values()) + " |"
+        cells = [cell(model, machine) for machine in MACHINES.values()]
+        yield f"| {model.rpartition('/')[2]} | " + " | ".join(cells) + " |"
 
 
 def cell(model: str, machine: str) -> str:

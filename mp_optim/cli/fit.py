@@ -48,7 +48,7 @@ class Options:
     24 * 2**30 bytes; of a disk 24 * 10**9."""
 
     model: str
-    """A name that is shipped, a Hugging Face config.json or its folder,
+    """A name that is shipped (its last part will do), a Hugging Face config.json or its folder,
     or file.py:function, which returns a model and a function of the model that returns the loss."""
     gpu: str
     """Memory of one accelerator."""
@@ -122,7 +122,7 @@ class Program:
 
 
 def shipped() -> dict[str, Any]:
-    """Configs of common models by name: shapes, from their public config.json."""
+    """Configs of common models by their name at Hugging Face: shapes, as in their config.json."""
     text = files("mp_optim.planner").joinpath("models.json").read_text(encoding="utf-8")
     return json.loads(text)  # type: ignore[no-any-return]
 
@@ -138,12 +138,12 @@ def program(options: Options) -> Program:
         return _program_of(options)
     import transformers
 
-    names = {name.lower(): settings for name, settings in shipped().items()}
-    settings = names.get(options.model.rpartition("/")[2].lower())
-    if settings is not None:
-        config = transformers.AutoConfig.for_model(**settings)
-    elif Path(options.model).exists():
-        config = transformers.AutoConfig.from_pretrained(options.model)
+    ids = {_last_part(name): name for name in shipped()}
+    name = ids.get(_last_part(options.model))
+    if Path(options.model).exists():
+        config, name = transformers.AutoConfig.from_pretrained(options.model), options.model
+    elif name is not None:
+        config = transformers.AutoConfig.for_model(**shipped()[name])
     else:
         raise ValueError(
             f"--model {options.model}: no such file, and none of those that are shipped "
@@ -153,12 +153,16 @@ def program(options: Options) -> Program:
     batch = Batch(options.seq, options.batch)
     vocabulary = getattr(config, "vocab_size", None)
     recipe = Recipe(
-        options.model,
+        options.model if "/" in options.model else name,
         _auto_class(getattr(config, "architectures", None) or ["ForCausalLM"]),
         *(options.batch, options.seq, options.gpus, options.accumulation, options.lora),
         options.attention,
     )
     return Program(model, lambda loss: hf_loss(batch, loss), vocabulary, recipe, True)
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition("/")[2].lower()
 
 
 def _auto_class(architectures: Sequence[str]) -> str:

@@ -4,9 +4,14 @@ optimizer."""
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from mp_optim.cli import fit
 from support.launch import TOOLS, run_forked_program, run_program_of_ranks
 from support.programs import PROGRAMS, program
 
@@ -19,7 +24,7 @@ ALONE = {
     "float8_weights": 0.3,
 }
 """Examples that return losses, and what fraction of the first one the last may be."""
-LAUNCHED = {"accelerate_fsdp2": (2, 0.2), "fsdp2_qwen3_moe": (2, 0.2), "megatron_gpt": (0, 0.8)}
+LAUNCHED = {"accelerate_fsdp2": (2, 0.2), "megatron_gpt": (0, 0.8), "muon_moe": (4, 0.2)}
 """Examples with processes of their own: how many, or 0 for no launcher; and the same."""
 
 
@@ -28,7 +33,8 @@ def test_every_example_is_run() -> None:
         *ALONE,
         *LAUNCHED,
         *(case.split()[0] for case in PROGRAMS),
-        "fp16_fsdp2",
+        *{"any_ranks", "diffusion_ema", "fp16_fsdp2", "fsdp2_qwen3_moe", "full_finetune"},
+        "sick_run",
         "rl_deltas",
         "rl_loop",
     }
@@ -50,10 +56,60 @@ def test_launched_example_learns(name: str) -> None:
     processes, factor = LAUNCHED[name]
     path = str(EXAMPLES / f"{name}.py")
     written = run_program_of_ranks(processes, path) if processes else run_forked_program(path)
+    first, last = losses_in(written)
+    assert last < factor * first
+
+
+def losses_in(written: str) -> tuple[float, float]:
     found = re.search(r"([0-9.]+) -> ([0-9.]+)", written)
     assert found is not None, written
-    first, last = map(float, found.groups())
-    assert last < factor * first
+    return float(found[1]), float(found[2])
+
+
+@pytest.mark.parametrize("machine", ["24GB", "16GB"])
+def test_all_parameters_of_a_language_model_are_trained(machine: str, tmp_path: Path) -> None:
+    disk = str(tmp_path) if machine == "24GB" else ""
+    losses = program("examples/full_finetune").main(machine, disk=disk, lr=3e-3, steps=30)
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_a_sharded_mixture_learns_alike_on_host_and_disk(tmp_path: Path) -> None:
+    """Also from weights that rank 0 reads from a folder, if they are the same."""
+    path = str(EXAMPLES / "fsdp2_qwen3_moe.py")
+    first, last = losses_in(run_program_of_ranks(2, path))
+    assert last < 0.2 * first
+    torch.manual_seed(0)
+    made: Any = AutoModelForCausalLM
+    tiny = made.from_config(program("examples/fsdp2_qwen3_moe").TINY, dtype=torch.bfloat16)
+    tiny.save_pretrained(tmp_path / "model")
+    saved, disk = str(tmp_path / "model"), str(tmp_path)
+    assert losses_in(run_program_of_ranks(2, path, saved, "1e-2", disk)) == (first, last)
+
+
+def test_averaged_weights_of_a_denoiser_draw(capsys: pytest.CaptureFixture[str]) -> None:
+    losses, distance = program("examples/diffusion_ema").main()
+    assert losses[-1] < 0.6 * losses[0] and distance < 0.2
+    model = f"{EXAMPLES / 'diffusion_ema.py'}:build"
+    assert fit.main(["--model", model, "--gpu", "48GB", "--ram", "64GB"]) == 0
+    assert "fits: " in capsys.readouterr().out
+
+
+def test_bad_batches_are_skipped_and_named() -> None:
+    skipped = program("examples/sick_run").main()
+    late = {step: reason for step, reason in skipped.items() if step > 10}
+    assert list(late) == [150, 151, 180]
+    assert "skip_step_sigma_factor" in late[150] and "inf or nan" in late[180]
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    """Fewer and more again; the loss goes on falling where it stopped."""
+    path, last = str(EXAMPLES / "any_ranks.py"), 1.0
+    for ranks, end in ((3, 30), (2, 60), (3, 90)):
+        written = run_program_of_ranks(ranks, path, str(tmp_path), str(end))
+        assert f"{ranks} ranks, steps {end - 30} to {end}" in written
+        before, (first, last) = last, losses_in(written)
+        assert first < 1.5 * before
+    assert last < 0.01
 
 
 @pytest.mark.parametrize("scaling", ["ours", "torch"])

@@ -33,11 +33,23 @@ LLAMA = {
     "vocab_size": 256,
 }
 PUBLISHED = {
-    **{"Llama-3.2-1B": 1_235_814_400, "Llama-2-7b": 6_738_415_616, "Llama-3.1-8B": 8_030_261_248},
-    **{"Llama-3.1-70B": 70_553_706_496, "Mistral-7B-v0.3": 7_248_023_552},
-    **{"Qwen2.5-7B": 7_615_616_512, "Qwen3-8B": 8_190_735_360, "Qwen3-30B-A3B": 30_532_122_624},
-    **{"Qwen3-235B-A22B": 235_093_634_560, "OLMoE-1B-7B": 6_919_161_856},
-    **{"Mixtral-8x7B-v0.1": 46_702_792_704, "DeepSeek-V2-Lite": 15_706_484_224},
+    **{
+        "meta-llama/Llama-3.2-1B": 1_235_814_400,
+        "meta-llama/Llama-2-7b-hf": 6_738_415_616,
+        "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    },
+    **{"meta-llama/Llama-3.1-70B": 70_553_706_496, "mistralai/Mistral-7B-v0.3": 7_248_023_552},
+    **{
+        "Qwen/Qwen2.5-7B": 7_615_616_512,
+        "Qwen/Qwen3-4B": 4_022_468_096,
+        "Qwen/Qwen3-8B": 8_190_735_360,
+        "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    },
+    **{"Qwen/Qwen3-235B-A22B": 235_093_634_560, "allenai/OLMoE-1B-7B-0924": 6_919_161_856},
+    **{
+        "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
+        "deepseek-ai/DeepSeek-V2-Lite": 15_706_484_224,
+    },
 }
 """Parameters, as the models' cards have them."""
 

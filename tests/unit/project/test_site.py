@@ -44,9 +44,10 @@ def test_every_program_is_shown() -> None:
     assert set(INCLUDE.findall(pages)) == programs
 
 
-def test_every_page_of_a_client_is_in_the_navigation() -> None:
+@pytest.mark.parametrize("folder", ["clients", "cookbook"])
+def test_every_page_of_a_folder_is_in_the_navigation(folder: str) -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
-    pages = [f"clients/{path.name}" for path in (DOCS / "clients").glob("*.md")]
+    pages = [f"{folder}/{path.name}" for path in (DOCS / folder).glob("*.md")]
     assert len(pages) > 10
     assert [page for page in pages if page not in navigation] == []
 
