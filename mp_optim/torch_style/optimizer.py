@@ -192,7 +192,8 @@ class StackOptimizer(WrappedOptimizer):
                 if self._is_built:
                     super().add_param_group(group)
                 else:
-                    SlotKeyedOptimizer.add_param_group(self, group)
+                    every = group_settings(self._rule.param_groups[0]) | self._hyperparameters
+                    SlotKeyedOptimizer.add_param_group(self, {**every, **group})
                     self.check_settings(self.param_groups[-1])
 
     def check_settings(self, group: dict[str, Any]) -> None:

@@ -273,6 +273,8 @@ def test_the_state_survives_flat_safetensors(tmp_path: Path, main_params: str) -
     model = network()
     model.load_state_dict(weights)
     optimizer = known["MpAdamWConfig"](lr=1e-2).build(model.parameters())
+    if main_params != "fp32":  # whose groups have checksums of the weights
+        optimizer.init_state()
     state: dict[int, dict[str, Tensor]] = {}
     for name, value in load_file(tmp_path / "state.safetensors").items():
         _, position, key = name.split("/")
