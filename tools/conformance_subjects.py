@@ -25,3 +25,29 @@ def heavyball_adamw(params: Any, **settings: Any) -> torch.optim.Optimizer:
     heavyball.utils.compile_mode = None
     made: torch.optim.Optimizer = heavyball.AdamW(params, **settings)
     return made
+
+
+def torchao_adamw8bit(params: Any, **settings: Any) -> torch.optim.Optimizer:
+    """torchao's AdamW8bit, without its compilation: one of each shape and setting takes minutes."""
+    from torchao.optim import AdamW8bit
+
+    torch._dynamo.config.disable = True
+    made: torch.optim.Optimizer = AdamW8bit(params, **settings)
+    return made
+
+
+def galore_adamw(params: Any, **settings: Any) -> torch.optim.Optimizer:
+    """GaLore's AdamW, with projections of rank 4 where all parameters of a group are matrices."""
+    from galore_torch import GaLoreAdamW
+
+    given = list(params)
+    is_plain = not given or isinstance(given[0], torch.Tensor)
+    groups = [{"params": given}] if is_plain else [dict(group) for group in given]
+    for group in groups:
+        group["params"] = list(group["params"])
+        if all(param.dim() == 2 for param in group["params"]):
+            group.update(rank=4, update_proj_gap=50, scale=1.0, proj_type="std")
+    made: torch.optim.Optimizer = GaLoreAdamW(
+        groups if given else [], no_deprecation_warning=True, **settings
+    )
+    return made

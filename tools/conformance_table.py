@@ -11,6 +11,7 @@ Findings go to docs/conformance.json, and the table is made of that.
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,6 +21,7 @@ from typing import Any
 import tyro
 
 from mp_optim.conform import CHECKS, LEVELS, Subject, run
+from mp_optim.conform.worker import FAILS, OTHER, REFUSES
 
 ROOT = Path(__file__).parents[1]
 FINDINGS = ROOT / "docs/conformance.json"
@@ -39,6 +41,7 @@ ROWS = [
     Row("torch", Subject("torch.optim.SGD", {"lr": 1e-2})),
     Row("torch", Subject("torch.optim.Adafactor")),
     Row("torch", Subject("torch.optim.Muon")),
+    Row("torchao", Subject("conformance_subjects.torchao_adamw8bit", rule="adamw")),
     Row("bitsandbytes", Subject("bitsandbytes.optim.AdamW", rule="adamw")),
     Row("bitsandbytes", Subject("bitsandbytes.optim.AdamW8bit", rule="adamw")),
     Row("deepspeed", Subject("deepspeed.ops.adam.DeepSpeedCPUAdam", rule="adamw")),
@@ -53,17 +56,21 @@ ROWS = [
     Row("timm", Subject("timm.optim.Lamb")),
     Row("pytorch-optimizer", Subject("pytorch_optimizer.Lion", rule="lion")),
     Row("pytorch-optimizer", Subject("pytorch_optimizer.StableAdamW")),
+    Row("pytorch-optimizer", Subject("pytorch_optimizer.SOAP")),
     Row("heavyball", Subject("conformance_subjects.heavyball_adamw", rule="adamw")),
     Row("schedulefree", Subject("schedulefree.AdamWScheduleFree")),
     Row("prodigyopt", Subject("prodigyopt.Prodigy")),
     Row("dadaptation", Subject("dadaptation.DAdaptAdam")),
     Row("lion-pytorch", Subject("lion_pytorch.Lion", rule="lion")),
+    Row("galore-torch", Subject("conformance_subjects.galore_adamw")),
     Row("apollo-torch", Subject("apollo_torch.APOLLOAdamW")),
     Row("came-pytorch", Subject("came_pytorch.CAME", {"lr": 1e-3})),
     Row("adam-mini", Subject("conformance_subjects.adam_mini")),
     Row("muon-optimizer", Subject("muon.SingleDeviceMuon")),
     Row("torch-optimi", Subject("optimi.AdamW", {"lr": 1e-3}, "adamw")),
     Row("torch-optimizer", Subject("torch_optimizer.RAdam")),
+    Row("adabelief-pytorch", Subject("adabelief_pytorch.AdaBelief", {"print_change_log": False})),
+    Row("grokadamw", Subject("grokadamw.GrokAdamW")),
     Row("mp_optim", Subject("mp_optim.AdamW")),
     Row("mp_optim", Subject("mp_optim.Muon")),
 ]
@@ -80,27 +87,29 @@ class Options:
 
 
 def look(row: Row, alone: bool) -> dict[str, Any]:
-    """What the kit finds of one optimizer."""
+    """What the kit finds of one optimizer: how many checks of each level apply, and what did not
+    pass."""
     checks = [check.name for check in row.subject.checks() if check.ranks == 1 or not alone]
-    outcomes = {each.name: (each.status, each.message) for each in run(row.subject, checks)}
-    version = metadata.version(row.package)
-    settings = {name: str(value) for name, value in row.subject.settings.items()}
-    return {"package": row.package, "version": version, "settings": settings, "found": outcomes}
+    start = time.monotonic()
+    outcomes = list(run(row.subject, checks))
+    applied = Counter(each.check.level for each in outcomes if each.status != OTHER)
+    return {
+        "package": row.package,
+        "version": metadata.version(row.package),
+        "settings": {name: str(value) for name, value in row.subject.settings.items()},
+        "applied": dict(applied),
+        "found": {each.name: (each.status, each.message) for each in outcomes if not each.passed},
+        "seconds": round(time.monotonic() - start),
+    }
 
 
 def line(path: str, entry: dict[str, Any]) -> str:
     """An optimizer's line: by level how many checks passed of those that apply, and what failed."""
-    applied, failed = Counter[str](), Counter[str]()
-    names = []
-    for name, (status, _) in entry["found"].items():
-        if status == "does not apply" or name not in CHECKS:
-            continue
-        applied[CHECKS[name].level] += 1
-        if status == "FAILS":
-            failed[CHECKS[name].level] += 1
-            names.append(name)
+    names = [name for name, (status, _) in entry["found"].items() if status == FAILS]
+    failed = Counter(CHECKS[name].level for name in names)
+    applied = entry["applied"]
     cells = [f"{applied[level] - failed[level]}/{applied[level]}" for level in LEVELS]
-    refusals = sum(status == "refuses" for status, _ in entry["found"].values())
+    refusals = sum(status == REFUSES for status, _ in entry["found"].values())
     shown = path.replace("conformance_subjects.", "")
     fails = [f"`{name}`" for level in LEVELS[:2] for name in names if CHECKS[name].level == level]
     what = f"{entry['package']} {entry['version']}".removesuffix("+cpu")
@@ -126,7 +135,8 @@ def main(options: Options) -> None:
         except (ValueError, ImportError) as error:
             print(f"{row.subject.path}: {error}", flush=True)
             continue
-        FINDINGS.write_text(json.dumps(findings, indent=1) + "\n")
+        lines = [f"{json.dumps(key)}: {json.dumps(findings[key])}" for key in findings]
+        FINDINGS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         print(line(row.subject.path, findings[row.subject.path]), flush=True)
     page = ROOT / "docs/conformance.md"
     before, _, rest = page.read_text().partition(BEGIN)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from mp_optim.conform.kit import (
 )
 
 
-def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    return [{"params": [param]} for param in model.parameters()]
+def two_groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": [param]} for param in params]
 
 
 def as_without(make: Make, change: Callable[[Any], None]) -> None:
@@ -36,7 +36,7 @@ def as_without(make: Make, change: Callable[[Any], None]) -> None:
     results = []
     for is_changed in (False, True):
         params = [nn.Parameter(noise(12, 8, seed=seed)) for seed in range(2)]
-        optimizer = make([{"params": [param]} for param in params])
+        optimizer = make_or_refuse(make, two_groups(params))
         for step in range(6):
             for seed, param in enumerate(params):
                 param.grad = noise(12, 8, seed=10 * step + seed) * 10.0**seed
@@ -83,22 +83,21 @@ def a_group_may_be_added_later(make: Make) -> None:
 
 @must("adam", "adamw", "sgd", "lion")
 def a_group_added_later_steps_as_new(make: Make) -> None:
-    """A group added after three steps takes its first step as in an optimizer of its own, and the
-    others go on."""
-    old, new = nn.Parameter(noise(6, 8)), nn.Parameter(noise(6, 8, seed=1))
-    alone = [nn.Parameter(noise(6, 8, seed=seed)) for seed in range(2)]
-    optimizer, singles = make([old]), [make([param]) for param in alone]
-    for step in range(5):
-        if step == 3:
-            optimizer.add_param_group({"params": [new]})
-        old.grad = alone[0].grad = noise(6, 8, seed=step)
-        singles[0].step()
-        if step >= 3:
-            new.grad, alone[1].grad = noise(6, 8, seed=step), noise(6, 8, seed=step)
-            singles[1].step()
-        old.grad = noise(6, 8, seed=step)
-        optimizer.step()
-    require_same([old, new], alone, "beside two optimizers of one group each")
+    """A group added before the first step, or after three, steps as in an optimizer of its own,
+    and the others go on."""
+    for first in (0, 3):
+        params = [nn.Parameter(noise(6, 8, seed=seed)) for seed in range(2)]
+        alone = [nn.Parameter(noise(6, 8, seed=seed)) for seed in range(2)]
+        optimizer, singles = make(params[:1]), [make([param]) for param in alone]
+        for step in range(5):
+            if step == first:
+                optimizer.add_param_group({"params": params[1:]})
+            for index in range(2 if step >= first else 1):
+                params[index].grad = noise(6, 8, seed=step)
+                alone[index].grad = noise(6, 8, seed=step)
+                singles[index].step()
+            optimizer.step()
+        require_same(params, alone, f"a group added after {first} steps, against its own")
 
 
 @should()
@@ -122,7 +121,7 @@ def groups_may_be_merged(make: Make) -> None:
 def a_group_may_be_removed(make: Make) -> None:
     """A group that is taken out is no longer stepped, and the rest goes on; or it is refused."""
     model = layers()
-    optimizer = make(two_groups(model))
+    optimizer = make_or_refuse(make, two_groups(model.parameters()))
     train(model, optimizer, 2)
     del optimizer.param_groups[1]
     before = weights(model)
@@ -137,11 +136,11 @@ def a_group_may_be_removed(make: Make) -> None:
 def keys_of_others_are_kept(make: Make) -> None:
     """A key that a program wrote into a group (a name, a schedule's mark) is saved and loaded."""
     model = layers()
-    optimizer = make(two_groups(model))
+    optimizer = make_or_refuse(make, two_groups(model.parameters()))
     for index, group in enumerate(optimizer.param_groups):
         group["its_name"] = f"group {index}"
     train(model, optimizer, 1)
-    fresh = make(two_groups(layers()))
+    fresh = make(two_groups(layers().parameters()))
     fresh.load_state_dict(saved(optimizer))
     found = [group.get("its_name") for group in fresh.param_groups]
     require(found == ["group 0", "group 1"], f"loaded: {found}")
@@ -151,7 +150,7 @@ def keys_of_others_are_kept(make: Make) -> None:
 def a_generator_of_parameters_is_taken(make: Make) -> None:
     """Parameters may come from a generator, also inside a group."""
     model = layers()
-    optimizer = make([{"params": (param for param in model.parameters())}])
+    optimizer = make_or_refuse(make, [{"params": model.parameters()}])
     count = len(optimizer.param_groups[0]["params"])
     require(count == 2, f"{count} of 2 parameters came in")
     before = weights(model)
@@ -174,7 +173,7 @@ def a_parameter_in_two_groups_is_refused(make: Make) -> None:
     """A parameter that is in two groups raises: it would be stepped twice."""
     model = layers()
     try:
-        make([*two_groups(model), {"params": list(model.parameters())[:1]}])
+        make([*two_groups(model.parameters()), {"params": list(model.parameters())[:1]}])
     except Exception:
         return
     require(False, "one parameter is in two groups")

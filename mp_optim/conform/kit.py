@@ -135,6 +135,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first:
         optimizer.step()
 
 
+def trained(
+    make: Make, steps: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """A model with its optimizer, after some steps."""
+    model = layers(dtype)
+    optimizer = make(model.parameters())
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Multiply lr of every group, whose number is the optimizer's own business."""
     for group in optimizer.param_groups:

@@ -20,6 +20,7 @@ from mp_optim.conform.kit import (
     should,
     tensors_in,
     train,
+    trained,
     weights,
 )
 
@@ -73,8 +74,7 @@ def float16_steps_are_finite(make: Make) -> None:
 @must()
 def a_step_without_numbers_is_skipped(make: Make) -> None:
     """Under a GradScaler a step with inf in a gradient changes no weight and no state."""
-    model = layers()
-    optimizer = make(model.parameters())
+    model, optimizer = trained(make)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     train(model, optimizer, 2)
     before = weights(model)
@@ -157,9 +157,7 @@ def a_compiled_step_is_the_same(make: Make) -> None:
     results = []
     for is_compiled in (False, True):
         torch._dynamo.reset()
-        model = layers()
-        optimizer = make(model.parameters())
-        train(model, optimizer, 1)
+        model, optimizer = trained(make, 1)
 
         def step(optimizer: torch.optim.Optimizer = optimizer) -> None:
             optimizer.step()

@@ -1,6 +1,8 @@
-"""``pytest --conform package.Class``: every check that applies is a test.
+"""``pytest -p mp_optim.conform.pytest_plugin --conform package.Class``: every check that applies is
+a test.
 
-Without paths on the command line these are all tests; with paths they come beside them.
+Without paths on the command line these are all tests; with paths they come beside them. It is no
+entry point of pytest, which would import this package, and torch, in every run of an environment.
 """
 
 from __future__ import annotations
@@ -63,6 +65,13 @@ def _outcome_of(item: CheckItem) -> Outcome:
     return found[item.check.name]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("conform", "checks of a torch optimizer")
+    group.addoption("--conform", metavar="NAME", help="dotted name of an optimizer to check")
+    group.addoption("--conform-args", nargs="+", default=[], metavar="NAME=VALUE", help="settings")
+    group.addoption("--conform-rule", default="", metavar="RULE", help="adam, adamw, sgd, lion")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     for level in ("must", "should", "nice"):
         config.addinivalue_line("markers", f"{level}: level of a check of mp_optim.conform")
@@ -71,7 +80,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> object:
     """The checks are all that is collected, where no paths were given."""
-    if session.config.args_source is pytest.Config.ArgsSource.ARGS:
+    from_arguments = session.config.args_source is pytest.Config.ArgsSource.ARGS
+    if from_arguments or not session.config.option.conform:
         return None
     session.items = []
     hook = session.config.hook
@@ -84,6 +94,8 @@ def pytest_collection(session: pytest.Session) -> object:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
     options = session.config.option
+    if not options.conform:
+        return
     settings = dict(map(parsed, options.conform_args))
     subject = Subject(options.conform, settings, options.conform_rule)
     subject.maker()

@@ -18,6 +18,7 @@ from mp_optim.conform.kit import (
     Make,
     backward,
     layers,
+    make_or_refuse,
     must,
     nice,
     noise,
@@ -29,6 +30,7 @@ from mp_optim.conform.kit import (
     should,
     tensors_in,
     train,
+    trained,
     weights,
 )
 
@@ -37,9 +39,7 @@ def resumed_after(make: Make, steps: int, dtype: torch.dtype = torch.float32) ->
     """Six steps in one run, and with a new process after some of them, come to the same bits."""
     whole = layers(dtype)
     train(whole, make(whole.parameters()), 6)
-    first = layers(dtype)
-    optimizer = make(first.parameters())
-    train(first, optimizer, steps)
+    first, optimizer = trained(make, steps, dtype)
     state, second = saved(optimizer), copy.deepcopy(first)
     resumed = make(second.parameters())
     resumed.load_state_dict(state)
@@ -76,9 +76,7 @@ def resumes_in_the_middle_of_accumulation(make: Make) -> None:
     """Saved between two micro-batches, with the gradients of the first, it goes on as it was."""
     results = []
     for is_saved in (False, True):
-        model = layers()
-        optimizer = make(model.parameters())
-        train(model, optimizer, 2)
+        model, optimizer = trained(make, 2)
         optimizer.zero_grad()
         backward(model, 2, 0.5)
         if is_saved:
@@ -99,9 +97,7 @@ def resumes_in_the_middle_of_accumulation(make: Make) -> None:
 @must()
 def a_state_loads_over_another(make: Make) -> None:
     """Going back: a state loaded into an optimizer that went on takes it back to the same bits."""
-    model = layers()
-    optimizer = make(model.parameters())
-    train(model, optimizer, 3)
+    model, optimizer = trained(make, 3)
     state, then = saved(optimizer), copy.deepcopy(model.state_dict())
     train(model, optimizer, 3, 3)
     expected = weights(model)
@@ -114,9 +110,7 @@ def a_state_loads_over_another(make: Make) -> None:
 @must()
 def what_was_loaded_is_saved_again(make: Make) -> None:
     """A state that was loaded and saved before any step is the one that was loaded."""
-    model = layers()
-    optimizer = make(model.parameters())
-    train(model, optimizer, 3)
+    model, optimizer = trained(make, 3)
     state = saved(optimizer)
     fresh = make(copy.deepcopy(model).parameters())
     fresh.load_state_dict(copy.deepcopy(state))
@@ -130,8 +124,7 @@ def what_was_loaded_is_saved_again(make: Make) -> None:
 def settings_are_saved(make: Make) -> None:
     """lr of each group is saved and loaded."""
     model = layers()
-    groups = [{"params": [param]} for param in model.parameters()]
-    optimizer = make(groups)
+    optimizer = make_or_refuse(make, [{"params": [param]} for param in model.parameters()])
     set_rates(optimizer, 0.5)
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     train(model, optimizer, 1)
@@ -144,18 +137,14 @@ def settings_are_saved(make: Make) -> None:
 @must()
 def a_state_dict_is_plain_data(make: Make) -> None:
     """torch.load(weights_only=True), the default, reads the state dict."""
-    model = layers()
-    optimizer = make(model.parameters())
-    train(model, optimizer, 1)
+    _, optimizer = trained(make, 1)
     saved(optimizer, safely=True)
 
 
 @should()
 def a_loaded_state_is_a_copy(make: Make) -> None:
     """Two optimizers that were given one state dict do not write into each other's state."""
-    model = layers()
-    optimizer = make(model.parameters())
-    train(model, optimizer, 2)
+    model, optimizer = trained(make, 2)
     state = optimizer.state_dict()
     others = [copy.deepcopy(model) for _ in range(2)]
     copies = [make(other.parameters()) for other in others]
@@ -169,9 +158,7 @@ def a_loaded_state_is_a_copy(make: Make) -> None:
 @must()
 def another_models_state_is_refused(make: Make) -> None:
     """A state of other groups or other numbers of parameters raises, and changes nothing."""
-    model = layers()
-    optimizer = make(model.parameters())
-    train(model, optimizer, 2)
+    _, optimizer = trained(make, 2)
     smaller = make(list(layers().parameters())[:1])
     before = [tensor.clone() for tensor in tensors_in(optimizer.state_dict()["state"])]
     try:
@@ -204,9 +191,7 @@ def a_state_of_other_shapes_is_refused(make: Make) -> None:
 def weights_loaded_alone_are_stepped_from(make: Make) -> None:
     """A model that is loaded without its optimizer trains on from the loaded weights."""
     for dtype in (torch.float32, torch.bfloat16):
-        model = layers(dtype)
-        optimizer = make(model.parameters())
-        train(model, optimizer, 3)
+        model, optimizer = trained(make, 3, dtype)
         other = {name: value * 0 + 3.0 for name, value in model.state_dict().items()}
         model.load_state_dict(other)
         train(model, optimizer, 1, 3)
@@ -219,9 +204,7 @@ def weights_loaded_alone_are_stepped_from(make: Make) -> None:
 def weights_written_by_hand_are_kept(make: Make) -> None:
     """Weights that a program writes between steps (clamps, swaps, merges) stay written."""
     for dtype in (torch.float32, torch.bfloat16):
-        model = layers(dtype)
-        optimizer = make(model.parameters())
-        train(model, optimizer, 2)
+        model, optimizer = trained(make, 2, dtype)
         with torch.no_grad():
             for param in model.parameters():
                 param.fill_(2.0)
@@ -232,14 +215,14 @@ def weights_written_by_hand_are_kept(make: Make) -> None:
 
 
 def goes_on_as(make: Make, copied: Callable[[Any], Any]) -> None:
-    """A copy of model and optimizer trains its own model, as the original would."""
-    model = layers()
-    optimizer = make(model.parameters())
-    train(model, optimizer, 2)
-    other, its_own = copied((model, optimizer))
-    train(model, optimizer, 2, 2)
-    train(other, its_own, 2, 2)
-    require_same(weights(other), weights(model), "the copy, two steps later")
+    """A copy of model and optimizer trains its own model, as the original would; copied before the
+    first step, and later."""
+    model, optimizer = trained(make)
+    for first in (0, 2):
+        other, its_own = copied((model, optimizer))
+        train(model, optimizer, 2, first)
+        train(other, its_own, 2, first)
+        require_same(weights(other), weights(model), f"a copy after {first} steps, two later")
 
 
 @should()
@@ -257,9 +240,7 @@ def a_pickle_goes_on(make: Make) -> None:
 @should()
 def state_dicts_by_name_resume(make: Make) -> None:
     """get_ and set_optimizer_state_dict of torch.distributed.checkpoint resume to the bit."""
-    first = layers()
-    optimizer = make(first.parameters())
-    train(first, optimizer, 3)
+    first, optimizer = trained(make, 3)
     state, second = copy.deepcopy(get_optimizer_state_dict(first, optimizer)), copy.deepcopy(first)
     fresh = make(second.parameters())
     set_optimizer_state_dict(second, fresh, state)

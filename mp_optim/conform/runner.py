@@ -45,6 +45,10 @@ class Outcome:
     def failed(self) -> bool:
         return self.status == FAILS
 
+    @property
+    def passed(self) -> bool:
+        return self.status == PASSES
+
 
 def run(
     subject: Subject, names: Sequence[str] = (), limit: float = LIMIT_SECONDS

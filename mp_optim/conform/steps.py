@@ -26,6 +26,7 @@ from mp_optim.conform.kit import (
     set_rates,
     should,
     train,
+    trained,
     weights,
 )
 
@@ -207,8 +208,7 @@ def every_parameter_is_stepped(make: Make) -> None:
 @must()
 def the_rate_is_read_at_each_step(make: Make) -> None:
     """lr of a param group counts from the step after it was set: at 0 nothing moves."""
-    model = layers()
-    optimizer = make(model.parameters())
+    model, optimizer = trained(make)
     held = optimizer.param_groups
     train(model, optimizer, 2)
     before = weights(model)
@@ -221,8 +221,7 @@ def the_rate_is_read_at_each_step(make: Make) -> None:
 @must()
 def a_warm_up_from_zero_is_harmless(make: Make) -> None:
     """A first step at lr 0, as schedules with a warm-up take it, leaves finite weights alone."""
-    model = layers()
-    optimizer = make(model.parameters())
+    model, optimizer = trained(make)
     before, rates = weights(model), [group["lr"] for group in optimizer.param_groups]
     set_rates(optimizer, 0.0)
     train(model, optimizer, 1)
@@ -236,8 +235,7 @@ def a_warm_up_from_zero_is_harmless(make: Make) -> None:
 @must()
 def torchs_schedulers_drive_it(make: Make) -> None:
     """Schedulers of torch set lr by their formula, step after step."""
-    model = layers()
-    optimizer = make(model.parameters())
+    model, optimizer = trained(make)
     rate = float(optimizer.param_groups[0]["lr"])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
     for step in range(4):
@@ -273,9 +271,7 @@ def a_step_writes_in_place(make: Make) -> None:
 @should()
 def a_step_is_seen_by_autograd(make: Make) -> None:
     """A step counts in each parameter's version: a backward through old values raises."""
-    model = layers()
-    optimizer = make(model.parameters())
-    train(model, optimizer, 1)
+    model, optimizer = trained(make, 1)
     before = [param._version for param in model.parameters()]
     backward(model, 1)
     optimizer.step()
@@ -287,23 +283,22 @@ def a_step_is_seen_by_autograd(make: Make) -> None:
 @must()
 def zero_grad_clears(make: Make) -> None:
     """zero_grad removes gradients, or fills them with zeros if asked to keep them."""
-    model = layers()
-    optimizer = make(model.parameters())
-    train(model, optimizer, 1)
-    backward(model, 0)
-    optimizer.zero_grad(set_to_none=False)
-    kept = [param.grad for param in model.parameters()]
-    require(all(g is None or not g.any() for g in kept), "set_to_none=False leaves numbers")
-    backward(model, 0)
-    optimizer.zero_grad()
-    require(all(p.grad is None for p in model.parameters()), "zero_grad() leaves gradients")
+    model, optimizer = trained(make)
+    for _ in range(2):  # before the first step, and after it
+        backward(model, 0)
+        optimizer.zero_grad(set_to_none=False)
+        kept = [param.grad for param in model.parameters()]
+        require(all(g is None or not g.any() for g in kept), "set_to_none=False leaves numbers")
+        backward(model, 0)
+        optimizer.zero_grad()
+        require(all(p.grad is None for p in model.parameters()), "zero_grad() leaves gradients")
+        train(model, optimizer, 1)
 
 
 @should()
 def gradients_are_left_alone(make: Make) -> None:
     """A step leaves gradients as they were: they are logged, averaged and used again."""
-    model = layers()
-    optimizer = make(model.parameters())
+    model, optimizer = trained(make)
     for step in range(2):
         optimizer.zero_grad()
         backward(model, step)
@@ -349,15 +344,18 @@ def a_closure_has_gradients_under_no_grad(make: Make) -> None:
 @should()
 def hooks_run(make: Make) -> None:
     """Hooks of torch.optim run: before and after a step, a state dict and a load."""
-    model, seen = layers(), []
+    model, seen = layers(), list[str]()
     optimizer = make(model.parameters())
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    optimizer.register_state_dict_pre_hook(lambda *_: seen.append("saves"))
     optimizer.register_state_dict_post_hook(lambda *_: seen.append("saved"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("loads"))
     optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
     train(model, optimizer, 1)
     optimizer.load_state_dict(optimizer.state_dict())
-    require(seen == ["before", "after", "saved", "loaded"], f"of four hooks ran: {seen}")
+    expected = ["before", "after", "saves", "saved", "loads", "loaded"]
+    require(seen == expected, f"of six hooks ran: {seen}")
 
 
 @should("adam", "adamw", "sgd", "lion")

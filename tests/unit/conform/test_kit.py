@@ -148,21 +148,12 @@ def test_values_of_arguments() -> None:
 
 def test_the_pytest_plugin(tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text("def test_own():\n    pass\n")
-    command = [sys.executable, "-m", "pytest", "-p", "mp_optim_pytest", "-p", "no:cacheprovider"]
-    command += ["-q", "--conform", "torch.optim.AdamW", "-k", f"{ALIASING} or lr_may or own"]
-    # Installed or not, it is loaded once, by its name.
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-p", "mp_optim.conform.pytest_plugin", "--conform", "torch.optim.AdamW"]
+    command += ["-k", f"{ALIASING} or lr_may or own"]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     run = subprocess.run(
         command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=280
     )
     assert "1 failed, 1 passed" in run.stdout, run.stdout + run.stderr
     assert f"def {ALIASING}(make: Make)" in run.stdout and "test_own" not in run.stdout
-
-
-def test_the_entry_point_of_pytest_imports_nothing() -> None:
-    text = (ROOT / "setup.cfg").read_text()
-    assert "pytest11 =\n    mp_optim = mp_optim_pytest\n" in text
-    assert "py_modules = mp_optim_pytest\n" in text
-    tree = ast.parse((ROOT / "mp_optim_pytest.py").read_text())
-    modules = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
-    assert modules == {"__future__", "typing"}

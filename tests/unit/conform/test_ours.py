@@ -68,6 +68,23 @@ def test_every_form_resumes_and_follows(settings: dict[str, object]) -> None:
     assert {name: why for name, (status, why) in found.items() if status == FAILS} == {}
 
 
+def test_megatrons_stack_conforms() -> None:
+    """But for what it answers in words of its own, or promises otherwise."""
+    subject = Subject("support.whole_stack.half_on_the_host", rule="adamw")
+    names = {check.name for check in subject.checks() if check.ranks == 1}
+    found = outcomes(subject, names - SLOW)
+    assert {name for name, (status, _) in found.items() if status == FAILS} == {
+        "a_group_may_be_added_later",  # asks for the names of parameters that its model has not
+        "a_group_added_later_steps_as_new",
+        "no_parameters_are_refused",  # a rank may have none
+        "a_deepcopy_goes_on",  # refused: state is copied by state dicts
+        "a_pickle_goes_on",
+    }
+    refused = {name for name, (status, _) in found.items() if status == REFUSES}
+    other = {"lr_may_be_a_tensor", "float16_steps_are_finite"}
+    assert refused - REFUSED - {"float16_parameters_work_under_a_grad_scaler"} == other
+
+
 def test_ours_conform_on_two_ranks() -> None:
     subject = Subject("mp_optim.AdamW")
     names = [check.name for check in subject.checks() if check.ranks == 2]

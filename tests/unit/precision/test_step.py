@@ -166,19 +166,6 @@ def test_zero_counting_and_tuple_shape():
     assert isinstance(result, StepResult) and (success, norm, zeros) == (True, 1.0, 3)
 
 
-def test_closure_runs_once_and_its_loss_comes_back():
-    model, optimizer = build("bf16", 0.5)
-    calls = []
-
-    def closure():
-        calls.append(1)
-        loss = model(tokens_of(0))
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() > 0 and len(calls) == 1
-
-
 def test_awkward_parameters():
     transposed = nn.Parameter(
         torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).bfloat16().t()

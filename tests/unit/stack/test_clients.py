@@ -10,19 +10,6 @@ from torch.distributed.checkpoint.state_dict import (
 from support.models import build, same_bits, tokens_of, train
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.5])
-def test_lambda_lr(fraction):
-    model, optimizer = build("bf16", fraction)
-    base = [group["lr"] for group in optimizer.param_groups]
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-    for step in range(3):
-        train(model, optimizer, 1, start=step)
-        scheduler.step()
-    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([lr / 4 for lr in base])
-    inner = [g["lr"] for part in optimizer.chained_optimizers for g in part.optimizer.param_groups]
-    assert inner == pytest.approx([lr / 3 for lr in base])
-
-
 def test_one_cycle_lr_cycles_betas_too():
     model, optimizer = build("bf16", 0.5)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=10)

@@ -51,17 +51,6 @@ def test_state_is_a_view_by_current_tensor():
     assert optimizer.state[model.dense]["exp_avg"].eq(1).all()
 
 
-def test_state_dict_hooks_run():
-    _, optimizer = build("bf16")
-    seen = []
-    optimizer.register_state_dict_pre_hook(lambda o: seen.append("save"))
-    optimizer.register_state_dict_post_hook(lambda o, state: {**state, "mark": 1})
-    optimizer.register_load_state_dict_pre_hook(lambda o, state: seen.append(state["mark"]))
-    optimizer.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert seen == ["save", 1, "loaded"]
-
-
 def test_what_a_hook_adds_goes_into_a_checkpoint_and_state_beside_it_does_not(tmp_path):
     model, optimizer = build("bf16")
     states = []
@@ -75,36 +64,6 @@ def test_what_a_hook_adds_goes_into_a_checkpoint_and_state_beside_it_does_not(tm
     common = torch.load(path / "common.pt", weights_only=True)["optimizer"]
     assert states == [len(list(model.parameters()))]
     assert common["mark"] == 1 and not any("state" in key for key in common)
-
-
-def test_step_hooks_and_zero_grad():
-    model, optimizer = build("bf16")
-    calls = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    train(model, optimizer, 1)
-    model.dense.decoupled_grad = torch.ones(8, 8)
-    optimizer.zero_grad()
-    assert calls == ["before", "after"]
-    assert all(p.grad is None for p in model.parameters()) and model.dense.decoupled_grad is None
-
-
-def test_tied_parameters_are_one_slot():
-    def run(fraction):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)).bfloat16()
-        model[1].weight = model[0].weight
-        optimizer = get_megatron_optimizer(config_for("bf16", fraction), model)
-        assert len(optimizer.get_parameters()) == 1
-        for step in range(4):
-            optimizer.zero_grad()
-            tokens = tokens_of(step)
-            nn.functional.cross_entropy(model(tokens[:-1]).float(), tokens[1:]).backward()
-            assert optimizer.step().success
-        assert next(iter(optimizer.state.values()))["step"] == 4
-        return model[0].weight.detach()
-
-    assert same_bits(run(0.0), run(1.0))
 
 
 def test_model_chunks_are_one_optimizer():
@@ -238,19 +197,6 @@ def test_timers_are_started_and_stopped():
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_parameters_may_be_frozen_and_unfrozen(fraction):
-    model, optimizer = build("bf16", fraction, experts=False)
-    train(model, optimizer, 2)
-    model.dense.requires_grad_(False)
-    train(model, optimizer, 1, start=2)
-    state = optimizer.state_dict()["state"]
-    assert len(state) == len(optimizer.slots()) and optimizer.state[model.dense]["step"] == 2
-    model.dense.requires_grad_(True)
-    train(model, optimizer, 1, start=3)
-    assert optimizer.state[model.dense]["step"] == 3
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_a_parameter_that_was_frozen_at_first_is_taken_up(fraction):
     frozen, trained = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
     frozen.requires_grad_(False)
@@ -271,15 +217,6 @@ def test_copies_and_pickles_are_refused():
     for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="load_state_dict"):
             attempt(optimizer)
-
-
-def test_autograd_notices_the_step():
-    model, optimizer = build("bf16", experts=False)
-    loss = model(tokens_of(0))
-    loss.backward(retain_graph=True)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 def test_fp16_needs_a_loss_scale():

@@ -292,15 +292,6 @@ def test_groups_that_are_assigned_are_those_that_are_stepped(face: str) -> None:
     assert held[0] is groups[0]
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon"])
-def test_a_list_that_was_held_from_the_beginning_stays_the_live_one(name: str) -> None:
-    optimizer = getattr(mp_optim, name)([("w", late(torch.float32))], lr=0.1)
-    held = optimizer.param_groups
-    stepped(optimizer)
-    optimizer.add_param_group({"params": [("late", late(torch.float32))]})
-    assert len(held) == 2 and held is optimizer.param_groups
-
-
 def test_a_build_that_fails_leaves_the_groups() -> None:
     good, bad = late(torch.float32), late(torch.float64)
     optimizer = mp_optim.AdamW([("good", good), ("bad", bad)], lr=0.1)
