@@ -27,12 +27,19 @@ def heavyball_adamw(params: Any, **settings: Any) -> torch.optim.Optimizer:
     return made
 
 
-def torchao_adamw8bit(params: Any, **settings: Any) -> torch.optim.Optimizer:
-    """torchao's AdamW8bit, without its compilation: one of each shape and setting takes minutes."""
-    from torchao.optim import AdamW8bit
+class _UncompiledTorch:
+    """torch, whose ``compile`` gives a function back as it is."""
 
-    torch._dynamo.config.disable = True
-    made: torch.optim.Optimizer = AdamW8bit(params, **settings)
+    def __getattr__(self, name: str) -> Any:
+        return (lambda function, **_: function) if name == "compile" else getattr(torch, name)
+
+
+def torchao_adamw8bit(params: Any, **settings: Any) -> torch.optim.Optimizer:
+    """torchao's AdamW8bit, without its compilation, which takes ten seconds of each new shape."""
+    from torchao.optim import adam
+
+    adam.torch = _UncompiledTorch()
+    made: torch.optim.Optimizer = adam.AdamW8bit(params, **settings)
     return made
 
 

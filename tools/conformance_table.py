@@ -11,7 +11,6 @@ Findings go to docs/conformance.json, and the table is made of that.
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from dataclasses import dataclass
 from importlib import metadata
@@ -90,7 +89,6 @@ def look(row: Row, alone: bool) -> dict[str, Any]:
     """What the kit finds of one optimizer: how many checks of each level apply, and what did not
     pass."""
     checks = [check.name for check in row.subject.checks() if check.ranks == 1 or not alone]
-    start = time.monotonic()
     outcomes = list(run(row.subject, checks))
     applied = Counter(each.check.level for each in outcomes if each.status != OTHER)
     return {
@@ -99,7 +97,6 @@ def look(row: Row, alone: bool) -> dict[str, Any]:
         "settings": {name: str(value) for name, value in row.subject.settings.items()},
         "applied": dict(applied),
         "found": {each.name: (each.status, each.message) for each in outcomes if not each.passed},
-        "seconds": round(time.monotonic() - start),
     }
 
 

@@ -154,7 +154,7 @@ def a_generator_of_parameters_is_taken(make: Make) -> None:
     count = len(optimizer.param_groups[0]["params"])
     require(count == 2, f"{count} of 2 parameters came in")
     before = weights(model)
-    train(model, optimizer, 1)
+    train(model, optimizer, 2)
     require((weights(model)[1] != before[1]).any(), "nothing was trained")
 
 
@@ -164,7 +164,7 @@ def named_parameters_are_taken(make: Make) -> None:
     model = layers()
     optimizer = make_or_refuse(make, model.named_parameters())
     before = weights(model)
-    train(model, optimizer, 1)
+    train(model, optimizer, 2)
     require((weights(model)[1] != before[1]).any(), "nothing was trained")
 
 

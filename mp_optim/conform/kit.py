@@ -155,13 +155,18 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters()]
 
 
-def saved(optimizer: torch.optim.Optimizer, safely: bool = False) -> dict[str, Any]:
-    """The state dict, through a file."""
+def through_file(content: dict[str, Any], safely: bool = False) -> dict[str, Any]:
+    """What is loaded of what was saved."""
     file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
+    torch.save(content, file)
     file.seek(0)
     loaded: dict[str, Any] = torch.load(file, weights_only=safely)
     return loaded
+
+
+def saved(optimizer: torch.optim.Optimizer, safely: bool = False) -> dict[str, Any]:
+    """The state dict, through a file."""
+    return through_file(optimizer.state_dict(), safely)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -175,6 +180,12 @@ def tensors_in(value: Any) -> list[Tensor]:
     return []
 
 
+def values_of(tensor: Tensor) -> Tensor:
+    """What a tensor holds, compressed or not."""
+    plain = torch.empty(tensor.shape, dtype=torch.float64, device="cpu")
+    return plain.copy_(tensor.detach())
+
+
 def require(condition: object, finding: str) -> None:
     if not condition:
         raise Nonconformance(finding)
@@ -183,11 +194,12 @@ def require(condition: object, finding: str) -> None:
 def require_same(found: Iterable[Tensor], expected: Iterable[Tensor], what: str) -> None:
     """Bit for bit, but for signs of zeros; a NaN is equal to itself."""
     for index, pair in enumerate(zip(found, expected, strict=True)):
-        here, there = (tensor.detach() for tensor in pair)
-        require(here.dtype == there.dtype, f"{what}: {here.dtype} instead of {there.dtype}")
+        dtype, other = (tensor.dtype for tensor in pair)
+        require(dtype == other, f"{what}: {dtype} instead of {other}")
+        here, there = map(values_of, pair)
         differing = (here != there) & ~(here.isnan() & there.isnan())
         if differing.any():
-            largest = float((here.double() - there.double()).abs().max())
+            largest = float((here - there).abs().max())
             count = f"{int(differing.sum())} of {differing.numel()} elements"
             raise Nonconformance(
                 f"{what}: {count} of tensor {index} differ, by up to {largest:.3g}"

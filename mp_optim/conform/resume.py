@@ -29,6 +29,7 @@ from mp_optim.conform.kit import (
     set_rates,
     should,
     tensors_in,
+    through_file,
     train,
     trained,
     weights,
@@ -113,7 +114,7 @@ def what_was_loaded_is_saved_again(make: Make) -> None:
     model, optimizer = trained(make, 3)
     state = saved(optimizer)
     fresh = make(copy.deepcopy(model).parameters())
-    fresh.load_state_dict(copy.deepcopy(state))
+    fresh.load_state_dict(saved(optimizer))
     again = saved(fresh)
     before, after = tensors_in(state["state"]), tensors_in(again["state"])
     require(len(after) == len(before), f"{len(before)} tensors of state became {len(after)}")
@@ -160,7 +161,7 @@ def another_models_state_is_refused(make: Make) -> None:
     """A state of other groups or other numbers of parameters raises, and changes nothing."""
     _, optimizer = trained(make, 2)
     smaller = make(list(layers().parameters())[:1])
-    before = [tensor.clone() for tensor in tensors_in(optimizer.state_dict()["state"])]
+    before = tensors_in(saved(optimizer)["state"])
     try:
         optimizer.load_state_dict(saved(smaller))
     except Exception:
@@ -241,9 +242,9 @@ def a_pickle_goes_on(make: Make) -> None:
 def state_dicts_by_name_resume(make: Make) -> None:
     """get_ and set_optimizer_state_dict of torch.distributed.checkpoint resume to the bit."""
     first, optimizer = trained(make, 3)
-    state, second = copy.deepcopy(get_optimizer_state_dict(first, optimizer)), copy.deepcopy(first)
+    state, second = get_optimizer_state_dict(first, optimizer), copy.deepcopy(first)
     fresh = make(second.parameters())
-    set_optimizer_state_dict(second, fresh, state)
+    set_optimizer_state_dict(second, fresh, through_file(state))
     train(first, optimizer, 2, 3)
     train(second, fresh, 2, 3)
     require_same(weights(second), weights(first), "two steps after resuming by names")

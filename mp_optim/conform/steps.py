@@ -321,11 +321,13 @@ def steps_with_closure(make: Make) -> None:
         return filled(7.0)
 
     before = weights(model)
-    returned = optimizer.step(closure)  # type: ignore[arg-type]
-    require(enabled, "the closure was not called")
-    require(all(enabled), "the closure was called with gradients disabled")
-    require(returned is not None and float(returned) == 7.0, f"step returned {returned}")
-    require(not torch.equal(weights(model)[0], before[0]), "the step moved nothing")
+    for _ in range(2):  # there are methods whose first step begins statistics alone
+        enabled.clear()
+        returned = optimizer.step(closure)  # type: ignore[arg-type]
+        require(enabled, "the closure was not called")
+        require(all(enabled), "the closure was called with gradients disabled")
+        require(returned is not None and float(returned) == 7.0, f"step returned {returned}")
+    require(not torch.equal(weights(model)[0], before[0]), "two steps moved nothing")
 
 
 @must()

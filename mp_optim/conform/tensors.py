@@ -211,9 +211,11 @@ def mixed_dtypes_are_stepped(make: Make) -> None:
                 each.step()
             step_or_refuse(optimizer, both)
         for here, there in zip(both, alone, strict=True):
-            if second == torch.float32 and not torch.allclose(here, there, 0.0, 1e-6):
+            apart = float((here.detach() - there.detach()).abs().max())
+            if second == torch.float32 and apart > 1e-6:
                 raise NotApplicable("parameters of one group are stepped by what all of them have")
-            require_close(here, there, 1e-6, f"{here.dtype} in one group with others")
+            places = 2.0 * torch.finfo(here.dtype).eps  # rounding may be by chance
+            require_close(here, there, max(1e-5, places), f"{here.dtype} in one group with others")
 
 
 @should()
@@ -268,7 +270,7 @@ def with_state(make: Make, change: Callable[[Tensor], Tensor]) -> list[Tensor]:
 @should()
 def state_may_be_moved_by_hand(make: Make) -> None:
     """state[p][key] = state[p][key].to(...), as programs of RL move it, changes no number."""
-    moved = with_state(make, lambda value: value.detach().clone())
+    moved = with_state(make, lambda value: value.detach().to(value.device, copy=True))
     require_same(moved, with_state(make, lambda value: value), "with state in new memory")
 
 
@@ -321,8 +323,8 @@ def gradients_are_let_go(make: Make) -> None:
     """zero_grad frees a gradient's memory: no step keeps a reference to it."""
     model, optimizer = trained(make, 2)
     backward(model, 2)
-    optimizer.step()
     held = [weakref.ref(param.grad) for param in model.parameters()]
+    optimizer.step()
     optimizer.zero_grad()
     gc.collect()
     alive = sum(reference() is not None for reference in held)

@@ -62,8 +62,6 @@ def test_every_form_resumes_and_follows(settings: dict[str, object]) -> None:
     """Of other forms of state and other places, what is about tensors, groups and resuming."""
     subject = Subject("mp_optim.AdamW", settings)
     names = {check.name for check in subject.checks() if not check.rules and check.ranks == 1}
-    if "stochastic_rounding" in settings:
-        names.discard("mixed_dtypes_are_stepped")  # random numbers go by a parameter's place
     found = outcomes(subject, names - SLOW)
     assert {name: why for name, (status, why) in found.items() if status == FAILS} == {}
 
