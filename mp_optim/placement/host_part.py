@@ -237,7 +237,7 @@ class HostPart:
         is held from then on."""
         held = HostBytes(())
         if self.lanes and self.settings.state_file is None:
-            held = state_bytes(self._rule_executor, [slot.slot for slot in self.slots])
+            held = state_bytes(self._rule_executor, self.slots)
         if self.ahead is not None:
             self._bind_tensors()
             if reserved := self.ahead.reserved():
@@ -261,7 +261,7 @@ class HostPart:
         if self.settings.state_file is None:
             return DiskBytes()
         times = 1 if self.ahead is None else 2
-        return disk_bytes(self._rule_executor, [slot.slot for slot in self.slots], times)
+        return disk_bytes(self._rule_executor, self.slots, times)
 
     @property
     def released_bytes(self) -> int:

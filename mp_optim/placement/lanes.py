@@ -26,7 +26,7 @@ from mp_optim.placement.windows import (
     held_by,
     launches_of,
 )
-from mp_optim.process.host_memory import aligned_bytes
+from mp_optim.process.host_memory import TensorSpec, aligned_bytes
 from mp_optim.slots import Slot, SlotUpdates
 from mp_optim.slots.executor import Place
 from mp_optim.slots.slot_state import AVERAGE, REMAINDER
@@ -129,7 +129,7 @@ class WindowLane:
 
     def _slot_bytes(self, slot: HostSlot) -> int:
         """What a slot takes in a window."""
-        size = self.source.form.forms_bytes(self._executor.rows.specs(slot.slot).values())
+        size = self.source.form.forms_bytes(held_forms(self._executor, slot).values())
         return size + self._along_bytes(slot, slot.numel)
 
     def _smallest(self, slot: HostSlot) -> int:
@@ -137,7 +137,7 @@ class WindowLane:
         whole = self._slot_bytes(slot)
         if not self._may_cut(slot.slot):
             return whole
-        forms = self._executor.rows.specs(slot.slot).items()
+        forms = held_forms(self._executor, slot).items()
         elements, size = self.source.form.cuts({key: dtype for key, (_, dtype) in forms})
         return min(whole, size + self._along_bytes(slot, elements))
 
@@ -172,7 +172,7 @@ class WindowLane:
                 f"streamed: {count} parameters are stepped on the device from host memory, in "
                 f"windows of {sizes[0]:,} bytes, {len(sizes)} at a time in step()"
             )
-        size = sum(disk_bytes(self._executor, [slot.slot for slot in self._slots], 1))
+        size = sum(disk_bytes(self._executor, self._slots, 1))
         return (
             f"on disk: main params and state of {count} parameters, {size:,} bytes, lie in a file "
             f"in {self.source.file.folder}, which has no name and is no checkpoint, and are "
@@ -202,7 +202,11 @@ class WindowLane:
         launches = self._executor.plan(updates, grad_norm)
         may_cut = [self._executor.rule.is_elementwise(each.settings) for each in launches]
         along = partial(self._along, on_host)
-        windows = cut_windows(launches, self.source.form, self.sizes[0], may_cut, along)
+        staying = {slot.slot for slot in self._slots if slot.stays}
+        windows = cut_windows(
+            *(launches, self.source.form, self.sizes[0], may_cut, along),
+            lambda launch, index: launch.updates.slots[index] in staying,
+        )
         if not windows:
             step_device()
             return
@@ -237,8 +241,9 @@ class WindowLane:
         if self._is_host:
             return HostSite(self._transfer, windows)
         like = updates.grads[0]
-        if updates.slots[0] in on_host and (output := updates.outputs[0]) is not None:
-            like = output
+        if (slot := updates.slots[0]) in on_host:
+            output = updates.outputs[0]
+            like = self._executor.stepped(slot) if output is None else output
         return DeviceRing(self._transfer, self.sizes[:IN_FLIGHT], like)
 
     def _stream(
@@ -312,11 +317,20 @@ class WindowLane:
 # -- what state takes -----------------------------------------------------------------------------
 
 
-def state_bytes(executor: RuleExecutor, slots: Iterable[Slot]) -> HostBytes:
+def held_forms(executor: RuleExecutor, slot: HostSlot) -> dict[str, TensorSpec]:
+    """What rests for a slot where windows are lent from: its state, and its main param unless that
+    is on the device."""
+    forms = executor.rows.specs(slot.slot)
+    if slot.stays:
+        del forms[MAIN]
+    return forms
+
+
+def state_bytes(executor: RuleExecutor, slots: Iterable[HostSlot]) -> HostBytes:
     """Host memory of the state of some slots, each kind of it in one piece."""
     sizes: Counter[str] = Counter()
     for slot in slots:
-        for key, (shape, dtype) in executor.rows.specs(slot).items():
+        for key, (shape, dtype) in held_forms(executor, slot).items():
             sizes[key] += aligned_bytes(shape.numel(), dtype)
     others = (MAIN, REMAINDER, AVERAGE)
     return HostBytes(
@@ -330,11 +344,11 @@ def state_bytes(executor: RuleExecutor, slots: Iterable[Slot]) -> HostBytes:
 _KINDS = {MAIN: "main_params", REMAINDER: "main_params", AVERAGE: "averages"}
 
 
-def disk_bytes(executor: RuleExecutor, slots: Iterable[Slot], times: int) -> DiskBytes:
+def disk_bytes(executor: RuleExecutor, slots: Iterable[HostSlot], times: int) -> DiskBytes:
     """What main params and state of some slots take in a file, so many times."""
     sizes: Counter[str] = Counter()
     for slot in slots:
-        for key, (shape, dtype) in executor.rows.specs(slot).items():
+        for key, (shape, dtype) in held_forms(executor, slot).items():
             size = blocks_bytes(shape.numel() * dtype.itemsize)
             sizes[_KINDS.get(key, "moments")] += times * size
     return DiskBytes(**sizes)

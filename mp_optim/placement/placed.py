@@ -134,7 +134,7 @@ class PlacedSlots:
             placed = []
             for index, param in enumerate(group["params"], start):
                 place: Place = self.offloaded if index in hosted else "device"
-                resident = place == "device" and self._stepped_dtype(param.dtype) == param.dtype
+                resident = self.stays(place, param.dtype, self._stepped_dtype(param.dtype))
                 placed.append(PlacedSlot(place, _share(param), param.dtype, resident))
             start += len(placed)
             self._groups.append(placed)
@@ -156,7 +156,9 @@ class PlacedSlots:
         for slot, param in iter_slots(self._param_groups):
             if self.is_offloaded(slot):
                 placed, numel = self[slot], local_tensor(param).numel()
-                slots.append(HostSlot(slot, placed.share, numel, placed.model_dtype))
+                dtype = placed.model_dtype
+                stays = self.stays(placed.place, dtype, self.main_dtype(dtype))
+                slots.append(HostSlot(slot, placed.share, numel, dtype, stays))
         return slots[::-1]
 
     # -- updates ----------------------------------------------------------------------------------
@@ -182,6 +184,11 @@ class PlacedSlots:
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype of the main param of a parameter of a dtype."""
         return dtype if self._remainders and dtype == torch.bfloat16 else torch.float32
+
+    def stays(self, place: Place, dtype: torch.dtype, stepped: torch.dtype) -> bool:
+        """Whether what is stepped for a parameter is the parameter itself, where it lies: on the
+        device, as a whole main param or as the upper part of one."""
+        return place != "host" and dtype == stepped
 
     def _stepped_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype that a parameter of a dtype is stepped in if no wrapper asked for a main param."""
@@ -322,8 +329,9 @@ class PlacedExecutor(Executor):
         placed.assign(self.param_groups, self.fraction)
         placed.file, size = settings.state_file, 0
         for slot, param in iter_slots(self.param_groups):
-            if placed.file is None and placed.is_offloaded(slot):
-                dtype = self.main_dtype(param.dtype)
+            dtype = self.main_dtype(param.dtype)
+            is_away = placed.is_offloaded(slot) and not placed.stays(offloaded, param.dtype, dtype)
+            if placed.file is None and is_away:
                 size += aligned_bytes(local_tensor(param).numel(), dtype)
         empty_host = partial(settings.transfer.empty_host, pin=settings.pin_mains)
         self.main_memory = placed.memory = Block(size, empty_host)
@@ -499,14 +507,19 @@ class PlacedExecutor(Executor):
         self._placed.current(slot).written_outside(slot)
 
     def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
-        resident = [pair for pair in coming if not self._placed.is_offloaded(pair[0])]
-        super().reserve_main_params(resident)
+        super().reserve_main_params([pair for pair in coming if not self._is_away(*pair)])
+
+    def _is_away(self, slot: Slot, source: Tensor) -> bool:
+        """Whether the main param of a parameter is not where the parameter is."""
+        placed, dtype = self._placed, source.dtype
+        stays = placed.stays(placed[slot].place, dtype, self.main_dtype(dtype))
+        return placed.is_offloaded(slot) and not stays
 
     def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
         self._placed.forget()
         # from now on the tensor in ``param_groups`` is the one to step
         self._placed[slot].resident, self._placed[slot].main = True, None
-        if not self._placed.is_offloaded(slot):
+        if not self._is_away(slot, source):
             return super().new_main_param(slot, source)
         # born where it is kept: it never exists in FP32 on the device
         main = self._placed.copy(source, self._placed[slot].place, self.main_dtype(source.dtype))

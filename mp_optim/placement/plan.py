@@ -98,12 +98,14 @@ class HostSlot:
     Attributes:
         share: elements per rank that holds a part of it, the same number on every rank.
         numel: elements of this rank.
+        stays: its main param is the model's parameter, on the device.
     """
 
     slot: Slot
     share: int
     numel: int
     dtype: torch.dtype
+    stays: bool = False
 
 
 def plan_staging(

@@ -35,6 +35,8 @@ Tensors = Mapping[str, Tensor]
 ``OUTPUT``, if they have to be copied to where it is stepped."""
 Along = Callable[[PlannedLaunch, int], Tensors]
 """Gradient and output of a tensor of a launch, if they come along with its state."""
+Stays = Callable[[PlannedLaunch, int], bool]
+"""Whether the main param of a tensor of a launch is where it is stepped, and no window has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,8 @@ class Piece:
     Attributes:
         launch, index: which launch of a step, and which tensor of its lists.
         start, count: which elements; all of them if ``is_whole``.
-        held: main param and state of these elements, where they rest.
+        held: main param, unless it is where it is stepped, and state of these elements, where they
+            rest.
         along: their gradient and output, if those come along.
         num_bytes: what it takes in a window.
     """
@@ -111,18 +114,20 @@ def cut_windows(
     most: int,
     may_cut: Sequence[bool],
     along: Along,
+    stays: Stays = lambda *_: False,
 ) -> list[Window]:
     """The windows of a step, of at most ``most`` bytes each.
 
     Args:
         may_cut: for each launch, whether a part of a tensor can be stepped by itself.
+        stays: of main params.
 
     Raises:
         ValueError: a tensor that may not be cut is larger than that, naming its bytes.
     """
     windows: list[Window] = []
     filled = 0
-    for piece in _pieces(launches, form, most, may_cut, along):
+    for piece in _pieces(launches, form, most, may_cut, along, stays):
         if not windows or filled + piece.num_bytes > most:
             windows.append([])
             filled = 0
@@ -137,10 +142,13 @@ def _pieces(
     most: int,
     may_cut: Sequence[bool],
     along: Along,
+    stays: Stays,
 ) -> Iterator[Piece]:
     for launch, planned in enumerate(launches):
         for index, main in enumerate(planned.lists.main):
             held, extra = _held(planned.lists, index), along(planned, index)
+            if stays(planned, index):
+                del held[MAIN]
             size = form.bytes_of(held, extra)
             if size <= most:
                 yield Piece(launch, index, 0, main.numel(), True, held, extra, size)
@@ -202,7 +210,9 @@ def _launch_of(planned: PlannedLaunch, members: Sequence[tuple[Piece, Tensors]])
         None if (output := lists.output[p.index]) is None else _or_part(here.get(OUTPUT), output, p)
         for p, here in members
     ]
-    mains = CachedTensorList(tensors[MAIN] for _, tensors in members)
+    mains = CachedTensorList(
+        _or_part(here.get(MAIN), lists.main[p.index], p) for p, here in members
+    )
     state = {key: [tensors[key] for _, tensors in members] for key in lists.state}
     noise = lists.noise and [
         replace(lists.noise[p.index], start=lists.noise[p.index].start + p.start) for p in pieces

@@ -353,6 +353,7 @@ def hf_loss(batch: Batch, loss: str = "model") -> Callable[[nn.Module], Tensor]:
                 f"{type(inner).__name__} takes {inner.main_input_name}: give a function that "
                 "returns your model and its loss, as --model file.py:function"
             )
+        _check_positions(inner, batch.seq)
         tokens = torch.zeros((batch.size, batch.seq), dtype=torch.long, device="cpu")
         no_cache = {"use_cache": False} if hasattr(inner.config, "use_cache") else {}
         if loss == "fused":
@@ -364,6 +365,17 @@ def hf_loss(batch: Batch, loss: str = "model") -> Callable[[nn.Module], Tensor]:
         return given(input_ids=tokens, labels=labels, **no_cache).loss  # type: ignore[no-any-return]
 
     return loss_of
+
+
+def _check_positions(model: nn.Module, seq: int) -> None:
+    """Raise ValueError if a model that has learned positions has fewer."""
+    for name, module in model.named_modules():
+        is_learned = name.rpartition(".")[2] in ("position_embeddings", "wpe", "embed_positions")
+        if is_learned and isinstance(module, nn.Embedding) and module.num_embeddings < seq:
+            most = module.num_embeddings
+            raise ValueError(
+                f"seq={seq}: {type(model).__name__} has {most} positions; --seq {most}"
+            )
 
 
 def _loss_of_pictures(model: Any, config: Any, count: int) -> Tensor:

@@ -269,16 +269,16 @@ class RuleState:
         main = local_tensor(tensor)
         state.setdefault("step", group_state.steps[slot.position])
         missing = self._missing(slot, main)
-        allocate = self.allocators.get(slot)
-        if missing and allocate is not None and main.device.type == "cpu":
+        allocate, home = self.allocators.get(slot), self._home(slot, main)
+        if missing and allocate is not None and home.type == "cpu":
             tensors = allocate(list(missing.values()))
         else:
-            tensors = [zeros(*spec, main.device) for spec in missing.values()]
+            tensors = [zeros(*spec, home) for spec in missing.values()]
         new = dict(zip(missing, tensors, strict=True))
         new |= {
-            key: value.to(main.device)
+            key: value.to(home)
             for key, value in state.items()
-            if key != "step" and value.device != main.device and id(value) not in self.parked.homes
+            if key != "step" and value.device != home and id(value) not in self.parked.homes
         }
         if new:
             state.update(new)
@@ -309,6 +309,11 @@ class RuleState:
         state = self.groups[index].slots[position]
         present = [name for name in self.rule.unread_moments(group) if name in state]
         return (*present, *names) if present else names
+
+    def _home(self, slot: Slot, main: Tensor) -> torch.device:
+        """Where state of a main param rests: beside it, or in memory that windows are lent from."""
+        is_lent = slot in self.allocators and main.device.type != "meta"
+        return torch.device("cpu") if is_lent else main.device
 
     def specs(self, slot: Slot) -> dict[str, TensorSpec]:
         """Of all tensors that are stepped for a slot: its main param, by ``MAIN``, and its
@@ -366,7 +371,8 @@ class RuleState:
             list
         )
         for slot in slots:
-            if (main := self.stepped(slot)).device.type == "cpu":
+            main = self.stepped(slot)
+            if self._home(slot, main).type == "cpu":
                 for key, spec in self._missing(slot, main).items():
                     missing[key, self.allocators.get(slot)].append((slot, spec))
         for (key, allocate), wanted in missing.items():

@@ -19,7 +19,17 @@ from mp_optim.update.backends.triton import triton_backend
 from mp_optim.update.executor import RuleExecutor
 from support.models import AdversarialTransfer
 from support.offload import differing, hybrids, snapshot
-from support.streamed import FORMS, LARGEST, WHOLE, Model, build, give_gradients, programs, train
+from support.streamed import (
+    FORMS,
+    LARGEST,
+    SHAPES,
+    WHOLE,
+    Model,
+    build,
+    give_gradients,
+    programs,
+    train,
+)
 
 # -- the bits of every other place ----------------------------------------------------------------
 
@@ -229,6 +239,32 @@ def test_what_it_says_of_itself():
     elements = sum(param.numel() for param in model.parameters())
     metrics = optimizer.metrics()
     assert metrics["bytes_up"] == metrics["bytes_down"] == 12 * elements
+
+
+COMPACT = {"use_precision_aware_optimizer": True, **FORMS["bf16"]}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fields", "travels", "rests"),
+    [
+        (torch.bfloat16, {}, 12, 4),
+        (torch.bfloat16, COMPACT, 6, 2),  # the remainder and both moments
+        (torch.bfloat16, {**COMPACT, "store_param_remainders": False}, 8, 4),
+        (torch.float16, {}, 12, 4),
+        (torch.float32, {}, 8, 0),  # the parameter is the main param
+    ],
+    ids=["fp32", "remainders", "no remainders", "fp16", "fp32 model"],
+)
+def test_what_the_device_has_neither_travels_nor_rests_on_the_host(dtype, fields, travels, rests):
+    model, optimizer = build(dtype=dtype, **fields)
+    train(model, optimizer, 1)
+    elements = sum(param.numel() for param in model.parameters())
+    metrics, (hybrid,) = optimizer.metrics(), hybrids(optimizer)
+    assert metrics["bytes_up"] == metrics["bytes_down"] == travels * elements
+    remainders = sum(hybrid.stepper.host_part.host_bytes().remainders)
+    mains = hybrid.executor.main_memory.capacity
+    most = 64 * len(SHAPES)  # each begins at a cache line
+    assert rests * elements <= mains + remainders <= rests * (elements + most)
 
 
 @pytest.mark.parametrize("rule", ["adam", "lamb"])
