@@ -39,7 +39,7 @@ from mp_optim.torch_style.classes import (
     Muon,
     StableAdamW,
 )
-from mp_optim.update import FusedAdam, FusedLAMB
+from mp_optim.update import AuditError, AuditWarning, FusedAdam, FusedLAMB
 
 __version__ = "0.1.0"
 
@@ -51,6 +51,8 @@ __all__ = [
     "Adam",
     "AdamOptimizerConfig",
     "AdamW",
+    "AuditError",
+    "AuditWarning",
     "ChainedOptimizer",
     "ConstantGradScaler",
     "DistributedOptimizer",

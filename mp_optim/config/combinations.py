@@ -20,6 +20,7 @@ from mp_optim.config.rules import (
     SCALAR_OPTIMIZERS,
     SECOND_DTYPE,
     SECOND_MOMENT_DTYPES,
+    audit_refusal,
     caution_refusal,
     coefficients,
     refusal,
@@ -47,6 +48,10 @@ def check_config(config: ConfigFields) -> None:
         raise ValueError(f"muon_{error}") from None
     _check_precision(config)
     _check_cautions(config)
+    if config.audit_rate > 0.0:
+        why = audit_refusal(config.optimizer, config.fused_backend)
+        if why is not None:
+            _fail(config, "audit_rate", why)
     if config.optimizer_cuda_graph:
         _check_table(config, _NOT_CAPTURED)
     for name, needed in inert_fields(config).items():
@@ -120,6 +125,12 @@ _NOT_CAPTURED: tuple[tuple[str, Holds, str], ...] = (
         "log_update_ratios_interval",
         lambda c: c.log_update_ratios_interval > 0,
         "a step of a CUDA graph is not watched; set it to 0, or optimizer_cuda_graph=False",
+    ),
+    (
+        "audit_rate",
+        lambda c: c.audit_rate > 0.0,
+        "each step repeats other elements, and a step of a CUDA graph is always the same; set it "
+        "to 0.0, or optimizer_cuda_graph=False",
     ),
     (
         "optimizer_cuda_graph",
@@ -355,6 +366,7 @@ _NEEDS: dict[str, Need] = {
         "a finite skip_step_sigma_factor",
         lambda c: math.isfinite(c.skip_step_sigma_factor),
     ),
+    "audit_action": ("audit_rate > 0.0", lambda c: c.audit_rate > 0.0),
     "barrier_with_L1_time": ("timers", lambda c: c.timers is not None),
 }
 """Fields that do something only in company."""

@@ -537,6 +537,8 @@ class Capability:
     remainders: tuple[str, ...] = ()
 
 
+OWN_BITS = ("torch", "apex", "transformer_engine")
+"""Backends that need not have the bits of ``reference``."""
 CAPABILITIES = {
     "auto": Capability(others_by_reference=True),
     "native": Capability(rules=(*KERNEL_RULES, "adafactor")),
@@ -592,6 +594,24 @@ def refusal(
     kept = {name: dtype for name, dtype in dtypes.items() if name in used}
     field, why = _beyond(can, rule, kept, remainder_bits, stochastic)
     return (field, f"fused_backend={backend!r} {why}choose another backend") if field else None
+
+
+def audit_refusal(rule: str, backend: str) -> str | None:
+    """Why steps of a rule by a backend cannot be repeated in part, with the same bits, elsewhere;
+    None if they can."""
+    if rule not in RULES or RULES[rule].reads != "elements":
+        audited = rules_in_words(tuple(name for name in RULES if RULES[name].reads == "elements"))
+        reads = RULES[rule].reads if rule in RULES else "what nobody knows"
+        return (
+            f"a sample of elements is repeated by itself, and {rule} reads {reads} of whole "
+            f"parameters; choose {audited}, or set it to 0.0"
+        )
+    if backend in OWN_BITS:
+        return (
+            f"a repetition is compared bit by bit, and fused_backend={backend!r} has bits of its "
+            "own; choose 'auto', or set it to 0.0"
+        )
+    return None
 
 
 def _beyond(

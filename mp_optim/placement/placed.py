@@ -558,6 +558,10 @@ class PlacedExecutor(Executor):
         self.stepper.step_slots(updates, grad_norm, self.executors["device"])
         self._placed.written()
 
+    def report_audit(self, wait: bool = False) -> None:
+        for executor in self._distinct:
+            executor.report_audit(wait)
+
     def verdict_device(self) -> torch.device | None:
         has_slots = bool(self.stepper.host_part.slots)
         return None if has_slots else self.executors["device"].verdict_device()

@@ -228,6 +228,7 @@ def _launch_of(planned: PlannedLaunch, members: Sequence[tuple[Piece, Tensors]])
         mains,
         outputs,
         TensorLists(mains, grads, state, outputs, noise, average_weight=lists.average_weight),
+        [piece.start for piece in pieces],
     )
 
 

@@ -124,6 +124,7 @@ class WrappedGrads(StepGrads):
         changed = () if changes is None else changes.column(some.indices)
         updates = some.updates(self.grads, factors, changed)
         executor.step_slots(updates, grad_norm=grad_norm)
+        executor.report_audit()
         if executor.writes_settings:
             self.wrapper.share_settings()
         if any(table.quantized):

@@ -68,7 +68,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 _INSIDE = (str(Path(__file__).parents[1]), str(Path(torch.__file__ or "").parent))
 
 
-def warn(message: str) -> None:
+def warn(message: str | Warning) -> None:
     """Warn from the innermost line that is neither this package's nor torch's, which wraps
     ``step``."""
     level, frame = 2, sys._getframe(1)

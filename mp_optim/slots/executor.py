@@ -117,6 +117,16 @@ class Executor:
                 by it themselves (LAMB's ``max_grad_norm``). None if it was not computed.
         """
 
+    def report_audit(self, wait: bool = False) -> None:
+        """All of a step is queued: tell of elements that a repetition gave other bits.
+
+        Args:
+            wait: also of those that are still on their way from a device.
+
+        Raises:
+            AuditError: there are such, and ``audit_action`` is to raise.
+        """
+
     def verdict_device(self) -> torch.device | None:
         """The one device on which every slot is stepped by kernels that read multipliers there;
         None if :meth:`step_slots` needs numbers."""

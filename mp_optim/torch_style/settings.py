@@ -36,6 +36,8 @@ _SAME = (
     "skip_step_rolling_interval_length",
     "log_param_grad_norms",
     "log_update_ratios_interval",
+    "audit_rate",
+    "audit_action",
 )
 """Fields of the config that are settings of the same names."""
 _OF_OFFLOADING = (
@@ -92,6 +94,9 @@ class StackSettings(TypedDict, total=False):
             ``metrics()`` shows; 0 (the default) keeps none.
         log_update_ratios_interval: every so many steps compare what the step adds to each parameter
             with its size; 0 (the default) never does.
+        audit_rate: share of the elements that each step repeats by other kernels, to compare bits;
+            0.0 (the default) repeats none. ``docs/audit.md``.
+        audit_action: what comes of other bits: ``"warn"`` (the default) or ``"raise"``.
         backend: what carries the rule out, as ``OptimizerConfig.fused_backend``; ``"auto"``.
         foreach: of torch's; any value will do, for every step here is fused.
         fused: of torch's; any value will do.
@@ -118,6 +123,8 @@ class StackSettings(TypedDict, total=False):
     skip_step_rolling_interval_length: int
     log_param_grad_norms: int
     log_update_ratios_interval: int
+    audit_rate: float
+    audit_action: str
     backend: str
     foreach: bool | None
     fused: bool | None

@@ -2,6 +2,7 @@
 carry them out."""
 
 from mp_optim.update.adam import FusedAdam
+from mp_optim.update.audit import AuditError, AuditWarning
 from mp_optim.update.backends import Backend, check_serves, choose_backend, proof_of
 from mp_optim.update.backends.native_library import (
     set_host_cores,
@@ -17,6 +18,8 @@ from mp_optim.update.optimizer import RuleOptimizer
 from mp_optim.update.sgd import FusedSGD
 
 __all__ = [
+    "AuditError",
+    "AuditWarning",
     "Backend",
     "ForeignExecutor",
     "FusedAdam",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mp_optim.config.rules import CAUTIONS, caution_refusal, refusal
-from mp_optim.process.calls import in_own_modes
+from mp_optim.config.fields import check_field
+from mp_optim.config.rules import CAUTIONS, audit_refusal, caution_refusal, refusal
+from mp_optim.process.calls import in_own_modes, writes_counted
 from mp_optim.process.leases import before_writing, borrows
 from mp_optim.slots import (
     CachedTensorList,
@@ -27,8 +29,10 @@ from mp_optim.slots import (
 )
 from mp_optim.slots.executor import Executor, Place
 from mp_optim.slots.interrupted_step import StepMark
-from mp_optim.slots.slot_state import REMAINDER, SlotState
+from mp_optim.slots.slot_state import REMAINDER, STEP, SlotState
+from mp_optim.update.audit import Audit, Audited
 from mp_optim.update.backends import Backend, check_forms, choose_backend, rule_note
+from mp_optim.update.backends.reference import Scales
 from mp_optim.update.codecs import Noise, join, keep_valid, mix, split_
 from mp_optim.update.kernel_args import TensorLists
 from mp_optim.update.launches import PlannedLaunch, Shared, contiguous, contiguous_outputs
@@ -54,23 +58,35 @@ class RuleExecutor(Executor):
 
     Args:
         rule: without state. precision: how what it keeps is stored.
-        backend: ``fused_backend`` of the config.
+        backend, audit_rate, audit_action: of the config (``fused_backend``).
 
     Attributes:
         rows: what is kept for the slots.
         workspace: what the rule notes from launch to launch.
+        audit: repeats samples of what is stepped; None if there is no audit.
 
     Raises:
         ValueError: the backend is not usable, has no kernels for the rule, or does not store state
-            so.
+            so; or rule or backend cannot be audited.
     """
 
     def __init__(
-        self, param_groups: ParamGroups, rule: Rule, precision: StatePrecision, backend: str
+        self,
+        param_groups: ParamGroups,
+        rule: Rule,
+        precision: StatePrecision,
+        backend: str,
+        audit_rate: float = 0.0,
+        audit_action: str = "warn",
     ) -> None:
         super().__init__(param_groups)
         choose_backend(backend, _HOST)
         check_backend(backend, rule.kernels, precision)
+        self.audit = None
+        if check_field("audit_rate", audit_rate):
+            check_audited(audit_rate, rule.name, backend)
+            action = check_field("audit_action", audit_action)
+            self.audit = Audit(audit_rate, action, self.slot_name, self._marks)
         self.rule, self.workspace, self._backend = rule, rule.new_workspace(), backend
         self.rows = RuleState(rule, precision, param_groups)
         self._shares: dict[int, tuple[Sequence[Slot], list[GroupSlots]]] = {}
@@ -167,6 +183,8 @@ class RuleExecutor(Executor):
 
     def recover(self) -> None:
         self.rows.recover()
+        if self.audit is not None:
+            self.audit.forget()
 
     def _shares_of(
         self, columns: SlotUpdates
@@ -363,10 +381,39 @@ class RuleExecutor(Executor):
             planned.updates,
             [known.regions[position] for position in planned.positions],
             self.workspace,
+            partial(self._begin_audit, planned, backend.name) if self.audit else None,
         )
         self.rule.apply(work, backend)
         if lists.main is not planned.mains or lists.output is not planned.outputs:
             planned.copy_back()
+
+    # -- audits -----------------------------------------------------------------------------------
+
+    def _begin_audit(
+        self,
+        planned: PlannedLaunch,
+        backend: str,
+        rule: str,
+        lists: TensorLists,
+        scalars: Any,
+        multiplier: float | Tensor,
+        scales: Scales | None,
+    ) -> Callable[[], None] | None:
+        assert self.audit is not None
+        slots, step = planned.updates.slots, int(planned.step) + 1
+        firsts = planned.firsts or [0] * len(slots)
+        given = rule, lists, scalars, multiplier, scales
+        return self.audit.begin(Audited(*given, slots, firsts, step, planned.device, backend))
+
+    def _marks(self, slot: Slot) -> list[tuple[int, int | None]]:
+        """What is another when main param or state were written outside of a launch, or moved."""
+        state = self.rows.groups[slot.group].slots[slot.position]
+        tensors = [self.rows.stepped(slot), *(state[key] for key in state if key != STEP)]
+        return [(tensor.data_ptr(), writes_counted(tensor)) for tensor in tensors]
+
+    def report_audit(self, wait: bool = False) -> None:
+        if self.audit is not None:
+            self.audit.report(wait)
 
     # -- backends ---------------------------------------------------------------------------------
 
@@ -400,11 +447,13 @@ class RuleExecutor(Executor):
         return self.rule.marks_changes and self.backend_for(device)[0].marks_changes
 
     def metrics(self) -> dict[str, float]:
-        return self.workspace.metrics()
+        audited = {} if self.audit is None else self.audit.metrics()
+        return {**self.workspace.metrics(), **audited}
 
     # -- state and main params --------------------------------------------------------------------
 
     def state_of(self, slot: Slot) -> SlotState:
+        self.report_audit(wait=True)
         return RuleSlotState(self.rows, slot, self)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
@@ -467,6 +516,12 @@ def check_backend(backend: str, kernels: str, how: StatePrecision) -> None:
         value = backend if field == "fused_backend" else getattr(how, field)
         raise ValueError(f"{field}={value!r}: {reason}")
     check_forms(backend, _HOST, how.exp_avg_dtype == torch.bfloat16, how.store_param_remainders)
+
+
+def check_audited(rate: float, rule: str, backend: str) -> None:
+    """Raise ValueError, naming the field, if steps of a rule by a backend cannot be audited."""
+    if (why := audit_refusal(rule, backend)) is not None:
+        raise ValueError(f"audit_rate={rate!r}: {why}")
 
 
 def settings_now(group: dict[str, Any]) -> dict[str, Any]:

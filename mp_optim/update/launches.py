@@ -25,6 +25,8 @@ class PlannedLaunch(NamedTuple):
         mains, outputs: what is stepped and written; ``lists`` holds copies of those that are not
             contiguous.
         lists: what the backend is handed.
+        firsts: where each tensor begins in what the rank has of its parameter; empty if all of them
+            are all of it.
     """
 
     group: int
@@ -37,6 +39,7 @@ class PlannedLaunch(NamedTuple):
     mains: CachedTensorList
     outputs: Sequence[Tensor | None]
     lists: TensorLists
+    firsts: Sequence[int] = ()
 
     def copy_back(self) -> None:
         """Give what is not contiguous the values of the copies that were stepped."""

@@ -109,6 +109,7 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         self.executor.check_groups()
         with self.step_mark.step(self):
             self.executor.step_slots(SlotUpdates.of(updates), grad_norm=grad_norm)
+            self.executor.report_audit()
         if self.executor.writes_settings:
             self.share_settings()
 
@@ -130,7 +131,7 @@ class RuleOptimizer(SlotOptimizer[RuleExecutor]):
         settings: hyperparameters, for groups that do not have their own.
         backend: ``fused_backend`` of the config.
         precision: fields of :class:`~mp_optim.update.state_format.StatePrecision`: how state is
-            stored.
+            stored; ``audit_rate`` and ``audit_action`` of the config may be among them.
 
     Raises:
         ValueError: the backend is not usable, has no kernels for the rule, or does not store state
@@ -145,7 +146,9 @@ class RuleOptimizer(SlotOptimizer[RuleExecutor]):
         backend: str,
         precision: Mapping[str, Any],
     ) -> None:
-        executor = RuleExecutor([], rule, StatePrecision(**precision), backend)
+        kept = dict(precision)
+        audit = kept.pop("audit_rate", 0.0), kept.pop("audit_action", "warn")
+        executor = RuleExecutor([], rule, StatePrecision(**kept), backend, *audit)
         super().__init__(params, settings, executor)
         warn_of_missing_kernels(backend, rule.kernels, self.param_groups)
 

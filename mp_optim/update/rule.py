@@ -7,7 +7,7 @@ parameter, keeps it, and hands it back in a :class:`Launch`. A rule may be share
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,8 @@ class Launch:
         updates: who the parameters are, and how they are split.
         regions: which elements of each parameter are here.
         workspace: the rule's own (:meth:`Rule.new_workspace`).
+        begin_audit: called before a backend steps elements, with what it is given; what that
+            returns, if anything, is called afterwards. None: nothing is audited.
     """
 
     lists: TensorLists
@@ -61,6 +63,7 @@ class Launch:
     updates: SlotUpdates
     regions: Sequence[ShardRegion]
     workspace: Workspace
+    begin_audit: Callable[..., Callable[[], None] | None] | None = None
 
 
 def parts_over(shard_groups: Groups, layout: ParamLayout | None) -> Groups:
@@ -227,7 +230,11 @@ class ElementRule(Rule):
             counts = backend.agreements(self.name, lists, scalars, multiplier)
             sizes = add_up_parts(counts, launch.updates, launch.regions, COUNTING)
             scales = backend.caution_scales(counts, sizes)
-        backend.step(self.name, lists, scalars, multiplier, scales)
+        given = self.name, lists, scalars, multiplier, scales
+        written = launch.begin_audit(*given) if launch.begin_audit is not None else None
+        backend.step(*given)
+        if written is not None:
+            written()
 
 
 COUNTING = "counting what cautious updates keep"

@@ -59,5 +59,7 @@ def construction_of(config: OptimizerConfig) -> dict[str, Any]:
         "seed": config.stochastic_rounding_seed,
         "ema_decay": config.ema_decay,
         "ema_dtype": config.ema_dtype,
+        "audit_rate": config.audit_rate,
+        "audit_action": config.audit_action,
         **{name: getattr(config, source) for name, source in sources.items()},
     }

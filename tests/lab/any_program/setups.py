@@ -149,6 +149,9 @@ class Setup:
     """Averages are kept, with this decay."""
     cautions: tuple[str, ...] = ()
     """Which of ``CAUTIONS`` are on, where the rule has them."""
+    audit: float = 0.0
+    """Share of the elements that each step repeats, where the rule allows that. Nothing in a
+    program is an alarm: it raises."""
 
     @property
     def switches(self) -> dict[str, bool]:
@@ -164,6 +167,8 @@ class Setup:
             object.__setattr__(self, "params", params)
             object.__setattr__(self, "place", replace(self.place, form="plain"))
             object.__setattr__(self, "ema", None)
+        if self.rule in ("foreign", "lamb"):
+            object.__setattr__(self, "audit", 0.0)
 
 
 FRACTIONS = (0.0, 0.37, 1.0)
@@ -239,6 +244,7 @@ def setups() -> SearchStrategy[Setup]:
             st.booleans(),
             st.sampled_from((None, None, 0.9)),
             st.sampled_from(((), (), ("caution",), ("cautious_wd",), CAUTIONS)),
+            st.sampled_from((0.0, 0.3, 1.0)),
         )
 
     return st.sampled_from(("bf16", "fp16", "fp32")).flatmap(rest)

@@ -101,6 +101,7 @@ def config_of(setup: Setup, place: Place) -> OptimizerConfig:
         "log_num_zeros_in_grad": setup.count_zeros,
         "fused_backend": place.backend,
     }
+    fields |= {"audit_rate": setup.audit, "audit_action": "raise"} if setup.audit else {}
     fields |= {setup.precision: True} if setup.precision != "fp32" else {}
     if setup.precision == "fp16":
         scale = (

@@ -27,6 +27,7 @@ from lab.layout_fuzz.model import Network, gradient, initial, row_factors, used
 from lab.layout_fuzz.publishing import Published
 from mp_optim import OptimizerConfig, ProcessGroups, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint import FlatShard
+from mp_optim.config.rules import RULES
 
 __all__ = ["FORMS", "OTHER_SETTINGS", "Outcome", "config_of", "perform"]
 
@@ -98,6 +99,8 @@ def config_of(case: Case, layout: Layout) -> OptimizerConfig:
             "optimizer_offload_fraction": layout.fraction,
             "offload_mode": layout.mode,
         }
+    if RULES[case.rule].reads == "elements" and case.seed % 2:
+        settings |= {"audit_rate": 1.0, "audit_action": "raise"}
     if layout.kind == "copies":
         settings["use_distributed_optimizer"] = True
     return OptimizerConfig(**settings)

@@ -59,7 +59,7 @@ class Schedule:
         sets_device: whether the caller's current device is that of the model.
         releases: ``release_gradients``, of a stack that works during backward.
         place: ``offload_place``. is_on_disk: state lies in a file.
-        averages: of main params are kept.
+        averages: of main params are kept. audits: all of each step is repeated, on the host.
     """
 
     owner: str = "stack"
@@ -78,6 +78,7 @@ class Schedule:
     place: str = "host"
     is_on_disk: bool = False
     averages: bool = False
+    audits: bool = False
 
     @property
     def placing(self) -> dict[str, Any]:
@@ -151,6 +152,7 @@ class Run:
 
     def _build(self) -> Any:
         schedule = self.schedule
+        audit = {"audit_rate": 1.0, "audit_action": "raise"} if schedule.audits else {}
         if schedule.owner == "hybrid":
             return HybridDeviceOptimizer(
                 list(self.model.parameters()),
@@ -158,6 +160,7 @@ class Run:
                 FusedAdam,
                 FusedAdam,
                 offload_mode=schedule.mode,
+                sub_optimizer_kwargs=audit,
                 lr=1e-2,
                 **schedule.placing,
             )
@@ -170,6 +173,7 @@ class Run:
             release_gradients=schedule.releases,
             ema_decay=0.9 if schedule.averages else None,
             **schedule.placing,
+            **audit,
             **(zero if schedule.owner == "zero" else {}),
         )
         predicate = None if schedule.owner == "zero" else is_expert

@@ -14,6 +14,7 @@ from torch import Tensor
 from mp_optim.placement import worker as product_worker
 from mp_optim.process import leases
 from mp_optim.process.accelerator import KINDS, Accelerator
+from mp_optim.update import audit
 from mp_optim.update.backends import selection
 from mp_optim.update.backends.native_library import NativeLibrary
 from mp_optim.update.backends.reference import Backend
@@ -188,7 +189,7 @@ def simulated_accelerator(pace: Pace = Pace.LAZY, seed: int = 0) -> Iterator[Sim
             context.enter_context(mock.patch.object(Tensor, name, value, create=True))
         call = launches.replacement(simulation, NativeLibrary.call)
         context.enter_context(mock.patch.object(NativeLibrary, "call", call))
-        for module in (product_worker, leases):
+        for module in (product_worker, leases, audit):
             stand_in = threads.stand_in(simulation)
             context.enter_context(mock.patch.object(module, "threading", stand_in))
         context.enter_context(mock.patch.object(leases, "move", Tensor.copy_))  # which is seen

@@ -91,6 +91,7 @@ def schedules(draw):
         sets_device=draw(st.booleans()),
         place=place,
         is_on_disk=has_no_early_work or draw(st.sampled_from([False, False, True])),
+        audits=draw(st.booleans()),
     )
 
 

@@ -1,0 +1,99 @@
+"""Flipped bits where a backend steps: in what it reads, and in what it has written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.update.kernel_args import MAIN, TensorLists
+from mp_optim.update.rule import ElementRule, Launch
+
+Fault = Callable[[TensorLists], Callable[[], None]]
+"""Called before a backend steps; what it returns, when that is done."""
+
+_FEW = 400
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def flip(tensor: Tensor, element: int, bit: int) -> None:
+    """Flip a bit of an element, where nothing sees the write."""
+    memory = tensor.data.view(-1).view(_BITS[tensor.itemsize])
+    memory[element] ^= 1 << bit
+
+
+def upper_bit(tensor: Tensor) -> int:
+    """The first bit of the mantissa, or of a code's middle: a flip that always counts, and makes
+    nothing infinite."""
+    return {torch.float32: 22, torch.bfloat16: 6, torch.float16: 9}.get(tensor.dtype, 2)
+
+
+def read_wrong(column: str, element: int) -> Fault:
+    """A flip in what is read, of the largest tensor of a launch; only meanwhile where it is only
+    read."""
+
+    def before(lists: TensorLists) -> Callable[[], None]:
+        tensor = max(read(lists, column), key=Tensor.numel)
+        flip(tensor, element, upper_bit(tensor))
+        if column != "grad":
+            return lambda: None
+        return lambda: flip(tensor, element, upper_bit(tensor))
+
+    return before
+
+
+def written_wrong(column: str, element: int) -> Fault:
+    """A flip in what was written."""
+
+    def before(lists: TensorLists) -> Callable[[], None]:
+        columns: dict[str, Sequence[Any]] = {
+            MAIN: lists.main,
+            "output": lists.output,
+            **lists.state,
+        }
+        tensors = [tensor for tensor in columns[column] if tensor is not None]
+        tensor = max(tensors, key=Tensor.numel)
+        return lambda: flip(tensor, element, upper_bit(tensor))
+
+    return before
+
+
+def read(lists: TensorLists, column: str) -> Any:
+    """The tensors that are read."""
+    present = {MAIN: lists.main, **lists.state, **(lists.source or {})}
+    return lists.grad if column == "grad" else present[column]
+
+
+class _Faulty:
+    """A backend that is wrong, in launches of enough elements."""
+
+    def __init__(self, backend: Any, fault: Fault) -> None:
+        self._backend, self._fault = backend, fault
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def step(self, rule: str, lists: TensorLists, *given: Any) -> None:
+        is_large = max(map(Tensor.numel, lists.main), default=0) > _FEW
+        after = self._fault(lists) if is_large else lambda: None
+        self._backend.step(rule, lists, *given)
+        after()
+
+
+@contextmanager
+def faulty(fault: Fault) -> Iterator[None]:
+    """Launches of rules that step single elements are wrong meanwhile, their repetitions are
+    not."""
+    apply = ElementRule.apply
+
+    def wrong(rule: ElementRule, launch: Launch, backend: Any) -> None:
+        apply(rule, launch, _Faulty(backend, fault))
+
+    ElementRule.apply = wrong  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ElementRule.apply = apply  # type: ignore[method-assign]
