@@ -134,9 +134,9 @@ class Run(NamedTuple):
 def draw(sizes: Sequence[int], ends: Sequence[int], rate: float, seed: int) -> list[Run]:
     """A sample of tensors: each element is in it with the probability ``rate``.
 
-    Blocks are counted through all tensors, and cut into cells. Of a large launch a cell is drawn
-    from each stretch of ``1 / rate`` cells; of one of which that would be few, in some steps alone,
-    and then as many as of a large one.
+    Blocks are counted through all tensors, and cut into cells. Of a large launch one cell in
+    ``1 / rate`` is drawn, from a random one on; of one of which that would be few, in some steps
+    alone, and then as many as of a large one.
 
     Args:
         sizes: elements of each. ends: blocks of each and of all before it.
@@ -148,14 +148,10 @@ def draw(sizes: Sequence[int], ends: Sequence[int], rate: float, seed: int) -> l
     if not total or _uniform(seed, 0) >= chance:
         return []
     stride = chance / rate
-    drawn = dict.fromkeys(
-        int((number + _uniform(seed, number + 1)) * stride)
-        for number in range(math.ceil(cells / stride))
-    )
     return [
         run
-        for cell in drawn
-        if cell < cells
+        for number in range(math.ceil(cells / stride))
+        if (cell := int((number + _uniform(seed, 1)) * stride)) < cells
         for run in _runs(cell * CELL, min(total, (cell + 1) * CELL), sizes, ends)
     ]
 
@@ -234,24 +230,20 @@ def _element(key: str, dtype: torch.dtype, index: int) -> int:
     return index
 
 
-def _brought(tensors: dict[str, Tensor], device: torch.device) -> Fetched:
-    """Start to copy tensors to the host, in one piece; nothing waits for it."""
-    if device.type == "cpu":
+def _brought(tensors: dict[str, Tensor], transfer: Transfer | None) -> Fetched:
+    """Start to copy tensors to the host, in one piece; nothing waits for it. No transfer: they are
+    there."""
+    if transfer is None:
         return lambda: tensors
     order = sorted(tensors, key=lambda key: -tensors[key].itemsize)  # so that each is aligned
     together = torch.cat([tensors[key].view(torch.uint8) for key in order])
-    come = fetch(_transfer(device), together)
+    come = fetch(transfer, together)
 
     def value() -> Tensors:
         parts = torch.split(come(), [tensors[key].nbytes for key in order])
         return {key: part.view(tensors[key].dtype) for key, part in zip(order, parts, strict=True)}
 
     return cache(value)
-
-
-@cache
-def _transfer(device: torch.device) -> Transfer:
-    return transfer_for(device)
 
 
 _memcmp = ctypes.CDLL(None).memcmp
@@ -394,7 +386,7 @@ class Audited:
         """Main params and state before the launch."""
         return {MAIN: self.lists.main, **self.lists.state, **(self.lists.source or {})}
 
-    def begin(self, runs: Sequence[Run]) -> Callable[[], Check]:
+    def begin(self, runs: Sequence[Run], transfer: Transfer | None) -> Callable[[], Check]:
         """Copy runs of one kind; what is returned does so again, after the launch.
 
         NOTE: of the launch, nothing is held that outlives it: it has the step's gradients.
@@ -420,7 +412,7 @@ class Audited:
             self.backend,
             [run.room for run in runs],
         )
-        expected = partial(again.of, _brought(given, self.device))
+        expected = partial(again.of, _brought(given, transfer))
 
         def written() -> Check:
             into = {MAIN: self.lists.main, **self.lists.state, OUTPUT: self.lists.output}
@@ -431,7 +423,7 @@ class Audited:
                 self.step,
                 False,
                 "param" if output is None else "main_param",
-                _brought(gather(into, runs), self.device),
+                _brought(gather(into, runs), transfer),
                 expected,
             )
 
@@ -533,6 +525,7 @@ class Audit:
         self._resting: dict[Slot, list[Rested]] = {}
         self._marks: dict[Slot, object] = {}
         self._round = 0
+        self._transfers: dict[torch.device, Transfer] = {}
         self._sizes: dict[int, tuple[list[Tensor], Sequence[int], Sequence[int]]] = {}
 
     @in_own_modes
@@ -554,7 +547,8 @@ class Audit:
             by_kind.setdefault(launch.kind(run), []).append(run)
         if not by_kind:
             return None
-        begun = [launch.begin(runs) for runs in by_kind.values()]
+        transfer = self._transfer(launch.device)
+        begun = [launch.begin(runs, transfer) for runs in by_kind.values()]
         return partial(self._written, launch.device, begun)
 
     @in_own_modes
@@ -567,6 +561,13 @@ class Audit:
                 rested = Rested(run._replace(start=first), begin, check)
                 self._resting.setdefault(slot, []).append(rested)
                 self._marks.pop(slot, None)
+
+    def _transfer(self, device: torch.device) -> Transfer | None:
+        if device.type == "cpu":
+            return None
+        if device not in self._transfers:
+            self._transfers[device] = transfer_for(device)
+        return self._transfers[device]
 
     def _add(self, check: Check, is_host: bool, begun: int) -> None:
         with self._lock:
@@ -613,7 +614,7 @@ class Audit:
             was.step,
             True,
             was.main,
-            _brought(gather(columns, runs), launch.device),
+            _brought(gather(columns, runs), self._transfer(launch.device)),
             expected,
         )
         self._add(check, launch.device.type == "cpu", self._round)

@@ -15,7 +15,6 @@ from mp_optim.update.rule import ElementRule, Launch
 Fault = Callable[[TensorLists], Callable[[], None]]
 """Called before a backend steps; what it returns, when that is done."""
 
-_FEW = 400
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -70,27 +69,31 @@ def read(lists: TensorLists, column: str) -> Any:
 class _Faulty:
     """A backend that is wrong, in launches of enough elements."""
 
-    def __init__(self, backend: Any, fault: Fault) -> None:
-        self._backend, self._fault = backend, fault
+    def __init__(self, backend: Any, fault: Fault, few: int) -> None:
+        self._backend, self._fault, self._few = backend, fault, few
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
     def step(self, rule: str, lists: TensorLists, *given: Any) -> None:
-        is_large = max(map(Tensor.numel, lists.main), default=0) > _FEW
+        is_large = max(map(Tensor.numel, lists.main), default=0) > self._few
         after = self._fault(lists) if is_large else lambda: None
         self._backend.step(rule, lists, *given)
         after()
 
 
 @contextmanager
-def faulty(fault: Fault) -> Iterator[None]:
+def faulty(fault: Fault, few: int = 0) -> Iterator[None]:
     """Launches of rules that step single elements are wrong meanwhile, their repetitions are
-    not."""
+    not.
+
+    Args:
+        few: launches whose tensors have no more elements are right.
+    """
     apply = ElementRule.apply
 
     def wrong(rule: ElementRule, launch: Launch, backend: Any) -> None:
-        apply(rule, launch, _Faulty(backend, fault))
+        apply(rule, launch, _Faulty(backend, fault, few))
 
     ElementRule.apply = wrong  # type: ignore[method-assign]
     try:

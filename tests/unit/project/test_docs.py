@@ -1,6 +1,7 @@
 """What the documents say exists, and what they tell people to type works."""
 
 import ast
+import dataclasses
 import importlib
 import itertools
 import operator
@@ -18,6 +19,7 @@ import mp_optim
 from lab.__main__ import COMMANDS as LAB
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.cli.command import COMMANDS, main
+from support.faults import faulty, written_wrong
 from support.launch import ROOT, run_forked_program
 
 DOCUMENTS = [
@@ -70,6 +72,7 @@ def test_every_python_block_is_run_here():
         "docs/many_ranks.md": 1,
         "docs/checkpoints.md": 2,
         "docs/settings.md": 3,
+        "docs/audit.md": 2,
         "docs/health.md": 2,
         "docs/deltas.md": 2,
         "docs/migrate.md": 8,
@@ -241,6 +244,26 @@ def test_the_examples_of_checkpoints_run(tmp_path, monkeypatch):
     for line in blocks_of("docs/checkpoints.md", "bash")[0].strip().splitlines():
         words = shlex.split(line.replace("[", "").replace("]", ""), comments=True)
         assert words[:2] == ["mp-optim", "inspect"] and main(words[1:]) == 0
+
+
+def test_the_examples_of_audits_run(capsys, tmp_path):
+    settings, goes_back = blocks_of("docs/audit.md", "python")
+    names = {"mp_optim": mp_optim}
+    exec(settings, names)
+    config = dataclasses.replace(names["config"], audit_rate=1.0, audit_action="raise")
+    model = small_model()
+    optimizer = mp_optim.get_megatron_optimizer(config, model)
+    loss_of(model).backward()
+    optimizer.step()
+    mp_optim.checkpoint.save(tmp_path, model, optimizer)
+    saved = [param.clone() for param in model.parameters()]
+    names |= {"model": model, "optimizer": optimizer, "newest": tmp_path}
+    loss_of(model).backward()
+    with faulty(written_wrong("output", 3)):
+        exec(goes_back, names)
+    assert "element 3, param" in capsys.readouterr().out
+    assert all(map(torch.equal, model.parameters(), saved))
+    optimizer.step()
 
 
 def test_the_examples_of_settings_run(capsys):

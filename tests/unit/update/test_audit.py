@@ -149,7 +149,7 @@ def test_what_the_program_does_between_steps_is_no_alarm():
 def test_a_flip_in_a_step_is_named(fault, tensors, place, tmp_path):
     params, optimizer = stack(place, "adamw", tmp_path)
     step(params, optimizer, 2)
-    with faulty(fault), pytest.raises(mp_optim.AuditError) as caught:
+    with faulty(fault, few=400), pytest.raises(mp_optim.AuditError) as caught:
         step(params, optimizer)
     found = [each for each in caught.value.mismatches if not each.is_resting]
     assert {each.param for each in found} == {"w0"}
@@ -178,7 +178,7 @@ def test_after_an_alarm_nothing_is_stepped_or_saved_until_a_load():
     params, optimizer = stack()
     step(params, optimizer)
     saved = copy.deepcopy(optimizer.state_dict())
-    with faulty(written_wrong(MAIN, 3)), pytest.raises(mp_optim.AuditError):
+    with faulty(written_wrong(MAIN, 3), few=400), pytest.raises(mp_optim.AuditError):
         step(params, optimizer)
     with pytest.raises(BrokenOffError, match="AuditError"):
         step(params, optimizer)
@@ -193,7 +193,7 @@ def test_a_warning_names_the_elements_and_training_goes_on():
     step(params, optimizer)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with faulty(written_wrong("output", 3)):
+        with faulty(written_wrong("output", 3), few=400):
             step(params, optimizer)
         step(params, optimizer)
     (alarm,) = [each.message for each in caught]
