@@ -147,10 +147,12 @@ struct Chunk {
     float *new_main, *new_first, *new_second, *new_third;
 };
 
-// Updates a chunk. Of a second moment in blocks the new value is the root; of all the largest magnitude is kept.
+// Updates a chunk. Of a second moment in blocks the new value is the root; of all the largest magnitude is kept. Returns
+// which elements have another weight, if `marks` says how these are rounded.
 template <bool blocked1, bool blocked2, class Rule>
-MP_INLINE void update(const Rule& rule, int64_t start, const Chunk& at, uint64_t* marks, u32x16& top1, u32x16& top2,
-                      u32x16& top3) {
+MP_INLINE uint64_t update(const Rule& rule, int64_t start, const Chunk& at, const Rounding* marks, u32x16& top1,
+                          u32x16& top2, u32x16& top3) {
+    uint64_t same = 0;
     for (int i = 0; i < kChunk; i += kLanes) {
         f32x16 g = {}, p = {}, m = {}, v = {}, root = {};
         if (Rule::kHasMain) p = load<f32x16>(at.main + i);
@@ -168,12 +170,13 @@ MP_INLINE void update(const Rule& rule, int64_t start, const Chunk& at, uint64_t
         }
         rule.look(start + i, p, m, v);
         if (Rule::kMain) store(at.new_main + i, p);
-        if (marks) *marks |= uint64_t(changes_in_bf16(before, p)) << i;
+        if (marks) same |= uint64_t(same_in_bf16(*marks, before, p)) << i;
         if (Rule::kMoments && Rule::kFirst) store(at.new_first + i, m);
         if (Rule::kMoments && Rule::kSecond) store(at.new_second + i, blocked2 ? root : v);
         if (blocked1 && Rule::kFirst) top1 = larger(top1, as<u32x16>(m) & 0x7fffffff);
         if (blocked2) top2 = larger(top2, as<u32x16>(root));  // not negative, unless it is NaN
     }
+    return marks ? ~same : 0;
 }
 
 // A run of whole blocks, or of some chunks of one. Moments in blocks (`blocked1`: the first and the third) are written as
@@ -185,7 +188,9 @@ __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rul
     const Rule rule = given;
     const Run run = given_run;
     const bool has_weights = Rule::kMain && Rule::kHasMain && run.changed;
-    const bool marks = has_weights && run.remainder.dtype == MP_NONE && run.output.dtype == MP_BF16;
+    const Rounding rounding = rounding_to_bf16();
+    const bool rounds = has_weights && run.remainder.dtype == MP_NONE && run.output.dtype == MP_BF16;
+    const Rounding* const marks = rounds ? &rounding : nullptr;
     const bool compares = has_weights && !marks;
     std::conditional_t<Rule::kThird, WideTile, Tile> tiles[2];
     Scale code1 = {}, code2 = {}, code3 = {};
@@ -214,11 +219,11 @@ __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rul
                 alignas(64) float slow[kChunk];
                 chunk.third = read_moment<3, F>(run, i, scale_at(run.old_scale3, start), slow);
                 chunk.new_third = blocked1 ? tile.third + at : run.past ? slow : place_of_moment<3, F>(run, i, slow);
-                update<blocked1, blocked2>(rule, first_index + i, chunk, marks ? &changed : nullptr, top1, top2, top3);
+                changed = update<blocked1, blocked2>(rule, first_index + i, chunk, marks, top1, top2, top3);
                 if (coded3 && start > 0) write_codes<3, F>(run, code3, last.third + at, i - kScaled);
                 if (Rule::kMoments && !blocked1) write_moment<3, F>(run, i, chunk.new_third);
             } else {
-                update<blocked1, blocked2>(rule, first_index + i, chunk, marks ? &changed : nullptr, top1, top2, top3);
+                changed = update<blocked1, blocked2>(rule, first_index + i, chunk, marks, top1, top2, top3);
             }
             if (coded1 && start > 0) write_codes<1, F>(run, code1, last.first + at, i - kScaled);
             if (blocked2 && start > 0) write_codes<2, F>(run, code2, last.second + at, i - kScaled);

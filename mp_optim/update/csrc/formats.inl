@@ -366,16 +366,27 @@ MP_INLINE void write_main(const Run& r, int64_t i, const float* values) {
 
 // -- which weights change -----------------------------------------------------------------------------
 
-// FP32 values whose upper halves are the bfloat16 values nearest to finite ones, to even.
-MP_INLINE u32x16 rounded_to_bf16(f32x16 x) {
-    const u32x16 bits = as<u32x16>(x);
-    return bits + ((bits >> 16) & 1) + 0x7fff;
+// What values are rounded to bfloat16 with, to be compared. The compiler is not told what is in it: it would make it anew
+// for each sixteen lanes, by way of other registers.
+struct Rounding {
+    alignas(64) u32x16 one, below_half, upper;
+};
+
+MP_INLINE Rounding rounding_to_bf16() {
+    Rounding r = {u32x16{} + 1, u32x16{} + 0x7fff, u32x16{} + 0xffff0000};
+    asm volatile("" : "+m"(r));
+    return r;
 }
 
-// A bit for each lane: whether it is another value in bfloat16, or NaN, which no step turns into anything else.
-MP_INLINE uint32_t changes_in_bf16(f32x16 before, f32x16 now) {
-    const u32x16 other = (rounded_to_bf16(before) ^ rounded_to_bf16(now)) & 0xffff0000;
-    return lanes_set(other | as<u32x16>(now != now));
+// FP32 values whose upper halves are the bfloat16 values nearest to finite ones, to even.
+MP_INLINE u32x16 rounded(const Rounding& by, f32x16 x) {
+    const u32x16 bits = as<u32x16>(x);
+    return bits + ((bits >> 16) & by.one) + by.below_half;
+}
+
+// A bit for each lane: whether it is the same value in bfloat16, and not NaN, which no step turns into anything else.
+MP_INLINE uint32_t same_in_bf16(const Rounding& by, f32x16 before, f32x16 now) {
+    return lanes_without(rounded(by, before) ^ rounded(by, now), by.upper, now);
 }
 
 // A chunk of weights that are made of main params: in FP32, or in 16 bits.

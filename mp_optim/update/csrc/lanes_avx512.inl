@@ -81,6 +81,12 @@ MP_INLINE uint32_t lanes_set(u16x32 x) { return _mm512_test_epi16_mask(as<__m512
 
 MP_INLINE uint32_t lanes_set(u32x16 x) { return _mm512_test_epi32_mask(as<__m512i>(x), as<__m512i>(x)); }
 
+// A bit for each lane: whether none of some bits is set, and a value is not NaN.
+MP_INLINE uint32_t lanes_without(u32x16 bits, u32x16 of, f32x16 x) {
+    const __mmask16 none = _mm512_testn_epi32_mask(as<__m512i>(bits), as<__m512i>(of));
+    return _mm512_mask_cmp_ps_mask(none, as<__m512>(x), as<__m512>(x), _CMP_ORD_Q);
+}
+
 MP_INLINE bool may_have_nan(f32x16 a, f32x16 b) {
     return __builtin_expect(_mm512_cmp_ps_mask(as<__m512>(a), as<__m512>(b), _CMP_UNORD_Q) != 0, 0);
 }

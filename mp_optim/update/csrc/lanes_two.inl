@@ -186,6 +186,10 @@ MP_INLINE uint32_t lanes_set(Two<V> x) {
     return lanes_set(x.low) | lanes_set(x.high) << (sizeof(V) / sizeof(Element<V>));
 }
 
+MP_INLINE uint32_t lanes_without(u32x16 bits, u32x16 of, f32x16 x) {
+    return ~lanes_set((bits & of) | as<u32x16>(x != x)) & 0xffff;
+}
+
 // Whether any lane is above the limit, or `true` where that is dear to know.
 MP_INLINE bool any_above(u16x32 x, uint16_t limit) { return may_be_set(as<u16x32>(x > limit)); }
 
