@@ -46,6 +46,9 @@ class ChangedWeights:
 
     Args:
         table: the parameters, as they were last seen. executor: steps them.
+
+    Attributes:
+        is_lost: a publication was begun that nobody got, so the next one has everything.
     """
 
     def __init__(self, table: SlotTable, executor: Executor) -> None:
@@ -55,6 +58,7 @@ class ChangedWeights:
         self._reloaded: set[int] = set()
         self._bits: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
+        self.is_lost = False
         self._bound: list[bool] = []
         self._is_marked: list[bool] = []
         self._column: tuple[Sequence[int], Sequence[Tensor | None]] = ((), ())
@@ -67,17 +71,18 @@ class ChangedWeights:
         table, params = self._table, self._table.params
         known = len(self._seen.params)
         if known < len(params):  # a group was added
-            self._seen.extend(params[known:])
             self._written.update(range(known, len(params)))
+            self._seen.extend(params[known:])
         if changed := self._seen.changed(params):
             self._written.update(changed)
             self._seen.look(params)
         if table.bound != self._bound:
-            self._bound = list(table.bound)
+            bound = list(table.bound)
             self._is_marked = list(map(self._executor.marks_changes, table.slots))
-            for index, is_bound in enumerate(self._bound):
+            for index, is_bound in enumerate(bound):
                 if is_bound and not self._is_marked[index] and index not in self._written:
                     self._remember(index)
+            self._bound = bound  # last: after a signal all of this is done again
 
     def _remember(self, index: int) -> None:
         if index not in self._values:
@@ -129,6 +134,8 @@ class ChangedWeights:
                     yield self._part(index, elements)
 
     def _elements(self, index: int) -> Tensor | None:
+        if self.is_lost:
+            return None
         flat, before = self._flat(index), self._values.get(index)
         if before is not None and (before.shape, before.dtype) == (flat.shape, flat.dtype):
             return bits_differ(before.to(flat.device), flat)

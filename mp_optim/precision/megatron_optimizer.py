@@ -460,10 +460,14 @@ class MegatronOptimizer(SlotKeyedOptimizer):
                 name = mains.name(part.slot)
                 if name not in parallel.copies:
                     patches.append(patch_of(name, part, parallel))
-        for mains in self.all_mains():
-            if mains.changes is not None:
-                mains.changes.published()
+        tracked = [mains.changes for mains in self.all_mains() if mains.changes is not None]
+        for changes in tracked:  # a signal before the number grows leaves it so
+            changes.is_lost = True
+        for changes in tracked:
+            changes.published()
         self.publications = run, number + 1
+        for changes in tracked:
+            changes.is_lost = False
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         return WeightDelta(run, number + 1, full, rank, ranks, watched, tuple(patches))
 

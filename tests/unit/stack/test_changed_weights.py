@@ -77,6 +77,53 @@ def test_few_elements_change_at_a_small_learning_rate():
     assert published(model, optimizer, receiver).changed == 0
 
 
+@pytest.mark.parametrize("place", ["device", "half", "reference"])
+def test_a_signal_in_a_publication_loses_nothing(place, monkeypatch):
+    """Nobody got it, so the next one has all that it had."""
+    model, optimizer = build("bf16", **PLACES[place])
+    optimizer.track_changes()
+    receiver = Receiver(named(model))
+    parts = [mains.changes for mains in optimizer.all_mains()]
+    assert len(parts) == 2
+    for number, interrupted_part in enumerate(parts):
+        train(model, optimizer, 1, start=number)
+        publish = interrupted_part.published
+
+        def interrupted(publish=publish):
+            publish()
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(interrupted_part, "published", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.changed_weights()
+        published(model, optimizer, receiver, exact=False)
+        train(model, optimizer, 1, start=10 + number)
+        published(model, optimizer, receiver)
+
+
+def test_a_signal_while_changes_are_looked_for_leaves_that_to_the_next_step(monkeypatch):
+    model, optimizer = build("bf16", fused_backend="reference")
+    optimizer.track_changes()
+    extra = nn.Parameter(torch.randn(4, 4).bfloat16())
+    model.register_parameter("extra", extra)
+    optimizer.add_param_group({"params": [("extra", extra)]})
+    receiver = Receiver(named(model))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        for member in optimizer.chained_optimizers:
+            patch.setattr(member.executor, "marks_changes", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, optimizer, 1)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    published(model, optimizer, receiver, exact=False)
+
+
 def test_what_is_written_from_outside_is_published():
     model, optimizer = build("bf16", 0.5)
     optimizer.track_changes()
