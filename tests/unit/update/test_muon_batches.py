@@ -45,7 +45,7 @@ def test_a_matrix_has_the_bits_that_it_has_alone(products):
         assert torch.equal(together[at], alone), shapes[at]
 
 
-@pytest.mark.parametrize("steps", [5, 6, 1])
+@pytest.mark.parametrize("steps", [5, pytest.param(6, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_batch_has_the_bits_of_products_of_two_matrices(dtype, steps, monkeypatch):
     """Gradients whose products nearly cancel: their bits tell in which order they were added."""
