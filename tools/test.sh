@@ -24,11 +24,10 @@ if [ "$#" -gt 0 ]; then
 fi
 echo "== the package as it is released"
 wait "$smoke" && cat "$log" || { cat "$log"; exit 1; }
-# A process more than there are cores, as ranks wait for each other; one thread each, tests of threads ask for theirs.
+# One process a core, one thread each; tests of threads ask for theirs.
 export OMP_NUM_THREADS=1
 echo "== pytest"
-cores="$(python -c "import os; print(len(getattr(os, 'sched_getaffinity', lambda _: range(os.cpu_count()))(0)))")"
-python -m pytest -n "$((cores + 1))" -m "not slow" --durations=40
+python -m pytest -n auto -m "not slow" --durations=40
 # Again without the native kernels: all tests that step something and do not choose level or backend themselves. The
 # other levels of this CPU, what is marked slow, and coverage are for the night (python tests/lab nightly).
 python tests/lab levels off
