@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mp_optim import MegatronOptimizer, ProcessGroups, checkpoint, get_megatron_optimizer
@@ -33,11 +33,12 @@ STEPS = 4
 
 
 def build_sharded(
-    precision: str, fraction: float, **settings: Any
+    precision: str, fraction: float, policy: OffloadPolicy | None = None, **settings: Any
 ) -> tuple[TinyMoE, MegatronOptimizer]:
     model = TinyMoE(DTYPES[precision.split("-")[0]])
     mixed = model.dense.dtype != model.scale.dtype  # FSDP2 shards one dtype at a time
-    fully_shard(model, ignored_params={model.scale} if mixed else set())
+    ignored = {model.scale} if mixed else set()
+    fully_shard(model, ignored_params=ignored, offload_policy=policy or OffloadPolicy())
     return model, get_megatron_optimizer(
         config_for(precision, fraction, **settings), model, expert_predicate=is_expert
     )
@@ -58,6 +59,16 @@ def eight_bit_resumes(directory: str) -> dict[str, object]:
         checkpoint.load(directory, model, optimizer)
         found[name] = train(model, optimizer, 2, start=2)
     return found
+
+
+def beside_fsdps_offloading() -> list[bool]:
+    """Whether main params are what they are without, if FSDP2 keeps parameters on the host."""
+    found = []
+    for policy in (OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)):
+        model, optimizer = build_sharded("bf16", 0.5, policy)
+        train(model, optimizer, 3)
+        found.append([whole(main) for _, main in optimizer.named_main_params()])
+    return list(map(torch.equal, *found))
 
 
 def averages_in_place() -> dict[str, object]:
@@ -224,6 +235,7 @@ def main(directory: str) -> None:
     }
     result["agreement"] = agree_between_ranks()
     result["experts"] = experts_on_one_rank()
+    result["beside_fsdps"] = beside_fsdps_offloading()
     result["averages"] = averages_in_place()
     result["scaled"] = scaled_rows()
     result["hands"] = {form: moved_by_hand(form) for form in HANDS}

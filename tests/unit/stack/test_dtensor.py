@@ -45,6 +45,11 @@ def test_eight_bit_shards_resume_bit_for_bit(ranks):
         assert others == [on_device] * 2
 
 
+def test_fsdps_own_offloading_of_parameters_changes_no_bit(ranks):
+    for rank in ranks:
+        assert len(rank["beside_fsdps"]) > 4 and all(rank["beside_fsdps"])
+
+
 def test_evaluation_with_averages_uses_them_and_training_does_not(ranks):
     for found in (rank["averages"] for rank in ranks):
         assert found["averaged"] == found["expected"] != found["before"]
