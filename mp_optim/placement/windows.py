@@ -88,9 +88,10 @@ class WindowForm:
 
     def cuts(self, dtypes: Mapping[str, torch.dtype]) -> tuple[int, int]:
         """A tensor with main param and state of these dtypes is cut at multiples of so many
-        elements, which take so many bytes: in a file, whole blocks for each."""
+        elements, which take so many bytes: in a file, whole blocks for each. A rule may keep nothing
+        of a parameter that is stepped where it lies."""
         sizes = [_block_bytes(key, dtype) for key, dtype in dtypes.items()]
-        count = max(1, self.unit // min(sizes)) if self.unit > ALIGNMENT else 1
+        count = max(1, self.unit // min(sizes, default=self.unit)) if self.unit > ALIGNMENT else 1
         return count * BLOCK, count * sum(sizes)
 
     def elements_that_fit(self, held: Tensors, along: Tensors, most: int) -> int:

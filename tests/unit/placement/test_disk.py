@@ -392,6 +392,18 @@ def test_a_disk_that_fails_before_the_first_window_breaks_nothing(tmp_path, monk
     assert differing(train(model, optimizer, 2, 2), expected) == []
 
 
+@pytest.mark.parametrize("releases", [False, True])
+@pytest.mark.parametrize("place", ["host", "streamed"])
+def test_a_rule_may_keep_nothing_of_a_parameter_that_is_stepped_where_it_lies(
+    tmp_path, place, releases
+):
+    fields = {"dtype": torch.float32, "optimizer": "sgd", "sgd_momentum": 0.0}
+    early = {"offload_mode": "overlap", "release_gradients": True} if releases else {}
+    model, optimizer = build(tmp_path, place=place, **fields, **early)
+    found = train(model, optimizer, 3)
+    assert differing(found, train(*build(**fields), 3)) == []
+
+
 def test_a_signal_while_windows_get_their_sizes_leaves_them_to_the_next_step(tmp_path, monkeypatch):
     model, optimizer = build(tmp_path)
     give_gradients(model, 0)
