@@ -88,8 +88,8 @@ class WindowForm:
 
     def cuts(self, dtypes: Mapping[str, torch.dtype]) -> tuple[int, int]:
         """A tensor with main param and state of these dtypes is cut at multiples of so many
-        elements, which take so many bytes: in a file, whole blocks for each. There may be nothing to
-        keep of a parameter that is stepped where it lies."""
+        elements, which take so many bytes: in a file, whole blocks for each. There may be none, of
+        a parameter that is stepped where it lies."""
         sizes = [_block_bytes(key, dtype) for key, dtype in dtypes.items()]
         count = max(1, self.unit // min(sizes, default=self.unit)) if self.unit > ALIGNMENT else 1
         return count * BLOCK, count * sum(sizes)
