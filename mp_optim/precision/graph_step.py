@@ -10,7 +10,9 @@ the table that the captured kernels read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -48,6 +50,7 @@ class CudaGraph:
         :meth:`replay`."""
         with (
             self._accelerator.on(self._device),
+            _no_collection(),
             self._accelerator.capture(self._graph, self._stream),
         ):
             return work()
@@ -55,6 +58,23 @@ class CudaGraph:
     def replay(self) -> None:
         """Queue the captured work once; nothing waits."""
         self._graph.replay()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let no cycles be collected in a block.
+
+    NOTE: what is collected may be another optimizer, whose finalizers wait for its copies; a thread
+    that captures may not wait, and its capture is lost.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def graph_for(device: torch.device) -> Callable[[], CudaGraph]:

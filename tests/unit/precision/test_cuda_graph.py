@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from contextlib import contextmanager
 from typing import Any
@@ -61,6 +62,9 @@ def test_a_graph_is_captured_on_a_stream_of_its_device(monkeypatch):
         monkeypatch.setattr(accelerator, "capture", capture)
         simulation.thread.device = 0
         assert CudaGraph(device, accelerator).capture(lambda: 5) == 5
+        # an optimizer that is collected then would wait for its copies, and the capture be lost
+        assert gc.isenabled() and not CudaGraph(device, accelerator).capture(gc.isenabled)
+        assert gc.isenabled()
     assert captures == [(device, device)]
 
 
