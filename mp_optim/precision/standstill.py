@@ -243,12 +243,16 @@ def _ranks_alike(part: Any) -> Iterator[set[int]]:
 
 
 def _culprit(stack: Watched) -> str:
-    """Which gradient is not finite now, if one is; looks at them one by one, and waits for the
-    device."""
-    for name, grad in stack.named_gradients():
-        if grad.layout == torch.strided and not bool(torch.isfinite(grad).all()):
-            return f"the gradient of {name} holds an inf or nan"
-    return ""
+    """Which gradient is not finite now, if one is; waits for the device, once."""
+    named = [(name, grad) for name, grad in stack.named_gradients() if grad.layout == torch.strided]
+    finite = [torch.isfinite(grad).all() for _, grad in named]
+    if not finite:
+        return ""
+    home = finite[0].device
+    of_each = torch.stack([flag.to(home) for flag in finite]).tolist()
+    culprits = (name for (name, _), good in zip(named, of_each, strict=True) if not good)
+    name = next(culprits, "")
+    return f"the gradient of {name} holds an inf or nan" if name else ""
 
 
 def _is_suspect(ranks: ProcessGroup | None, was_asked: bool, is_new: bool) -> bool:

@@ -23,7 +23,9 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Half the distance between the quartiles, over the median."""
+        """Half the distance between the quartiles, over the median; 0 of one round."""
+        if len(self.seconds) == 1:
+            return 0.0
         low, _, high = statistics.quantiles(self.seconds, n=4)
         return (high - low) / 2 / self.median
 
