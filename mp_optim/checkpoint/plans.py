@@ -75,7 +75,7 @@ class WriteShare:
     left_out: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
 
 
-@uncollected()
+@uncollected
 def holding_of(tensors: Mapping[str, Tensor]) -> Holding:
     whole, shards = [], []
     for name, tensor in tensors.items():
@@ -87,7 +87,7 @@ def holding_of(tensors: Mapping[str, Tensor]) -> Holding:
     return Holding(tuple(whole), tuple(shards))
 
 
-@uncollected()
+@uncollected
 def shares(
     sheets: Sheets, held: Sequence[Collection[bytes]], shards_of_ranks: Sequence[Sequence[Held]]
 ) -> list[WriteShare]:

@@ -118,7 +118,7 @@ def _check_values(check: ValueCheck, dtype: torch.dtype, data: bytes) -> bytes:
     return data[count * dtype.itemsize :]
 
 
-@uncollected()
+@uncollected
 def plan_reading(tensors: Mapping[str, Tensor], version: Path, index: Index) -> Reading:
     """Find the saved elements for every element of tensors of the saved dtypes and shapes.
 

@@ -91,7 +91,7 @@ def save(
     model_parallel: ModelParallel | None = ...,
 ) -> SaveHandle: ...
 @in_own_modes
-@uncollected()
+@uncollected
 def save(
     path: StrPath,
     model: Models,
@@ -241,7 +241,7 @@ def verify(path: StrPath) -> Path:
 
 
 @in_own_modes
-@uncollected()
+@uncollected
 def load(
     path: StrPath,
     model: Models,

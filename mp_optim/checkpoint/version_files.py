@@ -269,7 +269,7 @@ def as_json(index: Index) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
 
 
-@uncollected()
+@uncollected
 def read_index(version: Path, files: Files) -> Index:
     """What a version holds and where.
 

@@ -129,7 +129,7 @@ class Writing:
             self._lent.give_back()
             self._lent, self.items = None, []
 
-    @uncollected()
+    @uncollected
     def write(self) -> list[WrittenFile]:
         """Write this rank's files, synced: one for each thread that is worth it. No communication.
 
@@ -141,7 +141,7 @@ class Writing:
         paths = map(self.folder.joinpath, names)
         return _write_files(list(zip(_by_file(self.items, threads), paths, strict=False)))
 
-    @uncollected()
+    @uncollected
     def finish(self, written: list[WrittenFile]) -> dict[str, FileSum]:
         """On the first rank, after all have written: write what is where.
 

@@ -10,9 +10,7 @@ the table that the captured kernels read.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -23,6 +21,7 @@ from torch import Tensor
 from mp_optim.precision.step_grads import StepGrads
 from mp_optim.precision.verdict import DeviceVerdict, VerdictNumbers
 from mp_optim.process.accelerator import CUDA, Accelerator, accelerator_of
+from mp_optim.process.calls import uncollected
 from mp_optim.slots import DeviceMultiplier
 from mp_optim.slots.interrupted_step import StepMark
 
@@ -45,12 +44,16 @@ class CudaGraph:
         # graph was first captured; on another device nothing would be captured, in silence.
         self._stream = accelerator.stream(device)
 
+    @uncollected
     def capture(self, work: Callable[[], _Result]) -> _Result:
         """Let ``work`` queue what it does into the graph; nothing happens on the device before
-        :meth:`replay`."""
+        :meth:`replay`.
+
+        NOTE: what is collected may be another optimizer, whose finalizers wait for its copies; a
+        thread that captures may not wait, and its capture is lost.
+        """
         with (
             self._accelerator.on(self._device),
-            _no_collection(),
             self._accelerator.capture(self._graph, self._stream),
         ):
             return work()
@@ -58,23 +61,6 @@ class CudaGraph:
     def replay(self) -> None:
         """Queue the captured work once; nothing waits."""
         self._graph.replay()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Let no cycles be collected in a block.
-
-    NOTE: what is collected may be another optimizer, whose finalizers wait for its copies; a thread
-    that captures may not wait, and its capture is lost.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def graph_for(device: torch.device) -> Callable[[], CudaGraph]:

@@ -86,23 +86,23 @@ def measure(grads: Sequence[Tensor], fused_backend: str, device: torch.device) -
 
 
 def total_by_key(
-    sums: Tensor, keys: Sequence[NormKey], all_keys: Sequence[NormKey]
+    sums: Tensor, keys: Sequence[NormKey], all_keys: Sequence[NormKey], fused_backend: str
 ) -> dict[NormKey, Tensor]:
     """Total for each key, shape () FP64.
 
     Args:
+        fused_backend: whose kernels add.
         sums, keys: of this step's local gradients in slot order, and which norm each counts in.
         all_keys: every key of the model, also those without a gradient now, so that all ranks
             reduce alike.
     """
+    add = choose_backend(fused_backend, sums.device)[0].sum_in_pairs
     if len(all_keys) == 1:
-        return {all_keys[0]: sum_in_pairs(sums)}
+        return {all_keys[0]: add(sums)}
     members: dict[NormKey, list[int]] = {key: [] for key in all_keys}
     for index, key in enumerate(keys):
         members[key].append(index)
-    return {
-        key: sum_in_pairs(sums[index_on(sums.device, tuple(some))]) for key, some in members.items()
-    }
+    return {key: add(sums[index_on(sums.device, tuple(some))]) for key, some in members.items()}
 
 
 _FEW = 256
@@ -172,8 +172,11 @@ def agree(
                 f"grad_norm_group={key.group!r} appeared after the first step; the ranks know "
                 f"{list(names)}. Set it before the optimizer is built"
             )
-        values = [value] if zeros is None else [value, zeros[key]]
         number = None if numbers is None else numbers.get(key)
+        if zeros is None and number is None and not key.shard_groups:
+            totals[key.group] += value  # nobody else has a part in it
+            continue
+        values = [value] if zeros is None else [value, zeros[key]]
         packed, difference = _over_shards(key, values, number, list((copies or {}).get(key, ())))
         if difference is not None:
             off = difference if off is None else off + difference

@@ -46,7 +46,7 @@ from mp_optim.precision.verdict import (
     decide,
     decide_on_device,
 )
-from mp_optim.process.calls import in_own_modes
+from mp_optim.process.calls import in_own_modes, uncollected
 from mp_optim.process.leases import before_writing
 from mp_optim.slots import Slot, current_grad, iter_slots, local_tensor
 from mp_optim.slots.identity import has_names
@@ -160,6 +160,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         return result if closure is None else loss
 
     @in_own_modes
+    @uncollected
     def unhooked_step(self) -> StepResult:
         """:meth:`step` without torch's hooks around it, for an optimizer above that has them."""
         self.check_lists()

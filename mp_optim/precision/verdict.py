@@ -19,7 +19,7 @@ from mp_optim.precision.skip_rule import NUMBERS, Judgement, RollingRule
 from mp_optim.process.transfer import Transfer, fetch, transfer_for
 from mp_optim.slots import DeviceMultiplier
 from mp_optim.update.kernel_args import fp32
-from mp_optim.update.sums import root
+from mp_optim.update.sums import index_on, root
 
 _Values = tuple[bool, float | None, int | None]
 _Known = _Values | tuple[bool, float | None, int | None, str]
@@ -280,12 +280,13 @@ class VerdictNumbers:
 
     Attributes:
         names: norm groups, in the order of the rows.
-        controls: FP32, shape (names, 2): each group's multiplier, and 1 if the step is to be
-            skipped, else 0.
+        controls: FP32, shape (names, 2): each group's multiplier, and 0 unless the step is to be
+            skipped.
         overflow: bool, shape (): some gradient is not finite.
-        report: FP64, 1-D: overflow, skip (2 because ranks disagree), norms, multipliers, the number
-            of zeros if they were counted, the rolling rule's numbers if there is one, what a
-            verdict has as ``scaling``, and the sums of ``params`` parameters.
+        report: FP64, 1-D: overflow, skip (2 or 3 because ranks disagree), norms, multipliers before
+            they are rounded, the number of zeros if they were counted, the rolling rule's numbers
+            if there is one, what a verdict has as ``scaling``, and the sums of ``params``
+            parameters.
         counts_zeros: whether they were counted.
         threshold: the norm above which the step is skipped.
         rule: the rolling rule, if there is one.
@@ -313,38 +314,34 @@ def decide_on_device(
     :func:`decide`, on the same device."""
     names = list(measurement.sums)
     sums = torch.stack(list(measurement.sums.values()))
-    norms = root(sums)
-    if scaled_by:
-        norms = norms * scaled_by[0].reshape(())
-    multipliers = clip_coefficients(norms, config.clip_grad)
-    if scaled_by:
-        multipliers = multipliers * scaled_by[0].reshape(())
-    multipliers = multipliers.float()
+    scale = scaled_by[0].reshape(()) if scaled_by else None
+    norms = root(sums) if scale is None else root(sums) * scale
     overflow = ~(sums.amax() < math.inf)  # sums of squares: none is below 0
-    skip, judged = overflow, norms[:0]
+    skip, judged, clipped = overflow, norms[:0], norms
     if MAIN_NORM in measurement.sums:
-        rows = dict(zip(names, multipliers.unbind(), strict=True))
-        multipliers = torch.stack([rows[MAIN_NORM if name == EXCLUDED else name] for name in names])
-        norm = norms[names.index(MAIN_NORM)]
-        skip = overflow | (norm > config.grad_norm_skip_threshold)
+        main, threshold = names.index(MAIN_NORM), config.grad_norm_skip_threshold
+        places = [main if name == EXCLUDED else place for place, name in enumerate(names)]
+        clipped = norms.index_select(0, index_on(norms.device, tuple(places)))
+        norm = norms[main]
+        if threshold < math.inf:
+            skip = overflow | (norm > threshold)
         if rule is not None:
             spike, judged = rule.judge(norm)
             skip = skip | spike
             rule.take(torch.where(overflow, math.nan, norm))
-    skips = skip.double()
+    multipliers = clip_coefficients(clipped, config.clip_grad)
+    if scale is not None:
+        multipliers = multipliers * scale
+    flags = torch.stack([overflow, skip]).double()
     if measurement.disagreement is not None:
-        disagrees = measurement.disagreement.to(sums.device) != 0.0
-        skip = skip | disagrees
-        skips = skip.double() + disagrees
-    controls = torch.stack([multipliers, skip.float().expand_as(multipliers)], dim=1)
-    decided = [overflow.double(), skips, norms, multipliers.double()]
+        flags[1] += 2.0 * (measurement.disagreement.to(sums.device) != 0.0)
     counted = [measurement.zeros, judged, *scaled_by, measurement.params]
-    parts = [*decided, *(value for value in counted if value is not None)]
+    more = [value.double().reshape(-1) for value in counted if value is not None]
     return VerdictNumbers(
         names,
-        controls,
+        torch.stack([multipliers, flags[1].expand_as(multipliers)], dim=1).float(),
         overflow,
-        torch.cat([part.double().reshape(-1) for part in parts]),
+        torch.cat([flags, norms, multipliers, *more]),
         measurement.zeros is not None,
         config.grad_norm_skip_threshold,
         rule if len(judged) else None,
@@ -353,12 +350,13 @@ def decide_on_device(
 
 
 def clip_coefficients(norms: Tensor, limit: float) -> Tensor:
-    """``limit / (norm + 1e-6)`` where that is below 1, else 1, also where it is not a number."""
+    """``limit / (norm + 1e-6)`` where that is below 1, else 1; not a number where the norm is
+    none."""
     if not limit > 0.0:
         return torch.ones_like(norms)
     # not `limit / ...`, which torch computes as a reciprocal times limit: two roundings
-    coefficients = torch.full_like(norms, limit) / (norms + 1e-6)
-    return torch.fmin(coefficients, torch.ones_like(coefficients))
+    dividend = torch.tensor(limit, dtype=norms.dtype, device="cpu")
+    return (dividend / (norms + 1e-6)).clamp(max=1.0)
 
 
 class DeviceVerdict:
@@ -414,7 +412,7 @@ def _as_verdict(decided: VerdictNumbers, read: Tensor) -> Verdict:
     numbers, names = iter(report), decided.names
     overflow, skip = bool(next(numbers)), next(numbers)
     norms = {name: next(numbers) for name in names}
-    multipliers = {name: next(numbers) for name in names}
+    multipliers = {name: fp32(next(numbers)) for name in names}
     num_zeros = int(next(numbers)) if decided.counts_zeros else None
     judged = [next(numbers) for _ in range(NUMBERS if decided.rule else 0)]
     scaling = tuple(numbers)

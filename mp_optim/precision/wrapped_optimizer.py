@@ -333,7 +333,7 @@ class WrappedOptimizer(MegatronOptimizer):
             return Measurement(
                 known={EXCLUDED: 0.0, MAIN_NORM: 0.0, name: pairwise_sum_on_host(each)}
             )
-        sums = total_by_key(each, keys, all_keys)
+        sums = total_by_key(each, keys, all_keys, config.fused_backend)
         zeros = params = None
         if config.log_num_zeros_in_grad:
             zeros = count_zeros(grads, keys, all_keys, device)

@@ -10,9 +10,9 @@ import queue
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -120,18 +120,22 @@ def _carry_out(result: Future[T], work: Callable[[], T]) -> None:
 # -- the garbage collector ------------------------------------------------------------------------
 #
 # Every few hundred new objects it searches for cycles, now and then among all objects of the
-# process; plans and indices of thousands of entries have no cycles, and half of their time would
-# go into that. Saves and loads have them die before they end, so that a collector that is switched
-# on again never sees them: what it has seen come and stay brings its search of everything nearer.
+# process. Steps, saves and loads make and drop thousands that have no cycles, and half of their
+# time would go into that. These die before the call ends, so that a collector that is switched on
+# again never sees them: what it has seen come and stay brings its search of everything nearer.
 
 
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """No automatic collections meanwhile, if there were any before; also a decorator."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+def uncollected(function: Callable[P, T]) -> Callable[P, T]:
+    """Run a call without automatic collections, if there are any."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        was_on = gc.isenabled()
+        try:  # by hand, as above: an interrupt must not leave it off
+            gc.disable()
+            return function(*args, **kwargs)
+        finally:
+            if was_on:
+                gc.enable()
+
+    return call

@@ -17,6 +17,8 @@ from mp_optim.process.leases import before_writing
 
 _NBYTES = operator.attrgetter("nbytes")
 _DTYPE = operator.attrgetter("dtype")
+_LEAST_ADDRESS = 1 << 38
+"""Beyond what a storage may hold (256 GiB), and below what memory most processes have."""
 T = TypeVar("T")
 
 
@@ -39,7 +41,8 @@ class CachedTensorList(list[Tensor]):
         addresses: ``data_ptr`` of each.
         sizes: ``numel`` of each.
         own_sizes: the same, looked up even if it was known (:meth:`gradients_of`).
-        stored: whether no storage is smaller than its tensor, as one is that was given back.
+        stored: whether no memory was given back (``untyped_storage().resize_(0)``), and where that
+            has to be looked up no storage is smaller than its tensor.
         dtypes, devices: those that occur.
         contiguous: whether all are.
         held: memory kept for as long as the list is; see :meth:`hold`.
@@ -78,6 +81,9 @@ class CachedTensorList(list[Tensor]):
 
     @lazy
     def stored(self) -> bool:
+        # Without memory a tensor's address is how far it begins in its storage.
+        if min(self.addresses, default=_LEAST_ADDRESS) >= _LEAST_ADDRESS:
+            return True
         held = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, self))
         return all(map(operator.ge, held, map(_NBYTES, self)))
 

@@ -123,8 +123,16 @@ def write_outputs(lists: TensorLists) -> None:
 
 def mark_written(lists: TensorLists) -> None:
     """Tell autograd, which cannot see a kernel write."""
-    outputs = [output for output in lists.output if output is not None]
-    tell_autograd([*lists.main, *outputs])
+    tell_autograd(model_tensors(lists))
+
+
+def model_tensors(lists: TensorLists) -> list[Tensor]:
+    """What autograd may know of what a kernel writes: outputs, and main params that have none and
+    may be the model's own. It never meets the others."""
+    outputs = lists.output
+    if not lists.main:  # a pass that writes no parameters
+        return []
+    return [m if o is None else o for m, o in zip(lists.main, outputs, strict=True)]
 
 
 def tell_autograd(written: list[Tensor]) -> None:

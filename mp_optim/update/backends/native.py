@@ -34,7 +34,7 @@ from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.memory_access import LARGE, AccessChoice
 from mp_optim.update.backends.native_library import thread_count
 from mp_optim.update.backends.reference import MOMENTUM, ReferenceBackend, Scales
-from mp_optim.update.chunking import mark_written, tell_autograd
+from mp_optim.update.chunking import mark_written, model_tensors, tell_autograd
 from mp_optim.update.codecs import Noise
 from mp_optim.update.element_rules import Step
 from mp_optim.update.kernel_args import (
@@ -187,8 +187,7 @@ class NativeBackend(ReferenceBackend):
             self._call("mp_step", table, *given, None if own is None else own.buffer_info()[0])
             mark_written(alike)
             if len(by_dtypes) == 1 and lists.prepared is not None and own is None:
-                outputs = [each for each in alike.output if each is not None]
-                table.written = [*alike.main, *outputs]
+                table.written = model_tensors(alike)
                 table.made_for = lists.made_for
                 lists.prepared[rule] = table
 

@@ -44,7 +44,7 @@ from mp_optim.update.element_rules import (
 )
 from mp_optim.update.exact_sums import bounded_sum, bounded_value
 from mp_optim.update.kernel_args import LambScalars, MuonScalars, StableScalars, TensorLists, fp32
-from mp_optim.update.sums import combine_pieces, sum_of_squares
+from mp_optim.update.sums import combine_pieces, sum_in_pairs, sum_of_squares
 
 Multiplier = Any
 """A float; or also a tensor, for backends that say so by ``takes_device_multipliers``."""
@@ -285,6 +285,10 @@ class ReferenceBackend:
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         """FP64, shape (n,)."""
         return sum_of_squares(tensors)
+
+    def sum_in_pairs(self, values: Tensor) -> Tensor:
+        """The sum, shape (), of FP64 values, shape (n,), in the order of ``update/sums.py``."""
+        return sum_in_pairs(values)
 
 
 Backend = ReferenceBackend

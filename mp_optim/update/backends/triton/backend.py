@@ -43,7 +43,7 @@ from mp_optim.update.backends.triton.launches import (
     sum_alike,
 )
 from mp_optim.update.backends.triton.tables import Tables
-from mp_optim.update.chunking import mark_written, tell_autograd
+from mp_optim.update.chunking import mark_written, model_tensors, tell_autograd
 from mp_optim.update.kernel_args import (
     AlikeLists,
     LambScalars,
@@ -208,7 +208,7 @@ class TritonBackend(ReferenceBackend):
         grads = CachedTensorList.of(lists.grad)
         if known is None or not known.fits(lists) or len(known.launches) >= MOST_LAUNCHES:
             kept = part._replace(lists=replace(lists, grad=[], prepared=None))
-            written = [*lists.main, *(each for each in lists.output if each is not None)]
+            written = model_tensors(lists)
             known = Steady(lists.made_for, kept, grads.own_sizes, written, {})
             lists.prepared[name] = known
         launches = self.tables.launch_of(part, moments, CHUNK)
@@ -476,6 +476,12 @@ class TritonBackend(ReferenceBackend):
             alike = CachedTensorList(steady[i] for i in indices)
             sums.index_copy_(0, self.index(indices, device), sum_alike(self.tables, alike))
         return sums
+
+    def sum_in_pairs(self, values: Tensor) -> Tensor:
+        if len(values) < 2:
+            return values.sum()
+        plan = self.tables.plan_of(array("q", [len(values)]), 1, values.device)
+        return added(plan, values.view(-1, 1)).view(())
 
 
 def _ratios(scalars: LambScalars, sums: Tensor, numbers: Tensor) -> Tensor:

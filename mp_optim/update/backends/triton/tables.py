@@ -121,7 +121,9 @@ class Tables:
 
         def build(steady: CachedTensorList) -> Column:
             addresses = steady.addresses
-            odd = [place for place, address in enumerate(addresses) if address % 16]
+            odd: list[int] = []
+            if any(map((15).__and__, addresses)):  # of many it is quick to see that none is
+                odd = [place for place, address in enumerate(addresses) if address % 16]
             return Column(self.values(addresses, device), frozenset(odd))
 
         return self._known(tensors, ("column", device), device, build)
@@ -180,11 +182,14 @@ class Tables:
             sizes = steady.sizes[:]
             for place in without:
                 sizes[place] = 0
-            return self._remembered(
-                (sizes.tobytes(), chunk, device), device, lambda: Plan(self, sizes, chunk, device)
-            )
+            return self.plan_of(sizes, chunk, device)
 
         return self._known(tensors, ("plan", chunk, device, without), device, build)
+
+    def plan_of(self, sizes: array[int], chunk: int, device: torch.device) -> Plan:
+        """The programs that work on tensors of these sizes."""
+        key = sizes.tobytes(), chunk, device
+        return self._remembered(key, device, lambda: Plan(self, sizes, chunk, device))
 
     def values(self, values: array[int], device: torch.device) -> Tensor:
         """A table of integers on the device."""
