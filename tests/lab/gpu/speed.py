@@ -209,17 +209,20 @@ def steps(rate: Rate, numel: int, rounds: int) -> Section:
         )
         if field.steps:
             field.add(name, lambda: _step(rate, backend, sizes))
-        timings = alternate(rate.device, field.steps, rounds, f"steps, {adam}")
         section.missing |= field.missing
-        section.take(
-            timings,
-            of_limit=lambda _, timing: STEP_BYTES * total / timing.median / rate.limit,
-            **(
-                {"times_ours": lambda _, timing, t=timings, o=name: ratio(timing, t[o])}
-                if name in timings
-                else {}
-            ),
-        )
+        for behind in (False, True):
+            label = ", behind other work" if behind else ""
+            found = alternate(rate.device, field.steps, rounds, f"steps, {adam}{label}", behind)
+            timings = {f"{each}{label}": timing for each, timing in found.items()}
+            section.take(
+                timings,
+                of_limit=lambda _, timing: STEP_BYTES * total / timing.median / rate.limit,
+                **(
+                    {"times_ours": lambda _, timing, o=found[name]: ratio(timing, o)}
+                    if name in found
+                    else {}
+                ),
+            )
         del field
         clean(rate.device)
     return section

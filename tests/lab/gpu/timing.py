@@ -10,28 +10,38 @@ from rich.progress import track
 
 from benchmarks.timing import Timing
 
+BUSY = 20_000_000
+"""Cycles that the device is kept busy for: some 10 ms."""
+
 
 def alternate(
-    device: torch.device, contenders: Mapping[str, Callable[[], object]], rounds: int, label: str
+    device: torch.device,
+    contenders: Mapping[str, Callable[[], object]],
+    rounds: int,
+    label: str,
+    behind: bool = False,
 ) -> dict[str, Timing]:
     """Time every contender once a round, after two rounds that do not count. Includes what the host
-    adds: launches that the device waits for show in its clock."""
+    adds: launches that the device waits for show in its clock; ``behind`` other work, as after a
+    backward pass, the host is ahead, and only waits of its own show."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for number in track(range(-2, rounds), description=label, transient=True):
         for name, run in contenders.items():
-            took = _timed(device, run)
+            took = _timed(device, run, behind)
             if number >= 0:
                 seconds[name].append(took)
     return {name: Timing(values) for name, values in seconds.items()}
 
 
-def _timed(device: torch.device, run: Callable[[], object]) -> float:
+def _timed(device: torch.device, run: Callable[[], object], behind: bool) -> float:
     if device.type != "cuda":
         started = time.perf_counter()
         run()
         return time.perf_counter() - started
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
+    if behind:
+        torch.cuda._sleep(BUSY)
     start.record()
     run()
     end.record()
