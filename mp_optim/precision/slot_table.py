@@ -199,7 +199,7 @@ class SlotTable:
         if not (strided and grads.dtypes <= GRADIENT_DTYPES) or _META in grads.devices:
             self._refuse_kinds(indices, grads, name_of)
         present = list(map(Tensor.size, grads))
-        if present == shapes and 0 not in grads.addresses:
+        if present == shapes and grads.stored:
             if "sizes" in vars(grads):  # those of the parameters, of which this is found true
                 vars(grads)["own_sizes"] = grads.sizes
             return

@@ -12,7 +12,7 @@ from mp_optim.slots.identity import (
     stream_of,
     with_names,
 )
-from mp_optim.slots.param_attributes import current_grad, have_grad_only
+from mp_optim.slots.param_attributes import current_grad, current_grads, have_grad_only
 from mp_optim.slots.tensors import (
     CachedTensorList,
     all_same,
@@ -47,6 +47,7 @@ __all__ = [
     "are_plain",
     "check_shape",
     "current_grad",
+    "current_grads",
     "follow",
     "group_settings",
     "have_grad_only",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-_DICT = operator.attrgetter("__dict__")
+_DICT, _GRAD = operator.attrgetter("__dict__"), operator.attrgetter("grad")
 _NORM_ATTRIBUTES = (
     "shared",
     "tensor_model_parallel",
@@ -34,6 +34,11 @@ def current_grad(param: Tensor) -> Tensor | None:
         if grad is not None:
             return grad
     return None
+
+
+def current_grads(params: Sequence[Tensor]) -> list[Tensor | None]:
+    """:func:`current_grad` of each."""
+    return list(map(_GRAD if have_grad_only(params) else current_grad, params))
 
 
 def have_grad_only(params: Sequence[Tensor]) -> bool:

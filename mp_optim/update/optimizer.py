@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from mp_optim.process.calls import in_own_modes
-from mp_optim.slots import Slot, SlotUpdate, SlotUpdates, current_grad, iter_slots, update_of
+from mp_optim.process.calls import in_own_modes, uncollected
+from mp_optim.slots import (
+    CachedTensorList,
+    Slot,
+    SlotUpdate,
+    SlotUpdates,
+    all_params,
+    are_plain,
+    current_grads,
+    iter_slots,
+    local_grad,
+    update_of,
+)
 from mp_optim.slots.executor import Executor
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
-from mp_optim.slots.seen_params import check_memory
+from mp_optim.slots.seen_params import SeenParams, check_memory
 from mp_optim.update.backends.selection import warn_of_missing_kernels
 from mp_optim.update.executor import RuleExecutor
 from mp_optim.update.measures import global_grad_norm
@@ -21,6 +32,17 @@ from mp_optim.update.rule import Rule
 from mp_optim.update.state_format import StatePrecision
 
 E = TypeVar("E", bound=Executor)
+_NAMES = ("param_names", "fqns")
+
+
+class _LastStep(NamedTuple):
+    """What the last step's updates were made of: which parameters had a gradient, their names, and
+    where they were."""
+
+    indices: list[int]
+    names: list[list[str]]
+    seen: SeenParams
+    updates: SlotUpdates
 
 
 class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
@@ -40,7 +62,7 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         self.executor = executor
         executor.label = type(self).__name__
         self._live_groups, self._sizes = executor.param_groups, executor.sizes
-        self._last = SlotUpdates.of([])  # without gradients
+        self._last = _LastStep([], [], SeenParams(), SlotUpdates.of([]))
         super().__init__(params, defaults)
         self.use_mark(self.step_mark)
 
@@ -82,23 +104,54 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
             with torch.enable_grad():
                 loss = closure()
         self.check_lists()
-        updates = []
-        for slot, param in iter_slots(self.param_groups):
-            if (grad := current_grad(param)) is not None:
-                name = self.slot_name(slot)
-                _check_grad(name, grad)
-                updates.append(update_of(slot, name, param, grad))
+        updates = self._updates()
         clips = any(group.get("max_grad_norm", 0.0) for group in self.param_groups)
         grad_norm = global_grad_norm(updates) if clips else None
-        columns = SlotUpdates.of(updates)
-        if columns.slots == self._last.slots:  # a launch is kept for these very objects
-            kept = self._last
-            columns = replace(columns, slots=kept.slots, outputs=kept.outputs, changed=kept.changed)
-        self._last = replace(columns, grads=())
-        self.step_slots(columns, grad_norm=grad_norm)
+        self.step_slots(updates, grad_norm=grad_norm)
         return loss
 
+    def _updates(self) -> SlotUpdates:
+        """The updates of a step. What they say beside gradients stays that of the last step, in the
+        same objects, while the parameters with gradients are where they were."""
+        every = all_params(self.param_groups)
+        present = current_grads(every)
+        indices = [index for index, grad in enumerate(present) if grad is not None]
+        grads = [grad for grad in present if grad is not None]
+        self._check_grads(indices, grads)
+        params = [every[index] for index in indices]
+        names = [list(group.get(key, ())) for group in self.param_groups for key in _NAMES]
+        last = self._last
+        if indices != last.indices or names != last.names or last.seen.moved(params):
+            slots = self._slots_at(indices)
+            updates = SlotUpdates.of(
+                [
+                    update_of(slot, self.slot_name(slot), param, grad)
+                    for slot, param, grad in zip(slots, params, grads, strict=True)
+                ]
+            )
+            last = self._last = _LastStep(indices, names, SeenParams(params), updates)
+        if not (last.seen.plain and are_plain(grads)):
+            grads = list(map(local_grad, params, grads))
+        return replace(last.updates, grads=CachedTensorList(grads))
+
+    def _check_grads(self, indices: Sequence[int], grads: Sequence[Tensor]) -> None:
+        if {grad.layout for grad in grads} <= {torch.strided} and all(
+            map(Tensor.is_floating_point, grads)
+        ):
+            return
+        for slot, grad in zip(self._slots_at(indices), grads, strict=True):
+            if grad.layout != torch.strided or not grad.is_floating_point():
+                raise TypeError(
+                    f"{self.slot_name(slot)}: gradient is {grad.dtype}, layout {grad.layout}; "
+                    "dense floating-point gradients are supported"
+                )
+
+    def _slots_at(self, indices: Sequence[int]) -> list[Slot]:
+        slots = [slot for slot, _ in iter_slots(self.param_groups)]
+        return [slots[index] for index in indices]
+
     @in_own_modes
+    @uncollected
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         """Step the given slots, and only those.
 
@@ -151,11 +204,3 @@ class RuleOptimizer(SlotOptimizer[RuleExecutor]):
         executor = RuleExecutor([], rule, StatePrecision(**kept), backend, *audit)
         super().__init__(params, settings, executor)
         warn_of_missing_kernels(backend, rule.kernels, self.param_groups)
-
-
-def _check_grad(name: str, grad: Tensor) -> None:
-    if grad.layout != torch.strided or not grad.is_floating_point():
-        raise TypeError(
-            f"{name}: gradient is {grad.dtype}, layout {grad.layout}; dense "
-            "floating-point gradients are supported"
-        )

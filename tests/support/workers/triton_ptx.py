@@ -162,7 +162,7 @@ def wide(kernel: str, case: Case, keys: tuple[str, ...]) -> dict[str, int]:
 def elements_of(kernel: str, case: Case, moments: list[torch.dtype | None]) -> tuple[int, int]:
     """Elements of a thread, and how many of them are side by side."""
     if kernel == "chunk_sums":
-        return launches.SUM_CHUNK // (32 * 8), 16 // case.grad.itemsize
+        return launches.SUM_CHUNK // (32 * launches.SUM_WARPS), 16 // case.grad.itemsize
     main = torch.float32 if case.rest is None else torch.bfloat16
     whole = None if kernel == "muon_momentum" else main
     kind = LaunchDtypes(

@@ -376,3 +376,25 @@ def test_no_step_keeps_gradients_alive(fraction, mode):
         optimizer.zero_grad()
     gc.collect()
     assert [gone() for gone in gradients] == [None] * len(gradients)
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_nothing_is_collected_in_a_step_and_the_collector_is_as_before(was_on):
+    seen = []
+
+    class Timer:
+        def start(self, barrier):
+            seen.append(gc.isenabled())
+
+        def stop(self):
+            seen.append(gc.isenabled())
+
+    model, optimizer = build("bf16", 0.5, timers=lambda name, log_level: Timer())
+    model(tokens_of(0)).backward()
+    if not was_on:
+        gc.disable()
+    try:
+        optimizer.step()
+        assert gc.isenabled() == was_on and seen and not any(seen)
+    finally:
+        gc.enable()

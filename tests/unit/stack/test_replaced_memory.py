@@ -182,6 +182,20 @@ def test_memory_that_was_freed_is_refused(dtype: torch.dtype, place: dict[str, A
             optimizer.step()
 
 
+def test_a_gradient_in_a_bucket_that_was_freed_is_refused(place: dict[str, Any]) -> None:
+    """Its address is no longer one of memory, but not 0 either."""
+    named = pair(torch.float32, 8, 8)
+    optimizer = sgd(named, **place)
+    bucket = torch.zeros(128)
+    for (_, param), part in zip(named, bucket.split(64), strict=True):
+        param.grad = part.view(8, 8)
+    optimizer.step()
+    bucket.untyped_storage().resize_(0)
+    named[0][1].grad = torch.zeros(8, 8)
+    with pytest.raises(ValueError, match=r"q: the gradient's memory was freed"):
+        optimizer.step()
+
+
 # -- memory that elements share ----------------------------------------------------------------
 
 

@@ -431,9 +431,14 @@ def test_optimizers_with_strides_missing_gradients_and_outputs(
     candidate.check(found)
 
 
-def test_writes_are_seen_by_autograd(candidate: Candidate) -> None:
-    lists = lists_of("adam", candidate.device, torch.bfloat16, torch.bfloat16, sizes=(40,))
-    written = [lists.main[0], lists.output[0]]
-    before = [tensor._version for tensor in written]
-    take_step(candidate.backend, "adam", lists, BASE, 1, 1.0)
-    assert all(tensor._version > version for tensor, version in zip(written, before, strict=True))
+@pytest.mark.parametrize("output", [torch.bfloat16, None])
+def test_writes_are_seen_by_autograd(candidate: Candidate, output: torch.dtype | None) -> None:
+    """Those of the model's own tensors, which a graph may hold; a main param beside an output is in
+    none."""
+    lists = lists_of("adam", candidate.device, torch.bfloat16, output, sizes=(40, 7))
+    models = lists.main if output is None else lists.output
+    for step in (1, 2):
+        before = [tensor._version for tensor in models]
+        take_step(candidate.backend, "adam", lists, BASE, step, 1.0)
+        after = [tensor._version for tensor in models]
+        assert all(now > then for now, then in zip(after, before, strict=True))

@@ -336,8 +336,8 @@ def on_host(multiplier: Multiplier) -> float | None:
 # -- sums of squares: chunk by chunk, then in the order of update/sums.py -------------------------
 
 
-SUM_CHUNK = 16384
-"""Elements a program sums."""
+SUM_CHUNK, SUM_WARPS = 4096, 2
+"""Elements a program sums, and its warps: small programs, of which some read while others add."""
 
 
 def sum_alike(tables: Tables, tensors: CachedTensorList) -> Tensor:
@@ -354,7 +354,7 @@ def sum_alike(tables: Tables, tensors: CachedTensorList) -> Tensor:
         squares = torch.empty(plan.programs, 1, dtype=torch.float64, device=device)
         if plan.programs:
             constants = {"TYPE": TYPES[tensors[0].dtype], "ALIGNED": aligned, "CHUNK": SUM_CHUNK}
-            form = _sums_form(sums.chunk_sums, 8, **constants)
+            form = _sums_form(sums.chunk_sums, SUM_WARPS, **constants)
             given = (plan.owners, plan.firsts, plan.sizes, column.values, squares)
             with current_device(device):
                 form.launch(plan.programs, *given)
