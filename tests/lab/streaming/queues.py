@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from lab.streaming.schedules import whole
 from mp_optim.planner.step_time import BUCKET, GRAD, IN_FLIGHT, WINDOW, Form, Lanes, Machine
 
 ROW, EVENT = 5e-6, 2e-6
@@ -174,7 +175,7 @@ def both_in(
     device, lanes = Device(), Lanes.of(machine, True, True)
     size = max(min(BUCKET // GRAD, -(-host // 16)), 1)
     counts = [min(size, host - start) for start in range(0, host, size)]
-    windows = windows_of(device, lanes, form, stream, window, order)
+    windows = windows_of(device, lanes, whole(form), stream, window, order)
     coming: list[Work] = []
 
     def start() -> None:

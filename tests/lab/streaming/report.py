@@ -9,7 +9,7 @@ from lab.streaming.queues import BEFORE, NOW, both_in, streamed_in
 from lab.streaming.schedules import FORMS, auto, auto_behind_backward, behind_backward
 from mp_optim.planner.step_time import GB, Form, Machine, on_host, streamed
 
-NOT_MEASURED = "Modelled, not measured: not yet measured on a GPU."
+NOT_MEASURED = "Modelled, not measured."
 WINDOWS = (64 << 20, 256 << 20, 1 << 30)
 ENOUGH = 0.9
 """The share of the bus that streaming should reach."""

@@ -5,7 +5,7 @@ show."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mp_optim.planner.step_time import (
     GRAD,
@@ -32,6 +32,12 @@ FORMS = (
 )
 
 
+def whole(form: Form) -> Form:
+    """The form with main params that rest on the host, all of them: where the host steps some of
+    them, none is left on the device for its upper half."""
+    return replace(form, state=form.state + GRAD, reads_param=False) if form.reads_param else form
+
+
 def both(machine: Machine, form: Form, stream: int, host: int, window: int = WINDOW) -> Schedule:
     """Numbers of parameters that are streamed and that the host steps, at the same time. The host's
     gradients come down before state does, and its params go up after state.
@@ -43,7 +49,7 @@ def both(machine: Machine, form: Form, stream: int, host: int, window: int = WIN
     if lanes.host.rate <= 0:
         raise ValueError(f"{machine.name}: streaming takes all of the host's memory")
     measured = measure_on_host(schedule, lanes, form, host)
-    stream_windows(schedule, lanes, form, stream, window)
+    stream_windows(schedule, lanes, whole(form), stream, window)
     step_on_host(schedule, lanes, form, host, measured)
     return schedule
 
@@ -80,7 +86,7 @@ def auto(machine: Machine, form: Form, params: int, window: int = WINDOW) -> Spl
     is as fast."""
     tried = [
         Split(0.0, on_host(machine, form, params).seconds),
-        Split(1.0, streamed(machine, form, params, window).seconds),
+        Split(1.0, streamed(machine, whole(form), params, window).seconds),
     ]
     low, high = 0, params
     while machine.each_way < machine.host / 2 and high - low > max(params // 1000, 1):
@@ -103,7 +109,7 @@ def auto_behind_backward(
 
     def exposed(count: int) -> float:
         host = behind_backward(machine, form, params - count, backward)
-        stream = streamed(machine, form, count, window)
+        stream = streamed(machine, whole(form), count, window)
         return max(host.seconds - backward, 0.0) + stream.seconds * (count > 0)
 
     count = _least(exposed, params)
