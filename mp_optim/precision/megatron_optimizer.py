@@ -173,12 +173,12 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             device = _graph_device(self) if config.optimizer_cuda_graph else None
             if device is not None:
                 verdict = _by_graph(self, device)
-            elif config.timers is not None:
-                verdict = _timed_step(self)
             else:
-                grads = self.collect_grads()
-                verdict = _decide(self, grads)
-                apply_verdict(self, grads, verdict)
+                with _timed(config, "optimizer-clip-main-grad"):
+                    grads = self.collect_grads()
+                    verdict = _decide(self, grads)
+                with _timed(config, "optimizer-inner-step"):
+                    apply_verdict(self, grads, verdict)
             if self.grad_scaler is not None:
                 scale_follows(self, verdict)
         conclude(self, verdict)
@@ -535,16 +535,6 @@ def patch_of(name: str, part: ChangedPart, parallel: ModelParallel) -> WeightPat
     return WeightPatch(parallel.names[name], shape, part.values.dtype, part.values, indices)
 
 
-def _timed_step(stack: MegatronOptimizer) -> Verdict | DeviceVerdict:
-    """The phases of a step, for Megatron's timers."""
-    with _timed(stack.config, "optimizer-clip-main-grad"):
-        grads = stack.collect_grads()
-        verdict = _decide(stack, grads)
-    with _timed(stack.config, "optimizer-inner-step"):
-        apply_verdict(stack, grads, verdict)
-    return verdict
-
-
 def _decide(stack: MegatronOptimizer, grads: StepGrads) -> Verdict | DeviceVerdict:
     config, device = stack.config, stack.verdict_device()
     measurement = grads.sums(on_host=device is None)
@@ -641,7 +631,10 @@ def refuse_disagreement(stack: MegatronOptimizer) -> NoReturn:
 
 @contextmanager
 def _timed(config: OptimizerConfig, name: str) -> Iterator[None]:
-    assert config.timers is not None
+    """A phase of a step, for Megatron's timers, if there are any."""
+    if config.timers is None:
+        yield
+        return
     timer = config.timers(name, log_level=1)
     timer.start(barrier=config.barrier_with_L1_time)
     try:

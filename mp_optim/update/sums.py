@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.ranks.missing_ranks import naming_missing_ranks, wait_for
+from mp_optim.slots import CachedTensorList
 from mp_optim.update.chunking import piece_elements
 
 SUM_BLOCK = 1024
@@ -125,6 +126,19 @@ def sum_in_pairs(values: Tensor) -> Tensor:
     while sums.shape[-1] > 1:
         sums = sums[..., 0::2] + sums[..., 1::2]
     return sums.squeeze(-1)
+
+
+def by_dtype(tensors: CachedTensorList, sum_alike: Callable[[CachedTensorList], Tensor]) -> Tensor:
+    """Sums, shape (n,) FP64, of tensors on one device, by what takes those of one dtype."""
+    if len(tensors.dtypes) == 1:
+        return sum_alike(tensors)
+    device = tensors[0].device if tensors else torch.device("cpu")
+    sums = torch.empty(len(tensors), dtype=torch.float64, device=device)
+    for dtype in tensors.dtypes:
+        indices = tuple(index for index, tensor in enumerate(tensors) if tensor.dtype == dtype)
+        alike = CachedTensorList(tensors[index] for index in indices)
+        sums.index_copy_(0, index_on(device, indices), sum_alike(alike))
+    return sums
 
 
 def _sum_large(tensor: Tensor, piece: int) -> Tensor:

@@ -50,6 +50,7 @@ from mp_optim.update.kernel_args import (
     columns_of,
     kept_moments,
 )
+from mp_optim.update.sums import by_dtype
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _FORMS = {
@@ -304,14 +305,10 @@ class NativeBackend(ReferenceBackend):
                 tell_autograd(list(alike.state[AVERAGE]))
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        steady = CachedTensorList.of(tensors)
+        return by_dtype(CachedTensorList.of(tensors), self._sums_alike)
+
+    def _sums_alike(self, steady: CachedTensorList) -> Tensor:
         sums = torch.empty(len(steady), dtype=torch.float64, device="cpu")
-        if len(steady.dtypes) != 1:
-            for dtype in steady.dtypes:
-                indices = [index for index, tensor in enumerate(steady) if tensor.dtype == dtype]
-                alike = self.sum_of_squares([steady[index] for index in indices])
-                sums[torch.tensor(indices, device="cpu")] = alike
-            return sums
         if steady[0].dtype not in FLOATS:
             return super().sum_of_squares(steady)
         if not steady.contiguous:

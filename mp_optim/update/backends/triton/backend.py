@@ -53,7 +53,7 @@ from mp_optim.update.kernel_args import (
     alike_lists,
     kept_moments,
 )
-from mp_optim.update.sums import root
+from mp_optim.update.sums import by_dtype, root
 
 OLDEST = (3, 6)
 """The first Triton whose ``div_rn`` and ``sqrt_rn`` keep denormals: 3.5.1 emits
@@ -466,16 +466,7 @@ class TritonBackend(ReferenceBackend):
             mark_written(part.lists)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        steady = CachedTensorList.of(tensors)
-        if len(steady.dtypes) == 1:
-            return sum_alike(self.tables, steady)
-        device = steady[0].device if steady else torch.device("cpu")
-        sums = torch.empty(len(steady), dtype=torch.float64, device=device)
-        for dtype in steady.dtypes:
-            indices = [index for index, tensor in enumerate(steady) if tensor.dtype == dtype]
-            alike = CachedTensorList(steady[i] for i in indices)
-            sums.index_copy_(0, self.index(indices, device), sum_alike(self.tables, alike))
-        return sums
+        return by_dtype(CachedTensorList.of(tensors), partial(sum_alike, self.tables))
 
     def sum_in_pairs(self, values: Tensor) -> Tensor:
         if len(values) < 2:
