@@ -183,11 +183,7 @@ class WindowLane:
     # -- in step ----------------------------------------------------------------------------------
 
     def steps(
-        self,
-        updates: SlotUpdates,
-        on_host: Collection[Slot],
-        grad_norm: float | None,
-        step_device: Callable[[], None],
+        self, updates: SlotUpdates, on_host: Collection[Slot], step_device: Callable[[], None]
     ) -> Generator[float, None, None]:
         """Step, window by window, at the caller's pace; all is stepped at the end.
 
@@ -199,7 +195,7 @@ class WindowLane:
             Which share of the windows is stepped, or queued on the device; first 0.0, as soon as
             ``step_device`` was called.
         """
-        launches = self._executor.plan(updates, grad_norm)
+        launches = self._executor.plan(updates)
         may_cut = [self._executor.rule.is_elementwise(each.settings) for each in launches]
         along = partial(self._along, on_host)
         staying = {slot.slot for slot in self._slots if slot.stays}

@@ -551,11 +551,22 @@ class PlacedExecutor(Executor):
 
     # -- stepping ---------------------------------------------------------------------------------
 
-    def step_slots(self, updates: SlotUpdates, *, grad_norm: float | None = None) -> None:
+    def clipped(self, updates: SlotUpdates, grad_norm: float | None) -> SlotUpdates:
+        found = {
+            place: executor.clipped(updates, grad_norm)
+            for place, executor in self.executors.items()
+        }
+        if all(each is updates for each in found.values()):
+            return updates
+        places = (self._placed[slot].place for slot in updates.slots)
+        multipliers = [found[place].multipliers[index] for index, place in enumerate(places)]
+        return replace(updates, multipliers=multipliers)
+
+    def step_slots(self, updates: SlotUpdates) -> None:
         if not self._placed.bind():
             self._watch()
         updates = self._placed.with_outputs(updates)
-        self.stepper.step_slots(updates, grad_norm, self.executors["device"])
+        self.stepper.step_slots(updates, self.executors["device"])
         self._placed.written()
 
     def report_audit(self, wait: bool = False) -> None:

@@ -144,11 +144,9 @@ class Ahead:
             return ()
         return self._launches(bucket, self._executor.plan(staged))
 
-    def planned(
-        self, steps: Sequence[BucketStep], grad_norm: float | None
-    ) -> dict[int, list[PlannedLaunch]]:
+    def planned(self, steps: Sequence[BucketStep]) -> dict[int, list[PlannedLaunch]]:
         """What the step of each bucket is by now."""
-        return {step.bucket: self._executor.plan(step.staged, grad_norm) for step in steps}
+        return {step.bucket: self._executor.plan(step.staged) for step in steps}
 
     def _launches(self, bucket: int, planned: Sequence[PlannedLaunch]) -> Sequence[BackLaunch]:
         """Launches of a bucket into its spare; none if it cannot be stepped there."""

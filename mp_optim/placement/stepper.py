@@ -117,7 +117,7 @@ class Stepper:
 
     # -- in step ----------------------------------------------------------------------------------
 
-    def step_slots(self, updates: SlotUpdates, grad_norm: float | None, device: Executor) -> None:
+    def step_slots(self, updates: SlotUpdates, device: Executor) -> None:
         """Step slots, those that are not offloaded in between; on return uploads are ordered before
         later work on the device.
 
@@ -137,9 +137,9 @@ class Stepper:
 
         def step_device() -> None:
             if of_device:
-                device.step_slots(of_device, grad_norm=grad_norm)
+                device.step_slots(of_device)
 
-        self._step(parts, grad_norm, step_device)
+        self._step(parts, step_device)
         for lane in self.host_part.lanes.values():
             self.transfer_bytes.add(*astuple(lane.moved))
             lane.moved = TransferBytes()
@@ -168,12 +168,7 @@ class Stepper:
             self._selections = slots, chosen
         return {place: part.take(updates) for place, part in self._selections[1].items()}
 
-    def _step(
-        self,
-        parts: Mapping[Place, SlotUpdates],
-        grad_norm: float | None,
-        step_device: Callable[[], None],
-    ) -> None:
+    def _step(self, parts: Mapping[Place, SlotUpdates], step_device: Callable[[], None]) -> None:
         """Step the host part, and what is streamed so that it stays ahead of that.
 
         Spares that backward began to fill are made to hold this step. Then the device gets its own
@@ -190,8 +185,8 @@ class Stepper:
         windows = {place: self._in_windows(place, parts[place], steps) for place in lanes}
         transfer = self.host_part.settings.transfer
         gradients = transfer.mark()  # no download waits for the device's step
-        spares = self._fill_spares(steps, grad_norm, gradients) if speculates else {}
-        streamed = self._streamed(windows.get("streamed"), grad_norm, step_device)
+        spares = self._fill_spares(steps, gradients) if speculates else {}
+        streamed = self._streamed(windows.get("streamed"), step_device)
         lead = _Lead(streamed)
 
         def begin() -> None:
@@ -205,9 +200,9 @@ class Stepper:
             updates, on_host = windows["host"]
             published = [step.updates.slots for step in steps if spares.get(step.bucket)]
             updates = _without(updates, set(chain(*published)))
-            host = lanes["host"].steps(updates, on_host, grad_norm, begin)
+            host = lanes["host"].steps(updates, on_host, begin)
         else:
-            host = self._in_place(left, grad_norm, gradients, begin)
+            host = self._in_place(left, gradients, begin)
         try:
             for done in host:
                 lead.keep_up(done)
@@ -245,22 +240,15 @@ class Stepper:
         return updates, down
 
     def _streamed(
-        self,
-        windows: tuple[SlotUpdates, Collection[Slot]] | None,
-        grad_norm: float | None,
-        step_device: Callable[[], None],
+        self, windows: tuple[SlotUpdates, Collection[Slot]] | None, step_device: Callable[[], None]
     ) -> Generator[float, None, None]:
         if windows is None:
             step_device()
         else:
-            yield from self.host_part.lanes["streamed"].steps(*windows, grad_norm, step_device)
+            yield from self.host_part.lanes["streamed"].steps(*windows, step_device)
 
     def _in_place(
-        self,
-        steps: Sequence[BucketStep],
-        grad_norm: float | None,
-        gradients: Any,
-        begin: Callable[[], None],
+        self, steps: Sequence[BucketStep], gradients: Any, begin: Callable[[], None]
     ) -> Generator[float, None, None]:
         """Step bucket by bucket where state rests; ``gradients`` is the mark at which they are
         complete. Yields which share of the buckets is stepped."""
@@ -278,7 +266,7 @@ class Stepper:
             yield done / len(steps)
             try:
                 with self.timeline.stage("host_step", step.label):
-                    self._executor.step_slots(step.staged, grad_norm=grad_norm)
+                    self._executor.step_slots(step.staged)
             except Exception as error:
                 if not self.schedule.is_early:
                     raise
@@ -291,13 +279,13 @@ class Stepper:
                 step.upload()
 
     def _fill_spares(
-        self, steps: Sequence[BucketStep], grad_norm: float | None, gradients: Any
+        self, steps: Sequence[BucketStep], gradients: Any
     ) -> dict[int, Sequence[BackLaunch]]:
         """Make the spare of every bucket hold this step, mostly by finding that it does. Launches
         by bucket; none for one that has to be stepped where it is."""
         ahead, buckets = self.host_part.ahead, self.schedule.early["host"]
         assert ahead is not None
-        planned = ahead.planned(steps, grad_norm)
+        planned = ahead.planned(steps)
         hits = self.schedule.hits(steps, buckets, planned, gradients)
         try:
             return ahead.fill(steps, buckets, planned, hits, gradients)

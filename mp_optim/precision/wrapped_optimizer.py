@@ -123,7 +123,7 @@ class WrappedGrads(StepGrads):
             changes.look()
         changed = () if changes is None else changes.column(some.indices)
         updates = some.updates(self.grads, factors, changed)
-        executor.step_slots(updates, grad_norm=grad_norm)
+        executor.step_slots(executor.clipped(updates, grad_norm))
         executor.report_audit()
         if executor.writes_settings:
             self.wrapper.share_settings()

@@ -107,15 +107,19 @@ class Executor:
 
     # -- steps ------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def step_slots(self, updates: SlotUpdates, *, grad_norm: float | None = None) -> None:
-        """Step the given slots, and only those.
+    def clipped(self, updates: SlotUpdates, grad_norm: float | None) -> SlotUpdates:
+        """The updates with the multipliers of a rule that clips by itself (LAMB's
+        ``max_grad_norm``); of any other the same.
 
         Args:
-            updates: gradients and outputs; each slot at most once.
-            grad_norm: global L2 norm of the gradients after their multipliers, for rules that clip
-                by it themselves (LAMB's ``max_grad_norm``). None if it was not computed.
+            grad_norm: global L2 norm of the gradients after their multipliers; None if it was not
+                computed.
         """
+        return updates
+
+    @abstractmethod
+    def step_slots(self, updates: SlotUpdates) -> None:
+        """Step the given slots, and only those: gradients and outputs, each slot at most once."""
 
     def report_audit(self, wait: bool = False) -> None:
         """All of a step is queued: tell of elements that a repetition gave other bits.

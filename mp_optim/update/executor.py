@@ -145,14 +145,27 @@ class RuleExecutor(Executor):
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def step_slots(self, updates: SlotUpdates, *, grad_norm: float | None = None) -> None:
+    def clipped(self, updates: SlotUpdates, grad_norm: float | None) -> SlotUpdates:
+        if not self.rule.clips or grad_norm is None:
+            return updates
+        groups = [slot.group for slot in updates.slots]
+        of_slots = list(zip(groups, updates.multipliers, strict=True))
+        known: dict[tuple[int, Multiplier], Multiplier] = {}
+        for group, value in set(of_slots):
+            known[group, value] = value
+            if not isinstance(value, DeviceMultiplier):
+                settings = self.param_groups[group]
+                known[group, value] = self.rule.effective_multiplier(settings, value, grad_norm)
+        return replace(updates, multipliers=list(map(known.__getitem__, of_slots)))
+
+    def step_slots(self, updates: SlotUpdates) -> None:
         rows = self.rows
         if rows.unsettled:
             rows.settle()
         # All launches are formed before the first is carried out: what does not fit is found while
         # nothing is stepped.
         planned = [
-            (of_group, self._plan_group(of_group, chosen, group, grad_norm))
+            (of_group, self._plan_group(of_group, chosen, group))
             for of_group, chosen, group in self._shares_of(updates)
         ]
         self.step_mark.touch()
@@ -163,7 +176,7 @@ class RuleExecutor(Executor):
             if isinstance(multiplier := launches[0].multiplier, DeviceMultiplier):
                 rows.unsettled.append((rows.groups[index], positions, multiplier))
 
-    def plan(self, updates: SlotUpdates, grad_norm: float | None = None) -> list[PlannedLaunch]:
+    def plan(self, updates: SlotUpdates) -> list[PlannedLaunch]:
         """What :meth:`step_slots` would do now, with settings of its own: later changes of a group
         do not reach it.
 
@@ -174,7 +187,7 @@ class RuleExecutor(Executor):
         return [
             planned
             for of_group, chosen, group in self._shares_of(updates)
-            for planned in self._plan_group(of_group, chosen, settings_now(group), grad_norm)
+            for planned in self._plan_group(of_group, chosen, settings_now(group))
         ]
 
     def use_mark(self, mark: StepMark) -> None:
@@ -206,23 +219,14 @@ class RuleExecutor(Executor):
             yield of_group, chosen, self.param_groups[of_group.group]
 
     def _plan_group(
-        self,
-        of_group: GroupSlots,
-        updates: SlotUpdates,
-        settings: dict[str, Any],
-        grad_norm: float | None,
+        self, of_group: GroupSlots, updates: SlotUpdates, settings: dict[str, Any]
     ) -> list[PlannedLaunch]:
         index, positions, rows = of_group.group, of_group.positions, self.rows
         kept = rows.groups[index].together(positions)
         mains = rows.mains(index, positions, kept)
         counts = rows.groups[index].counts(positions, kept)
-        multipliers = {value: value for value in set(updates.multipliers)}
-        for value in list(multipliers) if self.rule.clips else ():
-            if not isinstance(value, DeviceMultiplier):
-                clipped = self.rule.effective_multiplier(settings, value, grad_norm)
-                multipliers[value] = clipped
-        is_common = len(multipliers) == 1 and len(set(counts)) == 1
-        multiplier = multipliers[updates.multipliers[0]]
+        is_common = len(set(updates.multipliers)) == 1 and len(set(counts)) == 1
+        multiplier = updates.multipliers[0]
         if is_common and kept is not None:
             again = self._again(kept, mains, updates, settings, counts[0], multiplier)
             if again is not None:
@@ -236,9 +240,8 @@ class RuleExecutor(Executor):
             return [planned]
         if len(counts) < len(positions):
             counts = counts * len(positions)
-        values = [multipliers[value] for value in updates.multipliers]
         devices, dtypes = ([main.device for main in mains], [main.dtype for main in mains])
-        of_each = list(zip(devices, dtypes, counts, values, names, strict=True))
+        of_each = list(zip(devices, dtypes, counts, updates.multipliers, names, strict=True))
         several = []
         for shared in dict.fromkeys(of_each):
             members = [i for i, other in enumerate(of_each) if other == shared]

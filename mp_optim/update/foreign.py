@@ -133,7 +133,7 @@ class ForeignExecutor(Executor):
                     )
 
     @in_own_modes
-    def step_slots(self, updates: SlotUpdates, *, grad_norm: float | None = None) -> None:
+    def step_slots(self, updates: SlotUpdates) -> None:
         self._rebind()
         for _, param in iter_slots(self.param_groups):
             param.grad = None

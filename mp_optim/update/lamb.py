@@ -24,11 +24,9 @@ class LambRule(Rule):
     def is_collective(self, group: Settings, update: SlotUpdate) -> bool:
         return bool(update.shard_groups)
 
-    def effective_multiplier(
-        self, group: Settings, multiplier: float, grad_norm: float | None
-    ) -> float:
+    def effective_multiplier(self, group: Settings, multiplier: float, grad_norm: float) -> float:
         limit = group["max_grad_norm"]
-        if not limit or grad_norm is None or grad_norm <= limit:
+        if not limit or grad_norm <= limit:
             return multiplier
         return fp32(multiplier * limit / grad_norm)
 

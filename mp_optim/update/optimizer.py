@@ -156,12 +156,13 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         """Step the given slots, and only those.
 
         Args:
-            updates, grad_norm: see :meth:`~mp_optim.slots.executor.Executor.step_slots`.
+            updates, grad_norm: see :meth:`~mp_optim.slots.executor.Executor.step_slots` and
+                :meth:`~mp_optim.slots.executor.Executor.clipped`.
         """
         self.share_settings()
         self.executor.check_groups()
         with self.step_mark.step(self):
-            self.executor.step_slots(SlotUpdates.of(updates), grad_norm=grad_norm)
+            self.executor.step_slots(self.executor.clipped(SlotUpdates.of(updates), grad_norm))
             self.executor.report_audit()
         if self.executor.writes_settings:
             self.share_settings()

@@ -170,9 +170,7 @@ class Rule(ABC):
         have to do it in one order."""
         return False
 
-    def effective_multiplier(
-        self, group: Settings, multiplier: float, grad_norm: float | None
-    ) -> float:
+    def effective_multiplier(self, group: Settings, multiplier: float, grad_norm: float) -> float:
         """The multiplier after the rule's own clipping, if it has one."""
         return multiplier
 
