@@ -30,7 +30,7 @@ from mp_optim.process.leases import before_moving, before_writing, borrows, is_b
 from mp_optim.process.transfer import Transfer
 from mp_optim.slots import CachedTensorList, all_same
 from mp_optim.update.kernel_args import MAIN
-from mp_optim.update.launches import PlannedLaunch
+from mp_optim.update.rule import Launch
 
 Key = tuple[int, int, str]
 """Group, position, and which of the slot's tensors: a key of its state, or ``MAIN``."""
@@ -109,12 +109,12 @@ class BackLaunch:
         versions: how often each present tensor had been written.
     """
 
-    planned: PlannedLaunch
-    target: PlannedLaunch
+    planned: Launch
+    target: Launch
     keys: list[Key]
     versions: list[int]
 
-    def gives(self, now: PlannedLaunch) -> bool:
+    def gives(self, now: Launch) -> bool:
         """Whether carrying out ``now`` would give what :attr:`target` gave."""
         then = self.planned
         return (
@@ -153,7 +153,7 @@ class DoubleBuffer:
             self._blocks[is_main] = Block(back_buffer_bytes(tensors), allocate)
         return self._blocks[True].capacity, self._blocks[False].capacity
 
-    def launches(self, launches: Sequence[PlannedLaunch]) -> list[BackLaunch]:
+    def launches(self, launches: Sequence[Launch]) -> list[BackLaunch]:
         """Launches into the spare; none if a tensor does not rest in the file of which this is a
         part, or is not contiguous and would be stepped as a copy."""
         for planned in launches:
@@ -166,7 +166,7 @@ class DoubleBuffer:
                     return []
         return [self._launch(planned) for planned in launches]
 
-    def _launch(self, planned: PlannedLaunch) -> BackLaunch:
+    def _launch(self, planned: Launch) -> BackLaunch:
         names, live = (MAIN, *planned.lists.state), _stepped(planned)
         keys = [(planned.group, where, name) for name in names for where in planned.positions]
         pairs = {key: self._pair(key, live) for key, live in zip(keys, live, strict=True)}
@@ -244,7 +244,7 @@ def _is_main(key: Key) -> bool:
     return key[2] == MAIN
 
 
-def _inputs(planned: PlannedLaunch) -> tuple[object, ...]:
+def _inputs(planned: Launch) -> tuple[object, ...]:
     """What the result depends on beside tensors."""
     updates = planned.updates
     columns = map(list, (updates.streams, updates.shard_groups, updates.layouts))
@@ -252,7 +252,7 @@ def _inputs(planned: PlannedLaunch) -> tuple[object, ...]:
     return planned.group, planned.positions, planned.settings, shared, *columns
 
 
-def _stepped(planned: PlannedLaunch) -> list[Tensor]:
+def _stepped(planned: Launch) -> list[Tensor]:
     """Main params and moments of a launch."""
     moments = [tensor for tensors in planned.lists.state.values() for tensor in tensors]
     return [*planned.lists.main, *moments]

@@ -32,7 +32,7 @@ from mp_optim.slots.executor import Place
 from mp_optim.slots.slot_state import AVERAGE, REMAINDER
 from mp_optim.update.executor import RuleExecutor
 from mp_optim.update.kernel_args import MAIN
-from mp_optim.update.launches import PlannedLaunch
+from mp_optim.update.rule import Launch
 
 
 class WindowLane:
@@ -220,7 +220,7 @@ class WindowLane:
             self._executor.rows.groups[launch.group].count(launch.positions)
         self.moved.add(site.down, site.up, lent.read, lent.written)
 
-    def _along(self, on_host: Collection[Slot], launch: PlannedLaunch, index: int) -> Tensors:
+    def _along(self, on_host: Collection[Slot], launch: Launch, index: int) -> Tensors:
         """What has to be copied to where a tensor of a launch is stepped, and from there."""
         grad, output = launch.lists.grad[index], launch.lists.output[index]
         is_down = launch.updates.slots[index] in on_host
@@ -244,7 +244,7 @@ class WindowLane:
 
     def _stream(
         self,
-        launches: Sequence[PlannedLaunch],
+        launches: Sequence[Launch],
         count: int,
         lent: LentWindows,
         site: Site,

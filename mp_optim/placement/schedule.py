@@ -36,7 +36,7 @@ from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.slots import Slot, SlotUpdates
 from mp_optim.slots.executor import Place
 from mp_optim.update import choose_backend
-from mp_optim.update.launches import PlannedLaunch
+from mp_optim.update.rule import Launch
 
 _HOST = torch.device("cpu")
 
@@ -440,7 +440,7 @@ class Schedule:
         self,
         steps: Sequence[BucketStep],
         buckets: Sequence[Bucket],
-        planned: Mapping[int, Sequence[PlannedLaunch]],
+        planned: Mapping[int, Sequence[Launch]],
         gradients: Any,
     ) -> set[int]:
         """The buckets whose spares hold this step; they are counted, and those that were stepped

@@ -24,7 +24,7 @@ from mp_optim.process.transfer import Transfer
 from mp_optim.slots import Slot, SlotUpdates, param_at
 from mp_optim.update.executor import RuleExecutor
 from mp_optim.update.kernel_args import MAIN
-from mp_optim.update.launches import PlannedLaunch
+from mp_optim.update.rule import Launch
 
 
 @dataclass(frozen=True)
@@ -144,11 +144,11 @@ class Ahead:
             return ()
         return self._launches(bucket, self._executor.plan(staged))
 
-    def planned(self, steps: Sequence[BucketStep]) -> dict[int, list[PlannedLaunch]]:
+    def planned(self, steps: Sequence[BucketStep]) -> dict[int, list[Launch]]:
         """What the step of each bucket is by now."""
         return {step.bucket: self._executor.plan(step.staged) for step in steps}
 
-    def _launches(self, bucket: int, planned: Sequence[PlannedLaunch]) -> Sequence[BackLaunch]:
+    def _launches(self, bucket: int, planned: Sequence[Launch]) -> Sequence[BackLaunch]:
         """Launches of a bucket into its spare; none if it cannot be stepped there."""
         if self._in_file is None:
             self._reserve(bucket)
@@ -166,7 +166,7 @@ class Ahead:
         self,
         steps: Sequence[BucketStep],
         buckets: Sequence[Bucket],
-        planned: Mapping[int, Sequence[PlannedLaunch]],
+        planned: Mapping[int, Sequence[Launch]],
         hits: Collection[int],
         gradients: Any,
     ) -> dict[int, Sequence[BackLaunch]]:
@@ -228,7 +228,7 @@ class Ahead:
         return paused
 
 
-def same_launches(begun: Sequence[BackLaunch], planned: Sequence[PlannedLaunch]) -> bool:
+def same_launches(begun: Sequence[BackLaunch], planned: Sequence[Launch]) -> bool:
     """Whether launches that were carried out gave what these would."""
     return len(begun) == len(planned) and all(
         launch.gives(now) for launch, now in zip(begun, planned, strict=True)

@@ -22,7 +22,7 @@ from mp_optim.slots.slot_state import is_scale
 from mp_optim.update.chunking import part_of_state
 from mp_optim.update.codecs import is_packed
 from mp_optim.update.kernel_args import MAIN, TensorLists
-from mp_optim.update.launches import PlannedLaunch
+from mp_optim.update.rule import Launch
 
 GRAD, OUTPUT = "grad", "output"
 IN_FLIGHT = 3
@@ -33,9 +33,9 @@ SMALLEST_WINDOW = 4096
 Tensors = Mapping[str, Tensor]
 """A main param, by ``MAIN``, and its state, by key; its gradient and its output, by ``GRAD`` and
 ``OUTPUT``, if they have to be copied to where it is stepped."""
-Along = Callable[[PlannedLaunch, int], Tensors]
+Along = Callable[[Launch, int], Tensors]
 """Gradient and output of a tensor of a launch, if they come along with its state."""
-Stays = Callable[[PlannedLaunch, int], bool]
+Stays = Callable[[Launch, int], bool]
 """Whether the main param of a tensor of a launch is where it is stepped, and no window has it."""
 
 
@@ -110,7 +110,7 @@ def _block_bytes(key: str, dtype: torch.dtype) -> int:
 
 
 def cut_windows(
-    launches: Sequence[PlannedLaunch],
+    launches: Sequence[Launch],
     form: WindowForm,
     most: int,
     may_cut: Sequence[bool],
@@ -138,7 +138,7 @@ def cut_windows(
 
 
 def _pieces(
-    launches: Sequence[PlannedLaunch],
+    launches: Sequence[Launch],
     form: WindowForm,
     most: int,
     may_cut: Sequence[bool],
@@ -182,15 +182,15 @@ def cut_all(tensors: Tensors, start: int, count: int) -> Tensors:
     return {key: part_of_state(key, each, start, count) for key, each in tensors.items()}
 
 
-def held_by(launches: Sequence[PlannedLaunch], piece: Piece) -> Tensors:
+def held_by(launches: Sequence[Launch], piece: Piece) -> Tensors:
     """Main param and state of a piece, if these were the launches that it is a part of."""
     held = _held(launches[piece.launch].lists, piece.index)
     return held if piece.is_whole else cut_all(held, piece.start, piece.count)
 
 
 def launches_of(
-    launches: Sequence[PlannedLaunch], window: Window, resident: Sequence[Tensors]
-) -> Iterator[PlannedLaunch]:
+    launches: Sequence[Launch], window: Window, resident: Sequence[Tensors]
+) -> Iterator[Launch]:
     """The launches of a window.
 
     Args:
@@ -201,7 +201,7 @@ def launches_of(
         yield _launch_of(launches[launch], list(run))
 
 
-def _launch_of(planned: PlannedLaunch, members: Sequence[tuple[Piece, Tensors]]) -> PlannedLaunch:
+def _launch_of(planned: Launch, members: Sequence[tuple[Piece, Tensors]]) -> Launch:
     pieces = [piece for piece, _ in members]
     lists, indices = planned.lists, [piece.index for piece in pieces]
     grads = CachedTensorList(
@@ -218,18 +218,15 @@ def _launch_of(planned: PlannedLaunch, members: Sequence[tuple[Piece, Tensors]])
     noise = lists.noise and [
         replace(lists.noise[p.index], start=lists.noise[p.index].start + p.start) for p in pieces
     ]
-    return PlannedLaunch(
-        planned.group,
-        list(map(planned.positions.__getitem__, indices)),
-        planned.settings,
-        mains[0].device,
-        planned.step,
-        planned.multiplier,
-        planned.updates.take(indices),
-        mains,
-        outputs,
-        TensorLists(mains, grads, state, outputs, noise, average_weight=lists.average_weight),
-        [piece.start for piece in pieces],
+    return planned._replace(
+        positions=[planned.positions[index] for index in indices],
+        regions=[planned.regions[index] for index in indices],
+        device=mains[0].device,
+        updates=planned.updates.take(indices),
+        mains=mains,
+        outputs=outputs,
+        lists=TensorLists(mains, grads, state, outputs, noise, None, lists.average_weight),
+        firsts=[piece.start for piece in pieces],
     )
 
 

@@ -70,7 +70,7 @@ class AdafactorRule(Rule):
         lists, regions = launch.lists.in_place(), launch.regions
         passes = passes_by(backend)
         scalars = _Scalars.at(launch.settings, launch.step)
-        multiplier, shard_groups = float(launch.multiplier), launch.updates.shard_groups
+        multiplier, shard_groups = float(launch.factor), launch.updates.shard_groups
         for members in runs_of(enumerate(region.shape.numel() for region in regions), _TOGETHER):
             params = [_Param.of(lists, at, regions[at], multiplier) for at in members]
             _step(passes, params, scalars, [shard_groups[at] for at in members])

@@ -34,8 +34,7 @@ from mp_optim.update.audit import Audit, Audited
 from mp_optim.update.backends import Backend, check_forms, choose_backend, rule_note
 from mp_optim.update.backends.reference import Scales
 from mp_optim.update.codecs import Noise, join, keep_valid, mix, split_
-from mp_optim.update.kernel_args import TensorLists
-from mp_optim.update.launches import PlannedLaunch, Shared, contiguous, contiguous_outputs
+from mp_optim.update.kernel_args import TensorLists, contiguous, contiguous_outputs
 from mp_optim.update.rule import Launch, Rule
 from mp_optim.update.rule_state import GroupState, RuleSlotState, RuleState, SteppedTogether
 from mp_optim.update.state_format import StatePrecision
@@ -43,6 +42,9 @@ from mp_optim.update.state_format import StatePrecision
 _HOST = torch.device("cpu")
 _MOST_SHARES = 4096
 """Selections of slots whose shares are kept."""
+_Shared = tuple[torch.device, torch.dtype, float, Multiplier, tuple[str, ...]]
+"""What updates of one group have in common that go into one launch: device, dtype, count of steps,
+multiplier, and keys of the moments and of their scales."""
 
 
 class GroupSlots(NamedTuple):
@@ -176,7 +178,7 @@ class RuleExecutor(Executor):
             if isinstance(multiplier := launches[0].multiplier, DeviceMultiplier):
                 rows.unsettled.append((rows.groups[index], positions, multiplier))
 
-    def plan(self, updates: SlotUpdates) -> list[PlannedLaunch]:
+    def plan(self, updates: SlotUpdates) -> list[Launch]:
         """What :meth:`step_slots` would do now, with settings of its own: later changes of a group
         do not reach it.
 
@@ -220,7 +222,7 @@ class RuleExecutor(Executor):
 
     def _plan_group(
         self, of_group: GroupSlots, updates: SlotUpdates, settings: dict[str, Any]
-    ) -> list[PlannedLaunch]:
+    ) -> list[Launch]:
         index, positions, rows = of_group.group, of_group.positions, self.rows
         kept = rows.groups[index].together(positions)
         mains = rows.mains(index, positions, kept)
@@ -228,7 +230,7 @@ class RuleExecutor(Executor):
         is_common = len(set(updates.multipliers)) == 1 and len(set(counts)) == 1
         multiplier = updates.multipliers[0]
         if is_common and kept is not None:
-            again = self._again(kept, mains, updates, settings, counts[0], multiplier)
+            again = self._again(kept, mains, updates, settings, int(counts[0]) + 1, multiplier)
             if again is not None:
                 return [again]
         names = rows.moment_keys(index, positions)
@@ -256,9 +258,9 @@ class RuleExecutor(Executor):
         mains: CachedTensorList,
         updates: SlotUpdates,
         settings: dict[str, Any],
-        step: float,
+        step: int,
         multiplier: Multiplier,
-    ) -> PlannedLaunch | None:
+    ) -> Launch | None:
         """The last launch of these slots with other gradients, if it was made from all that this
         one is made from but for these.
 
@@ -267,7 +269,7 @@ class RuleExecutor(Executor):
         (:meth:`check_groups`); of others, as a scheduler sets them, a launch depends on nothing but
         the moments. A plan for other threads has settings of its own, and is made anew.
         """
-        last: PlannedLaunch | None = kept.launch
+        last: Launch | None = kept.launch
         if (
             last is None
             or last.mains is not mains
@@ -291,7 +293,7 @@ class RuleExecutor(Executor):
             known.output,
             self._noise(step, updates) if precision.stochastic_rounding else None,
             None,
-            1.0 if precision.ema_decay is None else precision.average_weight(int(step) + 1),
+            1.0 if precision.ema_decay is None else precision.average_weight(step),
             known.prepared,
             known.changed,
         )
@@ -303,7 +305,7 @@ class RuleExecutor(Executor):
     def _keep(
         self,
         kept: SteppedTogether,
-        planned: PlannedLaunch,
+        planned: Launch,
         outputs: Sequence[Tensor | None],
         settings: dict[str, Any],
     ) -> None:
@@ -320,14 +322,15 @@ class RuleExecutor(Executor):
     def _planned(
         self,
         index: int,
-        shared: Shared,
+        shared: _Shared,
         updates: SlotUpdates,
         positions: list[int],
         mains: CachedTensorList,
         settings: dict[str, Any],
-    ) -> PlannedLaunch:
+    ) -> Launch:
         outputs, rows = updates.outputs, self.rows
-        device, dtype, step, multiplier, moments = shared
+        device, dtype, count, multiplier, moments = shared
+        step, regions = int(count) + 1, rows.groups[index].regions
         if not isinstance(outputs, CachedTensorList):
             outputs = list(outputs)
         lists = TensorLists(
@@ -339,62 +342,64 @@ class RuleExecutor(Executor):
             },
             output=contiguous_outputs(outputs),
             noise=self._noise(step, updates),
-            average_weight=rows.precision.average_weight(int(step) + 1),
+            average_weight=rows.precision.average_weight(step),
             prepared={},
             changed=updates.bitmaps,
         )
-        return PlannedLaunch(
-            index, positions, settings, device, step, multiplier, updates, mains, outputs, lists
+        return Launch(
+            index,
+            positions,
+            settings,
+            [regions[position] for position in positions],
+            device,
+            step,
+            multiplier,
+            updates,
+            mains,
+            outputs,
+            lists,
+            self.workspace,
         )
 
-    def _noise(self, step: float, updates: SlotUpdates) -> list[Noise] | None:
+    def _noise(self, step: int, updates: SlotUpdates) -> list[Noise] | None:
         """Random bits that depend on seed, step and parameter alone."""
         precision = self.rows.precision
         if not precision.stochastic_rounding:
             return None
-        seed = mix(precision.seed ^ mix(int(step) + 1))
+        seed = mix(precision.seed ^ mix(step))
         streams = [
             stream_of(self.slot_name(slot)) if stream is None else stream
             for slot, stream in zip(updates.slots, updates.streams, strict=True)
         ]
         return [Noise(seed, stream & 0xFFFFFFFF, stream >> 32) for stream in streams]
 
-    def announce(self, planned: PlannedLaunch, device: torch.device) -> None:
+    def announce(self, launch: Launch, device: torch.device) -> None:
         """Have the numbers of a launch be on the device where parts of it are going to be carried
         out."""
         backend, _ = self.backend_for(device)
-        step = int(planned.step) + 1
-        self.rule.announce(planned.settings, step, planned.lists, backend, device)
+        self.rule.announce(launch.settings, launch.step, launch.lists, backend, device)
 
-    def carry_out(self, planned: PlannedLaunch) -> None:
+    def carry_out(self, launch: Launch) -> None:
         """Step the tensors of a launch. Reads nothing of this object that a step changes, so any
         thread may do it."""
-        lists, multiplier = planned.lists, planned.multiplier
         if borrows:
-            before_writing(planned.mains, lists.main, *lists.state.values())
-        backend, _ = self.backend_for(planned.device)
-        if not backend.reads_source:
-            lists = lists.in_place()
-        known = self.rows.groups[planned.group]
-        work = Launch(
-            lists,
-            planned.settings,
-            int(planned.step) + 1,
-            multiplier.values if isinstance(multiplier, DeviceMultiplier) else multiplier,
-            planned.updates,
-            [known.regions[position] for position in planned.positions],
-            self.workspace,
-            partial(self._begin_audit, planned, backend.name) if self.audit else None,
-        )
-        self.rule.apply(work, backend)
-        if lists.main is not planned.mains or lists.output is not planned.outputs:
-            planned.copy_back()
+            lists = launch.lists
+            before_writing(launch.mains, lists.main, *lists.state.values())
+        backend, _ = self.backend_for(launch.device)
+        if launch.lists.source is not None and not backend.reads_source:
+            launch = launch._replace(lists=launch.lists.in_place())
+        if self.audit is not None:
+            begin = partial(self._begin_audit, launch, backend.name)
+            launch = launch._replace(begin_audit=begin)
+        self.rule.apply(launch, backend)
+        if launch.lists.main is not launch.mains or launch.lists.output is not launch.outputs:
+            launch.copy_back()
 
     # -- audits -----------------------------------------------------------------------------------
 
     def _begin_audit(
         self,
-        planned: PlannedLaunch,
+        launch: Launch,
         backend: str,
         rule: str,
         lists: TensorLists,
@@ -403,10 +408,10 @@ class RuleExecutor(Executor):
         scales: Scales | None,
     ) -> Callable[[], None] | None:
         assert self.audit is not None
-        slots, step = planned.updates.slots, int(planned.step) + 1
-        firsts = planned.firsts or [0] * len(slots)
-        given = rule, lists, scalars, multiplier, scales
-        return self.audit.begin(Audited(*given, slots, firsts, step, planned.device, backend))
+        slots = launch.updates.slots
+        firsts = launch.firsts or [0] * len(slots)
+        given = rule, lists, scalars, multiplier, scales, slots, firsts, launch.step
+        return self.audit.begin(Audited(*given, launch.device, backend))
 
     def _marks(self, slot: Slot) -> list[tuple[int, int | None]]:
         """What is another when main param or state were written outside of a launch, or moved."""

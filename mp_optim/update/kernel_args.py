@@ -124,6 +124,23 @@ class TensorLists:
         return replace(self, source=None)
 
 
+def contiguous(tensors: CachedTensorList) -> CachedTensorList:
+    """The list itself if every tensor in it is contiguous, else one that is."""
+    if tensors.contiguous:
+        return tensors
+    return CachedTensorList(tensor.contiguous() for tensor in tensors)
+
+
+def contiguous_outputs(outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """The list itself if every tensor in it is contiguous, else one with copies of those that are
+    not: a step that the device skips leaves them as they are."""
+    if isinstance(outputs, CachedTensorList) and outputs.contiguous:
+        return outputs
+    if all(map(Tensor.is_contiguous, [output for output in outputs if output is not None])):
+        return outputs
+    return [None if output is None else output.contiguous() for output in outputs]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
     """What the scalars of a step were made from, for kernels that make their own. Apart from the

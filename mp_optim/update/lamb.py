@@ -31,7 +31,7 @@ class LambRule(Rule):
         return fp32(multiplier * limit / grad_norm)
 
     def apply(self, launch: Launch, backend: Backend) -> None:
-        lists, multiplier = launch.lists, launch.multiplier
+        lists, multiplier = launch.lists, launch.factor
         scalars = LambScalars.at(launch.settings, launch.step)
         shard_groups = launch.updates.shard_groups
         if any(shard_groups):

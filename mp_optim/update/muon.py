@@ -131,7 +131,7 @@ class MuonRule(Rule):
         )
 
     def apply(self, launch: Launch, backend: Backend) -> None:
-        lists, group, multiplier = launch.lists, launch.settings, launch.multiplier
+        lists, group, multiplier = launch.lists, launch.settings, launch.factor
         if group["optimizer"] != "muon":
             self._scalar.apply(launch, backend)
             return
@@ -160,7 +160,7 @@ class MuonRule(Rule):
                 ways = whole_directions(rule, rounded, rooms)
             else:
                 regions = [launch.regions[index] for index in members]
-                some = replace(launch, lists=chosen, updates=updates.take(members), regions=regions)
+                some = launch._replace(lists=chosen, updates=updates.take(members), regions=regions)
                 ways = _directions(rule, rounded, some, backend)
             values, factors = zip(*ways, strict=True)
             backend.muon_apply(replace(params, grad=list(values)), scalars, factors)
@@ -205,7 +205,7 @@ def _directions(
 def _cautious(found: Sequence[Direction], launch: Launch, backend: Backend) -> list[Direction]:
     """Directions with 0 where they do not go the way of the gradient, for as much more of the
     others, which is counted over the whole parameter."""
-    multiplier = float(launch.multiplier)
+    multiplier = float(launch.factor)
     masks = [
         agreeing(way.values.float(), grad.reshape(way.values.shape).float() * multiplier)
         for way, grad in zip(found, launch.lists.grad, strict=True)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mp_optim.config.rules import RULES
-from mp_optim.slots import SlotUpdate, SlotUpdates
+from mp_optim.slots import CachedTensorList, DeviceMultiplier, Multiplier, SlotUpdate, SlotUpdates
 from mp_optim.slots.tensor_layout import ParamLayout, ShardRegion
 from mp_optim.update.backends import Backend
 from mp_optim.update.element_rules import RULE_SCALARS
@@ -39,31 +38,57 @@ class Workspace:
         return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Parameters that a rule steps at once: they share device, group, step and multiplier.
+class Launch(NamedTuple):
+    """Parameters that a rule steps at once, with all that the result depends on: they share device,
+    group, step and multiplier.
 
     Attributes:
-        lists: what is stepped, and what is kept for it.
-        settings: of the param group.
-        step: which step of these parameters it is, from 1 on.
-        multiplier: of the gradients; a tensor only if ``backend.takes_device_multipliers`` and not
-            :attr:`Rule.needs_numbers`.
-        updates: who the parameters are, and how they are split.
+        group, positions: the slots. settings: of their group.
         regions: which elements of each parameter are here.
+        device: where they are stepped.
+        step: which step of these parameters it is, from 1 on.
+        multiplier: of the gradients; one that the device has only if
+            ``backend.takes_device_multipliers`` and not :attr:`Rule.needs_numbers`.
+        updates: who the parameters are, and how they are split.
+        mains, outputs: what is stepped and written; ``lists`` holds copies of those that are not
+            contiguous.
+        lists: what a backend is handed.
         workspace: the rule's own (:meth:`Rule.new_workspace`).
+        firsts: where each tensor begins in what the rank has of its parameter; empty if all of them
+            are all of it.
         begin_audit: called before a backend steps elements, with what it is given; what that
             returns, if anything, is called afterwards. None: nothing is audited.
     """
 
-    lists: TensorLists
+    group: int
+    positions: list[int]
     settings: Settings
-    step: int
-    multiplier: float | Tensor
-    updates: SlotUpdates
     regions: Sequence[ShardRegion]
+    device: torch.device
+    step: int
+    multiplier: Multiplier
+    updates: SlotUpdates
+    mains: CachedTensorList
+    outputs: Sequence[Tensor | None]
+    lists: TensorLists
     workspace: Workspace
+    firsts: Sequence[int] = ()
     begin_audit: Callable[..., Callable[[], None] | None] | None = None
+
+    @property
+    def factor(self) -> float | Tensor:
+        """The multiplier as a backend takes it."""
+        multiplier = self.multiplier
+        return multiplier.values if isinstance(multiplier, DeviceMultiplier) else multiplier
+
+    def copy_back(self) -> None:
+        """Give what is not contiguous the values of the copies that were stepped."""
+        for tensors, stepped in ((self.mains, self.lists.main), (self.outputs, self.lists.output)):
+            if tensors is stepped:
+                continue
+            for tensor, copy in zip(tensors, stepped, strict=True):
+                if tensor is not None and copy is not None and tensor is not copy:
+                    tensor.copy_(copy)
 
 
 def parts_over(shard_groups: Groups, layout: ParamLayout | None) -> Groups:
@@ -221,7 +246,7 @@ class ElementRule(Rule):
         backend.announce(lists, RULE_SCALARS[self.name].at(settings, step), device)
 
     def apply(self, launch: Launch, backend: Backend) -> None:
-        lists, multiplier = launch.lists, launch.multiplier
+        lists, multiplier = launch.lists, launch.factor
         scalars = RULE_SCALARS[self.name].at(launch.settings, launch.step)
         scales = None
         if launch.settings.get("caution"):

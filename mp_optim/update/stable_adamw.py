@@ -67,7 +67,7 @@ class StableAdamWRule(AdamRule):
         return bool(parts_over(update.shard_groups, update.layout))
 
     def apply(self, launch: Launch, backend: Backend) -> None:
-        lists, updates, multiplier = launch.lists, launch.updates, launch.multiplier
+        lists, updates, multiplier = launch.lists, launch.updates, launch.factor
         scalars = StableScalars.at(launch.settings, launch.step)
         sums = backend.stable_adamw_sums(lists, scalars, multiplier)
         sizes = add_up_parts(sums, updates, launch.regions, "adding up StableAdamW's sums")
