@@ -147,19 +147,15 @@ struct Chunk {
     float *new_main, *new_first, *new_second, *new_third;
 };
 
-// Updates a chunk. Of a second moment in blocks the new value is the root; of all the largest magnitude is kept. Returns
-// which elements have another weight, if `marks` says how these are rounded.
+// Updates a chunk. Of a second moment in blocks the new value is the root; of all the largest magnitude is kept.
 template <bool blocked1, bool blocked2, class Rule>
-MP_INLINE uint64_t update(const Rule& rule, int64_t start, const Chunk& at, const Rounding* marks, u32x16& top1,
-                          u32x16& top2, u32x16& top3) {
-    uint64_t same = 0;
+MP_INLINE void update(const Rule& rule, int64_t start, const Chunk& at, u32x16& top1, u32x16& top2, u32x16& top3) {
     for (int i = 0; i < kChunk; i += kLanes) {
         f32x16 g = {}, p = {}, m = {}, v = {}, root = {};
         if (Rule::kHasMain) p = load<f32x16>(at.main + i);
         if (Rule::kGrad) g = load<f32x16>(at.grad + i);
         if (Rule::kFirst) m = load<f32x16>(at.first + i);
         if (Rule::kSecond) v = load<f32x16>(at.second + i);
-        const f32x16 before = p;
         if constexpr (Rule::kThird) {
             f32x16 slow = load<f32x16>(at.third + i);
             rule(g, p, m, v, root, slow);
@@ -170,28 +166,26 @@ MP_INLINE uint64_t update(const Rule& rule, int64_t start, const Chunk& at, cons
         }
         rule.look(start + i, p, m, v);
         if (Rule::kMain) store(at.new_main + i, p);
-        if (marks) same |= uint64_t(same_in_bf16(*marks, before, p)) << i;
         if (Rule::kMoments && Rule::kFirst) store(at.new_first + i, m);
         if (Rule::kMoments && Rule::kSecond) store(at.new_second + i, blocked2 ? root : v);
         if (blocked1 && Rule::kFirst) top1 = larger(top1, as<u32x16>(m) & 0x7fffffff);
         if (blocked2) top2 = larger(top2, as<u32x16>(root));  // not negative, unless it is NaN
     }
-    return marks ? ~same : 0;
 }
 
 // A run of whole blocks, or of some chunks of one. Moments in blocks (`blocked1`: the first and the third) are written as
-// codes one block behind the update: a block's scale is known after its last element. They are written before main params,
-// which wait for divisions.
+// codes one block behind the update: a block's scale is known after its last element. Main params are encoded one chunk
+// behind it: what waits for divisions keeps the next chunk's work out of the processor's queues.
 template <bool blocked1, bool blocked2, class F, class Rule>
 __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rule& given, int64_t first_index) {
     constexpr bool coded1 = blocked1 && Rule::kFirst, coded3 = blocked1 && Rule::kThird;
     const Rule rule = given;
     const Run run = given_run;
-    const bool has_weights = Rule::kMain && Rule::kHasMain && run.changed;
-    const Rounding rounding = rounding_to_bf16();
-    const bool rounds = has_weights && run.remainder.dtype == MP_NONE && run.output.dtype == MP_BF16;
-    const Rounding* const marks = rounds ? &rounding : nullptr;
-    const bool compares = has_weights && !marks;
+    const bool marks = Rule::kMain && Rule::kHasMain && run.changed;
+    // of this chunk and of the one before
+    alignas(64) float mains[2][kChunk];
+    alignas(64) char weights[2][4 * kChunk];
+    const float* to_write = nullptr;
     std::conditional_t<Rule::kThird, WideTile, Tile> tiles[2];
     Scale code1 = {}, code2 = {}, code3 = {};
     for (int64_t start = 0; start < run.numel; start += kScaled) {
@@ -202,15 +196,15 @@ __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rul
 #pragma GCC unroll 1
         for (int64_t at = 0; at < n; at += kChunk) {
             const int64_t i = start + at;
-            alignas(64) float p[kChunk], g[kChunk], m[kChunk], v[kChunk];
+            const int which = i / kChunk % 2;
+            float* const p = mains[which];
+            alignas(64) float g[kChunk], m[kChunk], v[kChunk];
             if (run.prefetch) fetch_ahead<F, Rule>(run, i + run.prefetch);
             Chunk chunk = {};
             if (Rule::kHasMain) chunk.main = read_main<F>(run, i, p);
             chunk.new_main = run.past || !Rule::kHasMain ? p : place_of_main<F>(run, i, p);
             if (Rule::kGrad) chunk.grad = read_grad(run.grad, i, g);
-            alignas(64) char weights[4 * kChunk];
-            uint64_t changed = 0;
-            if (compares) keep_weights(run, i, chunk.main, weights);
+            if (marks) keep_weights<F>(run, i, chunk.main, weights[which]);
             if (Rule::kFirst) chunk.first = read_moment<1, F>(run, i, scale1, m);
             if (Rule::kSecond) chunk.second = read_moment<2, F>(run, i, scale2, v);
             chunk.new_first = blocked1 ? tile.first + at : run.past ? m : place_of_moment<1, F>(run, i, m);
@@ -219,17 +213,16 @@ __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rul
                 alignas(64) float slow[kChunk];
                 chunk.third = read_moment<3, F>(run, i, scale_at(run.old_scale3, start), slow);
                 chunk.new_third = blocked1 ? tile.third + at : run.past ? slow : place_of_moment<3, F>(run, i, slow);
-                changed = update<blocked1, blocked2>(rule, first_index + i, chunk, marks, top1, top2, top3);
+                update<blocked1, blocked2>(rule, first_index + i, chunk, top1, top2, top3);
                 if (coded3 && start > 0) write_codes<3, F>(run, code3, last.third + at, i - kScaled);
                 if (Rule::kMoments && !blocked1) write_moment<3, F>(run, i, chunk.new_third);
             } else {
-                changed = update<blocked1, blocked2>(rule, first_index + i, chunk, marks, top1, top2, top3);
+                update<blocked1, blocked2>(rule, first_index + i, chunk, top1, top2, top3);
             }
             if (coded1 && start > 0) write_codes<1, F>(run, code1, last.first + at, i - kScaled);
             if (blocked2 && start > 0) write_codes<2, F>(run, code2, last.second + at, i - kScaled);
-            if (Rule::kMain) write_main<F>(run, i, chunk.new_main);
-            if (compares) mark_changes(run, i, weights, chunk.new_main);
-            if (changed) run.changed[i / kChanged] |= changed;
+            if (Rule::kMain && i) write_main<F>(run, i - kChunk, to_write, marks ? weights[1 - which] : nullptr);
+            to_write = chunk.new_main;
             if (Rule::kMoments && Rule::kFirst && !blocked1) write_moment<1, F>(run, i, chunk.new_first);
             if (Rule::kMoments && Rule::kSecond && !blocked2) write_moment<2, F>(run, i, chunk.new_second);
         }
@@ -242,7 +235,8 @@ __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rul
         if (coded1) run.scale1[start / kScaled] = code1.scale;
         if (blocked2) run.scale2[start / kScaled] = code2.scale;
     }
-    const int64_t end = (run.numel - 1) / kScaled;
+    const int64_t rest = run.numel - kChunk, end = (run.numel - 1) / kScaled;
+    if (Rule::kMain) write_main<AnyFormats>(run, rest, to_write, marks ? weights[rest / kChunk % 2] : nullptr);
     if (coded1) write_block<1, F>(given_run, code1, tiles[end % 2].first, end * kScaled);
     if (blocked2) write_block<2, F>(given_run, code2, tiles[end % 2].second, end * kScaled);
     if constexpr (coded3) write_block<3, F>(given_run, code3, tiles[end % 2].third, end * kScaled);

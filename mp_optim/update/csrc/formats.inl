@@ -179,20 +179,45 @@ MP_INLINE float* place_of_main(const Run& r, int64_t i, float* buffer) {
 
 // -- writing ------------------------------------------------------------------------------------------
 
-template <bool stream>
-MP_INLINE void write_bf16(const float* from, char* to) {
+// Two times sixteen FP32 values in 16 bits, rounded to nearest even.
+template <int32_t dtype>
+MP_INLINE u16x32 in_16_bits(f32x16 a, f32x16 b) {
+    if (dtype == MP_BF16) return to_bf16(a, b);
+    const u16x16 bits[2] = {to_f16(a), to_f16(b)};
+    return load<u16x32>(bits);
+}
+
+// A bit for each lane: whether it is NaN.
+template <int32_t dtype>
+MP_INLINE uint32_t are_nan(u16x32 x) {
+    return lanes_above(x & 0x7fff, dtype == MP_F16 ? 0x7c00 : 0x7f80);
+}
+
+// A chunk in 16 bits. Returns a bit for each element that is not what was there before, if that is given, or NaN, of which
+// nobody knows the bits.
+template <int32_t dtype, bool stream>
+MP_INLINE uint64_t write_in_16_bits(const float* from, char* to, const char* before = nullptr) {
+    uint64_t changed = 0;
     for (int i = 0; i < kChunk; i += kPair) {
-        u16x32 bits = to_bf16(load<f32x16>(from + i), load<f32x16>(from + i + kLanes));
+        const f32x16 a = load<f32x16>(from + i), b = load<f32x16>(from + i + kLanes);
+        const u16x32 bits = in_16_bits<dtype>(a, b);
         stream ? store_past_caches(to + 2 * i, bits) : store(to + 2 * i, bits);
+        if (!before) continue;
+        changed |= uint64_t(lanes_other(load<u16x32>(before + 2 * i), bits)) << i;
+        if (may_have_nan(a, b)) changed |= uint64_t(are_nan<dtype>(bits)) << i;
     }
+    return changed;
 }
 
 template <bool stream>
-static void write_f16(const float* from, char* to) {
-    for (int i = 0; i < kChunk; i += kPair) {
-        u16x16 bits[2] = {to_f16(load<f32x16>(from + i)), to_f16(load<f32x16>(from + i + kLanes))};
-        stream ? store_past_caches(to + 2 * i, load<u16x32>(bits)) : store(to + 2 * i, load<u16x32>(bits));
-    }
+__attribute__((noinline)) static uint64_t write_in_f16(const float* from, char* to, const char* before) {
+    return write_in_16_bits<MP_F16, stream>(from, to, before);
+}
+
+// The same bits of what is not NaN; of what is, others.
+MP_INLINE void keep_in_bf16(const float* from, char* to) {
+    for (int i = 0; i < kChunk; i += kPair)
+        store(to + 2 * i, rounded_halves(load<u32x16>(from + i), load<u32x16>(from + i + kLanes)));
 }
 
 MP_INLINE void write_past_caches(const float* from, char* to) {
@@ -313,7 +338,7 @@ static void split_8(const float* from, char* main, char* remainder, char* output
 
 // Main params that are bfloat16 alone, in two places.
 static void write_lone(const float* from, char* main, char* output, bool noisy, uint32_t key, uint32_t index) {
-    noisy ? write_by_others<true>(from, main, key, index) : write_bf16<false>(from, main);
+    noisy ? write_by_others<true>(from, main, key, index) : void(write_in_16_bits<MP_BF16, false>(from, main));
     if (output) __builtin_memcpy(output, main, 2 * kChunk);
 }
 
@@ -339,100 +364,98 @@ static void compensate(const float* from, char* main, char* rest, char* output) 
     }
 }
 
-// A chunk of main params, and of outputs where there are any.
-template <class F>
-MP_INLINE void write_main_here(const Run& r, int64_t i, const float* values) {
-    char *main = r.main.data + 2 * i, *output = r.output.at(i);
-    if (F::rest(r) == MP_I0) return write_lone(values, main, output, r.noisy, r.key, r.start + uint32_t(i));
-    if (F::rest(r) == MP_BF16) return compensate(values, main, r.remainder.data + 2 * i, output);
-    if (F::rest(r) == MP_I16) return split_16(values, main, r.remainder.data + 2 * i, output);
-    if (F::rest(r) == MP_I8)
-        return split_8(values, main, r.remainder.data + i, output, r.noisy, r.key, r.start + uint32_t(i));
-    if (r.past) write_past_caches(values, r.main.data + 4 * i);
-    switch (r.output.dtype) {
-        case MP_F32: __builtin_memcpy(output, values, 4 * kChunk); break;
-        case MP_BF16: r.stream ? write_bf16<true>(values, output) : write_bf16<false>(values, output); break;
-        case MP_F16: r.stream ? write_f16<true>(values, output) : write_f16<false>(values, output); break;
-    }
-}
-
-template <class F>
-MP_INLINE void write_main(const Run& r, int64_t i, const float* values) {
-    if constexpr (F::kKnown)
-        write_main_here<F>(r, i, values);
-    else
-        outlined([&] { write_main_here<F>(r, i, values); });
-}
-
 // -- which weights change -----------------------------------------------------------------------------
 
-// What values are rounded to bfloat16 with, to be compared. The compiler is not told what is in it: it would make it anew
-// for each sixteen lanes, by way of other registers.
-struct Rounding {
-    alignas(64) u32x16 one, below_half, upper;
-};
-
-MP_INLINE Rounding rounding_to_bf16() {
-    Rounding r = {u32x16{} + 1, u32x16{} + 0x7fff, u32x16{} + 0xffff0000};
-    asm volatile("" : "+m"(r));
-    return r;
-}
-
-// FP32 values whose upper halves are the bfloat16 values nearest to finite ones, to even.
-MP_INLINE u32x16 rounded(const Rounding& by, f32x16 x) {
-    const u32x16 bits = as<u32x16>(x);
-    return bits + ((bits >> 16) & by.one) + by.below_half;
-}
-
-// A bit for each lane: whether it is the same value in bfloat16, and not NaN, which no step turns into anything else.
-MP_INLINE uint32_t same_in_bf16(const Rounding& by, f32x16 before, f32x16 now) {
-    return lanes_without(rounded(by, before) ^ rounded(by, now), by.upper, now);
-}
-
-// A chunk of weights that are made of main params: in FP32, or in 16 bits.
-MP_INLINE void weights_of(const Run& r, const Stream& main, int64_t i, const float* values, char* to) {
-    if (r.remainder.dtype != MP_NONE)
-        __builtin_memcpy(to, main.data + 2 * i, 2 * kChunk);
+// A chunk of weights as they are before a step.
+template <class F>
+MP_INLINE void keep_weights(const Run& r, int64_t i, const float* values, char* to) {
+    if (F::rest(r) != MP_NONE)
+        __builtin_memcpy(to, r.old_main.data + 2 * i, 2 * kChunk);
     else if (r.output.dtype == MP_BF16)
-        write_bf16<false>(values, to);
+        keep_in_bf16(values, to);
     else if (r.output.dtype == MP_F16)
-        write_f16<false>(values, to);
+        write_in_f16<false>(values, to, nullptr);
     else
         __builtin_memcpy(to, values, 4 * kChunk);
 }
 
-__attribute__((noinline)) static void keep_weights(const Run& r, int64_t i, const float* values, char* to) {
-    weights_of(r, r.old_main, i, values, to);
+// A bit for each of a chunk's bfloat16 values that are other ones, or NaN.
+__attribute__((noinline)) static uint64_t changed_in_bf16(const char* before, const char* now) {
+    uint64_t changed = 0;
+    for (int i = 0; i < kChunk; i += kPair) {
+        const u16x32 bits = load<u16x32>(now + 2 * i);
+        changed |= uint64_t(lanes_other(load<u16x32>(before + 2 * i), bits) | are_nan<MP_BF16>(bits)) << i;
+    }
+    return changed;
 }
 
-// What is not 0 where a weight gets another value, or is NaN, of which nobody knows the bits.
-MP_INLINE u16x32 differs(u16x32 before, u16x32 now, uint16_t inf) {
-    return (before ^ now) | as<u16x32>((now & 0x7fff) > inf);
-}
-
-MP_INLINE u32x16 differs(const char* before, const char* now) {
+// What is not 0 in lanes that are other ones, or NaN.
+MP_INLINE u32x16 differs(const char* before, const float* now) {
     const u32x16 bits = load<u32x16>(now);
     return (load<u32x16>(before) ^ bits) | as<u32x16>((bits & 0x7fffffff) > 0x7f800000);
 }
 
-__attribute__((noinline)) static void mark_changes(const Run& r, int64_t i, const char* before, const float* values) {
-    alignas(64) char now[4 * kChunk];
-    weights_of(r, r.main, i, values, now);
-    const bool halves_too = r.remainder.dtype != MP_NONE || r.output.dtype == MP_BF16 || r.output.dtype == MP_F16;
-    const uint16_t inf = r.output.dtype == MP_F16 ? 0x7c00 : 0x7f80;
-    uint64_t bits = 0;
-    for (int k = 0; k < kChunk; k += kPair) {
-        u16x32 found;
-        if (halves_too) {
-            found = differs(load<u16x32>(before + 2 * k), load<u16x32>(now + 2 * k), inf);
-        } else {
-            u16x32 low, high;
-            halves(differs(before + 4 * k, now + 4 * k), differs(before + 4 * (k + kLanes), now + 4 * (k + kLanes)), low, high);
-            found = low | high;
-        }
-        bits |= uint64_t(lanes_set(found)) << k;
+// The same bits of FP32 values.
+__attribute__((noinline)) static uint64_t changed_in_f32(const char* before, const float* now) {
+    uint64_t changed = 0;
+    for (int i = 0; i < kChunk; i += kPair) {
+        u16x32 low, high;
+        halves(differs(before + 4 * i, now + i), differs(before + 4 * (i + kLanes), now + i + kLanes), low, high);
+        changed |= uint64_t(lanes_other(low | high, u16x32{})) << i;
     }
-    if (bits) r.changed[i / kChanged] |= bits;
+    return changed;
+}
+
+// -- writing main params ------------------------------------------------------------------------------
+
+// A chunk of main params that are whole, and of outputs where there are any.
+MP_INLINE uint64_t write_whole(const Run& r, int64_t i, const float* values, const char* before) {
+    char* output = r.output.at(i);
+    if (r.past) write_past_caches(values, r.main.data + 4 * i);
+    switch (r.output.dtype) {
+        case MP_BF16:
+            return r.stream ? write_in_16_bits<MP_BF16, true>(values, output, before)
+                            : write_in_16_bits<MP_BF16, false>(values, output, before);
+        case MP_F16:
+            return r.stream ? write_in_f16<true>(values, output, before) : write_in_f16<false>(values, output, before);
+        case MP_F32: __builtin_memcpy(output, values, 4 * kChunk);
+    }
+    return before ? changed_in_f32(before, values) : 0;
+}
+
+// The same of main params beside something else.
+template <class F>
+MP_INLINE void write_halves_of(const Run& r, int64_t i, const float* values) {
+    char *main = r.main.data + 2 * i, *output = r.output.at(i);
+    const uint32_t index = r.start + uint32_t(i);
+    switch (F::rest(r)) {
+        case MP_I0: return write_lone(values, main, output, r.noisy, r.key, index);
+        case MP_BF16: return compensate(values, main, r.remainder.data + 2 * i, output);
+        case MP_I16: return split_16(values, main, r.remainder.data + 2 * i, output);
+        default: return split_8(values, main, r.remainder.data + i, output, r.noisy, r.key, index);
+    }
+}
+
+// A chunk of main params, and of outputs where there are any. Marks which weights are not what they were before, if that is
+// given.
+template <class F>
+MP_INLINE void write_main_here(const Run& r, int64_t i, const float* values, const char* before) {
+    uint64_t changed = 0;
+    if (F::rest(r) == MP_NONE) {
+        changed = write_whole(r, i, values, before);
+    } else {
+        write_halves_of<F>(r, i, values);
+        if (before) changed = changed_in_bf16(before, r.main.data + 2 * i);
+    }
+    if (changed) r.changed[i / kChanged] |= changed;
+}
+
+template <class F>
+MP_INLINE void write_main(const Run& r, int64_t i, const float* values, const char* before) {
+    if constexpr (F::kKnown)
+        write_main_here<F>(r, i, values, before);
+    else
+        outlined([&] { write_main_here<F>(r, i, values, before); });
 }
 
 // -- blocks -------------------------------------------------------------------------------------------

@@ -47,14 +47,10 @@ MP_INLINE bool may_have_nan(f32xn a, f32xn b) {
 
 MP_INLINE bool may_be_set(u16x2n x) { return _mm256_movemask_epi8(as<__m256i>(x)) != 0; }
 
-MP_INLINE uint32_t lanes_set(u32xn x) {
-    return ~uint32_t(_mm256_movemask_ps(as<__m256>(x == 0))) & 0xff;
-}
-
-MP_INLINE uint32_t lanes_set(u16x2n x) {
-    __m256i zeros = _mm256_cmpeq_epi16(as<__m256i>(x), _mm256_setzero_si256());
-    __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(zeros, zeros), 0xd8);
-    return ~uint32_t(_mm256_movemask_epi8(bytes)) & 0xffff;
+// A bit for each lane of two comparisons.
+MP_INLINE uint32_t lanes_true(u16x2n a, u16x2n b) {
+    __m256i bytes = _mm256_packs_epi16(as<__m256i>(a), as<__m256i>(b));
+    return uint32_t(_mm256_movemask_epi8(_mm256_permute4x64_epi64(bytes, 0xd8)));
 }
 
 MP_INLINE u16x2n lower(u32xn a, u32xn b) {

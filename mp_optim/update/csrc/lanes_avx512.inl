@@ -71,21 +71,14 @@ MP_INLINE u16x32 add_one_where_above(u16x32 x, u16x32 y, uint16_t limit) {
     return as<u16x32>(_mm512_mask_add_epi16(as<__m512i>(x), here, as<__m512i>(x), _mm512_set1_epi16(1)));
 }
 
+// A bit for each lane: whether two are not the same, or one is above a limit.
+MP_INLINE uint32_t lanes_other(u16x32 x, u16x32 y) { return _mm512_cmpneq_epi16_mask(as<__m512i>(x), as<__m512i>(y)); }
+MP_INLINE uint32_t lanes_above(u16x32 x, uint16_t limit) {
+    return _mm512_cmpgt_epu16_mask(as<__m512i>(x), _mm512_set1_epi16(short(limit)));
+}
+
 // Whether any lane is above the limit.
-MP_INLINE bool any_above(u16x32 x, uint16_t limit) {
-    return __builtin_expect(_mm512_cmpgt_epu16_mask(as<__m512i>(x), _mm512_set1_epi16(short(limit))) != 0, 0);
-}
-
-// A bit for each lane: whether it is not 0.
-MP_INLINE uint32_t lanes_set(u16x32 x) { return _mm512_test_epi16_mask(as<__m512i>(x), as<__m512i>(x)); }
-
-MP_INLINE uint32_t lanes_set(u32x16 x) { return _mm512_test_epi32_mask(as<__m512i>(x), as<__m512i>(x)); }
-
-// A bit for each lane: whether none of some bits is set, and a value is not NaN.
-MP_INLINE uint32_t lanes_without(u32x16 bits, u32x16 of, f32x16 x) {
-    const __mmask16 none = _mm512_testn_epi32_mask(as<__m512i>(bits), as<__m512i>(of));
-    return _mm512_mask_cmp_ps_mask(none, as<__m512>(x), as<__m512>(x), _CMP_ORD_Q);
-}
+MP_INLINE bool any_above(u16x32 x, uint16_t limit) { return __builtin_expect(lanes_above(x, limit) != 0, 0); }
 
 MP_INLINE bool may_have_nan(f32x16 a, f32x16 b) {
     return __builtin_expect(_mm512_cmp_ps_mask(as<__m512>(a), as<__m512>(b), _CMP_UNORD_Q) != 0, 0);

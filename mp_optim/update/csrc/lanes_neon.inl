@@ -42,6 +42,12 @@ MP_INLINE u32xn larger(u32xn a, u32xn b) { return as<u32xn>(vmaxq_u32(as<uint32x
 MP_INLINE bool may_have_nan(f32xn, f32xn) { return true; }
 MP_INLINE bool may_be_set(u16x2n) { return true; }
 
+// A bit for each lane of two comparisons.
+MP_INLINE uint32_t lanes_true(u16x2n a, u16x2n b) {
+    const u16x2n bits = {1, 2, 4, 8, 16, 32, 64, 128};
+    return vaddvq_u16(as<uint16x8_t>(a & bits)) | uint32_t(vaddvq_u16(as<uint16x8_t>(b & bits))) << 8;
+}
+
 MP_INLINE u16x2n lower(u32xn a, u32xn b) {
     return as<u16x2n>(vuzp1q_u16(as<uint16x8_t>(a), as<uint16x8_t>(b)));
 }

@@ -50,6 +50,13 @@ MP_INLINE u32xn larger(u32xn a, u32xn b) {
 MP_INLINE bool may_have_nan(f32xn, f32xn) { return true; }
 MP_INLINE bool may_be_set(u16x2n) { return true; }
 
+// A bit for each lane of two comparisons.
+MP_INLINE uint32_t lanes_true(u16x2n a, u16x2n b) {
+    uint32_t bits = 0;
+    for (int i = 0; i < 16; ++i) bits |= uint32_t((i < 8 ? a[i] : b[i - 8]) & 1) << i;
+    return bits;
+}
+
 MP_INLINE u16x2n lower(u32xn a, u32xn b) {
     u16x2n r{};
     for (int i = 0; i < 8; ++i) r[i] = uint16_t(i < 4 ? a[i] : b[i - 4]);

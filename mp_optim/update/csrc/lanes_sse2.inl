@@ -60,6 +60,11 @@ MP_INLINE bool may_have_nan(f32xn a, f32xn b) {
 
 MP_INLINE bool may_be_set(u16x2n x) { return _mm_movemask_epi8(as<__m128i>(x)) != 0; }
 
+// A bit for each lane of two comparisons.
+MP_INLINE uint32_t lanes_true(u16x2n a, u16x2n b) {
+    return uint32_t(_mm_movemask_epi8(_mm_packs_epi16(as<__m128i>(a), as<__m128i>(b))));
+}
+
 MP_INLINE u16x2n upper(u32xn a, u32xn b) {
     return as<u16x2n>(_mm_packs_epi32(_mm_srai_epi32(as<__m128i>(a), 16), _mm_srai_epi32(as<__m128i>(b), 16)));
 }

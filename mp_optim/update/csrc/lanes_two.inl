@@ -166,29 +166,17 @@ MP_INLINE bool may_be_set(Two<V> x) {
     return int(may_be_set(x.low)) | int(may_be_set(x.high));
 }
 
-#if !defined(MP_AVX2)
-MP_INLINE uint32_t lanes_set(u32xn x) {
-    uint32_t bits = 0;
-    for (int i = 0; i < kFew; ++i) bits |= uint32_t(x[i] != 0) << i;
-    return bits;
-}
+// A bit for each lane of a comparison.
+MP_INLINE uint32_t lanes_true(Two<u16x2n> x) { return lanes_true(x.low, x.high); }
 
-MP_INLINE uint32_t lanes_set(u16x2n x) {
-    uint32_t bits = 0;
-    for (int i = 0; i < 2 * kFew; ++i) bits |= uint32_t(x[i] != 0) << i;
-    return bits;
-}
-#endif
-
-// A bit for each lane: whether it is not 0.
 template <class V>
-MP_INLINE uint32_t lanes_set(Two<V> x) {
-    return lanes_set(x.low) | lanes_set(x.high) << (sizeof(V) / sizeof(Element<V>));
+MP_INLINE uint32_t lanes_true(Two<Two<V>> x) {
+    return lanes_true(x.low) | lanes_true(x.high) << (2 * sizeof(V) / sizeof(Element<V>));
 }
 
-MP_INLINE uint32_t lanes_without(u32x16 bits, u32x16 of, f32x16 x) {
-    return ~lanes_set((bits & of) | as<u32x16>(x != x)) & 0xffff;
-}
+// A bit for each lane: whether two are not the same, or one is above a limit.
+MP_INLINE uint32_t lanes_other(u16x32 x, u16x32 y) { return ~lanes_true(as<u16x32>(x == y)); }
+MP_INLINE uint32_t lanes_above(u16x32 x, uint16_t limit) { return lanes_true(as<u16x32>(x > limit)); }
 
 // Whether any lane is above the limit, or `true` where that is dear to know.
 MP_INLINE bool any_above(u16x32 x, uint16_t limit) { return may_be_set(as<u16x32>(x > limit)); }

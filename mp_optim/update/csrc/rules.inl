@@ -293,9 +293,9 @@ static void adam(const Run& run, const MpAdam& s) {
         return;
     }
     const AdamRule<true> rule(s);
-    if (!run_special<MP_NONE, MP_F32, MP_F32>(run, rule) && !run_special_moments<MP_BF16, MP_BF16>(run, rule) &&
-        !run_special_moments<MP_F16, MP_F16>(run, rule) && !run_special_moments<MP_I8, MP_U8>(run, rule) &&
-        !run_special_moments<MP_I4, MP_U8>(run, rule))
+    if (!run_special<MP_NONE, MP_F32, MP_F32>(run, rule) && !run_special<MP_I16, MP_F32, MP_F32>(run, rule) &&
+        !run_special_moments<MP_BF16, MP_BF16>(run, rule) && !run_special_moments<MP_F16, MP_F16>(run, rule) &&
+        !run_special_moments<MP_I8, MP_U8>(run, rule) && !run_special_moments<MP_I4, MP_U8>(run, rule))
         run_rule(run, rule);
 }
 

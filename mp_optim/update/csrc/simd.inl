@@ -131,13 +131,17 @@ MP_INLINE void quiet_bits(f32x16 a, f32x16 b, u32x16& a_bits, u32x16& b_bits) {
     if (may_have_nan(a, b)) a_bits = quiet_bits(a), b_bits = quiet_bits(b);
 }
 
-// bfloat16 to nearest even: one more if the lower half is above its middle, or in the middle and the upper half odd.
+// Upper halves rounded to nearest even: one more if the lower half is above its middle, or in the middle and the upper half odd.
+MP_INLINE u16x32 rounded_halves(u32x16 a, u32x16 b) {
+    u16x32 high, low;
+    halves(a, b, low, high);
+    return add_one_where_above(high, low | (high & 1), 0x8000);
+}
+
 MP_INLINE u16x32 to_bf16(f32x16 a, f32x16 b) {
     u32x16 a_bits, b_bits;
     quiet_bits(a, b, a_bits, b_bits);
-    u16x32 high, low;
-    halves(a_bits, b_bits, low, high);
-    return add_one_where_above(high, low | (high & 1), 0x8000);
+    return rounded_halves(a_bits, b_bits);
 }
 
 MP_INLINE f32x16 read_bf16(const void* p) { return as<f32x16>(read_upper(p)); }

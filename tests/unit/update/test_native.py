@@ -24,6 +24,7 @@ from torch import Tensor
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.config.rules import FIRST_MOMENT_DTYPES, SECOND_MOMENT_DTYPES
 from mp_optim.config.state_forms import UINT4, blocks_of
+from mp_optim.deltas import bits_differ, bits_set
 from mp_optim.process.host_share import host_share
 from mp_optim.slots.slot_state import REMAINDER, scale_key
 from mp_optim.update.backends.native import NativeBackend
@@ -37,7 +38,7 @@ from mp_optim.update.backends.native_library import (
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.codecs import SECOND, Noise, encode_, split_, stored_dtype
 from mp_optim.update.element_rules import RULE_SCALARS, TEXTS
-from mp_optim.update.kernel_args import MAIN, LambScalars, StableScalars, TensorLists
+from mp_optim.update.kernel_args import MAIN, LambScalars, StableScalars, TensorLists, bitmap_bytes
 from mp_optim.update.state_format import moment_specs
 from support.triton_cases import LONE
 
@@ -305,6 +306,41 @@ def test_every_rule_equals_reference(rule: str, data: st.DataObject) -> None:
     assert_same_lists(ours, theirs)
     if found is not None and expected is not None:
         assert_same(found, expected, "sums")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+@pytest.mark.parametrize("rule", ["adam", "lion", "plain sgd", "ademamix"])
+def test_bits_are_set_of_weights_that_get_other_values(rule: str, data: st.DataObject) -> None:
+    sizes, seed = data.draw(sizes_of_tensors), data.draw(st.integers(0, 2**20))
+    output = data.draw(st.sampled_from([None, *DTYPES]))
+    remainder = data.draw(st.sampled_from(REMAINDERS))
+    if remainder is not None and output is not None:
+        output = torch.bfloat16
+    moments = data.draw(
+        st.tuples(st.sampled_from(FIRST_MOMENT_DTYPES), st.sampled_from(SECOND_MOMENT_DTYPES))
+    )
+    odd, noisy = data.draw(st.booleans()), data.draw(st.booleans())
+    ours = lists_of(seed, sizes, torch.bfloat16, output, KEYS[rule], odd, moments, remainder, noisy)
+    dtype = ours.main[0].dtype if output is None else output
+    weights = [main.to(dtype, copy=True) for main in ours.main]
+    bitmaps = [torch.zeros(bitmap_bytes(n), dtype=torch.uint8) for n in sizes]
+    ours = replace(ours, changed=bitmaps)
+    if data.draw(st.booleans()):
+        ours = into_other_memory(ours, seed + 1)
+    group = {"lr": data.draw(st.sampled_from([1e-6, 1e-3])), "betas": (0.9, 0.999), "eps": 1e-8}
+    group |= {"weight_decay": 0.0, "bias_correction": True, "adam_w_mode": True}
+    group |= {"momentum": 0.0, "dampening": 0.0, "nesterov": False}
+    if rule == "ademamix":
+        group |= ADEMAMIX | {"betas": (0.9, 0.999, 0.9999)}
+    run(NativeBackend(LIBRARY), rule.split()[-1], ours, group, 1, 1.0)
+    for before, main, made, bits in zip(weights, ours.main, ours.output, bitmaps, strict=True):
+        after = main if made is None else made
+        expected = torch.zeros(len(after), dtype=torch.bool)
+        expected[bits_differ(before, after)] = True
+        expected |= after.isnan()  # of which nobody knows the bits
+        marked = bits_set(bits)
+        assert marked[marked < len(after)].tolist() == expected.nonzero().view(-1).tolist()
 
 
 def test_rounding_by_chance_is_left_to_no_torch_operation(monkeypatch: pytest.MonkeyPatch) -> None:
