@@ -94,7 +94,10 @@ def all_trials(options: Options, console: Console) -> bool:
         console.print(line, highlight=False)
     done = [each for found in targets.values() for each in found.executed]
     wrong = sum(bool(each.error or each.differing) for each in done)
-    console.print(f"{len(chosen)} trials of {trials.LAUNCHES * sum(sizes)} elements, {wrong} wrong")
+    said = f"{len(chosen)} trials of {trials.LAUNCHES * sum(sizes):,} elements"
+    console.print(f"{said}, {wrong} wrong")
+    for arch in targets if options.record and not wrong else ():
+        record.note(f"sm_{arch}", "executed", said)
     for arch, found in targets.items():
         never = [form for form in known if form not in found.texts]
         new = [form for form in found.texts if form not in known]
@@ -207,8 +210,11 @@ def run(options: Options, console: Console) -> bool:
         return read_others(options, console)
     torch.set_num_threads(1)
     if options.sass:
-        for line in tables(_chosen(options), options.arches):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        for name, heads, rows in tables(_chosen(options), options.arches):
+            for line in record.table(heads, rows):
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
+            if options.record:
+                record.note_table(name, heads, rows)
         return True
     if options.amd:
         return read_for_amd(options, console)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from ptx.kernels import MachineBackend  # isort: skip  (before what interprets kernels)
 
 from ptx.forms import form_of
-from ptx.record import table
 from ptx.sass import CARDS, Assembled, Card, assembled
 from ptx.trials import Trial, launches_of
 from ptx.triton_driver import Launch, StaticDriver
@@ -61,18 +60,20 @@ def _cost(launch: Launch, code: Assembled) -> tuple[float, float]:
     return code.loop / elements, code.loop_bytes / elements
 
 
-def tables(trials: Sequence[Trial], arches: Sequence[int]) -> Iterator[str]:
-    """Lines of Markdown, for aligned tensors and a multiplier on the host: what the assembler
+def tables(
+    trials: Sequence[Trial], arches: Sequence[int]
+) -> Iterator[tuple[str, list[str], list[list[object]]]]:
+    """Name, heads and rows, for aligned tensors and a multiplier on the host: what the assembler
     makes, and the time of a billion elements that it predicts for cards."""
     chosen = [trial for trial in trials if trial.case.aligned and trial.control == "host"]
     codes = {arch: _kernels(chosen, arch) for arch in arches}
     said = ["instructions an element", "bytes an element", "16 bytes at a time", "barriers"]
     said += ["stack", "fused"]
     heads = [f"registers, warps: sm_{arch}" for arch in arches]
-    yield from table(["kernel", "state", *heads, *said], _rows(codes))
+    yield "sass", ["kernel", "state", *heads, *said], list(_rows(codes))
     cards = [card for card in CARDS if card.arch in codes]
     heads = [f"{card.name}, ms" for card in cards]
-    yield from table(["kernel", "state", *heads], _predictions(codes, cards))
+    yield "predicted", ["kernel", "state", *heads], list(_predictions(codes, cards))
 
 
 def _rows(codes: dict[int, Codes]) -> Iterator[list[object]]:
