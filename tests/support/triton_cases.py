@@ -168,10 +168,9 @@ def step_with(
     else:
         scalars = LambScalars.at(group, step)
         sums: Tensor = backend.lamb_moments(lists, scalars, multiplier)
-        backend.lamb_apply(
-            lists,
-            scalars,
-            [float(np.float32(0.1 / (1 + index))) for index in range(len(lists.main))],
-        )
+        ratios = [float(np.float32(0.1 / (1 + index))) for index in range(len(lists.main))]
+        has_flag = isinstance(multiplier, Tensor) and multiplier.numel() == 2
+        skip = {"skip": multiplier[1:]} if has_flag else {}
+        backend.lamb_apply(lists, scalars, ratios, **skip)
         return sums
     return None
