@@ -22,12 +22,12 @@ if [ "$#" -gt 0 ]; then
     echo "== pytest"
     exec python -m pytest "$@"
 fi
-echo "== the package as it is released"
-wait "$smoke" && cat "$log" || { cat "$log"; exit 1; }
-# One process a core, one thread each; tests of threads ask for theirs.
-export OMP_NUM_THREADS=1
+# One process a core, one thread each; tests of threads ask for theirs, and those let others run while they wait.
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 echo "== pytest"
 python -m pytest -n auto -m "not slow" --durations=40
+echo "== the package as it is released"
+wait "$smoke" && cat "$log" || { cat "$log"; exit 1; }
 # Again without the native kernels: all tests that step something and do not choose level or backend themselves. The
 # other levels of this CPU, what is marked slow, and coverage are for the night (python tests/lab nightly).
 python tests/lab levels off
