@@ -47,11 +47,10 @@ def self_test(options: Options, console: Console) -> bool:
             else:
                 proof = prove(noting.backend, host)
                 exact, said = proof.exact, proof.reason
-        launches = sum(noting.launched.values())
-        console.print(
-            f"sm_{arch}: {said}; {launches} launches of {len(noting.launched)} forms, "
-            f"{time.perf_counter() - began:.0f} s"
-        )
+        launched = f"{sum(noting.launched.values())} launches of {len(noting.launched)} forms"
+        console.print(f"sm_{arch}: {said}; {launched}, {time.perf_counter() - began:.0f} s")
+        if options.record and exact and options.proof:
+            record.note(f"sm_{arch}", "proven", f"{said}, {launched}")
         right &= exact
     return right
 
