@@ -174,6 +174,21 @@ def test_a_flip_between_steps_is_named(form, place, tmp_path):
     assert found.is_resting and found.step == 3 and found.found != found.expected
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_launches_of_triton_are_repeated_by_kernels_of_the_host(rule):
+    form = list(FORMS)[list(RULES).index(rule) % 4]
+    settings = {**FORMS[form], "backend": "triton", "audit_action": "warn"}
+    params, optimizer = stack(rule=rule, **settings)
+    step(params, optimizer, 2)
+    clean = optimizer.metrics()
+    assert clean["audited_elements"] >= 2 * sum(param.numel() for param in params)
+    assert clean["audit_mismatches"] == 0
+    with faulty(written_wrong(MAIN, 7), few=400), pytest.warns(mp_optim.AuditWarning) as caught:
+        step(params, optimizer)
+    (said,) = [each.message for each in caught if isinstance(each.message, mp_optim.AuditWarning)]
+    assert {(each.param, each.element) for each in said.mismatches} == {("w0", 7)}
+
+
 def test_after_an_alarm_nothing_is_stepped_or_saved_until_a_load():
     params, optimizer = stack()
     step(params, optimizer)
