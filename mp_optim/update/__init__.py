@@ -1,7 +1,7 @@
 """Which rule: Adam, StableAdamW, LAMB, SGD, Lion, Adafactor, Muon over slots, and the backends that
 carry them out."""
 
-from mp_optim.update.adam import FusedAdam
+from mp_optim.update.adam import FusedAdam, FusedLion, FusedSGD
 from mp_optim.update.audit import AuditError, AuditWarning
 from mp_optim.update.backends import Backend, check_serves, choose_backend, proof_of
 from mp_optim.update.backends.native_library import (
@@ -10,12 +10,10 @@ from mp_optim.update.backends.native_library import (
     set_thread_share,
 )
 from mp_optim.update.foreign import ForeignExecutor, executor_of
-from mp_optim.update.lamb import FusedLAMB
-from mp_optim.update.lion import FusedLion
 from mp_optim.update.measures import global_grad_norm
 from mp_optim.update.muon import FusedMuon
 from mp_optim.update.optimizer import RuleOptimizer
-from mp_optim.update.sgd import FusedSGD
+from mp_optim.update.stable_adamw import FusedLAMB
 
 __all__ = [
     "AuditError",

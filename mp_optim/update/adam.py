@@ -1,4 +1,10 @@
-"""Adam and AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019). Formulas: docs/numerics.md."""
+"""The rules of one pass over the elements. Formulas: docs/numerics.md.
+
+- Adam and AdamW: Kingma & Ba 2015, Loshchilov & Hutter 2019
+- Lion: the sign of an interpolated momentum, Chen et al. 2023
+- SGD with momentum, as torch defines it
+- AdEMAMix: Adam with a second average of gradients, which forgets slowly, Pagliardini et al. 2024
+"""
 
 from __future__ import annotations
 
@@ -74,5 +80,131 @@ class FusedAdam(RuleOptimizer):
         **precision: Any,
     ) -> None:
         rule = AdamRule()
+        settings = rule.settings_from(locals())
+        super().__init__(rule, params, settings, backend, precision)
+
+
+class LionRule(ElementRule):
+    """Lion, with decoupled weight decay."""
+
+    name = "lion"
+
+    def reads_steps(self, group: Settings) -> bool:
+        return False
+
+
+class FusedLion(RuleOptimizer):
+    """Lion over FP32 tensors, with decoupled weight decay.
+
+    Args:
+        betas: of the interpolation that is signed, and of the momentum.
+        caution: see ``OptimizerConfig.caution``.
+        cautious_wd: see ``OptimizerConfig.cautious_wd``.
+        **precision: fields of :class:`~mp_optim.update.state_format.StatePrecision`, such as
+            ``exp_avg_dtype``.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.95, 0.98),
+        weight_decay: float = 0.0,
+        *,
+        caution: bool = False,
+        cautious_wd: bool = False,
+        backend: str = "auto",
+        **precision: Any,
+    ) -> None:
+        rule = LionRule()
+        settings = rule.settings_from(locals())
+        super().__init__(rule, params, settings, backend, precision)
+
+
+class SgdRule(ElementRule):
+    """SGD with momentum. The momentum buffer starts as the first gradient."""
+
+    name = "sgd"
+
+    def deciding_setting(self, group: Settings) -> str:
+        return "momentum"
+
+    def moments(self, group: Settings) -> tuple[str, ...]:
+        return super().moments(group) if group["momentum"] else ()
+
+    def reads_steps(self, group: Settings) -> bool:
+        return False
+
+    def check_settings(self, group: Settings) -> None:
+        super().check_settings(group)
+        if group["nesterov"] and not (group["momentum"] > 0 and group["dampening"] == 0):
+            raise ValueError(
+                f"nesterov={group['nesterov']!r}: must be False unless momentum > 0 and "
+                "dampening == 0"
+            )
+
+
+class FusedSGD(RuleOptimizer):
+    """SGD over FP32 tensors. The momentum buffer starts as the first gradient.
+
+    Args:
+        **precision: fields of :class:`~mp_optim.update.state_format.StatePrecision`;
+            ``exp_avg_dtype`` is the buffer's.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        backend: str = "auto",
+        **precision: Any,
+    ) -> None:
+        rule = SgdRule()
+        settings = rule.settings_from(locals())
+        super().__init__(rule, params, settings, backend, precision)
+
+
+class AdemamixRule(AdamRule):
+    """AdEMAMix, with decoupled weight decay."""
+
+    name = "ademamix"
+
+
+class FusedAdEMAMix(RuleOptimizer):
+    """AdEMAMix over FP32 tensors on any device, in one pass per batch.
+
+    Args:
+        betas: of the first moment, the second moment, and the slow average of gradients.
+        alpha: weight of the slow average in the step.
+        beta3_warmup: steps in which ``betas[2]`` grows from ``betas[0]``; None starts with it.
+        alpha_warmup: steps in which ``alpha`` grows from 0; None starts with it.
+        caution: see ``OptimizerConfig.caution``.
+        cautious_wd: see ``OptimizerConfig.cautious_wd``.
+        **precision: fields of :class:`~mp_optim.update.state_format.StatePrecision`, such as
+            ``exp_avg_dtype``, which is the slow average's, too.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        alpha: float = 5.0,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        beta3_warmup: int | None = None,
+        alpha_warmup: int | None = None,
+        caution: bool = False,
+        cautious_wd: bool = False,
+        backend: str = "auto",
+        **precision: Any,
+    ) -> None:
+        rule = AdemamixRule()
         settings = rule.settings_from(locals())
         super().__init__(rule, params, settings, backend, precision)

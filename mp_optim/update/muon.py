@@ -15,7 +15,7 @@ from torch import Tensor
 from mp_optim.config.rules import SCALAR_OPTIMIZERS, coefficients
 from mp_optim.slots import SlotUpdate
 from mp_optim.slots.slot_state import AVERAGE, MOMENT2, REMAINDER, scale_key
-from mp_optim.update.adam import AdamRule, check_decoupled
+from mp_optim.update.adam import AdamRule, LionRule, check_decoupled
 from mp_optim.update.backends import Backend
 from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.native import NativeBackend, values_of
@@ -23,7 +23,6 @@ from mp_optim.update.backends.reference import MOMENTUM
 from mp_optim.update.chunking import mark_written
 from mp_optim.update.element_rules import agreeing
 from mp_optim.update.kernel_args import MAIN, MuonScalars, TensorLists, fp32
-from mp_optim.update.lion import LionRule
 from mp_optim.update.matrix_exchange import MatrixOwners
 from mp_optim.update.neuron_moments import normalized
 from mp_optim.update.newton_schulz import NativeSteps, Rooms, beside_each_other, steps_in_place

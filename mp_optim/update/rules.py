@@ -8,13 +8,9 @@ from typing import Any
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES
 from mp_optim.update.adafactor import FusedAdafactor
-from mp_optim.update.adam import FusedAdam
-from mp_optim.update.ademamix import FusedAdEMAMix
-from mp_optim.update.lamb import FusedLAMB
-from mp_optim.update.lion import FusedLion
+from mp_optim.update.adam import FusedAdam, FusedAdEMAMix, FusedLion, FusedSGD
 from mp_optim.update.muon import FusedMuon
-from mp_optim.update.sgd import FusedSGD
-from mp_optim.update.stable_adamw import FusedStableAdamW
+from mp_optim.update.stable_adamw import FusedLAMB, FusedStableAdamW
 
 CLASSES: dict[str, type[Any]] = {
     "adam": FusedAdam,

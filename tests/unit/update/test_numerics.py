@@ -22,7 +22,7 @@ from mp_optim.update import (
     sums,
 )
 from mp_optim.update import chunking as batching
-from mp_optim.update.ademamix import FusedAdEMAMix
+from mp_optim.update.adam import FusedAdEMAMix
 from mp_optim.update.stable_adamw import FusedStableAdamW
 from mp_optim.update.sums import sum_of_squares
 from support import numpy_rules as oracle
