@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import tyro
 
 from mp_optim.conform import CHECKS, LEVELS, Outcome, Subject, program_of, run
-from mp_optim.conform.subject import parsed
+from mp_optim.conform.kit import parsed
 
 
 @dataclass(frozen=True)

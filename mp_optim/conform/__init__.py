@@ -4,10 +4,16 @@ Stands alone: it imports torch and the optimizer that is checked, and nothing el
 """
 
 from mp_optim.conform import distributed, groups, precision, resume, steps, tensors
-from mp_optim.conform.kit import CHECKS, LEVELS, Check, Nonconformance, NotApplicable, Refused
-from mp_optim.conform.programs import program_of
-from mp_optim.conform.runner import Outcome, run
-from mp_optim.conform.subject import Subject
+from mp_optim.conform.kit import (
+    CHECKS,
+    LEVELS,
+    Check,
+    Nonconformance,
+    NotApplicable,
+    Refused,
+    Subject,
+)
+from mp_optim.conform.runner import Outcome, program_of, run
 
 SUBJECTS = (steps, resume, groups, tensors, precision, distributed)
 """The modules that checks are in; importing them fills :data:`CHECKS`."""

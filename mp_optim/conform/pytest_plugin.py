@@ -12,11 +12,8 @@ from typing import Any
 
 import pytest
 
-from mp_optim.conform.kit import Check
-from mp_optim.conform.programs import program_of
-from mp_optim.conform.runner import Outcome, run
-from mp_optim.conform.subject import Subject, parsed
-from mp_optim.conform.worker import OTHER
+from mp_optim.conform.kit import Check, Subject, parsed
+from mp_optim.conform.runner import OTHER, Outcome, program_of, run
 
 
 class Finding(Exception):

@@ -15,8 +15,8 @@ import torch
 
 from mp_optim.cli.command import main
 from mp_optim.conform import CHECKS, LEVELS, Subject, program_of, run
-from mp_optim.conform.subject import parsed
-from mp_optim.conform.worker import FAILS, PASSES, REFUSES, outcome_of
+from mp_optim.conform.kit import parsed
+from mp_optim.conform.runner import FAILS, PASSES, REFUSES, outcome_of
 from support.launch import ROOT
 from support.plain_adamw import built
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mp_optim.conform import CHECKS, Subject
-from mp_optim.conform.worker import FAILS, OTHER, PASSES, outcome_of
+from mp_optim.conform.runner import FAILS, OTHER, PASSES, outcome_of
 from support.plain_adamw import MUTANTS, built
 
 NAMED_BY = sorted({check for check, _, _ in MUTANTS.values()})

@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from mp_optim.conform import CHECKS, Subject, run
-from mp_optim.conform.worker import FAILS, PASSES, REFUSES, outcome_of
+from mp_optim.conform.runner import FAILS, PASSES, REFUSES, outcome_of
 
 FORMS: dict[str, dict[str, object]] = {
     "Adam": {},
