@@ -26,8 +26,7 @@ from mp_optim.precision import MegatronGradScaler, MegatronOptimizer
 from mp_optim.precision.description import Description, DescriptionRow
 from mp_optim.precision.graph_step import graph_metrics, graph_notes
 from mp_optim.precision.main_params import MainParams
-from mp_optim.precision.measure import NormKey
-from mp_optim.precision.step_grads import GradsOfMembers, StepGrads
+from mp_optim.precision.measure import GradsOfMembers, NormKey, StepGrads
 from mp_optim.slots import Slot, iter_slots
 from mp_optim.slots.executor import Mode
 from mp_optim.slots.interrupted_step import StepMark

@@ -21,9 +21,8 @@ from mp_optim.distributed.composite import CompositeOptimizer
 from mp_optim.distributed.sharded_params import ShardedParams, ShardView, in_forward_order
 from mp_optim.distributed.transport import Reducer
 from mp_optim.precision import MegatronGradScaler, MegatronOptimizer
-from mp_optim.precision.measure import Measurement, NormKey
+from mp_optim.precision.measure import GradsOfMembers, Measurement, NormKey, StepGrads
 from mp_optim.precision.settings_agreement import of_config, of_groups
-from mp_optim.precision.step_grads import GradsOfMembers, StepGrads
 from mp_optim.precision.wrapped_optimizer import WrappedOptimizer
 from mp_optim.process.calls import in_own_modes
 from mp_optim.ranks.agreement import ProcessGroups, check_agreement

@@ -19,7 +19,7 @@ from mp_optim.megatron import torch_format
 from mp_optim.megatron.saved_parts import REQUEST, SavedSettings
 from mp_optim.precision import MegatronOptimizer, Verdict
 from mp_optim.precision.grad_scaler import scaling_of
-from mp_optim.precision.measure import EXCLUDED, MAIN_NORM, Measurement
+from mp_optim.precision.measure import EXCLUDED, MAIN_NORM, Measurement, StepGrads
 from mp_optim.precision.megatron_optimizer import (
     apply_verdict,
     conclude,
@@ -27,7 +27,6 @@ from mp_optim.precision.megatron_optimizer import (
     scale_follows,
 )
 from mp_optim.precision.skip_rule import RollingRule
-from mp_optim.precision.step_grads import StepGrads
 from mp_optim.precision.verdict import decide
 from mp_optim.process.calls import in_own_modes
 from mp_optim.slots import current_grad, local_tensor, param_at

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mp_optim.precision.step_grads import StepGrads
+from mp_optim.precision.measure import StepGrads
 from mp_optim.precision.verdict import DeviceVerdict, VerdictNumbers
 from mp_optim.process.accelerator import CUDA, Accelerator, accelerator_of
 from mp_optim.process.calls import uncollected

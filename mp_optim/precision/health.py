@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.precision.step_grads import StepGrads
+from mp_optim.precision.measure import StepGrads
 from mp_optim.precision.verdict import DeviceVerdict, Verdict, fetched
 from mp_optim.process.calls import in_own_modes
 from mp_optim.slots import local_tensor

@@ -32,11 +32,10 @@ from mp_optim.precision.grad_scaler import MegatronGradScaler, scaling_of
 from mp_optim.precision.graph_step import GraphedStep, StepToCapture
 from mp_optim.precision.health import GradientHealth
 from mp_optim.precision.main_params import MainParams
-from mp_optim.precision.measure import MAIN_NORM, NormKey
+from mp_optim.precision.measure import MAIN_NORM, NormKey, StepGrads
 from mp_optim.precision.settings_agreement import check_write, disagreement
 from mp_optim.precision.skip_rule import RollingRule
 from mp_optim.precision.standstill import StandstillWatch
-from mp_optim.precision.step_grads import StepGrads
 from mp_optim.precision.verdict import (
     DeviceVerdict,
     StepCounts,

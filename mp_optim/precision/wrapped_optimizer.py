@@ -23,6 +23,7 @@ from mp_optim.precision.measure import (
     MAIN_NORM,
     Measurement,
     NormKey,
+    StepGrads,
     UpdateWatch,
     agree,
     count_zeros,
@@ -35,7 +36,6 @@ from mp_optim.precision.measure import (
 from mp_optim.precision.megatron_optimizer import MegatronOptimizer
 from mp_optim.precision.param_state import View
 from mp_optim.precision.slot_table import Selection, SlotTable
-from mp_optim.precision.step_grads import StepGrads
 from mp_optim.quantized import FLOAT8_DTYPES, quantize_
 from mp_optim.ranks.agreement import ProcessGroups
 from mp_optim.slots import (
