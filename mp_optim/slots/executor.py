@@ -5,7 +5,7 @@ a torch optimizer is its face: it adds groups, shows state, and calls :meth:`Exe
 What wraps such an optimizer takes its executor over; the face stays, to be looked at.
 
 There are three kinds: a rule of this package (``update/executor.py``), any torch optimizer
-(``update/foreign.py``), and one that hands slots to others in their places
+(``update/optimizer.py``), and one that hands slots to others in their places
 (``placement/placed.py``).
 """
 

@@ -9,10 +9,9 @@ from mp_optim.update.backends.native_library import (
     set_host_threads,
     set_thread_share,
 )
-from mp_optim.update.foreign import ForeignExecutor, executor_of
 from mp_optim.update.measures import global_grad_norm
 from mp_optim.update.muon import FusedMuon
-from mp_optim.update.optimizer import RuleOptimizer
+from mp_optim.update.optimizer import ForeignExecutor, RuleOptimizer, executor_of
 from mp_optim.update.stable_adamw import FusedLAMB
 
 __all__ = [

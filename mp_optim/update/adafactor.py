@@ -22,7 +22,10 @@ from mp_optim.update.backends.native_library import Adafactor as AdafactorValues
 from mp_optim.update.backends.native_library import Matrices, NativeLibrary, thread_count
 from mp_optim.update.chunking import runs_of, tell_autograd
 from mp_optim.update.codecs import join, split_
-from mp_optim.update.exact_sums import (
+from mp_optim.update.kernel_args import TensorLists, fp32
+from mp_optim.update.optimizer import RuleOptimizer
+from mp_optim.update.rule import Launch, Rule, Settings, Workspace
+from mp_optim.update.sums import (
     MatricesShape,
     MatrixBlock,
     digits_of,
@@ -31,11 +34,8 @@ from mp_optim.update.exact_sums import (
     matrix_blocks,
     over_shards,
     pieces_of,
+    sum_in_pairs,
 )
-from mp_optim.update.kernel_args import TensorLists, fp32
-from mp_optim.update.optimizer import RuleOptimizer
-from mp_optim.update.rule import Launch, Rule, Settings, Workspace
-from mp_optim.update.sums import sum_in_pairs
 
 _LARGEST = torch.finfo(torch.float32).max
 _TOGETHER = 1 << 26

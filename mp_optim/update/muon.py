@@ -24,7 +24,6 @@ from mp_optim.update.chunking import mark_written
 from mp_optim.update.element_rules import agreeing
 from mp_optim.update.kernel_args import MAIN, MuonScalars, TensorLists, fp32
 from mp_optim.update.matrix_exchange import MatrixOwners
-from mp_optim.update.neuron_moments import normalized
 from mp_optim.update.newton_schulz import NativeSteps, Rooms, beside_each_other, steps_in_place
 from mp_optim.update.optimizer import RuleOptimizer
 from mp_optim.update.orthogonalization import (
@@ -32,6 +31,7 @@ from mp_optim.update.orthogonalization import (
     Orthogonalization,
     directions,
     heads_of,
+    normalized,
     runs,
     runs_of_wholes,
     whole_directions,
@@ -242,7 +242,7 @@ class FusedMuon(RuleOptimizer):
         head_rows: rows of each head of an attention weight: each head is a matrix of its own; None
             for matrices that are not split so.
         moment2_method: ``normuon`` brings the rows of a direction to one size (see
-            :mod:`mp_optim.update.neuron_moments`); None leaves them. beta2: of their average.
+            :mod:`mp_optim.update.orthogonalization`); None leaves them. beta2: of their average.
         betas, eps, bias_correction, adam_w_mode: of groups that are stepped by Adam or Lion.
         caution, cautious_wd: see ``OptimizerConfig``; of all groups.
         scalar_optimizer: which of these two; what ``backend`` has to have kernels for.

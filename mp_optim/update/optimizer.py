@@ -1,17 +1,26 @@
-"""Torch optimizers over an executor: what users hold, and hand to a wrapper."""
+"""Torch optimizers over an executor: what users hold, and hand to a wrapper.
+
+The executor is a rule's, or of any torch optimizer: that gets FP32 ``.grad`` the long way, and
+keeps its own state.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from mp_optim.config.setting_checks import check_schedule
 from mp_optim.process.calls import in_own_modes, uncollected
+from mp_optim.process.host_memory import as_tensor
+from mp_optim.process.leases import before_writing, borrows
 from mp_optim.slots import (
     CachedTensorList,
+    DeviceMultiplier,
     Slot,
     SlotUpdate,
     SlotUpdates,
@@ -22,9 +31,10 @@ from mp_optim.slots import (
     local_grad,
     update_of,
 )
-from mp_optim.slots.executor import Executor
+from mp_optim.slots.executor import Executor, Mode, Place
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.slots.seen_params import SeenParams, check_memory
+from mp_optim.slots.slot_state import STEP, SlotState, State, check_state, check_step
 from mp_optim.update.backends.selection import warn_of_missing_kernels
 from mp_optim.update.executor import RuleExecutor
 from mp_optim.update.measures import global_grad_norm
@@ -205,3 +215,265 @@ class RuleOptimizer(SlotOptimizer[RuleExecutor]):
         executor = RuleExecutor([], rule, StatePrecision(**kept), backend, *audit)
         super().__init__(params, settings, executor)
         warn_of_missing_kernels(backend, rule.kernels, self.param_groups)
+
+
+class ForeignExecutor(Executor):
+    """Slots over an optimizer that is keyed by tensors: its state moves along when a tensor is
+    replaced.
+
+    Args:
+        optimizer: not of this package; its groups are the executor's.
+    """
+
+    writes_settings = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups)
+        self.optimizer, self.label = optimizer, type(optimizer).__name__
+        self.sizes = [len(group["params"]) for group in self.param_groups]
+        self._bound = [list(group["params"]) for group in self.param_groups]
+        self._own_positions: dict[int, dict[int, int]] = {}
+
+    def has_only(self, group: int, positions: Sequence[int]) -> None:
+        self._own_positions[group] = {given: own for own, given in enumerate(positions)}
+
+    def _own(self, slot: Slot) -> Slot:
+        """A slot as the optimizer's groups have it."""
+        positions = self._own_positions.get(slot.group)
+        return slot if positions is None else Slot(slot.group, positions[slot.position])
+
+    def slot_name(self, slot: Slot) -> str:
+        return super().slot_name(self._own(slot))
+
+    def stepped(self, slot: Slot) -> Tensor:
+        return super().stepped(self._own(slot))
+
+    def step_instead(self, slot: Slot, tensor: Tensor) -> None:
+        super().step_instead(self._own(slot), tensor)
+
+    @property
+    def has_modes(self) -> bool:
+        return all(callable(getattr(self.optimizer, mode, None)) for mode in ("train", "eval"))
+
+    def switch_mode(self, mode: Mode) -> None:
+        self._rebind()
+        self._announce()
+        if self.has_modes:
+            getattr(self.optimizer, mode)()
+
+    def _announce(self) -> None:
+        """Everything may be written now."""
+        if borrows:
+            for param, state in self.optimizer.state.items():
+                before_writing([param], dict(_flat(state)).values())
+
+    def _rebind(self) -> None:
+        """Move the state of replaced tensors. All are taken out first: tensors may have swapped
+        slots."""
+        while len(self._bound) < len(self.param_groups):
+            self._bound.append(list(self.param_groups[len(self._bound)]["params"]))
+        moved: list[tuple[Tensor, Any]] = []
+        for slot, param in iter_slots(self.param_groups):
+            before = self._bound[slot.group][slot.position]
+            if before is not param:
+                if before in self.optimizer.state:
+                    moved.append((param, self.optimizer.state.pop(before)))
+                self._bound[slot.group][slot.position] = param
+        self.optimizer.state.update(moved)
+
+    def _param(self, slot: Slot) -> Tensor:
+        """The tensor at a slot, with the optimizer's state under it."""
+        param, own = self.stepped(slot), self._own(slot)
+        if len(self._bound) <= own.group or self._bound[own.group][own.position] is not param:
+            self._rebind()
+        return param
+
+    def forget_groups(self, count: int) -> None:
+        super().forget_groups(count)
+        del self._bound[count:]
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        check_schedule(group)
+
+    def carried_out_by(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
+        return self.label, "given by the caller; gets FP32 gradients"
+
+    def state_of(self, slot: Slot) -> SlotState:
+        param = self._param(slot)
+        group = self.param_groups[slot.group]
+        return ForeignSlotState(self.optimizer, self.slot_name(slot), param, group)
+
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        """Nothing: the optimizer does so when it steps a parameter for the first time.
+
+        Raises:
+            TypeError: it keeps what no state dict here can hold, so that training could not be
+                resumed, naming it.
+        """
+        self._rebind()  # torch's state_dict knows present tensors only
+        kept: list[Any] = [*self.optimizer.state_dict().keys() - {"state", "param_groups"}]
+        kept += [key for key in self.optimizer.state if not isinstance(key, Tensor)]
+        if slots and kept:
+            raise TypeError(
+                f"{type(self.optimizer).__name__} keeps {sorted(map(str, kept))} beside the state "
+                "of its parameters, which no state dict or checkpoint here holds: it can train "
+                "here, but not be saved"
+            )
+        for slot in slots:
+            for key, value in self.optimizer.state.get(self._param(slot), {}).items():
+                if (other := _other_than_tensors(value)) is not None:
+                    raise TypeError(
+                        f"state of {self.slot_name(slot)}: {type(self.optimizer).__name__} keeps "
+                        f"a {type(other).__name__} under {key!r}. State dicts and checkpoints hold "
+                        "tensors, numbers and lists of them: this optimizer can train here, but "
+                        "not be saved"
+                    )
+
+    @in_own_modes
+    def step_slots(self, updates: SlotUpdates) -> None:
+        self._rebind()
+        for _, param in iter_slots(self.param_groups):
+            param.grad = None
+        mains = [self.stepped(update.slot) for update in updates]
+        for update, main in zip(updates, mains, strict=True):
+            assert not isinstance(update.multiplier, DeviceMultiplier)  # no verdict_device here
+            wide = torch.promote_types(main.dtype, torch.float32)
+            main.grad = update.grad.to(wide, copy=True).mul_(update.multiplier).to(main.dtype)
+        self.step_mark.touch()
+        self._announce()
+        self.optimizer.step()
+        for update, main in zip(updates, mains, strict=True):
+            main.grad = None
+            if update.output is not None:
+                update.output.copy_(main)
+
+
+class ForeignSlotState(SlotState):
+    """A slot's state in an optimizer that is keyed by tensors, under the tensor at the slot."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, name: str, param: Tensor, group: dict[str, Any]
+    ) -> None:
+        self._optimizer, self._name = optimizer, name
+        self._param, self._group = param, group
+
+    def tensors(self) -> State:
+        """The foreign state's tensors, and its numbers as tensors; empty before the first step.
+        What is in a list has a key of its own, ``key[0]``."""
+        return dict(_flat(self._optimizer.state.get(self._param, {})))
+
+    def is_required(self) -> bool:
+        """Never: a foreign optimizer allocates state when it steps a parameter for the first
+        time."""
+        return False
+
+    def takes_any(self) -> bool:
+        return not self.tensors()
+
+    def check(self, state: State) -> None:
+        """State that the foreign optimizer has not allocated yet fits anything, and a slot it has
+        never stepped has none."""
+        live = self.tensors()
+        if state and live:
+            check_state(self._name, live, state)
+        elif "step" in state:
+            check_step(self._name, state["step"])
+
+    def check_values(self, key: str, values: Tensor) -> None:
+        if key == STEP:
+            check_step(self._name, values)
+
+    def load(self, state: State) -> None:
+        self.check(state)
+        if not state:
+            self._optimizer.state.pop(self._param, None)
+            return
+        live = self._optimizer.state.get(self._param, {})
+        leaves = dict(_leaves(live))
+        loaded: dict[str, Any] = {}
+        for key, value in state.items():
+            present = leaves.get(key, _present_form(key, value))
+            loaded[key] = self._in_form_of(present, key, value)
+        self._optimizer.state[self._param] = {**live, **_nested(loaded)}
+
+    def _in_form_of(self, live: Any, key: str, saved: Any) -> Any:
+        """A copy of a saved value: a number where the foreign optimizer keeps a number, an empty
+        list where it keeps one, a tensor on the parameter's device where it keeps a tensor."""
+        if isinstance(live, list):
+            return []
+        step_on_device = self._group.get("fused") or self._group.get("capturable")
+        stays = not isinstance(saved, Tensor) or (key == "step" and not step_on_device)
+        if stays:
+            copy = as_tensor(saved).detach().clone()
+        else:
+            copy = saved.detach().to(self._param.device, copy=True)
+        return copy if isinstance(live, Tensor) else type(live)(copy.item())
+
+
+_ITEM = re.compile(r"(?P<list>.+)\[(?P<index>\d+)\]")
+
+
+def _other_than_tensors(value: Any) -> Any:
+    """What is neither a tensor nor a number, of a value or of what is in a list; None if there is
+    no such thing."""
+    if isinstance(value, list | tuple):
+        others = (_other_than_tensors(item) for item in value)
+        return next((other for other in others if other is not None), None)
+    return None if value is None or isinstance(value, Tensor | int | float) else value
+
+
+def _leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Tensors, numbers and empty lists, and what is in lists, by key."""
+    for key, value in state.items():
+        if isinstance(value, list | tuple) and value:
+            yield from _leaves({f"{key}[{index}]": item for index, item in enumerate(value)})
+        elif isinstance(value, Tensor | int | float | list):
+            yield key, value
+
+
+def _flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The same, all as tensors. An empty list is a tensor of bytes without elements."""
+    for key, value in _leaves(state):
+        if isinstance(value, Tensor):
+            yield key, value
+        elif isinstance(value, list):
+            yield key, torch.empty(0, dtype=torch.uint8, device="cpu")
+        else:
+            yield key, torch.tensor(value, dtype=torch.float64, device="cpu")
+
+
+def _present_form(key: str, saved: Any) -> Any:
+    """What a foreign optimizer, which has not allocated its state yet, would keep where this was
+    saved: :func:`_flat` the other way round. Torch's own ``step`` is a tensor,
+    of torch's default dtype if that is float64 and else float32."""
+    is_torchs = key == "step" and torch.get_default_dtype() == torch.float64
+    if not isinstance(saved, Tensor) or is_torchs:
+        return saved
+    if saved.dtype == torch.uint8 and saved.shape == (0,):
+        return []
+    if saved.dtype == torch.float64 and saved.dim() == 0:
+        return int(saved) if saved == saved.round() else float(saved)
+    return saved
+
+
+def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """State with its lists, from what is in them."""
+    nested: dict[str, Any] = {}
+    lists: dict[str, dict[int, Any]] = {}
+    for key, value in leaves.items():
+        if item := _ITEM.fullmatch(key):
+            lists.setdefault(item["list"], {})[int(item["index"])] = value
+        else:
+            nested[key] = value
+    if lists:
+        in_order = {key: sorted(items.items()) for key, items in lists.items()}
+        nested |= _nested({key: [item for _, item in items] for key, items in in_order.items()})
+    return nested
+
+
+def executor_of(optimizer: torch.optim.Optimizer) -> Executor:
+    """What steps for an optimizer of this package; a new executor for any other."""
+    if isinstance(optimizer, SlotOptimizer):
+        executor: Executor = optimizer.executor
+        return executor
+    return ForeignExecutor(optimizer)

@@ -42,9 +42,14 @@ from mp_optim.update.element_rules import (
     descend,
     gradients,
 )
-from mp_optim.update.exact_sums import bounded_sum, bounded_value
 from mp_optim.update.kernel_args import LambScalars, MuonScalars, StableScalars, TensorLists, fp32
-from mp_optim.update.sums import combine_pieces, sum_in_pairs, sum_of_squares
+from mp_optim.update.sums import (
+    bounded_sum,
+    bounded_value,
+    combine_pieces,
+    sum_in_pairs,
+    sum_of_squares,
+)
 
 Multiplier = Any
 """A float; or also a tensor, for backends that say so by ``takes_device_multipliers``."""

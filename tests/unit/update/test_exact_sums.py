@@ -9,9 +9,8 @@ import torch
 from torch.distributed.tensor import Shard
 
 from mp_optim.slots.tensor_layout import ShardRegion
-from mp_optim.update import exact_sums
 from mp_optim.update.adafactor import ElementPasses
-from mp_optim.update.exact_sums import digits_to_values, matrices_shape, matrix_blocks
+from mp_optim.update.sums import digits_to_values, matrices_shape, matrix_blocks
 
 passes = ElementPasses()
 largest, total_digits = passes.largest, passes.total_digits
@@ -73,7 +72,7 @@ def test_any_cut_gives_the_same_digits(monkeypatch, shape, piece):
     values = values_of(shape, 1)
     top, count = float(largest(values)), values.numel()
     expected = sums([(ShardRegion(values.shape, (0,) * values.dim()), values)], shape, top)
-    monkeypatch.setattr(exact_sums, "sum_piece_elements", lambda device: piece)
+    monkeypatch.setattr("mp_optim.update.sums.sum_piece_elements", lambda device: piece)
     edges = ([], [count // 3], sorted({count // 5, count // 2, count}))
     cuts = [list(flat_parts(values, each)) for each in edges]
     ways = itertools.product(range(values.dim()), (2, 3, 6))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
 from mp_optim.update import FusedAdam, FusedLAMB, FusedLion, FusedSGD, global_grad_norm
-from mp_optim.update.backends import memory_access
-from mp_optim.update.backends.memory_access import (
+from mp_optim.update.backends import native
+from mp_optim.update.backends.native import (
     LARGE,
     AccessChoice,
     MemoryAccess,
@@ -125,7 +125,7 @@ class _Machine:
 
 def _with_clock(monkeypatch: pytest.MonkeyPatch, machine: _Machine) -> None:
     clock = SimpleNamespace(perf_counter=lambda: machine.now)
-    monkeypatch.setattr(memory_access, "time", clock)
+    monkeypatch.setattr(native, "time", clock)
 
 
 def _zen(name: str, access: MemoryAccess) -> float:
@@ -153,7 +153,7 @@ def test_the_default_stays_where_there_is_no_memory(monkeypatch: pytest.MonkeyPa
     def no_memory(*_: Any, **__: Any) -> None:
         raise RuntimeError("not enough memory")
 
-    monkeypatch.setenv(memory_access.ACCESS_VARIABLE, "trial")
+    monkeypatch.setenv(native.ACCESS_VARIABLE, "trial")
     choice = AccessChoice(_Machine(_zen))  # type: ignore[arg-type]
     monkeypatch.setattr(torch, "zeros", no_memory)
     choice.settle(1)
@@ -165,10 +165,10 @@ def test_the_default_stays_where_there_is_no_memory(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_known_make_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(memory_access.ACCESS_VARIABLE, raising=False)
+    monkeypatch.delenv(native.ACCESS_VARIABLE, raising=False)
     known = MemoryAccess(prefetch=64, streaming=False)
-    monkeypatch.setattr(memory_access, "cpu_maker", lambda: "Maker")
-    monkeypatch.setitem(memory_access.KNOWN, ("Maker", "some"), known)
+    monkeypatch.setattr(native, "cpu_maker", lambda: "Maker")
+    monkeypatch.setitem(native.KNOWN, ("Maker", "some"), known)
     machine = _Machine(_zen)
     choice = AccessChoice(machine)  # type: ignore[arg-type]
     assert choice.is_settled
@@ -180,10 +180,10 @@ _FIRST_STEPS = f"""
 import torch
 from mp_optim import FusedAdam
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
-from mp_optim.update.backends import memory_access
+from mp_optim.update.backends import native
 from mp_optim.update.backends.native import access_choice
-memory_access.cpu_maker = lambda: "Maker"
-memory_access.try_out = lambda library, threads: print("tried") or memory_access.MemoryAccess(0)
+native.cpu_maker = lambda: "Maker"
+native.try_out = lambda library, threads: print("tried") or native.MemoryAccess(0)
 for numel in (1000, {LARGE}, {LARGE}):
     print(numel)
     optimizer = FusedAdam([torch.zeros(numel)], lr=0.1)
