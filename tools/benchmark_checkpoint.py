@@ -27,8 +27,7 @@ from rich.table import Table
 from torch import nn
 
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
-from mp_optim.checkpoint.plans import Held, Holding, shares
-from mp_optim.checkpoint.shards import boxes
+from mp_optim.checkpoint.shards import Held, Holding, boxes, shares
 from mp_optim.update import set_host_threads
 
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.checkpoint.commit import inside, newest
-from mp_optim.checkpoint.plans import any_overlap
-from mp_optim.checkpoint.shards import held_places, piece
+from mp_optim.checkpoint.shards import any_overlap, held_places, piece
 from mp_optim.checkpoint.version_files import (
     BLOCK_BYTES,
     INDEX,

@@ -27,9 +27,8 @@ from torch import Tensor
 
 from mp_optim.checkpoint.commit import naming, write_durably
 from mp_optim.checkpoint.entries import STATE
-from mp_optim.checkpoint.plans import Held, Holding, WriteShare, holding_of, shares
 from mp_optim.checkpoint.ranks import Ranks
-from mp_optim.checkpoint.shards import piece
+from mp_optim.checkpoint.shards import Held, Holding, WriteShare, holding_of, piece, shares
 from mp_optim.checkpoint.version_files import (
     BLOCK_BYTES,
     INDEX,

@@ -1,4 +1,5 @@
-"""Whether a model can be trained on a machine, activations included, and what to type.
+"""Whether a model can be trained on a machine, activations included, and what to type: in Python,
+for Hugging Face's Trainer, TRL, torchtitan and Megatron.
 
 $ mp-optim fit --model Qwen3-8B --gpu 24GB --ram 64GB --seq 4096
 $ mp-optim fit --model path/to/config.json --gpu 80GB --gpus 2 --ram 512GB --disk 2TB --json
@@ -11,7 +12,7 @@ import dataclasses
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -21,7 +22,6 @@ from typing import Any, Literal
 import tyro
 from torch import Tensor, nn
 
-from mp_optim.cli.recipes import Recipe, recipes
 from mp_optim.planner.activations import (
     LOSSES,
     Batch,
@@ -31,12 +31,12 @@ from mp_optim.planner.activations import (
     checkpoint_blocks,
     hf_loss,
     trace,
+    trace_repeating,
 )
-from mp_optim.planner.depth import trace_repeating
 from mp_optim.planner.fit import Candidate, Estimate, Limits, Rates, blocks_of, search, step_seconds
 from mp_optim.planner.memory import Layout, plan, specs_of
 from mp_optim.planner.step_time import GB, MACHINES
-from mp_optim.torch_style.settings import config_of
+from mp_optim.torch_style.optimizer import config_of
 
 GIB = 2**30
 AUTO = "auto"
@@ -397,3 +397,205 @@ def main(arguments: Sequence[str]) -> int:
     else:
         print(report(found, options, made))
     return 3 if found.missing(limits_of(options)) else 0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, as the programs are told.
+
+    Attributes:
+        model: name or path, as a user gives it to ``from_pretrained``.
+        auto_class: of transformers.
+        batch, seq, gpus: sequences of a micro-batch, tokens of one, ranks.
+        accumulation: micro-batches of a step.
+        lora: rank of adapters, or 0.
+        attention: "sdpa", which transformers takes by itself, or "eager".
+        lr: a learning rate to begin with.
+    """
+
+    model: str
+    auto_class: str
+    batch: int
+    seq: int
+    gpus: int = 1
+    accumulation: int = 1
+    lora: int = 0
+    attention: str = "sdpa"
+    lr: float = 1e-5
+
+
+def recipes(found: Estimate, recipe: Recipe) -> dict[str, str]:
+    """Text by program."""
+    made = {"Python": python_lines(found, recipe)}
+    if not found.candidate.config.is_distributed:
+        made["Hugging Face Trainer"] = trainer_lines(found, recipe)
+        if recipe.auto_class == "AutoModelForCausalLM":
+            made["TRL"] = trl_lines(found, recipe)
+        made["torchtitan"] = torchtitan_lines(found, recipe)
+    made["Megatron-LM"] = megatron_lines(found, recipe)
+    return made
+
+
+def _arguments(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
+
+def _model_lines(found: Estimate, recipe: Recipe) -> list[str]:
+    plain = ", attn_implementation='eager'" if recipe.attention == "eager" else ""
+    lines = [
+        f"model = transformers.{recipe.auto_class}.from_pretrained("
+        f"{recipe.model!r}, dtype=torch.bfloat16{plain})"
+    ]
+    if recipe.lora:
+        lines.insert(0, "import peft")
+        lines.append(f"adapters = {_adapters(recipe)}")
+        lines.append("model = peft.get_peft_model(model, adapters)")
+    return lines
+
+
+def _adapters(recipe: Recipe) -> str:
+    return f"peft.LoraConfig(r={recipe.lora}, target_modules='all-linear')"
+
+
+def python_lines(found: Estimate, recipe: Recipe) -> str:
+    """A model and its optimizer, ready for a loop."""
+    lines = ["import mp_optim", "import torch", "import transformers", ""]
+    lines += _model_lines(found, recipe)
+    if found.checkpointing:
+        how = "gradient_checkpointing_kwargs={'use_reentrant': False}"
+        lines.append(f"model.gradient_checkpointing_enable({how})")
+    if found.loss == "fused":
+        lines.append(_FUSED)
+    if found.candidate.layout.sharding == "fsdp2":
+        lines += _FSDP2
+    if found.candidate.config.is_distributed:
+        lines += [
+            "torch.distributed.init_process_group()",
+            f"config = mp_optim.OptimizerConfig(lr={recipe.lr!r}, bf16=True, "
+            "use_distributed_optimizer=True)",
+            "optimizer = mp_optim.get_megatron_optimizer(config, model.cuda())",
+        ]
+    else:
+        words = {"lr": recipe.lr, **found.candidate.words, "max_grad_norm": 1.0}
+        call = f"optimizer = mp_optim.AdamW(model.named_parameters(), {_arguments(words)})"
+        lines += [_TO_DEVICE, call]
+    return "\n".join(lines)
+
+
+_TO_DEVICE = "model.to('cuda' if torch.cuda.is_available() else 'cpu')"
+_FUSED = "# the loss: liger_kernel.transformers.LigerFusedLinearCrossEntropyLoss"
+_FSDP2 = (
+    "torch.distributed.init_process_group()",
+    "blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]",
+    "for module in [*blocks, model]:",
+    "    torch.distributed.fsdp.fully_shard(module)",
+)
+
+
+def _training_arguments(found: Estimate, recipe: Recipe) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "output_dir": "out",
+        "learning_rate": recipe.lr,
+        "per_device_train_batch_size": recipe.batch,
+        "gradient_accumulation_steps": recipe.accumulation,
+        "gradient_checkpointing": found.checkpointing,
+        "max_grad_norm": 0.0,  # the optimizer clips
+    }
+    if found.loss == "fused":
+        arguments["use_liger_kernel"] = True
+    if found.candidate.layout.sharding == "fsdp2":
+        arguments |= {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}
+    return arguments
+
+
+def _class_and_settings(found: Estimate) -> str:
+    words = {"optimizer": "AdamW", **found.candidate.words, "max_grad_norm": 1.0}
+    return f"optimizer_cls_and_kwargs=class_and_settings(arguments, {words!r})"
+
+
+def trainer_lines(found: Estimate, recipe: Recipe) -> str:
+    """Arguments and Trainer of transformers; ``data`` is yours."""
+    arguments = _arguments(_training_arguments(found, recipe))
+    return "\n".join(
+        [
+            "import torch",
+            "import transformers",
+            "from mp_optim.integrations.trainer_args import class_and_settings",
+            "",
+            *_model_lines(found, recipe),
+            f"arguments = transformers.TrainingArguments({arguments})",
+            f"trainer = transformers.Trainer(model, arguments, train_dataset=data, "
+            f"{_class_and_settings(found)})",
+        ]
+    )
+
+
+def trl_lines(found: Estimate, recipe: Recipe) -> str:
+    """Arguments and trainer of TRL's supervised fine-tuning; ``data`` is yours."""
+    arguments = _training_arguments(found, recipe) | {"max_length": recipe.seq}
+    adapters = f"peft_config={_adapters(recipe)}, " if recipe.lora else ""
+    lines = ["import peft"] if recipe.lora else []
+    lines += ["import torch", "import transformers", "import trl"]
+    lines += ["from mp_optim.integrations.trainer_args import class_and_settings", ""]
+    lines += _model_lines(found, replace(recipe, lora=0))
+    lines.append(f"arguments = trl.SFTConfig({_arguments(arguments)})")
+    lines.append(
+        f"trainer = trl.SFTTrainer(model, arguments, train_dataset=data, {adapters}"
+        f"{_class_and_settings(found)})"
+    )
+    return "\n".join(lines)
+
+
+def torchtitan_lines(found: Estimate, recipe: Recipe) -> str:
+    """The container of optimizers."""
+    words = dict(found.candidate.words)
+    of_group = f"optimizer_name='AdamW', optimizer_kwargs={{'lr': {recipe.lr!r}}}"
+    return "\n".join(
+        [
+            "from mp_optim.integrations.torchtitan import MpOptimizersContainer",
+            "from torchtitan.components.optimizer import ParamGroupConfig",
+            "",
+            f"groups = [ParamGroupConfig(pattern='.*', {of_group})]",
+            "config = MpOptimizersContainer.Config(param_groups=groups, "
+            f"optimizer_factory_kwargs_by_name={{'AdamW': {words!r}}})",
+        ]
+    )
+
+
+_MEGATRON_DTYPES = {"bf16": "bf16", "8bit": "fp8"}
+
+
+def megatron_lines(found: Estimate, recipe: Recipe) -> str:
+    """A command line of Megatron's program, or why there is none."""
+    words = found.candidate.words
+    no_such = words.get("main_params") == "none"  # nor has its command line a word for that
+    if no_such or words.get("release_gradients") or found.candidate.layout.sharding == "fsdp2":
+        return (
+            "# none: Megatron's gradients lie in its own buffers, it has no FSDP2 of torch's and\n"
+            "# no parameters without main params; split the model by --tensor-model-parallel-size\n"
+            "# or --pipeline-model-parallel-size instead"
+        )
+    arguments: list[Any] = [
+        "--bf16",
+        "--seq-length",
+        recipe.seq,
+        "--micro-batch-size",
+        recipe.batch,
+    ]
+    arguments += ["--lr", recipe.lr, "--clip-grad", 1.0]
+    if found.candidate.config.is_distributed or "state" in words:
+        arguments.append("--use-distributed-optimizer")
+    if "state" in words:
+        dtype = _MEGATRON_DTYPES[words["state"]]
+        arguments += ["--use-precision-aware-optimizer"]
+        arguments += ["--exp-avg-dtype", dtype, "--exp-avg-sq-dtype", dtype]
+    if words.get("offload"):
+        arguments += ["--optimizer-cpu-offload", "--optimizer-offload-fraction", words["offload"]]
+    if found.checkpointing:
+        arguments += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
+        arguments += ["--recompute-num-layers", 1]
+    if found.loss == "fused":
+        arguments += ["--cross-entropy-loss-fusion"]
+    line = " ".join(map(str, arguments))
+    start = f"torchrun --nproc-per-node {recipe.gpus} -m mp_optim.megatron pretrain_gpt.py"
+    return f"{start} {line} [your model's and data's arguments]"

@@ -24,8 +24,7 @@ from mp_optim.distributed.buckets import (
     check_shardable,
     make_buckets,
 )
-from mp_optim.distributed.collectives import all_gather, broadcast
-from mp_optim.distributed.grad_reducer import GradReducer
+from mp_optim.distributed.grad_reducer import GradReducer, all_gather, broadcast
 from mp_optim.process.leases import before_writing
 from mp_optim.ranks.missing_ranks import wait_for_all
 

@@ -10,14 +10,16 @@ import importlib
 from typing import Any
 
 from mp_optim.megatron.config import config_from_megatron
-from mp_optim.megatron.constructors import (
+from mp_optim.megatron.face import MegatronFace
+from mp_optim.megatron.install import (
     ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
     HybridDeviceOptimizer,
+    get_megatron_optimizer,
+    install,
+    uninstall,
 )
-from mp_optim.megatron.face import MegatronFace
-from mp_optim.megatron.install import get_megatron_optimizer, install, uninstall
 from mp_optim.precision import ConstantGradScaler, DynamicGradScaler
 
 _CONFIG = "megatron.core.optimizer.optimizer_config"

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from mp_optim.checkpoint.shards import FlatShard
 from mp_optim.config.rules import is_elementwise
 from mp_optim.distributed.optimizer import DistributedOptimizer
-from mp_optim.megatron.saved_parts import (
+from mp_optim.megatron.torch_format import (
     REQUEST,
     SavedSettings,
     group_settings_of,

@@ -16,7 +16,7 @@ from mp_optim.checkpoint.foreign.formats import COPIES, states_of_members
 from mp_optim.checkpoint.version_files import load_plain_file
 from mp_optim.distributed.optimizer import DistributedOptimizer
 from mp_optim.megatron import torch_format
-from mp_optim.megatron.saved_parts import REQUEST, SavedSettings
+from mp_optim.megatron.torch_format import REQUEST, SavedSettings
 from mp_optim.precision import MegatronOptimizer, Verdict
 from mp_optim.precision.grad_scaler import scaling_of
 from mp_optim.precision.measure import EXCLUDED, MAIN_NORM, Measurement, StepGrads

@@ -3,30 +3,29 @@ the state that these ranks share out in a file of its own, written by the first 
 
 What Megatron's Float16 optimizer saved there is read, too: FP32 copies and moments by position in
 its param groups.
+
+Of a stack Megatron saves settings of param groups, known by what they are and not by their order,
+and state of which data-parallel ranks have parts, put together on one of them.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mp_optim.checkpoint.foreign.formats import from_megatron
 from mp_optim.checkpoint.foreign.state import import_state
 from mp_optim.checkpoint.shards import FlatShard
 from mp_optim.distributed.optimizer import DistributedOptimizer
-from mp_optim.megatron.saved_parts import (
-    flat_shard_of,
-    group_settings_of,
-    groups_with_settings,
-    kind_of,
-    matched_settings,
-    whole_states,
-)
 from mp_optim.precision import MegatronOptimizer
+from mp_optim.process.accelerator import CUDA
 from mp_optim.slots import Slot, param_at
 from mp_optim.slots.slot_state import State
 from mp_optim.slots.state_dict import plain_groups
@@ -195,3 +194,203 @@ def _names(part: MegatronOptimizer, saved: Sequence[Mapping[str, Any]]) -> Itera
         del left[alike[0]]
         for position in range(count):
             yield part.slot_name(Slot(alike[0], position))
+
+
+SavedSettings = dict[str, Any]
+Range = tuple[int, int]
+"""First element of a flattened parameter that a rank has, and how many it has."""
+
+REQUEST = "mp_optim_request"
+"""Key in a state dict that ``dist_checkpointing`` loads: how it was asked for."""
+_KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""Settings that tell groups apart in every version of Megatron."""
+_OF_THIS_RANK = ("params", "param_names", "param_checksums", "fqns")
+_NOT_IDENTITY = ("lr", "weight_decay", "step", *_OF_THIS_RANK)
+"""What changes as training goes on, or differs between ranks, and so tells nothing apart."""
+
+
+# -- settings of param groups
+
+
+def group_settings_of(part: MegatronOptimizer) -> list[SavedSettings]:
+    """The settings of a part's groups, without its parameters."""
+    return [
+        {key: value for key, value in group.items() if key not in _OF_THIS_RANK}
+        for group in plain_groups(part.param_groups)
+    ]
+
+
+def groups_elsewhere(stack: MegatronOptimizer) -> list[list[SavedSettings]]:
+    """For each part, groups that only other ranks have (experts, say, of other pipeline stages).
+    Collective over all processes, as Megatron's factory is."""
+    here = [group_settings_of(part) for part in stack.chained_optimizers]
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [[] for _ in here]
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, here)
+    elsewhere: list[list[SavedSettings]] = []
+    for index, groups in enumerate(here):
+        known, others = [_identity(group) for group in groups], []
+        of_ranks = (of_rank[index] for of_rank in everywhere if index < len(of_rank))
+        for group in chain.from_iterable(of_ranks):
+            identity = _identity(group)
+            # a rank without parameters has a group that says nothing
+            if identity not in known and all(key in group for key in _KIND):
+                known.append(identity)
+                others.append(group)
+        elsewhere.append(others)
+    return elsewhere
+
+
+def groups_with_settings(
+    stack: MegatronOptimizer, saved: Sequence[Mapping[str, Any]]
+) -> list[SavedSettings]:
+    """The stack's groups, each with the settings of the saved one that is of its kind."""
+    groups = plain_groups(stack.param_groups)
+    for group in groups:
+        if group["params"]:
+            group.update(matched_settings(group, saved))
+    return groups
+
+
+def matched_settings(live: SavedSettings, saved: Sequence[Mapping[str, Any]]) -> SavedSettings:
+    """The settings that a group takes from saved ones: of the group of its kind, and of those the
+    one that is most like it. Experts are a kind of their own only in some layouts, so for want of
+    it a dense group will do, and the other way round.
+
+    Raises:
+        ValueError: there is none of its kind, or two are as like it; naming the settings.
+    """
+    wanted = _identity(live).items()
+    kind: list[Mapping[str, Any]] = []
+    for keys in (_KIND, [key for key in _KIND if key != "is_expert_parallel"]):
+        alike = (group for group in saved if kind_of(group, keys) == kind_of(live, keys))
+        kind = kind or list(alike)
+    if not kind:
+        raise ValueError(
+            f"no saved param group has {_kind_in_words(live)}; saved are "
+            f"{'; '.join(map(_kind_in_words, saved)) or 'none'}"
+        )
+    if "optimizer" in live:  # beside Muon, Megatron names only the scalar optimizer
+        rule = live["optimizer"]
+        kind = [group for group in kind if group.get("optimizer", "muon") == rule] or kind
+    likeness = []
+    for identity in map(_identity, kind):
+        likeness.append(sum(identity.get(key) == value for key, value in wanted))
+    best = [group for group, like in zip(kind, likeness, strict=True) if like == max(likeness)]
+    shared = live.keys() - set(_OF_THIS_RANK)
+    taken = [{key: group[key] for key in shared & group.keys()} for group in best]
+    if any(settings != taken[0] for settings in taken[1:]):
+        raise ValueError(
+            f"{len(best)} saved param groups have {_kind_in_words(live)}, and none is more like "
+            "the present one than the others"
+        )
+    return taken[0]
+
+
+def _identity(group: Mapping[str, Any]) -> SavedSettings:
+    settings = {key: value for key, value in group.items() if key not in _NOT_IDENTITY}
+    for key, value in settings.items():
+        if isinstance(value, list):
+            settings[key] = tuple(value)
+    return settings
+
+
+def kind_of(group: Mapping[str, Any], keys: Sequence[str] = _KIND) -> tuple[Any, ...]:
+    """The settings that tell groups apart. NeMo keeps some of them under ``pre_<name>``."""
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in keys)
+
+
+def _kind_in_words(group: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in zip(_KIND, kind_of(group), strict=True))
+
+
+# -- state over all data-parallel ranks
+
+
+def whole_states(
+    part: MegatronOptimizer, rank: int | None = None
+) -> Iterator[tuple[Slot, State, bool]]:
+    """The state of every slot of a part that has any; copies, so that the next step does not write
+    what is still being saved. Collective over its data-parallel ranks if it is distributed.
+
+    Args:
+        rank: which of these ranks is given what they share out; by default, of each parameter, the
+            rank that has most of it: most parameters are on one rank whole.
+
+    Yields:
+        A slot; its FP32 tensors, over all of the parameter on this model-parallel rank, on their
+        own memory, and ``step`` (only ``step`` if another data-parallel rank has been given the
+        rest); and whether no other data-parallel rank has it.
+    """
+    if not isinstance(part, DistributedOptimizer):
+        yield from ((slot, _copied_state(part, slot), False) for slot in part.slots())
+        return
+    group = part.process_groups.dp
+    assert group is not None  # its constructor asks for it
+    own: list[Range | None] = []
+    for slot in part.slots():
+        shard = flat_shard_of(part.slot_state(slot))
+        own.append(None if shard is None else (shard.start, shard.local.numel()))
+    ranges: list[Any] = [None] * group.size()
+    dist.all_gather_object(ranges, own, group=group)
+    for slot, *of_ranks in zip(part.slots(), *ranges, strict=True):
+        state = _copied_state(part, slot)
+        if any(of_rank is None for of_rank in of_ranks):
+            yield slot, state, False  # every rank steps all of it
+            continue
+        counts = [count for _, count in of_ranks]
+        receiver = counts.index(max(counts)) if rank is None else rank
+        yield slot, _put_together(state, of_ranks, receiver, group), True
+
+
+def flat_shard_of(state: State) -> FlatShard | None:
+    """A tensor of a slot of which this rank has only some elements; None if it has all."""
+    return next((value for value in state.values() if isinstance(value, FlatShard)), None)
+
+
+def _copied_state(part: MegatronOptimizer, slot: Slot) -> State:
+    """A slot's state in FP32; not the live tensors on the host, for what saves in the background
+    copies from accelerators only."""
+    state = dict(part.full_slot_state(slot))
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.device.type == "cpu":
+            state[key] = value.detach().clone()
+    return state
+
+
+def _put_together(state: State, ranges: Sequence[Range], rank: int, group: ProcessGroup) -> State:
+    shards = {key: value for key, value in state.items() if isinstance(value, FlatShard)}
+    rest = {key: value for key, value in state.items() if key not in shards}
+    is_here, holders = group.rank() == rank, [count for _, count in ranges if count]
+    gathered: list[Tensor] = []
+    if len(holders) > 1 or (holders and not ranges[rank][1]):
+        gathered = _gather(list(shards.values()), ranges, rank, group)
+    elif is_here:
+        gathered = [shard.local.view(shard.shape) for shard in shards.values()]
+    whole = dict(zip(shards, gathered, strict=True)) if is_here else {}
+    return {**rest, **whole}
+
+
+def _gather(
+    shards: Sequence[FlatShard], ranges: Sequence[Range], rank: int, group: ProcessGroup
+) -> list[Tensor]:
+    """The whole tensors of some shards of one range, on one rank; nothing on the others."""
+    is_nccl = "nccl" in str(dist.get_backend(group))
+    device = CUDA.current() if is_nccl else torch.device("cpu")
+    largest = max(count for _, count in ranges)
+    sent = torch.zeros(len(shards), largest, dtype=torch.float32, device=device)
+    for row, shard in zip(sent, shards, strict=True):
+        row[: shard.local.numel()].copy_(shard.local)
+    is_here = group.rank() == rank
+    received = [torch.empty_like(sent) for _ in ranges] if is_here else None
+    dist.gather(sent, received, dist.get_global_rank(group, rank), group=group)
+    if received is None:
+        return []
+    wholes = []
+    for row, shard in enumerate(shards):
+        whole = torch.empty(shard.shape.numel(), dtype=torch.float32, device=shard.device)
+        for (start, count), of_rank in zip(ranges, received, strict=True):
+            whole[start : start + count].copy_(of_rank[row, :count])
+        wholes.append(whole.view(shard.shape))
+    return wholes

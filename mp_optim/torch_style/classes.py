@@ -1,7 +1,7 @@
 """The rules as torch optimizers: ``AdamW(params, lr=1e-3, ...)``.
 
 Hyperparameters and their defaults are torch's where torch has the rule, else those of its paper. By
-name they also take :class:`~mp_optim.torch_style.settings.StackSettings`.
+name they also take :class:`~mp_optim.torch_style.optimizer.StackSettings`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing_extensions import Unpack
 from mp_optim.groups.param_groups import is_hidden_matrix
 from mp_optim.process.calls import warn
 from mp_optim.slots.param_attributes import is_expert_param
-from mp_optim.torch_style.optimizer import StackOptimizer
-from mp_optim.torch_style.settings import StackSettings
+from mp_optim.torch_style.optimizer import StackOptimizer, StackSettings
 
 __all__ = ["LAMB", "SGD", "AdEMAMix", "Adafactor", "Adam", "AdamW", "Lion", "Muon", "StableAdamW"]
 

@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor
 from mp_optim.checkpoint.commit import replace_durably, sync
 from mp_optim.checkpoint.entries import Models
 from mp_optim.checkpoint.foreign.state import ForeignGroup, ForeignState, positional_state
-from mp_optim.checkpoint.plans import check_cover
 from mp_optim.checkpoint.ranks import Ranks
-from mp_optim.checkpoint.shards import FlatShard, PartitionShard, held_places, piece
+from mp_optim.checkpoint.shards import FlatShard, PartitionShard, check_cover, held_places, piece
 from mp_optim.checkpoint.version_files import load_plain_file
 from mp_optim.process.calls import in_own_modes
 from mp_optim.slots import iter_slots

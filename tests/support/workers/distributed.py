@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mp_optim import MegatronOptimizer, ProcessGroups, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint.shards import FlatShard
-from mp_optim.distributed.collectives import start_reduction
+from mp_optim.distributed.grad_reducer import start_reduction
 from mp_optim.planner import Layout, plan
 from support.by_day import is_asked_for
 from support.models import DTYPES, config_for, is_expert

@@ -25,7 +25,7 @@ from mp_optim import (
     get_megatron_optimizer,
 )
 from mp_optim.distributed.buckets import plan_whole
-from mp_optim.distributed.collectives import start_reduction
+from mp_optim.distributed.grad_reducer import start_reduction
 from mp_optim.megatron.face import MegatronFace
 
 FOLDER = ""

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from mp_optim import checkpoint
-from mp_optim.checkpoint.plans import check_cover
 from mp_optim.checkpoint.reading import open_checkpoint
+from mp_optim.checkpoint.shards import check_cover
 from mp_optim.slots.partition import Box
 from support.forged import replaced
 from support.models import build

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
-from mp_optim.checkpoint.plans import Held, Holding, shares
 from mp_optim.checkpoint.ranks import to_compare
-from mp_optim.checkpoint.shards import boxes, whole_box
+from mp_optim.checkpoint.shards import Held, Holding, boxes, shares, whole_box
 from mp_optim.checkpoint.version_files import (
     Index,
     Saved,

@@ -21,7 +21,7 @@ from torch import nn
 import mp_optim
 from mp_optim.cli import fit
 from mp_optim.cli.command import main
-from mp_optim.cli.recipes import Recipe, python_lines, recipes
+from mp_optim.cli.fit import Recipe, python_lines, recipes
 from mp_optim.planner.activations import Moment, Timeline, build_hf
 from mp_optim.planner.fit import Blocks, Candidate, Estimate, Limits, search, step_seconds
 from mp_optim.planner.memory import Layout, Memory, MemoryPlan, plan, specs_of

@@ -23,9 +23,9 @@ from mp_optim.planner.activations import (
     checkpoint_blocks,
     hf_loss,
     trace,
+    trace_repeating,
     track,
 )
-from mp_optim.planner.depth import trace_repeating
 
 SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 DECODER = {**SIZES, "intermediate_size": 256, "num_key_value_heads": 2, "vocab_size": 1024}

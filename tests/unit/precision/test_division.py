@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mp_optim import get_megatron_optimizer
-from mp_optim.distributed.collectives import divide_, finish_sum
+from mp_optim.distributed.grad_reducer import divide_, finish_sum
 from mp_optim.precision.verdict import clip_coefficients
 from mp_optim.quantized import scaled_codes
 from support.cuda_division import DividesAsCuda

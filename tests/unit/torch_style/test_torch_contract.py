@@ -19,8 +19,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.overrides import TorchFunctionMode
 
 import mp_optim
-from mp_optim.torch_style.optimizer import AmpLossScale
-from mp_optim.torch_style.settings import StackSettings
+from mp_optim.torch_style.optimizer import AmpLossScale, StackSettings
 
 # FP32 against torch: an operation or two in another order, an ulp of |p| < 2 each (1.2e-7), which
 # add up like a random walk over the steps; measured 1e-6 at most.
