@@ -13,10 +13,9 @@ from itertools import chain, groupby
 from operator import attrgetter
 
 from mp_optim.placement.lanes import WindowLane, disk_bytes, state_bytes
-from mp_optim.placement.plan import DiskBytes, HostBytes, HostSlot
+from mp_optim.placement.plan import DiskBytes, HostBytes, HostSlot, Split, by_place
 from mp_optim.placement.settings import HostStepSettings, OffloadedStep
 from mp_optim.placement.speculation import Ahead
-from mp_optim.placement.split import Split, by_place
 from mp_optim.placement.staging import Buckets, Staging
 from mp_optim.placement.windows import IN_FLIGHT
 from mp_optim.process.host_memory import zeros_beside

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mp_optim.placement.sites import view_of
 from mp_optim.placement.state_file import StateFile, blocks_bytes
 from mp_optim.placement.timeline import WAIT_DISK, StepTimeline
 from mp_optim.placement.windows import (
@@ -30,6 +29,7 @@ from mp_optim.placement.windows import (
     Tensors,
     Window,
     WindowForm,
+    view_of,
 )
 from mp_optim.process.direct_file import DISK_BLOCK, Ticket
 from mp_optim.process.host_memory import ALIGNMENT, aligned_bytes

@@ -1,10 +1,10 @@
 """Steps the host part: slots of an optimizer whose main params and state are not on the device.
 
 Four things are composed, and none knows of the others: where state rests
-(:mod:`~mp_optim.placement.sources`), who steps it (:mod:`~mp_optim.placement.sites`; where state
+(:mod:`~mp_optim.placement.sources`), who steps it (:mod:`~mp_optim.placement.lanes`; where state
 rests in host memory, the host steps whole buckets where they are), when
 (:mod:`~mp_optim.placement.schedule`), and which slot goes which way
-(:mod:`~mp_optim.placement.split`). :class:`~mp_optim.placement.host_part.HostPart` cuts the slots
+(:mod:`~mp_optim.placement.plan`). :class:`~mp_optim.placement.host_part.HostPart` cuts the slots
 into buckets and windows accordingly.
 """
 
@@ -17,10 +17,9 @@ from typing import Any
 
 from mp_optim.placement.double_buffer import BackLaunch
 from mp_optim.placement.host_part import HostPart
-from mp_optim.placement.plan import HostSlot
+from mp_optim.placement.plan import HostSlot, Split, StepTime
 from mp_optim.placement.schedule import Schedule
 from mp_optim.placement.settings import HostStepSettings, OffloadedStep
-from mp_optim.placement.split import Split, StepTime
 from mp_optim.placement.staging import BucketStep
 from mp_optim.placement.timeline import WAIT_DISK, TransferBytes
 from mp_optim.placement.windows import IN_FLIGHT

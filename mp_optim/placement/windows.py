@@ -235,3 +235,10 @@ def _or_part(came: Tensor | None, tensor: Tensor, piece: Piece) -> Tensor:
     if came is not None:
         return came
     return tensor if piece.is_whole else part_of_state(MAIN, tensor, piece.start, piece.count)
+
+
+def view_of(memory: Tensor, start: int, form: TensorSpec) -> Tensor:
+    """A contiguous tensor in 1-D uint8 memory, which shares its storage."""
+    shape, dtype = form
+    size = shape.numel() * dtype.itemsize
+    return memory[start : start + size].view(dtype).view(shape)

@@ -21,8 +21,7 @@ from torch import Tensor
 from mp_optim.process.host_memory import beside, zeros
 from mp_optim.process.leases import before_writing
 from mp_optim.slots import ParamGroups, Slot, SlotUpdates, local_tensor, param_at, slot_name
-from mp_optim.slots.interrupted_step import StepMark
-from mp_optim.slots.parked_tensors import HOST
+from mp_optim.slots.interrupted_step import HOST, StepMark
 from mp_optim.slots.slot_state import SlotState
 
 Mode = Literal["train", "eval"]

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from mp_optim.process.host_memory import same_values
 from mp_optim.slots.identity import ParamGroups, Slot, iter_slots, param_at
-from mp_optim.slots.parked_tensors import HOST, ParkedTensors, wait_for
+from mp_optim.slots.interrupted_step import HOST, ParkedTensors, wait_for
 from mp_optim.slots.slot_state import STEP, SlotState, State, scale_key
 from mp_optim.slots.tensors import same_memory
 

@@ -26,7 +26,7 @@ from mp_optim.slots import (
     slot_name,
 )
 from mp_optim.slots.executor import Executor
-from mp_optim.slots.parked_tensors import ParkedTensors
+from mp_optim.slots.interrupted_step import ParkedTensors
 from mp_optim.slots.seen_params import SeenParams
 from mp_optim.slots.slot_state import (
     AVERAGE,

@@ -15,7 +15,7 @@ from lab.gpu.hybrid import filled_model, optimizer_of
 from lab.gpu.speed import Rate
 from lab.gpu.timing import alternate
 from lab.streaming.schedules import FORMS, auto
-from mp_optim.placement.split import STEPS
+from mp_optim.placement.plan import STEPS
 from mp_optim.planner.step_time import Form, Machine, on_host, streamed
 from mp_optim.process.transfer import Transfer, transfer_for
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mp_optim import FusedAdam, FusedLAMB, HybridDeviceOptimizer, checkpoint
-from mp_optim.placement.split import STEPS, Split, StepTime
+from mp_optim.placement.plan import STEPS, Split, StepTime
 from mp_optim.planner import plan
 from mp_optim.process.host_memory import page_locked_bytes
 from mp_optim.slots.interrupted_step import BrokenOffError

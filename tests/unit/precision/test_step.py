@@ -17,7 +17,7 @@ from mp_optim import (
     StepResult,
     get_megatron_optimizer,
 )
-from mp_optim.slots.parked_tensors import ParkedTensors
+from mp_optim.slots.interrupted_step import ParkedTensors
 from support.models import build, config_for, same_bits, tokens_of, train
 
 
