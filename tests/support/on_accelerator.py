@@ -1,0 +1,95 @@
+"""A plugin of pytest: what a test makes lies on the simulated accelerator, as under
+``torch.set_default_device``.
+
+python -m pytest -p support.on_accelerator tests/unit/placement
+
+What the package itself makes stays where it asks for it. With MP_OPTIM_REPORT=FILE a line a test
+is written there: whether it touched a device, and how it ended.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+import mp_optim
+from support.accelerator.simulation import KIND, Simulation
+from support.accelerator.stand_in import simulated_accelerator
+
+_TORCH = str(Path(torch.__file__).parent)
+_PRODUCT = (str(Path(mp_optim.__file__).parent), str(Path(torch.optim.__file__).parent))
+_PASSED_OVER = (_TORCH, str(Path(__file__).parent / "accelerator"), __file__)
+_DEVICE = torch.device(KIND, 1)
+_ENDED: dict[str, str] = {}
+
+
+class _MadeThere(TorchFunctionMode):
+    """Factories that are not called by the package make tensors on the device."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _device_constructors() and kwargs.get("device") is None and _by_a_test():
+            kwargs = {**kwargs, "device": _DEVICE}
+        return func(*args, **kwargs)
+
+
+def _by_a_test() -> bool:
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_PRODUCT) or not file.startswith(_PASSED_OVER):
+            break
+        frame = frame.f_back
+    return not frame.f_code.co_filename.startswith(_PRODUCT)
+
+
+def _waits(simulation: Simulation, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that hands elements to what the simulation does not see, once they are there."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        simulation.synchronize()
+        return original(*args, **kwargs)
+
+    return call
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    if "simulated_accelerator" in item.path.name:
+        return (yield)
+    with ExitStack() as context:
+        simulation = context.enter_context(simulated_accelerator())
+        for owner, name in ((Tensor, "numpy"), (torch, "save")):
+            patched = _waits(simulation, getattr(owner, name))
+            context.enter_context(mock.patch.object(owner, name, patched))
+        context.enter_context(_MadeThere())
+        try:
+            result = yield
+        finally:
+            touched = any(region.device is not None for region in simulation.memory)
+            _ENDED[item.nodeid] = "touched" if touched else "untouched"
+    if simulation.reports:
+        pytest.fail("; ".join(simulation.reports))
+    return result
+
+
+@pytest.hookimpl
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    file = os.environ.get("MP_OPTIM_REPORT")
+    if file and report.when == "call" and (touched := _ENDED.get(report.nodeid)):
+        reason = [line for line in str(report.longrepr).splitlines() if line.startswith("E  ")][:1] if report.failed else []
+        with Path(file).open("a") as out:
+            out.write(f"{report.outcome}\t{touched}\t{report.nodeid}\t{' '.join(reason)}\n")
