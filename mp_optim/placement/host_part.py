@@ -78,7 +78,7 @@ class HostPart:
         how, run = self.settings, None
         if how.state_file is not None:
             run = self.lanes["host"].step_ahead
-        return Ahead(self._rule_executor, how.speculation, how.timeline, how.state_file, run)
+        return Ahead(self._rule_executor, how.timeline, how.state_file, run)
 
     @property
     def _rule_executor(self) -> RuleExecutor:

@@ -10,7 +10,6 @@ import torch
 
 from mp_optim.placement.placed import PlacedExecutor
 from mp_optim.placement.settings import HostStepSettings, OffloadedStep, only_accelerator
-from mp_optim.placement.speculation import SpeculationSettings
 from mp_optim.placement.state_file import StateFile
 from mp_optim.placement.stepper import Stepper
 from mp_optim.placement.timeline import StepTimeline
@@ -50,8 +49,6 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
         host_cores: cores that those threads are pinned to.
         transfer: how tensors travel; by default what the parameters' device needs.
         bucket_bytes: staging memory per bucket, at most.
-        speculation: when ``speculative`` pauses; by default as
-            :class:`~mp_optim.placement.speculation.SpeculationSettings` says.
         sub_optimizer_kwargs: constructor arguments of both classes that are not hyperparameters.
         **kwargs: hyperparameters for both optimizer classes.
 
@@ -81,7 +78,6 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
         host_cores: Sequence[int] | None = None,
         transfer: Transfer | None = None,
         bucket_bytes: int = 64 << 20,
-        speculation: SpeculationSettings | None = None,
         sub_optimizer_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -98,16 +94,15 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
         if optimizer_state_path is not None:
             file = StateFile(optimizer_state_path, is_planned=device.type == "meta")
         settings = HostStepSettings(
-            transfer if transfer is not None else transfer_for(device),
-            StepTimeline(),
-            partial(occupy, worker_threads(host_threads), host_cores),
-            bucket_bytes,
-            stream_window_bytes,
-            overlap_cpu_optimizer_d2h_h2d,
-            pin_cpu_grads,
-            pin_cpu_params,
-            speculation or SpeculationSettings(),
-            file,
+            transfer=transfer if transfer is not None else transfer_for(device),
+            timeline=StepTimeline(),
+            set_up=partial(occupy, worker_threads(host_threads), host_cores),
+            bucket_bytes=bucket_bytes,
+            window_bytes=stream_window_bytes,
+            pipelined=overlap_cpu_optimizer_d2h_h2d,
+            pin_staging=pin_cpu_grads,
+            pin_mains=pin_cpu_params,
+            state_file=file,
         )
         self.timeline = settings.timeline
         executor.build(classes, {**kwargs, **construction}, settings, self.share_settings)

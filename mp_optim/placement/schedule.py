@@ -28,7 +28,6 @@ from mp_optim.placement.backward_jobs import (
 from mp_optim.placement.double_buffer import BackLaunch
 from mp_optim.placement.grad_hooks import Claim, GradientSource
 from mp_optim.placement.host_part import HostPart
-from mp_optim.placement.speculation import same_launches
 from mp_optim.placement.staging import BucketStep, Staging
 from mp_optim.placement.timeline import WAIT_WORKER
 from mp_optim.placement.worker import Worker, WorkerError
@@ -175,11 +174,8 @@ class Schedule:
         except Exception as error:
             if not self._host_part.releases and self._settings_are_refused():
                 return  # they came after the first of some micro-batches
-            self._failure = WorkerError(
-                f"{self._host_part.label(slots)}: work on the host during backward could not be "
-                f"begun: {error!r}. The optimizer is as it was before this step"
-            )
-            self._failure.__cause__ = error
+            what = f"{self._host_part.label(slots)}: work on the host"
+            self._failure = _not_begun(what, error)
 
     def _settings_are_refused(self) -> bool:
         """Whether those that work would have been begun with cannot be, or those of now."""
@@ -214,11 +210,7 @@ class Schedule:
         try:
             self._host_part.begin_early(self.speculates)
         except Exception as error:
-            self._failure = WorkerError(
-                f"work on the disk during backward could not be begun: {error!r}. The optimizer "
-                "is as it was before this step"
-            )
-            self._failure.__cause__ = error
+            self._failure = _not_begun("work on the disk", error)
 
     def _begin(self, bucket: Bucket) -> None:
         """Hand what is ready of a bucket to the worker, or what can be released of that, and
@@ -450,7 +442,9 @@ class Schedule:
             bucket = buckets[step.bucket]
             if (job := bucket.job) is None or not job.stepped:
                 continue
-            if bucket.is_trusted and same_launches(job.back, planned[step.bucket]):
+            now = planned[step.bucket]
+            is_same = len(job.back) == len(now) and all(map(BackLaunch.gives, job.back, now))
+            if bucket.is_trusted and is_same:
                 hoped.append(step)
             else:
                 self.counts["speculation_redone"] += step.is_downloaded
@@ -482,3 +476,12 @@ class Schedule:
                 "count all writes to them; release_gradients=True brings them down in backward "
                 "alone"
             )
+
+
+def _not_begun(what: str, error: Exception) -> WorkerError:
+    failure = WorkerError(
+        f"{what} during backward could not be begun: {error!r}. The optimizer is as it was before "
+        "this step"
+    )
+    failure.__cause__ = error
+    return failure

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mp_optim.config.fields import check_field
 from mp_optim.config.rules import RULES
-from mp_optim.placement.speculation import SpeculationSettings
 from mp_optim.placement.state_file import StateFile
 from mp_optim.placement.timeline import StepTimeline
 from mp_optim.process.transfer import Transfer
@@ -37,7 +36,6 @@ class HostStepSettings:
         pipelined: overlap copies in both directions with the arithmetic.
         pin_staging, pin_mains: page-lock staging memory; the back buffer of main params, and
             state in windows.
-        speculation: when it pauses.
         state_file: where main params and state rest, if not in memory.
     """
 
@@ -49,7 +47,6 @@ class HostStepSettings:
     pipelined: bool
     pin_staging: bool
     pin_mains: bool
-    speculation: SpeculationSettings
     state_file: StateFile | None = None
 
     def __post_init__(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -26,35 +25,14 @@ from mp_optim.update.executor import RuleExecutor
 from mp_optim.update.kernel_args import MAIN
 from mp_optim.update.rule import Launch
 
-
-@dataclass(frozen=True)
-class SpeculationSettings:
-    """When speculation pauses.
-
-    Attributes:
-        window: verdicts that are looked back on.
-        pause_below: it pauses if fewer than this many of the last ``window`` predictions were
-            right.
-        resume_at: it resumes as soon as this many were; while it pauses, verdicts are still
-            compared with the prediction.
-    """
-
-    window: int = 8
-    pause_below: int = 2
-    resume_at: int = 4
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.pause_below <= self.resume_at <= self.window or self.window < 1:
-            raise ValueError(
-                f"{self}: 0 <= pause_below <= resume_at <= window is needed, and window >= 1"
-            )
+WINDOW = 8
+"""Verdicts that are looked back on."""
+_PAUSE_BELOW, _RESUME_AT = 2, 4
+"""Speculation pauses if fewer than so many predictions in the window were right, and resumes as
+soon as so many would have been: while it pauses, verdicts are still compared."""
 
 
-def speculates_next(
-    speculates: bool,
-    verdicts: Collection[bool],
-    settings: SpeculationSettings = SpeculationSettings(),
-) -> bool:
+def speculates_next(speculates: bool, verdicts: Collection[bool]) -> bool:
     """Whether to speculate on the next step.
 
     Args:
@@ -62,10 +40,9 @@ def speculates_next(
         verdicts: for each verdict so far, latest last, whether the prediction was right. Fewer than
             the window change nothing.
     """
-    if len(verdicts) < settings.window:
+    if len(verdicts) < WINDOW:
         return speculates
-    right = sum(list(verdicts)[-settings.window :])
-    return right >= (settings.pause_below if speculates else settings.resume_at)
+    return sum(list(verdicts)[-WINDOW:]) >= (_PAUSE_BELOW if speculates else _RESUME_AT)
 
 
 class Ahead:
@@ -82,18 +59,17 @@ class Ahead:
     def __init__(
         self,
         executor: RuleExecutor,
-        settings: SpeculationSettings,
         timeline: StepTimeline,
         file: StateFile | None,
         run: Callable[[Sequence[BackLaunch], str], None] | None,
     ) -> None:
         self.run = self._step_in_memory if run is None else run
         self.is_on = True
-        self._executor, self._settings, self._timeline = executor, settings, timeline
+        self._executor, self._timeline = executor, timeline
         self._in_file = None if file is None else DoubleBuffer(file)
         self._buckets: Sequence[Sequence[Slot]] = ()
         self._spares: Sequence[DoubleBuffer] = ()
-        self._outcomes: deque[bool] = deque(maxlen=settings.window)
+        self._outcomes: deque[bool] = deque(maxlen=WINDOW)
 
     # -- spares -----------------------------------------------------------------------------------
 
@@ -224,12 +200,5 @@ class Ahead:
         in it."""
         paused = not self.is_on
         self._outcomes.append(was_right)
-        self.is_on = speculates_next(self.is_on, self._outcomes, self._settings)
+        self.is_on = speculates_next(self.is_on, self._outcomes)
         return paused
-
-
-def same_launches(begun: Sequence[BackLaunch], planned: Sequence[Launch]) -> bool:
-    """Whether launches that were carried out gave what these would."""
-    return len(begun) == len(planned) and all(
-        launch.gives(now) for launch, now in zip(begun, planned, strict=True)
-    )

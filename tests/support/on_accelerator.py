@@ -24,8 +24,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 import mp_optim
+from mp_optim.placement.stepper import Stepper
+from mp_optim.process.transfer import Transfer
 from support.accelerator.simulation import KIND, Simulation
 from support.accelerator.stand_in import simulated_accelerator
+from support.models import AdversarialTransfer
 
 _TORCH = str(Path(torch.__file__).parent)
 _PRODUCT = (str(Path(mp_optim.__file__).parent), str(Path(torch.optim.__file__).parent))
@@ -56,6 +59,17 @@ def _by_a_test() -> bool:
     return not frame.f_code.co_filename.startswith(_PRODUCT)
 
 
+def _without_stand_ins(original: Callable[..., None]) -> Callable[..., None]:
+    """``use_transfer``: what stands in for an accelerator steps aside for the simulated one."""
+
+    def use_transfer(stepper: Stepper, transfer: Transfer, bucket_bytes: int | None = None) -> None:
+        if type(transfer) not in (Transfer, AdversarialTransfer):
+            pytest.skip("it brings an accelerator of its own, and counts what that does")
+        original(stepper, stepper.host_part.settings.transfer, bucket_bytes)
+
+    return use_transfer
+
+
 def _waits(simulation: Simulation, original: Callable[..., Any]) -> Callable[..., Any]:
     """A function that hands elements to what the simulation does not see, once they are there."""
 
@@ -75,6 +89,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         for owner, name in ((Tensor, "numpy"), (torch, "save")):
             patched = _waits(simulation, getattr(owner, name))
             context.enter_context(mock.patch.object(owner, name, patched))
+        patched = _without_stand_ins(Stepper.use_transfer)
+        context.enter_context(mock.patch.object(Stepper, "use_transfer", patched))
         context.enter_context(_MadeThere())
         try:
             result = yield
@@ -90,6 +106,6 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     file = os.environ.get("MP_OPTIM_REPORT")
     if file and report.when == "call" and (touched := _ENDED.get(report.nodeid)):
-        reason = [line for line in str(report.longrepr).splitlines() if line.startswith("E  ")][:1] if report.failed else []
+        errors = [line for line in str(report.longrepr).splitlines() if line.startswith("E  ")]
         with Path(file).open("a") as out:
-            out.write(f"{report.outcome}\t{touched}\t{report.nodeid}\t{' '.join(reason)}\n")
+            print(report.outcome, touched, report.nodeid, *errors[:1], sep="\t", file=out)

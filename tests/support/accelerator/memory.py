@@ -159,7 +159,7 @@ class Memory:
 
     def of(self, tensor: Tensor) -> Region | None:
         """The region of a tensor, known from now on; None if it has no bytes."""
-        if not tensor.numel():
+        if tensor.is_meta or not tensor.numel():
             return None
         region, storage = self.at(tensor.data_ptr()), tensor.untyped_storage()
         end = storage.data_ptr() + storage.nbytes()
