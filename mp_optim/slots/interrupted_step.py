@@ -63,6 +63,10 @@ class StepMark:
         if not self._rehearses:
             self._touched = True
 
+    def break_off(self, why: Exception) -> None:
+        """What was stepped before is found to be wrong."""
+        self._touched, self._why = True, repr(why)
+
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         """A pass through the step that launches nothing, whose counts are taken back."""

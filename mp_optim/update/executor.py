@@ -30,7 +30,7 @@ from mp_optim.slots import (
 from mp_optim.slots.executor import Executor, Place
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import REMAINDER, STEP, SlotState
-from mp_optim.update.audit import Audit, Audited
+from mp_optim.update.audit import Audit, Audited, AuditError
 from mp_optim.update.backends import Backend, check_forms, choose_backend, rule_note
 from mp_optim.update.backends.reference import Scales
 from mp_optim.update.codecs import Noise, join, keep_valid, mix, split_
@@ -420,8 +420,13 @@ class RuleExecutor(Executor):
         return [(tensor.data_ptr(), writes_counted(tensor)) for tensor in tensors]
 
     def report_audit(self, wait: bool = False) -> None:
-        if self.audit is not None:
+        if self.audit is None:
+            return
+        try:
             self.audit.report(wait)
+        except AuditError as error:  # where state is read, too: there is no step to break off
+            self.step_mark.break_off(error)
+            raise
 
     # -- backends ---------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import is_hypothesis_test, settings
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
@@ -34,6 +35,20 @@ _TORCH = str(Path(torch.__file__).parent)
 _PRODUCT = (str(Path(mp_optim.__file__).parent), str(Path(torch.optim.__file__).parent))
 _PASSED_OVER = (_TORCH, str(Path(__file__).parent / "accelerator"), __file__)
 _DEVICE = torch.device(KIND, 1)
+_OF_THE_HOST = (
+    *("test_simulated_accelerator", "test_borrowed_of_devices"),  # have it themselves
+    *("test_fork", "test_conformance"),  # its locks do not outlive a fork; each names its devices
+    *(
+        "test_native",
+        "test_native_products",
+        "test_guards",
+        "test_memory_access",
+        "test_kernel_fit",
+    ),
+    *("test_sanitizers", "test_self_test", "test_proof_notes", "test_host_threads"),
+)
+"""Tests that stay where they are: most are of kernels of the host, which they call themselves."""
+_EXAMPLES = 4
 _ENDED: dict[str, str] = {}
 
 
@@ -80,9 +95,20 @@ def _waits(simulation: Simulation, original: Callable[..., Any]) -> Callable[...
     return call
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of each property a few examples: the simulation takes its time."""
+    for item in items:
+        test = getattr(item, "obj", None)
+        if is_hypothesis_test(test):
+            few = min(_EXAMPLES, test._hypothesis_internal_use_settings.max_examples)
+            test._hypothesis_internal_use_settings = settings(
+                test._hypothesis_internal_use_settings, max_examples=few
+            )
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    if "simulated_accelerator" in item.path.name:
+    if item.path.stem in _OF_THE_HOST:
         return (yield)
     with ExitStack() as context:
         simulation = context.enter_context(simulated_accelerator())
