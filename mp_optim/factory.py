@@ -44,7 +44,7 @@ from mp_optim.slots.param_attributes import (
 from mp_optim.slots.partition import partition
 from mp_optim.update import check_serves, set_host_cores, set_host_threads
 from mp_optim.update.backends.native_library import native_library
-from mp_optim.update.rules import CLASSES, construction_of, settings_of
+from mp_optim.update.rule_classes import CLASSES, construction_of, settings_of
 
 _OVER_PARTS = ("muon", "stable_adamw")
 """Rules that see a parameter whole that plain tensor parallelism cuts."""
@@ -235,7 +235,7 @@ def _part(
     """
     wrapper = Float16OptimizerWithFloat16Params if config.fp16 or config.bf16 else FP32Optimizer
 
-    def build(some: list[dict[str, Any]]) -> WrappedOptimizer:
+    def wrapped(some: list[dict[str, Any]]) -> WrappedOptimizer:
         return wrapper(
             inner_optimizer(config, some, settings_of(config)),
             config,
@@ -244,12 +244,12 @@ def _part(
         )
 
     if not config.is_distributed:
-        return build([with_names(group) for group in groups] or [{"params": []}])
+        return wrapped([with_names(group) for group in groups] or [{"params": []}])
     return DistributedOptimizer(
         groups or [{"params": []}],
         config,
         scaler,
-        build=build,
+        build=wrapped,
         model_chunks=chunks,
         process_groups=process_groups,
         divisor=data_parallel,

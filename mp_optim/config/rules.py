@@ -1,7 +1,7 @@
 """The rules, a row each, as data: what a rule keeps of a parameter, and its hyperparameters. The
 config, param groups, checks, checkpoints and the planner read this table;
-:mod:`mp_optim.update.rules` adds the classes. Its second half says what each ``fused_backend`` has
-kernels for; that is checked at construction and shown by ``mp-optim doctor``.
+:mod:`mp_optim.update.rule_classes` adds the classes. Its second half says what each
+``fused_backend`` has kernels for; that is checked at construction and shown by ``mp-optim doctor``.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class MegatronFace(torch.optim.Optimizer):
                 "called clip_grad_norm. Call optimizer.clip_grad_norm(limit), with 0 for no "
                 "clipping: gradients that were clipped otherwise are not seen here"
             )
-        self.stack.early_work.look_again()
+        self.stack.early_work.forget_comparisons()
         self._finish(prepared)
         return not prepared.verdict.skip
 

@@ -131,7 +131,7 @@ class BackwardJob(Job):
         self.sums, self.stepped = sums, steps
 
 
-class Landing(NamedTuple):
+class Destination(NamedTuple):
     """Where gradients that leave the device come down.
 
     Attributes:
@@ -147,7 +147,7 @@ class Landing(NamedTuple):
     in_place: bool = True
 
 
-class Bucket:
+class EarlyBucket:
     """Some slots of a lane, and what was begun on them during this backward. Used by the caller's
     thread alone; what the worker gets is a :class:`BackwardJob`.
 
@@ -183,10 +183,10 @@ class Bucket:
         self.is_trusted = True
         self.expected = frozenset(slots)
 
-    def room_for(self, updates: SlotUpdates) -> Landing:
+    def room_for(self, updates: SlotUpdates) -> Destination:
         """The staging memory, for some of the bucket's updates."""
         tensors = self.staging.tensors_for(self.index, self.travelling(updates))
-        return Landing(self.staging, tensors.put_into(updates))
+        return Destination(self.staging, tensors.put_into(updates))
 
     def travelling(self, updates: SlotUpdates) -> SlotUpdates:
         """The updates with the outputs that are staged."""
@@ -227,7 +227,7 @@ class ReleasedGrads:
         if self._can_add(slot, grad):
             claim.release(self.held[slot])
 
-    def take_from(self, bucket: Bucket) -> dict[Slot, Tensor]:
+    def take_from(self, bucket: EarlyBucket) -> dict[Slot, Tensor]:
         """The gradients of a bucket that a job can release, which do not wait any more: those that
         can be added to what is held of it; where nothing is, all, if all can be released."""
         for slot in list(bucket.waiting):
@@ -248,11 +248,11 @@ class ReleasedGrads:
         held = self.held.get(slot)
         return held is not None and (held.shape, held.dtype) == (grad.shape, grad.dtype)
 
-    def has_held(self, bucket: Bucket) -> bool:
+    def has_held(self, bucket: EarlyBucket) -> bool:
         """Whether some gradients of a bucket were released."""
         return any(slot in self.held for slot in bucket.slots)
 
-    def room_for(self, updates: SlotUpdates, bucket: Bucket) -> Landing:
+    def room_for(self, updates: SlotUpdates, bucket: EarlyBucket) -> Destination:
         """Where gradients of a bucket come down: the first ones in the staging memory of the step,
         which is kept, those to be added elsewhere."""
         if not self.has_held(bucket):
@@ -263,9 +263,9 @@ class ReleasedGrads:
         memory, job = self.landings[0]
         if job is not None:  # the one that had it last
             self._worker.wait_for(job)
-        return Landing(memory, staged, memory.landing_for(updates.grads), in_place)
+        return Destination(memory, staged, memory.landing_for(updates.grads), in_place)
 
-    def _where_held(self, updates: SlotUpdates, bucket: Bucket) -> tuple[SlotUpdates, bool]:
+    def _where_held(self, updates: SlotUpdates, bucket: EarlyBucket) -> tuple[SlotUpdates, bool]:
         """The updates with what is held of their slots, and whether that is what the step will find
         in the bucket's staging memory."""
         laid_out = bucket.staging.staged.get(bucket.index)
@@ -389,7 +389,7 @@ class Arrivals:
             self._has_bits(slot, grad, staged) for slot, grad, staged in rows
         )
 
-    def look_again(self) -> None:
+    def forget_comparisons(self) -> None:
         """Gradients may have been written since they were compared."""
         self._compared = {}
 
@@ -429,7 +429,7 @@ class Arrivals:
     def forget_sums(self) -> None:
         """What was measured is of no use any more."""
         self._sums = {}
-        self.look_again()
+        self.forget_comparisons()
 
     # -- order ------------------------------------------------------------------------------------
 

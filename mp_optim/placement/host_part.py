@@ -56,7 +56,7 @@ class HostPart:
         self.slots: list[HostSlot] = []
         self.by_place: dict[Place, list[HostSlot]] = {}
         self.buckets: dict[Place, Buckets] = {}
-        self.early: dict[Place, bool] = {}
+        self.early_places: dict[Place, bool] = {}
         self.releases = False
         self.split = Split(how.streamed_fraction) if how.place == "auto" else None
         self.lanes = dict(self._new_lanes())
@@ -152,7 +152,7 @@ class HostPart:
 
     def cut(self) -> None:
         """Cut the slots of each place into buckets or windows, with other memory."""
-        self.buckets, self.early = {}, {}
+        self.buckets, self.early_places = {}, {}
         for place, slots in self.by_place.items():
             if place in self.lanes:
                 self.lanes[place].source.drop_early()
@@ -164,7 +164,7 @@ class HostPart:
             # In windows of memory that the host reads, gradients are read where they are.
             in_place = place in self.lanes and self.settings.transfer.is_same_place
             if self.how.is_early:
-                self.early[place] = place == "host" and (buckets.has_outputs or not in_place)
+                self.early_places[place] = place == "host" and (buckets.has_outputs or not in_place)
         if self.ahead is not None:
             members, how = self.buckets["host"].members, self.settings
             self.ahead.cut(members, how.transfer, how.pin_mains)
@@ -268,7 +268,7 @@ class HostPart:
         released."""
         elements = {slot.slot: slot for slot in self.slots}
         sizes = []
-        for place in self.early:
+        for place in self.early_places:
             for bucket in self.buckets[place].members:
                 slots = map(elements.__getitem__, bucket)
                 # the gradient of a float8 parameter has 16 bits

@@ -21,7 +21,7 @@ from torch import Tensor
 from mp_optim.placement.backward_jobs import (
     Arrivals,
     BackwardJob,
-    Bucket,
+    EarlyBucket,
     ReleasedGrads,
     compare_again,
 )
@@ -69,8 +69,8 @@ class Schedule:
         )
         self.worker = Worker("mp_optim-host", capacity=64, set_up=settings.set_up)
         self.released = ReleasedGrads(self.worker)
-        self.early: dict[Place, list[Bucket]] = {}
-        self.buckets: list[Bucket] = []
+        self.early: dict[Place, list[EarlyBucket]] = {}
+        self.buckets: list[EarlyBucket] = []
         self.is_last_microbatch = True
         self.source: GradientSource
         self.speculates = False
@@ -80,7 +80,7 @@ class Schedule:
         self._timeline = settings.timeline
         self._reporting = threading.Lock()
         self.arrivals = Arrivals()
-        self._bucket_of: dict[Slot, Bucket] = {}
+        self._bucket_of: dict[Slot, EarlyBucket] = {}
         self._failure: WorkerError | None = None
         self._is_collected = False
 
@@ -89,11 +89,11 @@ class Schedule:
         host_part, settings = self._host_part, self._host_part.settings
         self._transfer = settings.transfer
         self.early, largest = {}, 0
-        for place, comes_down in host_part.early.items():
+        for place, comes_down in host_part.early_places.items():
             buckets = host_part.buckets[place]
             is_ahead = self.mode == "speculative" and buckets.has_outputs
             self.early[place] = [
-                Bucket(buckets, index, place, comes_down, is_ahead)
+                EarlyBucket(buckets, index, place, comes_down, is_ahead)
                 for index in range(len(buckets.members))
             ]
             for staging in buckets.staging:
@@ -187,7 +187,7 @@ class Schedule:
             return True
         return False
 
-    def _begin_up_to(self, bucket: Bucket) -> None:
+    def _begin_up_to(self, bucket: EarlyBucket) -> None:
         """Hand a complete bucket to the worker, and before it those that backward has left behind:
         they lack gradients that will not come."""
         for earlier in self.early[bucket.place][: max(0, bucket.index - 1)]:
@@ -212,7 +212,7 @@ class Schedule:
         except Exception as error:
             self._failure = _not_begun("work on the disk", error)
 
-    def _begin(self, bucket: Bucket) -> None:
+    def _begin(self, bucket: EarlyBucket) -> None:
         """Hand what is ready of a bucket to the worker, or what can be released of that, and
         release it."""
         releases, released = self._host_part.releases, self.released
@@ -391,7 +391,9 @@ class Schedule:
         if stale:
             self._count_changed(stale)
 
-    def gradients_on_host(self, routes: Iterable[tuple[Bucket, SlotUpdates]]) -> dict[Slot, Tensor]:
+    def gradients_on_host(
+        self, routes: Iterable[tuple[EarlyBucket, SlotUpdates]]
+    ) -> dict[Slot, Tensor]:
         """Gradients that windows find in host memory: those that were released, and those that came
         down and are the same.
 
@@ -411,7 +413,7 @@ class Schedule:
                 found.update(zip(updates.slots, job.staged.grads, strict=True))
         return found
 
-    def _job_of(self, bucket: Bucket) -> BackwardJob | None:
+    def _job_of(self, bucket: EarlyBucket) -> BackwardJob | None:
         job = bucket.job
         return None if job is None or job.sums is None else job
 
@@ -431,7 +433,7 @@ class Schedule:
     def hits(
         self,
         steps: Sequence[BucketStep],
-        buckets: Sequence[Bucket],
+        buckets: Sequence[EarlyBucket],
         planned: Mapping[int, Sequence[Launch]],
         gradients: Any,
     ) -> set[int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mp_optim.placement.backward_jobs import Bucket
+from mp_optim.placement.backward_jobs import EarlyBucket
 from mp_optim.placement.double_buffer import BackLaunch, DoubleBuffer, Key, MemoryMaker
 from mp_optim.placement.staging import BucketStep
 from mp_optim.placement.state_file import StateFile
@@ -141,7 +141,7 @@ class Ahead:
     def fill(
         self,
         steps: Sequence[BucketStep],
-        buckets: Sequence[Bucket],
+        buckets: Sequence[EarlyBucket],
         planned: Mapping[int, Sequence[Launch]],
         hits: Collection[int],
         gradients: Any,

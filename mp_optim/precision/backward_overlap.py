@@ -66,7 +66,7 @@ class BackwardOverlap:
         self.share_settings = wrapper.share_settings
         self._is_offloaded: list[bool] = []
         self._index: dict[int, int] = {}  # of each parameter, by id
-        self._hooks = GradHooks(self._report)
+        self._hooks = GradHooks(self._on_grad)
         self._inverse_scale: Callable[[], Tensor] | None = None
         stepper.schedule.source = self
         self.released: dict[int, Tensor] = {}
@@ -100,7 +100,7 @@ class BackwardOverlap:
         """Have no hooks."""
         self._hooks.follow([], [])
 
-    def _report(self, index: int) -> None:
+    def _on_grad(self, index: int) -> None:
         """Tell the stepper that a slot's gradient is what will be stepped, if there is one."""
         table = self._table
         slot, param = table.slots[index], table.params[index]
@@ -131,7 +131,7 @@ class BackwardOverlap:
         known = [(self._index.get(id(param), -1), param) for param in chosen]
         for index, param in sorted(known, key=operator.itemgetter(0)):
             if index >= 0 and now[index] is param and self._is_offloaded[index]:
-                self._report(index)
+                self._on_grad(index)
 
     def finish(self) -> None:
         """Wait for what was begun during backward. Raises what went wrong there, before anything
@@ -155,7 +155,7 @@ class BackwardOverlap:
         backend.
         """
         arrivals = self.stepper.schedule.arrivals
-        arrivals.look_again()
+        arrivals.forget_comparisons()
         known = [arrivals.sum_of_squares(grad) if grad.is_cpu else None for grad in grads]
         found = {index: value for index, value in enumerate(known) if value is not None}
         values = torch.tensor([*found.values()], dtype=torch.float64, device="cpu")
@@ -242,10 +242,10 @@ class EarlyWork:
             self.discard()
             raise
 
-    def look_again(self) -> None:
+    def forget_comparisons(self) -> None:
         """The caller had control since gradients were measured, and may have written to them."""
         for stepper in self.steppers:
-            stepper.schedule.arrivals.look_again()
+            stepper.schedule.arrivals.forget_comparisons()
 
     def released(self) -> Iterator[Tensor]:
         """Gradients that were released; they may still be on their way."""

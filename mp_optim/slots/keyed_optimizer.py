@@ -383,7 +383,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
                 dtype does not fit, a setting, step or loss scale is out of range, or bits would be
                 lost.
         """
-        if written := restore(self, state_dict, convert=convert):
+        if written := load_checked(self, state_dict, convert=convert):
             warn(
                 f"{len(written)} parameters did not have the values of the loaded main params, and "
                 f"were written from them: {names_in_words(written)}. Were all of the model's "
@@ -450,7 +450,7 @@ that loading takes no more memory than that."""
 
 
 @in_own_modes
-def restore(
+def load_checked(
     optimizer: SlotKeyedOptimizer, state_dict: dict[str, Any], *, convert: bool = False
 ) -> list[str]:
     """As ``load_state_dict``; returns the names of the parameters that were written, instead of
@@ -493,7 +493,7 @@ def _restore_state(
     return written
 
 
-def matched_groups(
+def checked_match(
     live: ParamGroups,
     saved: Sequence[dict[str, Any]],
     check_settings: Callable[[dict[str, Any]], None],
@@ -523,7 +523,7 @@ def check_plain(
     """
     live, names = optimizer.param_groups, optimizer.model_parallel.names
     saved = names.groups_in(state_dict["param_groups"], live)
-    match = matched_groups(live, saved, optimizer.check_settings)
+    match = checked_match(live, saved, optimizer.check_settings)
     scaler, scale = optimizer.grad_scaler, state_dict.get("grad_scaler")
     if scaler is not None and (scale or not convert):
         scaler.check_state_dict(scale)

@@ -26,11 +26,11 @@ from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.ranks.agreement import ProcessGroups
 from mp_optim.slots import Slot, group_settings, iter_slots, with_names
-from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer, matched_groups
+from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer, checked_match
 from mp_optim.slots.state_dict import plain_groups
 from mp_optim.update import check_serves, executor_of
 from mp_optim.update.backends.selection import warn_of_missing_kernels
-from mp_optim.update.rules import CLASSES, construction_of, settings_of
+from mp_optim.update.rule_classes import CLASSES, construction_of, settings_of
 
 _TRAINED = (torch.bfloat16, torch.float16, torch.float32, *FLOAT8_DTYPES)
 _OF_BFLOAT16 = {"kahan": "kahan", NO_REMAINDER.name: "none"}
@@ -233,7 +233,7 @@ class StackOptimizer(WrappedOptimizer):
         if state_dict["state"]:
             self.grad_scaler = None
             return False
-        match = matched_groups(self.param_groups, state_dict["param_groups"], self.check_settings)
+        match = checked_match(self.param_groups, state_dict["param_groups"], self.check_settings)
         self.last_step = None
         self._forget_engine()
         match.write_settings(self.param_groups)

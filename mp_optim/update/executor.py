@@ -484,7 +484,7 @@ class RuleExecutor(Executor):
     def main_param(self, slot: Slot) -> Tensor:
         main = self.rows.stepped(slot)
         if self.rows.is_split(main.dtype):
-            return join(main, _beside(main, self.rows.present(slot).get(REMAINDER)))
+            return join(main, _beside(main, self.rows.uncounted_live(slot).get(REMAINDER)))
         return self.stepped(slot)
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:

@@ -259,9 +259,9 @@ class RuleState:
     def live(self, slot: Slot) -> State:
         """A slot's tensors, allocated where the slot is stepped now, with its count."""
         self.settle()
-        return self.present(slot)
+        return self.uncounted_live(slot)
 
-    def present(self, slot: Slot) -> State:
+    def uncounted_live(self, slot: Slot) -> State:
         """The same, but that a step which the device skips may still be counted."""
         group_state, group = self.groups[slot.group], self.param_groups[slot.group]
         state = group_state.slots[slot.position]
@@ -294,7 +294,7 @@ class RuleState:
             group_state.replaced([slot.position])
         return state
 
-    def kept(self, slot: Slot) -> tuple[str, ...]:
+    def kept_moments(self, slot: Slot) -> tuple[str, ...]:
         """Names of the moments that are kept for a slot."""
         whole = self.groups[slot.group].regions[slot.position].shape
         names = self._names(slot.group, slot.position)
@@ -386,7 +386,7 @@ class RuleState:
                 group_state.slots[slot.position][key] = tensor
                 group_state.replaced([slot.position])
         for slot in slots:
-            self.present(slot)
+            self.uncounted_live(slot)
 
     def mains(
         self, index: int, positions: Sequence[int], kept: SteppedTogether | None
@@ -451,7 +451,7 @@ class RuleState:
             if self.rule.unread_moments(group):
                 return [self._names(index, position) for position in positions]
             return [names] * len(positions)
-        return [self.kept(Slot(index, position)) for position in positions]
+        return [self.kept_moments(Slot(index, position)) for position in positions]
 
     def state_tensors(self, index: int, key: str, positions: Sequence[int]) -> list[Tensor]:
         """State of that name at some positions of a group."""

@@ -19,7 +19,7 @@ from mp_optim.checkpoint.version_files import load_plain_file, read_common
 from mp_optim.process.calls import in_own_modes
 from mp_optim.process.host_memory import as_tensor
 from mp_optim.slots import Slot, group_settings, local_tensor, param_at
-from mp_optim.slots.keyed_optimizer import OverStack, SlotKeyedOptimizer, restore, stack_of
+from mp_optim.slots.keyed_optimizer import OverStack, SlotKeyedOptimizer, load_checked, stack_of
 from mp_optim.slots.names import matched_names
 from mp_optim.slots.param_attributes import main_param_of
 from mp_optim.slots.slot_state import AVERAGE, MASTER, REMAINDER, SCALE, STEP
@@ -218,7 +218,7 @@ def import_state(
     scaler = stack.grad_scaler
     if scaler is not None:
         loaded["grad_scaler"] = dict(foreign.grad_scaler or scaler.state_dict())
-    restore(stack, loaded, convert=convert)
+    load_checked(stack, loaded, convert=convert)
     _write_params(stack, slots, whole)
 
 

@@ -11,7 +11,7 @@ import pytest
 import mp_optim.torch_style
 from mp_optim import OptimizerConfig
 from mp_optim.config.rules import RULES
-from mp_optim.update.rules import CLASSES
+from mp_optim.update.rule_classes import CLASSES
 
 OF_EVERY_CLASS = {"params", "lr", "weight_decay", "backend", "precision", "scalar_optimizer"}
 MEGATRONS = {"sgd_momentum": 0.9}

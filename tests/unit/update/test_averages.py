@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mp_optim.slots.slot_state import AVERAGE
-from mp_optim.update.rules import CLASSES
+from mp_optim.update.rule_classes import CLASSES
 from support.kernels import NEED_KERNELS, needs_kernels
 from support.models import same_bits
 

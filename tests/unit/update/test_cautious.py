@@ -18,7 +18,7 @@ from mp_optim.update.backends import choose_backend
 from mp_optim.update.backends.reference import ReferenceBackend, step_with
 from mp_optim.update.element_rules import RULE_SCALARS, LionScalars
 from mp_optim.update.kernel_args import TensorLists
-from mp_optim.update.rules import CLASSES
+from mp_optim.update.rule_classes import CLASSES
 from support.numpy_rules import Array, F, adam, ademamix, lion
 from support.triton_cases import ADEMAMIX, GROUP, KEYS, Case, lists_of
 
