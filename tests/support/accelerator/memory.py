@@ -159,9 +159,10 @@ class Memory:
 
     def of(self, tensor: Tensor) -> Region | None:
         """The region of a tensor, known from now on; None if it has no bytes."""
-        if tensor.is_meta or not tensor.numel():
+        storage = tensor.untyped_storage()
+        if not tensor.numel() or storage.device.type == "meta":
             return None
-        region, storage = self.at(tensor.data_ptr()), tensor.untyped_storage()
+        region = self.at(tensor.data_ptr())
         end = storage.data_ptr() + storage.nbytes()
         is_whole = region is not None and end <= region.base + region.size
         return region if is_whole else self._add(storage)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -41,9 +42,11 @@ class Operations(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        kwargs = {**(kwargs or {})}
+        if FakeTensor in types:
+            return func(*args, **kwargs)
         if not set(types) <= {Tensor, torch.nn.Parameter}:
             return NotImplemented  # it is seen in terms of the tensors that they consist of
-        kwargs = {**(kwargs or {})}
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         if _shows_only(func):
@@ -96,9 +99,15 @@ class _Call:
             self._let_in(region, device, stream)
         self.read = [tensor for tensor in self.read if self._is_let_in(tensor, device, stream)]
         tells = [r for r in self.func._schema.returns if "Tensor" not in str(r.type)]
-        if tells or not self.func._schema.name.startswith("aten::"):
+        if tells or self._asks_for_values() or not self.func._schema.name.startswith("aten::"):
             return self._at_once(stream)
         return self._change(stream) if self.mutates else self._compute(stream)
+
+    def _asks_for_values(self) -> bool:
+        """Whether the shape of what comes is told by elements: of a mask, say."""
+        if self.func._schema.name in ("aten::index", "aten::index_put", "aten::index_put_"):
+            return any(each.dtype in (torch.bool, torch.uint8) for each in _tensors(self.args[1]))
+        return torch.Tag.dynamic_output_shape in self.func.tags
 
     def _device(self) -> int | None:
         regions = self._regions([*self.read, *self.written])
@@ -173,6 +182,8 @@ class _Call:
         """Queue what writes to its arguments."""
         deed = replace(self._deed(), is_download=is_download)
         self.simulation.queue(stream, self._on_twins(), deed)
+        if "foreach" in self.name:  # autograd's counter is the kernel's to move, of others above it
+            torch.autograd.graph.increment_version(self.written)
         return _written_arguments(self.func._schema, self.args, self.kwargs)
 
     def _compute(self, stream: Stream) -> Any:
@@ -183,7 +194,8 @@ class _Call:
         except Exception:  # what the memory holds now makes no sense to it
             return self._at_once(stream)
         made = _tensors(results)
-        new = [t for t in made if t.numel() and t.untyped_storage().data_ptr() not in known]
+        real = [t for t in made if t.numel() and not t.is_meta]
+        new = [t for t in real if t.untyped_storage().data_ptr() not in known]
         if made and not new:
             return results  # another view of the same memory
         twins = [self._new_twin(tensor, stream) for tensor in made]

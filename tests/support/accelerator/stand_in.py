@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.placement import worker as product_worker
+from mp_optim.precision import verdict
 from mp_optim.process import leases
 from mp_optim.process.accelerator import KINDS, Accelerator
 from mp_optim.update import audit
@@ -19,6 +20,7 @@ from mp_optim.update.backends import selection
 from mp_optim.update.backends.native_library import NativeLibrary
 from mp_optim.update.backends.reference import Backend
 from mp_optim.update.backends.self_test import SelfTest, prove_by_a_step
+from mp_optim.update.sums import index_on
 from support.accelerator import launches, threads
 from support.accelerator.devices import Devices
 from support.accelerator.operations import Operations
@@ -163,10 +165,28 @@ def _to_list(simulation: Simulation, original: Callable[[Tensor], Any]) -> Calla
     return tolist
 
 
+def _hooked(simulation: Simulation, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Registers a hook that asks where tensors are: autograd calls hooks in no mode."""
+
+    def register(tensor: Tensor, hook: Callable[[Tensor], None]) -> Any:
+        def call(param: Tensor) -> None:
+            with Devices(simulation):
+                hook(param)
+
+        with torch._C.DisableTorchFunction():  # it would come back here
+            return original(tensor, call)
+
+    return register
+
+
 def _taken_for_right(backend: Backend, device: torch.device) -> SelfTest:
     if device.type != KIND:
         return prove_by_a_step(backend, device)
     return SelfTest(backend.name, str(device), True, True, 0.0, 0.0, "")
+
+
+_KEPT_BY_DEVICE = (leases.windows_of, verdict._transfer, index_on)
+"""What the process keeps for a device, which goes with the simulation."""
 
 
 # -- all of it ------------------------------------------------------------------------------------
@@ -177,6 +197,8 @@ def simulated_accelerator(pace: Pace = Pace.LAZY, seed: int = 0) -> Iterator[Sim
     """Have two simulated devices; the second is the caller's current one."""
     simulation = Simulation(pace, seed)
     with ExitStack() as context:
+        for kept in _KEPT_BY_DEVICE:
+            context.callback(kept.cache_clear)
         kind = {KIND: SimulatedAccelerator(simulation)}
         context.enter_context(mock.patch.dict(KINDS, kind))
         only = mock.patch.object(selection, "_ON_ACCELERATOR", ("reference",))
@@ -185,6 +207,9 @@ def simulated_accelerator(pace: Pace = Pace.LAZY, seed: int = 0) -> Iterator[Sim
         for name, value in {
             "record_stream": _record_stream(simulation),
             "tolist": _to_list(simulation, Tensor.tolist),
+            "register_post_accumulate_grad_hook": _hooked(
+                simulation, Tensor.register_post_accumulate_grad_hook
+            ),
         }.items():
             context.enter_context(mock.patch.object(Tensor, name, value, create=True))
         call = launches.replacement(simulation, NativeLibrary.call)
