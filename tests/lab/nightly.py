@@ -20,6 +20,7 @@ from support.launch import ROOT, environment
 
 KILL_TESTS = ("tests/unit/checkpoint/test_kill.py", "tests/functional/test_kill_and_resume.py")
 OLDEST_TRITON = ("tests/unit/update/test_triton.py", "-k", "oldest_supported")
+ON_ACCELERATOR = [f"tests/unit/{name}" for name in ("placement", "checkpoint", "update")]
 COVERAGE = ("--cov=mp_optim", "--cov-report=term", "--cov-fail-under=90")
 """Of all tests that `tools/test.sh` runs: measured, they take half as long again."""
 
@@ -56,6 +57,7 @@ def machines(options: Options) -> dict[str, list[list[str]]]:
         "coverage": [[*pytest, "-n", "auto", "-m", "not slow", *COVERAGE]],
         "slow": [[*pytest, "-m", "slow"]],
         "tritons": [["-m", "support.tritons", "--fetch"], [*pytest, *OLDEST_TRITON]],
+        "accelerator": [[*pytest, "-n", "auto", "-p", "support.on_accelerator", *ON_ACCELERATOR]],
         "kill": [[*pytest, *KILL_TESTS]],
         "mutants": [
             [*mutants, "cover", *kept],

@@ -54,6 +54,10 @@ _OF_THE_HOST = (
     "test_codes_may_lie_beside_each_other_and_their_scales_apart",
     "test_sparse_gradients_are_refused_before_anything_moves",
     "test_copies_keep_the_range_and_arithmetic_is_refused",
+    # of a mesh of the host, of masks of no elements, of torch's products to the last bit but one
+    "test_gradients_of_fsdp_that_are_clipped_outside",
+    "test_parts_make_up_the_whole_once",
+    "test_it_is_torchs_muon",
 )
 """Modules and tests that stay where they are: most are of kernels that they call themselves."""
 _AHEAD = re.compile(r"read by mp_step on thread \d+ \(mp_optim-host\)")
