@@ -283,7 +283,9 @@ class Float16OptimizerWithFloat16Params(MegatronFace):
     """See :class:`mp_optim.Float16OptimizerWithFloat16Params`.
 
     Args:
-        optimizer, config: of :func:`_stack_over`.
+        optimizer: any torch optimizer; None on a rank that has nothing to step.
+        config: Megatron's ``OptimizerConfig``, or ours.
+        grad_scaler: Megatron's, or ours.
         init_state_fn: kept for those who ask for it; state is allocated here.
     """
 
