@@ -61,6 +61,8 @@ _OF_THE_HOST = (
     "test_codes_may_lie_beside_each_other_and_their_scales_apart",
     "test_sparse_gradients_are_refused_before_anything_moves",
     "test_copies_keep_the_range_and_arithmetic_is_refused",
+    # FSDP2 gives storage back that the simulation goes on writing to: the process ends
+    "test_gradients_of_fsdp_that_are_clipped_outside",
 )
 """Modules and tests that stay where they are: most are of kernels that they call themselves."""
 _WRITES_MEANWHILE = ("test_between_backward_and_step", "test_any_schedule")
@@ -123,7 +125,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if is_hypothesis_test(test):
             few = min(_EXAMPLES, test._hypothesis_internal_use_settings.max_examples)
             test._hypothesis_internal_use_settings = settings(
-                test._hypothesis_internal_use_settings, max_examples=few
+                test._hypothesis_internal_use_settings, max_examples=few, deadline=None
             )
 
 
