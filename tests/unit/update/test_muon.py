@@ -60,7 +60,9 @@ def test_it_is_torchs_muon(shape, ours, torchs):
         param.grad = grad.clone()
         oracle.step()
     found, optimizer = stepped(random(*shape), grads, **ours)
-    assert (found - param.detach()).norm() <= 1e-6 * param.detach().norm()
+    # an accelerator multiplies matrices with short sides as stacks, a CPU and torch one by one
+    bound = 1e-6 if found.device.type == "cpu" or min(shape) >= 32 else 1e-5
+    assert (found - param.detach()).norm() <= bound * param.detach().norm()
     momentum = next(iter(optimizer.state.values()))["momentum_buffer"]
     torch.testing.assert_close(momentum, oracle.state[param]["momentum_buffer"], rtol=0, atol=0)
 
