@@ -200,7 +200,7 @@ def told(monkeypatch: pytest.MonkeyPatch | None = None, **settings: Any) -> Any:
     results = []
     for number, norm in enumerate(STORY):
         loss = torch.tensor(5.0 if number == 24 else wave(3 * number))
-        if monkeypatch is None:
+        if monkeypatch is None or not number:  # the first step copies indices that stay
             optimizer.health.report_loss(loss)
             results.append(step(param, optimizer, norm))
             continue
