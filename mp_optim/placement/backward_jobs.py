@@ -1,17 +1,10 @@
-"""One bucket's work during backward: gradients come down, are measured and, if that is speculated
-on, stepped into the spare.
+"""One bucket's work during backward: gradients come down and, where somebody asks, are measured and
+stepped into the spare.
 
 A result is used only where what it was made from is what the step would use: the same gradients,
 settings, step numbers, main params and moments. So whatever happens between backward and
-``step()``, the worst is work done twice.
-
-With ``release_gradients`` gradients leave the device so, and their copy on the host is all there is
-of them. The first one of a slot comes down into its bucket's staging memory, where the step wants
-it; those of further micro-batches come down elsewhere and are added, in the gradient's dtype and in
-the order of backward passes, as autograd would have.
-
-What was seen of gradients as they got ready in backward: their order, and by what early work is
-judged: is a gradient still the one that work was begun with?
+``step()``, the worst is work done twice. Whether a gradient is still the one that work was begun
+with, its :class:`GradVersion` tells; :class:`Arrivals` has those of this backward, and their order.
 
 ``clip_grad_norm_`` multiplies every gradient by ``min(1, limit / norm)``, by 1 as well, which
 counts as a write and changes no bit; and torch does not count what its foreach operations write to
@@ -19,6 +12,11 @@ a DTensor. So where nothing but that count stands against early work, the gradie
 with what came down, bit by bit. They come down a second time for it from the accelerator, next to
 the first copy, one bucket ahead of the comparison. Gradients in host memory are compared where they
 are, at every step.
+
+With ``release_gradients`` gradients leave the device so, and their copy on the host is all there is
+of them. The first one of a slot comes down into its bucket's staging memory, where the step wants
+it; those of further micro-batches come down elsewhere and are added, in the gradient's dtype and in
+the order of backward passes, as autograd would have.
 """
 
 from __future__ import annotations
@@ -31,14 +29,79 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mp_optim.placement.double_buffer import BackLaunch
-from mp_optim.placement.grad_hooks import Claim, GradVersion
+from mp_optim.placement.grad_hooks import Claim
 from mp_optim.placement.staging import Buckets, BucketStep, Staging
 from mp_optim.placement.timeline import WAIT_COPIES, StepTimeline
 from mp_optim.placement.worker import Job, Worker, WorkerError
+from mp_optim.process.calls import writes_counted
+from mp_optim.process.leases import sums_of_bits
 from mp_optim.slots import Slot, SlotUpdates
 from mp_optim.slots.executor import Place
+
+
+@dataclass(frozen=True, slots=True)
+class GradVersion:
+    """A gradient at one moment, without keeping it alive.
+
+    Attributes:
+        storage: its memory, as long as that exists; another gradient at the same address has
+            another storage.
+        address: where it begins.
+        version: how often it was written; None if that is not counted, as of tensors made in
+            inference mode, and of local tensors of DTensors (torch's foreach operations write to
+            them without a trace).
+        count: how often a gradient of the slot had got ready.
+        bits: sums of its bits (:func:`sums_of_bits`) as they were; None if they are not asked for.
+    """
+
+    storage: StorageWeakRef
+    address: int
+    version: int | None
+    count: int
+    bits: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, grad: Tensor, count: int, is_counted: bool = True, with_bits: bool = False
+    ) -> GradVersion:
+        """The version of a plain tensor; ``is_counted`` is whether all writes to it are said to
+        be, ``with_bits`` whether those that leave no trace are to be noticed, too."""
+        storage = StorageWeakRef(grad.untyped_storage())  # type: ignore[no-untyped-call]
+        version = writes_counted(grad) if is_counted else None
+        bits = _bits_of(grad) if with_bits and version is not None else None
+        return cls(storage, grad.data_ptr(), version, count, bits)
+
+    def matches(self, grad: Tensor, count: int) -> bool:
+        """Whether this is the same gradient, not written to since. By the version alone that is
+        not known: ``grad.data``, kernels of others and torch's own ``GradScaler.unscale_`` leave
+        none of these traces."""
+        return (
+            self.count == count
+            and self.version is not None
+            and self.version == writes_counted(grad)
+            and self.is_memory_of(grad)
+            and (self.bits is None or torch.equal(self.bits, _bits_of(grad)))
+        )
+
+    def is_memory_of(self, grad: Tensor) -> bool:
+        """Whether a gradient begins where this one did, in the same memory."""
+        is_gone = self.storage.expired()  # type: ignore[no-untyped-call]
+        return (
+            self.address == grad.data_ptr()
+            and not is_gone
+            and self.storage.cdata == grad.untyped_storage()._cdata
+        )
+
+
+@torch.no_grad()
+def _bits_of(grad: Tensor) -> Tensor:
+    flat = grad.detach().reshape(-1)
+    if flat.data_ptr() % 8:
+        flat = flat.clone()
+    return sums_of_bits(flat.view(torch.uint8))
 
 
 @dataclass(eq=False)
@@ -46,8 +109,8 @@ class BackwardJob(Job):
     """A job for the worker.
 
     NOTE: the caller's thread makes it and may cancel it; the worker's runs it, and writes
-    :attr:`sums` and :attr:`stepped` once, as its last deed. The caller reads them after the worker
-    was drained.
+    :attr:`sums`, :attr:`stepped` and :attr:`is_done` once, as its last deed. The caller reads them
+    after the worker was drained.
 
     Attributes:
         owner: the memory that gradients come down into.
@@ -56,13 +119,16 @@ class BackwardJob(Job):
         versions: the gradients it was given, by slot.
         back: launches into the spare, which ``step_ahead`` carries out; empty if it only copies and
             measures.
-        measures: whether the gradients are complete; else they are only copied.
+        is_last: whether the gradients are complete; else they are only copied.
+        measures: whether somebody reads the sums, or the spare is stepped, which finite ones allow.
+            Gradients that stay on a device are measured there.
         landing: where gradients come down that are added to those of earlier micro-batches, which
             ``staged`` has; None where they are the first.
         releases: ``staged`` is all that will be left of the gradients. Such a job is prepared by
             the caller, and copies and adds even if it is cancelled.
-        sums: sum of squares of each gradient, FP64; None as long as it has not measured them.
+        sums: sum of squares of each gradient, FP64; None where it has not measured them.
         stepped: the back buffer holds the step.
+        is_done: the complete gradients are on the host.
         is_cancelled: the result is not wanted any more. By the caller's thread, at any time.
     """
 
@@ -74,12 +140,14 @@ class BackwardJob(Job):
     back: Sequence[BackLaunch]
     sum_of_squares: Callable[[Sequence[Tensor]], Tensor]
     timeline: StepTimeline
+    is_last: bool = True
     measures: bool = True
     landing: Sequence[Tensor] | None = None
     releases: bool = False
     step_ahead: Callable[[Sequence[BackLaunch], str], None] | None = None
     sums: list[float] | None = None
     stepped: bool = False
+    is_done: bool = False
 
     def __post_init__(self) -> None:
         self.is_cancelled = self._is_prepared = self._gave_up = False
@@ -121,14 +189,16 @@ class BackwardJob(Job):
         if self.landing is not None:
             with self.timeline.stage("host_add", self.label):
                 torch._foreach_add_(list(self.staged.grads), list(self.landing))
-        if self.is_cancelled or not self.measures:
+        if self.is_cancelled or not self.is_last:
             return
-        with self.timeline.stage("host_measure", self.label):
-            sums: list[float] = self.sum_of_squares(self.staged.grads).tolist()
-        steps = len(self.back) > 0 and all(map(math.isfinite, sums))
+        sums: list[float] | None = None
+        if self.measures:
+            with self.timeline.stage("host_measure", self.label):
+                sums = self.sum_of_squares(self.staged.grads).tolist()
+        steps = len(self.back) > 0 and sums is not None and all(map(math.isfinite, sums))
         if steps and self.step_ahead is not None:
             self.step_ahead(self.back, self.label)
-        self.sums, self.stepped = sums, steps
+        self.sums, self.stepped, self.is_done = sums, steps, True
 
 
 class Destination(NamedTuple):

@@ -1,5 +1,4 @@
-"""Notices that a parameter's gradient is ready, for what works during backward; and tells whether
-a gradient is still the one that was ready."""
+"""Notices that a parameter's gradient is ready, for what works during backward."""
 
 from __future__ import annotations
 
@@ -8,15 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
-from mp_optim.process.calls import writes_counted
-from mp_optim.process.leases import sums_of_bits
 from mp_optim.slots import (
     Slot,
     SlotUpdates,
@@ -29,68 +24,6 @@ from mp_optim.slots import (
     update_of,
 )
 from mp_optim.slots.executor import Executor
-
-
-@dataclass(frozen=True, slots=True)
-class GradVersion:
-    """A gradient at one moment, without keeping it alive.
-
-    Attributes:
-        storage: its memory, as long as that exists; another gradient at the same address has
-            another storage.
-        address: where it begins.
-        version: how often it was written; None if that is not counted, as of tensors made in
-            inference mode, and of local tensors of DTensors (torch's foreach operations write to
-            them without a trace).
-        count: how often a gradient of the slot had got ready.
-        bits: sums of its bits (:func:`sums_of_bits`) as they were; None if they are not asked for.
-    """
-
-    storage: StorageWeakRef
-    address: int
-    version: int | None
-    count: int
-    bits: Tensor | None = None
-
-    @classmethod
-    def of(
-        cls, grad: Tensor, count: int, is_counted: bool = True, with_bits: bool = False
-    ) -> GradVersion:
-        """The version of a plain tensor; ``is_counted`` is whether all writes to it are said to
-        be, ``with_bits`` whether those that leave no trace are to be noticed, too."""
-        storage = StorageWeakRef(grad.untyped_storage())  # type: ignore[no-untyped-call]
-        version = writes_counted(grad) if is_counted else None
-        bits = _bits_of(grad) if with_bits and version is not None else None
-        return cls(storage, grad.data_ptr(), version, count, bits)
-
-    def matches(self, grad: Tensor, count: int) -> bool:
-        """Whether this is the same gradient, not written to since. By the version alone that is
-        not known: ``grad.data``, kernels of others and torch's own ``GradScaler.unscale_`` leave
-        none of these traces."""
-        return (
-            self.count == count
-            and self.version is not None
-            and self.version == writes_counted(grad)
-            and self.is_memory_of(grad)
-            and (self.bits is None or torch.equal(self.bits, _bits_of(grad)))
-        )
-
-    def is_memory_of(self, grad: Tensor) -> bool:
-        """Whether a gradient begins where this one did, in the same memory."""
-        is_gone = self.storage.expired()  # type: ignore[no-untyped-call]
-        return (
-            self.address == grad.data_ptr()
-            and not is_gone
-            and self.storage.cdata == grad.untyped_storage()._cdata
-        )
-
-
-@torch.no_grad()
-def _bits_of(grad: Tensor) -> Tensor:
-    flat = grad.detach().reshape(-1)
-    if flat.data_ptr() % 8:
-        flat = flat.clone()
-    return sums_of_bits(flat.view(torch.uint8))
 
 
 class GradHooks:

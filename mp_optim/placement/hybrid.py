@@ -35,9 +35,10 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
         pin_cpu_grads: page-lock host staging, if an accelerator is used.
         pin_cpu_params: page-lock host parameters, if an accelerator is used.
         overlap_cpu_optimizer_d2h_h2d: overlap copies in both directions with the host's arithmetic.
-        offload_mode: ``sync``: the host computes in ``step``. ``overlap``: gradients come down and
-            are measured during backward. ``speculative``: they are also stepped, into a back buffer
-            of main params and moments.
+        offload_mode: ``sync``: the host computes in ``step``. ``overlap``: gradients come down
+            during backward, and those that leave the device are measured on the host.
+            ``speculative``: they are also stepped, into a back buffer of main params and
+            moments.
         offload_place: ``host``, or ``streamed``: main params and state come to the device window by
             window and are stepped there; or ``auto``: a share of them does, beside the host.
         offload_streamed_fraction: that share; by default it is measured.

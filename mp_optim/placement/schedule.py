@@ -72,7 +72,7 @@ class Schedule:
         self.early: dict[Place, list[EarlyBucket]] = {}
         self.buckets: list[EarlyBucket] = []
         self.is_last_microbatch = True
-        self.source: GradientSource
+        self.gradients: GradientSource
         self.speculates = False
         self.multiplier: float | None = None
         self._host_part, self._ahead = host_part, host_part.ahead
@@ -181,7 +181,7 @@ class Schedule:
         """Whether those that work would have been begun with cannot be, or those of now."""
         try:
             self._executor.check_groups()
-            self.source.share_settings()
+            self.gradients.share_settings()
             self._executor.check_groups()
         except (TypeError, ValueError):
             return True
@@ -199,10 +199,10 @@ class Schedule:
         """Settle what holds from the first gradient on."""
         if self.multiplier is not None:
             return
-        self.source.share_settings()
+        self.gradients.share_settings()
         self._executor.check_groups()
         self._bind_tensors()
-        self.multiplier = self.source.predicted_multiplier()
+        self.multiplier = self.gradients.predicted_multiplier()
         is_on = self._ahead is not None and self._ahead.is_on
         self.speculates = is_on and self.arrivals.is_order_known
         if self._host_part.settings.state_file is None:
@@ -221,7 +221,7 @@ class Schedule:
         else:
             grads, bucket.waiting = dict(sorted(bucket.waiting.items())), {}
         assert self.multiplier is not None  # _try comes first
-        updates = self.source.updates(grads, self.multiplier)
+        updates = self.gradients.updates(grads, self.multiplier)
         if not updates:
             return
         # NOTE: a cancelled job of this bucket may still run, and write to the same staging memory.
@@ -241,9 +241,10 @@ class Schedule:
             room.staged,
             self.arrivals.versions(updates, with_bits),
             launches,
-            choose_backend(self.source.fused_backend, _HOST)[0].sum_of_squares,
+            choose_backend(self.gradients.fused_backend, _HOST)[0].sum_of_squares,
             self._timeline,
             self.is_last_microbatch,
+            releases or len(launches) > 0 or any(grad.is_cpu for grad in grads.values()),
             room.landing,
             releases,
             None if self._ahead is None else self._ahead.run,
@@ -350,7 +351,7 @@ class Schedule:
             return
         predicted = self.multiplier
         if predicted is None:
-            predicted = self.source.predicted_multiplier()
+            predicted = self.gradients.predicted_multiplier()
         was_right = set(updates.multipliers) == {predicted}
         self.counts["speculation_paused"] += self._ahead.record(was_right)
 
@@ -415,7 +416,7 @@ class Schedule:
 
     def _job_of(self, bucket: EarlyBucket) -> BackwardJob | None:
         job = bucket.job
-        return None if job is None or job.sums is None else job
+        return None if job is None or not job.is_done else job
 
     def _look_again(self, steps: Sequence[BucketStep], gradients: Any) -> list[BucketStep]:
         """Those of some buckets whose gradients were written and are what they were; see

@@ -395,9 +395,9 @@ def test_gradients_reduced_after_backward_are_waited_for(mode, monkeypatch):
             if step > 2:
                 optimizer.gradients_ready()
             optimizer.step()
-            measured = spans_of_worker(optimizer, "host_measure")
-            assert bool(measured) == (which == mode and step > 2)
-            assert all(span.start >= after_backward for span in measured)
+            brought = spans_of_worker(optimizer, "wait_copies")
+            assert bool(brought) == (which == mode and step > 2)
+            assert all(span.start >= after_backward for span in brought)
         results.append(snapshot(model, optimizer))
     assert differing(*results) == []
     assert mode == "overlap" or counts(optimizer, "hits") > 0
@@ -436,14 +436,22 @@ def test_only_the_last_micro_batch_starts_work(mode):
     model(tokens_of(1)).backward()
     before_step = finish_early_work(optimizer)
     optimizer.step()
-    measured = spans_of_worker(optimizer, "host_measure")
-    assert measured
-    assert all(before_the_last <= span.start <= span.end <= before_step for span in measured)
+    brought = spans_of_worker(optimizer, "wait_copies")
+    assert brought
+    assert all(before_the_last <= span.start <= span.end <= before_step for span in brought)
     optimizer.is_last_microbatch = False
     optimizer.zero_grad()
     model(tokens_of(0)).backward()
     optimizer.step()
-    assert spans_of_worker(optimizer, "host_measure") == []
+    assert spans_of_worker(optimizer, "wait_copies") == []
+
+
+def test_gradients_that_stay_on_a_device_are_measured_there():
+    """The host would read all of them for sums that nobody asks for."""
+    model, optimizer = build_mode("overlap")
+    run(model, optimizer, 3)
+    assert spans_of_worker(optimizer, "wait_copies")
+    assert bool(spans_of_worker(optimizer, "host_measure")) == model.dense.is_cpu
 
 
 def test_main_grads_are_seen_too():
