@@ -27,7 +27,8 @@ from rich.table import Table
 from torch import nn
 
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
-from mp_optim.checkpoint.shards import Held, Holding, boxes, shares
+from mp_optim.checkpoint.writing import Held, Holding, shares
+from mp_optim.slots.partition import boxes
 from mp_optim.update import set_host_threads
 
 

@@ -1,4 +1,4 @@
-"""State dicts and checkpoints on disk."""
+"""Checkpoints on disk: ours, and formats of others."""
 
 from mp_optim.checkpoint.foreign.formats import export_safetensors
 from mp_optim.checkpoint.save_load import SaveHandle, load, save, verify, versions

@@ -47,9 +47,9 @@ from mp_optim.slots import Slot, local_tensor
 from mp_optim.slots.keyed_optimizer import (
     SlotKeyedOptimizer,
     StateLoad,
-    check_plain,
     kept_settings,
     kept_state,
+    match_without_state,
 )
 from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.slots.slot_state import (
@@ -169,7 +169,7 @@ class CheckedLoad:
                 )
             settings = self._settings(self.optimizer)
             check_is_state_dict({**settings, "state": {}})
-            check_plain(self.optimizer, settings, convert=self.convert)
+            match_without_state(self.optimizer, settings, convert=self.convert)
         self._reading = plan_reading(tensors, self.version, self.index)
         self._reading.check(self._value_checks())
 
@@ -223,7 +223,7 @@ class CheckedLoad:
 
     def _check_state(self, optimizer: SlotKeyedOptimizer) -> None:
         settings = self._settings(optimizer)
-        match = check_plain(optimizer, settings, convert=self.convert)
+        match = match_without_state(optimizer, settings, convert=self.convert)
         # of what is live, which has the form of the tensors that are there, values are yet to come
         zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         live = {name: value for name, value in self.live.items() if name.startswith(STATE)}

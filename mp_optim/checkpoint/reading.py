@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.checkpoint.commit import inside, newest
-from mp_optim.checkpoint.shards import any_overlap, held_places, piece
+from mp_optim.checkpoint.shards import held_places, piece
 from mp_optim.checkpoint.version_files import (
     BLOCK_BYTES,
     INDEX,
@@ -29,7 +29,7 @@ from mp_optim.checkpoint.version_files import (
     read_manifest,
 )
 from mp_optim.process.calls import uncollected
-from mp_optim.slots.partition import Box
+from mp_optim.slots.partition import Box, any_overlap
 
 _STAGING_BYTES = 64 << 20
 """Bytes that are read at a time where elements do not go to where they belong at once; at least one

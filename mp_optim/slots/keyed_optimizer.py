@@ -479,7 +479,7 @@ def _restore_state(
 ) -> list[str]:
     optimizer.share_settings()  # which say what state there is
     optimizer.follow_model()
-    match = check_plain(optimizer, state_dict, convert=convert)
+    match = match_without_state(optimizer, state_dict, convert=convert)
     load = StateLoad(optimizer, match, state_dict["state"], convert)
     load.check()
     with optimizer.step_mark.under_way(optimizer):
@@ -512,7 +512,7 @@ def checked_match(
     return match
 
 
-def check_plain(
+def match_without_state(
     optimizer: SlotKeyedOptimizer, state_dict: Mapping[str, Any], *, convert: bool = False
 ) -> GroupMatch:
     """What can be said of a state dict without its state: which parameters and settings go where.

@@ -9,7 +9,7 @@ parts of all blocks, one after the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import add, sub
@@ -190,3 +190,35 @@ def partition(
             "equal blocks"
         )
     return Partition(dim, (length // stride,) * stride, rank, size)
+
+
+def check_cover(name: str, shape: tuple[int, ...], places: Iterable[Box]) -> None:
+    """Raise ValueError unless boxes that differ make up a tensor, each element once."""
+    places = list(places)
+    covered, wanted = sum(place.numel for place in places), math.prod(shape)
+    if covered != wanted:
+        raise ValueError(
+            f"{name} of shape {shape}: the ranks hold parts of {covered} elements together, not "
+            f"{wanted}; is one of its ranks not among those that save?"
+        )
+    if any_overlap(places):
+        raise ValueError(
+            f"{name} of shape {shape}: ranks hold parts of it that overlap but are not the same"
+        )
+
+
+def any_overlap(places: Sequence[Box]) -> bool:
+    """Whether any two of some boxes of a tensor, none of them empty, have an element in common."""
+    if len(places) < 2:
+        return False
+    dims = range(len(places[0].offsets))
+    dim = max(dims, key=lambda at: len({place.offsets[at] for place in places}))
+    active: list[Box] = []
+    for place in sorted(places, key=lambda one: one.offsets[dim]):
+        active = [
+            other for other in active if other.offsets[dim] + other.sizes[dim] > place.offsets[dim]
+        ]
+        if any(place.common(other) for other in active):
+            return True
+        active.append(place)
+    return False

@@ -18,13 +18,14 @@ from mp_optim.checkpoint.commit import replace_durably, sync
 from mp_optim.checkpoint.entries import Models
 from mp_optim.checkpoint.foreign.state import ForeignGroup, ForeignState, positional_state
 from mp_optim.checkpoint.ranks import Ranks
-from mp_optim.checkpoint.shards import FlatShard, PartitionShard, check_cover, held_places, piece
+from mp_optim.checkpoint.shards import FlatShard, PartitionShard, held_places, piece
 from mp_optim.checkpoint.version_files import load_plain_file
 from mp_optim.process.calls import in_own_modes
 from mp_optim.slots import iter_slots
 from mp_optim.slots.identity import has_names
 from mp_optim.slots.keyed_optimizer import OverStack, SlotKeyedOptimizer, stack_of
 from mp_optim.slots.names import named_params
+from mp_optim.slots.partition import check_cover
 from mp_optim.slots.slot_state import AVERAGE, MASTER, STEP
 from mp_optim.slots.tensors import whole_tensor
 

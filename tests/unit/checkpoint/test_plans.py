@@ -17,7 +17,6 @@ from torch import nn
 
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint.ranks import to_compare
-from mp_optim.checkpoint.shards import Held, Holding, boxes, shares, whole_box
 from mp_optim.checkpoint.version_files import (
     Index,
     Saved,
@@ -26,7 +25,8 @@ from mp_optim.checkpoint.version_files import (
     as_metadata,
     from_json,
 )
-from mp_optim.slots.partition import Box
+from mp_optim.checkpoint.writing import Held, Holding, shares
+from mp_optim.slots.partition import Box, boxes, whole_box
 
 STATE = ("master_param", "exp_avg", "exp_avg_sq")
 
