@@ -191,7 +191,7 @@ class MegatronFace(torch.optim.Optimizer):
         stack.check_lists()
         stack.watch.check_scaled(stack)
         with stack.step_mark.step(stack):
-            stack.early_work.finish()
+            stack.early_work.collect()
             grads = stack.collect_grads()
             measurement = grads.sums()
             rule = stack.skip_rule.begun(torch.device("cpu"))

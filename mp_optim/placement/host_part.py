@@ -38,8 +38,8 @@ class HostPart:
         split: which of them are streamed, if some are and others are not.
         lanes: by place, of the slots that are stepped in windows.
         buckets: by place, of gradients that come down to it, but for those that come with windows.
-        early: places whose buckets' gradients backward may bring down, and whether they come down
-            though they stay on the device, too.
+        early_places: places whose buckets' gradients backward may bring down, and whether they come
+            down though they stay on the device, too.
         ahead: steps into a spare, if that is speculated on.
         releases: gradients leave the device during backward.
     """

@@ -353,7 +353,7 @@ class PlacedExecutor(Executor):
         self.stepper = Stepper(self._how, part, placed.host_slots(), placed.bind, settings)
         placed.exposed = self.stepper.schedule.distrust
         report = self.stepper.schedule.on_grad_ready
-        self.stepper.schedule.source = OwnGrads(self, report, placed.output, share_settings)
+        self.stepper.schedule.gradients = OwnGrads(self, report, placed.output, share_settings)
         self._watch()
 
     # -- places and groups ------------------------------------------------------------------------
@@ -579,7 +579,7 @@ class PlacedExecutor(Executor):
 
     def _watch(self) -> None:
         """Notice gradients of the parameters of now, as long as nothing above reports them."""
-        source = self.stepper.schedule.source
+        source = self.stepper.schedule.gradients
         if self.stepper.schedule.is_early and isinstance(source, OwnGrads):
             source.follow()
 

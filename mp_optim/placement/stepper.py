@@ -71,7 +71,7 @@ class Stepper:
         self.schedule.discard()
         self.schedule.arrivals.forget_order()
         self.host_part.use_slots(slots)
-        self._forget_buckets()
+        self._cut_anew()
 
     def use_transfer(self, transfer: Transfer, bucket_bytes: int | None = None) -> None:
         """Have tensors travel another way from now on, or in other buckets; nothing may be on its
@@ -82,10 +82,10 @@ class Stepper:
             bucket_bytes = before.bucket_bytes
         settings = replace(before, transfer=transfer, bucket_bytes=bucket_bytes)
         self.host_part.use_settings(settings)
-        self._forget_buckets()
+        self._cut_anew()
 
-    def _forget_buckets(self) -> None:
-        """There are others now."""
+    def _cut_anew(self) -> None:
+        """There are other buckets now."""
         self._selections: tuple[Sequence[Slot], dict[Place, UpdateSelection]] | None = None
         self.schedule.cut()
 
@@ -100,7 +100,7 @@ class Stepper:
             self.host_part.ahead.restore()
         self.schedule.arrivals.forget_order()
         self.host_part.place_slots()
-        self._forget_buckets()
+        self._cut_anew()
 
     def release_gradients(self) -> None:
         """From now on gradients come with a claim, and are begun only if they can be released.
@@ -112,7 +112,7 @@ class Stepper:
         if "streamed" in self.host_part.lanes:
             self.schedule.discard()
             self.host_part.cut()
-            self._forget_buckets()
+            self._cut_anew()
 
     # -- in step ----------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class Stepper:
         Raises:
             WorkerError: the worker failed; nothing was stepped.
         """
-        self.schedule.collect()
+        self.schedule.collect()  # nobody above has, if no wrapper is there
         if self.host_part.lanes:
             self.host_part.allocate()
         self.transfer_bytes = TransferBytes()
@@ -301,7 +301,7 @@ class Stepper:
         if order is not None:
             self.schedule.end_iteration()
             self.host_part.follow(order)
-            self._forget_buckets()
+            self._cut_anew()
 
     def _measure(self, split: Split, parts: Sequence[SlotUpdates]) -> None:
         """Take note of how long a step of something took, the device's part included."""

@@ -68,7 +68,7 @@ class BackwardOverlap:
         self._index: dict[int, int] = {}  # of each parameter, by id
         self._hooks = GradHooks(self._on_grad)
         self._inverse_scale: Callable[[], Tensor] | None = None
-        stepper.schedule.source = self
+        stepper.schedule.gradients = self  # no longer those of the executor's own parameters
         self.released: dict[int, Tensor] = {}
         if config.release_gradients:
             self._release()
@@ -133,7 +133,7 @@ class BackwardOverlap:
             if index >= 0 and now[index] is param and self._is_offloaded[index]:
                 self._on_grad(index)
 
-    def finish(self) -> None:
+    def collect(self) -> None:
         """Wait for what was begun during backward. Raises what went wrong there, before anything
         was stepped. Costs nothing if it was done since the last gradient."""
         self.stepper.schedule.collect()
@@ -229,15 +229,15 @@ class EarlyWork:
         """What works during backward."""
         return [overlap.stepper for overlap in self.overlaps]
 
-    def finish(self) -> None:
-        """Wait for what was begun.
+    def collect(self) -> None:
+        """Wait for what was begun, of all of them before any is stepped.
 
         Raises:
             WorkerError: it failed, in any part. All of it is dropped; nothing was stepped.
         """
         try:
             for overlap in self.overlaps:
-                overlap.finish()
+                overlap.collect()
         except WorkerError:
             self.discard()
             raise

@@ -79,7 +79,6 @@ class MainParams:
 
     Attributes:
         table: what was last seen at every slot.
-        expected: slots with a loaded remainder beside which no parameter was seen yet.
         changes: what is to be published, if that is asked for.
         reloaded: how often a main param took the value of a parameter that was written from
             outside.
@@ -98,7 +97,6 @@ class MainParams:
         self._param_groups, self._executor = param_groups, executor
         self.process_groups, self._check_param = process_groups, check_param
         self._agreement = Agreement()
-        self.expected: Mapping[Slot, int] = self._agreement.expected
         self._ready: dict[Slot, Tensor] = {}
         """Parameters that have a main param in case they are trained."""
         self.table = SlotTable()
@@ -467,4 +465,5 @@ class MainParams:
     def check_remainders(self, slot: Slot | None) -> None:
         """Raise ValueError if a loaded remainder, of one slot or of all, lies beside a parameter
         that it was not saved with, naming the parameters."""
-        self._agreement.check_expected(slot, self._local, self.name)
+        if self._agreement.expected:
+            self._agreement.check_expected(slot, self._local, self.name)

@@ -167,7 +167,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             self.watch.check_scaled(self)
         with self.step_mark.step(self):
             if self.early_work.overlaps:
-                self.early_work.finish()
+                self.early_work.collect()
             config = self.config
             device = _graph_device(self) if config.optimizer_cuda_graph else None
             if device is not None:

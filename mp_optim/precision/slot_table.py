@@ -32,7 +32,7 @@ from mp_optim.slots.tensors import has_memory, lazy
 
 
 @dataclass(frozen=True)
-class Selection:
+class SlotColumns:
     """Some slots, and the columns of their :class:`~mp_optim.slots.updates.SlotUpdates` that stay
     from step to step.
 
@@ -91,7 +91,7 @@ class SlotTable:
     streams: list[int] = field(default_factory=list)
     layouts: list[ParamLayout] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
-    _last: Selection | None = None
+    _last: SlotColumns | None = None
     split_over: list[tuple[ProcessGroup, ...]] | None = None
 
     def index(self, slot: Slot) -> int:
@@ -140,7 +140,7 @@ class SlotTable:
 
     def grads(
         self, name_of: Callable[[Slot], str], released: Mapping[int, Tensor]
-    ) -> tuple[Selection, CachedTensorList]:
+    ) -> tuple[SlotColumns, CachedTensorList]:
         """The slots that have a gradient now, and their local gradients.
 
         Args:
@@ -255,14 +255,14 @@ class SlotTable:
         present = [grads[slot] for slot in chosen.slots]
         return chosen.updates(present, [multiplier] * len(present))
 
-    def select(self, indices: list[int]) -> Selection:
+    def select(self, indices: list[int]) -> SlotColumns:
         """Some slots as they are now; the same object as in the last step, where they are the same
         ones and nothing of them has changed."""
         if self._last is None or self._last.indices != indices:
             self._last = self._select(indices)
         return self._last
 
-    def _select(self, indices: list[int]) -> Selection:
+    def _select(self, indices: list[int]) -> SlotColumns:
         params = [self.params[index] for index in indices]
         writable = CachedTensorList(params if are_plain(params) else map(local_tensor, params))
         written = [self.separate[index] and not self.quantized[index] for index in indices]
@@ -270,7 +270,7 @@ class SlotTable:
         outputs = writable if all(written) else [param if yes else None for param, yes in pairs]
         keys = [self.keys[index] for index in indices]
         groups = {key.group for key in keys}
-        return Selection(
+        return SlotColumns(
             indices,
             keys,
             groups.pop() if len(groups) == 1 else None,

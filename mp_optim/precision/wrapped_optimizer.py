@@ -35,7 +35,7 @@ from mp_optim.precision.measure import (
 )
 from mp_optim.precision.megatron_optimizer import MegatronOptimizer
 from mp_optim.precision.param_state import View
-from mp_optim.precision.slot_table import Selection, SlotTable
+from mp_optim.precision.slot_table import SlotColumns, SlotTable
 from mp_optim.quantized import FLOAT8_DTYPES, quantize_
 from mp_optim.ranks.agreement import ProcessGroups
 from mp_optim.slots import (
@@ -88,7 +88,7 @@ class WrappedGrads(StepGrads):
 
     wrapper: WrappedOptimizer
     engine: Engine
-    selection: Selection
+    selection: SlotColumns
     grads: CachedTensorList
 
     def has_any(self) -> bool:
@@ -279,13 +279,12 @@ class WrappedOptimizer(MegatronOptimizer):
         engine = self.engine
         overlap, mains, table = engine.overlap, engine.mains, engine.table
         if overlap is not None:
-            overlap.finish()
+            overlap.collect()  # again: what reduces gradients first has reported more of them
         self.share_settings()
         engine.executor.check_groups()
         if table.seen.changed(all_params(self._live_groups)):
             mains.follow()
-        if mains.expected:
-            mains.check_remainders(None)
+        mains.check_remainders(None)
         released: Mapping[int, Tensor] = {}
         if overlap is not None:
             overlap.follow(table.params)
@@ -355,7 +354,7 @@ class WrappedOptimizer(MegatronOptimizer):
         overlap = self.engine.overlap
         released: Mapping[int, Tensor] = {} if overlap is None else overlap.released
         if overlap is not None and released:
-            overlap.finish()
+            overlap.collect()
         for index, (slot, param) in enumerate(iter_slots(self.param_groups)):
             grad = current_grad(param)
             grad = released.get(index) if grad is None else grad

@@ -1,5 +1,4 @@
-"""Tensors of slots: which gradient counts, what a rank owns, and lists whose facts are looked up
-once."""
+"""Tensors of slots: what a rank owns, and lists whose facts are looked up once."""
 
 from __future__ import annotations
 

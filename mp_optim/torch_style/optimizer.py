@@ -169,7 +169,7 @@ class StackOptimizer(WrappedOptimizer):
             self.last_step = StepResult(False, None, None, "GradScaler found an inf or nan")
             return loss
         self.grad_scaler = None if scale is None else AmpLossScale(scale)
-        if "engine" not in own:
+        if not self._is_built:
             self._build()
         self.last_step = self.unhooked_step()
         return loss

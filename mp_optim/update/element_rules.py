@@ -2,8 +2,8 @@
 
 A rule's row in :mod:`mp_optim.config.rules` names its moments in the order in which kernels take
 them. Its scalars are the fields of a class here, in the order in which kernels take them: native's
-after the multiplier of the gradients, switches as 0 and 1; Triton's without switches, which are
-compiled in.
+after the multiplier of the gradients, switches as 0 and 1, ``caution`` last, in whose place a
+parameter's own scale comes; Triton's without switches, which are compiled in, and at most twelve.
 """
 
 from __future__ import annotations

@@ -65,27 +65,16 @@ def ademamix(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
-def blended_averages(m, slow, inv_bias1, alpha):
-    """m * (1/bias1) + slow * alpha, which does not overflow where both are finite."""
-    blend = bounded(m * inv_bias1, is_finite(m)) + bounded(slow * alpha, is_finite(slow))
-    return bounded(blend, is_finite(m) & is_finite(slow))
-
-
-@triton.jit
 def _ademamix_tile(tile, chunk, scale, FLAGS: tl.constexpr):
-    beta1, one_minus_beta1, beta2, one_minus_beta2, beta3, one_minus_beta3 = chunk.scalars[:6]
-    alpha, eps, lr, inv_bias1, inv_sqrt_bias2, decay = chunk.scalars[6:12]
+    beta2, one_minus_beta2 = chunk.scalars[2:4]
+    eps, lr, _, inv_sqrt_bias2, decay = chunk.scalars[7:12]
     p = read_main(chunk.main, chunk.rest, tile)
     g = gradient(chunk, p, tile, decay, False)
-    m = g
-    if chunk.first.stored is not None:
-        m = read_moment(chunk.first, tile, False)
-        m = m * beta1 + g * one_minus_beta1
-    slow = read_moment(chunk.third, tile, False)
-    slow = slow * beta3 + g * one_minus_beta3
+    m = _first_average(tile, chunk, g)
+    slow = _slow_average(tile, chunk, g)
     v = read_moment(chunk.second, tile, True)
     v = v * beta2 + (g * one_minus_beta2) * g
-    blend = blended_averages(m, slow, inv_bias1, alpha)
+    blend = _blended(m, slow, chunk.scalars)
     u = tl.div_rn(blend, denominator(v, eps, inv_sqrt_bias2)) * lr
     u = cautious(u, blend, g, scale, FLAGS)
     p = decayed(p, u, decay, FLAGS)
@@ -95,6 +84,40 @@ def _ademamix_tile(tile, chunk, scale, FLAGS: tl.constexpr):
     write_moment(slow, chunk.third, tile, False)
     write_moment(v, chunk.second, tile, True)
     write_main(p, chunk, tile)
+
+
+@triton.jit
+def _first_average(tile, chunk, g):
+    m = g
+    if chunk.first.stored is not None:
+        m = read_moment(chunk.first, tile, False)
+        m = m * chunk.scalars[0] + g * chunk.scalars[1]
+    return m
+
+
+@triton.jit
+def _slow_average(tile, chunk, g):
+    slow = read_moment(chunk.third, tile, False)
+    return slow * chunk.scalars[4] + g * chunk.scalars[5]
+
+
+@triton.jit
+def _blended(m, slow, scalars):
+    """m * (1/bias1) + slow * alpha, which does not overflow where both are finite."""
+    alpha, inv_bias1 = scalars[6], scalars[9]
+    blend = bounded(m * inv_bias1, is_finite(m)) + bounded(slow * alpha, is_finite(slow))
+    return bounded(blend, is_finite(m) & is_finite(slow))
+
+
+@triton.jit
+def way_of(tile, chunk, g):
+    """Where a cautious step goes: the sign of each element is that of its direction. By the first
+    moment, which all rules average by their first two scalars; with a third one, which AdEMAMix
+    alone has, by its blend of both."""
+    way = _first_average(tile, chunk, g)
+    if chunk.third.stored is not None:
+        way = _blended(way, _slow_average(tile, chunk, g), chunk.scalars)
+    return way
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from mp_optim.update.backends.triton.kernels.formats import (
     write_main,
     write_moment,
 )
-from mp_optim.update.backends.triton.kernels.rules import adam_step, blended_averages, denominator
+from mp_optim.update.backends.triton.kernels.rules import adam_step, denominator, way_of
 from mp_optim.update.backends.triton.kernels.sums import lanes_added, pairs_added
 from mp_optim.update.backends.triton.kernels.tiles import (
     are_alike,
@@ -255,12 +255,4 @@ def _agreeing(at, count, chunk, ROWS: tl.constexpr, MASKED: tl.constexpr):
     blocks, offsets, inside = located_in_tile(at, count, ROWS, BLOCK, chunk.run)
     tile = Tile(blocks, offsets, count, inside, MASKED, None)
     g = gradient(chunk, None, tile, 0.0, False)
-    way = g
-    if chunk.first.stored is not None:
-        m = read_moment(chunk.first, tile, False)
-        way = m * chunk.scalars[0] + g * chunk.scalars[1]
-    if chunk.third.stored is not None:
-        slow = read_moment(chunk.third, tile, False)
-        slow = slow * chunk.scalars[4] + g * chunk.scalars[5]
-        way = blended_averages(way, slow, chunk.scalars[9], chunk.scalars[6])
-    return _total(tl.where(are_alike(way, g), 1, 0)).to(tl.int64)
+    return _total(tl.where(are_alike(way_of(tile, chunk, g), g), 1, 0)).to(tl.int64)
