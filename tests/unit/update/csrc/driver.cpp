@@ -43,7 +43,7 @@ struct Call {
     std::vector<Buffer> buffers;
     std::vector<int64_t> numel;
     std::vector<uint32_t> streams;
-    std::vector<void*> main, remainder, grad, moment1, moment2, moment3, scale1, scale2, scale3, output;
+    std::vector<void*> main, remainder, grad, moment1, moment2, moment3, scale1, scale2, scale3, output, changed;
     MpTensors tensors{};
 
     Call(const std::vector<int64_t>& sizes, const Kind& kind) : numel(sizes) {
@@ -62,7 +62,7 @@ struct Call {
         for (int64_t n : sizes) {
             streams.push_back(uint32_t(streams.size() * 0x10001 + 5));
             add(main, n, bytes_of(main_dtype));
-            add(remainder, n, bytes_of(kind.remainder));
+            if (kind.remainder != MP_I0) add(remainder, n, bytes_of(kind.remainder));
             add(grad, n, bytes_of(kind.grad));
             if (kind.moment1 == MP_I4)
                 add(moment1, packed_bytes(n), 1);
@@ -77,6 +77,7 @@ struct Call {
             add_scales(scale2, n, kind.moment2);
             add_scales(scale3, n, kind.moment3);
             add(output, n, bytes_of(kind.output));
+            if (kind.remainder) add(changed, (n + 63) / 64, 8);
         }
         auto table = [](std::vector<void*>& pointers) { return pointers.empty() ? nullptr : pointers.data(); };
         MpTensors& t = tensors;
@@ -88,6 +89,7 @@ struct Call {
         t.scale1 = (float* const*)table(scale1), t.scale2 = (float* const*)table(scale2);
         t.stream = kind.noisy ? streams.data() : nullptr;
         t.main_dtype = main_dtype, t.remainder_dtype = kind.remainder, t.grad_dtype = kind.grad;
+        t.changed = (uint64_t* const*)table(changed);
         t.moment1_dtype = kind.moment1, t.moment2_dtype = kind.moment2, t.output_dtype = kind.output;
         t.seed = 12345;
     }
@@ -168,8 +170,9 @@ void run_apart(const std::vector<int64_t>& sizes, const Kind& kind, const Scalar
     t.from_moment1 = from(present.moment1), t.from_moment2 = from(present.moment2), t.from_moment3 = from(present.moment3);
     t.from_scale3 = (const float* const*)from(present.scale3);
     t.from_scale1 = (const float* const*)from(present.scale1), t.from_scale2 = (const float* const*)from(present.scale2);
+    auto is_in = [](const std::vector<void*>& table, void* data) { return std::find(table.begin(), table.end(), data) != table.end(); };
     for (Buffer& buffer : apart.buffers)
-        if (std::find(apart.grad.begin(), apart.grad.end(), buffer.data) == apart.grad.end())
+        if (!is_in(apart.grad, buffer.data) && !is_in(apart.changed, buffer.data))  // whose bits are added to those there
             std::memset(buffer.data, 0x5a, size_t(buffer.bytes));
     check(rule(&in_place.tensors, &scalars, threads), MP_OK, "in place");
     check(rule(&apart.tensors, &scalars, threads), MP_OK, "apart");
@@ -223,7 +226,7 @@ std::vector<Kind> compact_kinds() {
     std::vector<Kind> kinds;
     for (int first : {MP_F32, MP_BF16, MP_F16, MP_I8})
         for (int second : {MP_F32, MP_BF16, MP_F16, MP_U8})
-            for (int remainder : {MP_NONE, MP_I16, MP_I8})
+            for (int remainder : {MP_NONE, MP_I16, MP_I8, MP_BF16, MP_I0})
                 for (bool noisy : {false, true})
                     kinds.push_back({MP_BF16, noisy ? MP_BF16 : MP_NONE, first, second, remainder, noisy});
     for (bool noisy : {false, true}) {  // what goes with 4-bit codes is tried above
@@ -349,7 +352,7 @@ void bad_compact_arguments() {
     check(step(&call.tensors, &adam, 1), MP_OK, "compact");
     bad_change(call, "no remainder", [](MpTensors& t) { t.remainder = nullptr; });
     bad_change(call, "a remainder of no dtype", [](MpTensors& t) { t.remainder_dtype = MP_NONE; });
-    bad_change(call, "a float remainder", [](MpTensors& t) { t.remainder_dtype = MP_BF16; });
+    bad_change(call, "a remainder of float16", [](MpTensors& t) { t.remainder_dtype = MP_F16; });
     bad_change(call, "an FP32 param with a remainder", [](MpTensors& t) { t.main_dtype = MP_F32; });
     bad_change(call, "an FP32 output beside a remainder", [](MpTensors& t) { t.output_dtype = MP_F32; });
     bad_change(call, "no scales", [](MpTensors& t) { t.scale1 = nullptr; });
