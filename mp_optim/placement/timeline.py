@@ -75,7 +75,7 @@ class StepTimeline:
 
         ``copy_wait_ms``: waiting for copies, in any thread. ``worker_wait_ms``: ``step()`` waiting
         for the worker. ``host_ms``: arithmetic on the host. ``hidden_ms``: the part of it that was
-        over when ``step()`` began.
+        over when ``step()`` began; with ``overlap`` copies alone may be hidden.
         """
 
         arithmetic = [span for span in self.last if span.stage in ARITHMETIC]

@@ -397,7 +397,8 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         """Make what is stepped agree with what it stands for, where something else writes that."""
 
     def make_current(self, slot: Slot | None = None) -> None:
-        """Before state is read, of one slot or of all: follow the model.
+        """Before state is read, of one slot or of all: follow the model, give what is trained by
+        now its main params, and check loaded remainders.
 
         Raises:
             ValueError: a loaded remainder lies beside a parameter that it was not saved with,

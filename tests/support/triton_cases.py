@@ -152,12 +152,17 @@ def step_with(
     step: int,
     multiplier: float | Tensor,
 ) -> Tensor | None:
-    """One step of a rule; returns the sums of LAMB."""
+    """One step of a rule; returns the sums of LAMB, and the counts of a cautious step."""
     if rule in TEXTS:
         if rule == "ademamix":
             group = {**group, **ADEMAMIX, "betas": (*group["betas"], 0.9999)}
-        backend.step(rule, lists, RULE_SCALARS[rule].at(group, step), multiplier)
-    elif rule == "stable_adamw":
+        scalars, counts, scales = RULE_SCALARS[rule].at(group, step), None, None
+        if group.get("caution"):
+            counts = backend.agreements(rule, lists, scalars, multiplier)
+            scales = backend.caution_scales(counts, [main.numel() for main in lists.main])
+        backend.step(rule, lists, scalars, multiplier, scales)
+        return counts
+    if rule == "stable_adamw":
         backend.stable_adamw(lists, StableScalars.at(group, step), multiplier)
     elif rule == "muon_momentum":
         momenta = TensorLists([], lists.grad, lists.state, lists.output, lists.noise)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mp_optim.config.rules import CAUTIONS
 from mp_optim.config.state_forms import BLOCK
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.kernel_args import StableScalars, TensorLists
@@ -73,8 +74,8 @@ def trials_of(forms: Iterable[Form]) -> list[Trial]:
     """What launches every form, each on aligned tensors and on others."""
     found = {}
     for form in forms:
-        if form.kernel in ("chunk_sums", "run_sums"):
-            continue  # along with every trial
+        if form.kernel in ("chunk_sums", "run_sums", "agreements"):
+            continue  # along with every trial, or every cautious one
         trial = _trial_of(form)
         for aligned in (True, False):
             found[replace(trial, case=replace(trial.case, aligned=aligned))] = None
@@ -118,6 +119,7 @@ def _settings(values: dict[str, str], rule: str, is_plain: bool) -> tuple[tuple[
         found["adam_w_mode"] = False
     elif values["has_decay"] == "False":
         found["weight_decay"] = 0.0
+    found |= {name: True for name in CAUTIONS if values.get(name) == "True"}
     if values["nesterov"] == "True":
         found["nesterov"] = True
     if rule == "muon_momentum":

@@ -641,10 +641,11 @@ def test_tensors_stay_the_same_objects_when_buffers_are_swapped():
 @pytest.mark.parametrize("mode", MODES)
 def test_metrics_and_description(mode):
     model, optimizer = build_mode(mode, fraction=1.0, clip_grad=0.0)
+    is_early = mode == "speculative" or (mode == "overlap" and model.dense.is_cpu)
     for _ in range(20):  # until the worker got a core during backward
         run(model, optimizer, 5)
         metrics = optimizer.metrics()
-        if mode == "sync" or metrics["hidden_ms"] > 0:
+        if not is_early or metrics["hidden_ms"] > 0:
             break
     assert {
         "copy_wait_ms",
@@ -660,7 +661,7 @@ def test_metrics_and_description(mode):
     if mode == "sync":
         assert metrics["hidden_ms"] == 0 and "speculation_hits" not in metrics
         return
-    assert 0 < metrics["hidden_ms"] <= metrics["host_ms"]
+    assert is_early == (metrics["hidden_ms"] > 0) and metrics["hidden_ms"] <= metrics["host_ms"]
     text = str(optimizer.describe())
     planned = sum(map(back_buffer_bytes, hybrids(optimizer)))
     assert f"offload_mode {mode}" in text
