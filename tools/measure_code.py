@@ -345,11 +345,14 @@ def forms_of_an_update(root: Path) -> list[str]:
     return done.stdout.split()
 
 
-def main(roots: Annotated[tuple[Path, ...], tyro.conf.Positional]) -> None:
+HERE = Path(__file__).resolve().parents[1]
+
+
+def main(roots: Annotated[tuple[Path, ...], tyro.conf.Positional] = (HERE,)) -> None:
     """Measure checkouts.
 
     Args:
-        roots: the checkouts, the newest first.
+        roots: the checkouts, the newest first; by default this one.
     """
     columns = [measure(root).values for root in roots]
     table = Table(*["", *map(str, roots)])
