@@ -1,5 +1,5 @@
-"""Which rule: Adam, AdEMAMix, StableAdamW, LAMB, SGD, Lion, Adafactor, Muon over slots, and the
-backends that carry them out."""
+"""Which rule: those of ``mp_optim.config.rules`` over slots, and the backends that carry them
+out."""
 
 from mp_optim.update.adam import FusedAdam, FusedLion, FusedSGD
 from mp_optim.update.audit import AuditError, AuditWarning

@@ -36,6 +36,8 @@ _PARTS = {
 """Kernels that are launched along with others, by the rule that launches them."""
 _SMALL = (0, 1, 255, 256, 257, 1296, 2047, 2049, 8176, 8191, 8193, 16385)
 """Tails of a few elements and of almost whole tiles and chunks, at multiples of 16 and not."""
+_TAIL = 1024
+"""Elements after the last whole tile, at most."""
 LAUNCHES = 4
 """Of a kernel over a trial's tensors, at least: plain values and odd ones, two steps of each."""
 _MULTIPLIERS = (0.37, 0.87)
@@ -144,8 +146,8 @@ def tensors_of(lists: TensorLists) -> dict[str, list[Tensor]]:
 
 
 def made_odd(lists: TensorLists, seed: int) -> TensorLists:
-    """The same lists with odd numbers: one of 200, and in two of eight blocks all of them, so that
-    they meet in each step of a rule; in the first of these they are finite."""
+    """The same lists with odd numbers: one of 200, one of 20 in tails, and in two of eight blocks
+    all of them, so that they meet in each step of a rule; in the first of these they are finite."""
     generator = torch.Generator().manual_seed(seed)
     odd = torch.tensor(sorted(ODD, key=math.isfinite, reverse=True))
     finite = sum(map(math.isfinite, ODD))
@@ -155,7 +157,8 @@ def made_odd(lists: TensorLists, seed: int) -> TensorLists:
                 continue
             size = tensor.numel()
             block = torch.arange(size) // BLOCK % 8
-            chosen = (torch.rand(size, generator=generator) < 0.005) | (block == 3) | (block == 6)
+            share = torch.where(torch.arange(size) < size - _TAIL, 0.005, 0.05)
+            chosen = (torch.rand(size, generator=generator) < share) | (block == 3) | (block == 6)
             which = torch.randint(0, len(odd), (size,), generator=generator)
             which = torch.where(block == 3, which % finite, which)
             tensor[chosen] = odd[which[chosen]].to(tensor.dtype)

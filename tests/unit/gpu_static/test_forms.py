@@ -42,6 +42,6 @@ def test_the_list_has_every_rule_and_each_form_once() -> None:
     pairs = {"lamb_moments", "lamb_apply", "clip_sums", "clipped_adamw"}
     muon = {"muon_momentum", "muon_apply"}
     elements = {rule for rule in KERNEL_RULES if rule not in ("lamb", "stable_adamw")}
-    assert kernels == elements | pairs | muon | {"chunk_sums", "run_sums"}
+    assert kernels == elements | pairs | muon | {"chunk_sums", "run_sums", "agreements"}
     aligned = {form.values.get("ALIGNED") for form in known if form.kernel in elements}
     assert aligned == {"True", "False"}
