@@ -13,6 +13,7 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from mp_optim.update.codecs import Noise
 from mp_optim.update.kernel_args import LambScalars, TensorLists
 from support import tritons
 from support.launch import PATH, run, run_forked_program
-from support.triton_cases import GROUP, KEYS, LONE, ODD, Case, lists_of, step_with
+from support.triton_cases import GROUP, KEYS, LONE, ODD, PASSES, Case, lists_of, step_with
 
 FOUND, WHY = triton_backend()
 REFERENCE = ReferenceBackend()
@@ -361,6 +362,43 @@ def test_every_half_is_read_and_floats_near_a_half_are_rounded_as_torch_does(str
         grads = torch.zeros(len(near), device=DEVICE)
         step_with(kernels(), "sgd", TensorLists([mains], [grads], {}, [output]), group, 1, 1.0)
         assert_same(output, near.to(dtype), "rounded")
+
+
+_SWITCHES = ({"caution": True}, {"cautious_wd": True}, {"caution": True, "cautious_wd": True})
+
+
+@pytest.mark.parametrize(
+    "form",
+    [(torch.float32, torch.float32), (torch.int8, torch.uint8)],
+    ids=lambda form: str(form[0]).removeprefix("torch."),
+)
+@pytest.mark.parametrize(
+    ("rule", "switches"),
+    [
+        *product(["adam", "lion", "ademamix", "plain adam", "plain ademamix"], _SWITCHES),
+        *product(["stable_adamw", "muon_momentum", "muon_apply"], _SWITCHES[1:2]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_flagged", [False, True], ids=["host", "device"])
+def test_cautious_steps_equal_reference(
+    rule: str, switches: dict[str, Any], form: Any, is_flagged: bool
+) -> None:
+    """The multiplier on the host, or on the device beside a flag: with odd values in tensors that
+    begin anywhere, then with plain ones in aligned tensors."""
+    if rule.startswith("muon"):
+        form, is_flagged = (form[0], None), False
+    given = torch.tensor([0.37, 0.0], device=DEVICE) if is_flagged else 0.37
+    case = Case(moments=form, odd=not is_flagged, aligned=is_flagged)
+    group = {**GROUP, **switches, "betas": (0.9 * (not rule.startswith("plain")), 0.999)}
+    theirs = lists_of(5, [0, 1, 257, 2500], PASSES[rule], case)
+    ours = on_device(lists_of(5, [0, 1, 257, 2500], PASSES[rule], case))
+    for step in (2, 3):
+        made = step_with(kernels(), rule.split()[-1], ours, group, step, given)
+        expected = step_with(REFERENCE, rule.split()[-1], theirs, group, step, 0.37)
+        if expected is not None:
+            assert made is not None and torch.equal(made.cpu(), expected)
+    assert_same_lists(on_host(ours), theirs)
 
 
 # -- sums -----------------------------------------------------------------------------------------
