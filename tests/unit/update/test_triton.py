@@ -58,9 +58,10 @@ pytestmark = [
 ]  # the interpreter's, for overflow and nan in numpy
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_tables_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels as they are in a new process."""
+    """The kernels as they are in a new process: what they remember by its content is no other
+    test's."""
     monkeypatch.setattr(sys.modules[__name__], "FOUND", TritonBackend())
 
 
