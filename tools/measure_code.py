@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""How hard the package is to read, in numbers. Prints a table, a column for each checkout.
+"""How hard the package is to read, in numbers. Prints a table, a column for each checkout, and how
+large the rooms of the first one are.
 
 python tools/measure_code.py . ../before
 """
@@ -124,6 +125,36 @@ def measure(root: Path) -> Figures:
     figures["forms of an update"] = len(forms)
     figures["which"] = ", ".join(forms)
     return figures
+
+
+def rooms(root: Path) -> dict[str, list[Module]]:
+    """The modules of the checkout by their folder in the package; what lies in none comes by its
+    own name."""
+    found: dict[str, list[Module]] = defaultdict(list)
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        found[path.relative_to(root / PACKAGE).with_suffix("").parts[0]].append(Module.read(path))
+    return found
+
+
+def table_of_rooms(root: Path) -> Table:
+    """What each room of the checkout has, the largest first."""
+    rows = []
+    for name, modules in rooms(root).items():
+        nodes = [node for module in modules for node in ast.walk(module.tree)]
+        rows.append(
+            (
+                sum(len(module.tokens()) for module in modules),
+                sum(module.text.count("\n") for module in modules),
+                len(modules),
+                sum(isinstance(node, ast.ClassDef) for node in nodes),
+                sum(isinstance(node, _FUNCTIONS) for node in nodes),
+                name,
+            )
+        )
+    table = Table("room", "lines of code", "lines", "files", "classes", "functions")
+    for *figures, name in sorted(rows, reverse=True):
+        table.add_row(name, *map(str, figures))
+    return table
 
 
 def _size(modules: list[Module], figures: Figures) -> None:
@@ -358,7 +389,9 @@ def main(roots: Annotated[tuple[Path, ...], tyro.conf.Positional] = (HERE,)) -> 
     table = Table(*["", *map(str, roots)])
     for name in columns[0]:
         table.add_row(name, *(column.get(name, "") for column in columns))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    console.print(table_of_rooms(roots[0]))
 
 
 if __name__ == "__main__":

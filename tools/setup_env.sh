@@ -27,7 +27,7 @@ unset PYTHONDONTWRITEBYTECODE
 _pip() { "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }
 
 _install_torch() {
-    if "$VENV/bin/python" -c 'import torch' >/dev/null 2>&1; then
+    if "$VENV/bin/python" -c 'import importlib.metadata as m; m.version("torch")' >/dev/null 2>&1; then
         return 0
     fi
     if nvidia-smi -L 2>/dev/null | grep -q GPU; then
@@ -37,8 +37,9 @@ _install_torch() {
     fi
     _say "installing torch $TORCH_VERSION for the CPU: 200 MB, a minute or two"
     if [ "$(uname -s)" = Linux ]; then
-        # The default index serves a CUDA build on Linux, so ask for the CPU one by name first.
-        _pip "torch==$TORCH_VERSION+cpu" --extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null && return
+        # The default index serves a CUDA build on Linux, so ask for the CPU one by name first: torch alone, as what it
+        # needs comes with the package, and an index out of reach is tried again for each name that is looked for.
+        _pip --no-deps "torch==$TORCH_VERSION+cpu" --extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null && return
         _say "no CPU-only build within reach; taking the one of the default index"
     fi
     _pip "torch==$TORCH_VERSION"
