@@ -46,7 +46,7 @@ _install_torch() {
 }
 
 _setup() {
-    local extra="$1" python key stamp
+    local extra="$1" python key stamp kernels
     stamp="$VENV/.installed-$extra"
     key="$(cat "$REPO_ROOT"/{setup.cfg,setup.py,pyproject.toml,tools/setup_env.sh} "$REPO_ROOT"/mp_optim/update/csrc/* | cksum) $REPO_ROOT"
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
@@ -57,9 +57,13 @@ _setup() {
         _say "making $VENV"
         "$python" -m venv "$VENV" || { _say "venv failed; on Debian or Ubuntu: apt-get install python3-venv"; return 1; }
     fi
+    _say "compiling the kernels of mp_optim meanwhile"
+    _pip --no-deps -e "$REPO_ROOT" &
+    kernels=$!
     _install_torch
-    _say "installing mp_optim[$extra] and compiling its kernels: a minute or two"
-    _pip -e "$REPO_ROOT[$extra]"
+    wait "$kernels"
+    _say "installing what mp_optim[$extra] needs: a minute or two"
+    _pip "mp_optim[$extra]" # which is here already
     echo "$key" >"$stamp"
     _say "done"
 }

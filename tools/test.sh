@@ -22,8 +22,10 @@ if [ "$#" -gt 0 ]; then
     echo "== pytest"
     exec python -m pytest "$@"
 fi
-# One process a core, one thread each; tests of threads ask for theirs, and those let others run while they wait.
-export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+# One process a core and one more, as tests of ranks wait for each other; one thread each. Tests of threads ask for theirs,
+# and those let others run while they wait.
+cores="$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"
+export PYTEST_XDIST_AUTO_NUM_WORKERS=$((cores + 1)) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 echo "== pytest"
 python -m pytest -n auto -m "not slow" --durations=40
 echo "== the package as it is released"
