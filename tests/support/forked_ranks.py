@@ -35,9 +35,10 @@ class _Server:
     """One server, which ends with this process."""
 
     def __init__(self, variables: Mapping[str, str], folder: Path) -> None:
+        own = {k: v for k, v in variables.items() if not k.startswith("COVERAGE_PROCESS")}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "support.rank_server"],
-            env={**variables, "PYTHONPATH": str(_TESTS)},
+            env={**own, "PYTHONPATH": str(_TESTS)},
             cwd=folder,
             bufsize=0,
             stdin=subprocess.PIPE,

@@ -57,6 +57,7 @@ class Rank:
         os.environ.update(self.variables)
         for number, path in enumerate((os.devnull, self.output, self.log)):
             os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY), number)
+        _measure_coverage()
         kind, *rest = self.command
         if kind == "-m":
             module, *sys.argv[1:] = rest
@@ -70,6 +71,13 @@ class Rank:
             sys.argv[:] = self.command
             sys.path.insert(0, os.path.dirname(os.path.abspath(kind)))
             runpy.run_path(kind, run_name="__main__")
+
+
+def _measure_coverage() -> None:
+    """If it is measured, then from here on, as in a process that Python begins: what runs counts
+    for the test that asked for this process, not for the first that asked the server for one."""
+    if any(name.startswith("COVERAGE_PROCESS") for name in os.environ):
+        importlib.import_module("coverage").process_startup()
 
 
 def _python_path(variables: Mapping[str, str]) -> list[str]:

@@ -102,14 +102,23 @@ def in_a_process():
     raise SystemExit(3)
 
 
+def in_a_fork():
+    raise SystemExit(4)
+
+
 def unused(x):
     return x
 """
-TESTS = """\
+TESTS = f"""\
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 from mp_optim import slots
+
+sys.path.append({str(ROOT / "tests")!r})
+from support.forked_ranks import end_forked
 
 
 def test_one():
@@ -120,12 +129,24 @@ def test_one():
 def test_other_process():
     run = [sys.executable, "-c", "from mp_optim import slots; slots.in_a_process()"]
     assert subprocess.run(run).returncode == 3
+
+
+def fork(text):
+    return end_forked(os.environ, Path.cwd(), ["-c", text], 60).returncode
+
+
+def test_a_server_that_forks():
+    assert fork("pass") == 0
+
+
+def test_another_process_that_it_forks():
+    assert fork("from mp_optim import slots; slots.in_a_fork()") == 4
 """
 
 
 def test_faults_are_noticed_or_survive(tmp_path):
     """A package in which it is known what no test sees; one fault is in what another process
-    runs."""
+    runs, and one in what a process runs that is forked from one of an earlier test."""
     root, out = tmp_path / "checkout", tmp_path / "out"
     files = {
         "mp_optim/__init__.py": "",
@@ -163,11 +184,12 @@ def test_faults_are_noticed_or_survive(tmp_path):
         ("unseen", "removed not"): "survived",
         ("unseen", "returned None"): "survived",
         ("in_a_process", "removed raise"): "killed",
+        ("in_a_fork", "removed raise"): "killed",
         ("unused", "returned None"): "uncovered",
     }
-    assert len(results) == 6
+    assert len(results) == 7
     report = subprocess.run(
         [*run, "report", "--out", out], check=True, capture_output=True, text=True
     ).stdout
-    assert "| slots | 6 | 3 | 0 | 2 | 1 | 50% |" in report
+    assert "| slots | 7 | 4 | 0 | 2 | 1 | 57% |" in report
     assert "unseen: removed not: not x -> (x)" in report and "negated" not in report
