@@ -4,6 +4,7 @@ whole by a load."""
 from __future__ import annotations
 
 import copy
+import dis
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ from mp_optim.slots.interrupted_step import BrokenOffError
 
 @contextmanager
 def signal_at(line: int) -> Iterator[None]:
-    """A KeyboardInterrupt before so many lines of the package have been carried out."""
+    """A KeyboardInterrupt before so many lines of the package have been carried out, where Python
+    may be interrupted."""
     left = line
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -27,7 +29,7 @@ def signal_at(line: int) -> Iterator[None]:
         if "mp_optim" not in frame.f_code.co_filename:
             return None
         left -= event == "line"
-        if left < 0:
+        if left < 0 and not _leaves_a_block(frame):
             sys.settrace(None)
             raise KeyboardInterrupt
         return trace
@@ -38,6 +40,17 @@ def signal_at(line: int) -> Iterator[None]:
         yield
     finally:
         sys.settrace(before)
+
+
+def _leaves_a_block(frame: FrameType) -> bool:
+    """Whether the call that ends a ``with`` comes next. Python looks for signals after calls and
+    where it jumps back, and the last of these was inside of the block: none comes in between."""
+    coming = [step for step in dis.get_instructions(frame.f_code) if step.offset >= frame.f_lasti]
+    return all(
+        step.opname in ("POP_BLOCK", "DUP_TOP", "ROT_TWO", "SWAP")
+        or (step.opname.startswith("LOAD_CONST") and step.argval is None)
+        for step in coming[:3]
+    )
 
 
 def interrupted(

@@ -9,6 +9,7 @@ read the changed file, too.
 from __future__ import annotations
 
 import compileall
+import gc
 import importlib
 import importlib.util
 import io
@@ -144,6 +145,7 @@ class Workshop:
     def _run(self, chosen: Chosen) -> int | None:
         """Pytest's exit status, or None if it did not end in time."""
         limit = self._patience + _SLACK * chosen.seconds
+        gc.freeze()  # who covers what may take gigabytes, which a fork would copy to look at them
         child = os.fork()
         if not child:
             self._be_pytest(chosen)

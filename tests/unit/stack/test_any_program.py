@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from lab.any_program.breaking import signal_at
 from lab.any_program.machine import AnyProgram
 
 
@@ -27,3 +31,40 @@ def test_any_program_leaves_what_the_promises_say(operations, programs):
             print_blob=False,
         ),
     )
+
+
+HOLD = """
+def hold(lock, way):
+    with lock:
+        x = len(way)
+        if way == "value":
+            return x
+        if way == "none":
+            return None
+        while way == "loop" and x < 6:
+            with lock:
+                x += 1
+    return x
+"""
+
+
+@pytest.mark.parametrize("way", ["value", "none", "loop", "through"])
+def test_a_signal_in_a_program_comes_where_python_may_be_interrupted(way):
+    """None comes between the last operation of a block and the call that leaves it: the lock would
+    be held for good."""
+    module: dict[str, Any] = {}
+    exec(compile(HOLD, "mp_optim/hold.py", "exec"), module)
+    interrupted = 0
+    for line in range(20):
+        lock = threading.Lock() if way != "loop" else threading.RLock()
+        try:
+            with signal_at(line):
+                module["hold"](lock, way)
+        except KeyboardInterrupt:
+            interrupted += 1
+        taken: list[bool] = []
+        other = threading.Thread(target=lambda: taken.append(lock.acquire(timeout=1.0)))  # noqa: B023
+        other.start()
+        other.join()
+        assert taken == [True], line
+    assert 3 <= interrupted < 20
