@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-import mp_optim.torch_style
 from mp_optim import OptimizerConfig
 from mp_optim.config.rules import RULES
+from mp_optim.torch_style import classes
 from mp_optim.update.rule_classes import CLASSES
 
 OF_EVERY_CLASS = {"params", "lr", "weight_decay", "backend", "precision", "scalar_optimizer"}
@@ -47,9 +47,9 @@ def test_fields_of_the_config_have_the_rows_defaults(rule: str) -> None:
             assert value == row.defaults[name]
 
 
-@pytest.mark.parametrize("name", mp_optim.torch_style.__all__)
+@pytest.mark.parametrize("name", classes.__all__)
 def test_torch_shaped_classes_take_hyperparameters_of_their_row(name: str) -> None:
-    cls = getattr(mp_optim.torch_style, name)
+    cls = getattr(classes, name)
     own = set(defaults(cls)) - {"params", "lr", "weight_decay", "settings", "defaults"}
     assert {CALLED_OTHERWISE.get(each, each) for each in own} <= set(RULES[cls.rule].defaults)
 

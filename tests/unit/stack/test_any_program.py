@@ -56,7 +56,7 @@ def test_a_signal_in_a_program_comes_where_python_may_be_interrupted(way):
     exec(compile(HOLD, "mp_optim/hold.py", "exec"), module)
     interrupted = 0
     for line in range(20):
-        lock = threading.Lock() if way != "loop" else threading.RLock()
+        lock = threading.RLock()
         try:
             with signal_at(line):
                 module["hold"](lock, way)

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-import mp_optim.torch_style
+import mp_optim
 from mp_optim.integrations.trainer_args import class_and_settings, log_own_norm
+from mp_optim.torch_style import classes
 
-CLASSES = [name for name in mp_optim.torch_style.__all__ if name != "StackOptimizer"]
 
-
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", classes.__all__)
 def test_learning_rate_betas_and_eps_are_those_of_the_arguments(name: str, tmp_path: Path) -> None:
     arguments = TrainingArguments(
         str(tmp_path),
