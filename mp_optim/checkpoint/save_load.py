@@ -53,7 +53,7 @@ from mp_optim.checkpoint.version_files import (
     write_manifest,
 )
 from mp_optim.checkpoint.writing import Writing, plan_writing
-from mp_optim.process.calls import in_own_modes, uncollected
+from mp_optim.process.calls import in_own_modes
 from mp_optim.slots.keyed_optimizer import OverStack, SlotKeyedOptimizer, stack_of
 from mp_optim.slots.model_parallel import ModelParallel
 
@@ -91,7 +91,6 @@ def save(
     model_parallel: ModelParallel | None = ...,
 ) -> SaveHandle: ...
 @in_own_modes
-@uncollected
 def save(
     path: StrPath,
     model: Models,
@@ -241,7 +240,6 @@ def verify(path: StrPath) -> Path:
 
 
 @in_own_modes
-@uncollected
 def load(
     path: StrPath,
     model: Models,

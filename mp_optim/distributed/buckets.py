@@ -23,7 +23,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.process.calls import in_own_modes
 from mp_optim.quantized import is_quantized
 from mp_optim.slots import check_shape
-from mp_optim.slots.seen_params import check_memory
+from mp_optim.slots.tensors import check_memory
 
 SHARD_ALIGNMENT = 256
 """Elements: a block of the compact state formats, and at least a cache line of any dtype. So blocks

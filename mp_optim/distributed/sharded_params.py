@@ -38,8 +38,8 @@ from mp_optim.slots.param_attributes import (
     set_norm_attributes,
     set_shard_info,
 )
-from mp_optim.slots.seen_params import SeenParams
 from mp_optim.slots.slot_state import State, is_scale
+from mp_optim.slots.tensors import SeenParams
 
 torch.serialization.add_safe_globals([FlatShard])
 

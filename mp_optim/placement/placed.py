@@ -44,9 +44,9 @@ from mp_optim.slots import (
 from mp_optim.slots.executor import Executor, Mode, Place
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.param_attributes import shard_info
-from mp_optim.slots.seen_params import SeenParams
 from mp_optim.slots.slot_state import SlotState, WithMainParam
 from mp_optim.slots.tensor_layout import split_dims
+from mp_optim.slots.tensors import SeenParams
 from mp_optim.update import executor_of
 from mp_optim.update.optimizer import SlotOptimizer
 

@@ -13,8 +13,8 @@ from mp_optim.deltas import bits_differ, bits_set
 from mp_optim.precision.slot_table import SlotTable
 from mp_optim.slots import CachedTensorList, Slot, local_tensor
 from mp_optim.slots.executor import Executor
-from mp_optim.slots.seen_params import SeenParams
 from mp_optim.slots.tensor_layout import region_of
+from mp_optim.slots.tensors import SeenParams
 from mp_optim.update.kernel_args import bitmap_bytes
 
 

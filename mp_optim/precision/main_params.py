@@ -55,7 +55,6 @@ from mp_optim.slots.param_attributes import (
     set_main_param,
     shard_info,
 )
-from mp_optim.slots.seen_params import check_memory
 from mp_optim.slots.slot_state import SlotState, State
 from mp_optim.slots.tensor_layout import (
     ParamLayout,
@@ -65,6 +64,7 @@ from mp_optim.slots.tensor_layout import (
     ranks_of_copies,
     shard_groups_of,
 )
+from mp_optim.slots.tensors import check_memory
 from mp_optim.update.measures import checksums_of
 
 
@@ -79,6 +79,7 @@ class MainParams:
 
     Attributes:
         table: what was last seen at every slot.
+        agreement: what is not yet certain about loaded slots.
         changes: what is to be published, if that is asked for.
         reloaded: how often a main param took the value of a parameter that was written from
             outside.
@@ -96,7 +97,7 @@ class MainParams:
     ) -> None:
         self._param_groups, self._executor = param_groups, executor
         self.process_groups, self._check_param = process_groups, check_param
-        self._agreement = Agreement()
+        self.agreement = Agreement()
         self._ready: dict[Slot, Tensor] = {}
         """Parameters that have a main param in case they are trained."""
         self.table = SlotTable()
@@ -411,7 +412,7 @@ class MainParams:
                 source = values.get(self.name(slot), param)
                 value = dequantized(source) if is_quantized(source) else local_tensor(source)
                 self._executor.set_main_param(slot, value)
-        self._agreement.expected.clear()
+        self.agreement.expected.clear()
         table.look(all_params(self._param_groups))
         if self.changes is not None:
             self.changes.reloaded()
@@ -449,7 +450,7 @@ class MainParams:
     def _trained_state(self, slot: Slot, separate: bool, view: View | None = None) -> ParamState:
         param = self.param(slot)
         view, name = view or View(param), self.name(slot)
-        return ParamState(self._executor, slot, name, param, separate, self._agreement, view)
+        return ParamState(self._executor, slot, name, param, separate, self.agreement, view)
 
     def checksums(self) -> list[int | None]:
         """See :meth:`~mp_optim.slots.keyed_optimizer.SlotKeyedOptimizer.param_checksums`."""
@@ -465,5 +466,4 @@ class MainParams:
     def check_remainders(self, slot: Slot | None) -> None:
         """Raise ValueError if a loaded remainder, of one slot or of all, lies beside a parameter
         that it was not saved with, naming the parameters."""
-        if self._agreement.expected:
-            self._agreement.check_expected(slot, self._local, self.name)
+        self.agreement.check_expected(slot, self._local, self.name)

@@ -45,7 +45,7 @@ from mp_optim.precision.verdict import (
     decide,
     decide_on_device,
 )
-from mp_optim.process.calls import in_own_modes, uncollected
+from mp_optim.process.calls import in_own_modes
 from mp_optim.process.leases import before_writing
 from mp_optim.slots import Slot, current_grad, iter_slots, local_tensor
 from mp_optim.slots.identity import has_names
@@ -159,7 +159,6 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         return result if closure is None else loss
 
     @in_own_modes
-    @uncollected
     def unhooked_step(self) -> StepResult:
         """:meth:`step` without torch's hooks around it, for an optimizer above that has them."""
         self.check_lists()
@@ -611,8 +610,8 @@ def conclude(stack: MegatronOptimizer, verdict: Verdict | DeviceVerdict) -> None
     """The step is over, and its mark is off: say what is to be said of it."""
     if isinstance(verdict, DeviceVerdict):
         verdict.when_settled(partial(stack.watch.judge, stack))
-    else:
-        stack.watch.judge(stack, verdict)
+    elif verdict.skip or stack.watch.skips or stack.config.clip_grad > 0.0:
+        stack.watch.judge(stack, verdict)  # one that was taken like the last is only asked its norm
     stack.health.verdict = verdict
     if stack.config.release_gradients:
         stack.zero_grad()  # what is left, so that all of them are gone alike

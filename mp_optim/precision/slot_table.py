@@ -26,9 +26,8 @@ from mp_optim.slots import (
     local_grad,
     local_tensor,
 )
-from mp_optim.slots.seen_params import SeenParams
 from mp_optim.slots.tensor_layout import ParamLayout
-from mp_optim.slots.tensors import has_memory, lazy
+from mp_optim.slots.tensors import SeenParams, has_memory, lazy
 
 
 @dataclass(frozen=True)

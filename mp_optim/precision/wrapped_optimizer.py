@@ -284,7 +284,8 @@ class WrappedOptimizer(MegatronOptimizer):
         engine.executor.check_groups()
         if table.seen.changed(all_params(self._live_groups)):
             mains.follow()
-        mains.check_remainders(None)
+        if mains.agreement.expected:
+            mains.check_remainders(None)
         released: Mapping[int, Tensor] = {}
         if overlap is not None:
             overlap.follow(table.params)

@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,21 +32,27 @@ T = TypeVar("T")
 
 def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
     """Run a public call of the package without autograd and outside of inference mode, whatever its
-    caller is in."""
+    caller is in, and without automatic collections (see :func:`uncollected`)."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        had_grad = torch.is_grad_enabled()
-        # by hand: an interrupt in the wrong place would make no_grad() leave autograd off for good
+        had_grad, was_on = torch.is_grad_enabled(), gc.isenabled()
+        # by hand, and one in the other: an interrupt in the wrong place would make a context
+        # manager leave autograd, or the collector, off for good
         try:
-            if torch.is_inference_mode_enabled():
-                # leaving inference mode turns autograd on
-                with torch.inference_mode(False), torch.no_grad():
-                    return function(*args, **kwargs)
-            torch._C._set_grad_enabled(False)
-            return function(*args, **kwargs)
+            try:
+                gc.disable()
+                if torch.is_inference_mode_enabled():
+                    # leaving inference mode turns autograd on
+                    with torch.inference_mode(False), torch.no_grad():
+                        return function(*args, **kwargs)
+                torch._C._set_grad_enabled(False)
+                return function(*args, **kwargs)
+            finally:
+                torch._C._set_grad_enabled(had_grad)
         finally:
-            torch._C._set_grad_enabled(had_grad)
+            if was_on:
+                gc.enable()
 
     return call
 
@@ -54,6 +61,19 @@ def writes_counted(tensor: Tensor) -> int | None:
     """How many writes torch has counted; it does not count those of a tensor that was made in
     inference mode."""
     return None if tensor.is_inference() else tensor._version
+
+
+def _tell_one_by_one(written: list[Tensor]) -> None:
+    for tensor in written:
+        increment_version(tensor)
+
+
+tell_autograd: Callable[[list[Tensor]], None] = increment_version
+"""These were written where autograd cannot see it."""
+try:
+    increment_version([])
+except TypeError:  # before torch 2.7
+    tell_autograd = _tell_one_by_one
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
@@ -126,7 +146,8 @@ def _carry_out(result: Future[T], work: Callable[[], T]) -> None:
 
 
 def uncollected(function: Callable[P, T]) -> Callable[P, T]:
-    """Run a call without automatic collections, if there are any."""
+    """Run a call without automatic collections, if there are any; one in the package's own modes is
+    run so anyway."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

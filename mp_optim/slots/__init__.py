@@ -12,13 +12,15 @@ from mp_optim.slots.identity import (
     stream_of,
     with_names,
 )
-from mp_optim.slots.param_attributes import current_grad, current_grads, have_grad_only
 from mp_optim.slots.tensors import (
     CachedTensorList,
     all_same,
     are_plain,
     check_shape,
+    current_grad,
+    current_grads,
     follow,
+    have_grad_only,
     held_tensor,
     local_grad,
     local_tensor,

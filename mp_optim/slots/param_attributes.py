@@ -1,11 +1,9 @@
 """Attributes that live on parameters: Megatron's names, and what layers of this package tell each
-other about a tensor. They are read and written here and nowhere else."""
+other about a tensor. They are read and written here alone; gradients are read in ``tensors.py``."""
 
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-_DICT, _GRAD = operator.attrgetter("__dict__"), operator.attrgetter("grad")
 _NORM_ATTRIBUTES = (
     "shared",
     "tensor_model_parallel",
@@ -24,30 +21,6 @@ _NORM_ATTRIBUTES = (
 )
 
 # -- gradients and main params, as Megatron and Transformer Engine leave them ---------------------
-
-
-def current_grad(param: Tensor) -> Tensor | None:
-    """A parameter's gradient of this step: ``main_grad`` if present, else ``decoupled_grad``, else
-    ``grad``."""
-    for attribute in ("main_grad", "decoupled_grad", "grad"):
-        grad: Tensor | None = getattr(param, attribute, None)
-        if grad is not None:
-            return grad
-    return None
-
-
-def current_grads(params: Sequence[Tensor]) -> list[Tensor | None]:
-    """:func:`current_grad` of each."""
-    return list(map(_GRAD if have_grad_only(params) else current_grad, params))
-
-
-def have_grad_only(params: Sequence[Tensor]) -> bool:
-    """Whether the gradient of every one of these plain parameters can only be its ``grad``."""
-    return not [
-        True
-        for attributes in map(_DICT, params)
-        if "main_grad" in attributes or "decoupled_grad" in attributes
-    ]
 
 
 def has_main_grad(param: Tensor) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.config.setting_checks import NOT_NEGATIVE, check_setting
+from mp_optim.process.calls import tell_autograd
 from mp_optim.slots import SlotUpdate
 from mp_optim.slots.slot_state import REMAINDER
 from mp_optim.slots.tensor_layout import ShardRegion
@@ -20,7 +21,7 @@ from mp_optim.update.backends import Backend
 from mp_optim.update.backends.native import NativeBackend
 from mp_optim.update.backends.native_library import Adafactor as AdafactorValues
 from mp_optim.update.backends.native_library import Matrices, NativeLibrary, thread_count
-from mp_optim.update.chunking import runs_of, tell_autograd
+from mp_optim.update.chunking import runs_of
 from mp_optim.update.codecs import join, split_
 from mp_optim.update.kernel_args import TensorLists, fp32
 from mp_optim.update.optimizer import RuleOptimizer

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from mp_optim.config.state_forms import BLOCK, blocks_of, packed_bytes
+from mp_optim.process.calls import tell_autograd
 from mp_optim.slots.slot_state import AVERAGE, REMAINDER, SECOND, is_scale, scale_key
 from mp_optim.update.codecs import Noise, decode, encode_, is_packed, join, split_, store_average
 from mp_optim.update.kernel_args import TensorLists
@@ -133,22 +133,6 @@ def model_tensors(lists: TensorLists) -> list[Tensor]:
     if not lists.main:  # a pass that writes no parameters
         return []
     return [m if o is None else o for m, o in zip(lists.main, outputs, strict=True)]
-
-
-def tell_autograd(written: list[Tensor]) -> None:
-    """These were written where autograd cannot see it."""
-    if _TAKES_LISTS:
-        increment_version(written)
-    else:
-        for tensor in written:
-            increment_version(tensor)
-
-
-try:
-    increment_version([])
-    _TAKES_LISTS = True
-except TypeError:  # before torch 2.7
-    _TAKES_LISTS = False
 
 
 # -- FP32 values, for rules in torch operations ---------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.config.setting_checks import check_schedule
-from mp_optim.process.calls import in_own_modes, uncollected
+from mp_optim.process.calls import in_own_modes
 from mp_optim.process.host_memory import as_tensor
 from mp_optim.process.leases import before_writing, borrows
 from mp_optim.slots import (
@@ -33,8 +33,8 @@ from mp_optim.slots import (
 )
 from mp_optim.slots.executor import Executor, Mode, Place
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
-from mp_optim.slots.seen_params import SeenParams, check_memory
 from mp_optim.slots.slot_state import STEP, SlotState, State, check_state, check_step
+from mp_optim.slots.tensors import SeenParams, check_memory
 from mp_optim.update.backends.selection import warn_of_missing_kernels
 from mp_optim.update.executor import RuleExecutor
 from mp_optim.update.measures import global_grad_norm
@@ -161,7 +161,6 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         return [slots[index] for index in indices]
 
     @in_own_modes
-    @uncollected
     def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
         """Step the given slots, and only those.
 

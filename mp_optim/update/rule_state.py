@@ -27,7 +27,6 @@ from mp_optim.slots import (
 )
 from mp_optim.slots.executor import Executor
 from mp_optim.slots.interrupted_step import ParkedTensors
-from mp_optim.slots.seen_params import SeenParams
 from mp_optim.slots.slot_state import (
     AVERAGE,
     MASTER,
@@ -43,6 +42,7 @@ from mp_optim.slots.slot_state import (
     scale_key,
 )
 from mp_optim.slots.tensor_layout import region_of
+from mp_optim.slots.tensors import SeenParams
 from mp_optim.update.codecs import is_blocked, is_packed
 from mp_optim.update.kernel_args import MAIN
 from mp_optim.update.rule import Rule

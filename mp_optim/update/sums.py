@@ -139,8 +139,6 @@ def sum_in_pairs(values: Tensor) -> Tensor:
 
 def by_dtype(tensors: CachedTensorList, sum_alike: Callable[[CachedTensorList], Tensor]) -> Tensor:
     """Sums, shape (n,) FP64, of tensors on one device, by what takes those of one dtype."""
-    if len(tensors.dtypes) == 1:
-        return sum_alike(tensors)
     device = tensors[0].device if tensors else torch.device("cpu")
     sums = torch.empty(len(tensors), dtype=torch.float64, device=device)
     for dtype in tensors.dtypes:

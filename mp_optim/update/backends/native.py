@@ -41,12 +41,13 @@ from mp_optim.config.state_forms import (
     REMAINDER_FORMS,
     SECOND_FORMS,
 )
+from mp_optim.process.calls import tell_autograd
 from mp_optim.slots import CachedTensorList, all_same
 from mp_optim.slots.slot_state import AVERAGE
 from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.native_library import thread_count
 from mp_optim.update.backends.reference import MOMENTUM, ReferenceBackend, Scales
-from mp_optim.update.chunking import mark_written, model_tensors, tell_autograd
+from mp_optim.update.chunking import mark_written, model_tensors
 from mp_optim.update.codecs import Noise
 from mp_optim.update.element_rules import Step
 from mp_optim.update.kernel_args import (
@@ -83,6 +84,7 @@ class NativeTable:
     """The C view of tensor lists; keeps what it points to alive.
 
     Attributes:
+        numel: elements of each tensor.
         made_for: of one that is kept for further launches (in ``TensorLists.prepared``), the lists
             that it is of. written: their tensors that kernels write.
     """
@@ -101,7 +103,7 @@ class NativeTable:
         check_fit(kind, steady)
         self._arrays = {name: tensors.addresses for name, tensors in steady.items()}
         sized = steady.get("main") or steady["grad"]
-        self._arrays["numel"] = sized.sizes
+        self._arrays["numel"] = self.numel = sized.sizes
         if noise is not None:
             self._arrays["stream"] = array("I", [item.own_stream for item in noise])
         addresses = {name: values.buffer_info()[0] for name, values in self._arrays.items()}
@@ -118,7 +120,8 @@ class NativeTable:
     def of_one(cls, tensors: CachedTensorList) -> NativeTable:
         """The view of one list of whole tensors of one dtype, which is only read."""
         table = cls.__new__(cls)
-        table._arrays = {"grad": tensors.addresses, "numel": tensors.sizes}
+        table.numel = tensors.sizes
+        table._arrays = {"grad": tensors.addresses, "numel": table.numel}
         grad, numel = (values.buffer_info()[0] for values in table._arrays.values())
         table.tensors = lib.MpTensors(
             count=len(tensors),
@@ -129,11 +132,6 @@ class NativeTable:
         )
         return table
 
-    @property
-    def numel(self) -> int:
-        """Elements of all tensors."""
-        return sum(self._arrays["numel"])
-
     def take(self, lists: TensorLists) -> bool:
         """Take the gradients of the next launch of the lists that it was made for; whether kernels
         may read them so, and all else is the same."""
@@ -143,7 +141,7 @@ class NativeTable:
             or lists.source is not None
             or not isinstance(grads, CachedTensorList)
             or [*map(_CODES["grad"].get, grads.dtypes)] != [self.tensors.grad_dtype]
-            or grads.own_sizes != self._arrays["numel"]
+            or grads.own_sizes != self.numel
             or not grads.stored
         ):
             return False
@@ -263,7 +261,7 @@ class NativeBackend(ReferenceBackend):
             if kind is None or others:
                 return None
             tables.append(_table(alike, kind, moments))
-        if not self.access.is_settled and tables[0].numel >= LARGE:
+        if not self.access.is_settled and sum(tables[0].numel) >= LARGE:
             self.access.settle(thread_count())
         return tables[0], tables[1]
 
@@ -317,22 +315,22 @@ class NativeBackend(ReferenceBackend):
                 tell_autograd(list(alike.state[AVERAGE]))
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        return by_dtype(CachedTensorList.of(tensors), self._sums_alike)
-
-    def _sums_alike(self, steady: CachedTensorList) -> Tensor:
-        sums = torch.empty(len(steady), dtype=torch.float64, device="cpu")
+        steady = CachedTensorList.of(tensors)
+        if len(steady.dtypes) != 1:
+            return by_dtype(steady, self.sum_of_squares)
         if steady[0].dtype not in FLOATS:
             return super().sum_of_squares(steady)
         if not steady.contiguous:
             steady = CachedTensorList(tensor.contiguous() for tensor in steady)
         if steady.own_sizes != steady.sizes or not steady.stored:
             check_fit(LaunchDtypes(steady[0].dtype), {"grad": steady})  # says what does not fit
+        sums = torch.empty(len(steady), dtype=torch.float64, device="cpu")
         self._call("mp_measure", NativeTable.of_one(steady), sums.data_ptr(), None)
         return sums
 
     def _call(self, name: str, table: NativeTable, *arguments: Any) -> None:
         threads = thread_count()
-        if not self.access.is_settled and table.numel >= LARGE:
+        if not self.access.is_settled and sum(table.numel) >= LARGE:
             self.access.settle(threads)
         self.library.call(name, ctypes.byref(table.tensors), *arguments, threads)
 

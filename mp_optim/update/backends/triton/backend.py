@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mp_optim.config.rules import RULES
 from mp_optim.process.accelerator import CUDA, accelerator_of, current_device
+from mp_optim.process.calls import tell_autograd
 from mp_optim.slots import CachedTensorList
 from mp_optim.update.backends.reference import LEAST_SHARE, MOMENTUM, ReferenceBackend, Scales
 from mp_optim.update.backends.triton.kernels import rules, tiles, two_passes
@@ -43,7 +44,7 @@ from mp_optim.update.backends.triton.launches import (
     sum_alike,
 )
 from mp_optim.update.backends.triton.tables import Tables
-from mp_optim.update.chunking import mark_written, model_tensors, tell_autograd
+from mp_optim.update.chunking import mark_written, model_tensors
 from mp_optim.update.kernel_args import (
     AlikeLists,
     LambScalars,
@@ -466,7 +467,10 @@ class TritonBackend(ReferenceBackend):
             mark_written(part.lists)
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        return by_dtype(CachedTensorList.of(tensors), partial(sum_alike, self.tables))
+        steady = CachedTensorList.of(tensors)
+        if len(steady.dtypes) != 1:
+            return by_dtype(steady, self.sum_of_squares)
+        return sum_alike(self.tables, steady)
 
     def sum_in_pairs(self, values: Tensor) -> Tensor:
         if len(values) < 2:
