@@ -19,7 +19,7 @@ from mp_optim.groups.param_groups import (
     get_param_groups,
     get_standard_config_overrides,
 )
-from mp_optim.placement import HybridDeviceOptimizer
+from mp_optim.placement.hybrid import HybridDeviceOptimizer
 from mp_optim.precision import (
     ConstantGradScaler,
     DynamicGradScaler,

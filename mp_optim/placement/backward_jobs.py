@@ -8,10 +8,11 @@ with, its :class:`GradVersion` tells; :class:`Arrivals` has those of this backwa
 
 ``clip_grad_norm_`` multiplies every gradient by ``min(1, limit / norm)``, by 1 as well, which
 counts as a write and changes no bit; and torch does not count what its foreach operations write to
-a DTensor. So where nothing but that count stands against early work, the gradients are compared
-with what came down, bit by bit. They come down a second time for it from the accelerator, next to
-the first copy, one bucket ahead of the comparison. Gradients in host memory are compared where they
-are, at every step.
+a DTensor. So where nothing but that count stands against a step that was taken ahead, the gradients
+are compared with what came down, bit by bit; for that they come down a second time from the
+accelerator, next to the first copy, one bucket ahead of the comparison. What came down and was not
+stepped simply comes down again. Gradients in host memory are compared where they are, at every
+step.
 
 With ``release_gradients`` gradients leave the device so, and their copy on the host is all there is
 of them. The first one of a slot comes down into its bucket's staging memory, where the step wants
@@ -218,7 +219,7 @@ class Destination(NamedTuple):
 
 
 class EarlyBucket:
-    """Some slots of a lane, and what was begun on them during this backward. Used by the caller's
+    """Some slots of a place, and what was begun on them during this backward. Used by the caller's
     thread alone; what the worker gets is a :class:`BackwardJob`.
 
     NOTE: the staging memory and the spare change hands only in the caller's thread. From

@@ -36,7 +36,7 @@ class HostPart:
         slots: in the order in which their gradients are expected.
         by_place: the same, of each place.
         split: which of them are streamed, if some are and others are not.
-        lanes: by place, of the slots that are stepped in windows.
+        window_lanes: by place, of the slots that are stepped in windows.
         buckets: by place, of gradients that come down to it, but for those that come with windows.
         early_places: places whose buckets' gradients backward may bring down, and whether they come
             down though they stay on the device, too.
@@ -59,7 +59,7 @@ class HostPart:
         self.early_places: dict[Place, bool] = {}
         self.releases = False
         self.split = Split(how.streamed_fraction) if how.place == "auto" else None
-        self.lanes = dict(self._new_lanes())
+        self.window_lanes = dict(self._new_lanes())
         self.ahead = self._new_ahead()
         self._place_of: dict[Slot, Place] = {}
         self._is_allocated = False
@@ -77,7 +77,7 @@ class HostPart:
             return None
         how, run = self.settings, None
         if how.state_file is not None:
-            run = self.lanes["host"].step_ahead
+            run = self.window_lanes["host"].step_ahead
         return Ahead(self._rule_executor, how.timeline, how.state_file, run)
 
     @property
@@ -122,7 +122,7 @@ class HostPart:
     def _use_allocators(self) -> None:
         """Have state of what is stepped in windows be allocated in memory that copies read."""
         self._is_allocated = False
-        if not self.lanes:
+        if not self.window_lanes:
             return
         settings = self.settings
         empty_host = partial(settings.transfer.empty_host, pin=settings.pin_mains)
@@ -131,7 +131,7 @@ class HostPart:
         self._rule_executor.rows.allocators = dict.fromkeys(slots, file.zeros if file else allocate)
 
     def _take_other_memory(self) -> None:
-        for lane in self.lanes.values():
+        for lane in self.window_lanes.values():
             lane.use(self.settings)
         self.cut()
 
@@ -154,15 +154,15 @@ class HostPart:
         """Cut the slots of each place into buckets or windows, with other memory."""
         self.buckets, self.early_places = {}, {}
         for place, slots in self.by_place.items():
-            if place in self.lanes:
-                self.lanes[place].source.drop_early()
+            if place in self.window_lanes:
+                self.window_lanes[place].source.drop_early()
                 may_come = slots if self.split is None else self.slots
-                self.lanes[place].cut(slots, may_come, self.releases)
+                self.window_lanes[place].cut(slots, may_come, self.releases)
             if (buckets := self._new_buckets(place, slots)) is None:
                 continue
             self.buckets[place] = buckets
             # In windows of memory that the host reads, gradients are read where they are.
-            in_place = place in self.lanes and self.settings.transfer.is_same_place
+            in_place = place in self.window_lanes and self.settings.transfer.is_same_place
             if self.how.is_early:
                 self.early_places[place] = place == "host" and (buckets.has_outputs or not in_place)
         if self.ahead is not None:
@@ -172,7 +172,7 @@ class HostPart:
 
     def _new_buckets(self, place: Place, slots: Sequence[HostSlot]) -> Buckets | None:
         """Buckets of a place, if gradients come down to it but with windows."""
-        how, is_in_windows = self.settings, place in self.lanes
+        how, is_in_windows = self.settings, place in self.window_lanes
         is_needed = self.how.is_early and (place == "host" or self.releases)
         if is_in_windows and not is_needed:
             return None
@@ -192,7 +192,7 @@ class HostPart:
         sets: dict[int, list[list[int]]] = {}
         for place, slots in self.by_place.items():
             together: Sequence[Sequence[Slot]] = [[slot.slot for slot in slots]]
-            if place not in self.lanes:
+            if place not in self.window_lanes:
                 together = self.buckets[place].members
             for each in together:
                 for group, members in groupby(sorted(each), key=attrgetter("group")):
@@ -213,7 +213,7 @@ class HostPart:
         if self.settings.state_file is None:
             return
         self.settings.state_file.settle()
-        for place, lane in self.lanes.items():
+        for place, lane in self.window_lanes.items():
             if place == "streamed" or not speculates:
                 lane.source.begin_early()
             else:
@@ -221,7 +221,7 @@ class HostPart:
 
     def drop_early(self) -> None:
         """Windows that were read during backward are of no use any more."""
-        for lane in self.lanes.values():
+        for lane in self.window_lanes.values():
             lane.source.drop_early()
 
     # -- what it takes ----------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class HostPart:
         """What is held as soon as all slots were stepped once, with gradients of their dtypes; what
         is held from then on."""
         held = HostBytes(())
-        if self.lanes and self.settings.state_file is None:
+        if self.window_lanes and self.settings.state_file is None:
             held = state_bytes(self._rule_executor, self.slots)
         if self.ahead is not None:
             self._bind_tensors()
@@ -243,7 +243,9 @@ class HostPart:
                 mains, state = zip(*reserved, strict=True)
                 held = held._replace(back_mains=mains, back_state=state)
         pieces = [piece for buckets in self.buckets.values() for piece in buckets.staging]
-        windows = [lane.host_bytes(self._may_have(place)) for place, lane in self.lanes.items()]
+        windows = [
+            lane.host_bytes(self._may_have(place)) for place, lane in self.window_lanes.items()
+        ]
         return held._replace(
             staging=tuple(piece.capacity for piece in pieces), windows=tuple(chain(*windows))
         )
@@ -251,9 +253,9 @@ class HostPart:
     @property
     def device_bytes(self) -> int:
         """Device memory that is held within ``step()``, beside gradients and parameters."""
-        if "streamed" not in self.lanes or not (slots := self._may_have("streamed")):
+        if "streamed" not in self.window_lanes or not (slots := self._may_have("streamed")):
             return 0
-        return sum(self.lanes["streamed"].sizes_for(slots)[:IN_FLIGHT])
+        return sum(self.window_lanes["streamed"].sizes_for(slots)[:IN_FLIGHT])
 
     def disk_bytes(self) -> DiskBytes:
         """What is kept in a file rather than in memory."""
@@ -285,7 +287,7 @@ class HostPart:
         """How the slots are stepped, in words."""
         if self.split is not None and self.slots:
             yield f"auto: {self.streamed_share:.0%} is streamed ({self.split})"
-        for place, lane in self.lanes.items():
+        for place, lane in self.window_lanes.items():
             if self.by_place[place]:
                 yield lane.note()
         if "host" in self.by_place and self.how.is_early:

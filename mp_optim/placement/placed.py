@@ -47,8 +47,7 @@ from mp_optim.slots.param_attributes import shard_info
 from mp_optim.slots.slot_state import SlotState, WithMainParam
 from mp_optim.slots.tensor_layout import split_dims
 from mp_optim.slots.tensors import SeenParams
-from mp_optim.update import executor_of
-from mp_optim.update.optimizer import SlotOptimizer
+from mp_optim.update.optimizer import SlotOptimizer, executor_of
 
 Outputs = Sequence[Tensor | None]
 """What receives each stepped value, if that is not what is stepped."""
@@ -62,7 +61,7 @@ class PlacedSlot:
         place: where it is stepped.
         share: elements a rank holds of it, rounded up: the same number on every rank.
         model_dtype: of the model's parameter; its gradient is expected to have it, too.
-        resident: the tensor in ``param_groups`` is itself the one to step.
+        is_stepped_itself: the tensor in ``param_groups`` is the one to step.
         main: the copy that is stepped, if it is not the parameter itself.
         bound: the tensor in ``param_groups`` that the copy follows, as it was last seen.
     """
@@ -70,7 +69,7 @@ class PlacedSlot:
     place: Place
     share: int
     model_dtype: torch.dtype
-    resident: bool
+    is_stepped_itself: bool
     main: Tensor | None = None
     bound: SeenParams | None = None
 
@@ -134,8 +133,8 @@ class PlacedSlots:
             placed = []
             for index, param in enumerate(group["params"], start):
                 place: Place = self.offloaded if index in hosted else "device"
-                resident = self.stays(place, param.dtype, self._stepped_dtype(param.dtype))
-                placed.append(PlacedSlot(place, _share(param), param.dtype, resident))
+                is_stepped_itself = self.stays(place, param.dtype, self._stepped_dtype(param.dtype))
+                placed.append(PlacedSlot(place, _share(param), param.dtype, is_stepped_itself))
             start += len(placed)
             self._groups.append(placed)
         self.forget()
@@ -164,10 +163,10 @@ class PlacedSlots:
     # -- updates ----------------------------------------------------------------------------------
 
     def with_outputs(self, updates: SlotUpdates) -> SlotUpdates:
-        """The updates with what receives each stepped value."""
+        """The updates with what receives each stepped value. Those of a wrapper name it already."""
         known, slots, outputs = self._outputs, updates.slots, updates.outputs
         if known is None or known[0] is not slots or known[1] is not outputs:
-            if not all(self[slot].resident for slot in slots):
+            if not all(self[slot].is_stepped_itself for slot in slots):
                 outputs = list(map(self.output, slots, outputs))
             known = self._outputs = slots, updates.outputs, outputs
         return updates if known[2] is updates.outputs else replace(updates, outputs=known[2])
@@ -175,7 +174,7 @@ class PlacedSlots:
     def output(self, slot: Slot, output: Tensor | None) -> Tensor | None:
         """What receives the stepped value: the parameter, if the copy that is stepped was made
         here."""
-        if self[slot].resident:
+        if self[slot].is_stepped_itself:
             return output
         return local_tensor(param_at(self._param_groups, slot))
 
@@ -242,7 +241,7 @@ class PlacedSlots:
     def _stepped(self, slot: Slot) -> Tensor:
         """The tensor to step for a slot, following whatever sits in ``param_groups`` now."""
         placed, param = self[slot], param_at(self._param_groups, slot)
-        if placed.resident:
+        if placed.is_stepped_itself:
             return param if _is_own(param) else local_tensor(param)
         local = local_tensor(param)
         if placed.main is None or placed.bound is None:
@@ -369,7 +368,7 @@ class PlacedExecutor(Executor):
         self._placed.bind()
         place, part = self.place(slot), self.stepper.host_part
         # parts of slots, and steps that may be dropped, are not marked
-        is_whole = place == "device" or (not part.lanes and part.ahead is None)
+        is_whole = place == "device" or (not part.window_lanes and part.ahead is None)
         return is_whole and self.executor_at(place).marks_changes(slot)
 
     def carried_out_by(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
@@ -518,7 +517,7 @@ class PlacedExecutor(Executor):
     def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
         self._placed.forget()
         # from now on the tensor in ``param_groups`` is the one to step
-        self._placed[slot].resident, self._placed[slot].main = True, None
+        self._placed[slot].is_stepped_itself, self._placed[slot].main = True, None
         if not self._is_away(slot, source):
             return super().new_main_param(slot, source)
         # born where it is kept: it never exists in FP32 on the device

@@ -55,7 +55,7 @@ class Schedule:
             stepped again, in how many steps speculation paused, and of how many buckets the
             gradients were changed after backward.
         released: gradients that are here only.
-        source: reports the gradients. arrivals: what was seen of them.
+        gradients: reports them. arrivals: what was seen of them.
         is_last_microbatch: whether gradients that get ready are complete.
         speculates: from the first gradient to the end of ``step()``, whether gradients are stepped
             as soon as they are down. multiplier: with which; None before the first gradient.
@@ -361,7 +361,7 @@ class Schedule:
             bucket.waiting, bucket.job = {}, None
         self.arrivals.forget_sums()
         self.speculates, self.multiplier, self._is_collected = False, None, False
-        if self._host_part.lanes:
+        if self._host_part.window_lanes:
             self._host_part.drop_early()
 
     # -- in step ----------------------------------------------------------------------------------
@@ -418,7 +418,7 @@ class Schedule:
         job = bucket.job
         return None if job is None or not job.is_done else job
 
-    def _look_again(self, steps: Sequence[BucketStep], gradients: Any) -> list[BucketStep]:
+    def _look_again(self, steps: Sequence[BucketStep], mark: Any) -> list[BucketStep]:
         """Those of some buckets whose gradients were written and are what they were; see
         :func:`compare_again`. The others are counted."""
         written = [step for step in steps if step.was_written]
@@ -426,7 +426,7 @@ class Schedule:
             return []
         landings = [memory for memory, _ in self.released.landings]  # nothing is released then
         with self._timeline.stage("compare"):
-            same = compare_again(written, landings, gradients)
+            same = compare_again(written, landings, mark)
         if changed := same.count(False):
             self._count_changed(changed)
         return list(itertools.compress(written, same))
@@ -436,7 +436,7 @@ class Schedule:
         steps: Sequence[BucketStep],
         buckets: Sequence[EarlyBucket],
         planned: Mapping[int, Sequence[Launch]],
-        gradients: Any,
+        mark: Any,
     ) -> set[int]:
         """The buckets whose spares hold this step; they are counted, and those that were stepped
         from the same gradients to something else."""
@@ -452,7 +452,7 @@ class Schedule:
             else:
                 self.counts["speculation_redone"] += step.is_downloaded
         found = {step.bucket for step in hoped if step.is_downloaded}
-        found |= {step.bucket for step in self._look_again(hoped, gradients)}
+        found |= {step.bucket for step in self._look_again(hoped, mark)}
         self.counts["speculation_hits"] += len(found)
         return found
 

@@ -200,7 +200,7 @@ class BucketStep:
 
 
 class Buckets:
-    """The slots of a lane in buckets, and their staging memory.
+    """The slots of a place in buckets, and their staging memory.
 
     Args:
         slots: in the order in which their gradients are expected.

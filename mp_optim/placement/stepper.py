@@ -109,7 +109,7 @@ class Stepper:
             ValueError: a streamed parameter does not fit into a window with its gradient.
         """
         self.host_part.releases = True
-        if "streamed" in self.host_part.lanes:
+        if "streamed" in self.host_part.window_lanes:
             self.schedule.discard()
             self.host_part.cut()
             self._cut_anew()
@@ -128,7 +128,7 @@ class Stepper:
             WorkerError: the worker failed; nothing was stepped.
         """
         self.schedule.collect()  # nobody above has, if no wrapper is there
-        if self.host_part.lanes:
+        if self.host_part.window_lanes:
             self.host_part.allocate()
         self.transfer_bytes = TransferBytes()
         parts = self._parts(updates)
@@ -139,7 +139,7 @@ class Stepper:
                 device.step_slots(of_device)
 
         self._step(parts, step_device)
-        for lane in self.host_part.lanes.values():
+        for lane in self.host_part.window_lanes.values():
             self.transfer_bytes.add(*astuple(lane.moved))
             lane.moved = TransferBytes()
         self.timeline.end_step()
@@ -177,10 +177,10 @@ class Stepper:
         """
         speculates = self.schedule.speculates
         steps: list[BucketStep] = []
-        if "host" in parts and ("host" not in self.host_part.lanes or speculates):
+        if "host" in parts and ("host" not in self.host_part.window_lanes or speculates):
             steps = self.host_part.buckets["host"].steps(parts["host"], self.transfer_bytes)
             self.schedule.judge(steps)
-        lanes, ahead = self.host_part.lanes, self.host_part.ahead
+        lanes, ahead = self.host_part.window_lanes, self.host_part.ahead
         windows = {place: self._in_windows(place, parts[place], steps) for place in lanes}
         transfer = self.host_part.settings.transfer
         gradients = transfer.mark()  # no download waits for the device's step
@@ -244,7 +244,7 @@ class Stepper:
         if windows is None:
             step_device()
         else:
-            yield from self.host_part.lanes["streamed"].steps(*windows, step_device)
+            yield from self.host_part.window_lanes["streamed"].steps(*windows, step_device)
 
     def _in_place(
         self, steps: Sequence[BucketStep], gradients: Any, begin: Callable[[], None]

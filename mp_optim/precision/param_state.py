@@ -297,7 +297,7 @@ class ParamState(WithMainParam):
         state = self._view.take_saved(saved, convert)
         if saved and not state:
             return {}  # nothing can take it here
-        if REMAINDER in state and self._main is not None:
+        if REMAINDER in state and self._main is not None:  # `fitted` joins it where bf16 is stepped
             state[MASTER] = joined(self.name, self._local, state.pop(REMAINDER))
         return super().fit(state, convert)
 

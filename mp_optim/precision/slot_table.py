@@ -163,23 +163,23 @@ class SlotTable:
             present[index] = grad
         is_whole = all(map(operator.is_not, present, itertools.repeat(None)))
         if is_whole and (simple or released):
-            selection = self.select([*range(len(self.slots))])
+            columns = self.select([*range(len(self.slots))])
             grads = CachedTensorList(cast("list[Tensor]", present))
         else:
             indices = [index for index, grad in enumerate(present) if grad is not None]
             if not indices:
                 self._refuse_meta([*range(len(params))], params, name_of)
-            selection = self.select(indices)
+            columns = self.select(indices)
             grads = CachedTensorList(grad for grad in present if grad is not None)
             shapes = [shapes[index] for index in indices]
         if simple:
-            grads.gradients_of(selection.params)
+            grads.gradients_of(columns.params)
         elif not are_plain(grads):
-            self._refuse_kinds(selection.indices, grads, name_of)
-            with_grad = [params[index] for index in selection.indices]
+            self._refuse_kinds(columns.indices, grads, name_of)
+            with_grad = [params[index] for index in columns.indices]
             grads = CachedTensorList(map(local_grad, with_grad, grads))
-        self._check(selection.indices, shapes, grads, name_of)
-        return selection, grads
+        self._check(columns.indices, shapes, grads, name_of)
+        return columns, grads
 
     def _check(
         self,

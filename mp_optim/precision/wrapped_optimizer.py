@@ -53,8 +53,8 @@ from mp_optim.slots.identity import SharedSettings
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.slots.tensors import lazy
-from mp_optim.update import choose_backend, executor_of
-from mp_optim.update.optimizer import SlotOptimizer
+from mp_optim.update import choose_backend
+from mp_optim.update.optimizer import SlotOptimizer, executor_of
 
 
 @dataclass(eq=False)
@@ -83,19 +83,19 @@ class WrappedGrads(StepGrads):
     """Gradients of a wrapper's parameters.
 
     Attributes:
-        selection: the slots that have a gradient. grads: these, local.
+        columns: of the slots that have a gradient. grads: these, local.
     """
 
     wrapper: WrappedOptimizer
     engine: Engine
-    selection: SlotColumns
+    columns: SlotColumns
     grads: CachedTensorList
 
     def has_any(self) -> bool:
-        return bool(self.selection.indices)
+        return bool(self.columns.indices)
 
     def sums(self, on_host: bool = False) -> Measurement:
-        some, every = self.selection, self.engine.table.common.keys
+        some, every = self.columns, self.engine.table.common.keys
         return self.wrapper.agreed_sums(self.grads, some.keys, every, some.indices, on_host=on_host)
 
     def watch_updates(self) -> list[UpdateWatch]:
@@ -114,7 +114,7 @@ class WrappedGrads(StepGrads):
 
     def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
         executor, table = self.engine.executor, self.engine.table
-        some, changes = self.selection, self.engine.mains.changes
+        some, changes = self.columns, self.engine.mains.changes
         if some.group is None:
             factors = [multipliers[key.group] for key in some.keys]
         else:
@@ -129,7 +129,7 @@ class WrappedGrads(StepGrads):
             self.wrapper.share_settings()
         if any(table.quantized):
             self.wrapper.step_mark.touch()
-            for index in self.selection.indices:
+            for index in self.columns.indices:
                 if table.quantized[index]:
                     main = executor.main_param(table.slots[index])
                     quantize_(table.params[index], main)
@@ -146,7 +146,7 @@ class WrappedGrads(StepGrads):
             config.log_param_grad_norms > 0,
         )
         scale = None if scaler is None else scaler.present_scale.data_ptr()
-        some, grads = self.selection, self.grads
+        some, grads = self.columns, self.grads
         dtypes = [grad.dtype for grad in grads]
         strides = [] if grads.contiguous else [grad.stride() for grad in grads]
         memory = grads.addresses, grads.sizes, dtypes, strides
@@ -290,11 +290,11 @@ class WrappedOptimizer(MegatronOptimizer):
         if overlap is not None:
             overlap.follow(table.params)
             released = overlap.released
-        selection, grads = table.grads(self.slot_name, released)
+        columns, grads = table.grads(self.slot_name, released)
         if not all(table.bound):
-            mains.bind_trained(selection.indices)
-            selection = table.select(selection.indices)
-        return WrappedGrads(self, engine, selection, grads)
+            mains.bind_trained(columns.indices)
+            columns = table.select(columns.indices)
+        return WrappedGrads(self, engine, columns, grads)
 
     def agreed_sums(
         self,

@@ -59,7 +59,7 @@ class SlotState(ABC):
     @abstractmethod
     def tensors(self) -> State:
         """The live tensors, allocated if they did not exist; copies
-        only of what is not stored as it is shown: 4-bit codes, and codes of a DTensor's part."""
+        only of what a wrapper shows otherwise: 4-bit codes, and codes of a DTensor's part."""
 
     def shown(self) -> State:
         """The state as it leaves the optimizer: the live tensors, and 4-bit codes as FP32 copies of

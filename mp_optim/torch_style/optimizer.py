@@ -28,8 +28,9 @@ from mp_optim.ranks.agreement import ProcessGroups
 from mp_optim.slots import Slot, group_settings, iter_slots, with_names
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer, checked_match
 from mp_optim.slots.state_dict import plain_groups
-from mp_optim.update import check_serves, executor_of
+from mp_optim.update import check_serves
 from mp_optim.update.backends.selection import warn_of_missing_kernels
+from mp_optim.update.optimizer import executor_of
 from mp_optim.update.rule_classes import CLASSES, construction_of, settings_of
 
 _TRAINED = (torch.bfloat16, torch.float16, torch.float32, *FLOAT8_DTYPES)
@@ -71,8 +72,10 @@ class StackOptimizer(WrappedOptimizer):
         self._given_settings = dict(settings)
         self.process_groups = ProcessGroups()
         config = config_of(self.rule, settings)
-        self._rule = CLASSES[self.rule]([{"params": []}], **construction_of(config), **defaults)
+        self._empty = CLASSES[self.rule]([{"params": []}], **construction_of(config), **defaults)
+        """The rule's optimizer without parameters, which checks settings."""
         self._of_rule = tuple(defaults)  # a wrapper (timm's Lookahead) adds its own
+        # not WrappedOptimizer's, which builds at once what steps
         MegatronOptimizer.__init__(self, params, defaults, config, None)
         warn_of_missing_kernels(config.fused_backend, self.rule, self.param_groups)
         if config.release_gradients:
@@ -199,12 +202,12 @@ class StackOptimizer(WrappedOptimizer):
                 if self._is_built:
                     super().add_param_group(group)
                 else:
-                    every = group_settings(self._rule.param_groups[0]) | self._hyperparameters
+                    every = group_settings(self._empty.param_groups[0]) | self._hyperparameters
                     SlotKeyedOptimizer.add_param_group(self, {**every, **group})
                     self.check_settings(self.param_groups[-1])
 
     def check_settings(self, group: dict[str, Any]) -> None:
-        self._rule.check_settings({**self._rule.defaults, **group})
+        self._empty.check_settings({**self._empty.defaults, **group})
 
     def forget_groups(self, count: int) -> None:
         if self._is_built:

@@ -1,5 +1,5 @@
 """What has to be exactly so: which kernels ``auto`` takes, and the same bits in every place,
-whoever reads the verdict, eager or from a graph."""
+whoever reads the verdict, eager or from a graph, with process groups or without."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from benchmarks.section import Section
 from lab.gpu.waiting import with_host_verdict
@@ -50,6 +54,7 @@ def _train(
     fraction: float,
     on_host: bool = False,
     float8: bool = False,
+    mesh: DeviceMesh | None = None,
     **settings: Any,
 ) -> tuple[list[float], list[Tensor]]:
     if fraction > 0.0:
@@ -57,6 +62,8 @@ def _train(
     model = _model(device)
     if float8:
         quantize_weights(model)
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(bf16=True, lr=1e-2, clip_grad=1.0, **settings), model
     )
@@ -72,7 +79,8 @@ def _train(
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses, [param.detach().float().cpu() for param in model.parameters()]
+    wholes = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
+    return losses, [whole.detach().float().cpu() for whole in wholes]
 
 
 def _equal(a: tuple[list[float], list[Tensor]], b: tuple[list[float], list[Tensor]]) -> bool:
@@ -124,6 +132,32 @@ def bits(device: torch.device, steps: int = STEPS) -> Section:
             section.rows[f"{rule.__name__}, {states}: one stream of gradients, device as CPU"] = {
                 "same": float(same)
             }
+    torch.use_deterministic_algorithms(False)
+    return section
+
+
+def ranks(device: torch.device, steps: int = STEPS) -> Section:
+    """1 where a run with process groups, of this one rank, has the bits of a run without any:
+    ZeRO and FSDP2, with and without a part on the host. The collectives are NCCL's on a GPU."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    expected = _train(device, steps, 0.0)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    section = Section(f"One rank of {backend} as no ranks: 1 is yes")
+    mesh = init_device_mesh(device.type, (1,))
+    zero = {"use_distributed_optimizer": True}
+    kinds: dict[str, dict[str, Any]] = {
+        "a group": {},
+        "ZeRO": zero,
+        "ZeRO, gradients in shards": zero | {"data_parallel_sharding_strategy": "optim_grads"},
+        "ZeRO, gathered in forward": zero | {"overlap_param_gather": True},
+        "FSDP2": {"mesh": mesh},
+    }
+    for kind, settings in kinds.items():
+        for fraction in (0.0, 0.5):
+            same = _equal(_train(device, steps, fraction, **settings), expected)
+            section.rows[f"{kind}: {steps} steps, fraction {fraction}"] = {"same": float(same)}
+    dist.destroy_process_group()
     torch.use_deterministic_algorithms(False)
     return section
 

@@ -19,6 +19,7 @@ ORDER: Mapping[str, int] = {
     "door": 120,
     "backend": 480,
     "bits": 300,
+    "ranks": 60,
     "rates": 60,
     "kernels": 300,
     "syncs": 120,
@@ -28,7 +29,7 @@ ORDER: Mapping[str, int] = {
     "steps": 300,
     "hybrid": 240,
     "saves": 120,
-    "tests-conformance": 360,
+    "tests-conformance": 300,
     "tests-marked": 240,
 }
 """Seconds of each part; together an hour."""
@@ -89,6 +90,7 @@ def predictions(outcomes: Mapping[str, Outcome], device: str, params: int) -> li
     for part, starts, column, value, relation, limit in (
         ("door", "", "works", 1.0, "equal", 1.0),
         ("bits", "", "same", 1.0, "equal", 1.0),
+        ("ranks", "", "same", 1.0, "equal", 1.0),
         ("syncs", "", "count", 0.0, "equal", 0.0),
         ("places", "", "of_model", 1.0, "at least", 1.0 / SLACK),
         ("hybrid", "", "peak_over_formula", 1.0, "at most", SLACK),

@@ -33,6 +33,12 @@ def bits(sizes: Sizes) -> Section:
     return agreement.bits(device, agreement.STEPS if device.type == "cuda" else sizes.rounds)
 
 
+def ranks(sizes: Sizes) -> Section:
+    """Process groups change no bit; only a GPU has its own collectives."""
+    device = torch.device(sizes.device if sizes.device.startswith("cuda") else "cpu")
+    return agreement.ranks(device, agreement.STEPS if device.type == "cuda" else sizes.rounds)
+
+
 def syncs(sizes: Sizes) -> Section:
     """Host synchronisations in a step."""
     return waiting.synchronisations(torch.device(sizes.device))

@@ -139,7 +139,7 @@ def test_the_hour_is_rehearsed_on_a_simulated_accelerator(tmp_path: Path) -> Non
     results = Results(tmp_path)
     assert {name: one.cause for name, one in results.outcomes.items() if one.cause} == {}
     assert set(results.outcomes) == set(hour.ORDER)
-    for name in ("door", "bits"):
+    for name in ("door", "bits", "ranks"):
         lines = [line for line in said.splitlines() if f"│ {name} " in line]
         assert lines and not any("REFUTED" in line for line in lines), said
 
