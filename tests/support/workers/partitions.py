@@ -7,6 +7,7 @@ are stepped alike, to the bit.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -29,6 +30,7 @@ from mp_optim import (
 )
 from mp_optim.checkpoint import FlatShard
 from mp_optim.checkpoint.reading import open_checkpoint
+from support.forged import replaced
 
 warnings.filterwarnings("ignore")
 
@@ -510,6 +512,29 @@ def tied(root: Path) -> list[bool]:
     return [*found, same(snapshot(*again), snapshot(*pair))]
 
 
+def other_weights(root: Path, rank: int, world: dist.ProcessGroup) -> list[Any]:
+    """Remainders of a whole parameter beside parts, in a file that says that they belong to other
+    weights."""
+    remainders = {"bf16": True, **COMPACT, **REMAINDERS}
+    parts = build(remainders, world, ("fused", "copied"))
+    train(*parts)
+    version = checkpoint.save(root, *parts)
+    again = build({"bf16": True}, world, ("fused", "copied"), seed=1)
+    checkpoint.load(root, *again)
+    if rank == 0:
+        common = torch.load(version / "common.pt", weights_only=True)
+        for group in common["optimizer"]["param_groups"]:
+            sums = group["param_checksums"]
+            group["param_checksums"] = [x ^ 1 if isinstance(x, int) else x for x in sums]
+        content = io.BytesIO()
+        torch.save(common, content)
+        replaced(version, "common.pt", content.getvalue())
+    dist.barrier()
+    before = snapshot(*again)
+    text = message(lambda: checkpoint.load(root, *again))
+    return [text, same(snapshot(*again), before)]
+
+
 def unlike(pair: tuple[nn.Module, Any], rank: int) -> tuple[nn.Module, Any]:
     """Copies of a part that differ."""
     with torch.no_grad():
@@ -536,6 +561,7 @@ def main(folder: str) -> None:
             "model": without_optimizer(root / "model", world),
             "apart": apart(root / "apart", rank, world),
             "refused": refused(root / "refused", rank, world),
+            "other weights": other_weights(root / "other weights", rank, world),
             "names": names(root / "names", rank, world),
         }
     (root / f"rank{rank}.json").write_text(json.dumps(result))

@@ -83,6 +83,13 @@ def test_what_cannot_be_told_apart_is_refused_with_the_ways_out(ranks, what, tex
                 assert way in rank["refused"][what]
 
 
+def test_a_whole_parameter_beside_parts_has_the_weights_of_its_remainders(ranks):
+    for rank in ranks:
+        text, unchanged = rank["other weights"]
+        assert text.startswith("ValueError: ") and "copied" in text and unchanged
+        assert "not the ones that their loaded remainders" in text
+
+
 @pytest.mark.parametrize("kind", ["ep", "pp", "given"])
 def test_experts_and_layers_are_counted_through(ranks, kind):
     assert [rank["names"][kind][0] for rank in ranks] == [True, True]
