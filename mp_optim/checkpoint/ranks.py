@@ -101,9 +101,7 @@ class Ranks:
         return values or []
 
     def scatter(self, values: list[T]) -> T:
-        """The first rank's list, one item for each rank."""
-        if self.group is None:
-            return values[0]
+        """The first rank's list, one item for each rank of a group."""
         received: list[Any] = [None]
         given = None if self.rank else values
         self._call(dist.scatter_object_list, received, given, first_is="src")
