@@ -9,12 +9,15 @@ import weakref
 import pytest
 import torch
 
+import mp_optim
 from mp_optim import HybridDeviceOptimizer, checkpoint
 from mp_optim.checkpoint import save_load, writing
 from mp_optim.checkpoint.reading import compare, open_checkpoint
 from mp_optim.process import leases
 from mp_optim.process.host_share import HostShare
 from mp_optim.process.transfer import Transfer
+from support.accelerator.simulation import device_at
+from support.accelerator.stand_in import simulated_accelerator
 from support.models import build
 from support.offload import CountingTransfer, build_mode, differing, hybrids, run, snapshot
 
@@ -194,6 +197,26 @@ def test_the_model_is_written_by_anybody(tmp_path, reader, how):
         optimizer.reload_model_params()
     run(model, optimizer, 1, start=2)
     assert_same_moment(*both, reader)
+
+
+def test_the_model_moves_to_an_accelerator(tmp_path, reader):
+    """With it what is not offloaded: what is read stays."""
+    with simulated_accelerator() as simulation:
+        model = torch.nn.Linear(16, 16, dtype=torch.bfloat16)
+        optimizer = mp_optim.AdamW(model.parameters(), lr=0.1)
+
+        def step():
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+
+        step()
+        both = begin_both(tmp_path, model, optimizer, reader)
+        model.to(device_at(0))
+        step()
+        assert_same_moment(*both, reader)
+        simulation.synchronize()
+        assert not simulation.reports
 
 
 @pytest.mark.parametrize("then", ["step", "reload"])
