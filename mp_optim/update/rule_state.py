@@ -248,7 +248,9 @@ class RuleState:
     def replaced(self, slot: Slot | None = None) -> None:
         """Tensors of a slot, or of any, were given other memory."""
         if slot is not None:
-            self.groups[slot.group].replaced([slot.position])
+            group_state = self.groups[slot.group]
+            group_state.mains[slot.position] = None  # state has yet to follow it
+            group_state.replaced([slot.position])
             return
         for group_state in self.groups:
             group_state.replaced()

@@ -286,6 +286,27 @@ def test_what_is_not_offloaded_goes_with_a_model_that_moves(simulation, dtype, o
         assert all(map(same_bits, run(asked), run("never")))
 
 
+@pytest.mark.parametrize("offload", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_state_follows_a_model_that_moves_between_steps(simulation, dtype, offload):
+    """Nobody asks for it meanwhile."""
+
+    def run(*homes):
+        layer = nn.Linear(6, 5, device=HOST).to(dtype)
+        with torch.no_grad():
+            for param in layer.parameters():
+                param.copy_(torch.arange(param.numel()).view_as(param) / 7)
+        optimizer = mp_optim.AdamW(layer.parameters(), lr=1e-2, offload=offload)
+        for step, home in enumerate(homes):
+            layer.to(home)
+            for param in layer.parameters():
+                param.grad = torch.full_like(param, 0.5 + step)
+            optimizer.step()
+        return [param.detach().cpu() for param in layer.parameters()]
+
+    assert all(map(same_bits, run(DEVICE, HOST, HOST, DEVICE), run(*[DEVICE] * 4)))
+
+
 # -- the rule -------------------------------------------------------------------------------------
 
 
