@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -298,6 +299,11 @@ def fsdp_disagrees(what: str) -> dict[str, Any]:
     settings: dict[str, Any] = {"lr": 1e-2, "clip_grad": 1.0}
     if what in OTHER_SETTINGS and odd:
         settings[what] = OTHER_SETTINGS[what]
+    if what == "path":  # each rank's own
+        folder = Path(FOLDER, f"state of {dist.get_rank()}")
+        folder.mkdir()
+        settings |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+        settings["optimizer_state_path"] = str(folder)
     optimizer = get_megatron_optimizer(OptimizerConfig(**settings), model)
     take = optimizer.step if how != "in parts" else partial(_in_parts, MegatronFace(optimizer))
     seconds, told = 0.0, []
@@ -363,6 +369,8 @@ def main(directory: str) -> None:
         "expert_dp": dist.new_group(list(range(RANKS))),
         "alone": dist.new_subgroups(1)[0],
     }
+    global FOLDER
+    FOLDER = directory
     found: dict[str, Any] = {}
     for seed in range(PROGRAMS):
         found[f"program {seed}"] = [program(seed, groups, plain) for plain in (True, False)]
@@ -371,11 +379,9 @@ def main(directory: str) -> None:
     }
     found["fsdp"] = {
         what: fsdp_disagrees(what)
-        for what in ("nothing", "lr", "lr, in parts", "gradient", *OTHER_SETTINGS)
+        for what in ("nothing", "path", "lr", "lr, in parts", "gradient", *OTHER_SETTINGS)
     }
     found["twice"] = called_twice()
-    global FOLDER
-    FOLDER = directory
     for seed, rule in KEPT_WHOLE:
         runs = {how: whole(seed, rule, how) for how in SHARED}
         for how, other in (("plain", "whole"), ("whole", "plain")):

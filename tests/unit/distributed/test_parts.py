@@ -67,7 +67,7 @@ def test_fsdp_ranks_with_other_settings_are_named_and_nothing_is_stepped(ranks):
     alike = "the ranks that share split parameters disagree: rank 2 has"
     for rank in ranks:
         found = {what: run["told"] for what, run in rank["fsdp"].items()}
-        assert found["nothing"] == ["no error"] * 3
+        assert found["nothing"] == found["path"] == ["no error"] * 3
         for how in ("lr", "lr, in parts"):
             assert found[how][::2] == ["no error"] * 2
             other = "'lr=0.5 of the group of 0.weight' where rank 0 has 'lr=0.01"
