@@ -113,6 +113,11 @@ def by_named_main_params(model, optimizer, again, folder):
     return dict(optimizer.named_main_params())["dense"].detach().clone()
 
 
+def by_main_param(model, optimizer, again, folder):
+    (slot,) = (slot for slot in optimizer.slots() if optimizer.slot_name(slot) == "dense")
+    return optimizer.main_param(slot).detach().float().clone()
+
+
 def by_safetensors(model, optimizer, again, folder):
     from safetensors.torch import load_file
 
@@ -142,6 +147,7 @@ DOORS = [
     by_full_precision,
     by_checkpoint,
     by_named_main_params,
+    by_main_param,
     by_safetensors,
     by_foreign_state,
     by_state_view,
@@ -173,6 +179,18 @@ def test_what_leaves_is_the_model_as_it_is_now(
         2.0**-9 if "remainder" in precision or "8bit" in precision else 0.0
     )  # below the parameter's last one
     assert (dense - 0.5).abs().max() <= bits_kept, dense
+
+
+@pytest.mark.parametrize("precision", FORMS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_main_param_is_the_parameter_where_none_is_separate(precision, place):
+    model, optimizer = make(precision, place)
+    train(model, optimizer, 1)
+    for slot, param in zip(optimizer.slots(), optimizer.get_parameters(), strict=True):
+        main, separate = optimizer.main_param(slot), optimizer.has_separate_main(slot)
+        assert main.dtype == torch.float32
+        if separate or param.dtype == torch.float32:
+            assert (main is param) == (not separate)
 
 
 @pytest.mark.parametrize("write", WRITES)
