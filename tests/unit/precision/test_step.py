@@ -1,7 +1,9 @@
 """What a step may and may not do: skipping, clipping, scaling, stale gradients, norm groups."""
 
+import copy
 import gc
 import math
+import pickle
 import weakref
 
 import pytest
@@ -264,9 +266,18 @@ def test_dynamic_scaler_rules():
     for _ in range(5):
         scaler.update(False)
     assert float(scaler.scale) == 2.0**126 and float(scaler.inv_scale) > 0
-    copy = DynamicGradScaler(4.0, 1.0, 2.0, 0.5, 1, 1)
-    copy.load_state_dict(scaler.state_dict())
-    assert copy.scale == scaler.scale
+    other = DynamicGradScaler(4.0, 1.0, 2.0, 0.5, 1, 1)
+    other.load_state_dict(scaler.state_dict())
+    assert other.scale == scaler.scale
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_scaler_is_copied_while_somebody_holds_its_scale(again):
+    scaler = DynamicGradScaler(2.0**4, 1.0, 2.0, 0.5, growth_interval=2, hysteresis=1)
+    held = scaler.scale
+    other = again(scaler)
+    other.update(True)
+    assert (float(other.scale), float(held)) == (8.0, 16.0)
 
 
 @pytest.mark.parametrize(
