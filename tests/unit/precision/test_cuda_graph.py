@@ -169,6 +169,26 @@ def test_a_replay_reads_nothing_and_says_what_it_does(monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("setting", [{"caution": True}, {"weight_decay": 0.0}])
+def test_a_step_by_other_kernels_is_eager_and_it_is_said(monkeypatch, setting):
+    graphs.allow(monkeypatch)
+    model, optimizer = small(optimizer_cuda_graph=True)
+    said = []
+    for step in range(7):
+        if step == 4:
+            for group in optimizer.param_groups:
+                group.update(setting)
+        give_grads(model, optimizer, step)
+        optimizer.step()
+        said.append(optimizer.describe().notes[0].partition(";")[0])
+    assert said[3:] == [
+        "CUDA graph: replayed",
+        "CUDA graph: eager: what is stepped has changed",
+        "CUDA graph: eager: 2 of 2 steps alike",
+        "CUDA graph: replayed",
+    ]
+
+
 def test_gradients_that_move_every_time_are_stepped_eagerly_and_it_is_said(monkeypatch):
     graphs.allow(monkeypatch)
     model, optimizer = small(optimizer_cuda_graph=True)
