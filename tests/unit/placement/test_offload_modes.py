@@ -24,7 +24,7 @@ from mp_optim.placement.speculation import WINDOW, speculates_next
 from mp_optim.process.host_share import host_share
 from mp_optim.process.transfer import Transfer
 from mp_optim.update.rule_state import RuleState
-from support.models import COMPACT, config_for, same_bits, tokens_of
+from support.models import COMPACT, build, config_for, same_bits, tokens_of
 from support.offload import (
     MODES,
     build_mode,
@@ -444,6 +444,18 @@ def test_only_the_last_micro_batch_starts_work(mode):
     model(tokens_of(0)).backward()
     optimizer.step()
     assert spans_of_worker(optimizer, "wait_copies") == []
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_a_micro_batch_is_the_last_unless_somebody_says_otherwise(fraction):
+    """Of a chain every member has to say so."""
+    _, optimizer = build("bf16", fraction, **({"offload_mode": "overlap"} if fraction else {}))
+    members = optimizer.chained_optimizers
+    assert len(members) == 2 and optimizer.is_last_microbatch
+    for member in members:
+        with member.no_sync():
+            assert optimizer.is_last_microbatch == (fraction == 0.0)
+        assert optimizer.is_last_microbatch
 
 
 def test_gradients_that_stay_on_a_device_are_measured_there():
