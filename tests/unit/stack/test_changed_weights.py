@@ -131,6 +131,7 @@ def test_what_is_written_from_outside_is_published():
     with torch.no_grad():
         model.dense.mul_(0.5)
     assert {p.name for p in published(model, optimizer, receiver, exact=False).patches} == {"dense"}
+    assert published(model, optimizer, receiver).changed == 0  # it is told once
     train(model, optimizer, 1)
     with torch.no_grad():
         model.bias.data = torch.randn(8).bfloat16()
