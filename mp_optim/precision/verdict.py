@@ -299,8 +299,8 @@ class VerdictNumbers:
     report: Tensor
     counts_zeros: bool
     threshold: float
-    rule: RollingRule | None = None
-    params: int = 0
+    rule: RollingRule | None
+    params: int
 
 
 def decide_on_device(
