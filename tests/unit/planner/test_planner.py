@@ -151,6 +151,15 @@ def test_layouts_divide_what_they_should() -> None:
     assert params(dp=4, ep=4, sharding="fsdp2") == 16 * 32 + 16 + 2 * 16 * 32
 
 
+def test_a_matrix_is_divided_unless_it_says_that_ranks_have_copies() -> None:
+    names = ("says nothing", "is cut", "is copied")
+    model = nn.ParameterDict({name: nn.Parameter(torch.ones(8, 8)) for name in names})
+    for name in names[1:]:
+        model[name].tensor_model_parallel = name == "is cut"
+    found = plan(model, OptimizerConfig(lr=1e-3), Layout(tp=2)).accelerator
+    assert found.model_params == 4 * (32 + 32 + 64)
+
+
 def test_experts_by_number_are_divided_too() -> None:
     config = OptimizerConfig(lr=1e-3, bf16=True)
     specs = [ParamSpec(f"mlp.experts.{index}.w", (4, 4), is_expert=True) for index in range(8)]
