@@ -39,6 +39,30 @@ def test_it_holds_what_has_state_and_nothing_else(fraction):
     assert len(optimizer.state) == 2
 
 
+READINGS = {
+    "item": lambda state: {"exp_avg": state["exp_avg"]},
+    "get": lambda state: {"exp_avg": state.get("exp_avg")},
+    "items": lambda state: dict(state.items()),
+    "values": lambda state: dict(zip(dict.keys(state), state.values(), strict=True)),
+    "dict": dict,
+    "copy": lambda state: state.copy(),
+    "or": lambda state: state | {},
+}
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_a_state_that_is_kept_is_read_as_it_is_now(reading):
+    """Of 4-bit moments it has copies, other ones after each step."""
+    model, optimizer = build("bf16-4bit", experts=False)
+    train(model, optimizer, 1)
+    state = optimizer.state[model.dense]
+    train(model, optimizer, 1, start=1)
+    found = READINGS[reading](state)
+    now = optimizer.state_dict()["state"][1]
+    assert "exp_avg" in found and found.keys() <= now.keys()
+    assert all(same_bits(value, now[key]) for key, value in found.items())
+
+
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
 def test_a_replaced_tensor_is_found_under_its_new_identity_alone(fraction):
     model, optimizer = build("bf16", fraction, experts=False)
