@@ -84,6 +84,7 @@ def model_of(values: dict[str, Tensor], rank: int, size: int) -> nn.ParameterDic
         model[name] = nn.Parameter(part_of(value, dim, stride, rank, size).clone())
         param: Any = model[name]
         param.tensor_model_parallel = dim is not None and size > 1
+        param.shared_embedding = name == "fused"  # no other stage has a copy
         if param.tensor_model_parallel:
             param.partition_dim, param.partition_stride = dim, stride
     return model
