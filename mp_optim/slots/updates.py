@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import itemgetter
-from typing import Any, NamedTuple, cast, overload
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -109,13 +109,8 @@ class SlotUpdates(Sequence[SlotUpdate]):
     def __len__(self) -> int:
         return len(self.slots)
 
-    @overload
-    def __getitem__(self, index: int) -> SlotUpdate: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[SlotUpdate]: ...
-    def __getitem__(self, index: int | slice) -> SlotUpdate | Sequence[SlotUpdate]:
-        if isinstance(index, slice):
-            return self.take(range(len(self))[index])
+    def __getitem__(self, index: int) -> SlotUpdate:  # type: ignore[override]
+        """One of them; some are taken by :meth:`take`."""
         return SlotUpdate(
             self.slots[index],
             self.grads[index],
