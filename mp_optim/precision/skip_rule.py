@@ -170,7 +170,6 @@ class RollingRule:
 
     # -- state ------------------------------------------------------------------------------------
 
-    @in_own_modes
     def state_dict(self) -> dict[str, Any]:
         """The window: FP64, shape (2, steps), norms and losses (nan where none was reported),
         oldest first."""
@@ -188,7 +187,6 @@ class RollingRule:
                 "window"
             )
 
-    @in_own_modes
     def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
         """Take a window, or the newest part of one that is longer than this; None empties it."""
         self.check_state_dict(state_dict)
