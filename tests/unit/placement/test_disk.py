@@ -26,6 +26,7 @@ from mp_optim import (
     get_megatron_optimizer,
 )
 from mp_optim.placement.sources import FileSource
+from mp_optim.placement.worker import WorkerError
 from mp_optim.planner import plan
 from mp_optim.process.host_memory import page_locked_bytes
 from mp_optim.slots.interrupted_step import BrokenOffError
@@ -33,7 +34,16 @@ from support.launch import environment, run_forked_program
 from support.models import AdversarialTransfer
 from support.offload import differing, hybrids, snapshot
 from support.slow_disk import slow_disk
-from support.streamed import FORMS, HALVES, WHOLE, Model, give_gradients, stepped, train
+from support.streamed import (
+    FORMS,
+    HALVES,
+    WHOLE,
+    Model,
+    give_gradients,
+    go_backward,
+    stepped,
+    train,
+)
 
 SHAPES = {"big": (3, 2801), "left": (40, 20), "bias": (7,), "one": (1,), "right": (2300,)}
 LARGEST = 200_000
@@ -389,6 +399,19 @@ def test_a_disk_that_fails_before_the_first_window_breaks_nothing(tmp_path, monk
         optimizer.step()
     monkeypatch.undo()
     expected = train(*build(fraction=0.7), 4)
+    assert differing(train(model, optimizer, 2, 2), expected) == []
+
+
+def test_a_disk_that_fails_when_backward_begins_is_told_by_the_step(tmp_path, monkeypatch):
+    model, optimizer = build(tmp_path, offload_mode="overlap")
+    train(model, optimizer, 2)
+    optimizer.state_dict()  # who has it may write to it, so it has to be brought to the disk
+    monkeypatch.setattr(os, "posix_fadvise", failing(None, after=0), raising=False)
+    go_backward(model, 2)
+    with pytest.raises(WorkerError, match="work on the disk during backward could not be begun"):
+        optimizer.step()
+    monkeypatch.undo()
+    expected = train(*build(), 4)
     assert differing(train(model, optimizer, 2, 2), expected) == []
 
 
