@@ -57,6 +57,16 @@ def test_the_bits_of_the_device_however_it_is_split(program, mode, shares, clips
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_share_is_streamed_from_the_next_step_on(mode):
+    model, optimizer = build(place="auto", offload_mode=mode, clip_grad=0.0)
+    for step, share in enumerate((0.0, 1.0, 0.0, 1.0)):
+        stepper_of(optimizer).stream(share)
+        go_backward(model, step)
+        optimizer.step()
+        assert places(optimizer) == {"streamed" if share else "host"}
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_split_that_is_measured(mode):
     """Places change while it is, and the bits do not."""
     model, optimizer = build(place="auto", offload_mode=mode, clip_grad=0.0)
