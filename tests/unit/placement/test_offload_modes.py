@@ -611,6 +611,18 @@ def test_every_hyperparameter_of_every_group_reaches_the_worker():
     assert counts(optimizer, "hits") > 0 and counts(optimizer, "redone") == 0
 
 
+def test_steps_without_gradients_on_the_host_are_no_wrong_predictions():
+    model, optimizer = build_mode("speculative", fraction=0.6, clip_grad=0.0)
+    run(model, optimizer, 4)
+    hits = counts(optimizer, "hits")
+    for _ in range(2 * WINDOW):
+        optimizer.zero_grad()
+        model.scale.square().sum().backward()
+        assert optimizer.step().success
+    run(model, optimizer, 1, start=4)
+    assert counts(optimizer, "hits") > hits > 0 and counts(optimizer, "paused") == 0
+
+
 # -- checkpoints, memory, what is reported --------------------------------------------------------
 
 
@@ -856,3 +868,21 @@ def test_the_worker_leaves_cores_to_others(monkeypatch):
     thread.join()
     assert found[0][1] == 3 and torch.get_num_threads() == before
     assert threads_of_kernels() == host_share().threads
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_face_takes_what_was_written_without_a_trace(dtype):
+    param = nn.Parameter(torch.zeros(4, dtype=dtype))
+    optimizer = HybridDeviceOptimizer([param], 1.0, lr=0.5, param_update_in_fp32=True)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    param.data.fill_(2.0)
+    optimizer.reload_model_params()
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert param.eq(2.0).all()
+
+
+def test_a_bucket_has_room():
+    with pytest.raises(ValueError, match="bucket_bytes=0: must be at least 1"):
+        HybridDeviceOptimizer([nn.Parameter(torch.ones(2))], 1.0, bucket_bytes=0)
