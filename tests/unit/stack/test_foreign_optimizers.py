@@ -32,6 +32,45 @@ def wrapped_hybrid(params):
     return FP32Optimizer(hybrid(params), config_for("fp32", clip_grad=0.0))
 
 
+class Meaning(torch.optim.SGD):
+    """Shows the mean of a parameter's first value and its last one for evaluation."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("first", param.detach().clone())
+        return super().step(closure)
+
+    def _show(self, weight):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.lerp_(self.state[param]["first"], weight)
+
+    def eval(self):
+        self._show(0.5)
+
+    def train(self):
+        self._show(-1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_replaced_parameter_is_shown_as_it_is_evaluated(dtype):
+    """No step comes between that would have found it."""
+    param = nn.Parameter(torch.full((3,), 4.0, dtype=dtype))
+    inner = Meaning([param], lr=1.0)
+    if dtype == torch.float32:
+        optimizer = FP32Optimizer(inner, config_for("fp32", clip_grad=0.0))
+    else:
+        optimizer = Float16OptimizerWithFloat16Params(inner, config_for("bf16", clip_grad=0.0))
+    param.grad = torch.full_like(param, 2.0)
+    optimizer.step()
+    new = nn.Parameter(param.detach().clone())
+    optimizer.param_groups[0]["params"][0] = new
+    for show, value in ((optimizer.eval, 3.0), (optimizer.train, 2.0)):
+        show()
+        assert new.eq(value).all() and param.eq(2.0).all()
+
+
 ORDERS = [(1, 0, 2, 3), (1, 2, 3, 0), (3, 2, 1, 0)]
 
 
