@@ -143,6 +143,29 @@ def test_the_full_precision_form_loses_nothing(tmp_path, form, on_disk):
         assert train(other_model, other, 2, start=3) == train(model, optimizer, 2, start=3)
 
 
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("saved_bits", [8, 16])
+def test_main_params_of_more_bits_than_are_kept_are_taken_only_on_request(bits, saved_bits):
+    """In FP32 as they are, whatever they were saved from."""
+
+    def stack(bits, seed=0):
+        settings = {"exp_avg_dtype": "float32", "exp_avg_sq_dtype": "float32"}
+        return build("bf16-remainder", seed=seed, param_remainder_bits=bits, **settings)
+
+    source_model, source = stack(saved_bits)
+    train(source_model, source, 2)
+    saved = copy.deepcopy(source.state_dict(full_precision=True))
+    model, optimizer = stack(bits, seed=4)
+    model.load_state_dict(source_model.state_dict())
+    if bits < saved_bits:
+        with pytest.raises(ValueError, match="more bits than a bfloat16 parameter and an 8-bit"):
+            optimizer.load_state_dict(saved)
+        optimizer.load_state_dict(saved, convert=True)
+    else:
+        optimizer.load_state_dict(saved)
+        assert_same(mains(optimizer), mains(source))
+
+
 def test_float32_states_become_compact_only_on_request(tmp_path):
     wide_model, wide = build("bf16")
     train(wide_model, wide, 3)
