@@ -307,9 +307,18 @@ def test_averages_that_nobody_keeps_are_dropped_if_asked_for(tmp_path):
         checkpoint.load(tmp_path, other, without)
     with pytest.raises(ValueError, match="ema_decay"):
         without.load_state_dict(optimizer.state_dict())
+
+    def taken_over(without):
+        assert mains(without).keys() == mains(optimizer).keys()
+        assert all(map(torch.equal, mains(without).values(), mains(optimizer).values()))
+        assert not any(AVERAGE in state for state in without.state_dict()["state"].values())
+
     checkpoint.load(tmp_path, other, without, convert=True)
-    assert mains(without).keys() == mains(optimizer).keys()
-    assert all(map(torch.equal, mains(without).values(), mains(optimizer).values()))
+    taken_over(without)
+    other, without = build("bf16", seed=7)
+    other.load_state_dict(model.state_dict())
+    without.load_state_dict(optimizer.state_dict(), convert=True)
+    taken_over(without)
 
 
 @pytest.mark.parametrize("form", ["bf16-remainder", "bf16-stochastic"])
