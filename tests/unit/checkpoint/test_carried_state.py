@@ -49,13 +49,19 @@ def test_the_width_of_remainders_in_state_dicts(alone):
     assert differing(before, after)
 
 
-def test_one_slot_takes_a_remainder_of_32_bits():
+@pytest.mark.parametrize("way", ["state", "load_slot_state"])
+def test_one_slot_takes_a_remainder_of_32_bits(way):
     source, target = build("bf16-8bit", seed=1), build("bf16-8bit", seed=7)
     train(*source, 2)
     state = dict(source[1].state[source[0].dense])
     with torch.no_grad():
         target[0].dense.copy_(source[0].dense)
     expected = state["remainder"]
-    target[1].state[target[0].dense] = {**state, "remainder": expected.int()}
+    state = {**state, "remainder": expected.int()}
+    if way == "state":
+        target[1].state[target[0].dense] = state
+    else:
+        names = map(target[1].slot_name, target[1].slots())
+        target[1].load_slot_state(target[1].slots()[[*names].index("dense")], state)
     found = target[1].state[target[0].dense]["remainder"]
     assert found.dtype == torch.int16 and torch.equal(found, expected)
