@@ -1,6 +1,7 @@
 """Parameters of every kind in flat buckets, on one rank; and the stand-in for Megatron's
 DistributedDataParallel."""
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -24,7 +25,8 @@ from mp_optim import (
 from mp_optim.checkpoint import checked_load
 from mp_optim.distributed.buckets import SHARD_ALIGNMENT
 from mp_optim.precision import WrappedOptimizer
-from support.models import config_for
+from support.models import config_for, same_bits
+from support.workers.modes import DTYPES, built
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,6 +95,22 @@ def test_gradients_that_are_cleared_are_announced_to_nobody():
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     assert sorted(announced[len(early) :]) == list(range(len(reducer.buckets)))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_backward_reduces_again_after_no_sync(strategy, fails):
+    """Also where a pass in there broke off."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = sharded(model, "fp32", strategy, overlap_grad_reduce=True, bucket_size=20)
+    with contextlib.suppress(KeyboardInterrupt), optimizer.no_sync():
+        model(torch.ones(1, 4)).sum().backward()
+        if fails:
+            raise KeyboardInterrupt
+    assert optimizer.grad_reducer.bytes_reduced == 0
+    model(torch.ones(1, 4)).sum().backward()
+    assert optimizer.grad_reducer.bytes_reduced > 0
+    assert optimizer.step().success
 
 
 def test_a_bucket_of_one_parameter_shares_no_memory_with_what_was_there():
@@ -308,6 +326,23 @@ def test_tensors_replaced_moved_or_written_are_followed(strategy, precision):
     optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(4, dtype=dtype))
     with pytest.raises(ValueError, match="w was replaced by a tensor of"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("layout", STRATEGIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_for_evaluation_are_made_of_the_parameters_that_are_there(layout, dtype):
+    """No step comes between that would have found them."""
+    found = []
+    for each in ("alone", layout):
+        model, optimizer = built(each, DTYPES[dtype])
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 6, dtype=DTYPES[dtype])).backward()
+            optimizer.step()
+        model.up.weight.data = torch.full_like(model.up.weight, 0.5)
+        optimizer.eval()
+        found.append([param.detach().clone() for param in model.parameters()])
+    assert all(map(same_bits, *found))
 
 
 def test_a_second_optimizer_takes_over_and_models_can_be_pickled():
@@ -619,6 +654,8 @@ def test_megatrons_buffers_are_taken_as_they_are(precision):
     for ours, theirs in zip(bare.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert model.calls == ["no_sync", "start_param_sync"] * 3
+    bare_bytes = sum(param.nbytes for param in bare.parameters())
+    assert optimizer.metrics()["bytes_gathered"] >= bare_bytes
     assert {name for name, _ in optimizer.named_main_params()} == {
         f"module.{n}" for n, _ in plain.named_parameters()
     }
