@@ -8,6 +8,7 @@ from torch import nn
 
 import mp_optim
 from mp_optim import (
+    ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
     HybridDeviceOptimizer,
@@ -69,6 +70,27 @@ def test_a_replaced_parameter_is_shown_as_it_is_evaluated(dtype):
     for show, value in ((optimizer.eval, 3.0), (optimizer.train, 2.0)):
         show()
         assert new.eq(value).all() and param.eq(2.0).all()
+
+
+class Counting(torch.optim.SGD):
+    """Keeps something beside the state of parameters."""
+
+    def step(self, closure=None):
+        self.state["rounds"] = self.state.get("rounds", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_what_no_state_dict_can_hold_is_named_where_it_would_be_lost(members):
+    params = [nn.Parameter(torch.ones(3)) for _ in range(members)]
+    config = config_for("fp32", clip_grad=0.0)
+    parts = [FP32Optimizer(Counting([param], lr=0.1), config) for param in params]
+    optimizer = ChainedOptimizer(parts) if members > 1 else parts[0]
+    for param in params:
+        param.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(TypeError, match=r"Counting keeps \['rounds'\] beside the state"):
+        optimizer.state_dict()
 
 
 ORDERS = [(1, 0, 2, 3), (1, 2, 3, 0), (3, 2, 1, 0)]
