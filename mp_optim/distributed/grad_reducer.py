@@ -243,8 +243,7 @@ class GradReducer:
         self.order.restart()
         for index, bucket in enumerate(self.buckets):
             if not self._keeps_grads:
-                bucket.grads = None
-                bucket.owned_grads.zero_()
+                bucket.grads = None  # what is owned of them is written anew
             elif bucket.grads is not None:
                 bucket.grads.zero_()
             self._reduced[index] = self._waiting[index] = False
