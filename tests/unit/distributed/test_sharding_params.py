@@ -345,6 +345,25 @@ def test_weights_for_evaluation_are_made_of_the_parameters_that_are_there(layout
     assert all(map(same_bits, *found))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_autograd_notices_parameters_that_a_load_writes(strategy):
+    def trained(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+        optimizer = sharded(model, "bf16", strategy)
+        model(torch.ones(1, 4).bfloat16()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return model, optimizer
+
+    model, optimizer = trained(0)
+    loss = model(torch.ones(1, 4).bfloat16()).sum()
+    with pytest.warns(UserWarning, match="written from them"):
+        optimizer.load_state_dict(trained(1)[1].state_dict())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_second_optimizer_takes_over_and_models_can_be_pickled():
     model = nn.Linear(3, 3)
     first = sharded(model)
