@@ -18,7 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mp_optim import MegatronOptimizer, ProcessGroups, checkpoint, get_megatron_optimizer
+from mp_optim import (
+    ChainedOptimizer,
+    MegatronOptimizer,
+    ProcessGroups,
+    checkpoint,
+    get_megatron_optimizer,
+)
 from mp_optim.checkpoint.shards import FlatShard
 from mp_optim.distributed.grad_reducer import start_reduction
 from mp_optim.planner import Layout, plan
@@ -597,6 +603,20 @@ def passes_of_some(rank: int, group: dist.ProcessGroup) -> list[tuple[float, str
     return found
 
 
+def parts_of_some(rank: int, own: dict[str, dist.ProcessGroup]) -> str:
+    """A chain between whose common parts odd ranks have one more of their own."""
+
+    def part(name: str, group: dist.ProcessGroup | None) -> MegatronOptimizer:
+        model = nn.ParameterDict({name: nn.Parameter(torch.ones(40))})
+        model[name].grad = torch.full((40,), float(rank))
+        config = config_for("fp32", use_distributed_optimizer=True)
+        return get_megatron_optimizer(config, model, process_groups=ProcessGroups(dp=group))
+
+    experts = [part(f"expert {number}", own["expert_dp"]) for number in range(1 + rank % 2)]
+    members = [part("first", dist.group.WORLD), *experts, part("last", dist.group.WORLD)]
+    return error_of(lambda: ChainedOptimizer(members).step())
+
+
 def disagree(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
     """What rank 1 or 2 does differently, and what every rank is told."""
 
@@ -672,6 +692,7 @@ def main(directory: str, *times: str) -> None:
     results["misuse"] = misuse(rank, groups[4])
     results["several backwards"] = several_backwards(rank, groups[4])
     results["passes of some"] = passes_of_some(rank, groups[4])
+    results["parts of some"] = parts_of_some(rank, own)
     results["disagree"] = disagree(rank, groups[4])
     impatient = [dist.new_group([0, 1, 2, 3], timeout=timedelta(seconds=3)) for _ in range(2)]
     results["late"] = leave(rank, 1, impatient[0])

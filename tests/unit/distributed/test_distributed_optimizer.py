@@ -257,6 +257,11 @@ def test_a_rank_without_work_in_a_pass_joins_its_reduction(ranks):
         assert nothing == zeros == ranks[0]["passes of some"][0]
 
 
+def test_ranks_may_have_parts_that_others_do_not_have(ranks):
+    """Each part is shared by ranks that have the same ones."""
+    assert [rank["parts of some"] for rank in ranks] == ["no error"] * 4
+
+
 def test_ranks_that_disagree_are_named_on_every_rank(ranks):
     for rank in ranks:
         found = rank["disagree"]
