@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.placement.backward_jobs import same_bits
+from mp_optim.placement.backward_jobs import GradVersion, same_bits
 from mp_optim.precision import megatron_optimizer
 from support.models import AdversarialTransfer
 from support.offload import MODES, build_mode, differing, finish_early_work, hybrids, run, snapshot
@@ -254,3 +254,15 @@ def test_gradients_of_fsdp_that_are_clipped_outside(limit: float, adversarial: b
             assert (metrics["speculation_stale"] == 0) == (limit == math.inf), mode
     if limit == math.inf:
         assert metrics["speculation_hits"] >= 5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_of_bits_notice_a_write_wherever_a_gradient_begins(dtype: torch.dtype) -> None:
+    """Torch counts none through ``data``."""
+    memory = torch.ones(200, dtype=dtype)
+    for start in range(100):
+        grad = memory[start : start + 37]
+        version = GradVersion.of(grad, 1, with_bits=True)
+        assert version.matches(grad, 1)
+        grad.data[start % 37] += 1
+        assert not version.matches(grad, 1)
