@@ -531,14 +531,14 @@ def _are_split(updates: SlotUpdates) -> bool:
 
 
 def compare_again(
-    steps: Sequence[BucketStep], landings: Sequence[Staging], gradients: Any
+    steps: Sequence[BucketStep], landings: Sequence[Staging], mark: Any
 ) -> list[bool]:
     """Whether the gradients of each bucket are, in every bit, what its staging memory has. Where
     they are not, they are put there. The staging memory is the caller's.
 
     Args:
         landings: memory that two buckets' gradients come down to, turn by turn.
-        gradients: the mark at which they are complete.
+        mark: at which the gradients are complete.
     """
     results: list[bool] = []
     coming: list[tuple[Sequence[Tensor], Any]] = []
@@ -546,7 +546,7 @@ def compare_again(
         for ahead in steps[len(coming) : index + 2]:
             landing, grads = landings[len(coming) % 2], ahead.updates.grads
             to = landing.landing_for(grads)
-            coming.append((to, landing.download(grads, to, gradients)))
+            coming.append((to, landing.download(grads, to, mark)))
         present, ticket = coming[index]
         step.staging.transfer.wait(ticket)
         results.append(all(map(same_bits, present, step.staged.grads)))

@@ -144,13 +144,13 @@ class Ahead:
         buckets: Sequence[EarlyBucket],
         planned: Mapping[int, Sequence[Launch]],
         hits: Collection[int],
-        gradients: Any,
+        mark: Any,
     ) -> dict[int, Sequence[BackLaunch]]:
         """Make the spare of every bucket hold its step: where it does already (``hits``), that is
         done. Launches by bucket; none for one that has to be stepped where it is.
 
         Args:
-            gradients: the mark at which they are complete.
+            mark: at which the gradients are complete.
 
         Raises:
             RuntimeError: a step failed; the optimizer is as it was.
@@ -167,7 +167,7 @@ class Ahead:
                 bucket.is_trusted = False  # what it holds is about to be written over
                 again.append(step)
         for step in again:
-            step.start(gradients)
+            step.start(mark)
         for step in again:
             self._step_again(step, launches[step.bucket])
         return launches

@@ -183,8 +183,8 @@ class Stepper:
         lanes, ahead = self.host_part.window_lanes, self.host_part.ahead
         windows = {place: self._in_windows(place, parts[place], steps) for place in lanes}
         transfer = self.host_part.settings.transfer
-        gradients = transfer.mark()  # no download waits for the device's step
-        spares = self._fill_spares(steps, gradients) if speculates else {}
+        mark = transfer.mark()  # no download waits for the device's step
+        spares = self._fill_spares(steps, mark) if speculates else {}
         streamed = self._streamed(windows.get("streamed"), step_device)
         lead = _Lead(streamed)
 
@@ -201,7 +201,7 @@ class Stepper:
             updates = _without(updates, set(chain(*published)))
             host = lanes["host"].steps(updates, on_host, begin)
         else:
-            host = self._in_place(left, gradients, begin)
+            host = self._in_place(left, mark, begin)
         try:
             for done in host:
                 lead.keep_up(done)
@@ -247,20 +247,20 @@ class Stepper:
             yield from self.host_part.window_lanes["streamed"].steps(*windows, step_device)
 
     def _in_place(
-        self, steps: Sequence[BucketStep], gradients: Any, begin: Callable[[], None]
+        self, steps: Sequence[BucketStep], mark: Any, begin: Callable[[], None]
     ) -> Generator[float, None, None]:
-        """Step bucket by bucket where state rests; ``gradients`` is the mark at which they are
+        """Step bucket by bucket where state rests; at the mark gradients are
         complete. Yields which share of the buckets is stepped."""
         ahead = 1 if self.host_part.settings.pipelined else 0
         if self.schedule.is_early:
             ahead *= len(steps)
         starting = iter(steps)
         for coming in islice(starting, 1 + ahead):  # the host is not to wait for windows first
-            coming.start(gradients)
+            coming.start(mark)
         begin()
         for done, step in enumerate(steps):
             for coming in islice(starting, min(done, 1)):
-                coming.start(gradients)
+                coming.start(mark)
             step.wait(self.timeline)
             yield done / len(steps)
             try:
@@ -278,16 +278,16 @@ class Stepper:
                 step.upload()
 
     def _fill_spares(
-        self, steps: Sequence[BucketStep], gradients: Any
+        self, steps: Sequence[BucketStep], mark: Any
     ) -> dict[int, Sequence[BackLaunch]]:
         """Make the spare of every bucket hold this step, mostly by finding that it does. Launches
         by bucket; none for one that has to be stepped where it is."""
         ahead, buckets = self.host_part.ahead, self.schedule.early["host"]
         assert ahead is not None
         planned = ahead.planned(steps)
-        hits = self.schedule.hits(steps, buckets, planned, gradients)
+        hits = self.schedule.hits(steps, buckets, planned, mark)
         try:
-            return ahead.fill(steps, buckets, planned, hits, gradients)
+            return ahead.fill(steps, buckets, planned, hits, mark)
         except Exception:
             self.schedule.discard()
             raise
