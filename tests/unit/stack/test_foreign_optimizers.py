@@ -14,6 +14,7 @@ from mp_optim import (
     HybridDeviceOptimizer,
     checkpoint,
 )
+from mp_optim.slots.interrupted_step import BrokenOffError
 from support.models import config_for, same_bits
 
 
@@ -70,6 +71,33 @@ def test_a_replaced_parameter_is_shown_as_it_is_evaluated(dtype):
     for show, value in ((optimizer.eval, 3.0), (optimizer.train, 2.0)):
         show()
         assert new.eq(value).all() and param.eq(2.0).all()
+
+
+class Interrupted(Meaning):
+    """Is interrupted when half of its parameters are shown."""
+
+    def _show(self, weight):
+        whole, self.param_groups = self.param_groups, self.param_groups[:1]
+        super()._show(weight)
+        self.param_groups = whole
+        raise KeyboardInterrupt
+
+
+def test_an_evaluation_that_is_broken_off_is_not_trained_on():
+    params = [nn.Parameter(torch.full((3,), 4.0)) for _ in range(2)]
+    inner = Interrupted([{"params": [param]} for param in params], lr=1.0)
+    optimizer = FP32Optimizer(inner, config_for("fp32", clip_grad=0.0))
+    for param in params:
+        param.grad = torch.full((3,), 2.0)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.eval()
+    for use in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(BrokenOffError, match="broken off half-way by KeyboardInterrupt"):
+            use()
+    optimizer.load_state_dict(saved)
+    optimizer.step()
 
 
 class Counting(torch.optim.SGD):
