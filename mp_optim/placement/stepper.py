@@ -249,8 +249,8 @@ class Stepper:
     def _in_place(
         self, steps: Sequence[BucketStep], mark: Any, begin: Callable[[], None]
     ) -> Generator[float, None, None]:
-        """Step bucket by bucket where state rests, with gradients that are complete at a mark. Yields
-        which share of the buckets is stepped."""
+        """Step bucket by bucket where state rests, with gradients that are complete at a mark.
+        Yields which share of the buckets is stepped."""
         ahead = 1 if self.host_part.settings.pipelined else 0
         if self.schedule.is_early:
             ahead *= len(steps)
