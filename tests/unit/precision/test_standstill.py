@@ -293,11 +293,15 @@ def test_the_1st_10th_and_100th_skipped_step_in_a_row_names_the_parameter(
     assert "100 steps in a row" in messages[-1]
 
 
-def test_a_good_step_ends_the_row_and_a_dynamic_scale_finds_its_place_in_silence() -> None:
-    model, stack = fp16()
+@pytest.mark.parametrize("clip_grad", [1.0, 0.0])
+def test_a_good_step_ends_the_row_and_a_dynamic_scale_finds_its_place_in_silence(
+    clip_grad: float,
+) -> None:
+    model, stack = fp16(clip_grad=clip_grad)
     assert skipped(stack, model, 9) == []
     model = regression()
-    stack = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True), model)
+    config = OptimizerConfig(lr=1e-2, bf16=True, clip_grad=clip_grad)
+    stack = get_megatron_optimizer(config, model)
     for _ in range(3):
         assert len(skipped(stack, model, 5)) == 1
         stack.zero_grad()
