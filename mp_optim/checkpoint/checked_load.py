@@ -437,8 +437,12 @@ def _is_extra_state(entry: str) -> bool:
     return entry.startswith(MODEL) and entry.rpartition(".")[2] == _EXTRA_STATE
 
 
+_OWN_HOOKS = ("torch", "mp_optim")
+"""Packages whose load hooks never refuse a checkpoint."""
+
+
 def _has_own_hooks(models: Models, optimizer: SlotKeyedOptimizer | None) -> bool:
-    """Whether hooks for loading, of modules or of the optimizer, are not torch's own."""
+    """Whether modules or the optimizer have load hooks of the caller's: not torch's or ours."""
     hooks: list[Any] = []
     if optimizer is not None:
         hooks += optimizer._optimizer_load_state_dict_pre_hooks.values()
@@ -449,7 +453,7 @@ def _has_own_hooks(models: Models, optimizer: SlotKeyedOptimizer | None) -> bool
     for hook in hooks:
         while isinstance(hook, functools.partial):
             hook = hook.func
-        if str(getattr(hook, "__module__", "")).partition(".")[0] != "torch":
+        if str(getattr(hook, "__module__", "")).partition(".")[0] not in _OWN_HOOKS:
             return True
     return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ class OptimizerParamScheduler:
     ``min_lr`` if the config says it. Tensor learning rates are filled in place. All ``*_steps`` are
     in the unit that :meth:`step` is called with.
 
+    A state dict of the optimizer brings the saved limits of its groups. The two flags decide
+    between these limits and the limits at construction, whichever of optimizer and scheduler is
+    loaded, and in either order.
+
     Args:
         optimizer: anything with ``param_groups``.
         init_lr: where warmup starts.
@@ -45,8 +50,11 @@ class OptimizerParamScheduler:
         end_wd: weight decay at the end of its ramp.
         wd_incr_steps: length of the ramp.
         wd_incr_style: shape of the ramp: constant, linear or cosine.
-        use_checkpoint_opt_param_scheduler: take the checkpoint's settings at load.
-        override_opt_param_scheduler: keep this object's settings at load.
+        use_checkpoint_opt_param_scheduler: take the checkpoint's settings at load, with a warning
+            that names those that differ from this object's.
+        override_opt_param_scheduler: keep this object's settings, and the limits that each group
+            had when this object was built, at every load of the optimizer or the scheduler. The
+            load of the optimizer sets ``lr`` and ``weight_decay`` again at once.
         wsd_decay_steps: length of WSD's cooldown.
         lr_wsd_decay_style: shape of WSD's cooldown: linear, cosine, exponential or minus_sqrt.
 
@@ -88,10 +96,7 @@ class OptimizerParamScheduler:
         self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
         self.override_opt_param_scheduler = override_opt_param_scheduler
         self.wsd_decay_steps, self.lr_wsd_decay_style = wsd_decay_steps, lr_wsd_decay_style
-        self._limits = [
-            {name: group[name] for name in self._LIMITS if name in group}
-            for group in optimizer.param_groups
-        ]
+        self._limits = self._limits_of_groups()
         self.num_steps = 0
         self._check()
         tops = {group.get("max_lr", max_lr) for group in optimizer.param_groups}
@@ -100,6 +105,7 @@ class OptimizerParamScheduler:
                 f"max_lr={max_lr!r} has no effect: every param group has its own max_lr, "
                 f"{sorted(tops)}; set OptimizerConfig.lr, or the groups'"
             )
+        self._watch_loads()
         self.step(0)
 
     def _check(self) -> None:
@@ -194,22 +200,96 @@ class OptimizerParamScheduler:
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where the saved one was; loading twice is loading once. Sets the groups at once.
+        """Continue where the saved scheduler was and set the groups at once. Loading twice is
+        loading once.
 
-        With ``override_opt_param_scheduler`` the groups' own limits, too, are those of this
-        object's construction, whatever an optimizer's state dict brought along.
+        Without ``override_opt_param_scheduler``, a group whose limit equals this object's gets the
+        loaded limit. A warning names settings that change, and groups that keep limits of their
+        own.
 
         Raises:
-            ValueError: the settings differ and neither of the two flags says whose to take.
+            ValueError: the settings differ, and neither flag is set.
         """
         self.check_state_dict(state_dict)
-        if self.override_opt_param_scheduler:
-            for group, limits in zip(self.optimizer.param_groups, self._limits, strict=False):
-                for name in self._LIMITS:
-                    group.pop(name, None)
-                group.update(limits)
-        else:
-            for name in self._SETTINGS:
-                setattr(self, name, state_dict.get(name, getattr(self, name)))
         self.num_steps = state_dict["num_steps"]
+        if self.override_opt_param_scheduler:
+            self._restore_limits()
+        else:
+            self._take_settings(state_dict)
         self.step(0)
+
+    def _take_settings(self, state_dict: dict[str, Any]) -> None:
+        before = {name: getattr(self, name) for name in self._SETTINGS}
+        changed = {
+            name: state_dict[name]
+            for name, value in before.items()
+            if state_dict.get(name, value) != value
+        }
+        for name, value in changed.items():
+            setattr(self, name, value)
+        kept: list[str] = []
+        for index, group in enumerate(self.optimizer.param_groups):
+            for name in self._LIMITS:
+                if name not in group or group[name] == getattr(self, name):
+                    continue
+                if name in changed and group[name] == before[name]:
+                    group[name] = changed[name]
+                elif name in changed:
+                    kept.append(f"{name}={group[name]!r} of param group {index}")
+        if changed:
+            words = [f"{name}={value!r} ({before[name]!r} here)" for name, value in changed.items()]
+            own = f", and these groups keep limits of their own: {', '.join(kept)}" if kept else ""
+            warn(
+                f"the checkpoint's schedule counts: {', '.join(words)}{own}; set "
+                "override_opt_param_scheduler=True to keep this scheduler's settings"
+            )
+
+    # -- loads of the optimizer ---------------------------------------------------------------
+
+    def _limits_of_groups(self) -> list[dict[str, Any]]:
+        groups = self.optimizer.param_groups
+        return [{name: group[name] for name in self._LIMITS if name in group} for group in groups]
+
+    def _restore_limits(self) -> None:
+        """Give each group the limits that it had when this object was built."""
+        for group, limits in zip(self.optimizer.param_groups, self._limits, strict=False):
+            for name in self._LIMITS:
+                group.pop(name, None)
+            group.update(limits)
+
+    def _watch_loads(self) -> None:
+        """Register :meth:`_after_load` with the optimizer, or with the one that it wraps."""
+        hooked = self.optimizer
+        while not hasattr(hooked, "_optimizer_load_state_dict_post_hooks"):
+            hooked = getattr(hooked, "optimizer", None)
+            if hooked is None:
+                return
+        this = weakref.ref(self)  # a strong reference would be a cycle with the optimizer
+
+        def after_load(_: Any) -> None:
+            if (scheduler := this()) is not None:
+                scheduler._after_load()
+
+        handle = hooked.register_load_state_dict_post_hook(after_load)
+        weakref.finalize(self, handle.remove)
+
+    def _after_load(self) -> None:
+        """Restore this object's limits, or warn that the loaded ones count."""
+        if self.override_opt_param_scheduler:
+            self._restore_limits()
+            self.step(0)
+            return
+        differ = [
+            f"{name}={limits.get(name)!r} of param group {index} ({own.get(name)!r} here)"
+            for index, (limits, own) in enumerate(
+                zip(self._limits_of_groups(), self._limits, strict=False)
+            )
+            for name in self._LIMITS
+            if limits.get(name) not in (own.get(name), getattr(self, name))
+        ]
+        if differ:
+            warn(
+                f"the loaded param groups bring limits that the schedule reads: {differ[0]}"
+                f"{f' and {len(differ) - 1} more' if len(differ) > 1 else ''}; set "
+                "override_opt_param_scheduler=True to keep those of this run"
+            )

@@ -1,9 +1,12 @@
 import math
+import warnings
+import weakref
 
 import pytest
 import torch
+from torch import nn
 
-from mp_optim import OptimizerParamScheduler
+from mp_optim import OptimizerConfig, OptimizerParamScheduler, get_megatron_optimizer
 
 BASE = {
     "init_lr": 0.1,
@@ -99,12 +102,8 @@ def test_f8_loading_is_absolute_idempotent_and_applied_at_once():
     assert holder.param_groups == scheduler.optimizer.param_groups
 
 
-def test_whose_settings_win_at_load():
+def test_scheduler_refuses_other_settings_when_neither_flag_is_set():
     state = OptimizerParamScheduler(Holder(), **{**BASE, "max_lr": 3.0}).state_dict()
-    for flags, expected in (({}, 3.0), ({"override_opt_param_scheduler": True}, 1.0)):
-        scheduler = OptimizerParamScheduler(Holder(), **BASE, **flags)
-        scheduler.load_state_dict(state)
-        assert scheduler.max_lr == expected
     scheduler = OptimizerParamScheduler(Holder(), **BASE, use_checkpoint_opt_param_scheduler=False)
     with pytest.raises(ValueError, match=r"max_lr=1\.0 here, 3\.0"):
         scheduler.load_state_dict(state)
@@ -128,16 +127,66 @@ def test_bad_arguments_are_named(settings):
         at(0, **settings)
 
 
-def test_override_keeps_the_groups_limits_too():
-    saved = OptimizerParamScheduler(Holder({"max_lr": 1.0}), **BASE)
-    saved.step(60)
-    holder = Holder({"max_lr": 5.0})
-    mine = OptimizerParamScheduler(
-        holder, **{**BASE, "max_lr": 5.0}, override_opt_param_scheduler=True
-    )
-    holder.param_groups[0]["max_lr"] = 1.0  # what an optimizer's state dict brings
-    mine.load_state_dict(saved.state_dict())
-    assert holder.param_groups[0]["lr"] == pytest.approx(0.2 + 4.8 / 2) and mine.num_steps == 60
+def stage(top, floor, **flags):
+    """A model's optimizer and its schedule, with an embedding whose limits are its own."""
+    model = nn.ModuleDict({"embed_tokens": nn.Embedding(4, 4), "hidden": nn.Linear(4, 4)})
+    config = OptimizerConfig(lr=top, min_lr=floor, decoupled_lr=7.0, decoupled_min_lr=0.0)
+    optimizer = get_megatron_optimizer(config, model)
+    settings = {**BASE, "init_lr": 0.0, "max_lr": top, "min_lr": floor, "lr_warmup_steps": 0}
+    return optimizer, OptimizerParamScheduler(optimizer, **settings, **flags)
+
+
+def rates(optimizer):
+    """The learning rate of hidden matrices, and that of the embedding."""
+    found = {bool(group["is_decoupled_lr"]): group["lr"] for group in optimizer.param_groups}
+    return found[False], found[True]
+
+
+@pytest.mark.parametrize("order", ["O", "S", "OS", "SO"])
+@pytest.mark.parametrize("whose", ["new", "saved"])
+def test_scheduler_takes_the_flagged_limits_in_every_order_of_loading(order, whose):
+    first, saved = stage(6.0, 0.5)
+    saved.step(40)
+    flag = {"new": "override_opt_param_scheduler", "saved": "use_checkpoint_opt_param_scheduler"}
+    optimizer, scheduler = stage(2.0, 1.0, **{flag[whose]: True})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for what in order:
+            if what == "O":
+                optimizer.load_state_dict(first.state_dict())
+            else:
+                scheduler.load_state_dict(saved.state_dict())
+    top, floor = {"new": (2.0, 1.0), "saved": (6.0, 0.5)}[whose]
+    assert scheduler.num_steps == (40 if "S" in order else 0)
+    if whose == "new":  # the first step after a load has the right rate, too
+        assert not told and rates(optimizer) == tuple(map(scheduler.get_lr, limits(2.0, 1.0)))
+    else:
+        assert f"max_lr={top!r}" in str(told[0].message) and "override_" in str(told[0].message)
+    scheduler.step()
+    expected, embedding = map(scheduler.get_lr, limits(top, floor))
+    assert rates(optimizer) == (expected, embedding)
+
+
+def limits(top, floor):
+    return {"max_lr": top, "min_lr": floor}, {"max_lr": 7.0, "min_lr": 0.0}
+
+
+def test_scheduler_names_groups_that_do_not_follow_the_loaded_schedule():
+    state = OptimizerParamScheduler(Holder(), **{**BASE, "max_lr": 3.0}).state_dict()
+    holder = Holder({"max_lr": 1.0}, {"max_lr": 0.5})
+    scheduler = OptimizerParamScheduler(holder, **BASE)
+    with pytest.warns(
+        UserWarning, match=r"max_lr=3\.0 \(1\.0 here\).* max_lr=0\.5 of param group 1"
+    ):
+        scheduler.load_state_dict(state)
+    assert [group["max_lr"] for group in holder.param_groups] == [3.0, 0.5]
+
+
+def test_scheduler_leaves_no_hook_when_it_is_deleted():
+    optimizer, scheduler = stage(2.0, 1.0)
+    gone = weakref.ref(scheduler)
+    del scheduler
+    assert gone() is None and not optimizer._optimizer_load_state_dict_post_hooks
 
 
 def test_a_max_lr_that_no_group_follows_is_told():
