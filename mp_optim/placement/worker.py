@@ -14,6 +14,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
+
 from mp_optim.process.host_share import host_share
 from mp_optim.update import set_thread_share
 from mp_optim.update.backends.native_library import limit_openmp
@@ -249,6 +251,7 @@ def _stop(queue: _Queue, thread: threading.Thread, pid: int) -> None:
 def _serve(queue: _Queue, set_up: Callable[[], None] | None) -> None:
     """The thread. It holds no reference to its owner."""
     label = "the first job"
+    torch.set_flush_denormal(False)  # a thread inherits the mode of the one that started it
     try:
         if set_up is not None:
             set_up()

@@ -27,21 +27,35 @@ T = TypeVar("T")
 #
 # None that a caller is in may show in what the package makes: a state tensor allocated inside
 # ``torch.inference_mode()`` could never be stepped outside of it, and one that autograd sees would
-# keep a graph alive.
+# keep a graph alive. A thread that flushes denormal numbers to zero would compute other bits.
+
+_DENORMAL = 5e-324
+
+
+def torch_threads_flush() -> bool:
+    """True if a thread of torch's pool takes denormal numbers for zero: it keeps the mode that the
+    thread which started it was in (torch.set_flush_denormal)."""
+    elements = torch.get_num_threads() << 16  # a part for each thread
+    product = torch.full((elements,), 1e-40, dtype=torch.float32, device="cpu") * 1.0
+    return bool((product.view(torch.int32) == 0).any())
 
 
 def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
-    """Run a public call of the package without autograd and outside of inference mode, whatever its
-    caller is in, and without automatic collections (see :func:`uncollected`)."""
+    """Run a public call of the package without autograd, outside of inference mode and with
+    denormal numbers kept, whatever its caller is in, and without automatic collections (see
+    :func:`uncollected`). Only the calling thread's modes are set; they are restored at the end."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         had_grad, was_on = torch.is_grad_enabled(), gc.isenabled()
+        flushed = _DENORMAL * 1.0 == 0.0
         # by hand, and one in the other: an interrupt in the wrong place would make a context
         # manager leave autograd, or the collector, off for good
         try:
             try:
                 gc.disable()
+                if flushed:
+                    torch.set_flush_denormal(False)
                 if torch.is_inference_mode_enabled():
                     # leaving inference mode turns autograd on
                     with torch.inference_mode(False), torch.no_grad():
@@ -51,6 +65,8 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
             finally:
                 torch._C._set_grad_enabled(had_grad)
         finally:
+            if flushed:
+                torch.set_flush_denormal(True)
             if was_on:
                 gc.enable()
 
@@ -131,6 +147,7 @@ def _serve(calls: queue.SimpleQueue[_Call]) -> None:
 
 
 def _carry_out(result: Future[T], work: Callable[[], T]) -> None:
+    torch.set_flush_denormal(False)  # a thread inherits the mode of the one that started it
     try:
         result.set_result(work())
     except BaseException as error:  # the caller that waits for it raises it

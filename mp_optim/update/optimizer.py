@@ -102,7 +102,6 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
 
     # -- steps ------------------------------------------------------------------------------------
 
-    @in_own_modes
     def step(self, closure: Closure | None = None) -> Any:
         """Step every parameter that has a gradient; returns the closure's loss if one is given.
 
@@ -113,12 +112,16 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step_all()
+        return loss
+
+    @in_own_modes
+    def _step_all(self) -> None:
         self.check_lists()
         updates = self._updates()
         clips = any(group.get("max_grad_norm", 0.0) for group in self.param_groups)
         grad_norm = global_grad_norm(updates) if clips else None
         self.step_slots(updates, grad_norm=grad_norm)
-        return loss
 
     def _updates(self) -> SlotUpdates:
         """The updates of a step. What they say beside gradients stays that of the last step, in the

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "arguments.h"
 #include "level.h"
 #include "pool.h"
 
@@ -15,14 +16,11 @@ constexpr int64_t kLine = 4096;   // elements of a tensor that stay together
 template <class Body>
 int32_t split(int64_t units, int64_t each, int32_t threads, Body body) noexcept {
     constexpr int64_t kPartsPerThread = 4, kWorthAPart = 1 << 15;
-    try {
+    return guarded([&] {
         int64_t worth = units * std::max<int64_t>(each, 1) / kWorthAPart;
         int64_t parts = std::max<int64_t>(1, std::min({threads * kPartsPerThread, units, worth}));
         run_parts(int(parts), threads, [&](int part) { body(units * part / parts, units * (part + 1) / parts); });
-        return MP_OK;
-    } catch (...) {
-        return MP_FAILED;
-    }
+    });
 }
 
 // The same over the elements of a tensor: body(from, count).

@@ -4,6 +4,7 @@
 #include <new>
 
 #include "api.h"
+#include "float_mode.h"
 
 namespace mp {
 
@@ -13,9 +14,10 @@ inline bool is_apart(const MpTensors& t) { return t.from_main || t.from_moment1;
 // Whether a call's tables, dtypes and number of threads are good; a rule says which tables it cannot do without.
 bool valid(const MpTensors& t, bool needs_main, bool needs_first, bool needs_second, int32_t threads);
 
-// The status of a call that does this.
+// Runs the body in the mode of kernels and returns its status.
 template <class Body>
 int32_t guarded(Body body) noexcept {
+    const FloatMode mode;
     try {
         body();
         return MP_OK;

@@ -7,6 +7,8 @@
 #include <new>
 #include <thread>
 
+#include "float_mode.h"
+
 #if defined(__linux__)
 #include <pthread.h>
 #include <sched.h>
@@ -28,6 +30,7 @@ struct Work {
     Work(const std::function<void(int)>& body, int parts) : body(body), parts(parts) {}
 
     void take() {
+        const FloatMode mode;  // of this thread, which may be the caller's, ours or OpenMP's
         for (int part; (part = next.fetch_add(1)) < parts;) {
             try {
                 body(part);
