@@ -8,8 +8,8 @@ later is found by slot.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
@@ -76,9 +76,18 @@ def slot_name(param_groups: ParamGroups, slot: Slot) -> str:
 
 
 def stream_of(name: str, first_element: int = 0) -> int:
-    """The stream of random numbers of a parameter, from its name and the place of its first local
-    element."""
-    return zlib.crc32(name.encode()) | first_element << 32
+    """Return the stream of a parameter's random numbers.
+
+    The 64-bit hash of the name gives the stream its lower 32 bits and the index of element 0. So
+    two parameters draw the same number for an element only if all 64 bits are equal.
+
+    Args:
+        name: of the parameter.
+        first_element: index of its first local element, row-major.
+    """
+    digest = blake2b(name.encode(), digest_size=8).digest()
+    stream, index = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+    return stream | (index + first_element) << 32
 
 
 # -- groups as callers treat them -----------------------------------------------------------------

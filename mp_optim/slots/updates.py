@@ -48,9 +48,8 @@ class SlotUpdate(NamedTuple):
             tensor is itself the model's parameter.
         shard_groups: process groups over which the parameter is split, for rules that need
             whole-parameter norms. Empty if the local tensor is the whole parameter.
-        stream: 32 bits that tell the parameter's random numbers from others', wherever it is
-            stepped; by default made of the slot's name. Above them, where the local tensor begins
-            in the parameter, in elements.
+        stream: the stream of the parameter's random numbers and, above its 32 bits, the index of
+            the first local element (:func:`stream_of`); None: made of the slot's name.
         layout: where the model's own tensor lies and how it is split, for rules that need whole
             matrices. None if the stepped tensor is the whole parameter, on its device.
         changed: a bitmap (``mp_optim/deltas.py``) of the row-major local elements, in whole 64

@@ -83,8 +83,9 @@ class Noise:
 
     Attributes:
         seed: 32 bits that differ from step to step.
-        stream: 32 bits that differ from parameter to parameter.
-        start: index of the run's first element.
+        stream: 32 bits of the hash of the parameter's name.
+        start: index of the run's first element, modulo 2^32; the parameter's own first element has
+            the index that the rest of the hash says.
     """
 
     seed: int

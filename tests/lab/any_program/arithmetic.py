@@ -6,8 +6,8 @@ it says otherwise.
 
 from __future__ import annotations
 
+import hashlib
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -172,8 +172,9 @@ def _mixed(x: int) -> int:
 
 def rounded_by_chance(x: Array, name: str, t: int) -> Array:
     """FP32 values as bfloat16 ones after step ``t`` of a parameter, with seed 0."""
-    key = _mixed(_mixed(0 ^ _mixed(t)) ^ zlib.crc32(name.encode()))
-    words = [_mixed((key + at * 0x9E3779B9) & 0xFFFFFFFF) for at in range(x.size)]
+    digest = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    key, first = _mixed(_mixed(0 ^ _mixed(t)) ^ digest & 0xFFFFFFFF), digest >> 32
+    words = [_mixed((key + (first + at) * 0x9E3779B9) & 0xFFFFFFFF) for at in range(x.size)]
     bits = np.array([_mixed(word ^ 0x9E3779B9) & 0xFFFF for word in words], np.uint64)
     pattern = np.ascontiguousarray(x).view(np.uint32).astype(np.uint64)
     cut = ((pattern + bits) & np.uint64(0xFFFF0000)).astype(np.uint32).view(F)

@@ -2,10 +2,13 @@
 request."""
 
 import copy
+import zlib
 
 import pytest
 import torch
+from torch import nn
 
+import mp_optim
 from mp_optim import HybridDeviceOptimizer, checkpoint
 from mp_optim.slots import Slot
 from support.models import COMPACT, build, same_bits, train
@@ -276,6 +279,21 @@ def test_stochastic_rounding_depends_on_seed_and_name_alone():
         runs[seed, fraction] = state_of(optimizer)
     assert_same(runs[0, 0.7], runs[0, 0.0])
     assert any(not torch.equal(value, runs[1, 0.0][key]) for key, value in runs[0, 0.0].items())
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_stochastic_rounding_differs_when_two_names_share_a_crc32(backend):
+    names = ("plumless", "buckeroo")
+    assert len({zlib.crc32(name.encode()) for name in names}) == 1
+    params = [nn.Parameter(torch.ones(1000).bfloat16()) for _ in names]
+    optimizer = mp_optim.AdamW(
+        zip(names, params, strict=True), state="8bit", stochastic_rounding=True, backend=backend
+    )
+    for param in params:
+        param.grad = torch.linspace(-1.0, 1.0, 1000).bfloat16()
+    optimizer.step()
+    first, second = (optimizer.state[param]["exp_avg"] for param in params)
+    assert not torch.equal(first, second)
 
 
 def test_the_hybrid_optimizer_alone_keeps_remainders_too():
