@@ -332,33 +332,45 @@ class MainParams:
 
     @in_own_modes
     def follow(self, slot: Slot | None = None) -> None:
-        """Follow model tensors that were replaced or written from outside since they were last
-        seen.
+        """Rebind model tensors that were replaced, then take the model's value wherever it is not
+        the rounded main param. Compare values: no count of writes sees ``param.data``.
 
         Args:
-            slot: one that has to be followed; by default all. Asking for one costs nothing if it
-                has not changed.
+            slot: the slot to compare; by default every slot.
 
         Raises:
             TypeError: a tensor's dtype cannot be stepped, naming the parameter.
             ValueError: its shape changed, or its memory is gone or another parameter's.
         """
+        self.follow_tensors()
         table = self.table
-        if slot is not None and table.seen.is_same(table.index(slot), self.param(slot)):
-            return
-        params = all_params(self._param_groups)
+        for index in range(len(table.slots)) if slot is None else (table.index(slot),):
+            if table.bound[index] and table.separate[index]:
+                self._take_value(index)
+
+    def follow_tensors(self) -> None:
+        """Rebind model tensors that were replaced, moved or laid out anew since the last look."""
+        table, params = self.table, all_params(self._param_groups)
         changed = table.seen.changed(params)
-        if changed:
-            self._check_places(changed, params)
-            self._check_memory()
+        if not changed:
+            return
+        self._check_places(changed, params)
+        self._check_memory()
         for index in changed:
             slot, param = table.slots[index], params[index]
             if table.bound[index]:
                 self._rebind(index, slot, param)
             table.keys[index] = self._norm_key(slot, param)
             table.layouts[index] = self._layout(slot, param)
-        if changed:
-            table.look(params)
+        table.look(params)
+
+    def _take_value(self, index: int) -> None:
+        """Let the main param of a slot take the model's value, if it does not round to it."""
+        slot, param = self.table.slots[index], self.table.params[index]
+        main, local = self._stepped(slot), local_tensor(param)
+        if not local.is_meta and self._follow(slot, main, local, param):
+            self.reloaded += 1
+            self._executor.written_outside(slot)
 
     def _rebind(self, index: int, slot: Slot, param: Tensor) -> None:
         main, local = self._stepped(slot), local_tensor(param)

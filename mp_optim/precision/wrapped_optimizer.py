@@ -285,6 +285,7 @@ class WrappedOptimizer(MegatronOptimizer):
         if table.seen.changed(all_params(self._live_groups)):
             mains.follow()
         if mains.agreement.expected:
+            mains.follow()  # weights that were loaded after their remainders
             mains.check_remainders(None)
         released: Mapping[int, Tensor] = {}
         if overlap is not None:
