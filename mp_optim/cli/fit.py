@@ -333,7 +333,7 @@ def assumptions(options: Options) -> list[str]:
         "operations take what torch's do on the host, in eager mode",
         f"GB/s of bus up, bus down, host memory, device memory, disk: {shown} ({machine.name}); "
         "nothing of the optimizer's step is hidden behind backward",
-        "modelled: never measured on a GPU",
+        "predicted: the recipes of mp-optim fit have not run on a GPU",
     ]
 
 

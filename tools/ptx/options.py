@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-ARCHES = (80, 90, 100, 120)
-"""Targets that kernels are compiled for: A100, H100, B200 and the desktop's Blackwell."""
+ARCHES = (80, 86, 89, 90, 100, 120)
+"""Compute capabilities that kernels are compiled for. ``record.TARGETS`` names their cards."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Options:
     record: bool = False
     """Note in docs/gpu.json what was found."""
     page: bool = False
-    """Make docs/gpu.md anew from docs/gpu.json, and nothing else."""
+    """Rewrite the generated parts of README.md and docs/ from docs/gpu.json, and nothing else."""
     mutants: bool = False
     """The listed faults instead, each in the text of one kernel; exits with 1 if more than one in
     twenty passes for right."""

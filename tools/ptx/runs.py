@@ -211,7 +211,10 @@ def read_for_amd(options: Options, console: Console) -> bool:
 def run(options: Options, console: Console) -> bool:
     """Do what is asked for; whether nothing was wrong."""
     if options.page:
-        record.PAGE.write_text(record.page(record.PAGE.read_text()))
+        for page in record.pages():
+            before = page.read_text()
+            if (after := record.page(before)) != before:
+                page.write_text(after)
         return True
     if options.list:
         for trial in trials.trials_of(forms.read()):

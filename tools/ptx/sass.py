@@ -19,7 +19,7 @@ from ptx.triton_driver import Function
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _REGISTERS = 65536
 """Of a multiprocessor; a warp is given them in steps of 8 a thread."""
-_MOST_WARPS = {80: 64, 90: 64, 100: 64, 120: 48}
+_MOST_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
 _ACCESS = re.compile(r"\b(LDG|STG)\.E((?:\.\w+)*)")
 _WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", re.MULTILINE)
@@ -51,6 +51,11 @@ class Card:
 
 CARDS = (
     Card("A100 80 GB SXM", 80, 108, 1.41, 2.039),
+    Card("RTX 3090", 86, 82, 1.695, 0.936),
+    Card("A10G", 86, 72, 1.71, 0.6),
+    Card("RTX 4090", 89, 128, 2.52, 1.008),
+    Card("L4", 89, 58, 2.04, 0.3),
+    Card("L40S", 89, 142, 2.52, 0.864),
     Card("H100 SXM", 90, 132, 1.83, 3.35),
     Card("H200 SXM", 90, 132, 1.83, 4.8),
     Card("B200", 100, 148, 1.85, 8.0),

@@ -21,7 +21,7 @@ from ptx.memory import GlobalMemory, piece_of
 
 _MULTIPLE = ["tt.divisibility", 16]
 """How Triton says that an argument is a multiple of 16."""
-_SHARED = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
+_SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """Bytes a block may have, by target."""
 
 

@@ -88,9 +88,3 @@ def test_a_kernel_has_the_same_arithmetic_on_amd(tmp_path: Path) -> None:
     )
     said = [line for line in printed.splitlines() if "the arithmetic is that of the text" in line]
     assert [line.partition(":")[0] for line in said] == ["gfx942", "gfx950"], printed
-
-
-def test_the_page_is_made_from_the_record() -> None:
-    text = record.PAGE.read_text()
-    assert record.page(text) == text
-    assert "| measured | never |" in text

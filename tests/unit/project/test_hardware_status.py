@@ -1,0 +1,82 @@
+"""docs/gpu.json is the only source of hardware status: pages and messages repeat its sentences."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ptx import record
+from support.launch import ROOT
+
+PAGES = [page for page in record.pages() if page.parent.name != "upstream-reports"]
+DENIAL = re.compile(
+    r"\b(?:never|no|not|none|nothing|neither|nor)\b[^.|]*?"
+    r"\b(?:measured|timed|run|ran|executed|tried|taken|tested|compared)\b",
+    re.IGNORECASE,
+)
+HARDWARE = re.compile(
+    r"\bGPUs?\b|\bCUDA\b|\bNCCL\b|\b[ABH][1-3]00\b|\bcards?\b|\bTransformer Engine\b|\bAMD\b"
+)
+CLAIM = re.compile(
+    r"\b(?:measured|timed|run|ran|runs|executed) on (?:an?|one|the) "
+    r"(A10G?|A100|B200|L4|L40S?|RTX \d+|MI\d+X?|GH200|T4|V100)\b"
+)
+OF_OTHERS = re.compile(r"\]\(http|Missing: ")
+"""Rows that cite somebody else's figures, and parts that a recorded run left out."""
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences and table cells of a page that are not generated from the source."""
+    joined = re.sub(r"(?<=[^|\n])\n(?![\n|#*-])", " ", record.without_made(text))
+    for line in joined.splitlines():
+        yield from re.split(r"(?<=[.;])\s|\s\|\s", line)
+
+
+def contradictions(text: str) -> list[str]:
+    """Return the sentences that state hardware status without the source."""
+    known = [_plain(record.sentence(name)) for name in record.load()["features"]]
+    return [
+        one
+        for one in sentences(text)
+        if (CLAIM.search(one) or (DENIAL.search(one) and HARDWARE.search(one)))
+        and not OF_OTHERS.search(one)
+        and not any(each in _plain(one) for each in known)
+    ]
+
+
+def _plain(sentence: str) -> str:
+    return sentence.replace("`", "").rstrip(".").lower()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page_repeats_the_hardware_status_of_the_source(page: Path) -> None:
+    text = page.read_text()
+    assert record.page(text) == text, "run: python tools/gpu_static.py --page"
+    assert contradictions(text) == []
+
+
+def test_messages_of_the_package_repeat_the_hardware_status() -> None:
+    found = []
+    for path in (ROOT / "mp_optim").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found += contradictions(node.value)
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "Nothing of this was measured by us on a GPU.",
+        "All of this is tested on a simulated accelerator, and was never measured on a GPU.",
+        "Speed is not in the table: nothing of ours was measured on a GPU.",
+        "The kernels were measured on an A100.",
+        "modelled: never measured on a GPU",
+    ],
+)
+def test_sentence_without_the_source_is_found(sentence: str) -> None:
+    assert contradictions(f"A page.\n\n- {sentence}\n") != []
