@@ -130,9 +130,10 @@ def save(
 
     Raises:
         ValueError: ``extra`` or the scheduler's state holds what a safe load would refuse, ranks
-            hold different things under one name (64 elements of each parameter are compared), or
-            they call it with another path or other settings; nothing was replaced. Or
-            ``model_parallel`` together with an optimizer.
+            hold different things under one name (64 elements of each parameter are compared), the
+            ranks that save do not hold every element of a parameter or of its state, or they call
+            it with another path or other settings; nothing was replaced. Or ``model_parallel``
+            together with an optimizer.
         RuntimeError: an earlier save in the background failed, or this one failed on another rank,
             naming it.
     """
@@ -164,23 +165,27 @@ def save(
     # places on another stage.
     members = ranks.members()
     copies = {name for name, owner in parallel.copies.items() if owner in members}
-    writing = plan_writing(
-        entries_of(model, stack, parallel, full_precision=full_precision, left_out=copies),
-        staging_of(target),
-        ranks,
-        snapshot=asynchronous,
-        params=param_entries(model, parallel),
-    )
-    work = partial(_write, writing, content, target, keep, ranks)
+    writing: Writing | None = None
     try:
+        writing = plan_writing(
+            entries_of(model, stack, parallel, full_precision=full_precision, left_out=copies),
+            staging_of(target),
+            ranks,
+            snapshot=asynchronous,
+            params=param_entries(model, parallel),
+        )
         check_replicas(params_of(model, parallel), ranks)
-        if not asynchronous:
-            return work()
-        _previous.append(SaveHandle(target, work, writing.wait_for_device))
-        return _previous[0]
     except BaseException:
-        writing.give_back()
+        if writing is not None:
+            writing.give_back()
+        if ranks.rank == 0:
+            shutil.rmtree(staging_of(target), ignore_errors=True)
         raise
+    work = partial(_write, writing, content, target, keep, ranks)
+    if not asynchronous:
+        return work()
+    _previous.append(SaveHandle(target, work, writing.wait_for_device))
+    return _previous[0]
 
 
 def _check_keep(keep: Any) -> None:

@@ -89,20 +89,31 @@ class Held(NamedTuple):
 
 
 Sheets = Mapping[bytes, Sequence[Held]]
-"""Entries held whole, by digest."""
+"""Entries that are the same on many ranks, by digest: those held whole, and, without boxes, those
+that are split."""
 
 
 @dataclass(frozen=True)
 class Holding:
+    """The entries of one rank.
+
+    Attributes:
+        whole: entries held whole.
+        shards: entries that are split, also those of which this rank holds nothing.
+    """
+
     whole: tuple[Held, ...]
     shards: tuple[Held, ...]
 
     @cached_property
     def sheets(self) -> Sheets:
-        """What it holds whole, in sheets by what names begin with; by digest."""
+        """Entries held whole, in one sheet for each beginning of names, and one sheet of the
+        entries that are split; by digest."""
         sheets_by_key: dict[str, list[Held]] = {}
         for entry in self.whole:
             sheets_by_key.setdefault(entry.name.partition(".")[0], []).append(entry)
+        if self.shards:
+            sheets_by_key[""] = [entry._replace(places=()) for entry in self.shards]
         return {
             hashlib.sha256(repr(sheet).encode()).digest(): tuple(sheet)
             for sheet in sheets_by_key.values()
@@ -129,7 +140,7 @@ def holding_of(tensors: Mapping[str, Tensor]) -> Holding:
         places = places_of(tensor)
         if places is None:
             whole.append(Held(name, tensor.dtype, tuple(tensor.shape)))
-        elif places:
+        else:
             shards.append(Held(name, tensor.dtype, tuple(tensor.shape), places))
     return Holding(tuple(whole), tuple(shards))
 
@@ -165,8 +176,8 @@ def _shared_wholes(
 ) -> list[list[str]]:
     """Each entry to the rank that has least to write of those that hold it; ``loads`` grow."""
     holders: dict[Held, tuple[bytes, ...]] = {}
-    for digest, wholes in sheets.items():
-        for entry in wholes:
+    for digest, sheet in sheets.items():
+        for entry in (entry for entry in sheet if entry.places is None):
             holders[entry] = (*holders.get(entry, ()), digest)
     alike: dict[tuple[bytes, ...], list[Held]] = {}
     for entry, held_by in holders.items():
@@ -215,8 +226,8 @@ def _check_agreement(
     ranks_of: Mapping[bytes, Sequence[int]],
     shards_of_ranks: Sequence[Sequence[Held]],
 ) -> None:
-    """Entries of the same name must be the same thing everywhere: a copy that is not written must
-    not differ."""
+    """Raise ValueError if entries of one name differ between ranks, or if the ranks do not hold
+    every element of a split entry that any of them knows of."""
     seen: dict[str, tuple[_Form, int]] = {}
     boxes: dict[tuple[str, tuple[int, ...]], set[Box]] = {}
     wholes = ((ranks_of[digest][0], sheet) for digest, sheet in sheets.items())
@@ -413,7 +424,9 @@ def plan_writing(
     described = ranks.gather_results("planning a checkpoint", describe)
     (holding,) = held
     share = WriteShare(frozenset(entry.name for entry in holding.whole))
-    if ranks.group is not None:
+    if ranks.group is None:
+        _check_agreement({}, {}, [holding.shards])
+    else:
         unchanged = ranks.broadcast(all(is_known for is_known, _ in described))
         if unchanged and known is not None:
             share = known[1]
@@ -439,7 +452,8 @@ def _shared(holding: Holding, held: list[list[bytes]], ranks: Ranks) -> WriteSha
             first.setdefault(digest, rank)
     speakers = ranks.broadcast(first)
     mine = [digest for digest in sheets if speakers[digest] == ranks.rank]
-    gathered = ranks.gather(({digest: sheets[digest] for digest in mine}, holding.shards))
+    held_shards = [entry for entry in holding.shards if entry.places]
+    gathered = ranks.gather(({digest: sheets[digest] for digest in mine}, held_shards))
 
     def decide() -> list[WriteShare]:
         everything: dict[bytes, Sequence[Held]] = {}

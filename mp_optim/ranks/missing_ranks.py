@@ -229,6 +229,7 @@ def naming_missing_ranks(group: ProcessGroup) -> Callable[[str], Any]:
 
     @contextlib.contextmanager
     def guard(doing: str) -> Iterator[None]:
+        _check_alive(group, doing)
         try:
             yield
         except MissingRanksError:
@@ -246,6 +247,17 @@ def naming_missing_ranks(group: ProcessGroup) -> Callable[[str], Any]:
             raise MissingRanksError(f"{doing} failed: {who} ({first_line})") from error
 
     return guard
+
+
+def _check_alive(group: ProcessGroup, doing: str) -> None:
+    """Raise RuntimeError if ``destroy_process_group`` has ended a group."""
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        raise RuntimeError(
+            f"{doing}: the process group of {group.size()} ranks was destroyed; build the "
+            "optimizer again over the present process group, and load the last checkpoint"
+        ) from None
 
 
 def _who_is_missing(group: ProcessGroup, doing: str) -> str:

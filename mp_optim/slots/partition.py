@@ -196,12 +196,13 @@ def check_cover(name: str, shape: tuple[int, ...], places: Iterable[Box]) -> Non
     """Raise ValueError unless boxes that differ make up a tensor, each element once."""
     places = list(places)
     covered, wanted = sum(place.numel for place in places), math.prod(shape)
-    if covered != wanted:
+    if covered < wanted:
         raise ValueError(
-            f"{name} of shape {shape}: the ranks hold parts of {covered} elements together, not "
-            f"{wanted}; is one of its ranks not among those that save?"
+            f"{name} of shape {shape}: the ranks that save hold {covered} of its {wanted} "
+            "elements; save with all ranks that the model and the optimizer were built on. If some "
+            "of them have ended, build both again and load the last checkpoint"
         )
-    if any_overlap(places):
+    if covered > wanted or any_overlap(places):
         raise ValueError(
             f"{name} of shape {shape}: ranks hold parts of it that overlap but are not the same"
         )

@@ -3,7 +3,11 @@ value is lost, and else not without being asked."""
 
 import json
 
+import pytest
+
+from mp_optim import checkpoint
 from support.launch import run_ranks
+from support.workers.shrinking import LAYOUTS
 
 
 def test_from_two_ranks_to_one_and_three(tmp_path):
@@ -20,3 +24,32 @@ def test_from_two_ranks_to_one_and_three(tmp_path):
                 assert "Codes share a scale in every 256 elements" in value, name
         else:
             assert values == [True] * len(values), name
+
+
+@pytest.fixture(scope="module")
+def shrunk(tmp_path_factory):
+    """A folder of checkpoints, and the errors that workers/shrinking.py found."""
+    folder = tmp_path_factory.mktemp("shrinking")
+    run_ranks("shrinking", 3, str(folder), timeout=100)
+    return folder, json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_save_keeps_the_last_version_when_ranks_of_a_kept_optimizer_are_gone(shrunk, layout):
+    folder, found = shrunk
+    errors = [found[f"{layout} {size}"] for size in (2, 1)]
+    if layout == "no_shard":  # each rank holds everything
+        assert errors == ["no error", "no error"]
+    else:
+        for error in errors:
+            assert "the ranks that save hold " in error and "build both again" in error, error
+        assert [path.name for path in checkpoint.versions(folder / layout)] == ["version-1"]
+    assert [path.name for path in (folder / layout).glob(".*")] == []
+    checkpoint.verify(folder / layout)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "fsdp2"])  # torch's error
+def test_step_names_the_destroyed_process_group_when_the_optimizer_is_kept(shrunk, layout):
+    error = shrunk[1][f"{layout} step"]
+    assert error.startswith("RuntimeError: "), error
+    assert "process group of 3 ranks was destroyed; build the optimizer again" in error

@@ -1,0 +1,87 @@
+"""Three gloo processes, of which two begin again and then one, with the same optimizers."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
+
+ZERO = {"use_distributed_optimizer": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "optim": ZERO,
+    "optim_grads": {**ZERO, "data_parallel_sharding_strategy": "optim_grads"},
+    "layer-wise": {**ZERO, "use_layer_wise_distributed_optimizer": True},
+    "no_shard": {**ZERO, "data_parallel_sharding_strategy": "no_shard"},
+    "fsdp2": {},
+}
+
+
+def begin(life: int, size: int) -> None:
+    """Meet in a process group whose keys in the store are this life's own."""
+    store = dist.TCPStore("localhost", int(os.environ["MASTER_PORT"]), is_master=False)
+    own = dist.PrefixStore(f"life {life}", store)
+    dist.init_process_group("gloo", store=own, rank=int(os.environ["RANK"]), world_size=size)
+
+
+def built(layout: str) -> tuple[nn.Module, Any]:
+    """A model that was stepped once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).bfloat16()
+    if layout == "fsdp2":
+        fully_shard(model)
+    config = OptimizerConfig(lr=1e-3, bf16=True, **LAYOUTS[layout])
+    optimizer = get_megatron_optimizer(config, model)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 8).bfloat16()).float().sum().backward()
+    optimizer.step()
+
+
+def error_of(act: Callable[[], object]) -> str:
+    """The error that a call ends in."""
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def main(folder: Path) -> None:
+    rank, found = int(os.environ["RANK"]), {}
+    begin(1, 3)
+    kept = {layout: built(layout) for layout in LAYOUTS}
+    for layout, both in kept.items():
+        checkpoint.save(folder / layout, *both)
+    for size in (2, 1):
+        dist.barrier()
+        dist.destroy_process_group()
+        if rank >= size:
+            break
+        begin(4 - size, size)
+        for layout, both in kept.items():
+            saving = error_of(lambda both=both, name=layout: checkpoint.save(folder / name, *both))
+            found[f"{layout} {size}"] = saving
+    if rank == 0:
+        for layout, both in kept.items():
+            found[f"{layout} step"] = error_of(lambda both=both: step(*both))
+        (folder / "found.json").write_text(json.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
