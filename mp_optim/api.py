@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from mp_optim.ranks.agreement import ProcessGroups
 from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.slots.names import ModelParams, canonical_names, named_params, prefixed
 from mp_optim.slots.param_attributes import check_attributes
+
+_log = logging.getLogger(__name__)
 
 
 @in_own_modes
@@ -97,6 +100,8 @@ def get_megatron_optimizer(
     for stack in (optimizer, *optimizer.chained_optimizers):
         stack.watch.params = stack.model_params = params
         stack.model_parallel = parallel
+    for line in optimizer.choice_notes():
+        _log.info(line)
     return optimizer
 
 

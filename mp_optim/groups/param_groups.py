@@ -1,5 +1,5 @@
-"""Param groups: which parameters share hyperparameters, decided by declared overrides; the settings
-that groups and overrides may have; and which parameters are matrices of Muon's.
+"""Param groups: which parameters share hyperparameters, decided by declared overrides; and the
+settings that groups and overrides may have.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypedDict
 
-import torch
 from torch import Tensor, nn
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES
 from mp_optim.config.setting_checks import LARGEST, SCHEDULED, as_number, nearest
-from mp_optim.slots import param_attributes
+from mp_optim.groups.tables import MuonAssignment, Tables
 from mp_optim.slots.names import named_params
 from mp_optim.slots.param_attributes import is_expert_param
 
@@ -99,6 +98,45 @@ def _key(name: str, fn: Callable[[Tensor, str], bool]) -> ParamKey:
     return ParamKey(with_name_predicate=ParamWithNamePredicate(name, fn))
 
 
+@dataclass(frozen=True)
+class _TableTest:
+    """A test of a parameter that depends on whether it is an embedding or output layer.
+
+    Attributes:
+        test: of a parameter, and whether it is one.
+        tables: the model's; attributes and names alone decide until the factory sets it.
+    """
+
+    test: Callable[[Tensor, bool], bool]
+    tables: Tables = field(default_factory=Tables)
+
+    def __call__(self, param: Tensor, name: str) -> bool:
+        return self.test(param, self.tables.why(param, name) is not None)
+
+
+def _is_table(param: Tensor, is_table: bool) -> bool:
+    return is_table
+
+
+def _is_hidden(param: Tensor, is_table: bool) -> bool:
+    return param.ndim >= 2 and not is_table
+
+
+def _is_vector_like(param: Tensor, is_table: bool) -> bool:
+    return not _is_hidden(param, is_table)
+
+
+def _with_tables(key: ParamKey, tables: Tables) -> ParamKey:
+    """A key whose tests know the embeddings and output layers of a model."""
+    tests = tuple(
+        replace(test, fn=replace(test.fn, tables=tables))
+        if isinstance(test.fn, _TableTest)
+        else test
+        for test in _tuple(key.with_name_predicate)
+    )
+    return replace(key, with_name_predicate=tests)
+
+
 def _limits(max_lr: float, min_lr: float | None) -> ParamGroupOverride:
     return {"max_lr": max_lr} if min_lr is None else {"max_lr": max_lr, "min_lr": min_lr}
 
@@ -115,9 +153,10 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, Par
     """No weight decay for biases and 1-D parameters; ``decoupled_lr`` for embedding and output
     parameters.
 
-    The latter are those with a truthy ``is_embedding_or_output_parameter``, or, where the attribute
-    is absent, with ``embed_tokens``, ``word_embeddings``, ``lm_head`` or ``output_layer`` in their
-    FQN.
+    Embedding and output parameters are those with a truthy ``is_embedding_or_output_parameter``. If
+    the attribute is absent, the factory decides by their modules: ``nn.Embedding`` and kin, tied
+    parameters, Hugging Face's ``get_output_embeddings()``; and by the names that model families
+    have for their output layers.
     """
     undecayed = (
         _key("no_weight_decay_but_qk", partial(_no_weight_decay, spared=_QK_LAYERNORMS))
@@ -130,7 +169,7 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, Par
         if floor is None and config.min_lr is not None:
             floor = min(config.min_lr, config.decoupled_lr)
         decoupled = _limits(config.decoupled_lr, floor)
-        overrides[_key("embedding_or_output", is_embedding_or_output)] = decoupled
+        overrides[_key("embedding_or_output", _TableTest(_is_table))] = decoupled
     return overrides
 
 
@@ -155,14 +194,12 @@ def get_mup_config_overrides(
     if config.optimizer == "muon":
         return {}
 
-    def hidden(param: Tensor, name: str) -> bool:
-        return param.ndim >= 2 and not is_embedding_or_output(param, name)
-
     factor = mup_width_mult if optimizer_type == "sgd" else 1 / mup_width_mult
     limits = _limits(lr * factor, None if config.min_lr is None else config.min_lr * factor)
     if optimizer_type == "sgd":
-        return {_key("mup_vector_like", lambda param, name: not hidden(param, name)): limits}
-    return {_key("mup_hidden", hidden): {**limits, "eps": config.adam_eps / mup_width_mult}}
+        return {_key("mup_vector_like", _TableTest(_is_vector_like)): limits}
+    eps = config.adam_eps / mup_width_mult
+    return {_key("mup_hidden", _TableTest(_is_hidden)): {**limits, "eps": eps}}
 
 
 def check_config_overrides_consistency(
@@ -228,12 +265,13 @@ def get_param_groups(
     """
     lr = _required_lr(config)
     check_config_overrides_consistency(config, config_overrides)
+    tables = Tables(model_chunks)
     overrides = {
-        key: checked_override(config, override)
+        _with_tables(key, tables): checked_override(config, override)
         for key, override in (config_overrides or {}).items()
     }
     expert = expert_predicate or is_expert_param
-    muon = MuonAssignment(model_chunks, config) if config.optimizer == "muon" else None
+    muon = MuonAssignment(model_chunks, config, tables) if config.optimizer == "muon" else None
     members: dict[tuple[bool, tuple[Any, ...]], list[tuple[str, Tensor]]] = {}
     trained = _trained(model_chunks)
     for name, param in trained:
@@ -378,138 +416,3 @@ def check_group_settings(where: str, group: Mapping[str, Any], rule: str) -> Non
 
 def _within(value: Any, most: float) -> bool:
     return not isinstance(value, Tensor) and 0.0 <= as_number(value) <= most
-
-
-# -- Muon -----------------------------------------------------------------------------------------
-
-_BY_HEADS = ("linear_qkv", "q_proj", "k_proj", "v_proj")
-_EMBEDDINGS = ("embed_tokens", "word_embeddings", "lm_head", "output_layer")
-
-
-def is_embedding_or_output(param: Tensor, name: str) -> bool:
-    """Megatron's attribute ``is_embedding_or_output_parameter``, or, where it is absent, a part of
-    the FQN."""
-    attribute = param_attributes.marked_embedding_or_output(param)
-    if attribute is None:
-        return any(part in _EMBEDDINGS for part in name.split("."))
-    return attribute
-
-
-def _whole_shape(param: Tensor) -> torch.Size:
-    """The shape of what a tensor may be a flat part of."""
-    whole = param_attributes.shard_info(param).whole_shape
-    return param.shape if whole is None else whole
-
-
-def is_hidden_matrix(param: Tensor, name: str, is_expert: bool) -> bool:
-    """Whether Muon steps a parameter unless its module or an override says otherwise: a matrix, or
-    an expert's stack of them, that is neither an embedding nor the output layer, and whose
-    ``use_muon`` is not false."""
-    dims = len(_whole_shape(param))
-    return (
-        (dims == 2 or (dims == 3 and is_expert))
-        and param_attributes.is_for_muon(param)
-        and not is_embedding_or_output(param, name)
-    )
-
-
-class MuonAssignment:
-    """Says for each parameter of a model which rule steps it, and how a fused QKV weight is cut.
-
-    Args:
-        model_chunks: whose embeddings and output layers are known also by their modules:
-            ``nn.Embedding``, and what Hugging Face's ``get_output_embeddings()`` names.
-    """
-
-    def __init__(self, model_chunks: Sequence[nn.Module], config: OptimizerConfig) -> None:
-        self._config = config
-        self._embeddings: set[int] = set()
-        self._sizes: dict[int, Any] = {}
-        for chunk in model_chunks:
-            sizes = getattr(chunk, "config", None)
-            self._sizes |= dict.fromkeys(map(id, chunk.parameters()), sizes)
-            modules = [module for module in chunk.modules() if isinstance(module, nn.Embedding)]
-            output = getattr(chunk, "get_output_embeddings", lambda: None)()
-            for module in [*modules, *([output] if isinstance(output, nn.Module) else [])]:
-                self._embeddings.update(map(id, module.parameters(recurse=False)))
-
-    def settings(
-        self, param: Tensor, name: str, is_expert: bool, override: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """The overrides of a parameter with ``optimizer`` among them, ``qkv_split_shapes`` where it
-        is fused, and ``head_rows`` where its heads are split.
-
-        Raises:
-            ValueError: it is fused, and neither model nor override says how; or it is no matrix and
-                an override says ``muon``.
-        """
-        is_hidden = id(param) not in self._embeddings and is_hidden_matrix(param, name, is_expert)
-        own = "muon" if is_hidden else self._config.muon_scalar_optimizer
-        chosen = override.get("optimizer", own)
-        if chosen != "muon":
-            return {**override, "optimizer": chosen}
-        shape = _whole_shape(param)
-        if len(shape) < 2:
-            raise ValueError(
-                f"{name} has shape {tuple(shape)}: override optimizer='muon' is for matrices"
-            )
-        heads = override.get("head_rows", self._head_rows(param, name))
-        if heads is not None:
-            _check_rows(param, name, "head_rows", heads, heads)
-            return {**override, "optimizer": chosen, "head_rows": heads}
-        parts = override.get("qkv_split_shapes", self._qkv_parts(param, name))
-        if parts is None:
-            return {**override, "optimizer": chosen}
-        _check_rows(param, name, "the sum of qkv_split_shapes", parts, sum(parts))
-        return {**override, "optimizer": chosen, "qkv_split_shapes": parts}
-
-    def _head_rows(self, param: Tensor, name: str) -> int | None:
-        """Rows of each head, of the names that Megatron and Hugging Face give such weights."""
-        if not self._config.muon_split_heads:
-            return None
-        is_attention = name.removesuffix(".weight").split(".")[-1] in _BY_HEADS
-        if not is_attention and not param_attributes.is_qkv(param):
-            return None
-        sizes = self._sizes.get(id(param))
-        for size in ("kv_channels", "head_dim"):
-            if rows := getattr(sizes, size, None):
-                return int(rows)
-        hidden, heads = (
-            getattr(sizes, size, None) for size in ("hidden_size", "num_attention_heads")
-        )
-        if hidden and heads:
-            return int(hidden // heads)
-        raise ValueError(
-            f"{name} is an attention weight and muon_split_heads=True, but the model's config does "
-            "not say how many rows a head has (kv_channels, head_dim, or hidden_size and "
-            "num_attention_heads); override head_rows, with None for a weight without heads"
-        )
-
-    def _qkv_parts(self, param: Tensor, name: str) -> tuple[int, ...] | None:
-        """Megatron's rows per query group: queries, a gate where the model's attention has one,
-        keys, values."""
-        fused = param_attributes.is_qkv(param) or name.endswith("linear_qkv.weight")
-        if not self._config.muon_split_qkv or not fused:
-            return None
-        if (parts := param_attributes.qkv_split_shapes(param)) is not None:
-            return parts
-        sizes = self._sizes.get(id(param))
-        heads, groups, width = (
-            getattr(sizes, field, None)
-            for field in ("num_attention_heads", "num_query_groups", "kv_channels")
-        )
-        if not heads or not groups or not width:
-            raise ValueError(
-                f"{name} is a fused QKV weight and muon_split_qkv=True, but the model's config "
-                "does not say how it is laid out (num_attention_heads, num_query_groups, "
-                "kv_channels); override qkv_split_shapes=(rows of Q, of K, of V in each group), or "
-                "set muon_split_qkv=False"
-            )
-        queries = heads // groups * width
-        gate = (queries,) if getattr(sizes, "attention_output_gate", False) else ()
-        return (queries, *gate, width, width)
-
-
-def _check_rows(param: Tensor, name: str, what: str, value: Any, rows: int) -> None:
-    if (height := _whole_shape(param)[-2]) % rows:
-        raise ValueError(f"{name} has {height} rows, which is no multiple of {what}={value}")

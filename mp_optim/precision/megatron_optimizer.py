@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.deltas import WeightDelta, WeightPatch
+from mp_optim.groups.tables import Tables, choice_notes
 from mp_optim.precision.averaged_weights import AveragedWeights, scale_rows_
 from mp_optim.precision.backward_overlap import EarlyWork
 from mp_optim.precision.changed_weights import ChangedPart
@@ -497,6 +498,13 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.skip_rule.load_state_dict(state_dict.get("skip_step"))
 
     # -- what is going on -------------------------------------------------------------------------
+
+    def choice_notes(self) -> tuple[str, ...]:
+        """With Muon, lines that list the parameters of each rule, and the reasons; else none."""
+        if self.config.optimizer != "muon":
+            return ()
+        chunks = [] if self.model_params is None else self.model_params.chunks()
+        return choice_notes(self.param_groups, Tables(chunks))
 
     @abstractmethod
     def describe(self) -> Description:

@@ -420,7 +420,8 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def describe(self) -> Description:
         rows = describe(self.param_groups, self.executor, self.engine.table)
-        return Description(rows.rows, (*rows.notes, *graph_step.graph_notes(self.graphed)))
+        graphs = graph_step.graph_notes(self.graphed)
+        return Description(rows.rows, (*rows.notes, *self.choice_notes(), *graphs))
 
     def metrics(self) -> dict[str, float]:
         stepper, verdict = stepper_of(self.executor), self.counts.settle()

@@ -142,9 +142,13 @@ class ModelParams:
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._chunks = [weakref.ref(chunk) for chunk in chunks]
 
-    def _named(self) -> list[tuple[str, Tensor]]:
+    def chunks(self) -> list[nn.Module]:
+        """The model's chunks; none if one of them was deleted."""
         chunks = [chunk for ref in self._chunks if (chunk := ref()) is not None]
-        return list(named_params(chunks)) if len(chunks) == len(self._chunks) else []
+        return chunks if len(chunks) == len(self._chunks) else []
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        return list(named_params(self.chunks()))
 
     def names_of(self, params: Sequence[Tensor]) -> list[str | None]:
         """The canonical name of each parameter; None of one that is not in the model."""

@@ -6,13 +6,21 @@ name they also take :class:`~mp_optim.torch_style.optimizer.StackSettings`.
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from mp_optim.groups.param_groups import is_hidden_matrix
+from mp_optim.groups.tables import (
+    Tables,
+    choice_notes,
+    is_hidden_matrix,
+    module_of,
+    warn_of_table_shape,
+)
 from mp_optim.process.calls import warn
 from mp_optim.slots.param_attributes import is_expert_param
 from mp_optim.torch_style.optimizer import StackOptimizer, StackSettings
@@ -20,6 +28,8 @@ from mp_optim.torch_style.optimizer import StackOptimizer, StackSettings
 __all__ = ["LAMB", "SGD", "AdEMAMix", "Adafactor", "Adam", "AdamW", "Lion", "Muon", "StableAdamW"]
 
 Betas = tuple[float, float]
+
+_log = logging.getLogger(__name__)
 
 
 class Adam(StackOptimizer):
@@ -227,9 +237,10 @@ class Muon(StackOptimizer):
     """Muon (Jordan 2024) for matrices, AdamW for the rest, with one learning rate for both.
 
     A group is taken apart: its matrices that are neither embeddings nor output layers are Muon's,
-    and what is left becomes a group of its own. Embeddings and output layers are told by name, so
-    pass ``model.named_parameters()``, or give their group ``optimizer="adam"`` (or
-    ``use_muon=False``).
+    and what is left becomes a group of its own. ``describe()`` lists both, with the reasons. The
+    model's modules tell embeddings and output layers: pass ``model.named_parameters()`` as it
+    comes, or ``model=``. Without the modules the names tell them: those of the usual families. A
+    group with ``optimizer="adam"`` (or ``use_muon=False``) is AdamW's in any case.
 
     Args:
         momentum: of Muon.
@@ -246,9 +257,13 @@ class Muon(StackOptimizer):
         moment2_method: ``"normuon"``: Muon's steps keep their norm, and their rows, a neuron each,
             come to one size (Li et al. 2025).
         beta2: of the average of squares that says by how much.
+        model: the module that holds the parameters, for lists and groups of them; the optimizer
+            does not keep it alive.
     """
 
     rule = "muon"
+    _modules: tuple[weakref.ref[nn.Module], ...] = ()
+    """The modules that hold the parameters, as far as they are known."""
 
     def __init__(
         self,
@@ -265,8 +280,11 @@ class Muon(StackOptimizer):
         cautious_wd: bool = False,
         moment2_method: str | None = None,
         beta2: float = 0.95,
+        model: nn.Module | None = None,
         **settings: Unpack[StackSettings],
     ) -> None:
+        self._remember(model)
+        self._remember(module_of(params))
         scales: dict[str | None, tuple[str, float]] = {
             None: ("shape_scaling", 1.0),
             "original": ("shape_scaling", 1.0),
@@ -288,44 +306,56 @@ class Muon(StackOptimizer):
         }
         switches = {"caution": caution, "cautious_wd": cautious_wd}
         super().__init__(params, {**values, **of_muon, **switches}, settings)
+        for line in self.choice_notes():
+            _log.info(line)
 
     def arranged(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        return by_rule(group)
+        self._remember(module_of(group["params"]))
+        return by_rule({**group, "params": _members(group["params"])}, self._tables())
+
+    def choice_notes(self) -> tuple[str, ...]:
+        return choice_notes(self.param_groups, self._tables())
+
+    def _remember(self, module: nn.Module | None) -> None:
+        if module is not None:
+            self._modules = (*self._modules, weakref.ref(module))
+
+    def _tables(self) -> Tables:
+        modules = (ref() for ref in self._modules)
+        return Tables([module for module in modules if module is not None])
 
 
 NamedTensor = tuple[str, Tensor]
 
 
-def by_rule(group: dict[str, Any]) -> list[dict[str, Any]]:
+def by_rule(group: dict[str, Any], tables: Tables) -> list[dict[str, Any]]:
     """A group as one or two: Muon's matrices, and the rest.
 
-    Raises:
-        ValueError: ``optimizer`` of the group is neither muon nor adam.
+    Args:
+        group: its ``params`` as a list.
+        tables: the embeddings and output layers of the model.
     """
     settings = {key: value for key, value in group.items() if key not in ("params", "use_muon")}
     chosen = group.get("optimizer", {False: "adam"}.get(group.get("use_muon", True)))
     if chosen is not None:
         return [{**settings, "params": group["params"], "optimizer": chosen}]
-    members = _members(group["params"])
-    matrices = [member for member in members if _is_matrix(member)]
-    rest = [member for member in members if not _is_matrix(member)]
-    if matrices and not isinstance(matrices[0], tuple):
+    parts: dict[str, list[Tensor | NamedTensor]] = {"muon": [], "adam": []}
+    for member in group["params"]:
+        name, param = ("", member) if isinstance(member, Tensor) else member
+        is_muons = is_hidden_matrix(param, name, is_expert_param(param, name), tables)
+        parts["muon" if is_muons else "adam"].append(member)
+    for member in parts["muon"]:
+        if not isinstance(member, Tensor):
+            warn_of_table_shape(member[1], tables.name_of(member[1], member[0]))
+    if any(isinstance(member, Tensor) and not tables.knows(member) for member in parts["muon"]):
         warn(
             "Muon was given parameters without names, so every matrix is stepped by it, embeddings "
-            'and output layers too: pass model.named_parameters(), or a group with optimizer="adam"'
-            " for those"
+            "and output layers too: pass model.named_parameters(), or model=model, or a group with "
+            'optimizer="adam" for those'
         )
-    parts = [
-        {**settings, "params": members, "optimizer": rule}
-        for rule, members in (("muon", matrices), ("adam", rest))
-    ]
-    return [part for part in parts if part["params"]] or parts[:1]
+    split = [{**settings, "params": parts[rule], "optimizer": rule} for rule in parts]
+    return [part for part in split if part["params"]] or split[:1]
 
 
 def _members(params: Any) -> list[Tensor | NamedTensor]:
     return [params] if isinstance(params, Tensor) else list(params)
-
-
-def _is_matrix(member: Tensor | NamedTensor) -> bool:
-    name, param = ("", member) if isinstance(member, Tensor) else member
-    return is_hidden_matrix(param, name, is_expert_param(param, name))

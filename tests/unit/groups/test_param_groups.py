@@ -114,6 +114,24 @@ def test_mup_scales_hidden_matrices_for_adam_and_vectors_for_sgd():
         get_mup_config_overrides(CONFIG, 0)
 
 
+def test_decoupled_lr_and_mup_know_embeddings_and_heads_by_their_modules():
+    model = nn.ModuleDict(
+        {
+            **{"wte": nn.Embedding(4, 4), "lookup": nn.Embedding(4, 4)},
+            **{"hidden": nn.Linear(4, 4), "embed_in": nn.Linear(4, 4)},
+            "classifier": nn.Linear(4, 2),
+        }
+    )
+    tables = {"wte.weight", "lookup.weight", "classifier.weight"}
+    config = dataclasses.replace(CONFIG, decoupled_lr=1e-5)
+    groups = get_param_groups([model], config, get_standard_config_overrides(config))
+    decoupled = {name for g in groups if g["is_decoupled_lr"] for name in g["param_names"]}
+    assert decoupled - {"classifier.bias"} == tables
+    groups = get_param_groups([model], CONFIG, get_mup_config_overrides(CONFIG, 4.0))
+    kept = {name for g in groups if g["max_lr"] == CONFIG.lr for name in g["param_names"]}
+    assert {name for name in kept if name.endswith("weight")} == tables
+
+
 def test_conflicts_and_inconsistencies_are_named(caplog):
     model = nn.Linear(2, 2)
     overrides = {

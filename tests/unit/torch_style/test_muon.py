@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import mp_optim
+from mp_optim import OptimizerConfig
 
 # Newton-Schulz in bfloat16, by the same products in the same order: measured 1.4e-7.
 TOLERANCE = 2e-6
@@ -41,19 +44,98 @@ def test_matrices_are_stepped_as_torch_does(adjust: str | dict[str, str]) -> Non
     assert torch.allclose(*weights, rtol=0.0, atol=TOLERANCE)
 
 
-def test_a_group_is_taken_apart_by_name() -> None:
-    optimizer = mp_optim.Muon(Net().named_parameters(), lr=1e-3)
-    found = {group["optimizer"]: group["param_names"] for group in optimizer.param_groups}
-    assert found == {
-        "muon": ["hidden.weight"],
-        "adam": ["embed_tokens.weight", "hidden.bias", "lm_head.weight"],
+class Oddly(nn.Module):
+    """A model whose names say nothing of its embedding, its tied table and its output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lookup = nn.Embedding(11, 16)
+        self.hidden = nn.Linear(16, 24)
+        self.embed_like = nn.Linear(24, 24, bias=False)
+        self.down = nn.Linear(24, 16, bias=False)
+        self.tied = nn.Linear(16, 11, bias=False)
+        self.tied.weight = self.lookup.weight
+        self.last = nn.Linear(16, 5, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.last
+
+
+def by_factory(model: nn.Module) -> Any:
+    return mp_optim.get_megatron_optimizer(OptimizerConfig(optimizer="muon", lr=1e-3), model)
+
+
+def added(model: nn.Module) -> Any:
+    named = list(model.named_parameters())
+    optimizer = mp_optim.Muon(named[:1], model=model)
+    optimizer.add_param_group({"params": named[1:]})
+    return optimizer
+
+
+DOORS: dict[str, Callable[[nn.Module], Any]] = {
+    "named_parameters": lambda model: mp_optim.Muon(model.named_parameters()),
+    "parameters": lambda model: mp_optim.Muon(model.parameters()),
+    "group": lambda model: mp_optim.Muon([{"params": model.named_parameters()}]),
+    "model": lambda model: mp_optim.Muon(list(model.parameters()), model=model),
+    "added": added,
+    "factory": by_factory,
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_muon_leaves_tables_to_adamw_by_their_modules(door: str) -> None:
+    model = Oddly()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = DOORS[door](model)
+    rules = {
+        id(param): group["optimizer"]
+        for group in optimizer.param_groups
+        for param in group["params"]
     }
+    hidden = [model.hidden.weight, model.embed_like.weight, model.down.weight]
+    assert [rules[id(weight)] for weight in hidden] == ["muon"] * 3
+    assert rules[id(model.lookup.weight)] == rules[id(model.last.weight)] == "adam"
+    notes = "\n".join(optimizer.choice_notes())
+    assert "in Embedding" in notes and "in the output layer" in notes
+    assert notes in str(optimizer.describe())
 
 
-def test_without_names_it_says_what_it_cannot_tell() -> None:
-    with pytest.warns(UserWarning, match="named_parameters"):
-        optimizer = mp_optim.Muon(Net().parameters())
+TABLES = [
+    *("transformer.wte.weight", "transformer.wpe.weight", "gpt_neox.embed_in.weight"),
+    *("embed_out.weight", "backbone.embeddings.weight", "shared.weight", "tok_embeddings.weight"),
+    *("output.weight", "text_model.embeddings.token_embedding.weight", "pos_embed", "head.weight"),
+    *(
+        "classifier.weight",
+        "score.weight",
+        "layers.5.lm_head.w_out.weight",
+        "value_embeds.0.weight",
+    ),
+    *("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", "lm_head.weight"),
+]
+HIDDEN = [
+    *("transformer.h.0.attn.c_attn.weight", "encoder.layer.0.output.dense.weight", "0.weight"),
+    *("layers.0.shared_experts.up_proj.weight", "layers.0.attention.output.weight", "fc1.weight"),
+    *("time_embedding.linear_1.weight", "layers.0.classifier_free.weight", "encoder.proj.weight"),
+]
+
+
+def test_muon_leaves_tables_to_adamw_by_the_names_of_the_usual_families() -> None:
+    named = [(name, nn.Parameter(torch.ones(8, 4))) for name in (*TABLES, *HIDDEN)]
+    found = {
+        group["optimizer"]: group["param_names"] for group in mp_optim.Muon(named).param_groups
+    }
+    assert found == {"muon": HIDDEN, "adam": TABLES}
+
+
+def test_muon_warns_when_it_can_only_guess() -> None:
+    with pytest.warns(UserWarning, match="without names"):
+        optimizer = mp_optim.Muon(list(Net().parameters()))
     assert [len(group["params"]) for group in optimizer.param_groups] == [3, 1]
+    tall = nn.ModuleDict({"vocabulary": nn.Linear(16, 2048, bias=False)})
+    for door in (DOORS["named_parameters"], by_factory):
+        with pytest.warns(UserWarning, match=r"vocabulary\.weight: its shape \(2048, 16\)"):
+            door(tall)
 
 
 @pytest.mark.parametrize("mark", [{"optimizer": "adam"}, {"use_muon": False}])
