@@ -53,7 +53,8 @@ class MegatronFace(torch.optim.Optimizer):
     """Passes everything on to a stack, and answers what only Megatron asks.
 
     One object that forwards, so that the stacks themselves need not grow by every method that a
-    program of Megatron's calls around a step.
+    program of Megatron's calls around a step. By itself it is a part of a chain, as Megatron's
+    single optimizers are.
 
     Args:
         stack: the optimizer of :func:`mp_optim.get_megatron_optimizer`.
@@ -77,7 +78,7 @@ class MegatronFace(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "stack":  # of an object that is being unpickled
             raise AttributeError(name)
-        if name == "chained_optimizers":  # the property raised this
+        if name == "chained_optimizers":  # Megatron's callers tell a chain from its parts by it
             raise AttributeError("a part of a chain has no chained_optimizers")
         return getattr(self.stack, name)
 
@@ -102,15 +103,6 @@ class MegatronFace(torch.optim.Optimizer):
     def __reduce__(self) -> tuple[Any, ...]:
         return MegatronFace, (self.stack,)
 
-    @property
-    def chained_optimizers(self) -> list[Any]:
-        """The members, the same objects each time; those of a stack without any: itself."""
-        stacks = self.stack.chained_optimizers
-        members: list[MemberFace] = self.__dict__.setdefault("_members", [])
-        if [member.stack for member in members] != stacks:
-            members[:] = [MemberFace(stack) for stack in stacks]
-        return members
-
     # -- methods that torch's class has and the stack overrides
 
     def step(self, closure: Any = None) -> Any:
@@ -122,6 +114,10 @@ class MegatronFace(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.stack.add_param_group(param_group)
+
+    def _get_state(self) -> Any:
+        """State by parameter, under the name that programs call on Megatron's optimizers."""
+        return self.stack.state
 
     # -- around a step
 
@@ -166,13 +162,18 @@ class MegatronFace(torch.optim.Optimizer):
         Raises:
             ValueError: the dense and the expert part have different ones.
         """
-        members = [member.norm_ranks() for member in self.stack.chained_optimizers]
-        if any(ranks != members[0] for ranks in members):
+        if not self.grads_states_parallel_group_is_shared():
             raise ValueError(
                 "the dense and the expert part agree on their norms over different ranks; ask "
                 "the parts, in chained_optimizers"
             )
-        return members[0][0] if members[0] else None
+        ranks = self.stack.chained_optimizers[0].norm_ranks()
+        return ranks[0] if ranks else None
+
+    def grads_states_parallel_group_is_shared(self) -> bool:
+        """Whether all parts agree on the gradient norm over the same ranks."""
+        members = [member.norm_ranks() for member in self.stack.chained_optimizers]
+        return all(ranks == members[0] for ranks in members)
 
     # -- a step in parts, for callers that coordinate several optimizers: gradients are prepared,
     # their norm is asked for and clipped, and they are stepped with. Nothing is written between:
@@ -375,12 +376,3 @@ class MegatronFace(torch.optim.Optimizer):
         if is_loading:
             return dist_checkpointing.requested_state_dict(*asked, self._chunks)
         return dist_checkpointing.sharded_state_dict(*asked)
-
-
-class MemberFace(MegatronFace):
-    """A part of a stack. As a part of Megatron's it has no ``chained_optimizers``: callers ask for
-    them by ``hasattr``."""
-
-    @property
-    def chained_optimizers(self) -> list[Any]:
-        raise AttributeError

@@ -20,7 +20,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.distributed import composite
 from mp_optim.megatron.config import config_from_megatron
 from mp_optim.megatron.face import MegatronFace
-from mp_optim.megatron.torch_format import groups_elsewhere
+from mp_optim.megatron.torch_format import SavedSettings, groups_elsewhere
 from mp_optim.placement import hybrid
 from mp_optim.precision import MegatronGradScaler, MegatronOptimizer
 from mp_optim.ranks.agreement import ProcessGroups
@@ -44,7 +44,7 @@ def get_megatron_optimizer(
     use_gloo_process_groups: bool = True,
     pg_collection: Any = None,
     dump_param_to_param_group_map: str | None = None,
-) -> MegatronFace:
+) -> ChainedOptimizer:
     """Megatron's factory: its arguments in, a stack of ours out.
 
     Args:
@@ -88,7 +88,7 @@ def get_megatron_optimizer(
         if not has_rate and group["default_config"]:
             group["lr"] = None
             group.pop("max_lr", None)  # the scheduler's own counts
-    return MegatronFace(stack, model_chunks, groups_elsewhere(stack))
+    return ChainedOptimizer.over(stack, model_chunks, groups_elsewhere(stack))
 
 
 def get_megatron_muon_optimizer(
@@ -98,7 +98,7 @@ def get_megatron_muon_optimizer(
     use_gloo_process_groups: bool = True,
     layer_wise_distributed_optimizer: bool = False,
     pg_collection: Any = None,
-) -> MegatronFace:
+) -> ChainedOptimizer:
     """Megatron's factory of Muon, of core 0.16; :func:`get_megatron_optimizer` with ``muon`` in the
     config, or ``dist_muon``."""
     of_muon = copy.copy(config)
@@ -108,7 +108,7 @@ def get_megatron_muon_optimizer(
     )
 
 
-_FACTORIES: dict[str, tuple[str, Callable[..., MegatronFace]]] = {
+_FACTORIES: dict[str, tuple[str, Callable[..., ChainedOptimizer]]] = {
     "get_megatron_optimizer": (_HOME, get_megatron_optimizer),
     "get_megatron_muon_optimizer": (f"{_HOME}.muon", get_megatron_muon_optimizer),
 }
@@ -186,7 +186,9 @@ def install(**settings: Any) -> None:
     for name, theirs in _theirs.items():
         _put(name, theirs, _FACTORIES[name][1])
     # callers that ask what kind of optimizer they were given
-    importlib.import_module(_HOME).MegatronOptimizer.register(MegatronFace)
+    theirs = importlib.import_module(_HOME)
+    theirs.MegatronOptimizer.register(MegatronFace)
+    theirs.ChainedOptimizer.register(ChainedOptimizer)
 
 
 def _present(name: str) -> Any:
@@ -315,10 +317,12 @@ class FP32Optimizer(MegatronFace):
 
 
 class ChainedOptimizer(MegatronFace):
-    """See :class:`mp_optim.ChainedOptimizer`; without members, one that has nothing to step.
+    """See :class:`mp_optim.ChainedOptimizer`. As in Megatron, the factory returns one whatever the
+    number of its parts; without parts it has nothing to step. ``isinstance`` takes it for
+    Megatron's class once :func:`install` was called.
 
     Args:
-        chained_optimizers: what the wrappers here or :func:`get_megatron_optimizer` made.
+        chained_optimizers: objects of the wrappers here, or of :func:`get_megatron_optimizer`.
 
     Raises:
         TypeError: one is another's.
@@ -337,6 +341,32 @@ class ChainedOptimizer(MegatronFace):
             nothing = FusedAdam([{"params": []}], lr=0.0)
             members = [precision.FP32Optimizer(nothing, OptimizerConfig(lr=0.0))]
         super().__init__(composite.ChainedOptimizer(members))
+
+    @classmethod
+    def over(
+        cls,
+        stack: MegatronOptimizer,
+        chunks: Sequence[nn.Module],
+        elsewhere: Sequence[Sequence[SavedSettings]],
+    ) -> ChainedOptimizer:
+        """A chain over a stack that is built; the arguments are those of :class:`MegatronFace`."""
+        chain = cls.__new__(cls)
+        MegatronFace.__init__(chain, stack, chunks, elsewhere)
+        return chain
+
+    @property
+    def chained_optimizers(self) -> list[MegatronFace]:
+        """The parts, the same objects each time; one part over a stack that has no members."""
+        stacks = self.stack.chained_optimizers
+        members: list[MegatronFace] = self.__dict__.setdefault("_members", [])
+        if [member.stack for member in members] != stacks:
+            members[:] = [MegatronFace(stack) for stack in stacks]
+        return members
+
+    @property
+    def model_chunks(self) -> list[nn.Module]:
+        """The modules that the optimizer was built for."""
+        return list(self._chunks)
 
 
 class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):

@@ -122,6 +122,41 @@ def test_what_a_training_loop_asks_around_a_step() -> None:
     assert optimizer.step == plain
 
 
+def inner_of(optimizer: Any) -> list[Any]:
+    """The inner optimizers, as verl and ms-swift find them."""
+    is_chain = isinstance(optimizer, core.ChainedOptimizer)
+    return [part.optimizer for part in (optimizer.chained_optimizers if is_chain else [optimizer])]
+
+
+def state_of(optimizer: Any) -> Any:
+    """The state, as NeMo RL finds it."""
+    is_chain = isinstance(optimizer, core.ChainedOptimizer)
+    return optimizer.state if is_chain else optimizer._get_state()
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_factory_returns_a_chained_optimizer_of_megatron_with_and_without_experts(
+    has_experts: bool,
+) -> None:
+    model = TinyMoE(torch.bfloat16)
+    if not has_experts:
+        for param in model.parameters():
+            param.allreduce = True
+    config = core.OptimizerConfig(lr=1e-2, bf16=True, params_dtype=torch.bfloat16)
+    optimizer = core.get_megatron_optimizer(config, [model])
+    train(model, optimizer, range(1))
+    parts = optimizer.chained_optimizers
+    assert len(parts) == 1 + has_experts and optimizer.model_chunks == [model]
+    count = len(list(model.parameters()))
+    assert sum(len(inner.state) for inner in inner_of(optimizer)) == count
+    assert len(state_of(optimizer)) == count == sum(len(state_of(part)) for part in parts)
+    assert isinstance(optimizer, core.MegatronOptimizer)
+    assert not any(isinstance(part, core.ChainedOptimizer) for part in parts)
+    public = {name for name in dir(core.ChainedOptimizer) if not name.startswith("_")}
+    assert [name for name in public if not hasattr(optimizer, name) and name != "optimizer"] == []
+
+
 def scheduler_of(optimizer: Any, **settings: Any) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(
         optimizer,
