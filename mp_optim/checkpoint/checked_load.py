@@ -36,6 +36,7 @@ from mp_optim.checkpoint.entries import (
     slots_by_name,
     state_by_index,
     unallocated,
+    with_names_here,
     without_checksums,
     without_surplus,
 )
@@ -58,11 +59,12 @@ from mp_optim.slots.slot_state import (
     SCALE,
     SECOND,
     STEP,
+    SlotState,
     State,
     is_scale,
     scale_key,
 )
-from mp_optim.slots.state_dict import check_is_state_dict, with_params
+from mp_optim.slots.state_dict import check_is_state_dict, match_by_name, with_params
 
 _OTHER_KEYS = {"remainder": "master_param", "master_param": "remainder"}
 """Keys under which the same thing may have been saved."""
@@ -122,20 +124,22 @@ class CheckedLoad:
         convert: bool,
     ) -> CheckedLoad:
         """This rank's part, when all ranks have said what they read. Collective."""
+        if optimizer is not None:
+            index, common = with_names_here(model, optimizer, parallel, index, common)
         saved = {
             name: entry
             for name, entry in index.entries.items()
             if optimizer is not None or name.startswith(MODEL)
         }
         entries = entries_of(model, optimizer, parallel)
-        new = unallocated(optimizer, parallel, saved, entries)
+        new = unallocated(model, optimizer, parallel, saved, entries)
         tensors = entries | new
-        not_taken = refused(optimizer, parallel, saved)
+        not_taken = refused(model, optimizer, parallel, saved)
         if convert:
             saved = without_surplus(saved, ranks.union(set(tensors)))
             saved = {name: entry for name, entry in saved.items() if name not in not_taken}
             not_taken = {}
-        copies = _copies_of(optimizer, parallel, tensors) | new.keys()
+        copies = _copies_of(model, optimizer, parallel, tensors) | new.keys()
         staged, live = _targets_of(tensors, saved, copies, convert=convert)
         read_anywhere = ranks.union({*staged, *live})
         hooks = {"hooks"} if _has_own_hooks(model, optimizer) else set()
@@ -174,20 +178,35 @@ class CheckedLoad:
         self._reading.check(self._value_checks())
 
     def _settings(self, optimizer: SlotKeyedOptimizer) -> dict[str, Any]:
-        """The saved state dict without state, and without parameters that this rank does not
-        have."""
-        saved, names = self.common["optimizer"], slots_by_name(optimizer, self.parallel)
+        """Return the saved state dict without state, with this rank's parameters in the order of
+        the optimizer's groups."""
+        saved, slots = self.common["optimizer"], self._slots(optimizer)
         groups = []
         for group in saved["param_groups"]:
-            kept = [at for at, name in enumerate(group["param_names"]) if name in names]
+            kept = [at for at, name in enumerate(group["param_names"]) if name in slots]
             if kept or not group["params"]:
                 groups.append(with_params(group, kept))
-        return {**saved, "param_groups": without_checksums(groups, self.parallel)}
+        groups, live = without_checksums(groups, self.parallel), optimizer.param_groups
+        match = match_by_name(live, groups, {slot: name for name, slot in slots.items()})
+        return {**saved, "param_groups": match.as_groups(live)}
+
+    def _state_dict(
+        self, optimizer: SlotKeyedOptimizer, tensors: dict[str, Tensor]
+    ) -> dict[str, Any]:
+        """Return the saved state dict, with the state among these tensors."""
+        settings, slots = self._settings(optimizer), self._slots(optimizer)
+        indices = [index for group in settings["param_groups"] for index in group["params"]]
+        index_of = dict(zip(optimizer.slots(), indices, strict=True))
+        by_name = {name: index_of[slot] for name, slot in slots.items()}
+        return {**settings, "state": state_by_index(by_name, as_read(tensors))}
+
+    def _slots(self, optimizer: SlotKeyedOptimizer) -> dict[str, Slot]:
+        return slots_by_name(self.model, optimizer, self.parallel)
 
     def _value_checks(self) -> dict[str, ValueCheck]:
         if (optimizer := self._without_hooks()) is None:
             return {}
-        slots = slots_by_name(optimizer, self.parallel)
+        slots = self._slots(optimizer)
         checks: dict[str, ValueCheck] = {}
         for name, value in self.live.items():
             key, fqn = key_and_fqn(name)
@@ -215,38 +234,38 @@ class CheckedLoad:
         if any(key_and_fqn(name)[0] not in ("", STEP) for name in self.staged):
             self._check_state(optimizer)
             return
-        slots = slots_by_name(optimizer, self.parallel)
+        slots = self._slots(optimizer)
         for name, value in self.staged.items():
             key, fqn = key_and_fqn(name)
             if key:
                 optimizer.state_of(slots[fqn]).check_values(key, value)
 
     def _check_state(self, optimizer: SlotKeyedOptimizer) -> None:
-        settings = self._settings(optimizer)
-        match = match_without_state(optimizer, settings, convert=self.convert)
         # of what is live, which has the form of the tensors that are there, values are yet to come
         zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         live = {name: value for name, value in self.live.items() if name.startswith(STATE)}
         blanks = {name: _blank(value, zeros) for name, value in live.items()}
-        state = state_by_index(settings["param_groups"], as_read(self.staged | blanks))
+        state_dict = self._state_dict(optimizer, self.staged | blanks)
+        state = state_dict["state"]
+        match = match_without_state(optimizer, state_dict, convert=self.convert)
         # the weights that remainders belong to are yet to come
         yet_to_come = replace(match, checksums={})
         StateLoad(optimizer, yet_to_come, state, self.convert).check()
-        for slot, checksum in {} if self.convert else match.checksums.items():
-            self._check_weights(optimizer, slot, state[match.index_of[slot]], checksum)
+        for fqn, slot in self._slots(optimizer).items():
+            checksum = None if self.convert else match.checksums.get(slot)
+            if checksum is not None:
+                saved = state[match.index_of[slot]]
+                self._check_weights(optimizer.state_of(slot), fqn, saved, checksum)
 
-    def _check_weights(
-        self, optimizer: SlotKeyedOptimizer, slot: Slot, saved: State, checksum: int
-    ) -> None:
+    def _check_weights(self, own: SlotState, fqn: str, saved: State, checksum: int) -> None:
         """Raise ValueError if the saved weights are not those that the saved remainder of a slot
         belongs to, where it becomes a main param."""
-        fqn = self.parallel.names[optimizer.slot_name(slot)]
         entry, name = entry_name(REMAINDER, fqn), MODEL + fqn
         if entry not in self.staged or name not in self.live:
             return
         weights = torch.empty_like(self.live[name], device="cpu")
         plan_reading({name: weights}, self.version, self.index).read({name})
-        optimizer.state_of(slot).check_weights(saved, checksum, weights)
+        own.check_weights(saved, checksum, weights)
 
     # -- the caller's own code --------------------------------------------------------------------
 
@@ -295,8 +314,7 @@ class CheckedLoad:
         tensors = self.staged | self.live
         load_model(self.model, tensors, deepcopy(self.common["model"]), self.parallel)
         if self.optimizer is not None:
-            state_dict = self._settings(self.optimizer)
-            state_dict["state"] = state_by_index(state_dict["param_groups"], as_read(tensors))
+            state_dict = self._state_dict(self.optimizer, tensors)
             self.optimizer.load_state_dict(state_dict, convert=self.convert)
         self._load_scheduler()
 
@@ -342,13 +360,16 @@ def _targets_of(
 
 
 def _copies_of(
-    optimizer: SlotKeyedOptimizer | None, parallel: ModelParallel, tensors: Collection[str]
+    models: Models,
+    optimizer: SlotKeyedOptimizer | None,
+    parallel: ModelParallel,
+    tensors: Collection[str],
 ) -> set[str]:
     """Entries among these that are FP32 copies of what is stored in blocks."""
     if optimizer is None:
         return set()
     copies = set()
-    for name, slot in slots_by_name(optimizer, parallel).items():
+    for name, slot in slots_by_name(models, optimizer, parallel).items():
         for key in optimizer.state_of(slot).in_blocks():
             if entry_name(scale_key(key), name) not in tensors:
                 copies.add(entry_name(key, name))

@@ -6,7 +6,10 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,15 +18,15 @@ from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.checkpoint.shards import PartitionShard, as_partition
-from mp_optim.checkpoint.version_files import Saved
+from mp_optim.checkpoint.version_files import Index, Saved
 from mp_optim.config.rules import moment_of
 from mp_optim.slots import Slot, param_at
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.slots.model_parallel import ModelParallel
-from mp_optim.slots.names import canonical_names, prefixed
+from mp_optim.slots.names import ModelParams, canonical_names, matched_names, prefixed
 from mp_optim.slots.partition import Partition
 from mp_optim.slots.slot_state import AVERAGE, State, scale_key, without_blocks
-from mp_optim.slots.state_dict import CHECKSUMS, with_params
+from mp_optim.slots.state_dict import CHECKSUMS, names_in_words, with_params
 
 MODEL = "model."
 """What the names of the model's tensors begin with; the FQN follows."""
@@ -67,11 +70,22 @@ def _canonical(
             yield prefix + short, own[name]
 
 
+def _named_params(models: Models, *, twice: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The model's parameters under canonical names.
+
+    Args:
+        twice: a tied parameter under each of its names, instead of its first.
+    """
+    return _canonical(
+        models, lambda chunk: dict(chunk.named_parameters(remove_duplicate=not twice))
+    )
+
+
 def params_of(models: Models, parallel: ModelParallel) -> dict[str, Tensor]:
     """What this rank has of the parameters, under the names they have in a checkpoint; of one that
     is cut, which part this is comes after the name."""
     params = {}
-    for name, param in _canonical(models, lambda chunk: dict(chunk.named_parameters())):
+    for name, param in _named_params(models):
         label, part = MODEL + parallel.names[name], parallel.partitions.get(name)
         if part is not None:
             label += f" (part {part.rank} of {part.size})"
@@ -81,8 +95,7 @@ def params_of(models: Models, parallel: ModelParallel) -> dict[str, Tensor]:
 
 def param_entries(models: Models, parallel: ModelParallel) -> set[str]:
     """Entries that are parameters, and not buffers, which modules write in forward."""
-    named = _canonical(models, lambda chunk: dict(chunk.named_parameters(remove_duplicate=False)))
-    return {MODEL + parallel.names[name] for name, _ in named}
+    return {MODEL + parallel.names[name] for name, _ in _named_params(models, twice=True)}
 
 
 def plain_of(models: Models, parallel: ModelParallel) -> dict[str, Any]:
@@ -135,8 +148,7 @@ def entries_of(
             entries[MODEL + parallel.names[name]] = part
     if optimizer is None:
         return entries
-    for slot in optimizer.slots():
-        name = optimizer.slot_name(slot)
+    for slot, name in names_here(models, optimizer).items():
         if name not in left_out:
             partition = parallel.partitions.get(name)
             for key, value in _slot_state(optimizer, slot, partition, full_precision).items():
@@ -167,12 +179,57 @@ def _is_of_whole(key: str, value: Any, whole: torch.Size) -> bool:
     return moment.is_of_whole and value.shape == moment.local_shape(whole, whole)
 
 
-def slots_by_name(optimizer: SlotKeyedOptimizer, parallel: ModelParallel) -> dict[str, Slot]:
-    """Slots by the names of their parameters in a checkpoint."""
-    return {parallel.names[optimizer.slot_name(slot)]: slot for slot in optimizer.slots()}
+# -- names of slots -------------------------------------------------------------------------------
+
+
+def names_here(models: Models, optimizer: SlotKeyedOptimizer) -> dict[Slot, str]:
+    """Return the name of each slot's parameter on this rank: the one that the model has for it, or
+    the optimizer's own if the model does not have that parameter."""
+    slots, known = optimizer.slots(), optimizer.model_parallel.names
+    in_model: dict[int, str] = {}
+    for name, param in _named_params(models):
+        in_model.setdefault(id(param), name)
+    own = {slot: optimizer.slot_name(slot) for slot in slots}
+    params = {slot: param_at(optimizer.param_groups, slot) for slot in slots}
+    matched = matched_names(own.values(), [name for name, _ in _named_params(models, twice=True)])
+    return {
+        slot: name if name in known else in_model.get(id(params[slot]), matched[name])
+        for slot, name in own.items()
+    }
+
+
+def slots_by_name(
+    models: Models, optimizer: SlotKeyedOptimizer, parallel: ModelParallel
+) -> dict[str, Slot]:
+    """Return the slots by the names of their parameters in a checkpoint."""
+    return {parallel.names[name]: slot for slot, name in names_here(models, optimizer).items()}
+
+
+def check_names(models: Models, optimizer: SlotKeyedOptimizer) -> None:
+    """Raise ValueError if a checkpoint of this model and optimizer could not be loaded again,
+    naming the parameter: two have one name, or the model's has another shape. Warn, once, of
+    parameters of the model that the optimizer does not train."""
+    names, in_model = names_here(models, optimizer), dict(_named_params(models, twice=True))
+    counts = Counter(names.values())
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(
+            f"{names_in_words(twice)}: more than one of the optimizer's parameters has this name; "
+            "pass a model that holds all of them (nn.ModuleList([actor, critic])), or give each "
+            "parameter a name of its own"
+        )
+    for slot, name in names.items():
+        param = param_at(optimizer.param_groups, slot)
+        if name in in_model and in_model[name].shape != param.shape:
+            raise ValueError(
+                f"{name} has the shape {tuple(in_model[name].shape)} in the model and "
+                f"{tuple(param.shape)} in the optimizer, which does not train the model's; build "
+                "the optimizer after the last change of the model (resize_token_embeddings)"
+            )
+    ModelParams([chunk for _, chunk in chunks_of(models)]).warn_of_untrained(optimizer)
 
 
 def unallocated(
+    models: Models,
     optimizer: SlotKeyedOptimizer | None,
     parallel: ModelParallel,
     saved: Mapping[str, Saved],
@@ -182,12 +239,12 @@ def unallocated(
     parameters that are frozen here; split as the parameter is, if the state is of its shape."""
     if optimizer is None:
         return {}
-    slots = slots_by_name(optimizer, parallel)
+    slots, names = slots_by_name(models, optimizer, parallel), names_here(models, optimizer)
     new: dict[str, Tensor] = {}
     for name, entry in saved.items():
         slot = slots.get(key_and_fqn(name)[1])
         if slot is not None and name not in present and optimizer.state_of(slot).takes_any():
-            partition = parallel.partitions.get(optimizer.slot_name(slot))
+            partition = parallel.partitions.get(names[slot])
             param = param_at(optimizer.param_groups, slot)
             if isinstance(param, DTensor) and entry.shape == param.shape:
                 new[name] = torch.empty_like(param, dtype=entry.dtype, requires_grad=False)
@@ -200,13 +257,16 @@ def unallocated(
 
 
 def refused(
-    optimizer: SlotKeyedOptimizer | None, parallel: ModelParallel, saved: Mapping[str, Saved]
+    models: Models,
+    optimizer: SlotKeyedOptimizer | None,
+    parallel: ModelParallel,
+    saved: Mapping[str, Saved],
 ) -> dict[str, str]:
     """Entries whose state is not taken here, whatever it is, and why."""
     if optimizer is None:
         return {}
     why_of: dict[str, str] = {}
-    for name, slot in slots_by_name(optimizer, parallel).items():
+    for name, slot in slots_by_name(models, optimizer, parallel).items():
         if why := optimizer.state_of(slot).refusal():
             why_of[name] = why
     found = {name: key_and_fqn(name)[1] for name in saved} if why_of else {}
@@ -214,12 +274,14 @@ def refused(
 
 
 def state_by_index(
-    groups: list[dict[str, Any]], tensors: Mapping[str, Tensor]
-) -> dict[int, dict[str, Tensor]]:
-    index_of: dict[str, int] = {}
-    for group in groups:
-        index_of.update(zip(group["param_names"], group["params"], strict=True))
-    state: dict[int, dict[str, Tensor]] = {}
+    index_of: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[Any, dict[str, Tensor]]:
+    """Return the state among these tensors as a state dict holds it.
+
+    Args:
+        index_of: by the names of parameters.
+    """
+    state: dict[Any, dict[str, Tensor]] = {}
     for name, value in tensors.items():
         key, fqn = key_and_fqn(name)
         if key and fqn in index_of:
@@ -330,17 +392,50 @@ def parallel_of(
     return optimizer.model_parallel.among(ranks.members())
 
 
-def saved_settings(optimizer: SlotKeyedOptimizer, parallel: ModelParallel) -> dict[str, Any]:
-    """An optimizer's state dict without state, with a name for each parameter, and without
-    checksums of what is a part here."""
-    settings, names = optimizer.settings_dict(), optimizer.model_parallel.names
-    here = names.groups_in(settings["param_groups"], optimizer.param_groups)
+def saved_settings(
+    models: Models, optimizer: SlotKeyedOptimizer, parallel: ModelParallel
+) -> dict[str, Any]:
+    """Return an optimizer's state dict without state, with the name that each parameter has in a
+    checkpoint, and without checksums of parameters of which this rank has parts."""
+    settings, names = optimizer.settings_dict(), iter(names_here(models, optimizer).values())
     named = []
-    for index, group in enumerate(parallel.names.groups_out(here)):
-        made_up = [f"group{index}.param{at}" for at in range(len(group["params"]))]
-        named.append({"param_names": made_up, **group})
+    for group in settings["param_groups"]:
+        called = [parallel.names[name] for name in islice(names, len(group["params"]))]
+        named.append({**group, "param_names": called})
     del settings["state"]
     return {**settings, "param_groups": without_checksums(named, parallel)}
+
+
+def with_names_here(
+    models: Models,
+    optimizer: SlotKeyedOptimizer,
+    parallel: ModelParallel,
+    index: Index,
+    common: dict[str, Any],
+) -> tuple[Index, dict[str, Any]]:
+    """Return a checkpoint's tensors and plain data with the names that parameters have here, where
+    they were saved under the optimizer's own names: those of another wrapper, or made-up ones."""
+    slots = slots_by_name(models, optimizer, parallel)
+    groups = (common["optimizer"] or {"param_groups": ()})["param_groups"]
+    saved = {name for group in groups for name in group["param_names"]}
+    left, free = saved - slots.keys(), slots.keys() - saved
+    own = [(parallel.names[optimizer.slot_name(slots[name])], name) for name in free]
+    counts = Counter(name for name, _ in own)
+    found = {name: here for name, here in own if name in left and counts[name] == 1}
+    matched = matched_names(left - found.keys(), free.difference(found.values()))
+    found |= {name: here for name, here in matched.items() if here in free}
+    if not found:
+        return index, common
+    entries = {}
+    for name, entry in index.entries.items():
+        key, fqn = key_and_fqn(name)
+        entries[entry_name(key, found[fqn]) if fqn in found else name] = entry
+    renamed = [
+        {**group, "param_names": [found.get(name, name) for name in group["param_names"]]}
+        for group in groups
+    ]
+    optimizer_part = {**common["optimizer"], "param_groups": renamed}
+    return replace(index, entries=entries), {**common, "optimizer": optimizer_part}
 
 
 def without_checksums(

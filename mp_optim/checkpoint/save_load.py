@@ -33,6 +33,7 @@ from mp_optim.checkpoint.commit import (
 )
 from mp_optim.checkpoint.entries import (
     Models,
+    check_names,
     entries_of,
     packed,
     parallel_of,
@@ -129,7 +130,9 @@ def save(
         The directory of the version written; or, if ``asynchronous``, a handle to wait for it.
 
     Raises:
-        ValueError: ``extra`` or the scheduler's state holds what a safe load would refuse, ranks
+        ValueError: what is written could not be loaded again: two of the optimizer's parameters
+            have one name, or a parameter of the model has another shape than the optimizer's. Or
+            ``extra`` or the scheduler's state holds what a safe load would refuse, ranks
             hold different things under one name (64 elements of each parameter are compared), the
             ranks that save do not hold every element of a parameter or of its state, or they call
             it with another path or other settings; nothing was replaced. Or ``model_parallel``
@@ -152,9 +155,11 @@ def save(
     )
     _check_keep(keep)
     parallel = parallel_of(stack, model_parallel, ranks)
+    if stack is not None:
+        ranks.run_on_all("checking what is saved", partial(check_names, model, stack))
     ranks.run_on_all("an earlier save", finish_previous)
     common = {
-        "optimizer": stack and saved_settings(stack, parallel),
+        "optimizer": stack and saved_settings(model, stack, parallel),
         "extra": dict(extra or {}),
         "model": plain_of(model, parallel),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -292,8 +297,8 @@ def load(
     parallel = parallel_of(stack, model_parallel, ranks)
     version = Path(ranks.broadcast_result(f"loading {path}", lambda: str(newest(Path(path)))))
     loading = f"loading {version}"
-    if stack is not None:  # what was set since the last step says what state there is
-        ranks.run_on_all(loading, stack.share_settings)
+    if stack is not None:
+        ranks.run_on_all(loading, partial(_prepared, model, stack))
     index, common = ranks.run_on_all(loading, lambda: _open(version, verify, ranks))
     load = CheckedLoad.agreed(
         version, index, common, model, stack, scheduler, parallel, ranks, convert
@@ -308,6 +313,11 @@ def load(
         raise
     extra: dict[str, Any] = common["extra"]
     return extra
+
+
+def _prepared(model: Models, stack: SlotKeyedOptimizer) -> None:
+    check_names(model, stack)
+    stack.share_settings()  # settings changed since the last step decide which state there is
 
 
 def _open(version: Path, verify: bool, ranks: Ranks) -> tuple[Index, dict[str, Any]]:

@@ -620,6 +620,7 @@ def conclude(stack: MegatronOptimizer, verdict: Verdict | DeviceVerdict) -> None
         verdict.when_settled(partial(stack.watch.judge, stack))
     elif verdict.skip or stack.watch.skips or stack.config.clip_grad > 0.0:
         stack.watch.judge(stack, verdict)  # one that was taken like the last is only asked its norm
+    stack.watch.see_untrained(stack)
     stack.health.verdict = verdict
     if stack.config.release_gradients:
         stack.zero_grad()  # what is left, so that all of them are gone alike

@@ -130,6 +130,13 @@ class StandstillWatch:
             "the model that is trained"
         )
 
+    def see_untrained(self, stack: Watched) -> None:
+        """Warn, once, of parameters of the model that have a gradient and that the optimizer does
+        not have. Looked for after steps 1, 2, 4, 8 and so on."""
+        steps = stack.counts.steps
+        if self.params is not None and steps & (steps - 1) == 0:
+            self.params.warn_of_untrained(stack, with_gradient=True)
+
     def judge(self, stack: Watched, verdict: Verdict) -> None:
         """Judge a step by its verdict, as the host knows it."""
         if not verdict.skip:

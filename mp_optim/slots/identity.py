@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from mp_optim.slots.names import bare_name
+
 ParamGroups = list[dict[str, Any]]
 
 
@@ -68,11 +70,12 @@ def has_names(group: dict[str, Any]) -> bool:
 
 
 def slot_name(param_groups: ParamGroups, slot: Slot) -> str:
-    """The FQN of a slot if its group carries ``param_names`` (or ``fqns``: torch forbids the former
-    in a group without parameters, which executors may have), else ``group<g>.param<i>``."""
+    """Return the FQN of a slot, without wrappers' parts, if its group carries ``param_names`` (or
+    ``fqns``: torch forbids the former in a group without parameters, which executors may have);
+    else ``group<g>.param<i>``."""
     group = param_groups[slot.group]
     names: Sequence[str] | None = group.get("param_names") or group.get("fqns")
-    return names[slot.position] if names else f"group{slot.group}.param{slot.position}"
+    return bare_name(names[slot.position]) if names else f"group{slot.group}.param{slot.position}"
 
 
 def stream_of(name: str, first_element: int = 0) -> int:

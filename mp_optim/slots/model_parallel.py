@@ -180,6 +180,10 @@ class GlobalNames:
         whole = self._known.get(name)
         return self._name_of(name) if whole is None else whole
 
+    def __contains__(self, name: str) -> bool:
+        """Whether this is a name here, of a model that ranks share."""
+        return name in self._known
+
     def check(self) -> None:
         """Raise ValueError, with the names, if two would become one."""
         if self.twice:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
+
+from mp_optim.process.calls import warn
 
 _CHECKPOINTING = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
@@ -106,34 +108,60 @@ def named_params(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
                 yield prefix + short[name], param
 
 
+def bare_name(name: str) -> str:
+    """Return a name without the parts that only wrappers put there, whatever the module."""
+    return _without(name, _NEVER_REAL) if any(map(name.__contains__, _NEVER_REAL)) else name
+
+
 def matched_names(saved: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
-    """For names saved by whatever version, of a model wrapped in whatever way: those of them that
-    are wanted now.
+    """Return, for each saved name, the wanted name of the same parameter, however the model was
+    wrapped on either side.
 
-    A name that matches nothing is its own match, without the parts that only wrappers put there.
+    Equal names match first. The rest match if they are equal without :func:`bare_name`'s parts,
+    then without a ``module.`` in front of all names of one side, then without any ``module`` part;
+    always one name to one. A name without a match is returned bare.
     """
-    known, stripped = set(wanted), {name: _without(name, _NEVER_REAL) for name in saved}
-    bare: dict[str, list[str]] = {}
-    for name in known - set(stripped.values()):
-        bare.setdefault(_without(name, {"module"}), []).append(name)
-    everything_wrapped = all(name.startswith("module.") for name in stripped.values())
-    result = {}
-    for name, short in stripped.items():
-        candidates = bare.get(_without(short, {"module"}), [])
-        if short not in known and len(candidates) == 1:
-            short = candidates[0]
-        elif (
-            short not in known
-            and everything_wrapped
-            and not all(name.startswith("module.") for name in known)
-        ):
-            short = short.removeprefix("module.")
-        result[name] = short
-    return result
+    sides = list(dict.fromkeys(saved)), list(dict.fromkeys(wanted))
+    result: dict[str, str] = {}
+    for form_of in (list, _bare, _unprefixed, without_wrappers):
+        left, free = (dict(zip(side, form_of(side), strict=True)) for side in sides)
+        for name, other in result.items():
+            del left[name], free[other]
+        if not left or not free:
+            break
+        once = _only_once(free)
+        result |= {name: once[form] for form, name in _only_once(left).items() if form in once}
+    return {name: result.get(name, bare_name(name)) for name in sides[0]}
 
 
-def _without(name: str, parts: set[str]) -> str:
+def _bare(names: Sequence[str]) -> list[str]:
+    return [*map(bare_name, names)]
+
+
+def _unprefixed(names: Sequence[str]) -> list[str]:
+    bare = _bare(names)
+    is_wrapped = all(name.startswith("module.") for name in bare)
+    return [name.removeprefix("module.") if is_wrapped else name for name in bare]
+
+
+def without_wrappers(names: Iterable[str]) -> list[str]:
+    """Return names without any part that wrappers put there, submodules called ``module``
+    included."""
+    return [_without(name, {*_NEVER_REAL, "module"}) for name in names]
+
+
+def _only_once(forms: Mapping[str, str]) -> dict[str, str]:
+    """Names by their forms, of forms that one name alone has."""
+    counts = Counter(forms.values())
+    return {form: name for name, form in forms.items() if counts[form] == 1}
+
+
+def _without(name: str, parts: Collection[str]) -> str:
     return ".".join(part for part in name.split(".") if part not in parts)
+
+
+_SHOWN = 5
+_warned_of_untrained: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class ModelParams:
@@ -155,8 +183,37 @@ class ModelParams:
         names = {id(param): name for name, param in self._named()}
         return [names.get(id(param)) for param in params]
 
-    def untrained(self, param_groups: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Names of trainable parameters that are in none of the groups."""
+    def untrained(
+        self, param_groups: Sequence[Mapping[str, Any]], *, with_gradient: bool = False
+    ) -> list[str]:
+        """Return the names of trainable parameters that are in none of the groups.
+
+        Args:
+            with_gradient: only those that have a gradient now.
+        """
         claimed = {id(param) for group in param_groups for param in group["params"]}
-        trained = [(name, param) for name, param in self._named() if param.requires_grad]
-        return [name for name, param in trained if id(param) not in claimed]
+        return [
+            name
+            for name, param in self._named()
+            if param.requires_grad
+            and id(param) not in claimed
+            and (param.grad is not None or not with_gradient)
+        ]
+
+    def warn_of_untrained(self, optimizer: Any, *, with_gradient: bool = False) -> None:
+        """Warn, once for an optimizer, of trainable parameters that it does not have; not of a
+        model of which it has none, such as a copy with averaged weights."""
+        if optimizer in _warned_of_untrained:
+            return
+        names = self.untrained(optimizer.param_groups, with_gradient=with_gradient)
+        trainable = sum(param.requires_grad for _, param in self._named())
+        if not names or len(names) == trainable:
+            return
+        _warned_of_untrained.add(optimizer)
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        warn(
+            f"the optimizer does not train {len(names)} of the model's {trainable} trainable "
+            f"parameters: {', '.join(names[:_SHOWN])}{more}. If they were added or replaced after "
+            "the optimizer was built (a resized embedding, a new head), build it again; if they "
+            "are not to be trained, call requires_grad_(False)"
+        )

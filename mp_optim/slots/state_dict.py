@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mp_optim.slots.identity import ParamGroups, Slot, iter_slots, slot_name
-from mp_optim.slots.names import matched_names
+from mp_optim.slots.names import matched_names, without_wrappers
 
 CHECKSUMS = "param_checksums"
 """Key in a saved group: for each parameter, a checksum of what its remainder belongs to, or
@@ -39,6 +39,19 @@ class GroupMatch:
     index_of: dict[Slot, Any]
     settings: list[dict[str, Any]]
     checksums: dict[Slot, int] = field(default_factory=dict)
+
+    def as_groups(self, live: ParamGroups) -> list[dict[str, Any]]:
+        """Return the saved groups in the order of the live ones, with the names that those have."""
+        groups = []
+        for index, (group, settings) in enumerate(zip(live, self.settings, strict=True)):
+            slots = [Slot(index, position) for position in range(len(group["params"]))]
+            saved = {**settings, "params": [self.index_of[slot] for slot in slots]}
+            if "param_names" in group:
+                saved["param_names"] = list(group["param_names"])
+            if self.checksums:
+                saved[CHECKSUMS] = [self.checksums.get(slot) for slot in slots]
+            groups.append(saved)
+        return groups
 
     def write_settings(self, live: ParamGroups) -> None:
         """Give live groups the settings that they take."""
@@ -117,12 +130,11 @@ def check_is_state_dict(state_dict: Any) -> None:
                     f"and {len(group[key])} {key}"
                 )
     groups = state_dict["param_groups"]
-    for what, key in (("parameter", "params"), ("name", "param_names")):
-        counts = Counter(entry for group in groups for entry in group.get(key, ()))
-        if twice := [str(entry) for entry, count in counts.items() if count > 1]:
-            raise ValueError(
-                f"{what} {names_in_words(twice)} is in the state dict's param_groups more than once"
-            )
+    counts = Counter(entry for group in groups for entry in group["params"])
+    if twice := [str(entry) for entry, count in counts.items() if count > 1]:
+        raise ValueError(
+            f"parameter {names_in_words(twice)} is in the state dict's param_groups more than once"
+        )
     unknown = state_dict["state"].keys() - {index for group in groups for index in group["params"]}
     if unknown:
         raise ValueError(
@@ -133,15 +145,33 @@ def check_is_state_dict(state_dict: Any) -> None:
 
 def match_groups(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupMatch:
     """Match saved groups to live ones: by FQN if every group with parameters has names on both
-    sides, else by position.
+    sides and no two parameters share one, else by position.
 
     Raises:
         ValueError: naming the parameters that only one side has, the group whose size differs, or
             the settings that differ between saved groups of which one is to be made.
     """
-    if all("param_names" in group for group in (*live, *saved) if group["params"]):
-        return _match_by_name(live, saved)
-    return _match_by_position(live, saved)
+    if not all("param_names" in group for group in (*live, *saved) if group["params"]):
+        return _match_by_position(live, saved)
+    wanted = {slot: slot_name(live, slot) for slot, _ in iter_slots(live)}
+    named = [name for name, *_ in _saved_names(saved)]
+    if len({*wanted.values()}) < len(wanted) or len({*named}) < len(named):
+        _check_same_names(list(wanted.values()), named)
+        return _match_by_position(live, saved)
+    return match_by_name(live, saved, wanted)
+
+
+def _check_same_names(live: Sequence[str], saved: Sequence[str]) -> None:
+    """Raise ValueError unless parameters of one name, told apart by position, are in one order."""
+    pairs = zip(live, without_wrappers(live), without_wrappers(saved), strict=False)
+    if differing := [name for name, here, there in pairs if here != there]:
+        counts = Counter(saved) | Counter(live)
+        twice = [name for name, count in counts.items() if count > 1]
+        raise ValueError(
+            f"more than one parameter is called {names_in_words(twice)}, so parameters are matched "
+            f"by position, and the saved names differ from {differing[0]} on; build the groups in "
+            "the order in which they were saved, or give each parameter a name of its own"
+        )
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -185,11 +215,24 @@ def _saved_names(saved: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Any, in
             yield name, index, group_index
 
 
-def _match_by_name(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupMatch:
-    wanted = {slot: slot_name(live, slot) for slot, _ in iter_slots(live)}
+def match_by_name(
+    live: ParamGroups, saved: Sequence[dict[str, Any]], wanted: Mapping[Slot, str]
+) -> GroupMatch:
+    """Match saved groups to live ones by the names of their parameters.
+
+    Args:
+        wanted: the name of each live slot, no two the same.
+
+    Raises:
+        ValueError: as :func:`match_groups`.
+    """
     named = list(_saved_names(saved))
     canonical = matched_names((name for name, *_ in named), wanted.values())
     places = {canonical[name]: place for name, *place in named}
+    if len(places) < len(named):
+        counts = Counter(canonical[name] for name, *_ in named)
+        twice = [name for name, count in counts.items() if count > 1]
+        raise ValueError(f"{names_in_words(twice)} is in the saved param_groups more than once")
     missing = sorted(set(wanted.values()) - places.keys())
     unexpected = sorted(places.keys() - set(wanted.values()))
     if missing or unexpected:
@@ -198,7 +241,8 @@ def _match_by_name(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupM
         )
     settings = []
     for index, group in enumerate(live):
-        sources = [places[name][1] for name in group.get("param_names", ())]
+        slots = (Slot(index, position) for position in range(len(group["params"])))
+        sources = [places[wanted[slot]][1] for slot in slots]
         settings.append(_merged(index, saved, list(dict.fromkeys(sources))))
     index_of = {slot: places[name][0] for slot, name in wanted.items()}
     return GroupMatch(index_of, settings, _checksums(index_of, saved))

@@ -309,7 +309,7 @@ REFUSED = {
     "one index twice": (lambda s: s["param_groups"][0].update(params=[0, 0, 2]), "more than once"),
     "a name twice": (
         lambda s: s["param_groups"][0].update(param_names=["embed", "embed", "x"]),
-        "more than once",
+        "more than one parameter is called embed",
     ),
     "too few names": (lambda s: s["param_groups"][0].update(param_names=["embed"]), "param_names"),
     "lr nan": (set_group(lr=NAN), "lr=nan"),
