@@ -466,6 +466,10 @@ class PlacedExecutor(Executor):
         for executor in self._distinct:
             executor.memory_moved(slot)
 
+    def follow_memory(self) -> None:
+        for executor in self._distinct:
+            executor.follow_memory()
+
     def check_groups(self) -> None:
         for executor in self._distinct:
             executor.check_groups()

@@ -282,6 +282,7 @@ class WrappedOptimizer(MegatronOptimizer):
             overlap.collect()  # again: what reduces gradients first has reported more of them
         self.share_settings()
         engine.executor.check_groups()
+        engine.executor.follow_memory()
         if table.seen.changed(all_params(self._live_groups)):
             mains.follow()
         if mains.agreement.expected:

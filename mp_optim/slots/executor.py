@@ -187,6 +187,14 @@ class Executor:
         """Main params and state, of a slot or of any, were given other memory (``tensor.data =
         ...``); forget where it was."""
 
+    def follow_memory(self) -> None:
+        """Step main params and state in the memory that they have now, where callers gave them
+        other memory. To be called before a step, before anything is stepped.
+
+        Raises:
+            ValueError: state has another shape or dtype now, naming slot and key.
+        """
+
     # -- main params: what is stepped. FP32 tensors, unless a subclass says otherwise -------------
 
     def stepped(self, slot: Slot) -> Tensor:

@@ -49,10 +49,10 @@ class CachedTensorList(list[Tensor]):
             has to be looked up no storage is smaller than its tensor.
         dtypes, devices: those that occur.
         contiguous: whether all are.
-        held: memory kept for as long as the list is; see :meth:`hold`.
+        held: memory kept for as long as the list is, as tensors; see :meth:`hold`.
     """
 
-    held: tuple[object, ...] = ()
+    held: tuple[Tensor, ...] = ()
 
     def gradients_of(self, params: CachedTensorList) -> CachedTensorList:
         """The same tensors, known to be what is in ``params``' ``grad``: torch allows only the
@@ -63,8 +63,18 @@ class CachedTensorList(list[Tensor]):
     def hold(self) -> CachedTensorList:
         """Keep the present memory, for a list used over many steps: should one of the tensors be
         given other memory (``tensor.data = ...``), the addresses still lead somewhere."""
-        self.held = tuple(tensor.untyped_storage() for tensor in self)
+        self.held = tuple(map(Tensor.detach, self))
+        self.addresses = array("Q", list(map(Tensor.data_ptr, self.held)))
         return self
+
+    def has_moved(self) -> bool:
+        """Return whether a tensor has other memory than when :attr:`addresses` were looked up."""
+        return array("Q", list(map(Tensor.data_ptr, self))) != self.addresses
+
+    def memory_of(self, tensor: Tensor) -> Tensor | None:
+        """Return the memory that a tensor of the list had when it was held, or None."""
+        pairs = zip(self, self.held, strict=False)
+        return next((memory for own, memory in pairs if own is tensor), None)
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> CachedTensorList:

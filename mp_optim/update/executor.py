@@ -184,6 +184,7 @@ class RuleExecutor(Executor):
 
         Nothing is stepped or counted; state is allocated.
         """
+        self.follow_memory()
         self.check_groups()  # NOTE: backward plans with settings that came after its first check
         self.rows.settle()
         return [
@@ -265,7 +266,7 @@ class RuleExecutor(Executor):
         one is made from but for these.
 
         NOTE: ``mains`` is the same list only while main params and state keep their memory
-        (``RuleState.mains``), checked settings are the same object while they are equal
+        (:meth:`follow_memory`), checked settings are the same object while they are equal
         (:meth:`check_groups`); of others, as a scheduler sets them, a launch depends on nothing but
         the moments. A plan for other threads has settings of its own, and is made anew.
         """
@@ -467,6 +468,7 @@ class RuleExecutor(Executor):
 
     def state_of(self, slot: Slot) -> SlotState:
         self.report_audit(wait=True)
+        self.rows.groups[slot.group].show(slot.position)
         return RuleSlotState(self.rows, slot, self)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
@@ -476,6 +478,9 @@ class RuleExecutor(Executor):
     def memory_moved(self, slot: Slot | None = None) -> None:
         self._shares.clear()
         self.rows.replaced(slot)
+
+    def follow_memory(self) -> None:
+        self.rows.follow_memory()
 
     def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.rows.precision.main_dtype(dtype)

@@ -173,6 +173,7 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         """
         self.share_settings()
         self.executor.check_groups()
+        self.executor.follow_memory()
         with self.step_mark.step(self):
             self.executor.step_slots(self.executor.clipped(SlotUpdates.of(updates), grad_norm))
             self.executor.report_audit()

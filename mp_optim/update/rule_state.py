@@ -66,6 +66,8 @@ class SteppedTogether:
 
     Attributes:
         positions: of the slots, in order. known: the last list that was compared with them.
+        watched: all state tensors of the slots, in the memory that they had at the last step; empty
+            if that is not known. forms: how they were laid out when they were last checked.
         count: how often each of them was stepped, if it is known to be the same for all.
         mains: what is stepped. seen: how it was laid out then, if it is a model's parameters: whose
             memory others may move (``param.data = ...``), and so it is not held.
@@ -79,11 +81,13 @@ class SteppedTogether:
         self.positions = list(positions)
         self.count: float | None = None
         self.known: Sequence[int] | None = None
+        self.forms: list[tuple[object, ...]] = []
         self.replaced()
 
     def replaced(self) -> None:
         """Forget tensors: some are others now, or have other memory, and what is kept here keeps
         the memory alive that they had."""
+        self.watched = CachedTensorList()
         self.lists: dict[str, CachedTensorList] = {}
         self.mains: CachedTensorList | None = None
         self.seen: SeenParams | None = None
@@ -102,6 +106,7 @@ class GroupState:
             is a view of it.
         slots: state tensors of each slot; empty until they are read.
         mains, shapes: the tensor each slot's state was last found to fit, and its shape then.
+        is_shown: whether callers were given state, and so may give it other memory.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -111,6 +116,7 @@ class GroupState:
         self.slots: list[dict[str, Tensor]] = [{} for _ in range(count)]
         self.mains: list[Tensor | None] = [None] * count
         self.shapes: list[torch.Size | None] = [None] * count
+        self.is_shown = False
         self._version = self.steps._version
         self._together: list[SteppedTogether] = []  # of each slot
         self.step_together([])
@@ -124,6 +130,7 @@ class GroupState:
         every = range(len(self.slots))
         rest = SteppedTogether(position for position in every if position not in found)
         self._together = [found.get(position, rest) for position in every]
+        self._sets = list(dict.fromkeys(self._together))
 
     def together(self, positions: Sequence[int]) -> SteppedTogether | None:
         """What is kept for slots that are mostly stepped at a time, if these are all of them."""
@@ -131,6 +138,38 @@ class GroupState:
         if positions is not kept.known and positions == kept.positions:
             kept.known = positions
         return kept if positions is kept.known else None
+
+    def sets_of(self, positions: Iterable[int] | None = None) -> Iterable[SteppedTogether]:
+        """Return the sets that some slots are stepped with, or all sets."""
+        every = self._together
+        if positions is None:
+            return self._sets
+        return dict.fromkeys(map(every.__getitem__, positions))
+
+    def show(self, position: int) -> None:
+        """Watch the memory of state from now on: a caller is given the state of a slot."""
+        self.is_shown = True
+        self._watched_of(self._together[position])
+
+    def has_moved(self, kept: SteppedTogether) -> bool:
+        """Return whether state of a set has other memory than at the last step, or another form."""
+        if kept.watched:
+            return kept.watched.has_moved()
+        return self.forms_of(kept) != kept.forms
+
+    def _watched_of(self, kept: SteppedTogether) -> CachedTensorList:
+        if not kept.watched:
+            kept.watched = CachedTensorList(
+                value for position in kept.positions for value in self.slots[position].values()
+            ).hold()
+        return kept.watched
+
+    def forms_of(self, kept: SteppedTogether) -> list[tuple[object, ...]]:
+        """Return the layout of all state tensors of a set, and the addresses of counts."""
+        return [
+            (t.shape, t.dtype, t.device, t.is_contiguous(), t.dim() or t.data_ptr())
+            for t in self._watched_of(kept)
+        ]
 
     def tensors(self, name: str, positions: Sequence[int]) -> list[Tensor]:
         """State tensors of that name; the same list every time for what is stepped together."""
@@ -144,8 +183,7 @@ class GroupState:
 
     def replaced(self, positions: Iterable[int] | None = None) -> None:
         """Forget lists of tensors: at some positions, or anywhere, there are others now."""
-        every = self._together
-        for kept in set(every if positions is None else map(every.__getitem__, positions)):
+        for kept in self.sets_of(positions):
             kept.replaced()
 
     def was_stepped(self, position: int) -> bool:
@@ -187,7 +225,7 @@ class GroupState:
     def _forget_counts(self) -> None:
         """They were written: slots' ``step`` are views of them, so torch counts who writes them."""
         self._version = self.steps._version
-        for kept in set(self._together):
+        for kept in self.sets_of():
             kept.count = None
 
 
@@ -269,21 +307,23 @@ class RuleState:
         state = group_state.slots[slot.position]
         tensor = group["params"][slot.position]
         main = local_tensor(tensor)
-        state.setdefault("step", group_state.steps[slot.position])
+        self._follow_count(slot)
         missing = self._missing(slot, main)
         allocate, home = self.allocators.get(slot), self._home(slot, main)
         if missing and allocate is not None and home.type == "cpu":
             tensors = allocate(list(missing.values()))
         else:
             tensors = [zeros(*spec, home) for spec in missing.values()]
-        new = dict(zip(missing, tensors, strict=True))
-        new |= {
-            key: value.to(home)
+        away = [
+            value
             for key, value in state.items()
-            if key != "step" and value.device != home and id(value) not in self.parked.homes
-        }
-        if new:
-            state.update(new)
+            if key != STEP and value.device != home and id(value) not in self.parked.homes
+        ]
+        before_writing(away)
+        for value in away:  # it stays the same tensor, for those that were given it
+            value.data = value.data.to(home)
+        if missing or away:
+            state.update(zip(missing, tensors, strict=True))
             group_state.replaced([slot.position])
         if not self.is_split(main.dtype):
             state.pop(REMAINDER, None)  # the parameter was bfloat16 once
@@ -341,8 +381,14 @@ class RuleState:
         name = self.rule.deciding_setting(group)
         return f"{name}={group[name]!r}" if name in group else self.rule.name
 
-    def _state_specs(self, slot: Slot, main: TensorSpec) -> dict[str, TensorSpec]:
-        """State of a main param."""
+    def _state_specs(
+        self, slot: Slot, main: TensorSpec, check: bool = True
+    ) -> dict[str, TensorSpec]:
+        """State of a main param.
+
+        Args:
+            check: raise ValueError if a tensor that is there has another shape.
+        """
         main_shape, dtype = main
         state = self.groups[slot.group].slots[slot.position]
         whole = self.groups[slot.group].regions[slot.position].shape
@@ -359,7 +405,7 @@ class RuleState:
         if self.precision.ema_decay is not None:
             specs[AVERAGE] = (main_shape, self.precision.ema_dtype)
         for key, (spec, _) in specs.items():
-            if key in state and state[key].shape != spec:
+            if check and key in state and state[key].shape != spec:
                 raise ValueError(
                     f"{self.name(slot)}: the parameter's shape is now {tuple(main_shape)}, "
                     f"its {key} has {tuple(state[key].shape)}; a replacement must keep the shape"
@@ -428,6 +474,74 @@ class RuleState:
             kept.mains = mains.hold() if is_own else mains
             kept.seen = None if is_own else SeenParams(tensors)
         return mains
+
+    # -- memory that callers replaced -------------------------------------------------------------
+
+    def follow_memory(self) -> None:
+        """Step main params and state in the memory that they have now, where callers gave them
+        other memory (``tensor.data = ...``, ``set_``, ``swap_tensors``).
+
+        Raises:
+            ValueError: state has another shape or dtype now, naming slot and key. It has its former
+                memory again, if that is known.
+        """
+        for index, group_state in enumerate(self.groups):
+            for kept in group_state.sets_of():
+                has_moved = kept.mains is not None and kept.mains.has_moved()
+                if kept.mains is not None and has_moved:
+                    self._bring_home(kept.mains)
+                if group_state.is_shown and group_state.has_moved(kept):
+                    has_moved = True
+                    for position in kept.positions:
+                        self._check_memory(Slot(index, position), kept)
+                    kept.watched = CachedTensorList()
+                    kept.forms = group_state.forms_of(kept)
+                if has_moved:
+                    kept.replaced()
+
+    def _bring_home(self, mains: CachedTensorList) -> None:
+        """Have main params be on the device where they were stepped, if they are not parked."""
+        for main, before in zip(mains, mains.held, strict=False):
+            if main.device != before.device and id(main) not in self.parked.homes:
+                before_writing([main])
+                main.data = main.data.to(before.device)
+
+    def _check_memory(self, slot: Slot, kept: SteppedTogether) -> None:
+        """Check the state of a slot after its tensors may have been given other memory.
+
+        Args:
+            kept: lists with the memory that the tensors had.
+        """
+        main, state = self.stepped(slot), self.groups[slot.group].slots[slot.position]
+        if not state:
+            return  # it was never stepped
+        specs = self._state_specs(slot, (main.shape, main.dtype), check=False)
+        for key, value in state.items():
+            form = value.shape, value.dtype
+            if key != STEP and form != specs.get(key, form):
+                for each in (kept.watched, *kept.lists.values()):
+                    memory = each.memory_of(value)
+                    if memory is not None and (memory.shape, memory.dtype) == specs[key]:
+                        value.data = memory
+                (given, given_dtype), (shape, dtype) = form, specs[key]
+                raise ValueError(
+                    f"optimizer.state: {self.name(slot)}.{key} was given memory of shape "
+                    f"{tuple(given)} and {given_dtype}, and is kept as {tuple(shape)} and {dtype}; "
+                    "give it memory of that form"
+                )
+            if not value.is_contiguous():
+                value.data = value.data.contiguous()
+        self.uncounted_live(slot)
+
+    def _follow_count(self, slot: Slot) -> None:
+        """Take the number from a slot's ``step`` that was given memory of its own."""
+        group_state = self.groups[slot.group]
+        mine = group_state.steps[slot.position]
+        shown = group_state.slots[slot.position].setdefault(STEP, mine)
+        if shown.data_ptr() != mine.data_ptr():
+            check_step(self.name(slot), shown)
+            mine.copy_(shown)
+            shown.data = mine
 
     def moment_keys(self, index: int, positions: Sequence[int]) -> Sequence[tuple[str, ...]]:
         """Keys of the moments at some positions of a group, and of their scales."""

@@ -413,3 +413,21 @@ def test_parked_tensors_are_not_kept_alive(simulation):
     optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
     gc.collect()
     assert not homes
+
+
+@pytest.mark.parametrize("place", ["device", "host", "streamed"])
+@pytest.mark.parametrize("form", ["fp32", "bf16", "bf16-8bit8"])
+def test_step_brings_home_memory_that_was_moved_by_data(simulation, form, place):
+    """Of state and of main params, also where nothing is shown otherwise than it is kept."""
+    model, optimizer = build(form, place)
+    for start in (0, 2):
+        train(model, optimizer, 2, start)
+        there = on_accelerator(optimizer)
+        tensors = [value for state in optimizer.state.values() for value in state.values()]
+        tensors += [main for _, main in optimizer.named_main_params()]
+        for tensor in tensors:
+            if not isinstance(tensor, nn.Parameter):
+                tensor.data = tensor.data.to(HOST)
+    train(model, optimizer, 1, 4)
+    assert on_accelerator(optimizer) == there
+    assert not differing(found(model, optimizer), expected(form, 5))

@@ -1,0 +1,180 @@
+"""Everything that callers do to tensors of ``optimizer.state``: each write counts, in every place,
+mode and form of state; or it is refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mp_optim
+from mp_optim.placement.worker import WorkerError
+from support.models import same_bits
+
+Writer = Callable[[Tensor], object]
+
+PLACES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host": {"offload": 1.0},
+    "overlap": {"offload": 1.0, "offload_mode": "overlap"},
+    "speculative": {"offload": 1.0, "offload_mode": "speculative"},
+    "streamed": {"offload": 1.0, "offload_place": "streamed"},
+    "disk": {"offload": 1.0},
+    "disk-speculative": {"offload": 1.0, "offload_mode": "speculative"},
+}
+STATES = ("fp32", "bf16")
+SHAPES = ((9, 70), (300,))
+
+
+def give_data(tensor: Tensor) -> None:
+    tensor.data = tensor.data * 0.5
+
+
+def put(tensor: Tensor) -> None:
+    tensor[1] = 0.25
+
+
+WRITERS: dict[str, tuple[Writer, Writer]] = {
+    "mul_": (lambda t: t.mul_(0.5), lambda t: t.mul_(0.5)),
+    "zero_": (Tensor.zero_, Tensor.zero_),
+    "fill_": (lambda t: t.fill_(0.5), lambda t: t.fill_(0.5)),
+    "copy_": (
+        lambda t: t.copy_(torch.linspace(0, 1, t.numel()).view_as(t)),
+        lambda t: t.copy_(torch.linspace(0, 1, t.numel()).view_as(t)),
+    ),
+    "[i] =": (put, put),
+    ".data =": (give_data, lambda t: t.mul_(0.5)),
+    ".data.mul_": (lambda t: t.data.mul_(0.5), lambda t: t.mul_(0.5)),
+    "numpy": (lambda t: view_of(t).numpy().__imul__(2), lambda t: view_of(t).mul_(2)),
+    "set_": (lambda t: t.set_(t * 0.5), lambda t: t.mul_(0.5)),
+    "swap_tensors": (lambda t: torch.utils.swap_tensors(t, t * 0.5), lambda t: t.mul_(0.5)),
+}
+"""By name, and what each does to the values."""
+
+
+def view_of(tensor: Tensor) -> Tensor:
+    """The elements as something that numpy doubles as torch does."""
+    return tensor if tensor.dtype == torch.float32 else tensor[:0].float()
+
+
+def build(place: str, state: str, folder: Path) -> tuple[nn.ParameterList, Any]:
+    settings = dict(PLACES[place])
+    if place.startswith("disk"):
+        settings["optimizer_state_path"] = str(folder)
+    generator = torch.Generator().manual_seed(0)
+    model = nn.ParameterList(
+        nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in SHAPES
+    )
+    return model, mp_optim.AdamW(model.named_parameters(), lr=1e-2, state=state, **settings)
+
+
+def train(model: nn.ParameterList, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        backward(model, optimizer, step)
+        optimizer.step()
+
+
+def backward(model: nn.ParameterList, optimizer: Any, step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    optimizer.zero_grad()
+    factors = [torch.randn(p.shape, generator=generator).bfloat16() for p in model]
+    products = [(p * f).float().sum() for p, f in zip(model, factors, strict=True)]
+    torch.stack(products).sum().backward()
+
+
+def found(model: nn.ParameterList, optimizer: Any) -> dict[str, Tensor]:
+    state = optimizer.state_dict(full_precision=True)["state"]
+    bits = {f"{i}.{key}": value for i, each in state.items() for key, value in each.items()}
+    return copy.deepcopy({**bits, **dict(model.named_parameters())})
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [key for key in one if not same_bits(one[key].detach(), other[key].detach())]
+
+
+WHEN = ("between steps", "after backward", "held")
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("place", list(PLACES))
+def test_writes_to_state_count_in_every_place_and_form(
+    place: str, state: str, tmp_path: Path
+) -> None:
+    """The other optimizer loads the values."""
+    model, optimizer = build(place, state, tmp_path)
+    other, loading = build("device", state, tmp_path)
+    train(model, optimizer, range(2))
+    train(other, loading, range(2))
+    held = {key: optimizer.state[model[0]][key] for key in ("exp_avg", "exp_avg_sq")}
+    for index, (name, (write, change)) in enumerate(WRITERS.items()):
+        for number, key in enumerate(held):
+            step, when = 2 * index + number + 2, WHEN[(index + number) % len(WHEN)]
+            if when == "after backward":
+                backward(model, optimizer, step)
+            with torch.no_grad():
+                write(held[key] if when == "held" else optimizer.state[model[0]][key])
+            load_changed(loading, key, change)
+            if when == "after backward":
+                optimizer.step()
+            else:
+                train(model, optimizer, range(step, step + 1))
+            train(other, loading, range(step, step + 1))
+            wrong = differing(found(model, optimizer), found(other, loading))
+            assert wrong == [], f"{name} to {key}, {when}: {wrong}"
+
+
+def load_changed(optimizer: Any, key: str, change: Writer) -> None:
+    """Change values as a writer does, and load them."""
+    saved = copy.deepcopy(optimizer.state_dict(full_precision=True))
+    stored = optimizer.state_dict()["state"][0][key].dtype
+    value = saved["state"][0][key].to(stored if stored == torch.bfloat16 else torch.float32)
+    change(value)
+    saved["state"][0][key] = value.float()
+    optimizer.load_state_dict(saved, convert=True)
+
+
+@pytest.mark.parametrize("place", list(PLACES))
+def test_step_follows_tensors_in_other_memory(place: str, tmp_path: Path) -> None:
+    """As programs move everything that they find: state, counts of steps and main params."""
+    model, optimizer = build(place, "fp32", tmp_path)
+    other, undisturbed = build("device", "fp32", tmp_path)
+    train(other, undisturbed, range(4))
+    train(model, optimizer, range(2))
+    tensors = [main for _, main in optimizer.named_main_params()]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    for step in (2, 3):
+        for tensor in tensors:
+            tensor.data = tensor.data.clone()
+        train(model, optimizer, range(step, step + 1))
+    assert differing(found(model, optimizer), found(other, undisturbed)) == []
+    shown = [main for _, main in optimizer.named_main_params()]
+    shown += [value for state in optimizer.state.values() for value in state.values()]
+    assert all(one is other for one, other in zip(tensors, shown, strict=True))
+    optimizer.state[model[0]]["step"].data = torch.tensor(7.0)
+    train(model, optimizer, range(4, 5))
+    assert [float(state["step"]) for state in optimizer.state.values()] == [8.0, 5.0]
+
+
+@pytest.mark.parametrize("place", list(PLACES))
+@pytest.mark.parametrize("wrong", ["shape", "dtype"])
+def test_step_refuses_state_in_memory_of_another_form(
+    place: str, wrong: str, tmp_path: Path
+) -> None:
+    model, optimizer = build(place, "fp32", tmp_path)
+    train(model, optimizer, range(3))
+    before = found(model, optimizer)
+    value = optimizer.state[model[1]]["exp_avg_sq"]
+    value.data = value.data[:9].clone() if wrong == "shape" else value.data.bfloat16()
+    with pytest.raises((ValueError, WorkerError), match=r"1\.exp_avg_sq was given memory of shape"):
+        train(model, optimizer, range(3, 4))
+    assert differing(found(model, optimizer), before) == []
+    train(model, optimizer, range(3, 4))
+    other, undisturbed = build("device", "fp32", tmp_path)
+    train(other, undisturbed, range(4))
+    assert differing(found(model, optimizer), found(other, undisturbed)) == []
