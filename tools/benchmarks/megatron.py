@@ -1,15 +1,16 @@
-"""Megatron-core's own optimizer stack on the CPU, where it falls back to torch for everything.
+"""Megatron-core's own optimizer stack, unchanged from ``get_megatron_optimizer`` down.
 
-Its code runs unchanged, from ``get_megatron_optimizer`` down. What it needs that a CPU does not
-have stands in here:
+On a GPU it steps with the Adam that it finds: Transformer Engine's, apex's or torch's. On a CPU it
+falls back to torch for everything. These parts are replaced:
 
 - a job: a process group of this process alone, and Megatron's parallel state over it;
 - its DDP wrapper: a plain module list with a ``ddp_config``, whose parameters have the
   ``main_grad`` that DDP would give them: bfloat16 like the parameters, or FP32 with
   ``grad_reduce_in_fp32`` (off by default; Megatron's training script turns it on for bfloat16). At
   each step Megatron widens the former to FP32 tensors of its own, and clips the latter in place;
-- a GPU: small tensors that it makes on ``cuda`` are made on the CPU, and ``tensor.type()``, which
-  it compares with the names of CUDA tensors, answers with those. Both only while its code runs.
+- on a CPU the GPU: small tensors that it makes on ``cuda`` are made on the CPU, and
+  ``tensor.type()``, which it compares with the names of CUDA tensors, returns those. Both only
+  while its code runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -74,11 +75,11 @@ def _without_cuda() -> Iterator[None]:
         yield
 
 
-def _start_job() -> None:
-    """One process, no parallelism; nothing if that was done before."""
+def _start_job(backend: str) -> None:
+    """Start a job of this process alone, without parallelism, unless there is one."""
     state = importlib.import_module("megatron.core.parallel_state")
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if not state.model_parallel_is_initialized():
         state.initialize_model_parallel(create_gloo_process_groups=False)
 
@@ -107,6 +108,24 @@ def _model(params: Sequence[Tensor], main_grads: Sequence[Tensor]) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+def _stack() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns if neither apex nor Transformer Engine is there
+        return importlib.import_module("megatron.core.optimizer")
+
+
+def adam() -> str:
+    """Return the name of the Adam that Megatron steps with, or a note that there is no Megatron."""
+    try:
+        stack = _stack()
+    except ImportError:
+        return "no Adam (not installed)"
+    if stack.USING_PYTORCH_OPTIMIZER:
+        return "torch fused AdamW"
+    module: str = stack.Adam.__module__
+    return f"{stack.Adam.__name__} of {module.partition('.')[0]}"
+
+
 def megatron_step(params: Sequence[Tensor], main_grads: Sequence[Tensor], *, fused: bool) -> Step:
     """The whole mixed-precision step of Megatron-core over bfloat16 params, clipping on.
 
@@ -114,23 +133,22 @@ def megatron_step(params: Sequence[Tensor], main_grads: Sequence[Tensor], *, fus
         params: the model's parameters, bfloat16; they are updated in place.
         main_grads: bfloat16, read at every step and never written; or FP32, which Megatron clips in
             place: each step clips to ``TIGHTER`` times the norm that the one before clipped to.
-        fused: step with ``torch.optim.AdamW(fused=True)``, which Megatron itself asks for only
-            where it offloads, in place of the AdamW that it builds otherwise, which loops over
-            tensors and operations.
+        fused: if Megatron steps with torch's AdamW, set ``fused=True``, which Megatron itself sets
+            only for offloading; its AdamW loops over tensors and operations otherwise.
 
     Raises:
         ImportError: megatron-core is not installed.
-        RuntimeError: Megatron found apex or Transformer Engine, whose Adam steps CUDA tensors only.
+        RuntimeError: params are on a CPU, and Megatron found apex or Transformer Engine, whose Adam
+            steps CUDA tensors only.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that there is neither apex nor Transformer Engine
-        stack = importlib.import_module("megatron.core.optimizer")
-    if not stack.USING_PYTORCH_OPTIMIZER:
+    stack, on_gpu = _stack(), params[0].device.type == "cuda"
+    if not on_gpu and not stack.USING_PYTORCH_OPTIMIZER:
         raise RuntimeError(
             "Megatron takes its Adam from apex or Transformer Engine here, which have none for the "
             "CPU"
         )
-    _start_job()
+    _start_job("nccl" if on_gpu else "gloo")
+    place = nullcontext if on_gpu else _without_cuda
     config = stack.OptimizerConfig(
         optimizer="adam",
         lr=LR,
@@ -142,19 +160,19 @@ def megatron_step(params: Sequence[Tensor], main_grads: Sequence[Tensor], *, fus
         bf16=True,
         params_dtype=torch.bfloat16,
     )
-    with _without_cuda():
+    with place():
         optimizer = stack.get_megatron_optimizer(
             config, [_model(params, main_grads)], config_overrides={}, use_gloo_process_groups=False
         )
-    if fused:
+    if fused and stack.USING_PYTORCH_OPTIMIZER:
         for group in optimizer.param_groups:
             group["fused"] = True
-    return _stepper(optimizer, TIGHTER if main_grads[0].dtype == torch.float32 else 1.0)
+    return _stepper(optimizer, place, TIGHTER if main_grads[0].dtype == torch.float32 else 1.0)
 
 
-def _stepper(optimizer: Any, tighter: float) -> Callable[[], object]:
+def _stepper(optimizer: Any, place: Callable[[], Any], tighter: float) -> Callable[[], object]:
     def step() -> object:
-        with _without_cuda():
+        with place():
             result = optimizer.step()
         optimizer.config.clip_grad *= tighter
         return result

@@ -1,26 +1,58 @@
-"""The sequence of kernels that Megatron's mixed-precision step launches, with each Adam that is
-installed."""
+"""Opponents of the whole mixed-precision step: Megatron-core's own optimizer, and the sequence of
+operations that a training loop writes around a fused Adam."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR
+from benchmarks import megatron
+from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR, Step
+
+SEQUENCE = "unfused sequence"
+"""First words of the rows of :class:`UnfusedSequence`."""
+ADAMS = ("torch fused AdamW", "apex FusedAdam", "Transformer Engine FusedAdam")
+CHUNK = 2048 * 32
+"""Elements of a block of apex's kernels, as in Megatron."""
 
 
-def adams() -> list[str]:
-    """Names of the Adams to try."""
-    return ["torch fused", "apex FusedAdam", "Transformer Engine FusedAdam"]
+class Opponent(NamedTuple):
+    """A contender of the whole step.
+
+    Attributes:
+        name: the row's label, made of its operations or of its library.
+        wide: True if it reads FP32 gradients.
+        build: takes bf16 params and returns the step.
+    """
+
+    name: str
+    wide: bool
+    build: Callable[[Sequence[Tensor]], Step]
+
+
+def opponents() -> Iterator[Opponent]:
+    """Yield every opponent; building one raises ImportError if its library is not installed."""
+    for adam in ADAMS:
+        name = f"{SEQUENCE}: upcast, norm, clip, {adam}, downcast"
+        yield Opponent(name, False, lambda params, a=adam: UnfusedSequence(params, a).step)
+    for dtype in (torch.bfloat16, torch.float32):
+        said = "bf16" if dtype == torch.bfloat16 else "FP32"
+        yield Opponent(
+            f"Megatron-core with {megatron.adam()}, {said} main_grad",
+            dtype == torch.float32,
+            lambda params, d=dtype: megatron.megatron_step(
+                params, [torch.full_like(param, 1e-3, dtype=d) for param in params], fused=True
+            ),
+        )
 
 
 def _adam(name: str, params: list[Tensor]) -> torch.optim.Optimizer:
     settings: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
-    if name == "torch fused":
+    if name.startswith("torch"):
         return torch.optim.AdamW(params, fused=True, **settings)
     module = (
         "apex.optimizers" if name.startswith("apex") else "transformer_engine.pytorch.optimizers"
@@ -31,13 +63,11 @@ def _adam(name: str, params: list[Tensor]) -> torch.optim.Optimizer:
     return optimizer
 
 
-CHUNK = 2048 * 32
-"""Elements of a block of apex's kernels, as Megatron has it."""
+class UnfusedSequence:
+    """FP32 main params, moments and gradients of bf16 params, kept between steps.
 
-
-class MegatronStyle:
-    """bf16 params and gradients: widen, check and unscale, norm, clip, Adam on FP32 main params,
-    narrow. Beside apex its kernels do all of this but the first two, as in Megatron."""
+    With apex the norm, the clipping and the downcast are apex's kernels, too.
+    """
 
     def __init__(self, params: Sequence[Tensor], adam: str) -> None:
         self.params = list(params)
@@ -48,16 +78,12 @@ class MegatronStyle:
         self.adam = _adam(adam, self.mains)
         self.kernels = importlib.import_module("amp_C") if adam.startswith("apex") else None
         self.flag = torch.zeros(1, dtype=torch.int32, device=params[0].device)
-        self.found_inf = torch.zeros(1, device=params[0].device)
-        self.inv_scale = torch.ones(1, device=params[0].device)
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step."""
+        """Upcast the gradients, measure and clip them, step, downcast the params."""
         main_grads = [main.grad for main in self.mains]
         torch._foreach_copy_(main_grads, self.grads)
-        self.found_inf.zero_()
-        torch._amp_foreach_non_finite_check_and_unscale_(main_grads, self.found_inf, self.inv_scale)
         if self.kernels is None:
             torch.nn.utils.clip_grad_norm_(self.mains, CLIP, foreach=True)
             self.adam.step()

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks import megatron
 from benchmarks.contenders import Contenders
 from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR
 from benchmarks.ours import ADAM_BYTES, OURS, STEP_BYTES
 from benchmarks.section import Section
 from benchmarks.timing import ratio
-from lab.gpu.opponents import MegatronStyle, adams
+from lab.gpu.opponents import Opponent, opponents
 from lab.gpu.timing import alternate
 from mp_optim import FusedAdam, OptimizerConfig, get_megatron_optimizer
 from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
@@ -105,8 +106,14 @@ def _kernel(rate: Rate, backend: str, sizes: list[int], **precision: Any) -> Cal
     return lambda: optimizer.step_slots(updates)
 
 
-def _step(rate: Rate, backend: str, sizes: list[int], **settings: Any) -> Callable[[], object]:
-    """The whole mixed-precision step, clipping on."""
+def full_step(
+    rate: Rate, backend: str, sizes: list[int], wide: bool = False, **settings: Any
+) -> Callable[[], object]:
+    """Return our whole mixed-precision step, clipping on.
+
+    Args:
+        wide: read FP32 ``main_grad`` instead of bf16 gradients.
+    """
     config = OptimizerConfig(
         bf16=True,
         lr=LR,
@@ -123,7 +130,10 @@ def _step(rate: Rate, backend: str, sizes: list[int], **settings: Any) -> Callab
     )
     optimizer = get_megatron_optimizer(config, model, config_overrides={})
     for param in model:
-        param.grad = torch.full_like(param, 1e-3)
+        if wide:
+            param.main_grad = torch.full_like(param, 1e-3, dtype=torch.float32)  # type: ignore[attr-defined]
+        else:
+            param.grad = torch.full_like(param, 1e-3)
     return optimizer.step
 
 
@@ -192,40 +202,35 @@ def clean(device: torch.device) -> None:
 
 
 def steps(rate: Rate, numel: int, rounds: int) -> Section:
-    """The full step against the sequence of kernels that Megatron launches, with each Adam that is
-    there."""
-    section, sizes = (
-        Section("Full mixed-precision step, large tensors, clipping on"),
-        sizes_of(numel, "large"),
-    )
-    total, backend = sum(sizes), ours(rate.device)
-    for adam in adams():
-        name, field = f"{OURS}, {backend}, beside {adam}", Contenders()
-        field.add(
-            f"Megatron's sequence, {adam}",
-            lambda a=adam: (
-                MegatronStyle(_tensors(rate.device, sizes, torch.bfloat16, 0.02), a).step
-            ),
-        )
-        if field.steps:
-            field.add(name, lambda: _step(rate, backend, sizes))
-        section.missing |= field.missing
-        for behind in (False, True):
-            label = ", behind other work" if behind else ""
-            found = alternate(rate.device, field.steps, rounds, f"steps, {adam}{label}", behind)
-            timings = {f"{each}{label}": timing for each, timing in found.items()}
-            section.take(
-                timings,
-                of_limit=lambda _, timing: STEP_BYTES * total / timing.median / rate.limit,
-                **(
-                    {"times_ours": lambda _, timing, o=found[name]: ratio(timing, o)}
-                    if name in found
-                    else {}
-                ),
-            )
-        del field
-        clean(rate.device)
+    """Time our full step in turn with each opponent that is installed."""
+    section = Section("Full mixed-precision step, large tensors, clipping on")
+    with megatron.job_ended():
+        for opponent in opponents():
+            _add_steps(section, rate, opponent, sizes_of(numel, "large"), rounds)
+            clean(rate.device)
     return section
+
+
+def _add_steps(
+    section: Section, rate: Rate, opponent: Opponent, sizes: list[int], rounds: int
+) -> None:
+    backend, field = ours(rate.device), Contenders()
+    params = _tensors(rate.device, sizes, torch.bfloat16, 0.02)
+    field.add(opponent.name, lambda: opponent.build(params))
+    section.missing |= field.missing
+    if not field.steps:
+        return
+    name = f"{OURS}, {backend}, next to {opponent.name}"
+    field.steps[name] = full_step(rate, backend, sizes, opponent.wide)
+    num_bytes = (STEP_BYTES + (4 if opponent.wide else 0)) * sum(sizes)
+    for behind in (False, True):
+        label = ", behind other work" if behind else ""
+        found = alternate(rate.device, field.steps, rounds, f"steps{label}", behind)
+        section.take(
+            {f"{each}{label}": timing for each, timing in found.items()},
+            of_limit=lambda _, timing: num_bytes / timing.median / rate.limit,
+            times_ours=lambda _, timing, o=found[name]: ratio(timing, o),
+        )
 
 
 def ours(device: torch.device) -> str:
@@ -241,7 +246,8 @@ def many(rate: Rate, numel: int, rounds: int) -> Section:
         field = Contenders()
         for kind in ("large", "small", "moe"):
             field.add(
-                f"{backend}: {kind}", lambda k=kind, b=backend: _step(rate, b, sizes_of(numel, k))
+                f"{backend}: {kind}",
+                lambda k=kind, b=backend: full_step(rate, b, sizes_of(numel, k)),
             )
         timings = alternate(rate.device, field.steps, rounds, f"many, {backend}")
         section.missing |= field.missing

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from ptx import record
 from ptx.amdgcn import read
 from support.launch import run
 

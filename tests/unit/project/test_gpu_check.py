@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import gpu_check
 import pytest
 import torch
+from torch import Tensor
 
-from lab.gpu import agreement, hour, parts
+from lab.gpu import agreement, hour, opponents, parts, speed
 from lab.gpu.parts import PARTS, Outcome, Results, Sizes, run_apart
 from mp_optim.update.backends.reference import ReferenceBackend
 from support.launch import TOOLS, end_forked_program, run_forked_program
+from support.standins import amp_c
 
 SMALL = ("--device", "cpu", "--params", "1e5", "--hybrid-params", "1e5", "--rounds", "3")
 MACHINE = {"device": "a GPU", "torch": "2", "date": "today"}
@@ -47,6 +52,44 @@ def test_the_second_part_says_which_kernels_auto_takes(
     monkeypatch.setattr(agreement, "choose_backend", lambda name, device: slow)
     with pytest.raises(RuntimeError, match=r"auto chooses reference; .*fails a first"):
         agreement.chosen(torch.device("cuda"))
+
+
+def test_every_opponent_of_the_step_trains_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-core itself, and the unfused sequence with each Adam, on a CPU in a miniature."""
+    pytest.importorskip("megatron.core.optimizer")  # before the stand-ins: it steps with torch's
+
+    def fused_adam(params: list[Tensor], adam_w_mode: bool, **settings: Any) -> Any:
+        return torch.optim.AdamW(params, **settings)
+
+    for name in ("apex.optimizers", "transformer_engine.pytorch.optimizers"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(FusedAdam=fused_adam))
+    monkeypatch.setitem(sys.modules, "amp_C", amp_c.module())
+    trained: dict[str, list[Tensor]] = {}
+
+    def keep(opponent: opponents.Opponent) -> opponents.Opponent:
+        def build(params: list[Tensor]) -> Any:
+            trained[opponent.name] = params
+            return opponent.build(params)
+
+        return opponent._replace(build=build)
+
+    monkeypatch.setattr(speed, "opponents", lambda: map(keep, opponents.opponents()))
+    rate = speed.Rate(torch.device("cpu"))
+    rate.limit = 1e10
+    section = speed.steps(rate, 1000, 1)
+    assert section.missing == {} and len(section.rows) == 4 * len(trained) == 20
+    ours = [name for name in section.rows if name.startswith("mp_optim")]
+    assert all(section.rows[name]["times_ours"] == 1.0 for name in ours) and len(ours) == 10
+    first, *others = trained.values()
+    assert (first[0] < 0.02).all()
+    for params in others:
+        torch.testing.assert_close(params, first, rtol=2**-7, atol=0.0)
+
+
+def test_our_step_reads_fp32_main_grad() -> None:
+    rate = speed.Rate(torch.device("cpu"))
+    step = speed.full_step(rate, "auto", [1000], wide=True)
+    assert step()[1] == pytest.approx(1e-3 * 1000**0.5)
 
 
 def test_no_part_begins_that_has_no_time(tmp_path: Path) -> None:
