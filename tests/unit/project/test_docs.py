@@ -101,6 +101,25 @@ def test_every_python_block_is_run_here():
     }
 
 
+IMPORTED = {"mp_optim", "torch", "nn", "dist", "json", "os", "foreign", "np", "transformers"}
+"""Names of modules on pages. Data (``model``, ``optimizer``) comes from the reader's program."""
+
+
+@each_document
+def test_python_blocks_import_the_modules_that_they_name(document):
+    bound, missing = set(), set()
+    for block in blocks_of(document, "python"):
+        nodes = [*ast.walk(ast.parse(block))]
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+        aliases = [alias for node in imports for alias in node.names]
+        bound |= {alias.asname or alias.name.partition(".")[0] for alias in aliases}
+        bound |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        missing |= {node.id for node in names} - bound
+    assert {one for one in missing if one in IMPORTED or hasattr(mp_optim, one)} == set()
+
+
 def test_words_of_the_glossary_are_names_in_the_code():
     """The last column names a class, a function or a constant of the package."""
     names = re.findall(r"\| ([^|]*`) \|$", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
@@ -209,14 +228,7 @@ def test_the_example_for_many_ranks_runs(monkeypatch):
         monkeypatch.setenv(name, value)
     model = small_model()
     before = model[0].weight.detach().clone()
-    names = {
-        "torch": torch,
-        "model": model,
-        "micro_batches": [0, 1, 2],
-        "loss_of": lambda batch: loss_of(model),
-        "OptimizerConfig": OptimizerConfig,
-        "get_megatron_optimizer": get_megatron_optimizer,
-    }
+    names = {"model": model, "micro_batches": [0, 1, 2], "loss_of": lambda batch: loss_of(model)}
     try:
         exec(blocks_of("docs/many_ranks.md", "python")[0], names)
         assert not torch.equal(model[0].weight.detach(), before)
@@ -230,7 +242,6 @@ def test_the_examples_of_checkpoints_run(tmp_path, monkeypatch):
     loss_of(model).backward()
     optimizer.step()
     names = {
-        "mp_optim": mp_optim,
         "model": model,
         "optimizer": optimizer,
         "path": tmp_path / "PATH",
@@ -248,7 +259,7 @@ def test_the_examples_of_checkpoints_run(tmp_path, monkeypatch):
 
 def test_the_examples_of_audits_run(capsys, tmp_path):
     settings, goes_back = blocks_of("docs/audit.md", "python")
-    names = {"mp_optim": mp_optim}
+    names = {}
     exec(settings, names)
     config = dataclasses.replace(names["config"], audit_rate=1.0, audit_action="raise")
     model = small_model()
@@ -281,7 +292,7 @@ def test_the_examples_of_settings_run(capsys):
         seen.append(loss_of(model).item())
 
     names = {"model": model, "train": train, "evaluate": evaluate}
-    exec(averages, {"mp_optim": mp_optim, **names})
+    exec(averages, names)
     assert seen[0] != loss_of(model).item()
     attention = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("query", "key")})
     model = nn.ModuleDict({"attention": attention})
@@ -298,7 +309,6 @@ def test_the_examples_of_settings_run(capsys):
 def test_the_examples_of_health_run():
     model, blocks = small_model(), blocks_of("docs/health.md", "python")
     found = {
-        "mp_optim": mp_optim,
         "model": model,
         "batches": [(torch.ones(2, 4, dtype=torch.bfloat16), 0.0)] * 2,
         "loss_function": lambda outputs, target: (outputs.float() - target).square().mean(),
@@ -315,7 +325,7 @@ def test_the_examples_of_deltas_run(tmp_path):
     receiver = deepcopy(model)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True), model)
     loss_of(model).backward()
-    known = {"optimizer": optimizer, "folder": tmp_path, "copy": receiver, "mp_optim": mp_optim}
+    known = {"optimizer": optimizer, "folder": tmp_path, "replica": receiver}
     exec(trainer, known)
     assert known["delta"].changed > 0
     exec(reader, known)
@@ -447,7 +457,6 @@ def test_the_way_from_other_libraries_runs(tmp_path, monkeypatch):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).bfloat16()
     names = {
         "model": model,
-        "torch": torch,
         "train_some_steps": train_some_steps,
         "megatron_optimizer": Megatron(model),
         "fused_adam": Apex(model),

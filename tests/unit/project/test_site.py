@@ -20,7 +20,6 @@ import yaml
 from torch import nn
 
 import mp_optim
-from mp_optim import OptimizerConfig, get_megatron_optimizer
 from support.launch import ROOT
 from support.programs import program
 
@@ -104,10 +103,6 @@ def names(model: nn.Module) -> dict[str, Any]:
     return {
         **dict.fromkeys(trainers, AnyTrainer),
         **dict.fromkeys(arguments, lambda folder, **given: GIVEN),
-        "torch": torch,
-        "mp_optim": mp_optim,
-        "OptimizerConfig": OptimizerConfig,
-        "get_megatron_optimizer": get_megatron_optimizer,
         "model": model,
         "base": model,
         "model_parts": [model],
