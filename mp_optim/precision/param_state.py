@@ -234,6 +234,9 @@ class UntrainedState(SlotState):
             self._take()
             self._trained.load(state)
 
+    def reset(self) -> None:
+        """There is nothing yet."""
+
 
 class ParamState(WithMainParam):
     """Of a parameter that is trained.

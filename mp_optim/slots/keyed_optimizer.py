@@ -57,7 +57,11 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._state_view = SlotStateView(
-            self._checked_groups, self.has_slot_state, self.slot_state, self.assign_states
+            self._checked_groups,
+            self.has_slot_state,
+            self.slot_state,
+            self.assign_states,
+            self.reset_states,
         )
         self._told_of_host = False
         self.step_mark = StepMark()
@@ -260,6 +264,19 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
                     "taken. Nothing of it needs to be moved; switch off what moves optimizer state "
                     "in this program, or place less on the host"
                 )
+
+    @in_own_modes
+    def reset_states(self, slots: Sequence[Slot]) -> None:
+        """Have slots begin again, as before the first step: moments are zero, no step is counted,
+        averages begin with the next step. Main params keep their values.
+
+        Raises:
+            BrokenOffError: the last step or load was broken off half-way.
+        """
+        self.step_mark.check("state")
+        self.follow_model()
+        for slot in slots:
+            self.state_of(slot).reset()
 
     @in_own_modes
     def offload_to_cpu(self) -> None:

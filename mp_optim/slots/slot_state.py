@@ -127,6 +127,10 @@ class SlotState(ABC):
             ValueError: as :meth:`check`.
         """
 
+    @abstractmethod
+    def reset(self) -> None:
+        """Begin again, as before the first step; the main param keeps its value."""
+
     def check_weights(  # noqa: B027
         self, saved: State, checksum: int | None, weights: Tensor | None = None
     ) -> None:
@@ -319,6 +323,9 @@ class WithMainParam(SlotState):
         if main is not None:
             before_writing([self._main])
             self._main.copy_(main)
+
+    def reset(self) -> None:
+        self.below.reset()
 
 
 def _split(state: State) -> tuple[State, Any]:

@@ -9,8 +9,13 @@ whenever it is asked. What is put under a key of it is taken, or refused aloud:
   accelerator is put there, or by ``restore_from_cpu()``; a step before that raises RuntimeError.
 - State that is stepped on the host, from its memory or from a disk, stays there, and so do counts
   of steps: of a tensor on an accelerator the values are taken, and a warning says so once.
-- All else is refused, and nothing has changed: another shape, values that would lose bits, another
-  accelerator, a key that is not there or that is deleted.
+- Another shape, values that would lose bits, another accelerator and a key that is not there or
+  that is deleted are refused, and nothing has changed.
+
+State that is taken away begins again, as torch's does: ``state.clear()``, ``state = {}``,
+``del state[param]``, ``state.pop(param)``, ``state[param] = {}``, ``state[param].clear()``. Moments
+are zero and no step is counted; main params keep their values. A dict of the state before that
+keeps a copy of it.
 """
 
 from __future__ import annotations
@@ -23,8 +28,10 @@ from collections.abc import (
     KeysView,
     Mapping,
     MutableMapping,
+    Sequence,
     ValuesView,
 )
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -41,12 +48,19 @@ class ShownState(dict[str, Any]):
     """The state of one slot, as it is whenever it is asked.
 
     Args:
-        read: the state of now. write: takes what is put under some keys.
+        read: the state of now. write: takes what is put under some keys. reset: begins again.
     """
 
-    def __init__(self, read: Callable[[], State], write: Callable[[State], None]) -> None:
+    def __init__(
+        self, read: Callable[[], State], write: Callable[[State], None], reset: Callable[[], None]
+    ) -> None:
         super().__init__(read())
-        self._read, self._write = read, write
+        self._read, self._write, self._reset = read, write, reset
+
+    def part(self) -> None:
+        """Keep a copy of the state of now, and follow the slot no longer."""
+        kept = deepcopy(dict(self.items()))
+        self._read, self._write, self._reset = lambda: kept, kept.update, kept.clear
 
     def look(self) -> ShownState:
         """Show what is there now."""
@@ -99,9 +113,16 @@ class ShownState(dict[str, Any]):
         return self[key]
 
     def _stays(self, *args: Any) -> Any:
-        raise TypeError("a slot's state cannot be deleted; load_state_dict replaces it")
+        raise TypeError(
+            "optimizer.state[param]: single keys cannot be deleted; clear() resets all of them"
+        )
 
-    __delitem__ = pop = popitem = clear = _stays
+    __delitem__ = pop = popitem = _stays
+
+    def clear(self) -> None:
+        """Begin again, as before the first step."""
+        self._reset()
+        self.look()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is a plain dict."""
@@ -118,7 +139,7 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
     Args:
         param_groups: the groups of now.
         has: whether a slot has any state. read: a slot's. write: takes what was put into some
-            slots' state; all of it is given with ``whole``.
+            slots' state; all of it is given with ``whole``. reset: has some slots begin again.
     """
 
     def __init__(
@@ -127,8 +148,10 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
         has: Callable[[Slot], bool],
         read: Callable[[Slot], State],
         write: Callable[..., None],
+        reset: Callable[[Sequence[Slot]], None],
     ) -> None:
         self._param_groups, self._has, self._read, self._write = param_groups, has, read, write
+        self._reset = reset
         self._index: dict[int, Slot] = {}
         self._shown: weakref.WeakValueDictionary[Slot, ShownState] = weakref.WeakValueDictionary()
 
@@ -148,32 +171,50 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
             return False
 
     def __getitem__(self, tensor: Tensor) -> dict[str, Any]:
-        slot, read, write = self._slot(tensor), self._read, self._write
+        slot, read, write, reset = self._slot(tensor), self._read, self._write, self._reset
         if (shown := self._shown.get(slot)) is not None:
             return shown.look()
-        shown = ShownState(lambda: read(slot), lambda given: write({slot: given}, whole=False))
+        shown = ShownState(
+            lambda: read(slot),
+            lambda given: write({slot: given}, whole=False),
+            lambda: reset([slot]),
+        )
         self._shown[slot] = shown
         return shown
 
     def __setitem__(self, tensor: Tensor, state: dict[str, Any]) -> None:
-        self._write({self._slot(tensor): dict(state)}, whole=True)
+        if state:
+            self._write({self._slot(tensor): dict(state)}, whole=True)
+        else:
+            self._take_away([self._slot(tensor)])
 
     def assign(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Copy states into slots, as ``optimizer.state = ...`` does; the others keep theirs.
+        """Copy states into slots, as ``optimizer.state = ...`` does; the others begin again.
 
         Raises:
-            ValueError: nothing is given, or a state does not fit.
+            ValueError: a state does not fit.
         """
-        if not states:
-            raise ValueError(
-                "optimizer.state = {}: state is not taken away so. To begin anew, build another "
-                "optimizer, or load a state dict from before the first step"
-            )
-        given = {self._slot(tensor): dict(state) for tensor, state in states.items()}
+        given = {self._slot(tensor): dict(state) for tensor, state in states.items() if state}
         self._write(given, whole=True)
+        slots = [slot for slot, _ in iter_slots(self._param_groups())]
+        self._take_away([slot for slot in slots if slot not in given])
 
     def __delitem__(self, tensor: Tensor) -> None:
-        raise TypeError("a slot's state cannot be deleted; load_state_dict replaces it")
+        self._take_away([self._slot(tensor)])
+
+    def clear(self) -> None:
+        """Have all slots begin again, as before the first step."""
+        self._take_away([slot for slot, _ in iter_slots(self._param_groups())])
+
+    def popitem(self) -> Any:
+        """Raises TypeError: there would always be another one."""
+        raise TypeError("optimizer.state.popitem(): is not supported; call clear() or pop(param)")
+
+    def _take_away(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            if (shown := self._shown.pop(slot, None)) is not None:
+                shown.part()
+        self._reset(slots)
 
     def __iter__(self) -> Iterator[Tensor]:
         slots = iter_slots(self._param_groups())

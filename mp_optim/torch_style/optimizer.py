@@ -221,6 +221,10 @@ class StackOptimizer(WrappedOptimizer):
 
     # -- state ------------------------------------------------------------------------------------
 
+    def reset_states(self, slots: Sequence[Slot]) -> None:
+        if self._is_built:  # else there is none
+            super().reset_states(slots)
+
     def state_dict(
         self, is_loading: bool = False, *, full_precision: bool = False
     ) -> dict[str, Any]:

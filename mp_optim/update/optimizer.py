@@ -399,6 +399,9 @@ class ForeignSlotState(SlotState):
             loaded[key] = self._in_form_of(present, key, value)
         self._optimizer.state[self._param] = {**live, **_nested(loaded)}
 
+    def reset(self) -> None:
+        self._optimizer.state.pop(self._param, None)
+
     def _in_form_of(self, live: Any, key: str, saved: Any) -> Any:
         """A copy of a saved value: a number where the foreign optimizer keeps a number, an empty
         list where it keeps one, a tensor on the parameter's device where it keeps a tensor."""

@@ -674,6 +674,12 @@ class RuleSlotState(SlotState):
         if main is not None:
             self._executor.set_main_param(self._slot, main)
 
+    def reset(self) -> None:
+        before_writing(self._live.values())
+        for key, tensor in self._live.items():
+            if key != REMAINDER:  # it belongs to the main param
+                tensor.zero_()
+
     def _packed(self, state: State) -> State:
         """A state to load with 4-bit codes as codes, where it has the FP32 values they stand for,
         and remainders in their own width."""

@@ -34,9 +34,10 @@ def test_it_holds_what_has_state_and_nothing_else(fraction):
     assert optimizer.state.get(torch.ones(3)) is None
     with pytest.raises(KeyError, match="replaced"):
         optimizer.state[torch.ones(3)]
-    with pytest.raises(TypeError, match="load_state_dict"):
-        del optimizer.state[model["a"]]
-    assert len(optimizer.state) == 2
+    with pytest.raises(TypeError, match=r"call clear\(\)"):
+        optimizer.state.popitem()
+    del optimizer.state[model["a"]]
+    assert len(optimizer.state) == 2  # it began again
 
 
 READINGS = {
@@ -93,10 +94,7 @@ def test_state_given_by_tensor_is_copied_into_the_slot():
             key: torch.zeros_like(value) for key, value in optimizer.state[model.bias].items()
         }
     }
-    assert (
-        not optimizer.state[model.bias]["exp_avg"].any()
-        and optimizer.state[model.dense]["exp_avg"].any()
-    )
+    assert all(not state["exp_avg"].any() for state in optimizer.state.values())
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,25 @@ mode and form of state; or it is refused by name."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import mp_optim
+from mp_optim import (
+    Float16OptimizerWithFloat16Params,
+    FusedAdam,
+    HybridDeviceOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
 from mp_optim.placement.worker import WorkerError
 from support.models import same_bits
 
@@ -29,6 +39,15 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 STATES = ("fp32", "bf16")
 SHAPES = ((9, 70), (300,))
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
 
 
 def give_data(tensor: Tensor) -> None:
@@ -62,8 +81,8 @@ def view_of(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float32 else tensor[:0].float()
 
 
-def build(place: str, state: str, folder: Path) -> tuple[nn.ParameterList, Any]:
-    settings = dict(PLACES[place])
+def build(place: str, state: str, folder: Path, **fields: Any) -> tuple[nn.ParameterList, Any]:
+    settings = {**PLACES[place], **fields}
     if place.startswith("disk"):
         settings["optimizer_state_path"] = str(folder)
     generator = torch.Generator().manual_seed(0)
@@ -178,3 +197,146 @@ def test_step_refuses_state_in_memory_of_another_form(
     other, undisturbed = build("device", "fp32", tmp_path)
     train(other, undisturbed, range(4))
     assert differing(found(model, optimizer), found(other, undisturbed)) == []
+
+
+def pop_each(optimizer: Any) -> None:
+    for param in list(optimizer.state):
+        popped = optimizer.state.pop(param)
+        assert popped["exp_avg"].float().any() and float(popped["step"])
+
+
+def clear_each(optimizer: Any) -> None:
+    for state in optimizer.state.values():
+        state.clear()
+
+
+def put_empty(optimizer: Any) -> None:
+    for param in list(optimizer.state):
+        optimizer.state[param] = {}
+
+
+def delete_each(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            del optimizer.state[param]
+
+
+RESETS: dict[str, Callable[[Any], object]] = {
+    "clear": lambda optimizer: optimizer.state.clear(),
+    "= {}": lambda optimizer: setattr(optimizer, "state", {}),
+    "= defaultdict": lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),
+    "del": delete_each,
+    "pop": pop_each,
+    "[p] = {}": put_empty,
+    "[p].clear": clear_each,
+}
+
+
+@pytest.mark.parametrize("state", ["fp32", "8bit", "4bit"])
+@pytest.mark.parametrize("place", list(PLACES))
+def test_reset_of_state_begins_again_from_the_main_params(
+    place: str, state: str, tmp_path: Path
+) -> None:
+    """The other optimizer is new, and loads the main params."""
+    how: dict[str, Any] = {"main_params": "remainder16"} if state == "8bit" else {}
+    model, optimizer = build(place, state, tmp_path, ema_decay=0.5, **how)
+    for index, (name, reset) in enumerate(RESETS.items()):
+        steps = range(4 * index, 4 * index + 2)
+        train(model, optimizer, steps)
+        held, before = optimizer.state[model[0]], copy.deepcopy(optimizer.state[model[0]])
+        other, new = build("device", state, tmp_path, ema_decay=0.5, **how)
+        other.load_state_dict(model.state_dict())
+        saved = copy.deepcopy(optimizer.state_dict())
+        for each in saved["state"].values():
+            for key, value in each.items():
+                if key not in ("master_param", "remainder"):
+                    value.zero_()
+        new.load_state_dict(saved)
+        is_early = index % 2 == 1
+        if is_early:
+            backward(model, optimizer, steps.stop)
+        reset(optimizer)
+        assert differing(found(model, optimizer), found(other, new)) == [], name
+        if name not in ("[p].clear", "pop"):
+            assert all(same_bits(held[key], value) for key, value in before.items()), name
+        if is_early:
+            optimizer.step()
+        else:
+            train(model, optimizer, range(steps.stop, steps.stop + 1))
+        train(model, optimizer, range(steps.stop + 1, steps.stop + 2))
+        train(other, new, range(steps.stop, steps.stop + 2))
+        assert differing(found(model, optimizer), found(other, new)) == [], name
+
+
+def stacks() -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Any]]]]:
+    def layer(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(6, 5).to(dtype)
+
+    def over(make: Callable[[Any], Any], dtype: torch.dtype = torch.bfloat16, shard: bool = False):
+        def built() -> tuple[nn.Module, Any]:
+            model = layer(dtype)
+            if shard:
+                fully_shard(model)
+            return model, make(model)
+
+        return built
+
+    for name in ("AdamW", "Lion", "SGD", "LAMB", "Muon"):
+        how = {"momentum": 0.9} if name == "SGD" else {}
+        cls = getattr(mp_optim, name)
+        yield name, over(lambda m, cls=cls, how=how: cls(m.named_parameters(), lr=0.1, **how))
+    yield "FusedAdam", over(lambda m: FusedAdam(m.parameters(), lr=0.1), torch.float32)
+    yield "Hybrid", over(lambda m: HybridDeviceOptimizer(m.parameters(), 0.5, lr=0.1))
+    config = {"lr": 0.1, "bf16": True, "clip_grad": 0.0}
+    yield "factory", over(lambda m: get_megatron_optimizer(OptimizerConfig(**config), m))
+    yield (
+        "ZeRO",
+        over(
+            lambda m: get_megatron_optimizer(
+                OptimizerConfig(**config, use_distributed_optimizer=True), m
+            )
+        ),
+    )
+    for state in ("fp32", "8bit", "4bit"):
+        yield (
+            f"FSDP2 {state}",
+            over(lambda m, state=state: mp_optim.AdamW(m.parameters(), state=state), shard=True),
+        )
+    yield (
+        "foreign",
+        over(
+            lambda m: Float16OptimizerWithFloat16Params(
+                torch.optim.AdamW(m.parameters(), lr=0.1), OptimizerConfig(**config)
+            )
+        ),
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, _ in stacks()])
+def test_every_stack_begins_again_when_its_state_is_cleared(name: str, one_rank: None) -> None:
+    model, optimizer = dict(stacks())[name]()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 6, dtype=next(model.parameters()).dtype)).float().sum().backward()
+        optimizer.step()
+
+    def local(tensor: Any) -> Tensor:
+        tensor = getattr(tensor, "local", tensor)
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    step()
+    step()
+    mains = {}
+    if hasattr(optimizer, "named_main_params"):
+        mains = {key: local(main).clone() for key, main in optimizer.named_main_params()}
+    optimizer.state.clear()
+    for state in optimizer.state.values():
+        moments = {k: v for k, v in state.items() if k not in ("master_param", "remainder")}
+        assert not any(local(value).float().any() for value in moments.values())
+    if hasattr(optimizer, "named_main_params"):
+        assert all(same_bits(local(m), mains[key]) for key, m in optimizer.named_main_params())
+    step()
+    counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
+    assert counts in ([1.0, 1.0], [])

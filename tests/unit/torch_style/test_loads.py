@@ -212,11 +212,9 @@ def test_a_tensor_under_a_key_is_taken_or_refused(place: str) -> None:
         optimizer.state[param]["exp_avg"] = torch.zeros(5)
     for take in (
         lambda: optimizer.state[param].pop("exp_avg"),
-        lambda: optimizer.state[param].clear(),
         lambda: optimizer.state[param].__delitem__("exp_avg"),
-        lambda: optimizer.state.__delitem__(param),
     ):
-        with pytest.raises(TypeError, match="load_state_dict replaces it"):
+        with pytest.raises(TypeError, match="single keys cannot be deleted"):
             take()
     assert type(copy.deepcopy(optimizer.state[param])) is dict
     stepped(optimizer)
@@ -230,8 +228,6 @@ def test_state_that_is_assigned_is_checked_before_any_of_it_is_copied() -> None:
     zeros = {key: torch.zeros_like(value) for key, value in optimizer.state[a].items()}
     with pytest.raises(ValueError, match="b: missing"):
         optimizer.state = {a: zeros, b: {"step": torch.tensor(0.0)}}
-    with pytest.raises(ValueError, match=r"optimizer.state = \{\}: state is not taken"):
-        optimizer.state = {}
     assert bool(optimizer.state[a]["exp_avg"].any())
     optimizer.state = {a: zeros}
     assert not bool(optimizer.state[a]["exp_avg"].any())
