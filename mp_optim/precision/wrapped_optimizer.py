@@ -420,6 +420,7 @@ class WrappedOptimizer(MegatronOptimizer):
     # -- what is going on -------------------------------------------------------------------------
 
     def describe(self) -> Description:
+        self.check_lists()
         rows = describe(self.param_groups, self.executor, self.engine.table)
         graphs = graph_step.graph_notes(self.graphed)
         return Description(rows.rows, (*rows.notes, *self.choice_notes(), *graphs))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypedDict
 
 import torch
@@ -23,10 +23,13 @@ from mp_optim.planner.sweep import with_chosen_fraction
 from mp_optim.precision import MegatronOptimizer, StepResult, WrappedOptimizer
 from mp_optim.precision.grad_scaler import ConstantGradScaler
 from mp_optim.process.calls import in_own_modes, warn
+from mp_optim.process.host_memory import same_values
 from mp_optim.quantized import FLOAT8_DTYPES
 from mp_optim.ranks.agreement import ProcessGroups
-from mp_optim.slots import Slot, group_settings, iter_slots, with_names
+from mp_optim.slots import ParamGroups, Slot, group_settings, iter_slots, local_tensor, with_names
+from mp_optim.slots.identity import SharedSettings
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer, checked_match
+from mp_optim.slots.slot_state import State
 from mp_optim.slots.state_dict import plain_groups
 from mp_optim.update import check_serves
 from mp_optim.update.backends.selection import warn_of_missing_kernels
@@ -68,7 +71,9 @@ class StackOptimizer(WrappedOptimizer):
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], settings: Mapping[str, Any]
     ) -> None:
-        self._warned_of_fp16 = False
+        self._warned_of_fp16 = self._is_begun = False
+        self._found_inf: Tensor | None = None
+        self._patched_step: Any = None
         self._given_settings = dict(settings)
         self.process_groups = ProcessGroups()
         config = config_of(self.rule, settings)
@@ -99,9 +104,9 @@ class StackOptimizer(WrappedOptimizer):
         container, device = _container(self.param_groups), self.device
         check_serves(self.config.fused_backend, device)
         set_up_host(self.config, device)
-        if self.config.optimizer_offload_fraction == "auto":
-            ranks = self.process_groups
-            self.config = with_chosen_fraction(self.config, [container], {}, ranks, None)
+        if self._given_settings.get("offload") == "auto":
+            asked = replace(self.config, optimizer_offload_fraction="auto")
+            self.config = with_chosen_fraction(asked, [container], {}, self.process_groups, None)
         groups = [with_names(group) for group in self.param_groups]
         settings = {**settings_of(self.config), **self._hyperparameters}
         super().lists_are_known()
@@ -124,9 +129,10 @@ class StackOptimizer(WrappedOptimizer):
     def _forget_engine(self) -> None:
         self.early_work.stop()
         vars(self).pop("engine", None)
-        self.groups_below = ()
+        self.groups_below, self._settings = (), SharedSettings()
         self._sizes.clear()
         self.step_mark.clear()
+        self._is_begun = False
         self._begin(self.config)
 
     def check_param(self, slot: Slot, param: Tensor) -> None:
@@ -162,18 +168,16 @@ class StackOptimizer(WrappedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        own = vars(self)  # of which a GradScaler sets two
-        scale, found_inf = own.get("grad_scale"), own.get("found_inf")
-        if found_inf is None and not self._warned_of_fp16:
+        scale = vars(self).get("grad_scale")
+        if self._found_inf is None and not self._warned_of_fp16:
             self._warned_of_fp16 = True
             if self._step_supports_amp_scaling:
                 warn(_FP16)
-        if found_inf is not None and float(found_inf) != 0.0:
-            self.last_step = StepResult(False, None, None, "GradScaler found an inf or nan")
-            return loss
         self.grad_scaler = None if scale is None else AmpLossScale(scale)
+        self.check_lists()
         if not self._is_built:
             self._build()
+        self._is_begun = True
         self.last_step = self.unhooked_step()
         return loss
 
@@ -184,7 +188,53 @@ class StackOptimizer(WrappedOptimizer):
         trained = (param for _, param in iter_slots(self.param_groups) if param.requires_grad)
         return any(param.dtype == torch.float16 for param in trained)
 
+    @property
+    def found_inf(self) -> Tensor | None:
+        """Not 0 if gradients hold an inf or nan. A ``GradScaler`` sets it for one step."""
+        return self._found_inf
+
+    @found_inf.setter
+    def found_inf(self, value: Tensor | None) -> None:
+        del self.found_inf
+        self._found_inf = value
+        if value is not None and float(value) != 0.0:
+            # As of torch's optimizers that are not fused: accelerate takes a call of the step that
+            # it has patched for a step that was taken.
+            self._patched_step = vars(self).get("step")
+            vars(self)["step"] = self._skip
+
+    @found_inf.deleter
+    def found_inf(self) -> None:
+        if self._found_inf is not None and vars(self).get("step") == self._skip:
+            del vars(self)["step"]
+            if self._patched_step is not None:
+                vars(self)["step"] = self._patched_step
+        self._found_inf = self._patched_step = None
+
+    def _skip(self, closure: Closure | None = None) -> None:
+        """Stand in for :meth:`step` where a ``GradScaler`` found an inf or nan."""
+        self.last_step = StepResult(False, None, None, "GradScaler found an inf or nan")
+
     # -- groups -----------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> ParamGroups:
+        """Groups of the parameters that are there now. Until the first step or load they may be
+        edited, or assigned anew, whoever has looked at the state meanwhile."""
+        return self._live_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: ParamGroups) -> None:
+        if self._is_built and not self._is_begun and groups is not self._live_groups:
+            self._forget_engine()
+        SlotKeyedOptimizer.param_groups.__set__(self, groups)  # type: ignore[attr-defined]
+
+    def check_lists(self) -> None:
+        """Raise ValueError as every optimizer. What was built for a look at the state is built
+        again for edited lists."""
+        if self._is_built and not self._is_begun and self.has_edited_lists():
+            self._forget_engine()
+        super().check_lists()
 
     def lists_are_known(self) -> None:
         """As of every optimizer; before the first step lists may be edited."""
@@ -225,6 +275,18 @@ class StackOptimizer(WrappedOptimizer):
         if self._is_built:  # else there is none
             super().reset_states(slots)
 
+    def assign_states(self, states: Mapping[Slot, State], *, whole: bool) -> None:
+        # Lightning puts the state of a new optimizer back as it is, when it moves it to the device.
+        has_new = self._is_begun or any(
+            not _has_values(self.slot_state(slot), given) for slot, given in states.items()
+        )
+        super().assign_states(states, whole=whole)
+        self._is_begun = has_new
+
+    def load_slot_state(self, slot: Slot, state: State) -> None:
+        super().load_slot_state(slot, state)
+        self._is_begun = True
+
     def state_dict(
         self, is_loading: bool = False, *, full_precision: bool = False
     ) -> dict[str, Any]:
@@ -238,7 +300,7 @@ class StackOptimizer(WrappedOptimizer):
         """A state dict without state is one from before the first step: state begins anew from the
         model's weights."""
         if state_dict["state"]:
-            self.grad_scaler = None
+            self.grad_scaler, self._is_begun = None, True
             return False
         match = checked_match(self.param_groups, state_dict["param_groups"], self.check_settings)
         self.last_step = None
@@ -272,6 +334,18 @@ class StackOptimizer(WrappedOptimizer):
         self.defaults.update(state["defaults"])
         if state["saved"] is not None:
             self.load_state_dict(state["saved"])
+
+
+def _has_values(state: State, given: State) -> bool:
+    """Whether these values, on whatever device, are those of a slot's state."""
+    return all(_is_same(state.get(key), value) for key, value in given.items())
+
+
+def _is_same(mine: Any, given: Any) -> bool:
+    if not isinstance(given, Tensor) or not isinstance(mine, Tensor):
+        return type(given) is type(mine) and bool(given == mine)
+    one, other = local_tensor(mine), local_tensor(given)
+    return one.dtype == other.dtype and same_values(other.to(one.device), one)
 
 
 def _container(groups: list[dict[str, Any]]) -> nn.Module:

@@ -241,6 +241,57 @@ def test_edited_lists_are_named_before_anything_is_stepped(face: str, edit: str)
     assert alike(before, [param.detach() for param in pair.parameters()])
 
 
+def put_back_as_lightning(optimizer: torch.optim.Optimizer) -> None:
+    for param, state in optimizer.state.items():
+        optimizer.state[param] = {key: value.to("cpu") for key, value in state.items()}
+
+
+LOOKS: dict[str, Any] = {
+    "none": lambda optimizer: None,
+    "state": lambda optimizer: list(optimizer.state.items()),
+    "put back": put_back_as_lightning,
+    "describe": lambda optimizer: optimizer.describe(),
+}
+WAYS: dict[str, Any] = {
+    "assigned": lambda optimizer, group: setattr(
+        optimizer, "param_groups", [optimizer.param_groups[0], group]
+    ),
+    "appended": lambda optimizer, group: optimizer.param_groups.append(group),
+    "extended": lambda optimizer, group: optimizer.param_groups[0]["params"].extend(
+        group["params"]
+    ),
+    "added": lambda optimizer, group: optimizer.add_param_group(
+        {"params": group["params"], "lr": group["lr"]}
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"offload": 0.5, "offload_mode": "speculative", "state": "8bit"}],
+    ids=["plain", "offloaded"],
+)
+def test_groups_stay_open_until_the_first_step_when_somebody_looks(
+    settings: dict[str, Any], way: str
+) -> None:
+    """Lightning's BaseFinetuning assigns more groups after Lightning has looked at the state."""
+    results = []
+    for look in LOOKS.values():
+        pair = Pair(torch.bfloat16)
+        first, *rest = pair.parameters()
+        optimizer = mp_optim.AdamW([first], lr=0.1, **settings)
+        look(optimizer)
+        WAYS[way](optimizer, {**optimizer.param_groups[0], "params": rest, "lr": 0.2})
+        look(optimizer)
+        saved = copy.deepcopy(stepped(optimizer).state_dict())
+        optimizer.load_state_dict(saved)
+        results.append([param.detach() for param in stepped(optimizer).param_groups[-1]["params"]])
+        with pytest.raises(ValueError, match="editing the lists"):
+            optimizer.param_groups = optimizer.param_groups * 2
+    assert all(alike(results[0], result) for result in results[1:])
+
+
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("mode", ["overlap", "speculative"])
 @pytest.mark.parametrize("cls", [mp_optim.AdamW, mp_optim.Muon])

@@ -304,10 +304,42 @@ def test_what_a_grad_scaler_found_on_another_rank_skips_the_step_here() -> None:
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(1.0)
     optimizer.step()
     assert not optimizer.last_step.success and param.eq(1.0).all()
-    optimizer.found_inf.zero_()
+    optimizer.found_inf = torch.tensor(0.0)
     optimizer.step()
     assert set(optimizer.state_dict()) == {"state", "param_groups"}  # the scaler saves itself
     assert optimizer.last_step.success and not param.eq(1.0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_step_is_not_called_when_a_grad_scaler_found_an_inf(dtype: torch.dtype) -> None:
+    """accelerate patches ``step``, and takes a call for a step that was taken: schedulers follow
+    it."""
+    param = nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = mp_optim.AdamW([param], lr=1e-2)
+    schedule = schedulers.StepLR(optimizer, 1, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    calls: list[int] = []
+    before = optimizer.step
+
+    def patched() -> None:
+        calls.append(step)
+        before()
+
+    for step in range(4):
+        scaler.scale(torch.zeros(()))
+        param.grad = torch.full_like(param, math.inf if step in (0, 2) else 2.0)
+        optimizer.step = patched  # as accelerate does around each step
+        scaler.step(optimizer)
+        assert vars(optimizer)["step"] is patched
+        scaler.update()
+        optimizer.step = before
+        if step in calls:
+            schedule.step()
+        elif dtype == torch.float16:
+            assert not optimizer.last_step.success
+        optimizer.zero_grad()
+    assert calls == [1, 3] and optimizer.param_groups[0]["lr"] == 2.5e-3
+    assert scaler.get_scale() == 256.0 and not hasattr(optimizer, "grad_scale")
 
 
 # -- copies ----------------------------------------------------------------------------------------
