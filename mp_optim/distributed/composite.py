@@ -63,6 +63,7 @@ class CompositeOptimizer(MegatronOptimizer):
         self.members.extend(members)
         for member in self.members:
             member.grad_scaler, member.skip_rule = self.grad_scaler, self.skip_rule
+            member.health.skip_rule = self.skip_rule
             self.counts.members.append(member.counts)
             self.early_work.overlaps += member.early_work.overlaps
             self.averages.shares += member.averages.shares
@@ -178,7 +179,7 @@ class CompositeOptimizer(MegatronOptimizer):
             for member in self.members:
                 member.switch_mode(mode)
             self.share_settings()
-        self.averages.share()
+        self.averages.share(self.all_mains())
 
     def use_mark(self, mark: StepMark) -> None:
         self.step_mark = mark

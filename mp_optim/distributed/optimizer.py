@@ -38,7 +38,12 @@ from mp_optim.slots import (
     with_names,
 )
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
-from mp_optim.slots.param_attributes import main_param_of, norm_attributes, set_main_param
+from mp_optim.slots.param_attributes import (
+    main_param_of,
+    norm_attributes,
+    set_main_param,
+    shown_mains_of,
+)
 from mp_optim.slots.slot_state import MASTER, SlotState
 
 Build = Callable[[list[dict[str, Any]]], WrappedOptimizer]
@@ -337,9 +342,12 @@ def _show_settings(optimizer: DistributedOptimizer, sharded: bool) -> None:
     """Show the hyperparameters that the rule filled in, and the main params where Megatron does."""
     shards = optimizer.shards
     optimizer.defaults.update(shards.defaults)
-    for group, of_shards in zip(optimizer.param_groups, shards.param_groups, strict=True):
+    shown = shown_mains_of(optimizer)
+    groups = zip(optimizer.param_groups, shards.param_groups, strict=True)
+    for index, (group, of_shards) in enumerate(groups):
         for key, value in group_settings(of_shards).items():
             group.setdefault(key, value)
-        for param, tensor in zip(group["params"], of_shards["params"], strict=True):
+        params = zip(group["params"], of_shards["params"], strict=True)
+        for position, (param, tensor) in enumerate(params):
             if (main := main_param_of(tensor)) is not None:
-                set_main_param(param, main, sharded=sharded)
+                set_main_param(shown, Slot(index, position), param, main, sharded=sharded)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from mp_optim.slots import (
+    ParamGroups,
     Slot,
     SlotUpdates,
     are_plain,
@@ -21,9 +22,10 @@ from mp_optim.slots import (
     local_grad,
     local_tensor,
     param_at,
+    slot_name,
     update_of,
 )
-from mp_optim.slots.executor import Executor
+from mp_optim.slots.executor import Place
 
 
 class GradHooks:
@@ -133,7 +135,9 @@ class OwnGrads:
     stepped on the device.
 
     Args:
-        on_grad_ready: is told of them.
+        param_groups: the optimizer's live groups.
+        place_of: where a slot is stepped.
+        on_grad_ready: is told of them. It must not keep this object alive.
         output: what receives a slot's stepped value, if that is not what is stepped.
         share_settings: see :class:`GradientSource`.
     """
@@ -142,37 +146,39 @@ class OwnGrads:
 
     def __init__(
         self,
-        owner: Executor,
-        on_grad_ready: Callable[..., None],
+        param_groups: ParamGroups,
+        place_of: Callable[[Slot], Place],
+        on_grad_ready: Callable[..., object],
         output: Callable[[Slot, Tensor | None], Tensor | None],
         share_settings: Callable[[], None],
     ) -> None:
-        self._owner, self._report, self._output = owner, on_grad_ready, output
+        self._param_groups, self._place_of = param_groups, place_of
+        self._report, self._output = on_grad_ready, output
         self.share_settings = share_settings
         self._hooks = GradHooks(self._on_grad)
         self._watched: list[tuple[Slot, Tensor]] = []
 
     def follow(self) -> None:
         """Notice gradients of the parameters that the optimizer has now."""
-        self._watched = list(iter_slots(self._owner.param_groups))
-        wanted = [self._owner.place(slot) != "device" for slot, _ in self._watched]
+        self._watched = list(iter_slots(self._param_groups))
+        wanted = [self._place_of(slot) != "device" for slot, _ in self._watched]
         self._hooks.follow([param for _, param in self._watched], wanted)
 
     def _on_grad(self, index: int) -> None:
-        (slot, param), owner = self._watched[index], self._owner
+        slot, param = self._watched[index]
         grad = current_grad(param)
-        if param_at(owner.param_groups, slot) is not param:
+        if param_at(self._param_groups, slot) is not param:
             return  # a wrapper has put its main param there, and reports the gradients itself
         if grad is not None:
             self._report(slot, local_grad(param, grad), None, are_plain([grad]))
 
     def updates(self, grads: Mapping[Slot, Tensor], multiplier: float) -> SlotUpdates:
         """See :class:`GradientSource`."""
-        owner, updates = self._owner, []
+        groups, updates = self._param_groups, []
         for slot, grad in grads.items():
-            param = param_at(owner.param_groups, slot)
+            param = param_at(groups, slot)
             if local_tensor(param).shape == grad.shape:
-                update = update_of(slot, owner.slot_name(slot), param, grad)
+                update = update_of(slot, slot_name(groups, slot), param, grad)
                 output = self._output(slot, None)
                 updates.append(update._replace(multiplier=multiplier, output=output))
         return SlotUpdates.of(updates)

@@ -24,6 +24,14 @@ from mp_optim.slots.executor import Executor, Place
 from mp_optim.update.executor import RuleExecutor
 
 
+def label_of(executor: Executor, slots: Sequence[Slot]) -> str:
+    """Name some slots of an executor, for errors and the timeline."""
+    first = executor.slot_name(slots[0])
+    if len(slots) == 1:
+        return first
+    return f"{first} .. {executor.slot_name(slots[-1])} ({len(slots)} parameters)"
+
+
 class HostPart:
     """Offloaded slots, by place.
 
@@ -33,6 +41,7 @@ class HostPart:
     Attributes:
         how: where and when they are stepped. settings: in what memory, by which copies.
         executor: of the slots.
+        label: names some slots, for errors and the timeline.
         slots: in the order in which their gradients are expected.
         by_place: the same, of each place.
         split: which of them are streamed, if some are and others are not.
@@ -52,6 +61,7 @@ class HostPart:
         settings: HostStepSettings,
     ) -> None:
         self.how, self.settings, self.executor = how, settings, executor
+        self.label = partial(label_of, executor)
         self._bind_tensors = bind_tensors
         self.slots: list[HostSlot] = []
         self.by_place: dict[Place, list[HostSlot]] = {}
@@ -85,13 +95,6 @@ class HostPart:
         """The executor, where windows or a spare are asked for: of no other are they granted."""
         assert isinstance(self.executor, RuleExecutor)
         return self.executor
-
-    def label(self, slots: Sequence[Slot]) -> str:
-        """Some slots in words, for errors and the timeline."""
-        first = self.executor.slot_name(slots[0])
-        if len(slots) == 1:
-            return first
-        return f"{first} .. {self.executor.slot_name(slots[-1])} ({len(slots)} parameters)"
 
     def place_of(self, slot: Slot) -> Place:
         """Where a slot is stepped."""

@@ -14,6 +14,7 @@ from mp_optim.placement.state_file import StateFile
 from mp_optim.placement.stepper import Stepper
 from mp_optim.placement.timeline import StepTimeline
 from mp_optim.placement.worker import occupy, worker_threads
+from mp_optim.process.calls import weak_method
 from mp_optim.process.transfer import Transfer, transfer_for
 from mp_optim.slots import Slot, iter_slots, local_tensor
 from mp_optim.slots.executor import Place
@@ -106,7 +107,9 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
             state_file=file,
         )
         self.timeline = settings.timeline
-        executor.build(classes, {**kwargs, **construction}, settings, self.share_settings)
+        executor.build(
+            classes, {**kwargs, **construction}, settings, weak_method(self.share_settings)
+        )
         _, *self.groups_below = executor.all_groups()
         self.share_settings()
 

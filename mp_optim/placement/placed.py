@@ -24,7 +24,7 @@ from mp_optim.placement.plan import HostSlot, plan_offload
 from mp_optim.placement.settings import HostStepSettings, OffloadedStep
 from mp_optim.placement.state_file import StateFile
 from mp_optim.placement.stepper import Stepper
-from mp_optim.process.calls import in_own_modes
+from mp_optim.process.calls import in_own_modes, weak_method
 from mp_optim.process.host_memory import Block, aligned_bytes
 from mp_optim.slots import (
     ParamGroups,
@@ -92,7 +92,7 @@ class PlacedSlots:
 
     memory: Block
     file: StateFile | None
-    exposed: Callable[[Slot], None]
+    exposed: Callable[[Slot], object]
 
     def __init__(
         self,
@@ -322,7 +322,7 @@ class PlacedExecutor(Executor):
         Args:
             classes: of the optimizers of both places. arguments: for each of them.
             share_settings: makes the groups here and in the parts alike, as long as nothing wraps
-                the optimizer.
+                the optimizer. It must not keep the optimizer alive.
         """
         placed, offloaded = self._placed, self._how.offloaded_place
         placed.assign(self.param_groups, self.fraction)
@@ -350,9 +350,16 @@ class PlacedExecutor(Executor):
         named = [(s, self.slot_name(s), p) for s, p in iter_slots(self.param_groups)]
         self._how.check(part, named, placed.is_offloaded, settings)
         self.stepper = Stepper(self._how, part, placed.host_slots(), placed.bind, settings)
-        placed.exposed = self.stepper.schedule.distrust
-        report = self.stepper.schedule.on_grad_ready
-        self.stepper.schedule.gradients = OwnGrads(self, report, placed.output, share_settings)
+        # The schedule keeps `placed` by `placed.bind`, and its source of gradients.
+        schedule = self.stepper.schedule
+        placed.exposed = weak_method(schedule.distrust)
+        schedule.gradients = OwnGrads(
+            self.param_groups,
+            self.stepper.host_part.place_of,
+            weak_method(schedule.on_grad_ready),
+            placed.output,
+            share_settings,
+        )
         self._watch()
 
     # -- places and groups ------------------------------------------------------------------------

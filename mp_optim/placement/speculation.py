@@ -63,7 +63,7 @@ class Ahead:
         file: StateFile | None,
         run: Callable[[Sequence[BackLaunch], str], None] | None,
     ) -> None:
-        self.run = self._step_in_memory if run is None else run
+        self._run = run
         self.is_on = True
         self._executor, self._timeline = executor, timeline
         self._in_file = None if file is None else DoubleBuffer(file)
@@ -130,8 +130,11 @@ class Ahead:
             self._reserve(bucket)
         return self._spares[bucket].launches(planned)
 
-    def _step_in_memory(self, launches: Sequence[BackLaunch], label: str) -> None:
-        """Step into a back buffer. Nothing that is in use is written."""
+    def run(self, launches: Sequence[BackLaunch], label: str) -> None:
+        """Step into a spare. Nothing that is in use is written."""
+        if self._run is not None:
+            self._run(launches, label)
+            return
         with self._timeline.stage("host_step", label):
             for launch in launches:
                 self._executor.carry_out(launch.target)

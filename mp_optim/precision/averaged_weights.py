@@ -26,45 +26,46 @@ from mp_optim.slots.tensor_layout import region_of
 class AveragedWeights:
     """The weights of a whole stack.
 
-    Args:
-        all_mains: the main params of its wrappers, member by member.
-
     Attributes:
         shares: what lets other ranks have parameters that were written here.
     """
 
-    def __init__(self, all_mains: Callable[[], list[MainParams]]) -> None:
-        self._all_mains = all_mains
+    def __init__(self) -> None:
         self._own: list[tuple[MainParams, Slot, Tensor]] = []
         self.shares: list[Callable[[], None]] = []
 
     @contextmanager
-    def swapped_in(self, mark: StepMark) -> Iterator[None]:
-        """See :meth:`~mp_optim.MegatronOptimizer.averaged_weights`."""
-        for mains in self._all_mains():
+    def swapped_in(self, wrappers: Sequence[MainParams], mark: StepMark) -> Iterator[None]:
+        """See :meth:`~mp_optim.MegatronOptimizer.averaged_weights`.
+
+        Args:
+            wrappers: main params of the stack's wrappers, member by member.
+            mark: set before the first parameter is written.
+        """
+        for mains in wrappers:
             _check_kept(mains)
         are_there = True
         with mark.lent("averaged_weights"):
             try:
-                self.swap_in()
-                self.share()
+                self.swap_in(wrappers)
+                self.share(wrappers)
                 yield
             except MissingRanksError:  # what other ranks own does not come back
                 are_there = False
                 raise
             finally:
                 mark.touch()  # an interrupt from here on leaves it
-                self.swap_back()
+                self.swap_back(wrappers)
                 if are_there:
-                    self.share()
+                    self.share(wrappers)
                     mark.clear()
 
     @in_own_modes
-    def swap_in(self) -> None:
+    def swap_in(self, wrappers: Sequence[MainParams]) -> None:
         """Write the averages into the model, in its dtypes; of a parameter that was never stepped
         there is none."""
         self._own.clear()  # of a block whose end was interrupted
-        for mains in self._all_mains():
+        for mains in wrappers:
             for slot in mains.trained_slots():
                 state = mains.stored(slot)
                 if state["step"] > 0:
@@ -83,7 +84,7 @@ class AveragedWeights:
         local.copy_(average.to(local.dtype))  # in the model's dtype to its device
 
     @in_own_modes
-    def swap_back(self) -> None:
+    def swap_back(self, wrappers: Sequence[MainParams]) -> None:
         """Give the model its own weights, to the bit."""
         for mains, slot, own in self._own:
             param = mains.param(slot)
@@ -94,15 +95,15 @@ class AveragedWeights:
                 before_writing([local])
                 local.copy_(own)
         self._own.clear()
-        for mains in self._all_mains():
+        for mains in wrappers:
             mains.table.seen.written()
 
     @in_own_modes
-    def share(self) -> None:
+    def share(self, wrappers: Sequence[MainParams]) -> None:
         """Have every rank, and FSDP2, see parameters that were written here."""
         for share in self.shares:
             share()
-        params = itertools.chain.from_iterable(mains.table.params for mains in self._all_mains())
+        params = itertools.chain.from_iterable(mains.table.params for mains in wrappers)
         if any(isinstance(param, DTensor) for param in params):
             _forget_gathered()
 

@@ -4,6 +4,7 @@ they get ready."""
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -60,15 +61,17 @@ class BackwardOverlap:
         table: SlotTable,
         config: OptimizerConfig,
     ) -> None:
-        self._wrapper, self._executor = wrapper, executor
+        self._wrapper: SlotKeyedOptimizer = weakref.proxy(wrapper)  # which owns this object
+        self._executor = executor
         self._table, self.stepper = table, stepper
         self.fused_backend = config.fused_backend
-        self.share_settings = wrapper.share_settings
         self._is_offloaded: list[bool] = []
         self._index: dict[int, int] = {}  # of each parameter, by id
         self._hooks = GradHooks(self._on_grad)
         self._inverse_scale: Callable[[], Tensor] | None = None
-        stepper.schedule.gradients = self  # no longer those of the executor's own parameters
+        # No longer those of the executor's own parameters. Weak, because this object keeps the
+        # stepper.
+        stepper.schedule.gradients = weakref.proxy(self)
         self.released: dict[int, Tensor] = {}
         if config.release_gradients:
             self._release()
@@ -119,6 +122,10 @@ class BackwardOverlap:
                 claim = Claim(param, grad, index, self.released)
             report = self.stepper.schedule.on_grad_ready
             report(slot, local_tensor(grad), claim, are_plain([grad]))
+
+    def share_settings(self) -> None:
+        """See :class:`~mp_optim.placement.grad_hooks.GradientSource`."""
+        self._wrapper.share_settings()
 
     def updates(self, grads: Mapping[Slot, Tensor], multiplier: float) -> SlotUpdates:
         """See :class:`~mp_optim.placement.grad_hooks.GradientSource`."""

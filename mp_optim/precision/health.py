@@ -20,10 +20,12 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.precision.measure import StepGrads
+from mp_optim.precision.skip_rule import RollingRule
 from mp_optim.precision.verdict import DeviceVerdict, Verdict, fetched
 from mp_optim.process.calls import in_own_modes
-from mp_optim.slots import local_tensor
-from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
+from mp_optim.slots import ParamGroups, iter_slots, local_tensor, slot_name
+from mp_optim.slots.identity import check_lists
+from mp_optim.slots.tensors import device_of
 from mp_optim.update.sums import reduce_over
 
 
@@ -57,12 +59,24 @@ class GradientHealth:
     Norms are of whole parameters where ranks share them by FSDP2, tensor parallelism or a
     distributed optimizer; those of other stages of a pipeline are known there.
 
+    Args:
+        param_groups: the stack's live groups.
+        sizes: the number of parameters that were added to each group, live.
+        skip_rule: the rule that judges reported losses.
+
     Attributes:
         verdict: on the last step of this stack; of a part, None.
     """
 
-    def __init__(self, stack: SlotKeyedOptimizer, config: OptimizerConfig) -> None:
-        self._stack, self._config = stack, config
+    def __init__(
+        self,
+        param_groups: ParamGroups,
+        sizes: Sequence[int],
+        skip_rule: RollingRule,
+        config: OptimizerConfig,
+    ) -> None:
+        self._param_groups, self._sizes = param_groups, sizes
+        self.skip_rule, self._config = skip_rule, config
         self.verdict: Verdict | DeviceVerdict | None = None
         self._updates: Callable[[], Tensor] | None = None
         self._updated = 0
@@ -84,10 +98,10 @@ class GradientHealth:
             ValueError: that is no loss of one element.
         """
         _check_loss(loss)
-        rule = self._stack.skip_rule
+        rule = self.skip_rule
         if not rule.is_on:
             return
-        on = loss.device if isinstance(loss, Tensor) else self._stack.device
+        on = loss.device if isinstance(loss, Tensor) else device_of(self._param_groups)
         known = 0.0 if loss is None else 1.0
         total = torch.full((2,), known, dtype=torch.float64, device=on)
         if isinstance(loss, Tensor):
@@ -188,10 +202,11 @@ class GradientHealth:
 
     def _in_order(self, values: Sequence[float], top: int | None) -> list[tuple[int, str]]:
         """Index and name of the largest values' parameters."""
-        stack = self._stack
+        groups = self._param_groups
+        check_lists(groups, self._sizes)
         order = sorted(range(len(values)), key=lambda i: -values[i])[:top]
-        slots = stack.slots()
-        return [(index, stack.slot_name(slots[index])) for index in order]
+        slots = [slot for slot, _ in iter_slots(groups)]
+        return [(index, slot_name(groups, slots[index])) for index in order]
 
 
 def _update(row: Sequence[float]) -> Update:

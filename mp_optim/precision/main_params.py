@@ -54,6 +54,7 @@ from mp_optim.slots.param_attributes import (
     is_tensor_parallel,
     set_main_param,
     shard_info,
+    shown_mains_of,
 )
 from mp_optim.slots.slot_state import SlotState, State
 from mp_optim.slots.tensor_layout import (
@@ -75,7 +76,8 @@ class MainParams:
         param_groups: the wrapper's live groups of the model's parameters.
         executor: its groups hold main params afterwards.
         process_groups: the ranks that share the model, by which duplicates are recognised.
-        check_param: raises if a trainable parameter's dtype does not fit the wrapper.
+        check_param: raises if the dtype of a trainable parameter does not fit the wrapper; takes
+            its name and the parameter. It must not keep the wrapper alive.
 
     Attributes:
         table: what was last seen at every slot.
@@ -93,13 +95,14 @@ class MainParams:
         param_groups: ParamGroups,
         executor: Executor,
         process_groups: ProcessGroups,
-        check_param: Callable[[Slot, Tensor], None],
+        check_param: Callable[[str, Tensor], None],
     ) -> None:
         self._param_groups, self._executor = param_groups, executor
         self.process_groups, self._check_param = process_groups, check_param
         self.agreement = Agreement()
         self._ready: dict[Slot, Tensor] = {}
         """Parameters that have a main param in case they are trained."""
+        self._shown = shown_mains_of(self)
         self.table = SlotTable()
         self.changes: ChangedWeights | None = None
         self.reloaded = 0
@@ -206,7 +209,7 @@ class MainParams:
 
     def _new_main(self, slot: Slot, param: Tensor) -> Tensor:
         """What is to be stepped for a parameter from now on: itself, or a tensor of its own."""
-        self._check_param(slot, param)
+        self._check_param(self.name(slot), param)
         check_attributes(self.name(slot), param)
         check_quantized(self.name(slot), param)
         local = dequantized(param) if is_quantized(param) else local_tensor(param)
@@ -219,8 +222,9 @@ class MainParams:
     def _trained(self, index: int, main: Tensor, param: Tensor) -> None:
         """A parameter has a main param now, and state."""
         forget_initial_values(param)
-        set_main_param(param, main)
-        self.table.trained(index, self._separates(self.table.slots[index], main))
+        slot = self.table.slots[index]
+        set_main_param(self._shown, slot, param, main)
+        self.table.trained(index, self._separates(slot, main))
 
     def _norm_key(self, slot: Slot, param: Tensor) -> NormKey:
         ranks = self._tensor_parallel(slot)
@@ -374,18 +378,18 @@ class MainParams:
 
     def _rebind(self, index: int, slot: Slot, param: Tensor) -> None:
         main, local = self._stepped(slot), local_tensor(param)
-        self._check_param(slot, param)
+        self._check_param(self.name(slot), param)
         check_shape(main, local, self.name(slot))
         if is_quantized(param) != self.table.quantized[index]:
             self._trained(index, self._new_main(slot, param), param)
         elif self.table.separate[index]:
-            set_main_param(param, main)
+            set_main_param(self._shown, slot, param, main)
             self._stay_beside(slot, main, param)
             self.reloaded += self._follow(slot, main, local, param)
             self._executor.written_outside(slot)
         elif param.dtype == main.dtype:
             self._executor.param_groups[slot.group]["params"][slot.position] = local
-            set_main_param(param, local)
+            set_main_param(self._shown, slot, param, local)
             self._executor.written_outside(slot)
         else:  # it was cast: now it needs a main param, or has no place here
             self._trained(index, self._new_main(slot, param), param)

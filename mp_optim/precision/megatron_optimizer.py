@@ -13,7 +13,6 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -46,7 +45,7 @@ from mp_optim.precision.verdict import (
     decide,
     decide_on_device,
 )
-from mp_optim.process.calls import in_own_modes
+from mp_optim.process.calls import in_own_modes, weak_method
 from mp_optim.process.leases import before_writing
 from mp_optim.slots import Slot, current_grad, iter_slots, local_tensor
 from mp_optim.slots.identity import has_names
@@ -95,6 +94,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         grad_scaler: MegatronGradScaler | None,
     ) -> None:
         self.grad_scaler: MegatronGradScaler | None = grad_scaler
+        self._live_groups, self._sizes = [], []
         self._begin(config)
         super().__init__(params, defaults)
 
@@ -103,12 +103,19 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.config = config
         self.watch = StandstillWatch()
         self.early_work = EarlyWork()
-        self.counts = StepCounts(partial(refuse_disagreement, self))
+        self.counts = StepCounts(weak_method(self._refuse_disagreement))
         self.graphed: GraphedStep | None = None
-        self.averages = AveragedWeights(self.all_mains)
+        self.averages = AveragedWeights()
         self.publications: tuple[str, int] | None = None
         self.skip_rule = RollingRule(config)
-        self.health = GradientHealth(self, config)
+        self.health = GradientHealth(self._live_groups, self._sizes, self.skip_rule, config)
+
+    def _refuse_disagreement(self) -> NoReturn:
+        refuse_disagreement(self)
+
+    def judge_step(self, verdict: Verdict) -> None:
+        """Warn about a step that trained nothing, or was skipped like the ones before it."""
+        self.watch.judge(self, verdict)
 
     # -- what a step is made of -------------------------------------------------------------------
 
@@ -345,7 +352,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             RuntimeError: in the block, from what steps, saves or loads the optimizer.
         """
         self.make_current()
-        with self.averages.swapped_in(self.step_mark):
+        with self.averages.swapped_in(self.all_mains(), self.step_mark):
             yield
 
     def scale_rows_(self, factors: Mapping[str, Tensor]) -> None:
@@ -370,8 +377,9 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.make_current()
         check_write(self.sharers(), "scale_rows_", factors, self.device)
         with self.step_mark.step(self):
-            scale_rows_(self.all_mains(), factors, self.step_mark)
-            self.averages.share()
+            wrappers = self.all_mains()
+            scale_rows_(wrappers, factors, self.step_mark)
+            self.averages.share(wrappers)
 
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
         """Take the model's present values into the main params, dropping their extra bits.
@@ -617,9 +625,9 @@ def scale_follows(stack: MegatronOptimizer, verdict: Verdict | DeviceVerdict) ->
 def conclude(stack: MegatronOptimizer, verdict: Verdict | DeviceVerdict) -> None:
     """The step is over, and its mark is off: say what is to be said of it."""
     if isinstance(verdict, DeviceVerdict):
-        verdict.when_settled(partial(stack.watch.judge, stack))
+        verdict.when_settled(weak_method(stack.judge_step))
     elif verdict.skip or stack.watch.skips or stack.config.clip_grad > 0.0:
-        stack.watch.judge(stack, verdict)  # one that was taken like the last is only asked its norm
+        stack.judge_step(verdict)  # one that was taken like the last is only asked its norm
     stack.watch.see_untrained(stack)
     stack.health.verdict = verdict
     if stack.config.release_gradients:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mp_optim.precision.measure import EXCLUDED, MAIN_NORM, Measurement
 from mp_optim.precision.skip_rule import NUMBERS, Judgement, RollingRule
+from mp_optim.process.calls import weak_method
 from mp_optim.process.transfer import Transfer, fetch, transfer_for
 from mp_optim.slots import DeviceMultiplier
 from mp_optim.update.kernel_args import fp32
@@ -377,19 +378,40 @@ class DeviceVerdict:
     norms: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, decided: VerdictNumbers) -> None:
-        self._decided = decided
-        self._report = fetched(decided.report)
-        self._verdict: Verdict | None = None
-        self._told_to: list[Callable[[Verdict], None]] = []
+        # Multipliers and result refer to the copy alone: they must not keep what refers to them.
+        self._coming = coming = ComingVerdict(decided)
         self.found_inf = decided.overflow
         self.multipliers = {
-            name: DeviceMultiplier(row, lambda: self.settle().skip)
+            name: DeviceMultiplier(row, lambda: coming.settle().skip)
             for name, row in zip(decided.names, decided.controls.unbind(), strict=True)
         }
-        self.result = StepResult.later(lambda: (*self.settle().result, self.settle().reason))
+        self.result = StepResult.later(lambda: (*coming.settle().result, coming.settle().reason))
 
     def settle(self) -> Verdict:
         """The verdict in the host's numbers; waits until the device has formed it, once."""
+        return self._coming.settle()
+
+    def when_settled(self, tell: Callable[[Verdict], object]) -> None:
+        """Call ``tell`` once, as soon as the verdict was waited for; now if it was. Those who asked
+        first are told first.
+
+        Args:
+            tell: must not keep the optimizer alive, whose last verdict this is.
+        """
+        self._coming.when_settled(tell)
+
+
+class ComingVerdict:
+    """A verdict whose copy to the host is on its way."""
+
+    def __init__(self, decided: VerdictNumbers) -> None:
+        self._decided = decided
+        self._report = fetched(decided.report)
+        self._verdict: Verdict | None = None
+        self._told_to: list[Callable[[Verdict], object]] = []
+
+    def settle(self) -> Verdict:
+        """See :meth:`DeviceVerdict.settle`."""
         if self._verdict is None:
             self._verdict = _as_verdict(self._decided, self._report())
             told_to, self._told_to = self._told_to, []
@@ -397,9 +419,8 @@ class DeviceVerdict:
                 tell(self._verdict)
         return self._verdict
 
-    def when_settled(self, tell: Callable[[Verdict], None]) -> None:
-        """Call ``tell`` once, as soon as the verdict was waited for; now if it was. Those who asked
-        first are told first."""
+    def when_settled(self, tell: Callable[[Verdict], object]) -> None:
+        """See :meth:`DeviceVerdict.when_settled`."""
         if self._verdict is None:
             self._told_to.append(tell)
         else:
@@ -489,7 +510,7 @@ class StepCounts:
         self._last = verdict
         self.steps += 1
         if isinstance(verdict, DeviceVerdict):
-            verdict.when_settled(self._see)
+            verdict.when_settled(weak_method(self._see))
         elif verdict.skip:
             self._see(verdict)
         for member in self.members:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -194,7 +195,8 @@ class WrappedOptimizer(MegatronOptimizer):
         """Step by this optimizer, whose groups are those here: give main params to the parameters,
         and put together what a step goes through."""
         config = self.config
-        mains = MainParams(self.param_groups, executor, self.process_groups, self.check_param)
+        check_param = partial(self.check_param, config=config)
+        mains = MainParams(self.param_groups, executor, self.process_groups, check_param)
         overlap = overlap_of(self, executor, mains.table, config)
         self.engine = Engine(optimizer, executor, mains, mains.table, overlap)
         self.groups_below, self._settings = executor.all_groups(), SharedSettings()
@@ -233,8 +235,9 @@ class WrappedOptimizer(MegatronOptimizer):
     def optimizer(self) -> torch.optim.Optimizer:
         return self.engine.optimizer
 
+    @staticmethod
     @abstractmethod
-    def check_param(self, slot: Slot, param: Tensor) -> None:
+    def check_param(name: str, param: Tensor, config: OptimizerConfig) -> None:
         """Raise if a trainable parameter's dtype does not fit this wrapper."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -378,7 +381,7 @@ class WrappedOptimizer(MegatronOptimizer):
                 mains.write_model(slot)
             mains.table.seen.written()
             self.share_settings()
-        self.averages.share()
+        self.averages.share(self.all_mains())
 
     # -- main params and state --------------------------------------------------------------------
 
@@ -533,35 +536,35 @@ class Float16OptimizerWithFloat16Params(WrappedOptimizer):
             optimizer, config, grad_scaler, init_state_fn, process_groups=process_groups
         )
 
-    def check_param(self, slot: Slot, param: Tensor) -> None:
+    @staticmethod
+    def check_param(name: str, param: Tensor, config: OptimizerConfig) -> None:
         allowed = (torch.float16, torch.bfloat16, torch.float32, *FLOAT8_DTYPES)
         if param.dtype not in allowed:
             raise TypeError(
-                f"{self.slot_name(slot)} is {param.dtype}: a Float16 optimizer takes float16, "
-                "bfloat16, "
+                f"{name} is {param.dtype}: a Float16 optimizer takes float16, bfloat16, "
                 "float32 and float8 parameters; convert the model, or freeze the parameter"
             )
-        if (param.dtype == torch.float16 and self.config.bf16) or (
-            param.dtype == torch.bfloat16 and self.config.fp16
+        if (param.dtype == torch.float16 and config.bf16) or (
+            param.dtype == torch.bfloat16 and config.fp16
         ):
             raise ValueError(
-                f"{self.slot_name(slot)} is {param.dtype} but the config says "
-                f"bf16={self.config.bf16}, "
-                f"fp16={self.config.fp16}; set the flag that matches the model"
+                f"{name} is {param.dtype} but the config says bf16={config.bf16}, "
+                f"fp16={config.fp16}; set the flag that matches the model"
             )
 
 
 class FP32Optimizer(WrappedOptimizer):
     """Steps FP32 parameters; measuring, clipping and skipping are as in mixed precision."""
 
-    def check_param(self, slot: Slot, param: Tensor) -> None:
+    @staticmethod
+    def check_param(name: str, param: Tensor, config: OptimizerConfig) -> None:
         if param.dtype == torch.float64:
             raise TypeError(
-                f"{self.slot_name(slot)} is float64: parameters are stepped in FP32; convert the "
+                f"{name} is float64: parameters are stepped in FP32; convert the "
                 "model with .float(), or freeze it"
             )
         if param.dtype != torch.float32:
             raise TypeError(
-                f"{self.slot_name(slot)} is {param.dtype}: FP32Optimizer takes float32 parameters; "
+                f"{name} is {param.dtype}: FP32Optimizer takes float32 parameters; "
                 "set bf16=True or fp16=True in OptimizerConfig for a 16-bit model"
             )

@@ -10,6 +10,7 @@ import queue
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -97,6 +98,22 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def weak_method(method: Callable[P, T]) -> Callable[P, T | None]:
+    """Return a function that calls a bound method but does not keep its object alive.
+
+    A part of an optimizer gets its owner's methods in this form. Otherwise part and owner would
+    keep each other alive until the garbage collector runs. The function returns None if the object
+    is gone.
+    """
+    found = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        present = found()
+        return None if present is None else present(*args, **kwargs)
+
+    return call
 
 
 # -- warnings -------------------------------------------------------------------------------------

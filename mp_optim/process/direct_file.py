@@ -17,6 +17,7 @@ import mmap
 import os
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -30,6 +31,7 @@ DISK_BLOCK = 4096
 PIECE = 8 << 20
 """Bytes of a window that one thread carries at once."""
 THREADS = 4
+_THREAD_NAME = "mp_optim_disk"
 
 _live: weakref.WeakSet[DirectFile] = weakref.WeakSet()
 """Files of this process, and of those that it was forked from."""
@@ -112,10 +114,9 @@ class DirectFile:
             self.direct = not self.why
             self._allocate(num_bytes)
             self._open = on_error.pop_all()
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="mp_optim_disk")
-        # NOTE: what is under way holds this object, so no descriptor is closed below it. Threads
-        # end with the pool; the one that collects garbage may be one of them: it waits for none.
-        weakref.finalize(self, self._open.close)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=_THREAD_NAME)
+        # NOTE: what is under way holds this object, so no descriptor is closed below it.
+        weakref.finalize(self, _end, self._owner, self._pool, self._open)
         _live.add(self)
 
     def check_owner(self) -> None:
@@ -278,6 +279,16 @@ class DirectFile:
             file = "the optimizer's state file (optimizer_state_path)"
             text = f"{what} {file}: {error.strerror}; {advice}"
             raise OSError(error.errno, text, str(self.path)) from error
+
+
+def _end(owner: int, pool: ThreadPoolExecutor, descriptors: contextlib.ExitStack) -> None:
+    """End a file's threads, which have nothing to do, and close its descriptors."""
+    # A thread of a pool can be the one that drops a file; it must not wait for itself. A forked
+    # child has no such threads.
+    in_pool = threading.current_thread().name.startswith(_THREAD_NAME)
+    if os.getpid() == owner:
+        pool.shutdown(wait=not in_pool)
+    descriptors.close()
 
 
 def _cut(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:

@@ -122,6 +122,18 @@ def edited_lists(sizes: Sequence[int], added: Sequence[int]) -> ValueError:
     )
 
 
+def check_lists(groups: ParamGroups, added: Sequence[int]) -> None:
+    """Raise ValueError if groups, or parameters in them, were added or taken away by editing the
+    lists, naming the first group.
+
+    Args:
+        added: as many parameters were added to each group; empty before the first group.
+    """
+    sizes = sizes_of(groups)
+    if added and sizes != added:
+        raise edited_lists(sizes, added)
+
+
 def check_assigned(live: ParamGroups, groups: Any, defaults: Mapping[str, Any]) -> None:
     """Raise unless these groups can take the place of the live ones; those without names get
     theirs.

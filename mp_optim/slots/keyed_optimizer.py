@@ -14,9 +14,9 @@ from torch import Tensor
 
 from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.process.leases import before_writing
-from mp_optim.slots import ParamGroups, Slot, iter_slots, local_tensor, param_at, slot_name
+from mp_optim.slots import ParamGroups, Slot, iter_slots, param_at, slot_name
 from mp_optim.slots.executor import Executor, Mode
-from mp_optim.slots.identity import SharedSettings, check_assigned, edited_lists, sizes_of
+from mp_optim.slots.identity import SharedSettings, check_assigned, check_lists, sizes_of
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.slots.slot_state import AVERAGE, SlotState, State
@@ -29,7 +29,8 @@ from mp_optim.slots.state_dict import (
     names_in_words,
     plain_groups,
 )
-from mp_optim.slots.state_view import Assignment, SlotStateView
+from mp_optim.slots.state_view import Assignment, Lookups, SlotStateView
+from mp_optim.slots.tensors import device_of
 
 Closure = Callable[[], Any]
 
@@ -56,13 +57,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     whole model; groups and messages have those here."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        self._state_view = SlotStateView(
-            self._checked_groups,
-            self.has_slot_state,
-            self.slot_state,
-            self.assign_states,
-            self.reset_states,
-        )
+        self._state_lookups = Lookups()
         self._told_of_host = False
         self.step_mark = StepMark()
         self._settings = SharedSettings()
@@ -139,9 +134,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     def check_lists(self) -> None:
         """Raise ValueError if groups, or parameters in them, were added or taken away by editing
         the lists, naming the first group."""
-        sizes = sizes_of(self._live_groups)
-        if sizes != self._sizes and self._sizes:
-            raise edited_lists(sizes, self._sizes)
+        check_lists(self._live_groups, self._sizes)
 
     def _checked_groups(self) -> ParamGroups:
         self.check_lists()
@@ -157,8 +150,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     @property
     def device(self) -> torch.device:
         """Where the parameters lie."""
-        params = (local_tensor(param) for _, param in iter_slots(self.param_groups))
-        return next((param.device for param in params), torch.device("cpu"))
+        return device_of(self.param_groups)
 
     # -- steps that were broken off ---------------------------------------------------------------
 
@@ -309,12 +301,19 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     @property  # type: ignore[override]
     def state(self) -> SlotStateView:
         """Current tensors to their state; a view, complete whenever it is looked at."""
-        return self._state_view
+        return SlotStateView(
+            self._checked_groups,
+            self.has_slot_state,
+            self.slot_state,
+            self.assign_states,
+            self.reset_states,
+            self._state_lookups,
+        )
 
     @state.setter
     def state(self, value: Mapping[Tensor, dict[str, Any]]) -> None:
         if value or self._sizes:  # torch's constructor begins with none
-            self._state_view.assign(value)
+            self.state.assign(value)
 
     def slot_name(self, slot: Slot) -> str:
         """FQN of a slot, for messages and checkpoints."""

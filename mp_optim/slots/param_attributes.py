@@ -4,12 +4,15 @@ other about a tensor. They are read and written here alone; gradients are read i
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from mp_optim.slots.identity import Slot
 
 _NORM_ATTRIBUTES = (
     "shared",
@@ -44,15 +47,45 @@ def clear_decoupled_grad(param: Any) -> None:
         param.decoupled_grad = None
 
 
-def set_main_param(param: Any, main: Tensor, sharded: bool | None = None) -> None:
-    """Show a main param where Megatron does.
+ShownMains = dict[Slot, tuple["weakref.ref[Tensor]", Tensor]]
+"""Parameter and main param of each slot whose parameter shows one."""
+
+
+def shown_mains_of(owner: object) -> ShownMains:
+    """Return an empty record for :func:`set_main_param`. Its main params are taken from the model's
+    parameters when the owner is freed."""
+    shown: ShownMains = {}
+    weakref.finalize(owner, _hide_main_params, shown).atexit = False
+    return shown
+
+
+def set_main_param(
+    shown: ShownMains, slot: Slot, param: Any, main: Tensor, sharded: bool | None = None
+) -> None:
+    """Set ``param.main_param``, as Megatron does.
 
     Args:
-        sharded: whether it is only what this rank owns (``main_param_sharded``), if that is known.
+        shown: record of the optimizer, which gets this slot's entry.
+        sharded: whether the main param is only the elements that this rank owns
+            (``main_param_sharded``), if that is known.
     """
+    if slot in shown and shown[slot][0]() is not param:
+        _hide_main_params({slot: shown[slot]})
+    shown[slot] = weakref.ref(param), main
     param.main_param = main
     if sharded is not None:
         param.main_param_sharded = sharded
+
+
+def _hide_main_params(shown: ShownMains) -> None:
+    for of_slot, main in shown.values():
+        param: Any = of_slot()
+        if param is None or main_param_of(param) is not main:
+            continue  # another optimizer has set its own since
+        del param.main_param
+        if hasattr(param, "main_param_sharded"):
+            del param.main_param_sharded
+    shown.clear()
 
 
 def main_param_of(param: Tensor) -> Tensor | None:

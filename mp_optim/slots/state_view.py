@@ -32,6 +32,7 @@ from collections.abc import (
     ValuesView,
 )
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -129,17 +130,33 @@ class ShownState(dict[str, Any]):
         return dict, (dict(self.items()),)
 
 
+@dataclass(eq=False)
+class Lookups:
+    """The lookups of all views of one optimizer. They keep no tensor and no optimizer alive.
+
+    Attributes:
+        index: slot of each tensor, by the tensor's id. It is checked against ``param_groups`` at
+            every lookup, so a replaced tensor is found under its new identity at once.
+        shown: the state that callers hold, by slot.
+    """
+
+    index: dict[int, Slot] = field(default_factory=dict)
+    shown: weakref.WeakValueDictionary[Slot, ShownState] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
+
+
 class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
     """``optimizer.state`` as torch expects it: current tensors as keys, slots underneath.
 
-    The tensor-to-slot index is a cache that is checked against ``param_groups`` at every lookup, so
-    a replaced tensor is found under its new identity at once and under its old one no more. It
-    keeps no tensor alive, and no :class:`ShownState`.
+    A view keeps its optimizer alive; the optimizer keeps no view, so that neither needs the garbage
+    collector to be freed. The optimizer keeps the view's lookups.
 
     Args:
         param_groups: the groups of now.
         has: whether a slot has any state. read: a slot's. write: takes what was put into some
             slots' state; all of it is given with ``whole``. reset: has some slots begin again.
+        lookups: found by earlier views of the same optimizer.
     """
 
     def __init__(
@@ -149,17 +166,17 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
         read: Callable[[Slot], State],
         write: Callable[..., None],
         reset: Callable[[Sequence[Slot]], None],
+        lookups: Lookups,
     ) -> None:
         self._param_groups, self._has, self._read, self._write = param_groups, has, read, write
-        self._reset = reset
-        self._index: dict[int, Slot] = {}
-        self._shown: weakref.WeakValueDictionary[Slot, ShownState] = weakref.WeakValueDictionary()
+        self._reset, self._lookups = reset, lookups
 
     def _slot(self, tensor: Tensor) -> Slot:
-        slot = self._index.get(id(tensor))
+        slot = self._lookups.index.get(id(tensor))
         if slot is None or not self._holds(slot, tensor):
-            self._index = {id(p): s for s, p in iter_slots(self._param_groups())}
-            slot = self._index.get(id(tensor))
+            index = {id(p): s for s, p in iter_slots(self._param_groups())}
+            self._lookups.index = index
+            slot = index.get(id(tensor))
         if slot is None:
             raise KeyError("this tensor is not a parameter of the optimizer (was it replaced?)")
         return slot
@@ -172,14 +189,14 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
 
     def __getitem__(self, tensor: Tensor) -> dict[str, Any]:
         slot, read, write, reset = self._slot(tensor), self._read, self._write, self._reset
-        if (shown := self._shown.get(slot)) is not None:
+        if (shown := self._lookups.shown.get(slot)) is not None:
             return shown.look()
         shown = ShownState(
             lambda: read(slot),
             lambda given: write({slot: given}, whole=False),
             lambda: reset([slot]),
         )
-        self._shown[slot] = shown
+        self._lookups.shown[slot] = shown
         return shown
 
     def __setitem__(self, tensor: Tensor, state: dict[str, Any]) -> None:
@@ -212,7 +229,7 @@ class SlotStateView(MutableMapping[Tensor, dict[str, Any]]):
 
     def _take_away(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
-            if (shown := self._shown.pop(slot, None)) is not None:
+            if (shown := self._lookups.shown.pop(slot, None)) is not None:
                 shown.part()
         self._reset(slots)
 

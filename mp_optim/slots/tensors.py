@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from mp_optim.process.host_memory import same_values
 from mp_optim.process.leases import before_writing
+from mp_optim.slots.identity import ParamGroups, iter_slots
 
 _NBYTES = operator.attrgetter("nbytes")
 _DTYPE = operator.attrgetter("dtype")
@@ -147,6 +148,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
         # FSDP2 may hand out an AsyncCollectiveTensor; placement and kernels need the plain one.
         tensor = getattr(tensor, "wait", lambda: tensor)()
     return tensor.detach()
+
+
+def device_of(param_groups: ParamGroups) -> torch.device:
+    """Return the device of the first parameter; the host's without parameters."""
+    params = (local_tensor(param) for _, param in iter_slots(param_groups))
+    return next((param.device for param in params), torch.device("cpu"))
 
 
 def whole_tensor(tensor: DTensor) -> Tensor:

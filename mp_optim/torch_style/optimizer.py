@@ -135,16 +135,17 @@ class StackOptimizer(WrappedOptimizer):
         self._is_begun = False
         self._begin(self.config)
 
-    def check_param(self, slot: Slot, param: Tensor) -> None:
+    @staticmethod
+    def check_param(name: str, param: Tensor, config: OptimizerConfig) -> None:
         if param.dtype not in _TRAINED:
             raise TypeError(
-                f"{self.slot_name(slot)} is {param.dtype}: parameters are bfloat16, float16, "
+                f"{name} is {param.dtype}: parameters are bfloat16, float16, "
                 "float32 or float8; convert the model, or freeze the parameter"
             )
-        bits = self.config.param_remainder_bits
-        if param.dtype == torch.float16 and bits in _OF_BFLOAT16 and self.config.keeps_remainders:
+        bits = config.param_remainder_bits
+        if param.dtype == torch.float16 and bits in _OF_BFLOAT16 and config.keeps_remainders:
             raise TypeError(
-                f"{self.slot_name(slot)} is float16: main_params={_OF_BFLOAT16[bits]!r} steps "
+                f"{name} is float16: main_params={_OF_BFLOAT16[bits]!r} steps "
                 "bfloat16 parameters as they are; a float16 one has too few exponents for steps to "
                 "be rounded into. Convert the model to bfloat16, or leave main_params='fp32'"
             )

@@ -25,6 +25,7 @@ from mp_optim.slots import (
     UpdateSelection,
     all_same,
     group_settings,
+    slot_name,
     stream_of,
 )
 from mp_optim.slots.executor import Executor, Place
@@ -84,13 +85,14 @@ class RuleExecutor(Executor):
         super().__init__(param_groups)
         choose_backend(backend, _HOST)
         check_backend(backend, rule.kernels, precision)
+        self.rule, self.workspace, self._backend = rule, rule.new_workspace(), backend
+        self.rows = RuleState(rule, precision, param_groups)
         self.audit = None
         if check_field("audit_rate", audit_rate):
             check_audited(audit_rate, rule.name, backend)
             action = check_field("audit_action", audit_action)
-            self.audit = Audit(audit_rate, action, self.slot_name, self._marks)
-        self.rule, self.workspace, self._backend = rule, rule.new_workspace(), backend
-        self.rows = RuleState(rule, precision, param_groups)
+            name_of = partial(slot_name, param_groups)
+            self.audit = Audit(audit_rate, action, name_of, partial(_marks, self.rows))
         self._shares: dict[int, tuple[Sequence[Slot], list[GroupSlots]]] = {}
         self._plain: Backend | None = None  # one that has kernels for the rule
         self._checked: dict[int, dict[str, Any]] = {}
@@ -414,12 +416,6 @@ class RuleExecutor(Executor):
         given = rule, lists, scalars, multiplier, scales, slots, firsts, launch.step
         return self.audit.begin(Audited(*given, launch.device, backend))
 
-    def _marks(self, slot: Slot) -> list[tuple[int, int | None]]:
-        """What is another when main param or state were written outside of a launch, or moved."""
-        state = self.rows.groups[slot.group].slots[slot.position]
-        tensors = [self.rows.stepped(slot), *(state[key] for key in state if key != STEP)]
-        return [(tensor.data_ptr(), writes_counted(tensor)) for tensor in tensors]
-
     def report_audit(self, wait: bool = False) -> None:
         if self.audit is None:
             return
@@ -561,3 +557,11 @@ def _by_group(slots: Sequence[Slot]) -> list[GroupSlots]:
         selection = UpdateSelection(indices, own, len(slots))
         shares.append(GroupSlots(group, selection, [slot.position for slot in own]))
     return shares
+
+
+def _marks(rows: RuleState, slot: Slot) -> list[tuple[int, int | None]]:
+    """Return values that differ after main param or state were written outside of a launch, or
+    moved."""
+    state = rows.groups[slot.group].slots[slot.position]
+    tensors = [rows.stepped(slot), *(state[key] for key in state if key != STEP)]
+    return [(tensor.data_ptr(), writes_counted(tensor)) for tensor in tensors]
