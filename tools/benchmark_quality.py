@@ -52,7 +52,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "4-bit and 8-bit moments, 16-bit remainder": {**_compact("uint8"), "exp_avg_dtype": "uint4"},
     "8-bit moments, 8-bit remainder": _compact("uint8", 8),
     "8-bit moments, 8-bit remainder, stochastic": _compact("uint8", 8, stochastic_rounding=True),
-    "bf16 moments, Kahan's compensation": _compact("bfloat16", "kahan"),
     "bf16 moments, no main params": _compact("bfloat16", 0, stochastic_rounding=True),
 }
 """Forms of state by name; the first is what the others are compared with."""

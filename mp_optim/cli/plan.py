@@ -46,7 +46,7 @@ class Options:
     """A YAML file with fields of OptimizerConfig; by default AdamW for bf16."""
     state: Literal["fp32", "bf16", "fp16", "8bit", "4bit"] | None = None
     """How moments are kept, in words of mp_optim.AdamW, as are the next three."""
-    main_params: Literal["fp32", "remainder16", "remainder8", "kahan", "none"] | None = None
+    main_params: Literal["fp32", "remainder16", "remainder8", "none"] | None = None
     """What is kept beside a bf16 parameter."""
     offload_mode: Literal["sync", "overlap", "speculative"] | None = None
     """When the host works."""

@@ -27,7 +27,7 @@ from mp_optim.config.setting_checks import (
     as_fraction,
     as_timers,
 )
-from mp_optim.config.state_forms import NO_REMAINDER, REMAINDER_CHOICES, REMAINDERS
+from mp_optim.config.state_forms import KAHAN_IS_GONE, NO_REMAINDER, REMAINDER_CHOICES, REMAINDERS
 
 
 @dataclass(kw_only=True)
@@ -77,10 +77,9 @@ class ConfigFields:
     store_param_remainders: bool = True
     """With ``use_precision_aware_optimizer``, keep of a bfloat16 parameter's FP32 main param only
     what the parameter itself does not say: 2 bytes instead of 4, and the same bits."""
-    param_remainder_bits: int | str = 16
+    param_remainder_bits: int = 16
     """Bits of a remainder: 16 for all of FP32, 8 for its upper 24 bits; 0 for none, so that the
-    bfloat16 parameter is all there is, and is rounded stochastically; or ``"kahan"``, a bfloat16
-    compensation (of Kahan's summation) in place of a remainder."""
+    bfloat16 parameter is all there is, and is rounded stochastically."""
     stochastic_rounding: bool = False
     """Round bfloat16, 8-bit and 4-bit state stochastically; reproducible for any placement and
     number of threads."""
@@ -364,7 +363,9 @@ EMA_DECAY = Number(0.0, 1.0, open_high=True, optional=True, said="must be in [0,
 
 
 def _as_remainder_form(value: Any) -> Any:
-    form = value if isinstance(value, str) and value in REMAINDERS else _BITS(value)
+    if value == "kahan":
+        raise ValueError(f"{REMAINDER_CHOICES}; {KAHAN_IS_GONE}: use 16")
+    form = _BITS(value)
     if form not in REMAINDERS:
         raise ValueError(REMAINDER_CHOICES)
     return form

@@ -80,7 +80,6 @@ NO_REMAINDER = StateForm("no main params", None, 8, 0, is_rounded=True)
 REMAINDER_FORMS = (
     StateForm("remainders", torch.int16, 6, 16),
     StateForm("8-bit remainders", torch.int8, 4, 8, is_rounded=True),
-    StateForm("compensations", torch.bfloat16, 2, "kahan"),
     NO_REMAINDER,
 )
 """Of what is missing of a main param beside the bfloat16 parameter."""
@@ -91,7 +90,8 @@ CODED = {form.name for form in FIRST_FORMS if form.in_blocks and form.dtype.item
 """What a config calls the forms of moments in codes of 8 or 4 bits."""
 REMAINDERS: dict[Any, StateForm] = {form.name: form for form in REMAINDER_FORMS}
 """Forms of remainders, by what a config calls them."""
-REMAINDER_CHOICES = "must be 16 or 8, 'kahan', or 0 for none"
+REMAINDER_CHOICES = "must be 16 or 8, or 0 for none"
 """What a config may ask for, in words."""
+KAHAN_IS_GONE = "Kahan's compensation stood still at small learning rates and was removed"
 MOMENT_WORDS: dict[Any, str] = {form.name: form.words for form in (*SECOND_FORMS, *FIRST_FORMS)}
 """Names of the forms of moments, by what a config calls them."""

@@ -17,7 +17,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.config.optimizer_config import elsewhere
 from mp_optim.config.rules import FIRST_DTYPE, RULES, SECOND_DTYPE
 from mp_optim.config.setting_checks import NOT_HERE, Number, nearest
-from mp_optim.config.state_forms import NO_REMAINDER, UINT4
+from mp_optim.config.state_forms import KAHAN_IS_GONE, NO_REMAINDER, UINT4
 from mp_optim.factory import inner_optimizer, set_up_host
 from mp_optim.planner.sweep import with_chosen_fraction
 from mp_optim.precision import MegatronOptimizer, StepResult, WrappedOptimizer
@@ -37,7 +37,6 @@ from mp_optim.update.optimizer import executor_of
 from mp_optim.update.rule_classes import CLASSES, construction_of, settings_of
 
 _TRAINED = (torch.bfloat16, torch.float16, torch.float32, *FLOAT8_DTYPES)
-_OF_BFLOAT16 = {"kahan": "kahan", NO_REMAINDER.name: "none"}
 _FP16 = (
     "float16 parameters are stepped without a loss scale, and small gradients are lost in float16: "
     "use torch.amp.GradScaler (scaler.scale(loss).backward(), scaler.step(optimizer), "
@@ -142,10 +141,10 @@ class StackOptimizer(WrappedOptimizer):
                 f"{name} is {param.dtype}: parameters are bfloat16, float16, "
                 "float32 or float8; convert the model, or freeze the parameter"
             )
-        bits = config.param_remainder_bits
-        if param.dtype == torch.float16 and bits in _OF_BFLOAT16 and config.keeps_remainders:
+        alone = config.param_remainder_bits == NO_REMAINDER.name
+        if param.dtype == torch.float16 and alone and config.keeps_remainders:
             raise TypeError(
-                f"{name} is float16: main_params={_OF_BFLOAT16[bits]!r} steps "
+                f"{name} is float16: main_params='none' steps "
                 "bfloat16 parameters as they are; a float16 one has too few exponents for steps to "
                 "be rounded into. Convert the model to bfloat16, or leave main_params='fp32'"
             )
@@ -389,13 +388,7 @@ _STATES = {
     "4bit": UINT4,
 }
 _AVERAGES = {name: _STATES[name] for name in ("fp32", "bf16")}
-_REMAINDER_BITS = {
-    "fp32": None,
-    "remainder16": 16,
-    "remainder8": 8,
-    "kahan": "kahan",
-    "none": NO_REMAINDER.name,
-}
+_REMAINDER_BITS = {"fp32": None, "remainder16": 16, "remainder8": 8, "none": NO_REMAINDER.name}
 _SAME = (
     "ema_decay",
     "skip_step_sigma_factor",
@@ -427,9 +420,9 @@ class StackSettings(TypedDict, total=False):
             moments; 0 (the default) is none, bitsandbytes' own is 4096.
         main_params: what is kept beside a 16-bit parameter: ``"fp32"`` (the default), or of a
             bfloat16 one only what it does not say itself, ``"remainder16"`` (the same bits as
-            ``"fp32"``), ``"remainder8"`` (the upper 24 bits of FP32) or ``"kahan"`` (a bfloat16
-            compensation); or ``"none"``: the bfloat16 parameter is all there is, and each step
-            rounds it stochastically, as ``stochastic_rounding`` does with state.
+            ``"fp32"``) or ``"remainder8"`` (the upper 24 bits of FP32); or ``"none"``: the
+            bfloat16 parameter is all there is, and each step rounds it stochastically, as
+            ``stochastic_rounding`` does with state.
         stochastic_rounding: round bfloat16, 8-bit and 4-bit state stochastically.
         ema_decay: keep a moving average of every parameter, with this decay a step; None (the
             default) keeps none. ``averaged_weights()`` evaluates with them.
@@ -544,8 +537,7 @@ _OTHER_NAMES = {
     ),
     **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2"), "give betas=(..., ...)"),
     **dict.fromkeys(("epsilon", "adam_epsilon", "adam_eps"), "it is called eps here"),
-    "kahan_sum": "main_params='remainder16' keeps the lower bits of bfloat16 parameters, "
-    "main_params='kahan' a compensation",
+    "kahan_sum": "main_params='remainder16' keeps the lower bits of bfloat16 parameters",
     **dict.fromkeys(
         ("dtype", "precision", "mixed_precision", "bf16", "fp16"),
         "parameters say their dtype themselves; state and main_params say what is kept",
@@ -631,6 +623,8 @@ def _hint(name: str) -> str:
 def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """How state is kept."""
     dtype = _choice(chosen, "state", _STATES)
+    if chosen["main_params"] == "kahan":
+        raise ValueError(f"main_params='kahan': {KAHAN_IS_GONE}; use 'remainder16'")
     bits = _choice(chosen, "main_params", _REMAINDER_BITS)
     rounding = chosen["stochastic_rounding"] or bits == NO_REMAINDER.name
     stochastic = {} if rounding is False else {"stochastic_rounding": rounding}

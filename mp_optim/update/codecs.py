@@ -5,7 +5,7 @@ A moment is stored as float32; as bfloat16; or, in blocks of 256 row-major eleme
 scale each, as float16, as 8-bit codes or, a first moment, as 4-bit codes of which a byte has two.
 Block formats hold a second moment by its square root. A main param is stored as float32, or as the
 bfloat16 model parameter plus an integer remainder of 16 bits (all of FP32) or 8 (24 bits of it), or
-plus a bfloat16 compensation, or alone.
+alone.
 """
 
 from __future__ import annotations
@@ -260,8 +260,13 @@ def store_average(value: Tensor, stored: Tensor, noise: Noise | None) -> None:
 
 
 def join(param: Tensor, remainder: Tensor | None) -> Tensor:
-    """The FP32 main param of a bfloat16 parameter and its remainder or compensation, same shape; of
-    a parameter alone its value. A zero has no remainder."""
+    """Return the FP32 main param of a bfloat16 parameter.
+
+    Args:
+        param: bfloat16.
+        remainder: of the same shape, or None for a parameter alone. A zero has no remainder. A
+            bfloat16 one is Kahan's compensation, which only checkpoints of older versions have.
+    """
     if remainder is None:
         return param.float()
     if remainder.dtype == torch.bfloat16:
@@ -277,8 +282,8 @@ def split_(
 ) -> None:
     """Write an FP32 main param into parameter and remainder: the parameter is the value rounded to
     nearest, ties away from zero. 16 bits hold the value itself; 8 bits its upper 24 bits, rounded
-    to nearest even or stochastically. Beside a compensation ties go to even; a parameter alone is
-    rounded so, or stochastically.
+    to nearest even or stochastically. A parameter alone is rounded to nearest, ties to even, or
+    stochastically.
     """
     if remainder is None:
         if noise is not None:
@@ -286,9 +291,6 @@ def split_(
             sixteen = (mix(words ^ _GOLDEN) & 0xFFFF).int().view(value.shape)
             value = _dithered(value, sixteen)
         param.copy_(value)
-        return
-    if remainder.dtype == torch.bfloat16:
-        _compensate_(value, param, remainder)
         return
     bits = value.contiguous().view(torch.int32)
     eight = remainder.dtype == torch.int8
@@ -315,14 +317,3 @@ def keep_valid(param: Tensor, remainder: Tensor) -> None:
     rounded, rest = torch.empty_like(param), torch.empty_like(remainder)
     split_(join(param, remainder), rounded, rest)
     remainder.masked_fill_(rounded.view(torch.int16) != param.view(torch.int16), 0)
-
-
-def _compensate_(value: Tensor, param: Tensor, compensation: Tensor) -> None:
-    """What the parameter lacks, rounded; where both together would round to another parameter, as a
-    half of its last bit may, to the next smaller number."""
-    param.copy_(value)
-    whole = param.float()
-    rest = torch.where(whole.isfinite(), value - whole, 0.0)
-    compensation.copy_(rest)
-    goes_on = (whole + compensation.float()).to(torch.bfloat16).float() != whole
-    compensation.view(torch.int16).sub_((goes_on & whole.isfinite()).short())

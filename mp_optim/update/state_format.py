@@ -51,7 +51,7 @@ class StatePrecision:
         store_param_remainders: step bfloat16 parameters as they are, beside a remainder that makes
             them FP32.
         param_remainder_bits: 16 for all of FP32, 8 for its upper 24 bits, 0 for the parameter
-            alone, rounded stochastically; ``"kahan"`` for a bfloat16 compensation.
+            alone, rounded stochastically.
         stochastic_rounding: of bfloat16, 8-bit and 4-bit state.
         seed: of the random bits, 32 bits.
         ema_decay: of the averages of main params; None keeps none.
@@ -65,7 +65,7 @@ class StatePrecision:
     exp_avg_sq_dtype: torch.dtype = torch.float32
     fp32_state_below: int = 0
     store_param_remainders: bool = False
-    param_remainder_bits: int | str = 16
+    param_remainder_bits: int = 16
     stochastic_rounding: bool = False
     seed: int = 0
     ema_decay: float | None = None
@@ -131,7 +131,7 @@ def full_precision(state: Mapping[str, Any], main: Tensor) -> State:
     """
     full: State = {}
     for key, value in state.items():
-        if key == REMAINDER:  # before what is in bfloat16: a compensation may be
+        if key == REMAINDER:
             full[MASTER] = join(main, value.to(main.device))  # it may be parked
         elif scale_key(key) in state or value.dtype == torch.bfloat16:
             full[key] = _decoded(state, key, main)
@@ -196,7 +196,7 @@ def fitted(
         widths = (mine[REMAINDER].dtype if REMAINDER in mine else None, remainder.dtype)
         narrows = widths == (torch.int8, torch.int16)
         if narrows and not convert and bool((remainder & 0xFF).any()):
-            raise ValueError(_more_bits(label, torch.int8))  # whichever weights are there now
+            raise ValueError(_more_bits(label))  # whichever weights are there now
     if MASTER in result and REMAINDER in mine:
         result.pop(REMAINDER, None)
         result[MASTER] = as_master(label, result[MASTER], convert)
@@ -322,14 +322,13 @@ def _check_splits(label: str, remainder: Tensor, master: Tensor, convert: bool) 
     )
     split_(master, param, rest)
     if not same_values(join(param, rest), master):
-        raise ValueError(_more_bits(label, remainder.dtype))
+        raise ValueError(_more_bits(label))
 
 
-def _more_bits(label: str, beside: torch.dtype) -> str:
-    what = "an 8-bit remainder" if beside == torch.int8 else "its compensation"
+def _more_bits(label: str) -> str:
     return (
-        f"{label}.{MASTER}: saved with more bits than a bfloat16 parameter and {what} hold; load "
-        "with convert=True, or set param_remainder_bits=16"
+        f"{label}.{MASTER}: saved with more bits than a bfloat16 parameter and an 8-bit remainder "
+        "hold; load with convert=True, or set param_remainder_bits=16"
     )
 
 

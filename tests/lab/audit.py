@@ -196,7 +196,7 @@ _FORMS: tuple[dict[str, Any], ...] = (
     {},
     {"state": "8bit", "main_params": "remainder16"},
     {"state": "bf16", "main_params": "none"},
-    {"state": "4bit", "main_params": "kahan", "stochastic_rounding": True},
+    {"state": "4bit", "main_params": "remainder8", "stochastic_rounding": True},
 )
 _PLACES: tuple[dict[str, Any], ...] = (
     {},

@@ -24,7 +24,7 @@ struct MpTensors {
     int64_t count;
     const int64_t* numel;
     void* const* main;        // main_dtype: MP_F32, or MP_BF16 with a remainder
-    void* const* remainder;   // remainder_dtype: MP_I16, MP_I8, MP_BF16 (a compensation) or MP_I0
+    void* const* remainder;   // remainder_dtype: MP_I16, MP_I8 or MP_I0
     void* const* grad;        // grad_dtype: MP_F32, MP_BF16 or MP_F16
     void* const* moment1;     // moment1_dtype: MP_F32, MP_BF16, MP_F16, MP_I8 or MP_I4
     void* const* moment2;     // moment2_dtype: MP_F32, MP_BF16, MP_F16 or MP_U8

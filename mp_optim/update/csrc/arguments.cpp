@@ -32,7 +32,7 @@ bool valid_dtypes(const MpTensors& t) {
     bool grads = is_one_of(t.grad_dtype, {MP_F32, MP_BF16, MP_F16}) || (!t.grad && t.grad_dtype == MP_NONE);
     return grads && is_one_of(t.average_dtype, {MP_NONE, MP_F32, MP_BF16}) &&
            is_one_of(t.main_dtype, {MP_NONE, compact ? MP_BF16 : MP_F32}) &&
-           is_one_of(t.remainder_dtype, {MP_NONE, MP_I16, MP_I8, MP_BF16, MP_I0}) &&
+           is_one_of(t.remainder_dtype, {MP_NONE, MP_I16, MP_I8, MP_I0}) &&
            is_one_of(t.moment1_dtype, {MP_NONE, MP_F32, MP_BF16, MP_F16, MP_I8, MP_I4}) &&
            is_one_of(t.moment3_dtype, {MP_NONE, MP_F32, MP_BF16, MP_F16, MP_I8, MP_I4}) &&
            (!t.moment1 || !t.moment3 || t.moment1_dtype == t.moment3_dtype) &&

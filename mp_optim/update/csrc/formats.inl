@@ -131,20 +131,10 @@ MP_INLINE float* place_of_moment(const Run& r, int64_t i, float* buffer) {
     return F::template moment<which>(r) == MP_F32 ? (float*)moment_of<which>(r).data + i : buffer;
 }
 
-// What a bfloat16 main and its compensation stand for; a zero has none.
-MP_INLINE f32x16 compensated(f32x16 main, f32x16 rest) {
-    const u32x16 is_there = as<u32x16>(main != 0.0f);
-    return as<f32x16>(choose(is_there, as<u32x16>(main + rest), as<u32x16>(main)));
-}
-
 template <int32_t rest>
 MP_INLINE void join(const char* main, const char* remainder, float* to) {
     if (rest == MP_I0) return read_floats<MP_BF16>(main, to);
     for (int i = 0; i < kChunk; i += kLanes) {
-        if (rest == MP_BF16) {
-            store(to + i, compensated(read_bf16(main + 2 * i), read_bf16(remainder + 2 * i)));
-            continue;
-        }
         i32x16 low = rest == MP_I16 ? read_i16(remainder + 2 * i) : read_i8(remainder + i) << 8;
         store(to + i, add_unless_zero(read_upper(main + 2 * i), as<u32x16>(low)));
     }
@@ -157,7 +147,6 @@ MP_INLINE const float* read_main_here(const Run& r, int64_t i, float* buffer) {
     switch (F::rest(r)) {
         case MP_NONE: return (const float*)r.old_main.data + i;
         case MP_I16: join<MP_I16>(main, rest, buffer); break;
-        case MP_BF16: join<MP_BF16>(main, rest, buffer); break;
         case MP_I0: join<MP_I0>(main, rest, buffer); break;
         default: join<MP_I8>(main, rest, buffer);
     }
@@ -342,28 +331,6 @@ static void write_lone(const float* from, char* main, char* output, bool noisy, 
     if (output) __builtin_memcpy(output, main, 2 * kChunk);
 }
 
-// What a finite main lacks of a value.
-MP_INLINE f32x16 missing_of(f32x16 value, f32x16 main) {
-    return as<f32x16>(as<u32x16>(value - main) & is_finite(main));
-}
-
-// Upper halves rounded to nearest even, and what is missing, rounded to bfloat16: to the next smaller one where both would
-// round to another upper half.
-static void compensate(const float* from, char* main, char* rest, char* output) {
-    for (int i = 0; i < kChunk; i += kPair) {
-        const f32x16 a = load<f32x16>(from + i), b = load<f32x16>(from + i + kLanes);
-        const u16x32 high = to_bf16(a, b);
-        store(main + 2 * i, high);
-        const f32x16 main_a = read_bf16(main + 2 * i), main_b = read_bf16(main + 2 * (i + kLanes));
-        const u16x32 low = to_bf16(missing_of(a, main_a), missing_of(b, main_b));
-        store(rest + 2 * i, low);
-        const f32x16 rest_a = read_bf16(rest + 2 * i), rest_b = read_bf16(rest + 2 * (i + kLanes));
-        const u16x32 goes_on = as<u16x32>(to_bf16(compensated(main_a, rest_a), compensated(main_b, rest_b)) != high);
-        store(rest + 2 * i, u16x32(low + goes_on));  // a true lane is -1
-        if (output) store(output + 2 * i, high);
-    }
-}
-
 // -- which weights change -----------------------------------------------------------------------------
 
 // A chunk of weights as they are before a step.
@@ -430,7 +397,6 @@ MP_INLINE void write_halves_of(const Run& r, int64_t i, const float* values) {
     const uint32_t index = r.start + uint32_t(i);
     switch (F::rest(r)) {
         case MP_I0: return write_lone(values, main, output, r.noisy, r.key, index);
-        case MP_BF16: return compensate(values, main, r.remainder.data + 2 * i, output);
         case MP_I16: return split_16(values, main, r.remainder.data + 2 * i, output);
         default: return split_8(values, main, r.remainder.data + i, output, r.noisy, r.key, index);
     }

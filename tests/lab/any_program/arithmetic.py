@@ -181,22 +181,8 @@ def rounded_by_chance(x: Array, name: str, t: int) -> Array:
     return np.where(np.isfinite(x), cut, to_bfloat16(x))
 
 
-def _compensated(x: Array) -> tuple[Array, Array]:
-    """bfloat16 values to nearest even, and what they lack, in bfloat16: as large as it may be while
-    both together round to the first."""
-    high = to_bfloat16(x)
-    with np.errstate(all="ignore"):
-        rest = to_bfloat16(np.where(np.isfinite(high), x - high, F(0)))
-        smaller = (rest.view(np.uint32) - np.uint32(0x10000)).view(F)
-        too_large = (rest != 0) & (to_bfloat16(high + rest) != high)
-    return high, np.where(too_large, smaller, rest)
-
-
-def split(x: Array, bits: int | str) -> tuple[Array, Array]:
-    """FP32 values as bfloat16 values, rounded to nearest with ties away from zero, and integers; or
-    to even, and compensations."""
-    if bits == "kahan":
-        return _compensated(x)
+def split(x: Array, bits: int) -> tuple[Array, Array]:
+    """FP32 values as bfloat16 values, rounded to nearest with ties away from zero, and integers."""
     pattern = np.ascontiguousarray(x).view(np.uint32).astype(np.int64)
     if bits == 8:
         nearest_even = (pattern + 0x7F + ((pattern >> 8) & 1)) & ~0xFF
@@ -207,11 +193,8 @@ def split(x: Array, bits: int | str) -> tuple[Array, Array]:
     return _from_high(high), low >> 8 if bits == 8 else low
 
 
-def join(param: Array, remainder: Array, bits: int | str) -> Array:
+def join(param: Array, remainder: Array, bits: int) -> Array:
     """The FP32 values again; a zero has no remainder."""
-    if bits == "kahan":
-        with np.errstate(all="ignore"):
-            return np.where(param == 0, param, param + remainder).astype(F)
     pattern = np.ascontiguousarray(param).view(np.uint32).astype(np.int64)
     whole = pattern + (remainder << 8 if bits == 8 else remainder)
     found = np.where(pattern & 0x7FFFFFFF, whole, pattern)

@@ -38,12 +38,6 @@ FORMS: dict[str, dict[str, Any]] = {
         "exp_avg_sq_dtype": "float16",
         "param_remainder_bits": 8,
     },
-    "kahan for remainders": {"param_remainder_bits": "kahan"},
-    "kahan for remainders and 8bit": {
-        "exp_avg_dtype": "uint8",
-        "exp_avg_sq_dtype": "uint8",
-        "param_remainder_bits": "kahan",
-    },
     "no remainders": {"param_remainder_bits": 0, "stochastic_rounding": True},
     "no remainders and float16": {
         "exp_avg_dtype": "float16",

@@ -76,15 +76,17 @@ class _Draw:
         return self.schedule(case)
 
     def main_params(self, precision: str, rule: str, layouts: tuple[Layout, ...]) -> str:
-        """Of a third of the cases with bfloat16 parameters and an exact rule: compensations, or
-        nothing beside them where each rank has a run of elements, of which random bits are those of
-        the whole; drawn apart, so that nothing else of a case depends on it."""
+        """Return a precision without main params for a third of the cases that allow it.
+
+        They have bfloat16 parameters and an exact rule, and each rank has a run of elements, whose
+        random bits are those of the whole. A generator of its own draws this, so that nothing else
+        of a case depends on it."""
         apart = random.Random(f"main params {self.seed}")
         is_exact = rule not in ("lamb", "muon")
         if not (is_exact and precision.startswith("bf16")) or apart.random() > 1 / 3:
             return precision
         runs = all(layout.kind != "placed" and layout.size("tp") == 1 for layout in layouts)
-        return apart.choice(("bf16-kahan", *(("bf16-lone",) if runs else ())))
+        return "bf16-lone" if runs else precision
 
     # -- the schedule -----------------------------------------------------------------------------
 

@@ -43,7 +43,6 @@ FORMS: dict[str, dict[str, Any]] = {
         "stochastic_rounding": True,
     },
     "remainder": {},
-    "kahan": {"param_remainder_bits": "kahan"},
     "lone": {"param_remainder_bits": 0, "stochastic_rounding": True},
     "master": {"store_param_remainders": False, "exp_avg_dtype": "bfloat16"},
 }

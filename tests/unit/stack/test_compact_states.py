@@ -296,6 +296,34 @@ def test_stochastic_rounding_differs_when_two_names_share_a_crc32(backend):
     assert not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("main_params", ["fp32", "remainder16"])
+def test_saved_kahan_compensations_become_main_params_when_loaded(main_params):
+    param = nn.Parameter(torch.linspace(-3.0, 3.0, 1000).bfloat16())
+    source = mp_optim.AdamW([("p", param)], lr=1e-4, main_params="remainder16")
+    for _ in range(3):
+        param.grad = torch.ones_like(param)
+        source.step()
+    saved = copy.deepcopy(source.state_dict())
+    (main,) = (main for _, main in source.named_main_params())
+    kept = (main.detach() - param.detach().float()).bfloat16()
+    (state,) = saved["state"].values()
+    state["remainder"] = kept
+
+    target = mp_optim.AdamW([("p", param)], lr=1e-4, main_params=main_params)
+    target.load_state_dict(saved)
+    (found,) = (main for _, main in target.named_main_params())
+    assert torch.equal(found, param.detach().float() + kept.float()) and kept.any()
+
+
+def test_kahan_is_refused_by_name():
+    param = nn.Parameter(torch.ones(4).bfloat16())
+    with pytest.raises(ValueError, match=r"main_params='kahan': .* use 'remainder16'"):
+        mp_optim.AdamW([("p", param)], main_params="kahan")
+    settings = {"use_precision_aware_optimizer": True, "bf16": True, "lr": 1e-3}
+    with pytest.raises(ValueError, match=r"param_remainder_bits='kahan': .* use 16"):
+        mp_optim.OptimizerConfig(param_remainder_bits="kahan", **settings)
+
+
 def test_the_hybrid_optimizer_alone_keeps_remainders_too():
     params = [
         torch.nn.Parameter(torch.full((300,), 0.5 + i, dtype=torch.bfloat16)) for i in range(2)

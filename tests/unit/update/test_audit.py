@@ -30,7 +30,7 @@ FORMS = {
     "fp32": {},
     "bf16 with averages": {"state": "bf16", "ema_decay": 0.9},
     "8bit": {"state": "8bit", "main_params": "remainder16"},
-    "4bit": {"state": "4bit", "main_params": "kahan", "stochastic_rounding": True},
+    "4bit": {"state": "4bit", "main_params": "remainder8", "stochastic_rounding": True},
     "none": {"state": "8bit", "main_params": "none"},
 }
 RULES = {

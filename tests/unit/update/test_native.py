@@ -46,7 +46,7 @@ LIBRARY = native_library()
 STATUS = Path("/proc/self/status")
 REFERENCE = ReferenceBackend()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-REMAINDERS = [None, torch.int16, torch.int8, torch.bfloat16, LONE]
+REMAINDERS = [None, torch.int16, torch.int8, LONE]
 ODD = [
     0.0,
     -0.0,

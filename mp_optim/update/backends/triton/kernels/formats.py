@@ -351,10 +351,7 @@ def read_main(pointer, rests, tile):
         value = widened(raw)
     else:
         rest = fetch_tile(rests, tile)
-        if rest.dtype == tl.uint16:
-            value = compensated(widened(raw), widened(rest.to(tl.int16)))
-        else:
-            value = joined(raw.to(tl.int32) << 16, rest.to(tl.int32), rest.dtype)
+        value = joined(raw.to(tl.int32) << 16, rest.to(tl.int32), rest.dtype)
     return value
 
 
@@ -367,12 +364,6 @@ def write_main(value, chunk, tile):
         put_tile(chunk.main, raw, tile)
         shown = widened(raw)
         value = shown
-    elif chunk.rest.dtype.element_ty == tl.uint16:
-        high, low = with_compensation(value)
-        put_tile(chunk.main, high, tile)
-        put_tile(chunk.rest, low.to(tl.uint16), tile)
-        shown = widened(high)
-        value = compensated(shown, widened(low))
     else:
         REMAINDER: tl.constexpr = chunk.rest.dtype.element_ty
         high, low = split(value, tile.words, REMAINDER)
@@ -410,23 +401,6 @@ def lone(value, words, TYPE: tl.constexpr):
     else:
         raw = dithered(value, (mix(words ^ GOLDEN) & 0xFFFF).to(tl.int32))
     return raw
-
-
-@triton.jit
-def compensated(main, rest):
-    """FP32 values of bfloat16 ones and their compensations. A zero has none."""
-    return tl.where(main != 0.0, main + rest, main)
-
-
-@triton.jit
-def with_compensation(value):
-    """bfloat16 bits of FP32 values, rounded to nearest even, and of what is missing: of the next
-    smaller number where both would round to other bits."""
-    high = narrowed(value, tl.int16)
-    main = widened(high)
-    low = narrowed(tl.where(is_finite(main), value - main, 0.0), tl.int16)
-    both = narrowed(compensated(main, widened(low)), tl.int16)
-    return high, tl.where(both == high, low, low - 1).to(tl.int16)
 
 
 @triton.jit
