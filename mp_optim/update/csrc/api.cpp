@@ -38,7 +38,8 @@ const Level* best_level() {
 
 std::atomic<const Level*> chosen{nullptr};
 
-// The one in use; a call under way may take it up in its middle.
+// How kernels access memory, read with relaxed atomics. A concurrent mp_set_access may apply to the second half of a running
+// call: results do not depend on it.
 struct {
     std::atomic<int32_t> prefetch{512}, streaming{1}, measure_prefetch{8192};
 } access;
@@ -77,9 +78,9 @@ Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool
     run.start = uint32_t(start);
     run.noisy = t.stream != nullptr;
     run.key = run.noisy ? mix(t.seed ^ t.stream[index]) : 0;
-    run.stream = stream && access.streaming;
-    run.prefetch = access.prefetch;
-    run.measure_prefetch = access.measure_prefetch;
+    run.stream = stream && access.streaming.load(std::memory_order_relaxed);
+    run.prefetch = access.prefetch.load(std::memory_order_relaxed);
+    run.measure_prefetch = access.measure_prefetch.load(std::memory_order_relaxed);
     return run;
 }
 
@@ -108,8 +109,8 @@ namespace {
 
 constexpr int64_t kCached = 1 << 19;     // bfloat16 values that stay in a core's caches
 
-// Copies present values to where they are stepped.
-void bring(const MpTensors& t, int64_t index, int64_t start, int64_t count) {
+// Copies the present values of a part of a tensor from the sources of a call to the tensors that it writes.
+void copy_sources_in_place(const MpTensors& t, int64_t index, int64_t start, int64_t count) {
     auto copy = [&](const auto* from, const auto* to, int64_t first, int64_t bytes) {
         if (from) std::memcpy((char*)to[index] + first, (const char*)from[index] + first, size_t(bytes));
     };
@@ -122,9 +123,11 @@ void bring(const MpTensors& t, int64_t index, int64_t start, int64_t count) {
     elements(t.from_remainder, t.remainder, t.remainder_dtype);
     elements(t.from_moment1, t.moment1, t.moment1_dtype);
     elements(t.from_moment2, t.moment2, t.moment2_dtype);
+    elements(t.from_moment3, t.moment3, t.moment3_dtype);
     elements(t.from_average, t.average, t.average_dtype);
     copy(t.from_scale1, t.scale1, scale, scales);
     copy(t.from_scale2, t.scale2, scale, scales);
+    copy(t.from_scale3, t.scale3, scale, scales);
 }
 
 // Where a tensor begins is nothing that the processor's own prefetching can know: of small ones it would be the most.
@@ -220,7 +223,7 @@ void reduce_pieces(const MpTensors& t, int width, double* sums, int32_t threads,
     split(units, threads, [&](int64_t i, int64_t unit, int64_t start, int64_t count) {
         fetch_beginning(t, i + 1);
         for (int64_t done = 0; done < count; done += kPiece, ++unit) {
-            if (t.from_main) bring(t, i, start + done, std::min(kPiece, count - done));
+            if (t.from_main) copy_sources_in_place(t, i, start + done, std::min(kPiece, count - done));
             kernel(run_at(t, i, start + done, std::min(kPiece, count - done), false, false), unit, &found[unit * width]);
         }
     });
@@ -284,7 +287,7 @@ int32_t mp_step(const MpTensors* t, const char* name, const float* scalars, int3
         elementwise(*t, threads, [&](const Run& run, int64_t i) {
             float own[kMostScalars];
             std::copy_n(scalars, count, own);
-            own[count - 1] = scales[i];
+            own[count - 1] = scales[i];  // the caution, see row_of
             rule->step(run, own);
         });
     });

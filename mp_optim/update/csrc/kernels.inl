@@ -115,7 +115,6 @@ static void average(const Run& given) {
     run.scale1 = run.scale2 = run.scale3 = nullptr;
     if (run.remainder.dtype == MP_NONE) return average_run<MP_NONE>(run);
     if (run.remainder.dtype == MP_I16) return average_run<MP_I16>(run);
-    if (run.remainder.dtype == MP_BF16) return average_run<MP_BF16>(run);
     if (run.remainder.dtype == MP_I0) return average_run<MP_I0>(run);
     average_run<MP_I8>(run);
 }
@@ -144,7 +143,7 @@ struct Directions {
 
 private:
     MP_MEMBER void find_chunk(const float* main, const float* first, const float* second, const MpLamb& s, int64_t to) {
-        const Optional decay(s.decay);
+        const MaybeFactor decay(s.decay);
         for (int i = 0; i < kChunk; i += kLanes) {
             f32x16 x = load<f32x16>(main + i);
             store(params + to + i, x);

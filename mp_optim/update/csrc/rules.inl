@@ -1,32 +1,33 @@
 // The rules over sixteen elements. One operation here is one operation of docs/numerics.md: IEEE, rounded once.
-// A rule changes p, m and v, and says what the root of the new v is; what it does not use or keep is left alone.
+// A rule changes p, m and v, and returns the root of the new v through `root`; what it does not use or keep is left alone.
 // Included inside a level's namespace, after drivers.inl.
 
-// What a rule does with memory. One that has no main params makes p of the rest, for the output alone.
+// Which memory a rule reads and writes. A rule without main params computes p from g, m and v and only writes the output.
 template <bool reads_grad, bool changes_main, bool has_first, bool has_second, bool changes_moments, bool has_main = true,
           bool has_third = false>
 struct Touches {
     static constexpr bool kGrad = reads_grad, kMain = changes_main, kFirst = has_first, kSecond = has_second,
                           kMoments = changes_moments, kHasMain = has_main, kThird = has_third;
 
-    // Shown the new values of the sixteen elements from the run's i-th on.
+    // Called with the updated p, m and v of the run's elements [i, i + 16).
     MP_MEMBER void look(int64_t, f32x16, f32x16, f32x16) const {}
 };
 
-// A factor that is left out where it is zero: 0 * inf is not.
-struct Optional {
+// A factor whose term is left out if it is zero: 0 * inf would be NaN.
+struct MaybeFactor {
     f32x16 factor;
-    int is_there;
+    int present;
 
-    explicit Optional(float value) : factor(splat<f32x16>(value)), is_there(value != 0.0f) {
-        __asm__("" : "+r"(is_there));  // a whole number, which is looked at where no floats are worked on
+    explicit MaybeFactor(float value) : factor(splat<f32x16>(value)), present(value != 0.0f) {
+        // The asm keeps the flag in a general register, so that a branch on it takes no vector compare.
+        __asm__("" : "+r"(present));
     }
 };
 
 // g * multiplier, then + p * l2.
-MP_INLINE f32x16 gradient(f32x16 g, float multiplier, const Optional& l2, f32x16 p) {
+MP_INLINE f32x16 gradient(f32x16 g, float multiplier, const MaybeFactor& l2, f32x16 p) {
     g = g * multiplier;
-    if (l2.is_there) g = g + p * l2.factor;
+    if (l2.present) g = g + p * l2.factor;
     return g;
 }
 
@@ -41,24 +42,24 @@ MP_INLINE u32x16 are_alike(f32x16 a, f32x16 b) {
 }
 
 // Decay by a factor, if there is one; of a cautious one not where the step u takes p away from 0.
-struct Decay : Optional {
+struct Decay : MaybeFactor {
     int is_cautious;
 
-    Decay(float value, float cautious) : Optional(value), is_cautious(cautious != 0.0f) {
+    Decay(float value, float cautious) : MaybeFactor(value), is_cautious(cautious != 0.0f) {
         __asm__("" : "+r"(is_cautious));
     }
 };
 
 MP_INLINE f32x16 decayed(f32x16 p, f32x16 u, const Decay& decay) {
-    if (!decay.is_there) return p;
+    if (!decay.present) return p;
     f32x16 part = p * decay.factor;
     if (decay.is_cautious) part = as<f32x16>(as<u32x16>(part) & ~are_opposed(p, u));
     return p - part;
 }
 
 // The step u, if it is cautious: what goes the way of the gradient times a scale, and the rest times 0.
-MP_INLINE f32x16 cautious(f32x16 u, f32x16 way, f32x16 g, const Optional& scale) {
-    if (scale.is_there) u = u * as<f32x16>(as<u32x16>(scale.factor) & are_alike(way, g));
+MP_INLINE f32x16 cautious(f32x16 u, f32x16 way, f32x16 g, const MaybeFactor& scale) {
+    if (scale.present) u = u * as<f32x16>(as<u32x16>(scale.factor) & are_alike(way, g));
     return u;
 }
 
@@ -71,7 +72,7 @@ MP_INLINE f32x16 denominator(f32x16 root, const Scalars& s) {
 template <bool has_first>
 struct AdamRule : Touches<true, true, has_first, true, true> {
     MpAdam s;
-    Optional l2{s.l2}, caution{s.caution};
+    MaybeFactor l2{s.l2}, caution{s.caution};
     Decay decay{s.decay, s.cautious_wd};
 
     explicit AdamRule(const MpAdam& scalars) : s(scalars) {}
@@ -119,15 +120,15 @@ struct Sgd {
 template <bool has_buffer>
 struct SgdRule : Touches<true, true, has_buffer, false, has_buffer> {
     Sgd s;
-    Optional decay{s.decay}, nesterov{s.nesterov}, starts{s.first};
+    MaybeFactor decay{s.decay}, nesterov{s.nesterov}, starts{s.first};
 
     explicit SgdRule(const Sgd& scalars) : s(scalars) {}
 
     MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& b, f32x16&, f32x16&) const {
         g = gradient(g, s.multiplier, decay, p);
         if (has_buffer) {
-            b = starts.is_there ? g : bounded(b * s.momentum + g * s.one_minus_dampening, is_finite(g));
-            g = nesterov.is_there ? g + b * s.momentum : b;
+            b = starts.present ? g : bounded(b * s.momentum + g * s.one_minus_dampening, is_finite(g));
+            g = nesterov.present ? g + b * s.momentum : b;
         }
         p = p - g * s.lr;
     }
@@ -147,7 +148,7 @@ struct Lion {
 
 struct LionRule : Touches<true, true, true, false, true> {
     Lion s;
-    Optional caution{s.caution};
+    MaybeFactor caution{s.caution};
     Decay decay{s.decay, s.cautious_wd};
 
     explicit LionRule(const Lion& scalars) : s(scalars) {}
@@ -171,7 +172,7 @@ struct Ademamix {
 template <bool has_first>
 struct AdemamixRule : Touches<true, true, has_first, true, true, true, true> {
     Ademamix s;
-    Optional caution{s.caution};
+    MaybeFactor caution{s.caution};
     Decay decay{s.decay, s.cautious_wd};
 
     explicit AdemamixRule(const Ademamix& scalars) : s(scalars) {}
@@ -201,7 +202,7 @@ struct AdemamixRule : Touches<true, true, has_first, true, true, true, true> {
 
 struct LambMomentsRule : Touches<true, false, true, true, true> {
     MpLamb s;
-    Optional l2{s.l2};
+    MaybeFactor l2{s.l2};
 
     explicit LambMomentsRule(const MpLamb& scalars) : s(scalars) {}
 
@@ -213,15 +214,15 @@ struct LambMomentsRule : Touches<true, false, true, true, true> {
     }
 };
 
-MP_INLINE f32x16 lamb_direction(f32x16 p, f32x16 m, f32x16 v, const MpLamb& s, const Optional& decay) {
+MP_INLINE f32x16 lamb_direction(f32x16 p, f32x16 m, f32x16 v, const MpLamb& s, const MaybeFactor& decay) {
     f32x16 u = bounded(m * s.inv_bias1, is_finite(m)) / denominator(square_root(v), s);
-    if (decay.is_there) u = u + p * decay.factor;
+    if (decay.present) u = u + p * decay.factor;
     return u;
 }
 
 // The direction as well, which is that of the moments as they are stored: if they are stored as they are.
 struct LambWholeRule : LambMomentsRule {
-    Optional decay{s.decay};
+    MaybeFactor decay{s.decay};
     float *params, *updates;
 
     LambWholeRule(const MpLamb& scalars, float* to_params, float* to_updates)
@@ -236,7 +237,7 @@ struct LambWholeRule : LambMomentsRule {
 struct LambApplyRule : Touches<false, true, true, true, false> {
     MpLamb s;
     float ratio;
-    Optional decay{s.decay};
+    MaybeFactor decay{s.decay};
 
     LambApplyRule(const MpLamb& scalars, float its_ratio) : s(scalars), ratio(its_ratio) {}
 
@@ -382,6 +383,9 @@ template <class Scalars, void (*step)(const Run&, const Scalars&), int moments, 
           int64_t (*agreements)(const Run&, const float*) = nullptr>
 constexpr ElementRule row_of(const char* name) {
     static_assert(sizeof(Scalars) % sizeof(float) == 0, "scalars are floats");
+    if constexpr (agreements != nullptr)
+        static_assert(__builtin_offsetof(Scalars, caution) + sizeof(float) == sizeof(Scalars),
+                      "mp_step replaces the last scalar of a cautious rule");
     return {name, int32_t(sizeof(Scalars) / sizeof(float)),
             [](const float* s) { return or_none_at_0 && s[1] == 0.0f ? moments & ~1 : moments; },
             [](const Run& run, const float* s) { step(run, read_scalars<Scalars>(s)); }, agreements};

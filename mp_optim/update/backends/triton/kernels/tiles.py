@@ -54,7 +54,7 @@ class Chunk(NamedTuple):
     Attributes:
         tensor: its place in the tables. start: the chunk's first element. count: its elements.
         streams, seed: of random numbers: for each tensor a stream, and where in it the tensor
-            begins. factor: what gradients are multiplied with.
+            begins. grad_multiplier: FP32, of gradients.
         scalars: twelve FP32 numbers of the step; what each is, the rule knows.
         made: what the step itself made, or is to make, on the device.
         weight: of new main params in their averages.
@@ -69,7 +69,7 @@ class Chunk(NamedTuple):
     count: Any
     streams: Any
     seed: Any
-    factor: Any
+    grad_multiplier: Any
     scalars: Any
     weight: Any
     made: Any
@@ -114,8 +114,8 @@ def numbers_of(numbers):
 
 
 @triton.jit
-def factor(multiplier, ON_DEVICE: tl.constexpr):
-    """What gradients are multiplied with: the argument, or what it points to."""
+def multiplier_of_grads(multiplier, ON_DEVICE: tl.constexpr):
+    """Return the FP32 multiplier of gradients: the argument, or the number that it points to."""
     if ON_DEVICE:
         value = tl.load(multiplier)
     else:
@@ -160,26 +160,29 @@ def even_count(count, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def each_tile(RULE: tl.constexpr, chunk, ratio, FLAGS: tl.constexpr, ROWS: tl.constexpr):
+def each_tile(RULE: tl.constexpr, chunk, per_tensor, FLAGS: tl.constexpr, ROWS: tl.constexpr):
     """Let a rule step the whole tiles without masks, and the rest of the chunk as one masked tile.
-    ``ratio`` is LAMB's."""
+
+    ``per_tensor`` is the number of this chunk's tensor that the rule's tile function takes: the
+    scale of a cautious update, LAMB's trust ratio, Muon's factor, or StableAdamW's pair of step
+    size and decay; None if it takes none."""
     whole = chunk.count // (ROWS * BLOCK) * (ROWS * BLOCK)
     for at in range(0, whole, ROWS * BLOCK):
-        _one_tile(RULE, at, chunk.count, chunk, ratio, FLAGS, ROWS, False)
+        _one_tile(RULE, at, chunk.count, chunk, per_tensor, FLAGS, ROWS, False)
     even = even_count(chunk.count, chunk.aligned)
     if chunk.aligned:
         if whole < even:
-            _one_tile(RULE, whole, even, chunk, ratio, FLAGS, ROWS, True)
+            _one_tile(RULE, whole, even, chunk, per_tensor, FLAGS, ROWS, True)
     if (whole < chunk.count) & (even == 0):
-        _one_tile(RULE, whole, chunk.count, chunk, ratio, FLAGS, ROWS, True)
+        _one_tile(RULE, whole, chunk.count, chunk, per_tensor, FLAGS, ROWS, True)
 
 
 @triton.jit
-def _one_tile(RULE: tl.constexpr, at, count, chunk, ratio, FLAGS: tl.constexpr, ROWS: tl.constexpr,
-              MASKED: tl.constexpr):
+def _one_tile(RULE: tl.constexpr, at, count, chunk, per_tensor, FLAGS: tl.constexpr,
+              ROWS: tl.constexpr, MASKED: tl.constexpr):
     blocks, offsets, inside = located_in_tile(at, count, ROWS, BLOCK, chunk.run)
     words = words_of(chunk, offsets)
-    RULE(Tile(blocks, offsets, count, inside, MASKED, words), chunk, ratio, FLAGS)
+    RULE(Tile(blocks, offsets, count, inside, MASKED, words), chunk, per_tensor, FLAGS)
 
 
 @triton.jit
@@ -196,20 +199,20 @@ def words_of(chunk, offsets):
 @triton.jit
 def gradient(chunk, main, tile, l2, HAS_L2: tl.constexpr):
     """FP32 gradient times the multiplier, plus ``l2 * main``."""
-    value = widened(fetch_tile(chunk.grad, tile)) * chunk.factor
+    value = widened(fetch_tile(chunk.grad, tile)) * chunk.grad_multiplier
     if HAS_L2:
         value = value + main * l2
     return value
 
 
 @triton.jit
-def scale_of_cautious(chunk, FLAGS: tl.constexpr):
-    """What the steps of this tensor's elements that agree with their gradients are multiplied with,
-    of those ``made``; None if the step is not cautious."""
-    scale = None
+def caution_of(chunk, FLAGS: tl.constexpr):
+    """Return this tensor's scale of cautious updates, from ``made``; None if the step is not
+    cautious."""
+    caution = None
     if FLAGS.caution:
-        scale = tl.load(chunk.made + chunk.tensor)
-    return scale
+        caution = tl.load(chunk.made + chunk.tensor)
+    return caution
 
 
 @triton.jit
@@ -219,11 +222,11 @@ def are_alike(a, b):
 
 
 @triton.jit
-def cautious(u, way, g, scale, FLAGS: tl.constexpr):
-    """A step; if it is cautious, what goes the way of the gradient times a scale, and the rest
-    times 0."""
+def cautious(u, way, g, caution, FLAGS: tl.constexpr):
+    """Return the step ``u``; of a cautious one, elements with the sign of the gradient are scaled
+    by ``caution`` and the others are 0."""
     if FLAGS.caution:
-        u = u * tl.where(are_alike(way, g), scale, 0.0)
+        u = u * tl.where(are_alike(way, g), caution, 0.0)
     return u
 
 
@@ -249,18 +252,6 @@ def place_average(column, tensor, start, TYPE: tl.constexpr, ALIGNED: tl.constex
     return place(column, tensor, at, TYPE, ALIGNED)
 
 
-@triton.jit
-def place_rest(column, tensor, start, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointer to remainders; to compensations as uint16, as which nothing else is stored."""
-    pointer = column
-    if TYPE is not None:
-        if TYPE == tl.bfloat16:
-            pointer = place(column, tensor, start, tl.uint16, ALIGNED)
-        else:
-            pointer = place(column, tensor, start, TYPE, ALIGNED)
-    return pointer
-
-
 def _name(launch):
     """A launch is called like its rule."""
     return launch.constants["RULE"].__name__
@@ -276,10 +267,10 @@ def step(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains
     tensor, start, count = located(owners, firsts, sizes, skip, CHUNK)
     seed = tl.load(numbers)
     scalars = numbers_of(numbers)
-    scale = factor(multiplier, ON_DEVICE)
+    grad_multiplier = multiplier_of_grads(multiplier, ON_DEVICE)
     grad = place(grads, tensor, start, KIND.grad, ALIGNED)
     main = place(mains, tensor, start, KIND.main, ALIGNED)
-    rest = place_rest(rests, tensor, start, KIND.remainder, ALIGNED)
+    rest = place(rests, tensor, start, KIND.remainder, ALIGNED)
     block = start // BLOCK
     values1 = place_average(moments1, tensor, start, KIND.moment1, ALIGNED)
     first = Moment(values1, place(scales1, tensor, block, tl.float32, False))
@@ -291,5 +282,6 @@ def step(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains
     average = place(averages, tensor, start, KIND.average, ALIGNED)
     weight = number(numbers, WEIGHT)
     # NOTE: not given a name, which would make tensors of what is known when it is compiled.
-    RULE(Chunk(tensor, start, count, streams, seed, scale, scalars, weight, made, RUN, ALIGNED,
-               grad, main, rest, first, second, third, output, average), FLAGS, CHUNK, ROWS)
+    RULE(Chunk(tensor, start, count, streams, seed, grad_multiplier, scalars, weight, made, RUN,
+               ALIGNED, grad, main, rest, first, second, third, output, average),
+         FLAGS, CHUNK, ROWS)

@@ -17,7 +17,12 @@ from mp_optim.update.backends.triton.kernels.formats import (
     write_main,
     write_moment,
 )
-from mp_optim.update.backends.triton.kernels.rules import adam_step, denominator, way_of
+from mp_optim.update.backends.triton.kernels.rules import (
+    AdamNumbers,
+    adam_step,
+    denominator,
+    way_of,
+)
 from mp_optim.update.backends.triton.kernels.sums import lanes_added, pairs_added
 from mp_optim.update.backends.triton.kernels.tiles import (
     are_alike,
@@ -35,7 +40,7 @@ from mp_optim.update.backends.triton.kernels.tiles import (
 @triton.jit
 def direction(p, m, v, scalars, FLAGS: tl.constexpr):
     """u = (m * (1/bias1)) / denominator + decay * p."""
-    eps, inv_bias1, inv_sqrt_bias2, decay = scalars[4:8]
+    _, _, _, _, eps, inv_bias1, inv_sqrt_bias2, decay = scalars[:8]
     u = tl.div_rn(bounded(m * inv_bias1, is_finite(m)), denominator(v, eps, inv_sqrt_bias2))
     if FLAGS.has_decay:
         u = u + p * decay
@@ -69,7 +74,7 @@ def lamb_moments(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.const
 def _moments_chunk(chunk, FLAGS: tl.constexpr, BLOCKS: tl.constexpr, MASKED: tl.constexpr):
     """Two rows of 128 of each block of 1024 at a time, so that its eight rows are added in
     order."""
-    beta1, grad_weight, beta2, one_minus_beta2 = chunk.scalars[:4]
+    beta1, grad_weight, beta2, one_minus_beta2, _, _, _, _, l2 = chunk.scalars[:9]
     p_sums = tl.zeros((BLOCKS, 128), tl.float64)
     u_sums = tl.zeros((BLOCKS, 128), tl.float64)
     for at in range(0, 1024, BLOCK):
@@ -77,7 +82,7 @@ def _moments_chunk(chunk, FLAGS: tl.constexpr, BLOCKS: tl.constexpr, MASKED: tl.
         words = words_of(chunk, offsets)
         tile = Tile(blocks, offsets, chunk.count, inside, MASKED, words)
         p = read_main(chunk.main, chunk.rest, tile)
-        g = gradient(chunk, p, tile, chunk.scalars[8], FLAGS.has_l2)
+        g = gradient(chunk, p, tile, l2, FLAGS.has_l2)
         m = read_moment(chunk.first, tile, False)
         v = read_moment(chunk.second, tile, True)
         m = bounded(m * beta1 + g * grad_weight, is_finite(g))
@@ -129,7 +134,7 @@ def muon_momentum(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit
-def _momentum_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
+def _momentum_tile(tile, chunk, per_tensor, FLAGS: tl.constexpr):
     average, ahead = chunk.scalars[:2]
     g = gradient(chunk, None, tile, 0.0, False)
     m = blended(read_moment(chunk.first, tile, False), g, average, FLAGS.average_from_end)
@@ -149,10 +154,11 @@ def muon_apply(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def _muon_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
+def _muon_tile(tile, chunk, factor, FLAGS: tl.constexpr):
     p = read_main(chunk.main, chunk.rest, tile)
-    u = gradient(chunk, p, tile, 0.0, False) * ratio
-    p = decayed(p, u, chunk.scalars[2], FLAGS)
+    _, _, decay = chunk.scalars[:3]
+    u = gradient(chunk, p, tile, 0.0, False) * factor
+    p = decayed(p, u, decay, FLAGS)
     p = p - u
     write_main(p, chunk, tile)
 
@@ -186,8 +192,7 @@ def clip_sums(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexp
 @triton.jit
 def _added(high, low, nans, at, count, chunk, ROWS: tl.constexpr, MASKED: tl.constexpr):
     """The sums so far, and those of a tile that begins at ``at``."""
-    beta2, one_minus_beta2 = chunk.scalars[2:4]
-    inv_bias2, floor, limit = chunk.scalars[5], chunk.scalars[7], chunk.scalars[8]
+    _, _, beta2, one_minus_beta2, _, inv_bias2, _, floor, limit = chunk.scalars[:9]
     blocks, offsets, inside = located_in_tile(at, count, ROWS, BLOCK, chunk.run)
     tile = Tile(blocks, offsets, count, inside, MASKED, None)
     g = gradient(chunk, None, tile, 0.0, False)
@@ -226,7 +231,11 @@ def clipped_adamw(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def _step_tile(tile, chunk, own, FLAGS: tl.constexpr):
-    adam_step(tile, chunk, own[0], own[1], 0.0, None, FLAGS)
+    step_size, decay = own
+    beta1, one_minus_beta1, beta2, one_minus_beta2, eps, _, inv_sqrt_bias2 = chunk.scalars[:7]
+    s = AdamNumbers(beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, inv_sqrt_bias2,
+                    decay, 0.0)
+    adam_step(tile, chunk, s, None, FLAGS)
 
 
 # -- cautious updates -----------------------------------------------------------------------------
