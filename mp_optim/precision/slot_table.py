@@ -20,6 +20,7 @@ from mp_optim.slots import (
     Multiplier,
     Slot,
     SlotUpdates,
+    StepSlots,
     are_plain,
     current_grad,
     have_grad_only,
@@ -45,7 +46,7 @@ class SlotColumns:
     keys: list[NormKey]
     group: str | None
     params: CachedTensorList
-    slots: tuple[Slot, ...]
+    slots: StepSlots
     outputs: Sequence[Tensor | None]
     shard_groups: list[tuple[ProcessGroup, ...]]
     streams: list[int]
@@ -274,7 +275,7 @@ class SlotTable:
             keys,
             groups.pop() if len(groups) == 1 else None,
             writable,
-            tuple(self.slots[index] for index in indices),
+            StepSlots(self.slots[index] for index in indices),
             outputs,
             [key.shard_groups for key in keys],
             [self.streams[index] for index in indices],

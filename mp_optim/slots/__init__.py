@@ -31,6 +31,7 @@ from mp_optim.slots.updates import (
     Multiplier,
     SlotUpdate,
     SlotUpdates,
+    StepSlots,
     UpdateSelection,
     update_of,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "Slot",
     "SlotUpdate",
     "SlotUpdates",
+    "StepSlots",
     "UpdateSelection",
     "all_params",
     "all_same",

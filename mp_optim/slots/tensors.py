@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mp_optim.config.state_forms import blocks_of
 from mp_optim.process.host_memory import same_values
 from mp_optim.process.leases import before_writing
 from mp_optim.slots.identity import ParamGroups, iter_slots
@@ -50,6 +51,7 @@ class CachedTensorList(list[Tensor]):
             has to be looked up no storage is smaller than its tensor.
         dtypes, devices: those that occur.
         contiguous: whether all are.
+        block_ends: scaled blocks of each and of all before it.
         held: memory kept for as long as the list is, as tensors; see :meth:`hold`.
     """
 
@@ -89,6 +91,10 @@ class CachedTensorList(list[Tensor]):
     @lazy
     def sizes(self) -> array[int]:
         return array("q", list(map(Tensor.numel, self)))
+
+    @lazy
+    def block_ends(self) -> list[int]:
+        return list(itertools.accumulate(map(blocks_of, self.sizes)))
 
     @lazy
     def own_sizes(self) -> array[int]:

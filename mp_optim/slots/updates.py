@@ -34,6 +34,18 @@ class DeviceMultiplier:
 Multiplier = float | DeviceMultiplier
 
 
+class StepSlots(tuple[Slot, ...]):
+    """The slots of a step, in order. A caller hands over the same object while its steps have the
+    same slots, and an executor keeps its plan for them here.
+
+    Attributes:
+        plan: a key, by which the executor knows that the plan is its own and up to date, and the
+            plan.
+    """
+
+    plan: tuple[object, Any] = (None, None)
+
+
 class SlotUpdate(NamedTuple):
     """One slot's share of an optimizer step.
 
@@ -97,13 +109,13 @@ class SlotUpdates(Sequence[SlotUpdate]):
             return updates
         places = range(len(SlotUpdate._fields))
         slots, *columns = (list(map(itemgetter(place), updates)) for place in places)
-        return cls(tuple(slots), *columns)
+        return cls(StepSlots(slots), *columns)
 
     def take(self, indices: Sequence[int]) -> SlotUpdates:
         """Some of the updates."""
         columns = (getattr(self, spec.name) for spec in fields(self))
         slots, *others = (_at(indices, column) for column in columns)
-        return SlotUpdates(tuple(slots), *others)
+        return SlotUpdates(StepSlots(slots), *others)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -136,7 +148,7 @@ class UpdateSelection:
     """
 
     def __init__(self, indices: Sequence[int], slots: Sequence[Slot], count: int) -> None:
-        self.slots = tuple(slots)
+        self.slots = StepSlots(slots)
         self._is_whole = list(indices) == list(range(count))
         self.indices = indices
         self._kept: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {}

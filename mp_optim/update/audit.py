@@ -45,8 +45,6 @@ MOST_NAMED = 8
 
 GRAD, OUTPUT, MULTIPLIER, SCALES = "grad", "output", "multiplier", "scales"
 _HOST = torch.device("cpu")
-_MOST_KEPT = 64
-"""Lists of tensors whose sizes are kept."""
 _TORCH_OPERATIONS = {"reference", "torch"}
 """Backends whose steps on the host run in torch's own threads."""
 _FLUSHED = (
@@ -539,7 +537,6 @@ class Audit:
         self._marks: dict[Slot, object] = {}
         self._round = 0
         self._transfers: dict[torch.device, Transfer] = {}
-        self._sizes: dict[int, tuple[list[Tensor], Sequence[int], Sequence[int]]] = {}
 
     @in_own_modes
     def begin(self, launch: Audited) -> Callable[[], None] | None:
@@ -547,14 +544,8 @@ class Audit:
         nothing is sampled."""
         if self._resting:
             self._look_at_rested(launch)
-        main = launch.lists.main
-        known, sizes, ends = self._sizes.get(id(main), (None, (), ()))
-        if known is not main:
-            sizes = list(map(Tensor.numel, main))
-            ends = list(accumulate(map(blocks_of, sizes)))
-            if len(self._sizes) >= _MOST_KEPT:
-                self._sizes.clear()
-            self._sizes[id(main)] = main, sizes, ends
+        main = CachedTensorList.of(launch.lists.main)
+        sizes, ends = main.sizes, main.block_ends
         by_kind: dict[object, list[Run]] = {}
         for run in draw(sizes, ends, self.rate, _seed(launch)):
             by_kind.setdefault(launch.kind(run), []).append(run)

@@ -22,6 +22,7 @@ from mp_optim.slots import (
     Slot,
     SlotUpdate,
     SlotUpdates,
+    StepSlots,
     UpdateSelection,
     all_same,
     group_settings,
@@ -41,8 +42,6 @@ from mp_optim.update.rule_state import GroupState, RuleSlotState, RuleState, Ste
 from mp_optim.update.state_format import StatePrecision
 
 _HOST = torch.device("cpu")
-_MOST_SHARES = 4096
-"""Selections of slots whose shares are kept."""
 _Shared = tuple[torch.device, torch.dtype, float, Multiplier, tuple[str, ...]]
 """What updates of one group have in common that go into one launch: device, dtype, count of steps,
 multiplier, and keys of the moments and of their scales."""
@@ -93,7 +92,7 @@ class RuleExecutor(Executor):
             action = check_field("audit_action", audit_action)
             name_of = partial(slot_name, param_groups)
             self.audit = Audit(audit_rate, action, name_of, partial(_marks, self.rows))
-        self._shares: dict[int, tuple[Sequence[Slot], list[GroupSlots]]] = {}
+        self._plan_key = object()  # another one makes the plans kept in StepSlots stale
         self._plain: Backend | None = None  # one that has kernels for the rule
         self._checked: dict[int, dict[str, Any]] = {}
         self._values: dict[int, list[Any]] = {}
@@ -101,7 +100,7 @@ class RuleExecutor(Executor):
     # -- groups and settings ----------------------------------------------------------------------
 
     def step_together(self, group: int, sets: Sequence[Sequence[int]]) -> None:
-        self._shares.clear()
+        self._plan_key = object()
         self.rows.groups[group].step_together(sets)
 
     def group_added(self) -> None:
@@ -113,7 +112,7 @@ class RuleExecutor(Executor):
     def forget_groups(self, count: int) -> None:
         super().forget_groups(count)
         del self.rows.groups[count:]
-        self._shares.clear()
+        self._plan_key = object()
         for index in [index for index in self._checked if index >= count]:
             del self._checked[index]
 
@@ -208,14 +207,13 @@ class RuleExecutor(Executor):
         self, columns: SlotUpdates
     ) -> Iterator[tuple[GroupSlots, SlotUpdates, dict[str, Any]]]:
         """The updates by group, with the group."""
-        slots, shares = self._shares.get(id(columns.slots), ((), []))
-        is_known = slots is columns.slots
+        slots = columns.slots
+        key, shares = slots.plan if isinstance(slots, StepSlots) else (None, [])
+        is_known = key is self._plan_key
         if not is_known:
-            shares = _by_group(columns.slots)
-        if isinstance(columns.slots, tuple):  # a list may hold others at the next step
-            if len(self._shares) >= _MOST_SHARES:
-                self._shares.clear()
-            self._shares[id(columns.slots)] = columns.slots, shares
+            shares = _by_group(slots)
+            if isinstance(slots, StepSlots):
+                slots.plan = self._plan_key, shares
         for of_group in shares:
             chosen = columns
             if len(shares) > 1:  # a selection keeps outputs alive, so only one that comes again
@@ -472,7 +470,7 @@ class RuleExecutor(Executor):
         self.rows.allocate_state(slots)
 
     def memory_moved(self, slot: Slot | None = None) -> None:
-        self._shares.clear()
+        self._plan_key = object()
         self.rows.replaced(slot)
 
     def follow_memory(self) -> None:
@@ -500,7 +498,7 @@ class RuleExecutor(Executor):
             main.copy_(value)
 
     def written_outside(self, slot: Slot) -> None:
-        self._shares.clear()
+        self._plan_key = object()
         main = self.rows.stepped(slot)
         if self.rows.is_split(main.dtype) and not self.rows.precision.has_no_main_params:
             remainder = self.rows.live(slot)[REMAINDER]
