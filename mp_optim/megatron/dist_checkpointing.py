@@ -12,8 +12,8 @@ the buckets of Megatron's DistributedDataParallel.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -86,13 +86,73 @@ def _key_of(part: MegatronOptimizer, slot: Slot, key: str, is_distributed: bool)
     return _DISTRIBUTED_MAIN if is_distributed and not (is_muons and is_float16) else _FLOAT16_MAIN
 
 
-def kept_parts(stack: MegatronOptimizer, elsewhere: Sequence[Sequence[SavedSettings]]) -> list[int]:
-    """Which parts Megatron has too: the first, and those with parameters on some rank."""
-    return [
-        index
-        for index, part in enumerate(stack.chained_optimizers)
-        if index == 0 or not part.is_stub_optimizer or elsewhere[index]
+@dataclass(frozen=True)
+class _Part:
+    """The parameters of one of our parts that one optimizer of Megatron's chain steps.
+
+    Attributes:
+        index: index of our part in the stack.
+        part: our part.
+        rule: the rule that steps them where Megatron has an optimizer for each rule; else None.
+        elsewhere: the settings of groups that only other ranks have.
+    """
+
+    index: int
+    part: MegatronOptimizer
+    rule: str | None
+    elsewhere: Sequence[SavedSettings]
+
+    def holds(self, group: Mapping[str, Any]) -> bool:
+        return self.rule is None or group.get("optimizer") == self.rule
+
+    def tensors(self, of_part: Mapping[int, Any]) -> dict[int, Any]:
+        """Those of our part's tensors, by the running index of their slots, that belong here."""
+        groups = self.part.param_groups
+        slots = enumerate(self.part.slots())
+        held = {index for index, slot in slots if self.holds(groups[slot.group])}
+        return {index: value for index, value in of_part.items() if index in held}
+
+    def groups(self) -> list[SavedSettings]:
+        """Settings of the groups as Megatron has them. Its Muon has one group for matrices that are
+        cut by rows and those that are not, and does not name its own rule."""
+        live = zip(group_settings_of(self.part), self.part.param_groups, strict=True)
+        here = [settings for settings, group in live if group["params"] and self.holds(group)]
+        groups = [*here, *(group for group in self.elsewhere if self.holds(group))]
+        if self.rule != "muon":
+            return groups
+        merged: list[SavedSettings] = []
+        for group in groups:
+            settings = {key: group[key] for key in group if key not in _NOT_IN_MEGATRONS_MUON}
+            if settings not in merged:
+                merged.append(settings)
+        return merged
+
+
+_NOT_IN_MEGATRONS_MUON = ("optimizer", "qkv_split_shapes", "head_rows")
+
+
+def megatrons_parts(
+    stack: MegatronOptimizer, elsewhere: Sequence[Sequence[SavedSettings]], *, is_distributed: bool
+) -> list[_Part]:
+    """The parts of Megatron's chain in its order: the first of ours, and those with parameters on
+    some rank. Without a distributed optimizer, Megatron's Muon and its scalar optimizer are parts
+    of their own, Muon's first, each dense before expert.
+
+    Args:
+        elsewhere: for each part of ours, the groups that only other ranks have.
+        is_distributed: whether the form is that of the distributed optimizer.
+    """
+    ours = list(zip(stack.chained_optimizers, elsewhere, strict=True))
+    whole = [
+        _Part(index, part, None, groups)
+        for index, (part, groups) in enumerate(ours)
+        if index == 0 or not part.is_stub_optimizer or groups
     ]
+    if is_distributed or stack.config.optimizer != "muon":
+        return whole
+    rules = ("muon", stack.config.muon_scalar_optimizer)
+    split = [replace(part, rule=rule) for rule in rules for part in whole]
+    return [part for part in split if part.groups()] or whole
 
 
 # -- what is saved
@@ -122,15 +182,18 @@ def sharded_state_dict(
     if SHARDING_TYPE in metadata:
         metadata[SHARDING_TYPE] = _RESHARDABLE
     step = _common_step(stack)
-    kept = kept_parts(stack, elsewhere)
+    parts = megatrons_parts(stack, elsewhere, is_distributed=is_distributed)
+    tensors: dict[int, dict[int, dict[str, ModelTensor]]] = {}
+    for index in sorted({part.index for part in parts}):
+        ours = stack.chained_optimizers[index]
+        states = _saved_states(ours, is_distributed)
+        tensors[index] = dict(_placed(ours, model_sharded_state_dict, states, is_distributed))
     saved: dict[Any, Any] = {}
-    for index in kept:
-        part = stack.chained_optimizers[index]
-        saved[index] = _saved_part(
-            part, model_sharded_state_dict, elsewhere[index], is_distributed, step
-        )
-        if len(kept) > 1 and not metadata.get(_NO_PREFIX):
-            add_prefix_for_sharding(saved[index], f"chained_{index}.")
+    for number, part in enumerate(parts):
+        counted = None if part.rule == "muon" and len(parts) > 1 else step
+        saved[number] = _saved_part(part, tensors[part.index], is_distributed, counted)
+        if len(parts) > 1 and not metadata.get(_NO_PREFIX):
+            add_prefix_for_sharding(saved[number], f"chained_{number}.")
     return saved if len(saved) > 1 else next(iter(saved.values()))
 
 
@@ -157,23 +220,28 @@ def _common_step(stack: MegatronOptimizer) -> float | None:
 
 
 def _saved_part(
-    part: MegatronOptimizer,
-    model_sharded_state_dict: Any,
-    elsewhere: Sequence[SavedSettings],
+    of_megatron: _Part,
+    tensors: Mapping[int, dict[str, ModelTensor]],
     is_distributed: bool,
     step: float | None,
 ) -> dict[str, Any]:
-    live = zip(group_settings_of(part), part.param_groups, strict=True)
-    groups = [*(settings for settings, group in live if group["params"]), *elsewhere]
+    """One part of a chain as Megatron's optimizer of that part saves it.
+
+    Args:
+        tensors: of our part, by the running index of their slots.
+        step: how often every slot was stepped; None of a rule that does not count.
+    """
+    part = of_megatron.part
     stepped = {} if step is None else {"step": int(step)}
-    inner: dict[str, Any] = {"param_groups": [{**group, **stepped} for group in groups]}
+    inner: dict[str, Any] = {
+        "param_groups": [{**group, **stepped} for group in of_megatron.groups()]
+    }
     if not is_distributed:
         inner["state"] = {} if step is None else {"common_step": as_tensor(step)}
     is_float16 = part.config.fp16 or part.config.bf16
     saved: dict[str, Any] = {"optimizer": inner} if is_float16 or is_distributed else inner
-    states = _saved_states(part, is_distributed)
-    if tensors := dict(_placed(part, model_sharded_state_dict, states, is_distributed)):
-        saved[_STATE] = tensors
+    if own := of_megatron.tensors(tensors):
+        saved[_STATE] = own
     if part.grad_scaler is not None:
         saved["grad_scaler"] = part.grad_scaler.state_dict()
     if is_distributed:
@@ -274,27 +342,29 @@ def requested_state_dict(
         ValueError: a parameter is not in the model's state dict, or the checkpoint has a form that
             is not read here; naming it.
     """
-    kept = kept_parts(stack, elsewhere)
     stack.init_state()
     kind = sharding_type or metadata.get(SHARDING_TYPE)
     is_distributed, in_buckets = _is_of_distributed(kind), kind == _BUCKETS
+    parts = megatrons_parts(stack, elsewhere, is_distributed=is_distributed)
     tensors: dict[int, dict[str, Any]] = {}
     request = LocalNonpersistentObject({"in_buckets": in_buckets})
     asked: dict[Any, Any] = {_STATE: tensors, REQUEST: request}
-    first = 0
-    for index, part in enumerate(stack.chained_optimizers):
-        if index in kept:
-            prefix = f"chained_{index}." if len(kept) > 1 else ""
-            if in_buckets:
-                asked[index], of_part = _requested_buckets(part, chunks, prefix)
-            else:
+    placed: dict[int, dict[int, dict[str, ModelTensor]]] = {}
+    firsts = [0, *accumulate(len(part.slots()) for part in stack.chained_optimizers)]
+    for number, of_megatron in enumerate(parts):
+        part, index = of_megatron.part, of_megatron.index
+        prefix = f"chained_{number}." if len(parts) > 1 else ""
+        if in_buckets:
+            asked[number], of_part = _requested_buckets(part, chunks, prefix)
+        else:
+            if index not in placed:
                 rooms = ((slot, _empty(part, slot), False) for slot in part.slots())
-                placed = _placed(part, model_sharded_state_dict, rooms, is_distributed)
-                of_part = dict(placed)
-                if prefix and not metadata.get(_NO_PREFIX):
-                    add_prefix_for_sharding(of_part, prefix)
-            tensors.update({first + number: of_part[number] for number in of_part})
-        first += len(part.slots())
+                every = _placed(part, model_sharded_state_dict, rooms, is_distributed)
+                placed[index] = dict(every)
+            of_part = of_megatron.tensors(placed[index])
+            if prefix and not metadata.get(_NO_PREFIX):
+                add_prefix_for_sharding(of_part, prefix)
+        tensors.update({firsts[index] + slot: of_part[slot] for slot in of_part})
     return asked
 
 

@@ -166,29 +166,89 @@ class AsMegatronSavesMuon:
         return saved
 
 
-@pytest.mark.parametrize("sharding", [None, RESHARDABLE])
-def test_muon_beside_a_distributed_optimizer_goes_on(sharding: str | None, tmp_path: Path) -> None:
-    settings = RUNS["muon"] if sharding is None else {**RUNS["muon"], **SHARED}
-    metadata = {} if sharding is None else {TYPE: sharding}
+def test_muon_beside_a_distributed_optimizer_goes_on(tmp_path: Path) -> None:
+    settings = {**RUNS["muon"], **SHARED}
     model, optimizer = built(**settings)
     gpt.train(model, optimizer, range(3))
-    gpt.save(tmp_path, model, AsMegatronSavesMuon(optimizer), metadata)
+    gpt.save(tmp_path, model, AsMegatronSavesMuon(optimizer), {TYPE: RESHARDABLE})
+    saved = dist_checkpointing.load_tensors_metadata(str(tmp_path))
+    of_muon = {key for key in saved if ".momentum_buffer." in key}
+    for key in of_muon:
+        assert key.replace(".momentum_buffer.", ".fp32_param.") in saved
+    for key in {key for key in saved if ".exp_avg." in key}:
+        assert key.replace(".exp_avg.", ".param.") in saved
+    expected = gpt.train(model, optimizer, range(3, 6))
+    model, optimizer = built(**settings)
+    gpt.load(tmp_path, model, optimizer)
+    assert of_muon and gpt.train(model, optimizer, range(3, 6)) == expected
+
+
+def chain_of_megatron(model: nn.Module, rules: dict[str, str]) -> Any:
+    """Megatron's own chain for Muon: an optimizer for each rule, dense before expert. SGD with
+    momentum stands in for emerging-optimizers' Muon; its state has the same names."""
+    named = {f"module.{name}": rule for name, rule in rules.items()}
+
+    def of_adam(param: Any, name: str) -> bool:
+        return named[name] == "adam"
+
+    config = gpt.optimizer_config()
+    key = core.ParamKey(with_name_predicate=core.ParamWithNamePredicate("rest", of_adam))
+    parts: dict[tuple[Any, ...], list[Any]] = {}
+    for group in core._get_param_groups([model], config, {key: {"optimizer": "adam"}}):
+        parts.setdefault((group.get("optimizer"), group["is_expert_parallel"]), []).append(group)
+    keys = {None: ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq")}
+
+    def part(rule: str | None, groups: list[Any]) -> Any:
+        def init(inner: Any, _: Any = None) -> None:
+            for group in inner.param_groups:
+                for param in group["params"]:
+                    state = {key: torch.zeros_like(param) for key in keys[rule]}
+                    inner.state[param].update(state)
+
+        inner = torch.optim.AdamW(groups) if rule else torch.optim.SGD(groups, momentum=0.9)
+        return core.Float16OptimizerWithFloat16Params(inner, config, None, init)
+
+    return core.ChainedOptimizer([part(rule, groups) for (rule, _), groups in parts.items()])
+
+
+def with_experts_apart() -> nn.Module:
+    """A model whose experts are a part of their own, as over expert-parallel ranks."""
+    model = gpt.gpt("bf16", experts=2)
+    for name, param in model.named_parameters():
+        param.allreduce = ".experts." not in name
+    return model
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_plain_muon_is_read_by_the_parts_of_megatrons_chain_and_back(
+    prefix: bool, tmp_path: Path
+) -> None:
+    metadata = {"chained_optim_avoid_prefix": not prefix}
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir()
+    theirs.mkdir()
+    config = OptimizerConfig(lr=1e-2, clip_grad=0.5, bf16=True, **RUNS["muon"])
+    model = with_experts_apart()
+    optimizer = OURS(config, [model], {})
+    gpt.train(model, optimizer, range(3))
     rules = {
         name: group["optimizer"]
         for group in optimizer.param_groups
         for name in group.get("param_names", ())
     }
-    saved = dist_checkpointing.load_tensors_metadata(str(tmp_path))
-    of_muon = {key for key in saved if ".momentum_buffer." in key}
-    assert of_muon and set(rules.values()) == {"muon", "adam"}
-    for key in of_muon:
-        assert key.replace(".momentum_buffer.", ".fp32_param.") in saved
-    main = "fp32_param" if sharding is None else "param"
-    for key in {key for key in saved if ".exp_avg." in key}:
-        assert key.replace(".exp_avg.", f".{main}.") in saved
-    expected = gpt.train(model, optimizer, range(3, 6))
-    model, optimizer = built(**settings)
-    gpt.load(tmp_path, model, optimizer)
+    gpt.save(ours, model, optimizer, dict(metadata))
+    saved, expected = bits(optimizer), gpt.train(model, optimizer, range(3, 6))
+    with gpt.CudaIsCpu():
+        model = with_experts_apart()
+        chain = chain_of_megatron(model, rules)
+        gpt.load(ours, model, chain)
+        assert len(chain.chained_optimizers) == 3
+        gpt.save(theirs, model, chain, dict(metadata))
+    model = with_experts_apart()
+    optimizer = OURS(config, [model], {})
+    gpt.load(theirs, model, optimizer)
+    loaded = bits(optimizer)
+    assert all(torch.equal(loaded[key], saved[key]) for key in saved)
     assert gpt.train(model, optimizer, range(3, 6)) == expected
 
 
