@@ -20,6 +20,7 @@ from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.checkpoint.shards import PartitionShard, as_partition
 from mp_optim.checkpoint.version_files import Index, Saved
 from mp_optim.config.rules import moment_of
+from mp_optim.config.setting_checks import plain_setting
 from mp_optim.slots import Slot, param_at
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.slots.model_parallel import ModelParallel
@@ -469,7 +470,7 @@ def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
     others = ranks.gather(None if digest == ranks.broadcast(digest) else groups)
 
     def pack() -> bytes:
-        buffer, content = io.BytesIO(), dict(common)
+        buffer, content = io.BytesIO(), _without_numpy(common)
         if optimizer is not None:
             whole = _merged(groups, filter(None, others))
             content["optimizer"] = {**optimizer, "param_groups": whole}
@@ -484,6 +485,16 @@ def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
         return buffer.getvalue()
 
     return ranks.run_on_first("saving what is not a tensor", pack) or b""
+
+
+def _without_numpy(value: Any) -> Any:
+    """Return a copy of plain data with Python's numbers for numpy's, which schedules put there."""
+    if type(value) is dict:
+        return {_without_numpy(key): _without_numpy(item) for key, item in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(map(_without_numpy, value))
+    is_number = not isinstance(value, Tensor) and getattr(value, "ndim", 1) == 0
+    return plain_setting(value) if is_number else value
 
 
 def _merged(

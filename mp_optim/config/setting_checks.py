@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import operator
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -148,6 +149,20 @@ def _wrong_kind(value: Any, kind: str) -> str:
 
 def _is_numpys(value: object) -> bool:
     return type(value).__module__ == "numpy"
+
+
+def plain_setting(value: Any) -> Any:
+    """Return a setting as plain data: numpy's numbers and arrays as Python's numbers and lists,
+    other sequences (OmegaConf's ListConfig) as lists. Plain values are returned themselves."""
+    if _is_numpys(value) and hasattr(value, "tolist"):
+        return value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes | range):
+        return value
+    items = [*map(plain_setting, value)]
+    if type(value) is list or isinstance(value, tuple):
+        is_plain = all(map(operator.is_, items, value))
+        return value if is_plain else tuple(items) if isinstance(value, tuple) else items
+    return items
 
 
 def as_bool(value: Any) -> bool:

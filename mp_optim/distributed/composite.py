@@ -305,6 +305,7 @@ class ChainedOptimizer(CompositeOptimizer):
             self.param_groups.append(param_group)
             self.lists_are_known()
             return
+        self.check_lists()
         given = param_group["params"]
         params = [given] if isinstance(given, Tensor) else list(given)
         self._refuse_known(params)

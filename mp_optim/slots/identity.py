@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from mp_optim.config.setting_checks import plain_setting
 from mp_optim.slots.names import bare_name
 
 ParamGroups = list[dict[str, Any]]
@@ -53,6 +54,13 @@ def param_at(param_groups: ParamGroups, slot: Slot) -> Tensor:
 def group_settings(group: dict[str, Any]) -> dict[str, Any]:
     """A group's hyperparameters: all that is not its parameters and their names."""
     return {key: value for key, value in group.items() if key not in _OF_EACH}
+
+
+def make_plain(group: Any) -> None:
+    """Replace a group's settings by plain data, so that a state dict of it can be saved."""
+    for key, value in group.items() if isinstance(group, dict) else ():
+        if key not in _OF_EACH and (plain := plain_setting(value)) is not value:
+            group[key] = plain
 
 
 def with_names(group: dict[str, Any]) -> dict[str, Any]:
@@ -218,6 +226,7 @@ def _agree(index: int, alike: Sequence[dict[str, Any]], seen: Sequence[Mapping[s
                 )
     for group in alike:
         group.update({**news, **told})
+        make_plain(group)
 
 
 def _changed(group: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,13 @@ from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.process.leases import before_writing
 from mp_optim.slots import ParamGroups, Slot, iter_slots, param_at, slot_name
 from mp_optim.slots.executor import Executor, Mode
-from mp_optim.slots.identity import SharedSettings, check_assigned, check_lists, sizes_of
+from mp_optim.slots.identity import (
+    SharedSettings,
+    check_assigned,
+    check_lists,
+    make_plain,
+    sizes_of,
+)
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.slots.slot_state import AVERAGE, SlotState, State
@@ -63,6 +69,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self._settings = SharedSettings()
         self.__dict__.setdefault("_live_groups", [])
         self.__dict__.setdefault("_sizes", [])
+        make_plain(defaults)
         super().__init__(params, defaults)
 
     # -- what the executor answers, or a subclass ------------------------------------------------
@@ -110,12 +117,14 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             RuntimeError: inside of ``averaged_weights()``.
         """
         self.step_mark.check_lent("add_param_group")
+        make_plain(param_group)
         super().add_param_group(param_group)
         self.lists_are_known()
 
     @contextmanager
     def added_whole(self) -> Iterator[None]:
         """A group is added inside, here and below: all of it, or nothing where something raises."""
+        self.check_lists()
         count = len(self.param_groups)
         try:
             yield

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mp_optim.config.setting_checks import plain_setting
 from mp_optim.slots.identity import ParamGroups, Slot, iter_slots, slot_name
 from mp_optim.slots.names import matched_names, without_wrappers
 
@@ -71,7 +72,7 @@ def plain_groups(param_groups: ParamGroups) -> list[dict[str, Any]]:
     for group in param_groups:
         count = len(group["params"])
         plain = {
-            key: list(value) if key == "param_names" else deepcopy(value)
+            key: list(value) if key == "param_names" else deepcopy(plain_setting(value))
             for key, value in group.items()
             if key != "params"
         }

@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.optimizer_config import elsewhere
 from mp_optim.config.rules import FIRST_DTYPE, RULES, SECOND_DTYPE
-from mp_optim.config.setting_checks import NOT_HERE, Number, nearest
+from mp_optim.config.setting_checks import NOT_HERE, Number, nearest, plain_setting
 from mp_optim.config.state_forms import KAHAN_IS_GONE, NO_REMAINDER, UINT4
 from mp_optim.factory import inner_optimizer, set_up_host
 from mp_optim.planner.sweep import with_chosen_fraction
@@ -73,7 +73,10 @@ class StackOptimizer(WrappedOptimizer):
         self._warned_of_fp16 = self._is_begun = False
         self._found_inf: Tensor | None = None
         self._patched_step: Any = None
-        self._given_settings = dict(settings)
+        # type(optimizer)(params, **optimizer.defaults) builds another one
+        defaults = {key: plain_setting(settings.get(key, defaults[key])) for key in defaults}
+        settings = {key: value for key, value in settings.items() if key not in defaults}
+        self._given_settings = settings
         self.process_groups = ProcessGroups()
         config = config_of(self.rule, settings)
         self._empty = CLASSES[self.rule]([{"params": []}], **construction_of(config), **defaults)

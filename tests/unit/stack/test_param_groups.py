@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import copy
 import errno
-from collections.abc import Callable
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -22,6 +26,7 @@ from mp_optim import (
     FP32Optimizer,
     FusedAdam,
     HybridDeviceOptimizer,
+    MegatronOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
 )
@@ -209,6 +214,66 @@ def test_no_group_is_added_while_the_weights_are_averages() -> None:
     stepped(optimizer)
 
 
+class ListConfig(Sequence[Any]):
+    """A sequence that is neither list nor tuple, as OmegaConf's."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.values[index]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_settings_of_numpy_and_omegaconf_become_plain(face: str, tmp_path: Path) -> None:
+    dtype, build = FACES[face]
+    results = []
+    for number, betas in (
+        (float, (0.5, 0.75)),
+        (np.float64, ListConfig(0.5, np.float64(0.75))),
+        (np.float64, np.array([0.5, 0.75])),
+    ):
+        pair = Pair(dtype)
+        optimizer = build(list(pair.named_parameters()))
+        pair.late = late(dtype)
+        optimizer.add_param_group(
+            {"params": [("late", pair.late)], "lr": number(0.25), "betas": betas}
+        )
+        schedule = LambdaLR(optimizer, lambda at, of=number: of(0.5) ** at)
+        for _ in range(2):
+            optimizer.param_groups[0]["weight_decay"] = number(0.125)
+            stepped(optimizer)
+            schedule.step()
+        saved = io.BytesIO()
+        torch.save(optimizer.state_dict(), saved)
+        saved.seek(0)
+        optimizer.load_state_dict(torch.load(saved, weights_only=True))
+        if isinstance(optimizer, MegatronOptimizer):
+            path, extra = tmp_path / str(len(results)), {"best": number(0.5)}
+            mp_optim.checkpoint.save(path, pair, optimizer, schedule, extra)
+            assert mp_optim.checkpoint.load(path, pair, optimizer, schedule) == {"best": 0.5}
+        stepped(optimizer)
+        results.append([param.detach() for param in pair.parameters()])
+    assert alike(results[0], results[1]) and alike(results[0], results[2])
+
+
+@pytest.mark.parametrize(
+    "name", ["AdEMAMix", "Adafactor", "Adam", "AdamW", "LAMB", "Lion", "Muon", "SGD", "StableAdamW"]
+)
+def test_class_builds_another_optimizer_from_its_defaults(name: str) -> None:
+    """As torch's do: ``type(optimizer)(params, **optimizer.defaults)``."""
+    changed = {"lr": 0.5, **({"ns_steps": 3} if name == "Muon" else {"weight_decay": 0.25})}
+    pair, other = Pair(torch.float32), Pair(torch.float32)
+    optimizer = getattr(mp_optim, name)(pair.named_parameters(), **changed)
+    again = type(optimizer)(other.named_parameters(), **optimizer.defaults)
+    assert again.defaults == optimizer.defaults
+    stepped(optimizer), stepped(again)
+    assert alike([p.detach() for p in pair.parameters()], [p.detach() for p in other.parameters()])
+
+
 # -- lists ----------------------------------------------------------------------------------------
 
 EDITS: dict[str, Callable[[Any], Any]] = {
@@ -235,6 +300,8 @@ def test_edited_lists_are_named_before_anything_is_stepped(face: str, edit: str)
         optimizer.state_dict,
         lambda: list(optimizer.state),
         lambda: optimizer.load_state_dict(saved),
+        lambda: optimizer.add_param_group({"params": [("late", late(dtype))]}),
+        optimizer.step,
     ):
         with pytest.raises(ValueError, match=r"added.* by editing the lists\. Add a group"):
             use()
