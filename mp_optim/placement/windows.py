@@ -225,7 +225,9 @@ def _launch_of(planned: Launch, members: Sequence[tuple[Piece, Tensors]]) -> Lau
         updates=planned.updates.take(indices),
         mains=mains,
         outputs=outputs,
-        lists=TensorLists(mains, grads, state, outputs, noise, None, lists.average_weight),
+        lists=TensorLists(
+            mains, grads, state, outputs, noise=noise, average_weight=lists.average_weight
+        ),
         firsts=[piece.start for piece in pieces],
     )
 

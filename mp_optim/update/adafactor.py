@@ -111,9 +111,14 @@ class FusedAdafactor(RuleOptimizer):
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        rule = AdafactorRule()
-        settings = rule.settings_from(locals())
-        super().__init__(rule, params, settings, backend, precision)
+        settings = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "beta2_decay": beta2_decay,
+            "eps": eps,
+            "d": d,
+        }
+        super().__init__(AdafactorRule(), params, settings, backend, precision)
 
 
 @dataclass(frozen=True)

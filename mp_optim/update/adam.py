@@ -79,9 +79,17 @@ class FusedAdam(RuleOptimizer):
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        rule = AdamRule()
-        settings = rule.settings_from(locals())
-        super().__init__(rule, params, settings, backend, precision)
+        settings = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "betas": betas,
+            "eps": eps,
+            "bias_correction": bias_correction,
+            "adam_w_mode": adam_w_mode,
+            "caution": caution,
+            "cautious_wd": cautious_wd,
+        }
+        super().__init__(AdamRule(), params, settings, backend, precision)
 
 
 class LionRule(ElementRule):
@@ -116,9 +124,14 @@ class FusedLion(RuleOptimizer):
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        rule = LionRule()
-        settings = rule.settings_from(locals())
-        super().__init__(rule, params, settings, backend, precision)
+        settings = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "betas": betas,
+            "caution": caution,
+            "cautious_wd": cautious_wd,
+        }
+        super().__init__(LionRule(), params, settings, backend, precision)
 
 
 class SgdRule(ElementRule):
@@ -164,9 +177,14 @@ class FusedSGD(RuleOptimizer):
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        rule = SgdRule()
-        settings = rule.settings_from(locals())
-        super().__init__(rule, params, settings, backend, precision)
+        settings = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "dampening": dampening,
+            "nesterov": nesterov,
+        }
+        super().__init__(SgdRule(), params, settings, backend, precision)
 
 
 class AdemamixRule(AdamRule):
@@ -205,6 +223,15 @@ class FusedAdEMAMix(RuleOptimizer):
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        rule = AdemamixRule()
-        settings = rule.settings_from(locals())
-        super().__init__(rule, params, settings, backend, precision)
+        settings = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "betas": betas,
+            "eps": eps,
+            "alpha": alpha,
+            "beta3_warmup": beta3_warmup,
+            "alpha_warmup": alpha_warmup,
+            "caution": caution,
+            "cautious_wd": cautious_wd,
+        }
+        super().__init__(AdemamixRule(), params, settings, backend, precision)

@@ -481,7 +481,9 @@ class Repetition:
         }
         outputs = cut.pop(OUTPUT, [None] * len(parts))
         main, grad = cut.pop(MAIN), cut.pop(GRAD)
-        lists = TensorLists(main, grad, {**cut}, outputs, self.noise, None, self.average_weight)
+        lists = TensorLists(
+            main, grad, {**cut}, outputs, noise=self.noise, average_weight=self.average_weight
+        )
         backend, in_other_level = _repeats(self.stepped_by)
         with in_other_level():
             backend.step(self.rule, lists, self.scalars, multiplier, scales)

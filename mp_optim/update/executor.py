@@ -231,9 +231,9 @@ class RuleExecutor(Executor):
         is_common = len(set(updates.multipliers)) == 1 and len(set(counts)) == 1
         multiplier = updates.multipliers[0]
         if is_common and kept is not None:
-            again = self._again(kept, mains, updates, settings, int(counts[0]) + 1, multiplier)
-            if again is not None:
-                return [again]
+            reused = self._reuse_launch(kept, mains, updates, settings, int(counts[0]) + 1)
+            if reused is not None:
+                return [reused]
         names = rows.moment_keys(index, positions)
         if is_common and all(len(each) == 1 for each in (mains.devices, mains.dtypes, set(names))):
             shared = mains[0].device, mains[0].dtype, counts[0], multiplier, names[0]
@@ -253,22 +253,28 @@ class RuleExecutor(Executor):
             several.append(self._planned(index, shared, chosen, of_launch, some, settings))
         return several
 
-    def _again(
+    def _reuse_launch(
         self,
         kept: SteppedTogether,
         mains: CachedTensorList,
         updates: SlotUpdates,
         settings: dict[str, Any],
         step: int,
-        multiplier: Multiplier,
     ) -> Launch | None:
-        """The last launch of these slots with other gradients, if it was made from all that this
-        one is made from but for these.
+        """Reuse the last launch of these slots if main params, outputs, settings and change bitmaps
+        are the same objects: only gradients, step, multiplier and random bits differ.
+
+        Args:
+            settings: of the group. A plan for another thread has a copy, and is never reused.
+            step: of these parameters, from 1 on.
+
+        Returns:
+            None if anything was replaced.
 
         NOTE: ``mains`` is the same list only while main params and state keep their memory
-        (:meth:`follow_memory`), checked settings are the same object while they are equal
-        (:meth:`check_groups`); of others, as a scheduler sets them, a launch depends on nothing but
-        the moments. A plan for other threads has settings of its own, and is made anew.
+        (:meth:`follow_memory`). Checked settings are the same object while they are equal
+        (:meth:`check_groups`). If they are not, as with a learning rate schedule, a launch depends
+        on them only by the names of the moments.
         """
         last: Launch | None = kept.launch
         if (
@@ -283,21 +289,16 @@ class RuleExecutor(Executor):
         is_same = checked is not None and checked is kept.checked
         if not is_same and self._moments(settings) != kept.moments:
             return None
-        known = last.lists
         precision, grads = self.rows.precision, updates.grads
         if not isinstance(grads, CachedTensorList) or not grads.contiguous:
             grads = contiguous(CachedTensorList.of(grads))
-        lists = TensorLists(
-            known.main,
-            grads,
-            known.state,
-            known.output,
-            self._noise(step, updates) if precision.stochastic_rounding else None,
-            None,
-            1.0 if precision.ema_decay is None else precision.average_weight(step),
-            known.prepared,
-            known.changed,
+        lists = replace(
+            last.lists,
+            grad=grads,
+            noise=self._noise(step, updates),
+            average_weight=precision.average_weight(step),
         )
+        multiplier = updates.multipliers[0]
         return last._replace(step=step, multiplier=multiplier, updates=updates, lists=lists)
 
     def _moments(self, settings: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
@@ -348,18 +349,18 @@ class RuleExecutor(Executor):
             changed=updates.bitmaps,
         )
         return Launch(
-            index,
-            positions,
-            settings,
-            [regions[position] for position in positions],
-            device,
-            step,
-            multiplier,
-            updates,
-            mains,
-            outputs,
-            lists,
-            self.workspace,
+            group=index,
+            positions=positions,
+            settings=settings,
+            regions=[regions[position] for position in positions],
+            device=device,
+            step=step,
+            multiplier=multiplier,
+            updates=updates,
+            mains=mains,
+            outputs=outputs,
+            lists=lists,
+            workspace=self.workspace,
         )
 
     def _noise(self, step: int, updates: SlotUpdates) -> list[Noise] | None:
@@ -411,8 +412,19 @@ class RuleExecutor(Executor):
         assert self.audit is not None
         slots = launch.updates.slots
         firsts = launch.firsts or [0] * len(slots)
-        given = rule, lists, scalars, multiplier, scales, slots, firsts, launch.step
-        return self.audit.begin(Audited(*given, launch.device, backend))
+        audited = Audited(
+            rule=rule,
+            lists=lists,
+            scalars=scalars,
+            multiplier=multiplier,
+            scales=scales,
+            slots=slots,
+            firsts=firsts,
+            step=launch.step,
+            device=launch.device,
+            backend=backend,
+        )
+        return self.audit.begin(audited)
 
     def report_audit(self, wait: bool = False) -> None:
         if self.audit is None:

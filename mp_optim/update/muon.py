@@ -284,7 +284,30 @@ class FusedMuon(RuleOptimizer):
                 f"scalar_optimizer={scalar_optimizer!r}: must be one of {list(SCALAR_OPTIMIZERS)}"
             )
         rule = MuonRule(_SCALARS[scalar_optimizer])
-        settings = rule.settings_from(locals()) | {"optimizer": rule.name}
+        settings = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "betas": betas,
+            "eps": eps,
+            "bias_correction": bias_correction,
+            "adam_w_mode": adam_w_mode,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "scale_mode": scale_mode,
+            "extra_scale_factor": extra_scale_factor,
+            "fp32_matmul_prec": fp32_matmul_prec,
+            "num_ns_steps": num_ns_steps,
+            "coefficient_type": coefficient_type,
+            "ns_method": ns_method,
+            "tp_mode": tp_mode,
+            "qkv_split_shapes": qkv_split_shapes,
+            "head_rows": head_rows,
+            "moment2_method": moment2_method,
+            "beta2": beta2,
+            "caution": caution,
+            "cautious_wd": cautious_wd,
+            "optimizer": rule.name,
+        }
         super().__init__(rule, params, settings, backend, precision)
 
 

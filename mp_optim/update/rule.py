@@ -166,11 +166,6 @@ class Rule(ABC):
 
     # -- what it takes ----------------------------------------------------------------------------
 
-    def settings_from(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The hyperparameters among the arguments of a constructor, which are called as in the
-        rule's row."""
-        return {name: given[name] for name in ("lr", "weight_decay", *RULES[self.name].defaults)}
-
     def check_settings(self, group: Settings) -> None:
         """Raise ValueError naming the setting and its value if it is out of range."""
         RULES[self.name].check(group)

@@ -106,9 +106,15 @@ class FusedStableAdamW(RuleOptimizer):
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        rule = StableAdamWRule()
-        settings = rule.settings_from(locals())
-        super().__init__(rule, params, settings, backend, precision)
+        settings = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "betas": betas,
+            "eps": eps,
+            "bias_correction": bias_correction,
+            "cautious_wd": cautious_wd,
+        }
+        super().__init__(StableAdamWRule(), params, settings, backend, precision)
 
 
 class LambRule(Rule):
@@ -171,6 +177,15 @@ class FusedLAMB(RuleOptimizer):
         backend: str = "auto",
         **precision: Any,
     ) -> None:
-        rule = LambRule()
-        settings = rule.settings_from(locals())
-        super().__init__(rule, params, settings, backend, precision)
+        settings = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "betas": betas,
+            "eps": eps,
+            "bias_correction": bias_correction,
+            "adam_w_mode": adam_w_mode,
+            "max_grad_norm": max_grad_norm,
+            "use_nvlamb": use_nvlamb,
+            "grad_averaging": grad_averaging,
+        }
+        super().__init__(LambRule(), params, settings, backend, precision)
