@@ -81,8 +81,13 @@ class Verdict:
 
 
 def card_of(device: str, cards: list[str]) -> str | None:
-    """The card of the tables that a device is, by the first word of its name: ``H100``."""
-    return next((card for card in cards if card.split()[0] in device.upper()), None)
+    """Return the card whose model number (``H100``, ``4090``) is a word of the device's name."""
+    words = device.upper().replace("-", " ").split()
+
+    def number(card: str) -> str:
+        return next(word for word in card.split() if any(map(str.isdigit, word)))
+
+    return next((card for card in cards if number(card) in words), None)
 
 
 def predictions(outcomes: Mapping[str, Outcome], device: str, params: int) -> list[Prediction]:

@@ -208,3 +208,7 @@ def test_a_prediction_is_refuted_by_a_number() -> None:
         assert [one.said for one in found] == [said, said, said, "holds"]
     assert hour.verdicts({}, "NVIDIA H100 80GB HBM3", 1)[0].said == "not measured"
     assert hour.verdicts({}, "NVIDIA T4", 1) == []
+    cards = [head.removesuffix(", ms") for head in table["heads"][2:]]
+    named = {"NVIDIA A100-SXM4-80GB": "A100 80 GB SXM", "NVIDIA GeForce RTX 4090": "RTX 4090"}
+    for device, card in {**named, "NVIDIA L4": "L4", "NVIDIA L40S": "L40S"}.items():
+        assert hour.card_of(device, cards) == card

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,14 +39,19 @@ def sentences(text: str) -> Iterator[str]:
 
 def contradictions(text: str) -> list[str]:
     """Return the sentences that state hardware status without the source."""
-    known = [_plain(record.sentence(name)) for name in record.load()["features"]]
     return [
         one
         for one in sentences(text)
         if (CLAIM.search(one) or (DENIAL.search(one) and HARDWARE.search(one)))
         and not OF_OTHERS.search(one)
-        and not any(each in _plain(one) for each in known)
+        and not any(each in _plain(one) for each in known_sentences())
     ]
+
+
+@cache
+def known_sentences() -> list[str]:
+    """Return the sentences of all features, without marks."""
+    return [_plain(record.sentence(name)) for name in record.load()["features"]]
 
 
 def _plain(sentence: str) -> str:
