@@ -119,10 +119,6 @@ class Accelerator:
         """All memory of a device."""
         return int(self._module().get_device_properties(device).total_memory)
 
-    def identity(self, device: torch.device) -> str:
-        """What compiled code depends on: the kind of device, its driver, torch's runtime."""
-        return f"{self._module().get_device_properties(device)}, torch {torch.__version__}"
-
     def has_bf16(self) -> bool:
         return bool(self._module().is_bf16_supported())
 
@@ -164,13 +160,6 @@ class Cuda(Accelerator):
 
     def event(self, sleeps: bool = False) -> Event:
         return torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
-
-    def identity(self, device: torch.device) -> str:
-        found = torch.cuda.get_device_properties(device)
-        driver_version = getattr(torch._C, "_cuda_getDriverVersion", None)  # not on ROCm
-        driver = driver_version() if driver_version else "unknown"
-        runtime = torch.version.cuda or torch.version.hip
-        return f"{found.name} {found.major}.{found.minor}, driver {driver}, runtime {runtime}"
 
     def is_capturing(self) -> bool:
         return bool(torch.cuda.is_current_stream_capturing())

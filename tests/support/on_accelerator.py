@@ -46,7 +46,7 @@ _OF_THE_HOST = (
         "test_memory_access",
         "test_kernel_fit",
     ),
-    *("test_sanitizers", "test_self_test", "test_proof_notes", "test_host_threads"),
+    *("test_sanitizers", "test_self_test", "test_host_threads"),
     *("test_selection", "test_triton"),
     # call kernels of the host, or the interpreter's, by their name
     "test_counts_are_of_elements_that_go_the_way_of_their_gradient",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -148,10 +147,9 @@ class ReferenceBackend:
         pairs = zip(counts[:, 0].tolist(), sizes, strict=True)
         return [fp32(1.0 / max(count / max(1, size), LEAST_SHARE)) for count, size in pairs]
 
-    def proof_note(self, device: torch.device) -> Path | None:
-        """A file whose presence says that a process of this host has proven the backend for such a
-        device; None if each has to find out."""
-        return None
+    def prove_at_first_use(self) -> None:
+        """Compare each form of a kernel with ``reference`` before the first step that needs it.
+        Only for backends that are chosen by ``by_form`` in ``selection``."""
 
     def announce(self, lists: TensorLists, scalars: Any, device: torch.device) -> None:
         """Parts of these lists are going to be stepped on a device, with these scalars."""

@@ -26,10 +26,10 @@ from mp_optim.update.backends.self_test import (
     SelfTest,
     prove,
     prove_by_a_step,
-    prove_once_a_host,
 )
 
 _SAME_BITS = "auto: the bits are the same in every place"
+_BY_FORM = "each form of a kernel is compared with reference at its first use"
 _ON_HOST = ("native", "torch", "reference")
 _ON_ACCELERATOR = ("triton", "apex", "transformer_engine", "torch", "reference")
 
@@ -45,14 +45,15 @@ class _Source:
         is_proven: every release of it was held to ``reference``'s bits at every level of
             instructions, and what it computes depends on nothing else of a machine: a step of each
             rule is enough to see that this installation is one of these.
-        is_noted: what one process of a host finds out is noted for the others.
+        by_form: it compares each form of its kernels with ``reference`` at the first use of the
+            form, and steps as ``reference`` does where one differs.
     """
 
     load: Callable[[], Backend | str]
     devices: Callable[[], tuple[str, ...]] | None = None
     missing: Mapping[str, str] | None = None
     is_proven: bool = False
-    is_noted: bool = False
+    by_form: bool = False
 
 
 def _native() -> Backend | str:
@@ -74,7 +75,7 @@ _SOURCES: dict[str, _Source] = {
         _triton,
         lambda: ("cpu",) if os.environ.get("TRITON_INTERPRET") == "1" else (CUDA.type,),
         {"mp_optim.update.backends.triton": "not part of this version"},
-        is_noted=True,
+        by_form=True,
     ),
     "apex": _Source(
         lambda: multi_tensor.ApexBackend(importlib.import_module("amp_C")),
@@ -127,14 +128,15 @@ def _proven(name: str, device: torch.device, whole: bool) -> tuple[Backend, Self
     source, backend = _SOURCES[name], _loaded(name, device)
     if isinstance(backend, str):
         return ReferenceBackend(), SelfTest.unusable(name, device, backend)
-    if source.is_noted:
-        return backend, prove_once_a_host(backend, device, whole)
+    if source.by_form and not whole:
+        backend.prove_at_first_use()
+        return backend, SelfTest(name, str(device), True, True, 0.0, 0.0, _BY_FORM)
     return backend, (prove if whole else prove_by_a_step)(backend, device)
 
 
 def _backend_and_proof(name: str, device: torch.device) -> tuple[Backend, SelfTest]:
     source = _SOURCES[name]
-    return _proven(name, device, not (source.is_proven or source.is_noted))
+    return _proven(name, device, not (source.is_proven or source.by_form))
 
 
 def _loaded(name: str, device: torch.device) -> Backend | str:

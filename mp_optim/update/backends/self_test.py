@@ -8,16 +8,12 @@ came to this machine.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
-import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,8 +31,6 @@ from mp_optim.update.state_format import moment_specs
 
 BFLOAT16_MOMENTS, REMAINDERS = "bfloat16 moments", "remainders"
 """Forms of state beside FP32 that a proof tries."""
-
-_log = logging.getLogger(__name__)
 
 _REFUSED_CODE = ("kernel image", "unsupported toolchain", "unsupported PTX version")
 """What drivers say of code that they do not know."""
@@ -127,67 +121,6 @@ def prove_by_a_step(backend: Backend, device: torch.device) -> SelfTest:
     return prove(backend, device)
 
 
-# -- verdicts that the processes of a host share by files ------------------------------------------
-#
-# One of them proves a backend whole, which has its kernels compiled; the others wait for it, find
-# what was compiled, and take a step of each rule.
-
-
-def prove_once_a_host(backend: Backend, device: torch.device, whole: bool = False) -> SelfTest:
-    """Prove a backend whole where that is not noted, else by a step of each rule.
-
-    Args:
-        whole: prove it whole in any case.
-    """
-    try:
-        note = backend.proof_note(device)
-        if note is None:
-            return prove(backend, device)
-        note.parent.mkdir(parents=True, exist_ok=True)
-        with _one_at_a_time(note.with_suffix(".lock"), f"{backend.name} on {device}"):
-            if whole or not note.exists():
-                return _proven_and_noted(backend, device, note)
-    except (OSError, RuntimeError, AttributeError) as error:
-        # no folder that can be written, or none with locks; a driver that does not say what it is
-        _log.info("a verdict on %s cannot be shared: %s", backend.name, error)
-        return prove(backend, device)
-    return prove_by_a_step(backend, device)
-
-
-def _proven_and_noted(backend: Backend, device: torch.device, note: Path) -> SelfTest:
-    _log.warning(
-        "mp_optim proves %s on %s, once for this host: its kernels are compiled, which takes "
-        "minutes (noted in %s)",
-        backend.name,
-        device,
-        note.parent,
-    )
-    began = time.perf_counter()
-    verdict = prove(backend, device)
-    taken = time.perf_counter() - began
-    _log.warning("%s on %s: %s; %.0f s", backend.name, device, verdict.reason, taken)
-    with contextlib.suppress(OSError):
-        if verdict.exact:
-            note.write_text(f"{verdict.reason}\n")
-        else:
-            note.unlink(missing_ok=True)
-    return verdict
-
-
-@contextlib.contextmanager
-def _one_at_a_time(file: Path, what: str) -> Iterator[None]:
-    """Be the only process of this host inside; a process that ends lets go of it."""
-    import fcntl  # where Triton is, there is this
-
-    with file.open("w") as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _log.warning("waiting for another process of this host, which proves %s", what)
-            fcntl.flock(held, fcntl.LOCK_EX)
-        yield
-
-
 # -- steps and their verdict ----------------------------------------------------------------------
 
 
@@ -225,6 +158,11 @@ def _kernel_rules(backend: Backend) -> list[str]:
 
 
 def _failed(backend: Backend, device: torch.device, error: Exception) -> SelfTest:
+    return SelfTest.unusable(backend.name, device, failure(error))
+
+
+def failure(error: Exception) -> str:
+    """Say why a first step by kernels fails."""
     why = f"fails a first step: {type(error).__name__}: {error}"
     if any(said in str(error) for said in _REFUSED_CODE):
         why += (
@@ -232,7 +170,7 @@ def _failed(backend: Backend, device: torch.device, error: Exception) -> SelfTes
             "install a newer driver, or set TRITON_PTXAS_PATH and TRITON_PTXAS_BLACKWELL_PATH to "
             "the ptxas of a CUDA that the driver knows"
         )
-    return SelfTest.unusable(backend.name, device, why)
+    return why
 
 
 def _verdict(
@@ -389,7 +327,7 @@ def _muon_step(
 
 
 @lru_cache(maxsize=32)
-def _values(count: int, stream: int, device: torch.device) -> Tensor:
+def values_of(count: int, stream: int, device: torch.device) -> Tensor:
     """Numbers of several magnitudes, the same on every machine and device, none of which repeats
     with a block, tile or chunk; to be read only."""
     words = Noise(0x5EED, stream).words(count, device)
@@ -397,7 +335,7 @@ def _values(count: int, stream: int, device: torch.device) -> Tensor:
     return (whole >> (words & 7)).float() * 2.0**-23
 
 
-def _shifted(values: Tensor, dtype: torch.dtype, shift: int) -> Tensor:
+def shifted(values: Tensor, dtype: torch.dtype, shift: int) -> Tensor:
     """A copy that begins ``shift`` elements into its storage."""
     memory = torch.zeros(len(values) + shift, dtype=dtype, device=values.device)
     return memory[shift:].copy_(values)
@@ -424,15 +362,15 @@ class Case:
         """Fresh lists, the same at every call; their state is that of no step."""
         mains, grads = [], []
         for index, size in enumerate(sizes):
-            main = _values(size, 2 * index, device)
-            mains.append(_shifted(main, torch.float32, self.shift))
-            grads.append(_shifted(_values(size, 2 * index + 1, device), self.grad, self.shift))
+            main = values_of(size, 2 * index, device)
+            mains.append(shifted(main, torch.float32, self.shift))
+            grads.append(shifted(values_of(size, 2 * index + 1, device), self.grad, self.shift))
         outputs: list[Tensor | None] = [None] * len(mains)
         if self.output is not None:
-            outputs = [_shifted(main * 0.0, self.output, self.shift) for main in mains]
+            outputs = [shifted(main * 0.0, self.output, self.shift) for main in mains]
         state = {}
         for key in RULES[self.rule].moment_names:
-            state[key] = [_shifted(main * 0.0, torch.float32, self.shift) for main in mains]
+            state[key] = [shifted(main * 0.0, torch.float32, self.shift) for main in mains]
         lists = TensorLists(mains, grads, state, outputs)
         return lists if self.first is None else _in_few_bits(lists, self.first)
 

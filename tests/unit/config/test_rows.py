@@ -50,7 +50,7 @@ def test_fields_of_the_config_have_the_rows_defaults(rule: str) -> None:
 @pytest.mark.parametrize("name", classes.__all__)
 def test_torch_shaped_classes_take_hyperparameters_of_their_row(name: str) -> None:
     cls = getattr(classes, name)
-    own = set(defaults(cls)) - {"params", "lr", "weight_decay", "settings", "defaults"}
+    own = set(defaults(cls)) - {"params", "model", "lr", "weight_decay", "settings", "defaults"}
     assert {CALLED_OTHERWISE.get(each, each) for each in own} <= set(RULES[cls.rule].defaults)
 
 

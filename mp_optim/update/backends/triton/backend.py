@@ -7,12 +7,11 @@ to it.
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ import triton
 from torch import Tensor
 
 from mp_optim.config.rules import RULES
-from mp_optim.process.accelerator import CUDA, accelerator_of, current_device
+from mp_optim.process.accelerator import CUDA, current_device
 from mp_optim.process.calls import tell_autograd
 from mp_optim.slots import CachedTensorList
 from mp_optim.update.backends.reference import LEAST_SHARE, MOMENTUM, ReferenceBackend, Scales
@@ -43,11 +42,13 @@ from mp_optim.update.backends.triton.launches import (
     step_form,
     sum_alike,
 )
+from mp_optim.update.backends.triton.proofs import FormProofs, Trial
 from mp_optim.update.backends.triton.tables import Tables
 from mp_optim.update.chunking import mark_written, model_tensors
 from mp_optim.update.kernel_args import (
     AlikeLists,
     LambScalars,
+    LaunchDtypes,
     MuonScalars,
     StableScalars,
     TensorLists,
@@ -62,6 +63,8 @@ OLDEST = (3, 6)
 
 _ADAM = ("exp_avg", "exp_avg_sq")
 _SECOND = ("", "exp_avg_sq")
+_TRIED = 0.375
+"""The multiplier of trials."""
 
 
 class TritonBackend(ReferenceBackend):
@@ -72,6 +75,7 @@ class TritonBackend(ReferenceBackend):
         runs_on: the same in words.
         tables: what launches read on the device.
         launcher: carries launches out, or notes them.
+        proofs: of the forms of kernels that were used.
 
     Raises:
         RuntimeError: there is neither a device nor the interpreter, or this Triton computes other
@@ -99,25 +103,10 @@ class TritonBackend(ReferenceBackend):
         )
         self.tables = Tables()
         self.launcher = Launcher(self.tables)
+        self.proofs = FormProofs()
 
-    def proof_note(self, device: torch.device) -> Path | None:
-        """Beside what Triton compiled: both depend on the sources, the compiler with its assembler,
-        and the device with its driver."""
-        if self.interpreted:
-            return None
-        sources = sorted(Path(__file__).parents[2].rglob("*.py"))
-        accelerator = accelerator_of(device)
-        with current_device(device):
-            target = triton.runtime.driver.active.get_current_target()
-        facts = [
-            *(source.read_text() for source in sources),
-            triton.__version__,
-            torch.__version__,
-            triton.compiler.make_backend(target).hash(),
-            "" if accelerator is None else accelerator.identity(device),
-        ]
-        digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()
-        return Path(triton.knobs.cache.dir) / "mp_optim" / f"{digest}.proof"
+    def prove_at_first_use(self) -> None:
+        self.proofs.is_on = True
 
     # -- launches ---------------------------------------------------------------------------------
 
@@ -133,19 +122,56 @@ class TritonBackend(ReferenceBackend):
         self._launch_by(Launcher(self.tables, table), work)
 
     def _launch_by(self, launcher: Launcher, work: Callable[[], object]) -> None:
+        with self._launching(launcher):
+            work()
+
+    @contextmanager
+    def _launching(self, launcher: Launcher) -> Iterator[None]:
         before, self.launcher = self.launcher, launcher
         try:
-            work()
+            yield
         finally:
             self.launcher = before
 
+    def _holds(
+        self, name: str, part: AlikeLists, moments: tuple[str, ...], given: Any, trial: Trial
+    ) -> bool:
+        """Whether the kernels that a pass takes for a part have the bits of ``reference``."""
+        if not self.proofs.is_on or self.launcher.is_recorded:  # its rehearsal was looked at
+            return True
+        launching = partial(self._launching, Launcher(self.tables))
+        noisy, device = part.lists.noise is not None, part.lists.grad[0].device
+        return all(
+            self.proofs.holds(
+                (name, part.kind, given, noisy, aligned, device),
+                self,
+                part,
+                0 if aligned else 1,
+                trial,
+                launching,
+            )
+            for _, aligned in self.tables.launch_of(part, moments, CHUNK)[1]
+        )
+
     def parts(
-        self, lists: TensorLists, moments: tuple[str, ...], scalars: Any
+        self,
+        name: str,
+        lists: TensorLists,
+        moments: tuple[str, ...],
+        scalars: Any,
+        trial: Trial,
+        given: Any = None,
     ) -> Iterator[tuple[AlikeLists, Tensor | None]]:
-        """The parts with tensors, each with its numbers on the device; without any if there is no
-        kernel for it."""
+        """Yield the parts with tensors, each with its numbers on the device; without numbers if no
+        kernel serves it.
+
+        Args:
+            name: of the pass. given: what its kernels depend on beside dtypes and scalars.
+            trial: the pass over other lists.
+        """
+        form = tuple(bool(getattr(scalars, each)) for each in scalars.__slots__), given
         for part in alike_lists(lists, moments):
-            if part.kind is not None:
+            if part.kind is not None and self._holds(name, part, moments, form, trial):
                 row = row_for(part.lists, scalars)
                 yield part, self.launcher.numbers(row, part.lists.grad[0].device)
                 continue
@@ -263,8 +289,14 @@ class TritonBackend(ReferenceBackend):
         kernel, flags = getattr(rules, rule), Flags.of(scalars)
         if scales is None and self.launch_again(kernel, lists, scalars, flags, multiplier):
             return
-        moments = kept_moments(lists, RULES[rule].moment_names)
-        for part, numbers in self.parts(lists, moments, scalars):
+        moments, device = kept_moments(lists, RULES[rule].moment_names), _device_of(lists)
+
+        def trial(backend: ReferenceBackend, some: TensorLists) -> None:
+            own = None if scales is None else [0.75] * len(some.main)
+            backend.step(rule, some, scalars, _tried(backend, multiplier, device), own)
+
+        given = isinstance(multiplier, Tensor), scales is None
+        for part, numbers in self.parts(rule, lists, moments, scalars, trial, given):
             if numbers is not None:
                 made = None if scales is None else self._table(part, scales, len(lists.main))
                 self.launch_part(kernel, part, moments, flags, numbers, multiplier, None, made)
@@ -278,12 +310,16 @@ class TritonBackend(ReferenceBackend):
     def agreements(
         self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier
     ) -> Tensor:
-        device = lists.grad[0].device if lists.grad else torch.device("cpu")
+        device = _device_of(lists)
         counts = torch.zeros(len(lists.grad), 1, dtype=torch.int64, device=device)
         moments = kept_moments(lists, RULES[rule].moment_names)
         other = partial(super().agreements, rule)
         given = lists, moments, scalars, multiplier
-        return self._whole_sums(two_passes.agreements, *given, counts, other)
+
+        def trial(backend: ReferenceBackend, some: TensorLists) -> Tensor:
+            return backend.agreements(rule, some, scalars, _tried(backend, multiplier, device))
+
+        return self._whole_sums(two_passes.agreements, *given, counts, other, trial)
 
     def _whole_sums(
         self,
@@ -294,10 +330,12 @@ class TritonBackend(ReferenceBackend):
         multiplier: Multiplier,
         sums: Tensor,
         by_reference: Callable[[TensorLists, Any, float], Tensor],
+        trial: Trial,
     ) -> Tensor:
         """``sums``, zeros with a row for each tensor, by a kernel that writes nothing else; whole
         numbers, which may be added in any order."""
-        for part, numbers in self.parts(lists, moments, scalars):
+        on_device = isinstance(multiplier, Tensor)
+        for part, numbers in self.parts(kernel.__name__, lists, moments, scalars, trial, on_device):
             if numbers is not None:
                 assert part.kind is not None
                 found = torch.zeros_like(sums[: len(part.indices)])
@@ -347,8 +385,13 @@ class TritonBackend(ReferenceBackend):
     def lamb_moments(
         self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier
     ) -> Tensor:
-        device = lists.main[0].device if lists.main else torch.device("cpu")
-        parts = list(self.parts(lists, _ADAM, scalars))
+        device = _device_of(lists)
+
+        def trial(backend: ReferenceBackend, some: TensorLists) -> Tensor:
+            return backend.lamb_moments(some, scalars, _tried(backend, multiplier, device))
+
+        given = isinstance(multiplier, Tensor)
+        parts = list(self.parts("lamb_moments", lists, _ADAM, scalars, trial, given))
         part_sums = [self._moments(part, numbers, scalars, multiplier) for part, numbers in parts]
         if len(part_sums) == 1 and len(part_sums[0]) == len(lists.main):
             return part_sums[0]
@@ -390,7 +433,17 @@ class TritonBackend(ReferenceBackend):
             ratios: FP32 values; or a tensor of them on the tensors' device.
             skip: FP32, shape (1,), on the device: not 0 if nothing is to be written.
         """
-        for part, numbers in self.parts(lists, _ADAM, scalars):
+
+        def trial(backend: ReferenceBackend, some: TensorLists) -> None:
+            own = [0.01171875] * len(some.main)
+            if isinstance(backend, TritonBackend) and skip is not None:
+                backend.lamb_apply(some, scalars, own, torch.zeros_like(skip))
+            else:
+                backend.lamb_apply(some, scalars, own)
+
+        for part, numbers in self.parts(
+            "lamb_apply", lists, _ADAM, scalars, trial, skip is not None
+        ):
             if numbers is None:
                 if skip is None or not skip.item():
                     values = ratios.tolist() if isinstance(ratios, Tensor) else ratios
@@ -406,10 +459,16 @@ class TritonBackend(ReferenceBackend):
     def stable_adamw_sums(
         self, lists: TensorLists, scalars: StableScalars, multiplier: Multiplier
     ) -> Tensor:
-        device = lists.main[0].device if lists.main else torch.device("cpu")
+        device = _device_of(lists)
         sums = torch.zeros(len(lists.main), 3, dtype=torch.int64, device=device)
         given = lists, _SECOND, scalars, multiplier
-        return self._whole_sums(two_passes.clip_sums, *given, sums, super().stable_adamw_sums)
+
+        def trial(backend: ReferenceBackend, some: TensorLists) -> Tensor:
+            return backend.stable_adamw_sums(some, scalars, _tried(backend, multiplier, device))
+
+        return self._whole_sums(
+            two_passes.clip_sums, *given, sums, super().stable_adamw_sums, trial
+        )
 
     def stable_adamw_finish(
         self,
@@ -429,7 +488,12 @@ class TritonBackend(ReferenceBackend):
             steps, clipped = clipped_steps(sums, counts, numbers)
         flags = Flags(scalars.decay != 0.0, cautious_wd=scalars.cautious_wd)
         moments = kept_moments(lists, _ADAM)
-        for part, row in self.parts(lists, moments, scalars):
+
+        def trial(backend: ReferenceBackend, some: TensorLists) -> None:
+            backend.stable_adamw(some, scalars, _tried(backend, multiplier, device))
+
+        on_device = isinstance(multiplier, Tensor)
+        for part, row in self.parts("clipped_adamw", lists, moments, scalars, trial, on_device):
             own = steps
             if len(part.indices) != len(lists.main):
                 own = steps.index_select(0, self.index(part.indices, device))
@@ -443,8 +507,13 @@ class TritonBackend(ReferenceBackend):
         return clipped
 
     def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
-        flags, moments = Flags.of(scalars), (MOMENTUM,)
-        for part, numbers in self.parts(lists, moments, scalars):
+        flags, moments, device = Flags.of(scalars), (MOMENTUM,), _device_of(lists)
+
+        def trial(backend: ReferenceBackend, some: TensorLists) -> None:
+            backend.muon_momentum(some, scalars, _tried(backend, multiplier, device))
+
+        given = isinstance(multiplier, Tensor)
+        for part, numbers in self.parts("muon_momentum", lists, moments, scalars, trial, given):
             if numbers is not None:
                 self.launch_part(
                     two_passes.muon_momentum, part, moments, flags, numbers, multiplier
@@ -457,7 +526,11 @@ class TritonBackend(ReferenceBackend):
         self, lists: TensorLists, scalars: MuonScalars, factors: Sequence[float]
     ) -> None:
         flags = Flags(scalars.decay != 0.0, cautious_wd=scalars.cautious_wd)
-        for part, numbers in self.parts(lists, (), scalars):
+
+        def trial(backend: ReferenceBackend, some: TensorLists) -> None:
+            backend.muon_apply(some, scalars, [0.01171875] * len(some.main))
+
+        for part, numbers in self.parts("muon_apply", lists, (), scalars, trial):
             if numbers is None:
                 own = [factors[index] for index in part.indices]
                 super().muon_apply(part.lists, scalars, own)
@@ -470,13 +543,41 @@ class TritonBackend(ReferenceBackend):
         steady = CachedTensorList.of(tensors)
         if len(steady.dtypes) != 1:
             return by_dtype(steady, self.sum_of_squares)
+        if self.proofs.is_on and not self._sums_hold(steady):
+            return super().sum_of_squares(tensors)
         return sum_alike(self.tables, steady)
+
+    def _sums_hold(self, tensors: CachedTensorList) -> bool:
+        """Whether sums of squares of such tensors have the bits of ``reference``."""
+        dtype, device = tensors[0].dtype, tensors[0].device
+        is_odd = bool(self.tables.column(tensors, device).odd) if tensors.contiguous else False
+        lists = TensorLists([], tensors, {}, [None] * len(tensors))
+        return self.proofs.holds(
+            ("sum_of_squares", dtype, is_odd, device),
+            self,
+            AlikeLists(range(len(tensors)), LaunchDtypes(dtype), lists),
+            1 if is_odd else 0,
+            lambda backend, some: backend.sum_of_squares(some.grad),
+            partial(self._launching, Launcher(self.tables)),
+        )
 
     def sum_in_pairs(self, values: Tensor) -> Tensor:
         if len(values) < 2:
             return values.sum()
         plan = self.tables.plan_of(array("q", [len(values)]), 1, values.device)
         return added(plan, values.view(-1, 1)).view(())
+
+
+def _device_of(lists: TensorLists) -> torch.device:
+    return lists.grad[0].device if lists.grad else torch.device("cpu")
+
+
+def _tried(backend: ReferenceBackend, multiplier: Multiplier, device: torch.device) -> Any:
+    """The multiplier of a trial: on the device where that of the step is, and a number for
+    ``reference``."""
+    if not isinstance(multiplier, Tensor) or not isinstance(backend, TritonBackend):
+        return _TRIED
+    return torch.tensor([_TRIED, 0.0], device="cpu").to(device)[: multiplier.numel()]
 
 
 def _ratios(scalars: LambScalars, sums: Tensor, numbers: Tensor) -> Tensor:

@@ -126,6 +126,11 @@ class Launcher:
         self._tables, self.for_graph = tables, recorded is not None
         self._recorded = None if recorded is None else iter(recorded.unbind())
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a graph is being captured."""
+        return self._recorded is not None
+
     def numbers(self, row: array[int], device: torch.device) -> Tensor:
         """A row on the device, int32, shape (WIDTH,); nothing waits for it."""
         return self._tables.row(row, device) if self._recorded is None else next(self._recorded)
