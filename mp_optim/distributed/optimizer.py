@@ -26,7 +26,7 @@ from mp_optim.precision.settings_agreement import of_config, of_groups
 from mp_optim.precision.wrapped_optimizer import WrappedOptimizer
 from mp_optim.process.calls import in_own_modes
 from mp_optim.ranks.agreement import ProcessGroups, check_agreement
-from mp_optim.ranks.missing_ranks import learn_addresses, naming_missing_ranks
+from mp_optim.ranks.missing_ranks import naming_missing_ranks
 from mp_optim.slots import (
     Multiplier,
     ParamGroups,
@@ -103,7 +103,6 @@ class DistributedOptimizer(CompositeOptimizer):
         lines = _of_construction(config, self.param_groups, in_forward)
         doing = "comparing the ranks' models and configs"
         check_agreement((self._group,), lines, self.device, doing, _OURS)
-        learn_addresses(self._group)
         self._model = ShardedParams(
             self.param_groups, config, self._group, model_chunks, divisor, self._guard
         )
@@ -175,21 +174,16 @@ class DistributedOptimizer(CompositeOptimizer):
     # -- the step ---------------------------------------------------------------------------------
 
     def collect_grads(self) -> StepGrads:
-        """Reduce the gradients, and compare hyperparameters with the other ranks."""
+        """Reduce the gradients. Settings are compared with the other ranks in the reduction of the
+        norm."""
         self.finish_grad_sync()
         trained = self._model.hand_out_grads()
         step, rounds = self.counts.steps + 1, self.grad_reducer.rounds
-        groups, frozen = self.param_groups, self._model.frozen
-        lines = _of_step(groups, step, rounds, frozen)
-        doing = "comparing hyperparameters"
-        check_agreement((self._group,), lines, self.device, doing, _OURS)
+        engine = self.shards.engine
+        engine.compared = _of_step(self.param_groups, step, rounds, self._model.frozen)
         self.share_settings()
         owned = self.shards.collect_grads()
         return ReducedGrads(self, trained, owned)
-
-    def verdict_device(self) -> torch.device | None:
-        """None: ranks that have to compare numbers every step wait for the device all the same."""
-        return None
 
     def norm_key(self, slot: Slot) -> NormKey:
         key = super().norm_key(slot)
@@ -273,9 +267,7 @@ class ReducedGrads(GradsOfMembers):
         return self._optimizer.grad_reducer.has_gradients
 
     def sums(self, on_host: bool = False) -> Measurement:
-        with self._optimizer._guard("agreeing on the gradient norm"):
-            everything = self._model.steps_everything
-            return self._owned_sums() if everything else super().sums()
+        return self._owned_sums() if self._model.steps_everything else super().sums()
 
     def _owned_sums(self) -> Measurement:
         """Where each rank steps everything, it measures what it would own, so that the sum is made
@@ -326,16 +318,17 @@ def _of_construction(
 
 
 def _of_step(groups: ParamGroups, step: int, rounds: int, frozen: Sequence[Slot]) -> list[str]:
-    """What may differ from step to step.
+    """Return the lines that ranks compare in each step, besides settings.
 
     Args:
-        step: its number. rounds: backward passes that were reduced for it.
+        step: its number.
+        rounds: backward passes that were reduced for it.
         frozen: parameters that were trained when the optimizer was built, and are not now.
     """
     names = (slot_name(groups, slot) for slot in frozen)
     said = (f"{name} was frozen since the optimizer was built" for name in names)
     passes = f"gradients of {rounds} backward passes reduced since zero_grad()"
-    return [*of_groups(groups), f"step {step}", *said, passes]
+    return [f"step {step}", *said, passes]
 
 
 def _show_settings(optimizer: DistributedOptimizer, sharded: bool) -> None:

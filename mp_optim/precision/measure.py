@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mp_optim.ranks.missing_ranks import all_gather, learn_addresses
+from mp_optim.ranks.missing_ranks import all_gather
 from mp_optim.slots import CachedTensorList, Multiplier
 from mp_optim.update import choose_backend
 from mp_optim.update.sums import Groups, index_on, reduce_over, reduce_rows, sum_in_pairs
@@ -44,8 +44,8 @@ class Measurement:
     """FP64 scalars per norm group, and the number of zero gradient elements if it was counted.
 
     Attributes:
-        disagreement: 0 if the ranks that share split parameters would step them alike, else more;
-            None if there is nothing to compare.
+        disagreement: 0 if the ranks that share parameters would step them alike, else more; None
+            if there is nothing to compare.
         params: sum of squares of each parameter's gradient, shape (slots,) FP64, 0 where there is
             none; None if they are not kept.
         known: the sums as numbers, instead of ``sums``, where the host alone has to know them.
@@ -166,9 +166,10 @@ def agree(
         MissingRanksError: a rank is gone or stuck, naming it.
     """
     device = next((value.device for value in local.values()), torch.device("cpu"))
-    rows = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
+    rows = torch.zeros(len(names) + 2, dtype=torch.float64, device=device)
     totals = dict(zip(names, rows.unbind(), strict=False))
-    off: Tensor | None = None
+    off, counted = rows[-2], rows[-1]
+    compares = group is not None
     for key, value in local.items():
         if key.group not in totals:
             raise ValueError(
@@ -179,16 +180,19 @@ def agree(
         if zeros is None and number is None and not key.shard_groups:
             totals[key.group] += value  # nobody else has a part in it
             continue
-        values = [value] if zeros is None else [value, zeros[key]]
+        # Always two: a rank that counts zeros and one that does not reduce alike.
+        values = [value, torch.zeros_like(value) if zeros is None else zeros[key]]
         packed, difference = _over_shards(key, values, number, list((copies or {}).get(key, ())))
         if difference is not None:
-            off = difference if off is None else off + difference
+            off += difference
+            compares = True
         totals[key.group] += packed[0]
-        if zeros is not None:
-            rows[-1] += packed[1]
+        counted += packed[1]
     if group is not None:
         reduce_over((group,), rows, _AGREEING)
-    return Measurement(totals, None if zeros is None else rows[-1], off, params)
+    return Measurement(
+        totals, None if zeros is None else counted, off if compares else None, params
+    )
 
 
 def _over_shards(
@@ -224,9 +228,7 @@ def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str
     Collective."""
     names = {MAIN_NORM, EXCLUDED, *(key.group for key in keys)}
     if group is not None:
-        of_ranks = all_gather(group, "comparing the names of norm groups", names)
-        learn_addresses(group)
-        names = set().union(*of_ranks)
+        names = set().union(*all_gather(group, "comparing the names of norm groups", names))
     return sorted(names)
 
 

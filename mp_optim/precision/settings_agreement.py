@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -20,8 +21,8 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.precision.measure import NormKey
 from mp_optim.process.calls import in_own_modes
 from mp_optim.ranks.agreement import check_agreement, difference_told, number_of
-from mp_optim.ranks.missing_ranks import learn_addresses
 from mp_optim.slots import ParamGroups, Slot, group_settings, local_tensor, slot_name
+from mp_optim.slots.param_attributes import shard_info
 from mp_optim.slots.tensor_layout import ranks_of_copies
 from mp_optim.update.measures import checksums_of
 
@@ -62,18 +63,19 @@ _UNSTEPPED, _UNCHANGED = "; nothing was stepped", "; nothing was changed"
 
 
 class SettingsAlike:
-    """What is said of all slots together, and what this rank would step its parts of split
-    parameters with.
+    """The settings with which this rank steps parameters that it shares with other ranks.
 
     Args:
-        slots, params, keys: of the model's parameters, as parallel lists.
+        slots: slots of the parameters that are stepped.
+        params: their tensors: DTensors, or the parts of a distributed optimizer.
+        keys: their norm keys.
 
     Attributes:
-        device: where the model's parameters lie.
+        device: the first parameter's device.
         keys: every norm key once, in order.
-        copies: for each norm key, groups of ranks that hold copies of these parts (HSDP): they step
-            them alike too.
-        said: what the last numbers were made of.
+        copies: for each norm key of DTensors, groups of ranks that hold copies of these parts
+            (HSDP), which step them alike.
+        said: lines of which the last numbers were made.
     """
 
     def __init__(
@@ -92,7 +94,15 @@ class SettingsAlike:
                 self.copies.setdefault(key, {}).update(copies)
                 if key not in self._groups:
                     self._ranks |= dict.fromkeys(param.device_mesh.mesh.reshape(-1).tolist())
-                self._groups.setdefault(key, {})[slot.group] = None
+            elif shard_info(param).shard_groups:
+                self._add_ranks(shard_info(param).shard_groups)
+            else:
+                continue
+            self._groups.setdefault(key, {})[slot.group] = None
+
+    def _add_ranks(self, groups: Iterable[ProcessGroup]) -> None:
+        for group in groups:
+            self._ranks |= dict.fromkeys(dist.get_process_group_ranks(group))
 
     def check(self, config: OptimizerConfig, groups: ParamGroups) -> None:
         """Compare all settings, before what they say is done. Collective.
@@ -100,13 +110,11 @@ class SettingsAlike:
         Raises:
             ValueError: ranks have others, naming them.
         """
-        for key, indices in self._groups.items():
-            over, said = [*key.shard_groups, *self.copies[key]], of_config(config)
-            said += of_groups(groups, indices)
-            doing, what = "comparing the ranks' settings", "split parameters"
+        for key, copies in self.copies.items():  # a distributed optimizer compares when it is built
+            over, said = [*key.shard_groups, *copies], of_config(config)
+            said += of_groups(groups, self._groups[key])
+            doing, what = "comparing the ranks' settings", "parameters"
             check_agreement(over, said, self.device, doing, what, _UNSTEPPED)
-            for group in over:
-                learn_addresses(group)
 
     def numbers(
         self,
@@ -114,18 +122,27 @@ class SettingsAlike:
         groups: ParamGroups,
         keys: Sequence[NormKey],
         all_keys: Sequence[NormKey],
+        over: Sequence[ProcessGroup] = (),
+        also: Sequence[str] = (),
     ) -> dict[NormKey, int]:
-        """A number for each norm key of split parameters, made of the settings of this step, for
-        :func:`~mp_optim.precision.measure.agree` to compare in the reduction of the norm.
+        """Return a number for each norm key of shared parameters, made of the settings of this
+        step, for :func:`~mp_optim.precision.measure.agree` to compare in the reduction of the norm.
 
         Args:
-            keys: of this step's gradients.
+            keys: norm keys of this step's gradients.
+            all_keys: norm keys of the model.
+            over: ranks that share all parameters, if each of them steps everything.
+            also: more lines that the ranks have to have in common.
         """
-        if not self._groups:
+        shared: Mapping[NormKey, Iterable[int]] = self._groups
+        if over:
+            self._add_ranks(over)
+            shared = {key: range(len(groups)) for key in all_keys}
+        if not shared:
             return {}
-        self.said = of_config(config)
+        self.said = [*of_config(config), *also]
         common, numbers = list(self.said), {}
-        for key, indices in self._groups.items():
+        for key, indices in shared.items():
             count = len(keys) if len(all_keys) == 1 else keys.count(key)
             said = of_groups(groups, indices)
             said.append(f"gradients of {count} parameters split alike")
@@ -145,7 +162,7 @@ def disagreement(parts: Sequence[SettingsAlike]) -> ValueError:
     said = [line for settings in parts for line in settings.said]
     ranks = sorted({rank for settings in parts for rank in settings.ranks})
     how = difference_told(said, ranks)
-    return ValueError(f"the ranks that share split parameters disagree: {how}{_UNSTEPPED}")
+    return ValueError(f"the ranks that share parameters disagree: {how}{_UNSTEPPED}")
 
 
 @in_own_modes

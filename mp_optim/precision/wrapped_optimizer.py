@@ -68,6 +68,7 @@ class Engine:
         overlap: what may begin during backward; None if nothing may.
         norm_names: of the norm groups that any rank has, if ranks have said so. has_compared:
             whether ranks have compared their settings.
+        compared: lines that ranks which share parameters compare in each step, besides settings.
     """
 
     optimizer: torch.optim.Optimizer
@@ -77,6 +78,7 @@ class Engine:
     overlap: BackwardOverlap | None
     norm_names: list[str] | None = None
     has_compared: bool = False
+    compared: Sequence[str] = ()
 
 
 @dataclass(eq=False)
@@ -344,7 +346,7 @@ class WrappedOptimizer(MegatronOptimizer):
             zeros = count_zeros(grads, keys, all_keys, device)
         if engine.norm_names is None or ranks is None:
             engine.norm_names = norm_groups(all_keys, ranks)
-        numbers = common.numbers(config, self.param_groups, keys, all_keys)
+        numbers = common.numbers(config, self.param_groups, keys, all_keys, over, engine.compared)
         if config.log_param_grad_norms:
             split_over = [(*over, *split) for split in engine.mains.split_over()]
             params = of_parameters(each, indices, split_over)

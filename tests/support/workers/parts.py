@@ -39,6 +39,10 @@ OTHERWISE = [
     ("frozen", "optim"),
     ("frozen", "no_shard"),
     ("count", "optim"),
+    ("clip_grad", "no_shard"),
+    ("clip_grad", "optim"),
+    ("clip_grad", "optim_grads"),
+    ("log_num_zeros_in_grad", "optim"),
     ("nothing", "optim_grads"),
 ]
 
@@ -270,6 +274,8 @@ def step_otherwise(what: str, strategy: str) -> dict[str, Any]:
             optimizer.counts.steps += 1  # a step that the others have not taken
         if what == "frozen" and step == 1 and odd:
             model[2].weight.requires_grad_(False)
+        if what in OTHER_SETTINGS and step == 1 and odd:
+            setattr(optimizer.config, what, OTHER_SETTINGS[what])
         before = digest(model)
         model(torch.ones(3, 8)).square().mean().backward()
         told = error_of(optimizer.step)

@@ -52,6 +52,8 @@ SAID = {
     "zero_grad": "rank 1 has 'gradients of 2 backward passes reduced since zero_grad()'",
     "frozen": "rank 1 has '2.weight was frozen since the optimizer was built'",
     "count": "rank 1 has 'step 3' where rank 0 has 'step 2'",
+    "clip_grad": "rank 1 has 'clip_grad=2.0' where rank 0 has 'clip_grad=1.0'; nothing was stepped",
+    "log_num_zeros_in_grad": "rank 1 has 'log_num_zeros_in_grad=True' where",
     "nothing": "no error",
 }
 
@@ -64,7 +66,7 @@ def test_a_rank_that_does_something_else_is_named_and_nothing_is_stepped(ranks, 
 
 
 def test_fsdp_ranks_with_other_settings_are_named_and_nothing_is_stepped(ranks):
-    alike = "the ranks that share split parameters disagree: rank 2 has"
+    alike = "the ranks that share parameters disagree: rank 2 has"
     for rank in ranks:
         found = {what: run["told"] for what, run in rank["fsdp"].items()}
         assert found["nothing"] == found["path"] == ["no error"] * 3
@@ -85,7 +87,7 @@ def test_a_rank_that_steps_twice_is_named(ranks):
     for rank in ranks:
         told = rank["twice"]["told"]
         assert (
-            "rank 1 was comparing hyperparameters" in told
+            "rank 1 was agreeing on the gradient norm" in told
             and "each of ranks 0, 2 was reducing" in told
         )
         assert "did one of them call step()" in told
