@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
-from mp_optim.ranks.missing_ranks import call, learn_addresses
+from mp_optim.ranks.missing_ranks import call
 
 T = TypeVar("T")
 
@@ -25,6 +25,8 @@ SAMPLES = 64
 and experts from copies."""
 
 _companions: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_lanes: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
+"""Of a companion, groups of the same ranks, of which a save in the background has one to itself."""
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -71,6 +73,20 @@ class Ranks:
             group = _companions[group]
         return cls(group, dist.get_rank(group), size)
 
+    def in_lane(self, lane: str, given: dist.ProcessGroup | None) -> Ranks:
+        """Return these ranks with a group that only saves of a lane use. Collective.
+
+        Args:
+            lane: its name.
+            given: the group that the caller named, which is used itself.
+        """
+        if self.group is None or given not in (None, dist.group.WORLD):
+            return self
+        groups = _lanes.setdefault(self.group, {})
+        if lane not in groups:
+            groups[lane] = _new_companion(self.group)
+        return Ranks(groups[lane], self.rank, self.size)
+
     def members(self) -> set[int]:
         """Global ranks."""
         if self.group is not None:
@@ -88,7 +104,7 @@ class Ranks:
             call(self.group, "saving or loading a checkpoint together", communicate)
         except RuntimeError:
             for group, companion in list(_companions.items()):
-                if companion is self.group:
+                if companion is self.group or self.group in _lanes.get(companion, {}).values():
                     del _companions[group]
             raise
 
@@ -219,7 +235,6 @@ def _new_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
     doing = "making a process group for checkpoints"
     if dist.get_backend(group) == "gloo":
         call(group, doing, lambda: dist.barrier(group))
-        learn_addresses(group)
     made: Any = call(group, doing, lambda: dist.new_group(backend="gloo", timeout=job_timeout()))
     assert isinstance(made, dist.ProcessGroup)
     return made

@@ -10,11 +10,12 @@ An interrupted save leaves ``latest`` where it was.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Set
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from mp_optim.checkpoint.commit import (
 from mp_optim.checkpoint.entries import (
     Models,
     check_names,
+    chunks_of,
     entries_of,
     packed,
     parallel_of,
@@ -119,8 +121,8 @@ def save(
         keep: complete versions to keep, the new one among them; None for all.
         asynchronous: borrow the optimizer's state, and the model's parameters that are on a
             GPU, copy the rest that this rank writes, return, and write in the background the bits
-            of this moment. A save that is still going on is waited for first, and raises here if it
-            failed.
+            of this moment. A save in the background of the same path, model or optimizer is waited
+            for first, and raises here if it failed; others go on.
         process_group: the ranks that save; all by default. With ``asynchronous`` it has to be one
             that nothing else uses meanwhile (all by default is).
         model_parallel: what this rank has of the model, where there is no optimizer that knows
@@ -140,8 +142,9 @@ def save(
         RuntimeError: an earlier save in the background failed, or this one failed on another rank,
             naming it.
     """
-    wait_for_previous()  # it talks over the same group
     stack: SlotKeyedOptimizer | None = stack_of(optimizer)
+    concerned = _concerned(Path(path), model, stack, process_group)
+    wait_for_previous(concerned)
     ranks = Ranks.of(process_group)
     ranks.check_arguments(
         "checkpoint.save",
@@ -157,7 +160,7 @@ def save(
     parallel = parallel_of(stack, model_parallel, ranks)
     if stack is not None:
         ranks.run_on_all("checking what is saved", partial(check_names, model, stack))
-    ranks.run_on_all("an earlier save", finish_previous)
+    ranks.run_on_all("an earlier save", partial(finish_previous, concerned))
     common = {
         "optimizer": stack and saved_settings(model, stack, parallel),
         "extra": dict(extra or {}),
@@ -186,11 +189,18 @@ def save(
         if ranks.rank == 0:
             shutil.rmtree(staging_of(target), ignore_errors=True)
         raise
-    work = partial(_write, writing, content, target, keep, ranks)
     if not asynchronous:
-        return work()
-    _previous.append(SaveHandle(target, work, writing.wait_for_device))
-    return _previous[0]
+        return _write(writing, content, target, keep, ranks)
+    try:
+        lane = ranks.broadcast(_free_lane())
+        finish_previous({lane})  # here too: it is over on the first rank
+        work = partial(_write, writing, content, target, keep, ranks.in_lane(lane, process_group))
+        handle = SaveHandle(target, work, writing.wait_for_device, {*concerned, lane})
+    except BaseException:
+        writing.give_back()
+        raise
+    _handles.append(handle)
+    return handle
 
 
 def _check_keep(keep: Any) -> None:
@@ -285,8 +295,8 @@ def load(
             another path or other settings. Nothing was replaced.
         Exception: what the scheduler, or hooks for loading, raised; everything was put back.
     """
-    wait_for_previous()
     stack: SlotKeyedOptimizer | None = stack_of(optimizer)
+    wait_for_previous(_concerned(Path(path), model, stack, process_group))
     if stack is not None:
         stack.step_mark.check_lent("checkpoint.load")
     ranks = Ranks.of(process_group)
@@ -338,12 +348,17 @@ class SaveHandle:
 
     Attributes:
         path: the directory of the version, once it is complete.
+        concerned: keys of the path, the model, the optimizer and the communication of the save.
     """
 
     def __init__(
-        self, path: Path, work: Callable[[], object], device_is_free: Callable[[float | None], bool]
+        self,
+        path: Path,
+        work: Callable[[], object],
+        device_is_free: Callable[[float | None], bool],
+        concerned: Set[Hashable],
     ) -> None:
-        self.path = path
+        self.path, self.concerned = path, concerned
         self._work, self._device_is_free = work, device_is_free
         self._future: Future[Path] = Future()
         self._is_raised = False
@@ -400,28 +415,55 @@ class SaveHandle:
             raise TimeoutError(f"{self.path}: not yet copied from the device")
 
 
-_previous: list[SaveHandle] = []
-"""The save in the background: one at a time."""
+_handles: list[SaveHandle] = []
+"""Saves in the background for which no later save has waited."""
 
 
-def finish_previous() -> None:
-    """Wait for the save in the background, if there is one.
+def _concerned(
+    path: Path, model: Models, stack: SlotKeyedOptimizer | None, group: ProcessGroup | None
+) -> set[Hashable]:
+    """Return keys of everything for which two saves in the background would be in each other's way:
+    the path, or the path of a version in it; the objects whose memory is borrowed; a group that the
+    caller gave."""
+    objects: list[object] = [*(chunk for _, chunk in chunks_of(model)), stack, group]
+    keys: set[Hashable] = {id(value) for value in objects if value is not None}
+    whole = path.absolute()
+    return keys | {str(whole.parent if whole.name.startswith("version-") else whole)}
+
+
+def _free_lane() -> str:
+    """Return the name of a lane in which no save of this process is under way."""
+    busy = {key for handle in list(_handles) if not handle.done() for key in handle.concerned}
+    return next(lane for n in itertools.count() if (lane := f"lane {n}") not in busy)
+
+
+def finish_previous(concerned: Set[Hashable] | None = None) -> None:
+    """Wait for saves in the background.
+
+    Args:
+        concerned: keys of the saves, as :func:`_concerned` makes them; None for all saves.
 
     Raises:
-        RuntimeError: it failed and no call has raised that yet.
+        RuntimeError: some failed and no call has raised that yet.
     """
-    if not _previous:
-        return
-    handle = _previous.pop()
-    error = handle._future.exception()
-    handle._thread.join()
-    if error is not None and not handle._is_raised:
-        raise RuntimeError(
-            f"the save in the background of {handle.path} failed: {error}"
-        ) from error
+    failed: list[tuple[Path, BaseException]] = []
+    for handle in _those(concerned):
+        _handles.remove(handle)
+        error = handle._future.exception()
+        handle._thread.join()
+        if error is not None and not handle._is_raised:
+            failed.append((handle.path, error))
+    if failed:
+        texts = "; ".join(f"the save in the background of {path} failed: {e}" for path, e in failed)
+        raise RuntimeError(texts) from failed[0][1]
 
 
-def wait_for_previous() -> None:
-    """Wait for the save in the background, if there is one; a failure is kept for the next save."""
-    for handle in _previous:
+def wait_for_previous(concerned: Set[Hashable] | None = None) -> None:
+    """Wait for saves in the background, as :func:`finish_previous` does; failures are kept for the
+    next save."""
+    for handle in _those(concerned):
         handle._future.exception()
+
+
+def _those(concerned: Set[Hashable] | None) -> list[SaveHandle]:
+    return [one for one in list(_handles) if concerned is None or one.concerned & concerned]

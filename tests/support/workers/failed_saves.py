@@ -3,6 +3,7 @@ save after that."""
 
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -65,6 +66,21 @@ def main(directory: str) -> None:
     found["one is late"] = told_by(save)
     meet(folder, rank, "again")
     found["again"] = told_by(save)
+    other = nn.Linear(8, 8)
+    both = other, get_megatron_optimizer(OptimizerConfig(lr=1e-3), other)
+    go = threading.Event()
+
+    def held(self: Any) -> Any:
+        assert "first" not in str(self.folder) or go.wait(60)
+        return write(self)
+
+    writing.Writing.write = held
+    first = checkpoint.save(folder / "first", model, optimizer, asynchronous=True)
+    second = checkpoint.save(folder / "second", *both, asynchronous=True)
+    found["side by side"] = [second.wait(60).name, first.done()]
+    checkpoint.load(folder / "second", *both)
+    go.set()
+    found["side by side"] += [first.wait(60).name]
     torch.save(found, folder / f"rank{rank}.pt")
     meet(folder, rank, "end")
     sys.stdout.flush()

@@ -244,6 +244,21 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, gate, form):
     assert train(model, optimizer, 3, start=2) == expected
 
 
+def test_background_save_waits_for_none_of_another_optimizer_and_path(tmp_path, monkeypatch):
+    opened, write = threading.Event(), writing.Writing.write
+
+    def held(self):
+        assert "first" not in str(self.folder) or opened.wait(60)
+        return write(self)
+
+    monkeypatch.setattr(writing.Writing, "write", held)
+    first = checkpoint.save(tmp_path / "first", *build("bf16"), asynchronous=True)
+    second = checkpoint.save(tmp_path / "second", *build("bf16"), asynchronous=True)
+    assert second.wait(60) == tmp_path / "second" / "version-1" and not first.done()
+    opened.set()
+    assert first.wait(60) == tmp_path / "first" / "version-1"
+
+
 def test_one_save_at_a_time(tmp_path, gate, trained):
     first = checkpoint.save(tmp_path, *trained, extra={"n": 1}, asynchronous=True)
     threading.Timer(0.2, gate.set).start()

@@ -31,3 +31,9 @@ def test_ranks_that_go_on_after_a_failure_save_again(ranks, folder):
         assert rank["one is late"].startswith("MissingRanksError: ")
         assert rank["again"] == "no error"
     checkpoint.verify(folder / "saved")
+
+
+def test_background_saves_of_two_optimizers_do_not_wait_for_each_other(ranks, folder):
+    for rank in ranks:
+        assert rank["side by side"] == ["version-1", False, "version-1"]
+    checkpoint.verify(folder / "first")
