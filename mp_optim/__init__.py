@@ -27,6 +27,8 @@ from mp_optim.precision import (
     StepResult,
 )
 from mp_optim.ranks.agreement import ProcessGroups
+from mp_optim.ranks.missing_ranks import MissingRanksError
+from mp_optim.slots.interrupted_step import BrokenOffError
 from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.torch_style.classes import (
     LAMB,
@@ -53,6 +55,7 @@ __all__ = [
     "AdamW",
     "AuditError",
     "AuditWarning",
+    "BrokenOffError",
     "ChainedOptimizer",
     "ConstantGradScaler",
     "DistributedOptimizer",
@@ -64,6 +67,7 @@ __all__ = [
     "HybridDeviceOptimizer",
     "Lion",
     "MegatronOptimizer",
+    "MissingRanksError",
     "ModelParallel",
     "Muon",
     "OptimizerConfig",

@@ -38,7 +38,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.distributed.buckets import Entry, FlatBucket
 from mp_optim.process.calls import in_own_modes
 from mp_optim.ranks.agreement import check_agreement
-from mp_optim.ranks.missing_ranks import wait_for, wait_for_all
+from mp_optim.ranks.missing_ranks import start_collective, wait_for, wait_for_all
 from mp_optim.slots.param_attributes import (
     adds_to_main_grad,
     reducer_of,
@@ -71,6 +71,8 @@ class GradReducer:
         order: of the reductions; perhaps with those of other reducers.
         rounds: how many passes were reduced since :meth:`zero`.
         arrived: of each bucket, the parameters whose gradient has arrived in this backward.
+        late: the first parameter whose gradient arrived after the gradients of its bucket were
+            reduced, until :meth:`zero`; empty for none.
     """
 
     order: LaunchOrder
@@ -100,7 +102,7 @@ class GradReducer:
         self._complete = False
         self.first_used, self.synchronizes, self.rounds = first_used, True, 0
         LaunchOrder([self], again=not self._keeps_grads)
-        self.has_gradients, self.taken = False, 0
+        self.has_gradients, self.taken, self.late = False, 0, ""
         self.bytes_reduced = self.grad_bytes_gathered = 0
         for index, bucket in enumerate(buckets):
             for entry in bucket.entries:
@@ -134,19 +136,18 @@ class GradReducer:
             self.order.advance()
 
     def _collect(self, index: int, entry: Entry) -> None:
-        """Move a parameter's ``grad`` into its bucket.
+        """Move a parameter's ``grad`` into its bucket; drop it if the bucket was reduced already.
+
+        A gradient that is dropped is in nobody's way if ``zero_grad()`` comes before the next step:
+        a GAN's generator gives its discriminator such gradients.
 
         Raises:
-            RuntimeError: the bucket was reduced already. TypeError: the gradient is sparse.
+            TypeError: the gradient is sparse.
         """
         grad, bucket = entry.param.grad, self.buckets[index]
         if self._reduced[index] and self._keeps_grads:
-            raise RuntimeError(
-                f"{entry.name} got a gradient after the gradients of this step were reduced: call "
-                "zero_grad() after step(); with several backward passes per step and "
-                "overlap_grad_reduce=True, run all but the last under no_sync(); checkpoint "
-                "activations with use_reentrant=False"
-            )
+            self.late, entry.param.grad = self.late or entry.name, None
+            return
         if grad is None:
             return
         self.has_gradients = True
@@ -163,11 +164,22 @@ class GradReducer:
 
     def collect_all(self) -> bool:
         """Take in gradients that no hook saw, because the caller put them into ``grad``.
-        Returns whether anything is left to reduce."""
+        Return whether anything is left to reduce.
+
+        Raises:
+            RuntimeError: a gradient was dropped that belongs to this step.
+        """
         for index, bucket in enumerate(self.buckets):
             for entry in bucket.entries:
                 if entry.param.grad is not None:
                     self._collect(index, entry)
+        if self.late:
+            raise RuntimeError(
+                f"{self.late} got a gradient after the gradients of this step were reduced: call "
+                "zero_grad() between step() and the next backward; with several backward passes "
+                "per step and overlap_grad_reduce=True, run all but the last under no_sync(); "
+                "checkpoint activations with use_reentrant=False"
+            )
         return not all(self._reduced) or any(self._waiting)
 
     # -- reducing -------------------------------------------------------------------------------
@@ -249,7 +261,7 @@ class GradReducer:
             self._reduced[index] = self._waiting[index] = False
             for entry in bucket.entries:
                 entry.param.grad = None
-        self._complete, self.rounds, self.has_gradients = False, 0, False
+        self._complete, self.rounds, self.has_gradients, self.late = False, 0, False, ""
         self.bytes_reduced = self.grad_bytes_gathered = 0
 
 
@@ -465,7 +477,7 @@ class Flag:
         self._device, self._group = kinds.get("cpu", next(iter(kinds.values()))), group
         self._flag = torch.full((1,), raised, dtype=torch.int32, device=self._device)
         largest = dist.ReduceOp.MAX
-        self._work = dist.all_reduce(self._flag, op=largest, group=group, async_op=True)
+        self._work = start_collective(dist.all_reduce, self._flag, op=largest, group=group)
 
     def wait(self) -> bool:
         """The answer, known to the host."""
@@ -509,7 +521,7 @@ class Reduction:
         if _are_even(self.bounds):
             self.result = torch.empty_like(self.owned) if self.add else self.owned
             self.works.append(
-                _reduce_scatter(self.result, self.grads, op=op, group=self.group, async_op=True)
+                start_collective(_reduce_scatter, self.result, self.grads, op=op, group=self.group)
             )
             return
         for rank, (first, last) in enumerate(itertools.pairwise(self.bounds)):
@@ -517,7 +529,7 @@ class Reduction:
                 self.result = self.grads[first:last]
             if last > first:
                 to, part = dist.get_global_rank(self.group, rank), self.grads[first:last]
-                self.works.append(dist.reduce(part, to, op, group=self.group, async_op=True))
+                self.works.append(start_collective(dist.reduce, part, to, op, group=self.group))
 
     def wait(self) -> None:
         """Return when the owned shard is complete (on an accelerator: for work queued from now
@@ -566,13 +578,13 @@ class _Exchange(Reduction):
         counts = [b - a for a, b in parts]
         count, even = counts[self.group.rank()], len(set(counts)) == 1
         self.received = self.grads.new_empty(count * ranks)
-        work = dist.all_to_all_single(
+        work = start_collective(
+            dist.all_to_all_single,
             _bytes(self.received),
             _bytes(self.sent),
             None if even else [count * width] * ranks,
             None if even else [of_rank * width for of_rank in counts],
             group=self.group,
-            async_op=True,
         )
         self.works = [work]
 
@@ -626,9 +638,9 @@ def all_gather(flat: Tensor, bounds: Sequence[int], group: ProcessGroup) -> list
     data, width = _bytes(flat), flat.element_size()
     parts = [data[first * width : last * width] for first, last in itertools.pairwise(bounds)]
     if _are_even(bounds):
-        return [_gather_into(data, parts[group.rank()], group=group, async_op=True)]
+        return [start_collective(_gather_into, data, parts[group.rank()], group=group)]
     return [
-        dist.broadcast(part, src=dist.get_global_rank(group, rank), group=group, async_op=True)
+        start_collective(dist.broadcast, part, src=dist.get_global_rank(group, rank), group=group)
         for rank, part in enumerate(parts)
         if len(part)
     ]
@@ -637,9 +649,8 @@ def all_gather(flat: Tensor, bounds: Sequence[int], group: ProcessGroup) -> list
 def broadcast(flat: Tensor, group: ProcessGroup) -> None:
     """Give every rank the first one's values."""
     if group.size() > 1:
-        work = dist.broadcast(
-            _bytes(flat), src=dist.get_global_rank(group, 0), group=group, async_op=True
-        )
+        first = dist.get_global_rank(group, 0)
+        work = start_collective(dist.broadcast, _bytes(flat), src=first, group=group)
         wait_for(work, group, flat.device)
 
 

@@ -16,7 +16,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
-from mp_optim.ranks.missing_ranks import naming_missing_ranks, shared_store, wait_for
+from mp_optim.ranks.missing_ranks import (
+    naming_missing_ranks,
+    shared_store,
+    start_collective,
+    wait_for,
+)
 
 
 @dataclass(frozen=True)
@@ -190,7 +195,8 @@ def _largest(
         served = {known.type: known for known in group._device_types}
         numbers = numbers.to(device if device.type in served else next(iter(served.values())))
         with naming_missing_ranks(group)(doing):
-            work = dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            largest = dist.ReduceOp.MAX
+            work = start_collective(dist.all_reduce, numbers, op=largest, group=group)
             wait_for(work, group, numbers.device)
     return numbers
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mp_optim.ranks.missing_ranks import naming_missing_ranks, wait_for
+from mp_optim.ranks.missing_ranks import naming_missing_ranks, start_collective, wait_for
 from mp_optim.slots.partition import box_views
 from mp_optim.slots.tensor_layout import Boxes, MatrixParts, numel_of
 from mp_optim.update.rule import Workspace
@@ -197,13 +197,13 @@ class _Hop:
             return
         self._buffer = torch.empty(sum(counts), dtype=dtype, device=device)
         with self._guard(_DOING):
-            self._work = dist.all_to_all_single(
+            self._work = start_collective(
+                dist.all_to_all_single,
                 self._buffer.view(torch.uint8),
                 self._packed.view(torch.uint8),
                 [count * width for count in counts],
                 sizes,
                 group=group,
-                async_op=True,
             )
 
     def arrived(self, device: torch.device) -> _Pieces:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mp_optim.ranks.missing_ranks import naming_missing_ranks, wait_for
+from mp_optim.ranks.missing_ranks import naming_missing_ranks, start_collective, wait_for
 from mp_optim.slots import CachedTensorList
 from mp_optim.slots.partition import box_views, boxes
 from mp_optim.slots.tensor_layout import ShardRegion
@@ -186,7 +186,7 @@ def reduce_over(
     """
     for group in groups:
         with naming_missing_ranks(group)(doing):
-            work = dist.all_reduce(value, op=op, group=group, async_op=True)
+            work = start_collective(dist.all_reduce, value, op=op, group=group)
             wait_for(work, group, value.device)
 
 

@@ -28,9 +28,11 @@ from mp_optim import (
 from mp_optim.checkpoint.shards import FlatShard
 from mp_optim.distributed.grad_reducer import start_reduction
 from mp_optim.planner import Layout, plan
+from mp_optim.ranks import missing_ranks
 from support.by_day import is_asked_for
 from support.models import DTYPES, config_for, is_expert
 
+missing_ranks._PATIENCE = 5.0
 STEPS = 3
 SETTINGS: dict[str, dict[str, Any]] = {
     "no_shard": {},
@@ -553,10 +555,12 @@ def misuse(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
     model, optimizer = build(case, group)
     loss = model(tokens_of(0, rank, 0), False)
     loss.backward(retain_graph=True)
-    found["second backward"] = error_of(loss.backward)
+    loss.backward()
+    found["second backward"] = error_of(optimizer.step)
     model, optimizer = build(case, group)
     train(model, optimizer, case, rank, range(1))
-    found["no zero_grad"] = error_of(lambda: model(tokens_of(0, rank, 0), False).backward())
+    model(tokens_of(0, rank, 0), False).backward()
+    found["no zero_grad"] = error_of(optimizer.step)
     optimizer.zero_grad()
     for name in ("module not called", "waited by hand"):
         optimizer.step()
@@ -566,6 +570,37 @@ def misuse(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
         found[name] = error_of(
             lambda: (model.embed(torch.tensor([1])) @ model.dense.weight).sum().backward()
         )
+    return found
+
+
+def gan(rank: int, group: dist.ProcessGroup) -> dict[str, str]:
+    """The usual loop, in which the generator's backward pass gives the discriminator gradients
+    after its step; digests of both, by how gradients are reduced."""
+    zero = {"use_distributed_optimizer": True}
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "no_shard": {**zero, "data_parallel_sharding_strategy": "no_shard"},
+        "optim": zero,
+        "optim, overlap": {**zero, "overlap_grad_reduce": True},
+        "optim_grads": {**zero, "data_parallel_sharding_strategy": "optim_grads"},
+        "layer-wise": {**zero, "use_layer_wise_distributed_optimizer": True},
+    }
+    found = {}
+    for way, settings in ways.items():
+        torch.manual_seed(0)
+        nets = [nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(2)]
+        config = config_for("fp32", clip_grad=0.0, **settings)
+        groups = ProcessGroups(dp=group) if settings else None
+        of_nets = [get_megatron_optimizer(config, net, process_groups=groups) for net in nets]
+        for step in range(3):
+            noise = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            of_nets[1].zero_grad()
+            nets[1](nets[0](noise).detach()).square().mean().backward()
+            of_nets[1].step()
+            of_nets[0].zero_grad()
+            nets[1](nets[0](noise)).square().mean().backward()
+            of_nets[0].step()
+        found[way] = "".join(digest(net.state_dict()) for net in nets)
     return found
 
 
@@ -693,6 +728,7 @@ def main(directory: str, *times: str) -> None:
     results["several backwards"] = several_backwards(rank, groups[4])
     results["passes of some"] = passes_of_some(rank, groups[4])
     results["parts of some"] = parts_of_some(rank, own)
+    results["gan"] = gan(rank, groups[4])
     results["disagree"] = disagree(rank, groups[4])
     impatient = [dist.new_group([0, 1, 2, 3], timeout=timedelta(seconds=3)) for _ in range(2)]
     results["late"] = leave(rank, 1, impatient[0])

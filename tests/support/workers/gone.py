@@ -26,9 +26,11 @@ from torch import nn
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint import writing
 from mp_optim.checkpoint.ranks import job_timeout
+from mp_optim.ranks import missing_ranks
 
 warnings.filterwarnings("ignore")
 TIMEOUT, GONE, BUSY = timedelta(seconds=77), 3, 1
+missing_ranks._PATIENCE = 7.0  # more than the busy rank takes
 
 
 def heard(work: Any) -> dict[str, Any]:

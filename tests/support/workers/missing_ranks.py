@@ -26,10 +26,12 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.ranks.missing_ranks import all_gather, learn_addresses
+from mp_optim.ranks import missing_ranks
+from mp_optim.ranks.missing_ranks import all_gather
 
 RANKS = 4
 TIMEOUT = 4.0
+PATIENCE = missing_ranks._PATIENCE = 5.0
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,6 @@ def objects() -> Callable[[], Any]:
         return all_gather(group, "saving", dist.get_rank())
 
     gather()
-    learn_addresses(group)
     return gather
 
 

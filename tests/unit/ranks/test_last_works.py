@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mp_optim.ranks import missing_ranks
+from mp_optim.ranks import last_collectives
 from support.launch import run_forked_program
 
 _SET_NAME = 15
 """PR_SET_NAME of prctl(2)."""
 
 pytestmark = pytest.mark.skipif(
-    not missing_ranks._TASKS.exists(), reason="this system does not list its threads"
+    not last_collectives._TASKS.exists(), reason="this system does not list its threads"
 )
 
 
@@ -34,7 +34,7 @@ def test_a_thread_that_works_is_waited_for() -> None:
     thread = threading.Thread(target=_busy_like_gloo, args=(begun, done), daemon=True)
     thread.start()
     begun.wait()
-    missing_ranks.finish()
+    last_collectives.finish()
     assert done.is_set()
     thread.join()
 
@@ -43,14 +43,14 @@ def test_the_name_is_the_one_that_torch_gives() -> None:
     store = dist.HashStore()
     group = dist.ProcessGroupGloo(store, 0, 1)
     group.allreduce([torch.ones(1)]).wait()
-    assert list(missing_ranks._states())
+    assert list(last_collectives._states())
 
 
 def test_a_thread_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(missing_ranks, "_states", lambda: "R")
-    monkeypatch.setattr(missing_ranks, "_EXIT_PATIENCE", 0.05)
+    monkeypatch.setattr(last_collectives, "_states", lambda: "R")
+    monkeypatch.setattr(last_collectives, "_EXIT_PATIENCE", 0.05)
     begun = time.monotonic()
-    missing_ranks.finish()
+    last_collectives.finish()
     assert 0.05 <= time.monotonic() - begun < 2.0
 
 
@@ -62,9 +62,9 @@ def test_a_stack_with_ranks_registers_it() -> None:
 _PROGRAM = """
 import torch, torch.distributed as dist
 from mp_optim import OptimizerConfig, ProcessGroups, get_megatron_optimizer
-from mp_optim.ranks import missing_ranks
+from mp_optim.ranks import last_collectives
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-missing_ranks.finish = lambda: print("finished")
+last_collectives.finish = lambda: print("finished")
 model = torch.nn.Linear(2, 2)
 groups = ProcessGroups(grad_stats=dist.group.WORLD)
 optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), model, process_groups=groups)
