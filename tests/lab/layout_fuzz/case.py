@@ -130,6 +130,9 @@ class Case:
         scaled: steps before which every second row of all parameters is halved.
         averaged: steps before which the model has its averages for a moment.
         publishes: steps after which it is published which weights changed.
+        late: after each step a backward pass gives gradients that ``zero_grad`` clears, as the
+            generator of a GAN gives its discriminator.
+        shrinks: some of the ranks save alone before all do, as if the others had ended.
         layouts: the first trains until ``change``, saves a checkpoint, and the second loads it and
             goes on.
     """
@@ -154,6 +157,8 @@ class Case:
     scaled: tuple[int, ...] = ()
     averaged: tuple[int, ...] = ()
     publishes: tuple[int, ...] = ()
+    late: bool = False
+    shrinks: bool = False
     background: bool = False
     settings: Settings = ()
     bad: BadGradient | None = None

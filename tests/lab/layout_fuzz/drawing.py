@@ -127,7 +127,20 @@ class _Draw:
             "settings": self.settings(case),
             "publishes": self.publishes(steps),
         }
-        return case.with_(**changes, **self.writes(case, steps))
+        return case.with_(**changes, **self.writes(case, steps), **self.lives(case))
+
+    def lives(self, case: Case) -> dict[str, bool]:
+        """Whether gradients arrive late, and whether ranks save alone; drawn apart, so that nothing
+        else of a case depends on it. ZeRO-2 reduces late gradients, for which all ranks need a
+        backward pass."""
+        apart = random.Random(f"lives {self.seed}")
+        settings = [layout.setting("data_parallel_sharding_strategy") for layout in case.layouts]
+        first = case.layouts[0]
+        shared = first.kind in ("copies", "fsdp") and {name for name, _ in first.mesh} == {"dp"}
+        return {
+            "late": apart.random() < 0.3 and "optim_grads" not in settings,
+            "shrinks": apart.random() < 0.5 and shared and case.world == "processes",
+        }
 
     def publishes(self, steps: int) -> tuple[int, ...]:
         """After which steps changed weights are published, in half of the cases; drawn apart, so
@@ -234,8 +247,9 @@ class _Draw:
         odd = Disagreement(what, pick.randrange(layout.ranks), -1 if built else pick.randint(1, 2))
         apart = random.Random(f"disagreement {self.seed}")
         if apart.random() < 0.5:  # so that nothing else of a case depends on it
-            what = apart.choice(("factors", *OTHER_SETTINGS))
-            odd = Disagreement(what, odd.rank, 2 if what == "factors" else -1)
+            what = apart.choice(("factors", "clip_grad later", "zeros later", *OTHER_SETTINGS))
+            is_later = what == "factors" or what.endswith("later")
+            odd = Disagreement(what, odd.rank, 2 if is_later else -1)
         layers = tuple(
             self.model.layer(f"blocks.{index}", "bf16") for index in range(pick.randint(1, 3))
         )

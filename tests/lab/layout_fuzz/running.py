@@ -27,6 +27,8 @@ from lab.layout_fuzz.model import Network, gradient, initial, row_factors, used
 from lab.layout_fuzz.publishing import Published
 from mp_optim import OptimizerConfig, ProcessGroups, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint import FlatShard
+from mp_optim.checkpoint.entries import entry_name
+from mp_optim.checkpoint.version_files import read_index, read_manifest
 from mp_optim.config.rules import RULES
 
 __all__ = ["FORMS", "OTHER_SETTINGS", "Outcome", "config_of", "perform"]
@@ -125,6 +127,9 @@ def _perform(case: Case, phase: int, rank: int, folder: str, outcome: Outcome) -
         outcome.stage = "checkpoint"
         checkpoint.load(folder, run.model, run.optimizer)
     run.train(case.phase(phase))
+    if phase == 0 and case.shrinks:
+        outcome.stage = "checkpoint"
+        run.save_alone(folder)
     if phase == 0 and len(case.layouts) > 1:
         outcome.stage = "checkpoint"
         saved = checkpoint.save(folder, run.model, run.optimizer, asynchronous=case.background)
@@ -239,6 +244,8 @@ class _Run:
             self.outcome.norms.append(result.grad_norm)
             self.outcome.successes.append(bool(result.success))
             self.outcome.zeros.append(result.num_zeros_in_grad)
+            if self.case.late:
+                self._backward(step, self.case.parts - 1)
             if published is not None and step in self.case.publishes:
                 published.take()
                 params = self.model.get_parameter
@@ -250,6 +257,10 @@ class _Run:
             group["lr"] *= 0.5 ** (step in self.case.halve_lr)
         if self._differs("lr", step):
             self.optimizer.param_groups[-1]["lr"] *= 0.75
+        if self._differs("clip_grad later", step):
+            self.optimizer.config.clip_grad = 0.125
+        if self._differs("zeros later", step):
+            self.optimizer.config.log_num_zeros_in_grad = True
         if step in self.case.averaged:
             with self.optimizer.averaged_weights():
                 pass
@@ -322,6 +333,29 @@ class _Run:
                 return None
             self.optimizer.scale_loss(loss).backward()
         return float(loss.item())
+
+    def save_alone(self, folder: str) -> None:
+        """Let all ranks but the last save, as if it had ended: the save is refused, or it is whole.
+        A whole one loads in one process."""
+        alone = dist.new_group(list(range(self.layout.ranks - 1 or 1)))
+        if self.rank >= (self.layout.ranks - 1 or 1):
+            return
+        path = f"{folder}/alone"
+        try:
+            version = checkpoint.save(path, self.model, self.optimizer, process_group=alone)
+        except ValueError as error:
+            if "the ranks that save hold" not in str(error):
+                raise
+            return
+        saved = set(read_index(version, read_manifest(version)).entries)
+        slots = self.optimizer.slots()
+        keys = [
+            entry_name(key, self.optimizer.slot_name(slot))
+            for slot in slots
+            for key in self.optimizer.slot_state(slot)
+        ]
+        if missing := sorted(set(keys) - saved):
+            raise AssertionError(f"a save of some ranks lacks {missing[:4]}")
 
     # -- reading ----------------------------------------------------------------------------------
 

@@ -25,6 +25,8 @@ from mp_optim.ranks import missing_ranks
 
 __all__ = ["receive", "send", "serve"]
 
+missing_ranks._PATIENCE = 5.0  # a case whose ranks do not meet ends soon
+
 
 def send(pipe: Connection, message: Any) -> None:
     buffer = io.BytesIO()
