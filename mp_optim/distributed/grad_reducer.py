@@ -26,13 +26,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.distributed.buckets import Entry, FlatBucket
@@ -44,6 +45,7 @@ from mp_optim.slots.param_attributes import (
     reducer_of,
     set_main_grad,
     set_reducer,
+    unset_reducer,
 )
 from mp_optim.update.chunking import piece_elements
 
@@ -104,6 +106,9 @@ class GradReducer:
         LaunchOrder([self], again=not self._keeps_grads)
         self.has_gradients, self.taken, self.late = False, 0, ""
         self.bytes_reduced = self.grad_bytes_gathered = 0
+        self._entries: dict[int, Entry] = {}  # by mark
+        self._watched: dict[int, _Watched] = {}  # by id of the entry
+        weakref.finalize(self, _unwatch, self._watched).atexit = False
         for index, bucket in enumerate(buckets):
             for entry in bucket.entries:
                 self.watch(index, entry)
@@ -114,17 +119,23 @@ class GradReducer:
         """Put the hook on an entry's parameter; one that an earlier optimizer put there has no
         effect any more."""
         this, param, mark = weakref.ref(self), cast(Any, entry.param), next(_marks)
+        self._entries[mark] = entry  # the hook must not keep it: it has the parameter
 
         def arrive(tensor: Tensor) -> None:
             reducer = this()
             if reducer is not None and reducer_of(tensor) == mark:
                 with reducer.order.arrivals:
-                    reducer._arrive(index, entry)
+                    reducer._arrive(index, reducer._entries[mark])
 
+        if (before := self._watched.pop(id(entry), None)) is not None:
+            del self._entries[before.mark]
+            _unwatch({id(entry): before})
         set_reducer(param, mark)
-        param.register_post_accumulate_grad_hook(arrive)
-        if self._keeps_grads:
-            set_main_grad(param, self.buckets[index].local_grad(entry))
+        handle = param.register_post_accumulate_grad_hook(arrive)
+        grad = self.buckets[index].local_grad(entry) if self._keeps_grads else None
+        if grad is not None:
+            set_main_grad(param, grad)
+        self._watched[id(entry)] = _Watched(weakref.ref(param), handle, mark, grad)
 
     @in_own_modes
     def _arrive(self, index: int, entry: Entry) -> None:
@@ -214,7 +225,7 @@ class GradReducer:
         self._reduced[index], self._waiting[index] = True, False
         self._complete = False
         self.rounds += index == 0
-        self.order.under_way.append((self, index, work))
+        self.order.under_way.append((weakref.proxy(self), index, work))
         if not config.overlap_grad_reduce:
             self.order.wait(leave=len(self.order.under_way) - 1)
 
@@ -265,6 +276,24 @@ class GradReducer:
         self.bytes_reduced = self.grad_bytes_gathered = 0
 
 
+class _Watched(NamedTuple):
+    """A parameter with a reducer's hook, and the attributes that the reducer set there."""
+
+    param: weakref.ref[Any]
+    handle: RemovableHandle
+    mark: int
+    grad: Tensor | None
+
+
+def _unwatch(watched: dict[int, _Watched]) -> None:
+    """Take hooks and attributes from parameters, unless another reducer has set its own since."""
+    for of_param, handle, mark, grad in watched.values():
+        handle.remove()
+        if (param := of_param()) is not None and reducer_of(param) == mark:
+            unset_reducer(param, grad)
+    watched.clear()
+
+
 def _named(bucket: FlatBucket) -> str:
     first, last = bucket.entries[0].name, bucket.entries[-1].name
     return f"the bucket from {first} to {last}"
@@ -296,7 +325,9 @@ class LaunchOrder:
             for number, member in enumerate(members)
             for index, place in enumerate(member.first_used)
         ]
-        self._members, self._again = tuple(members), again
+        # Weak, because each member keeps its order.
+        self._members: tuple[GradReducer, ...] = tuple(map(weakref.proxy, members))
+        self._again = again
         self._groups = tuple(dict.fromkeys(member.group for member in members))
         self._announced: list[Flag] = []
         self.arrivals = threading.Lock()

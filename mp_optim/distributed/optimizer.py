@@ -113,9 +113,8 @@ class DistributedOptimizer(CompositeOptimizer):
         _show_settings(self, sharded=not self._model.steps_everything)
         # a listener makes backward wait for earlier reductions
         if self.early_work.steppers:
-            self.grad_reducer.on_reduced = lambda bucket: self.shards.gradients_ready(
-                self._model.tensors[bucket]
-            )
+            shards, tensors = self.shards, self._model.tensors  # the reducer must not keep `self`
+            self.grad_reducer.on_reduced = lambda bucket: shards.gradients_ready(tensors[bucket])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only before the buckets are made.

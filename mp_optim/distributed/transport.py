@@ -7,11 +7,13 @@ recognised by attributes, so that Megatron need not be installed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -25,6 +27,7 @@ from mp_optim.distributed.buckets import (
     make_buckets,
 )
 from mp_optim.distributed.grad_reducer import GradReducer, all_gather, broadcast
+from mp_optim.process.calls import weak_method
 from mp_optim.process.leases import before_writing
 from mp_optim.ranks.missing_ranks import wait_for_all
 
@@ -36,6 +39,16 @@ _DDP_DECIDES = (
     "bucket_size",
     "use_layer_wise_distributed_optimizer",
 )
+
+
+def _leave(
+    handles: Sequence[Any], under_way: dict[int, Any], group: ProcessGroup, device: torch.device
+) -> None:
+    """Take hooks from modules, and wait for parameters that no hook would wait for any more."""
+    for handle in handles:
+        handle.remove()
+    for works in under_way.values():
+        wait_for_all(works, group, device)
 
 
 class ParamGatherer:
@@ -62,10 +75,15 @@ class ParamGatherer:
         self._overlaps = bool(modules)
         self.bytes_gathered = 0
         self.look()
+        handles: list[Any] = []
         for module in {id(m): m for root in modules for m in root.modules()}.values():
-            module.register_forward_pre_hook(self._before_forward)
+            handles.append(module.register_forward_pre_hook(weak_method(self._before_forward)))
         for root in modules:
-            root.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
+            hook = weak_method(self._before_state_dict)
+            handles.append(root.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+        device = buckets[0].params.device if buckets else torch.device("cpu")
+        leave = weakref.finalize(self, _leave, handles, self._under_way, group, device)
+        leave.atexit = False
 
     def look(self) -> None:
         """Take note of the tensors that are parameters now."""

@@ -300,3 +300,10 @@ def reducer_of(param: Tensor) -> int | None:
 def set_reducer(param: Any, number: int) -> None:
     """Put a reducer's hook in force: a plain number, so that the parameter can still be pickled."""
     param.reduced_by = number
+
+
+def unset_reducer(param: Any, grad: Tensor | None) -> None:
+    """Undo :func:`set_reducer`, and :func:`set_main_grad` if it set this gradient."""
+    del param.reduced_by
+    if grad is not None and getattr(param, "main_grad", None) is grad:
+        del param.main_grad
