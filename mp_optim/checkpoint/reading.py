@@ -28,7 +28,6 @@ from mp_optim.checkpoint.version_files import (
     read_index,
     read_manifest,
 )
-from mp_optim.process.calls import uncollected
 from mp_optim.slots.partition import Box, any_overlap
 
 _STAGING_BYTES = 64 << 20
@@ -117,7 +116,6 @@ def _check_values(check: ValueCheck, dtype: torch.dtype, data: bytes) -> bytes:
     return data[count * dtype.itemsize :]
 
 
-@uncollected
 def plan_reading(tensors: Mapping[str, Tensor], version: Path, index: Index) -> Reading:
     """Find the saved elements for every element of tensors of the saved dtypes and shapes.
 

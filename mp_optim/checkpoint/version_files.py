@@ -48,7 +48,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
 from mp_optim.checkpoint.commit import MANIFEST, inside, is_plain_name, write_durably
-from mp_optim.process.calls import uncollected
 from mp_optim.slots.partition import Box
 
 BLOCK_BYTES = 1 << 20
@@ -269,7 +268,6 @@ def as_json(index: Index) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
 
 
-@uncollected
 def read_index(version: Path, files: Files) -> Index:
     """What a version holds and where.
 

@@ -51,7 +51,7 @@ from mp_optim.checkpoint.version_files import (
     header,
 )
 from mp_optim.process import host_memory, leases
-from mp_optim.process.calls import in_background, uncollected
+from mp_optim.process.calls import in_background
 from mp_optim.process.host_share import host_share
 from mp_optim.process.leases import Lease, SaveBorrow, StagedBytes, is_plain, lend
 from mp_optim.slots.partition import Box, check_cover, whole_box
@@ -133,7 +133,6 @@ class WriteShare:
     left_out: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
 
 
-@uncollected
 def holding_of(tensors: Mapping[str, Tensor]) -> Holding:
     whole, shards = [], []
     for name, tensor in tensors.items():
@@ -145,7 +144,6 @@ def holding_of(tensors: Mapping[str, Tensor]) -> Holding:
     return Holding(tuple(whole), tuple(shards))
 
 
-@uncollected
 def shares(
     sheets: Sheets, held: Sequence[Collection[bytes]], shards_of_ranks: Sequence[Sequence[Held]]
 ) -> list[WriteShare]:
@@ -316,7 +314,6 @@ class Writing:
             self._lent.give_back()
             self._lent, self.items = None, []
 
-    @uncollected
     def write(self) -> list[WrittenFile]:
         """Write this rank's files, synced: one for each thread that is worth it. No communication.
 
@@ -328,7 +325,6 @@ class Writing:
         paths = map(self.folder.joinpath, names)
         return _write_files(list(zip(_by_file(self.items, threads), paths, strict=False)))
 
-    @uncollected
     def finish(self, written: list[WrittenFile]) -> dict[str, FileSum]:
         """On the first rank, after all have written: write what is where.
 

@@ -10,7 +10,9 @@ the table that the captured kernels read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -21,7 +23,6 @@ from torch import Tensor
 from mp_optim.precision.measure import StepGrads
 from mp_optim.precision.verdict import DeviceVerdict, VerdictNumbers
 from mp_optim.process.accelerator import CUDA, Accelerator, accelerator_of
-from mp_optim.process.calls import uncollected
 from mp_optim.slots import DeviceMultiplier
 from mp_optim.slots.interrupted_step import StepMark
 
@@ -31,6 +32,18 @@ WARM = 2
 MOST_CHANGES = 8
 """Steps in a row with other gradient memory or another selection, after which no more is
 captured."""
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Switch automatic garbage collection off inside of the context."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class CudaGraph:
@@ -44,15 +57,15 @@ class CudaGraph:
         # graph was first captured; on another device nothing would be captured, in silence.
         self._stream = accelerator.stream(device)
 
-    @uncollected
     def capture(self, work: Callable[[], _Result]) -> _Result:
         """Let ``work`` queue what it does into the graph; nothing happens on the device before
         :meth:`replay`.
 
-        NOTE: what is collected may be another optimizer, whose finalizers wait for its copies; a
-        thread that captures may not wait, and its capture is lost.
+        NOTE: the garbage collector is off meanwhile. It could free an object whose finalizer waits
+        for the device, and a wait in the thread that captures breaks the capture.
         """
         with (
+            _uncollected(),
             self._accelerator.on(self._device),
             self._accelerator.capture(self._graph, self._stream),
         ):

@@ -1,10 +1,9 @@
-"""How calls of the package run: in modes of torch that it sets, in the background, without the
-garbage collector; and warnings that point at the caller's line."""
+"""How calls of the package run: in modes of torch that it sets, and in the background; warnings
+that point at the caller's line; callbacks that keep nothing alive."""
 
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import queue
 import sys
@@ -43,18 +42,17 @@ def torch_threads_flush() -> bool:
 
 def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
     """Run a public call of the package without autograd, outside of inference mode and with
-    denormal numbers kept, whatever its caller is in, and without automatic collections (see
-    :func:`uncollected`). Only the calling thread's modes are set; they are restored at the end."""
+    denormal numbers kept, whatever its caller is in. Only the calling thread's modes are set; they
+    are restored at the end."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        had_grad, was_on = torch.is_grad_enabled(), gc.isenabled()
+        had_grad = torch.is_grad_enabled()
         flushed = _DENORMAL * 1.0 == 0.0
         # by hand, and one in the other: an interrupt in the wrong place would make a context
-        # manager leave autograd, or the collector, off for good
+        # manager leave autograd off for good
         try:
             try:
-                gc.disable()
                 if flushed:
                     torch.set_flush_denormal(False)
                 if torch.is_inference_mode_enabled():
@@ -68,8 +66,6 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
         finally:
             if flushed:
                 torch.set_flush_denormal(True)
-            if was_on:
-                gc.enable()
 
     return call
 
@@ -169,28 +165,3 @@ def _carry_out(result: Future[T], work: Callable[[], T]) -> None:
         result.set_result(work())
     except BaseException as error:  # the caller that waits for it raises it
         result.set_exception(error)
-
-
-# -- the garbage collector ------------------------------------------------------------------------
-#
-# Every few hundred new objects it searches for cycles, now and then among all objects of the
-# process. Steps, saves and loads make and drop thousands that have no cycles, and half of their
-# time would go into that. These die before the call ends, so that a collector that is switched on
-# again never sees them: what it has seen come and stay brings its search of everything nearer.
-
-
-def uncollected(function: Callable[P, T]) -> Callable[P, T]:
-    """Run a call without automatic collections, if there are any; one in the package's own modes is
-    run so anyway."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        was_on = gc.isenabled()
-        try:  # by hand, as above: an interrupt must not leave it off
-            gc.disable()
-            return function(*args, **kwargs)
-        finally:
-            if was_on:
-                gc.enable()
-
-    return call
