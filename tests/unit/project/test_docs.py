@@ -64,12 +64,13 @@ def loss_of(model):
 def test_every_python_block_is_run_here():
     """By document, how many there are; each has a test below, those of the site's first pages and
     of clients in test_site.py and functional/test_few_lines.py, Megatron's in
-    unit/megatron/test_install.py."""
+    unit/megatron/test_install.py, the second life's in unit/checkpoint/test_other_worlds.py."""
     counts = {path: len(blocks_of(path, "python")) for path in DOCUMENTS}
     assert {str(path.relative_to(ROOT)): count for path, count in counts.items() if count} == {
         "README.md": 1,
         "docs/features.md": 1,
         "docs/many_ranks.md": 2,
+        "docs/troubleshooting.md": 1,
         "docs/checkpoints.md": 2,
         "docs/settings.md": 3,
         "docs/audit.md": 2,
