@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex, overload
 
+import torch
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from mp_optim.checkpoint.checked_load import CheckedLoad
@@ -132,6 +134,7 @@ def save(
         The directory of the version written; or, if ``asynchronous``, a handle to wait for it.
 
     Raises:
+        TypeError: an argument was given in another's place.
         ValueError: what is written could not be loaded again: two of the optimizer's parameters
             have one name, or a parameter of the model has another shape than the optimizer's. Or
             ``extra`` or the scheduler's state holds what a safe load would refuse, ranks
@@ -142,7 +145,7 @@ def save(
         RuntimeError: an earlier save in the background failed, or this one failed on another rank,
             naming it.
     """
-    stack: SlotKeyedOptimizer | None = stack_of(optimizer)
+    stack = _checked_stack("save", path, model, optimizer)
     concerned = _concerned(Path(path), model, stack, process_group)
     wait_for_previous(concerned)
     ranks = Ranks.of(process_group)
@@ -201,6 +204,30 @@ def save(
         raise
     _handles.append(handle)
     return handle
+
+
+def _checked_stack(call: str, path: Any, model: Any, optimizer: Any) -> SlotKeyedOptimizer | None:
+    """Return the stack of the optimizer that :func:`save` or :func:`load` was called with.
+
+    Raises:
+        TypeError: an argument is of another kind, such as one that was given in another's place.
+    """
+    call, stack = f"; call {call}(path, model, optimizer)", stack_of(optimizer)
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path={type(path).__name__}: must be a path{call}")
+    chunks = list(model) if isinstance(model, list | tuple) else [model]
+    for chunk in chunks:
+        if not isinstance(chunk, nn.Module):
+            why = ", not its state dict" if isinstance(chunk, Mapping) else ""
+            raise TypeError(f"model={type(chunk).__name__}: must be a module{why}{call}")
+    if stack is None or isinstance(stack, SlotKeyedOptimizer):
+        return stack
+    why = ", not its state dict" if isinstance(stack, Mapping) else ""
+    if isinstance(stack, torch.optim.Optimizer):
+        call = "; save another library's by torch.save(optimizer.state_dict(), path)"
+    raise TypeError(
+        f"optimizer={type(stack).__name__}: must be an optimizer of mp_optim, or None{why}{call}"
+    )
 
 
 def _check_keep(keep: Any) -> None:
@@ -289,13 +316,14 @@ def load(
         What was passed to :func:`save` as ``extra``.
 
     Raises:
+        TypeError: an argument was given in another's place.
         FileNotFoundError: there is no complete checkpoint under ``path``.
         ValueError: entries are missing, unexpected or mis-shaped, listing their names; bits would
             be lost; files are damaged or hold something else than data; or ranks call it with
             another path or other settings. Nothing was replaced.
         Exception: what the scheduler, or hooks for loading, raised; everything was put back.
     """
-    stack: SlotKeyedOptimizer | None = stack_of(optimizer)
+    stack = _checked_stack("load", path, model, optimizer)
     wait_for_previous(_concerned(Path(path), model, stack, process_group))
     if stack is not None:
         stack.step_mark.check_lent("checkpoint.load")

@@ -283,8 +283,8 @@ _NEEDS: dict[str, Need] = {
     "optimizer_offload_fraction": _OFFLOAD,
     "overlap_cpu_optimizer_d2h_h2d": _STEPPED_IN_MEMORY,
     "offload_mode": (
-        f"{_OFFLOADED[0]}, and with offload_place='streamed' release_gradients=True or "
-        "optimizer_state_path",
+        f"{_OFFLOADED[0]} (where offload_place='streamed', also release_gradients=True or "
+        "optimizer_state_path)",
         lambda c: (
             c.may_offload
             and (

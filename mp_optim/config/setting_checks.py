@@ -194,6 +194,10 @@ def as_fraction(value: Any) -> Any:
     value = _from_text(value)
     if isinstance(value, str):
         raise ValueError(text)
+    if isinstance(value, bool):
+        raise ValueError(f"{text}, not a bool; give {float(value)}")
+    if isinstance(value, int | float) and 2 <= value <= 100:
+        text += f"; give {value / 100:g} for {value:g} %"
     return Number(0.0, 1.0, said=text)(value)
 
 

@@ -28,7 +28,10 @@ from mp_optim.update.kernel_args import fp32
 
 _IN_A_ROW = 5
 _ALIKE = 1e-3
-"""Relative: what rounding a clipped gradient to bfloat16 changes in its norm is less."""
+"""Largest relative difference between the norms of FP32 gradients that were clipped to one norm."""
+_IN_A_ROW_OF_BF16 = 10
+_ALIKE_OF_BF16 = 2.0**-7
+"""The same for bfloat16: torch rounds norms, their root and the clip coefficient to 8 bits each."""
 
 
 _log = logging.getLogger(__name__)
@@ -152,22 +155,28 @@ class StandstillWatch:
 
     def _see_norm(self, norm: float | None, limit: float) -> None:
         """Warn, once, if some steps in a row came with one norm, and would be clipped again.
-        Nobody's gradients have the same norm again and again but those that were scaled to it;
-        constant ones, of a test or a benchmark, have it to the last bit.
+
+        Only clipped gradients have one norm again and again. Constant ones, of a test or a
+        benchmark, have it to the last bit. Clipped gradients in bfloat16 have norms next to the
+        limit.
 
         Args:
-            norm: of a step, before it was clipped. limit: ``clip_grad`` of the config.
+            norm: of a step, before it was clipped.
+            limit: ``clip_grad`` of the config.
         """
-        if self._warned_of_clipping or norm is None or not 0.0 < norm <= limit * (1.0 + _ALIKE):
+        over = 1.0 + _ALIKE_OF_BF16
+        if self._warned_of_clipping or norm is None or not 0.0 < norm <= limit * over:
             self._norms.clear()
             return
-        self._norms = [*self._norms[1 - _IN_A_ROW :], norm]
-        low, high = min(self._norms), max(self._norms)
-        if len(self._norms) < _IN_A_ROW or not low < high <= low * (1.0 + _ALIKE):
+        self._norms = [*self._norms[1 - _IN_A_ROW_OF_BF16 :], norm]
+        last, count = self._norms[-_IN_A_ROW:], len(self._norms)
+        is_one = count >= _IN_A_ROW and max(last) <= min(min(last), limit) * (1.0 + _ALIKE)
+        is_at_limit = count == _IN_A_ROW_OF_BF16 and min(self._norms) >= limit * (2.0 - over)
+        if not (is_one or is_at_limit) or min(last) == max(last):
             return
         self._warned_of_clipping = True
         warn(
-            f"the gradient norm was {norm:.4g} in {_IN_A_ROW} steps in a row, so something clips "
+            f"the gradient norm was {norm:.4g} in {count} steps in a row, so something clips "
             f"gradients before the optimizer clips them to {limit:g}. Clip in one place: here, and "
             "no max_grad_norm, gradient_clip_val or clip_grad_norm_ there (0 for the HF Trainer); "
             "or there, and clip_grad=0 in OptimizerConfig (max_grad_norm=None)"

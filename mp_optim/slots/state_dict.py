@@ -187,9 +187,9 @@ def _match_by_position(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> Gr
     if live_sizes != saved_sizes:
         raise ValueError(
             f"param groups do not match: this optimizer has groups of {live_sizes} parameters, "
-            f"the saved state has {saved_sizes}. With param_names in both, they are matched by "
-            "name; read "
-            "a state dict of torch, apex, Megatron or DeepSpeed with mp_optim.checkpoint.foreign"
+            f"the saved state has {saved_sizes}. Build both optimizers from "
+            "model.named_parameters(), and they are matched by name; read a state dict of torch, "
+            "apex, Megatron or DeepSpeed with mp_optim.checkpoint.foreign"
         )
     saved_ids = (index for group in saved for index in group["params"])
     slots = (slot for slot, _ in iter_slots(live))

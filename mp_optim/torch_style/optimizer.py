@@ -4,6 +4,7 @@ what it is asked for beside its rule's hyperparameters becomes a config.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -78,7 +79,7 @@ class StackOptimizer(WrappedOptimizer):
         settings = {key: value for key, value in settings.items() if key not in defaults}
         self._given_settings = settings
         self.process_groups = ProcessGroups()
-        config = config_of(self.rule, settings)
+        config = config_of(self.rule, settings, [*inspect.signature(type(self)).parameters][1:])
         self._empty = CLASSES[self.rule]([{"params": []}], **construction_of(config), **defaults)
         """The rule's optimizer without parameters, which checks settings."""
         self._of_rule = tuple(defaults)  # a wrapper (timm's Lookahead) adds its own
@@ -391,6 +392,14 @@ _STATES = {
     "4bit": UINT4,
 }
 _AVERAGES = {name: _STATES[name] for name in ("fp32", "bf16")}
+_FORMS = {
+    "fp32": ("float32", "32", "32bit", "float"),
+    "bf16": ("bfloat16",),
+    "fp16": ("float16", "half", "16"),
+    "8bit": ("int8", "uint8", "8", "8-bit", "8bits", "fp8", "float8"),
+    "4bit": ("int4", "uint4", "4", "4-bit", "4bits", "nf4"),
+}
+"""Other words for forms of state."""
 _REMAINDER_BITS = {"fp32": None, "remainder16": 16, "remainder8": 8, "none": NO_REMAINDER.name}
 _SAME = (
     "ema_decay",
@@ -515,8 +524,13 @@ _LIMIT = Number(open_low=True, may_be_infinite=True, optional=True, said=_SAID)
 _OTHER_NAMES = {
     "learning_rate": "it is called lr here",
     **dict.fromkeys(
-        ("optim_bits", "use_8bit", "block_wise"), "state='8bit' keeps moments in 8 bits"
+        ("optim_bits", "use_8bit", "block_wise", "quantize"), "state='8bit' keeps moments in 8 bits"
     ),
+    **dict.fromkeys(
+        ("state_dtype", "state_precision", "optimizer_state_dtype"), "it is called state here"
+    ),
+    **dict.fromkeys(("clip", "clipping", "max_norm"), "it is called max_grad_norm here"),
+    "learningrate": "it is called lr here",
     "percentile_clipping": "max_grad_norm clips, and skip_step_sigma_factor skips spikes",
     "is_paged": "offload=1.0 keeps state in host memory, and offload='auto' what does not fit",
     **dict.fromkeys(
@@ -567,17 +581,20 @@ _CALLED_HERE = {
 """What the config says in its messages, and what a caller of a class has written."""
 
 
-def config_of(rule: str, settings: Mapping[str, Any]) -> OptimizerConfig:
+def config_of(
+    rule: str, settings: Mapping[str, Any], arguments: Sequence[str] = ()
+) -> OptimizerConfig:
     """The config of a stack over parameters of any of bfloat16, float16 and float32.
 
     Args:
         rule: ``optimizer`` of the config.
         settings: of :class:`StackSettings`; those that are left out have their defaults.
+        arguments: names of the class's other arguments, for hints.
 
     Raises:
         TypeError: a name is unknown. ValueError: a value is out of range or does nothing.
     """
-    chosen: dict[str, Any] = {**_DEFAULTS, **_without_torchs(settings)}
+    chosen: dict[str, Any] = {**_DEFAULTS, **_without_torchs(settings, arguments)}
     try:
         return OptimizerConfig(
             optimizer=rule,
@@ -595,7 +612,7 @@ def config_of(rule: str, settings: Mapping[str, Any]) -> OptimizerConfig:
         raise ValueError(_in_words_of_here(str(error))) from None
 
 
-def _without_torchs(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _without_torchs(settings: Mapping[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
     kept = {}
     for name, value in settings.items():
         if name in NOT_HERE and value:
@@ -603,11 +620,11 @@ def _without_torchs(settings: Mapping[str, Any]) -> dict[str, Any]:
         if name in _DEFAULTS:
             kept[name] = value
         elif name not in _FUSED and name not in NOT_HERE:
-            raise TypeError(f"unexpected argument {name!r}{_hint(name)}")
+            raise TypeError(f"unexpected argument {name!r}{_hint(name, arguments)}")
     return kept
 
 
-def _hint(name: str) -> str:
+def _hint(name: str, arguments: Sequence[str]) -> str:
     if name in _OTHER_NAMES:
         return f": {_OTHER_NAMES[name]}"
     if name in _CALLED_HERE:
@@ -620,7 +637,7 @@ def _hint(name: str) -> str:
             f": {of_config[0]} is a field of OptimizerConfig, for get_megatron_optimizer; "
             "this class has no such setting"
         )
-    return text or nearest(name, [*_DEFAULTS], 0.6)
+    return text or nearest(name, [*arguments, *_DEFAULTS], 0.6)
 
 
 def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -659,7 +676,10 @@ def _placement(chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 def _choice(chosen: Mapping[str, Any], name: str, choices: Mapping[str, Any]) -> Any:
     if chosen[name] not in list(choices):
-        raise ValueError(f"{name}={chosen[name]!r}: must be one of {list(choices)}")
+        word = str(chosen[name]).lower().removeprefix("torch.")
+        meant = next((form for form, words in _FORMS.items() if word in words), "")
+        hint = f"; did you mean {meant!r}?" if meant in choices else nearest(word, [*choices], 0.6)
+        raise ValueError(f"{name}={chosen[name]!r}: must be one of {list(choices)}{hint}")
     return choices[chosen[name]]
 
 

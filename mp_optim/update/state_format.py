@@ -273,8 +273,9 @@ def _converted(
         words = "4-bit codes" if is_packed(key, dtype) else str(dtype)
         raise ValueError(
             f"{label}: saved with values that {words} cannot hold without loss; "
-            "load with convert=True, or configure this state as it was saved"
-            + (_OTHER_BLOCKS if is_blocked(dtype) else "")
+            "load with convert=True, or configure this state as it was saved. (set_state_dict of "
+            "torch has no such argument: give the dict to optimizer.load_state_dict(..., "
+            "convert=True), after the model's)" + (_OTHER_BLOCKS if is_blocked(dtype) else "")
         )
     return fresh
 

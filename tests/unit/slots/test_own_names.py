@@ -15,6 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import mp_optim
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
@@ -209,6 +213,39 @@ def test_two_parameters_of_one_name_are_saved_and_loaded(how: str, tmp_path: Pat
     with pytest.raises(ValueError, match=r"weight, bias: more than one .*ModuleList"):
         checkpoint.save(tmp_path / "other", nn.ModuleDict(), optimizer)
     assert not list(tmp_path.glob("other/*"))
+
+
+def test_checkpoint_names_an_argument_in_the_place_of_another(tmp_path: Path) -> None:
+    model = plain()
+    optimizer = built(model)
+    theirs = torch.optim.AdamW(model.parameters())
+    for name in ("save", "load"):
+        call = getattr(checkpoint, name)
+        for given, message in (
+            ((tmp_path, optimizer, model), rf"model=AdamW: .* call {name}\(path, model, optim"),
+            ((tmp_path, model.state_dict(), optimizer), "model=OrderedDict: .*not its state dict"),
+            ((tmp_path, model, optimizer.state_dict()), "optimizer=dict: .*not its state dict"),
+            ((model, optimizer, tmp_path), "path=Sequential: must be a path"),
+            ((tmp_path, model, theirs), r"optimizer=AdamW: .*torch\.save"),
+        ):
+            with pytest.raises(TypeError, match=message):
+                call(*given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_state_that_set_state_dict_refuses_to_round_loads_with_convert() -> None:
+    """torch's function has no ``convert``; the message says what takes its state dicts."""
+    for named in (True, False):
+        model, other = plain(), plain()
+        optimizer, fresh = built(model, named), built(other, named, state="bf16")
+        step_on(model, optimizer)
+        other.load_state_dict(model.state_dict())
+        saved = get_optimizer_state_dict(model, optimizer)
+        with pytest.raises(ValueError, match=r"load_state_dict\(\.\.\., convert=True\)"):
+            set_optimizer_state_dict(other, fresh, copy.deepcopy(saved))
+        fresh.load_state_dict(copy.deepcopy(saved), convert=True)
+        for mine, theirs in zip(optimizer.state.values(), fresh.state.values(), strict=True):
+            assert torch.equal(mine["exp_avg"].bfloat16(), theirs["exp_avg"])
 
 
 class Tokens(nn.Module):

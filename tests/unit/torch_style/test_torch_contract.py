@@ -392,9 +392,16 @@ def test_defaults_are_torchs(name: str) -> None:
     [
         ({"lr": -1.0}, "lr=-1.0"),
         ({"state": "2bit"}, "state='2bit': must be one of"),
+        ({"state": "int8"}, "state='int8': must be one of .* did you mean '8bit'"),
+        ({"state": torch.bfloat16}, "state=.*did you mean 'bf16'"),
+        ({"offload": 50}, "offload=50: .*give 0.5 for 50 %"),
+        ({"offload": True}, "offload=True: .*not a bool; give 1.0"),
         ({"main_params": "fp16"}, "main_params='fp16': must be one of"),
         ({"offload": 2.0}, "offload=2.0: must be between 0 and 1"),
-        ({"offload_mode": "overlap"}, "offload_mode='overlap': .*offload > 0"),
+        (
+            {"offload_mode": "overlap"},
+            r"='overlap': has no effect without offload > 0 \(where offload_place='streamed', also",
+        ),
         ({"stream_window_bytes": "1MiB", "offload": 1.0}, "without offload_place='streamed'"),
         ({"max_grad_norm": 0.0}, "max_grad_norm=0.0: must be > 0"),
         ({"max_grad_norm": "1,0"}, "max_grad_norm='1,0': must be a float | None, not a str"),
@@ -468,6 +475,11 @@ def test_names_that_are_not() -> None:
         mp_optim.AdamW([nn.Parameter(torch.zeros(2))], gradient_clipping=1.0)
     with pytest.raises(TypeError, match="'max_grad_nrm'; did you mean 'max_grad_norm'"):
         mp_optim.AdamW([nn.Parameter(torch.zeros(2))], max_grad_nrm=1.0)
+    for name in ("weigth_decay", "weight_deacy"):
+        with pytest.raises(TypeError, match=f"'{name}'; did you mean 'weight_decay'"):
+            mp_optim.AdamW([nn.Parameter(torch.zeros(2))], **{name: 1.0})
+    with pytest.raises(TypeError, match="'state_dtype': it is called state here"):
+        mp_optim.AdamW([nn.Parameter(torch.zeros(2))], state_dtype="bf16")
 
 
 def test_switches_of_torchs_that_say_how_to_step() -> None:
