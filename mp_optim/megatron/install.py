@@ -20,6 +20,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.distributed import composite
 from mp_optim.megatron.config import config_from_megatron
 from mp_optim.megatron.face import MegatronFace
+from mp_optim.megatron.patches import check_replacements, full_name, is_replaced, replaced_groups
 from mp_optim.megatron.torch_format import SavedSettings, groups_elsewhere
 from mp_optim.placement import hybrid
 from mp_optim.precision import MegatronGradScaler, MegatronOptimizer
@@ -57,6 +58,8 @@ def get_megatron_optimizer(
 
     Raises:
         ValueError: a setting of Megatron's has no counterpart here, naming it.
+        RuntimeError: the program has replaced a part of Megatron's that is not called here, naming
+            it.
     """
     if dump_param_to_param_group_map is not None:
         raise ValueError(
@@ -75,12 +78,16 @@ def get_megatron_optimizer(
     has_rate = ours.lr is not None
     if not has_rate:  # a scheduler sets it, as in Megatron, before the first step
         ours = dataclasses.replace(ours, lr=ours.min_lr or 0.0)
+    check_replacements()
+    groups = replaced_groups(config, ours, model_chunks, config_overrides)
+    kept = None if groups else _without_idle(config_overrides, config, model_chunks)
     stack = api.get_megatron_optimizer(
         ours,
         list(model_chunks),
-        _without_idle(config_overrides, config, model_chunks),
+        kept,
         process_groups=_groups(pg_collection),
         expert_predicate=_is_expert,
+        param_groups=groups,
     )
     for group in stack.param_groups:
         rates = group.get("max_lr", ours.lr), group.get("min_lr", ours.min_lr)
@@ -171,7 +178,8 @@ def install(**settings: Any) -> None:
 
     Raises:
         ImportError: Megatron is not there.
-        RuntimeError: its factory takes arguments that are not known here, naming them.
+        RuntimeError: its factory takes arguments that are not known here, or the program has
+            replaced a part of it that is not called here; naming them.
         TypeError: a setting is no field of our config, naming it.
     """
     names = {spec.name for spec in dataclasses.fields(OptimizerConfig)}
@@ -182,9 +190,10 @@ def install(**settings: Any) -> None:
     if _theirs:
         return
     present = {name: _present(name) for name in _FACTORIES}
+    check_replacements()
     _theirs.update({name: theirs for name, theirs in present.items() if theirs})
     for name, theirs in _theirs.items():
-        _put(name, theirs, _FACTORIES[name][1])
+        _put(theirs, _FACTORIES[name][1])
     # callers that ask what kind of optimizer they were given
     theirs = importlib.import_module(_HOME)
     theirs.MegatronOptimizer.register(MegatronFace)
@@ -195,7 +204,7 @@ def _present(name: str) -> Any:
     """Megatron's factory; None if this version has none, or one that only calls another.
 
     Raises:
-        RuntimeError: it takes what ours does not, naming it.
+        RuntimeError: it takes what ours does not, or is a program's own; naming it.
     """
     home, ours = _FACTORIES[name]
     try:
@@ -204,6 +213,11 @@ def _present(name: str) -> Any:
         if home == _HOME:
             raise
         return None
+    if is_replaced(theirs):
+        raise RuntimeError(
+            f"{home}.{name} is {full_name(theirs)}, which would no longer be called; call "
+            "install() before it is replaced, or train by Megatron's optimizer"
+        )
     known, taken = inspect.signature(ours).parameters, inspect.signature(theirs)
     if "config" not in taken.parameters:
         return None
@@ -219,16 +233,18 @@ def uninstall() -> None:
     """Give Megatron's callers their own back."""
     _settings.clear()
     for name, theirs in _theirs.items():
-        _put(name, _FACTORIES[name][1], theirs)
+        _put(_FACTORIES[name][1], theirs)
     _theirs.clear()
 
 
-def _put(name: str, present: Any, wanted: Any) -> None:
-    """Replace a function in every module that has imported it by name."""
+def _put(present: Any, wanted: Any) -> None:
+    """Replace a function in every module that has imported it, under whatever name."""
     for of_module, module in list(sys.modules.items()):
-        ours = of_module.startswith("mp_optim.")
-        if not ours and getattr(module, "__dict__", {}).get(name) is present:
-            setattr(module, name, wanted)
+        if of_module.startswith("mp_optim."):
+            continue
+        for known_as, value in list(getattr(module, "__dict__", {}).items()):
+            if value is present:
+                setattr(module, known_as, wanted)
 
 
 def grad_scaler_from_megatron(scaler: Any) -> MegatronGradScaler | None:

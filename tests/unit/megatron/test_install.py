@@ -75,6 +75,8 @@ def test_a_megatron_whose_factory_takes_something_new_is_named(
 ) -> None:
     def newer(config: Any, model_chunks: Any, buckets_of_tomorrow: Any) -> None: ...
 
+    newer.__module__ = core.__name__
+
     monkeypatch.setattr(core, "get_megatron_optimizer", newer)
     with pytest.raises(RuntimeError, match=r"takes buckets_of_tomorrow, which"):
         megatron.install()

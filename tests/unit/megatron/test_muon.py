@@ -93,6 +93,8 @@ def test_an_older_factory_that_takes_something_new_is_named(
 ) -> None:
     def newer(config: Any, model_chunks: Any, telepathy: bool = False) -> None: ...
 
+    newer.__module__ = core.__name__
+
     present = core.get_megatron_optimizer
     monkeypatch.setattr(muon, "get_megatron_muon_optimizer", newer)
     with pytest.raises(RuntimeError, match=r"muon_optimizer takes telepathy, which"):

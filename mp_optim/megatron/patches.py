@@ -1,0 +1,119 @@
+"""Parts of Megatron's optimizer that a program has replaced: param groups are taken from the
+replacement, all other replacements are refused by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from mp_optim.config import OptimizerConfig
+
+_HOME = "megatron.core.optimizer"
+_GROUPS = "_get_param_groups"
+_OWNERS = ("megatron.core", "torch", "apex", "transformer_engine", "emerging_optimizers")
+"""Packages whose objects Megatron's own modules hold under these names."""
+_NORMS = ("clip_grad_by_total_norm_fp32", "count_zeros_fp32", "get_grad_norm_fp32")
+_CLASSES = ("Float16OptimizerWithFloat16Params", "FP32Optimizer", "ChainedOptimizer")
+REPLACED_HERE: dict[str, tuple[str, ...]] = {
+    _HOME: (
+        *("Adam", "CPUAdam", "SGD", "DistributedOptimizer", "LayerWiseDistributedOptimizer"),
+        *("HybridDeviceOptimizer", "_get_param_groups_and_buffers", "_create_emerging_optimizer"),
+        *("_get_megatron_optimizer_based_on_param_groups", "_get_megatron_emerging_optimizer"),
+        *_CLASSES,
+    ),
+    f"{_HOME}.distrib_optimizer": ("Adam", "DistributedOptimizer"),
+    f"{_HOME}.optimizer": (*_NORMS, *_CLASSES, "MegatronOptimizer", "MixedPrecisionOptimizer"),
+    f"{_HOME}.clip_grads": _NORMS,
+}
+"""By module, the functions and classes of Megatron's that this optimizer takes the place of."""
+
+
+def check_replacements() -> None:
+    """Raise if a program has put its own code in the place of Megatron's, which is not called here.
+
+    Raises:
+        RuntimeError: naming each replacement and its module.
+    """
+    if found := sorted(set(_replacements())):
+        raise RuntimeError(
+            f"{'; '.join(found)}: this optimizer does not call it; leave out the option that "
+            "replaces it (of slime: --use-stateless-adam), or call mp_optim.megatron.uninstall() "
+            "and train by Megatron's optimizer"
+        )
+
+
+def _replacements() -> Iterator[str]:
+    for name, parts in REPLACED_HERE.items():
+        module = sys.modules.get(name)
+        for part in parts:
+            value = getattr(module, part, None)
+            if is_replaced(value):
+                yield f"{name}.{part} is {full_name(value)}"
+            elif inspect.isclass(value) and value.__module__.startswith(_HOME):
+                methods = ((key, inspect.unwrap(_function(item))) for key, item in _own(value))
+                for key, method in methods:
+                    if is_replaced(method):
+                        yield f"{value.__module__}.{part}.{key} is {full_name(method)}"
+
+
+def _own(kind: type) -> list[tuple[str, Any]]:
+    """The functions that a class defines; Megatron's HybridDeviceOptimizer has no part in a step
+    here."""
+    return [] if kind.__name__ == "HybridDeviceOptimizer" else list(vars(kind).items())
+
+
+def _function(item: Any) -> Any:
+    """The function of a static method, class method or property."""
+    if isinstance(item, property):
+        return item.fget
+    return getattr(item, "__func__", item)
+
+
+def is_replaced(value: Any) -> bool:
+    """Whether a function or class under a name of Megatron's is neither Megatron's nor of the
+    libraries that Megatron takes it from."""
+    if not (inspect.isclass(value) or inspect.isroutine(value)):
+        return False
+    owner = f"{getattr(value, '__module__', None) or 'torch'}."
+    return not any(owner.startswith(f"{package}.") for package in (*_OWNERS, "builtins", "abc"))
+
+
+def full_name(value: Any) -> str:
+    """The full name of a function or class."""
+    return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__name__)}"
+
+
+def replaced_groups(
+    config: Any, ours: OptimizerConfig, chunks: Sequence[nn.Module], overrides: Mapping[Any, Any]
+) -> list[dict[str, Any]] | None:
+    """The param groups of a program's own ``_get_param_groups``; None if it is Megatron's.
+
+    Args:
+        config: Megatron's.
+        ours: ours, made from it.
+
+    Raises:
+        RuntimeError: with Muon, whose matrices such groups do not name.
+    """
+    function = getattr(importlib.import_module(_HOME), _GROUPS)
+    if not is_replaced(function):
+        return None
+    if ours.optimizer == "muon":
+        raise RuntimeError(
+            f"{_HOME}.{_GROUPS} is {full_name(function)}, whose groups do not say which matrices "
+            "Muon steps; leave out the option that replaces it, or --optimizer muon"
+        )
+    groups = []
+    for group in function(list(chunks), config, overrides):
+        settings = {key: value for key, value in group.items() if value is not None}
+        rate = settings.get("max_lr", ours.lr) * settings.get("lr_mult", 1.0)
+        decay = ours.weight_decay * settings.get("wd_mult", 1.0)
+        if group["params"]:
+            groups.append({"lr": rate, "weight_decay": decay, **settings})
+    return groups
