@@ -22,12 +22,12 @@ from mp_optim.checkpoint.version_files import Index, Saved
 from mp_optim.config.rules import moment_of
 from mp_optim.config.setting_checks import plain_setting
 from mp_optim.slots import Slot, param_at
-from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer
+from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer, match_without_state
 from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.slots.names import ModelParams, canonical_names, matched_names, prefixed
 from mp_optim.slots.partition import Partition
 from mp_optim.slots.slot_state import AVERAGE, State, scale_key, without_blocks
-from mp_optim.slots.state_dict import CHECKSUMS, names_in_words, with_params
+from mp_optim.slots.state_dict import CHECKSUMS, match_by_name, names_in_words, with_params
 
 MODEL = "model."
 """What the names of the model's tensors begin with; the FQN follows."""
@@ -405,6 +405,22 @@ def saved_settings(
         named.append({**group, "param_names": called})
     del settings["state"]
     return {**settings, "param_groups": without_checksums(named, parallel)}
+
+
+def loadable_settings(
+    models: Models, optimizer: SlotKeyedOptimizer, parallel: ModelParallel
+) -> dict[str, Any]:
+    """Return :func:`saved_settings`, after a check that they load into this optimizer.
+
+    Raises:
+        ValueError: they do not, naming the parameter or the setting.
+    """
+    check_names(models, optimizer)
+    settings, live = saved_settings(models, optimizer, parallel), optimizer.param_groups
+    names = {slot: name for name, slot in slots_by_name(models, optimizer, parallel).items()}
+    groups = match_by_name(live, settings["param_groups"], names).as_groups(live)
+    match_without_state(optimizer, {**settings, "param_groups": groups})
+    return settings
 
 
 def with_names_here(

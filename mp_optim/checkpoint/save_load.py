@@ -39,12 +39,12 @@ from mp_optim.checkpoint.entries import (
     check_names,
     chunks_of,
     entries_of,
+    loadable_settings,
     packed,
     parallel_of,
     param_entries,
     params_of,
     plain_of,
-    saved_settings,
 )
 from mp_optim.checkpoint.ranks import Ranks, check_replicas
 from mp_optim.checkpoint.version_files import (
@@ -136,7 +136,8 @@ def save(
     Raises:
         TypeError: an argument was given in another's place.
         ValueError: what is written could not be loaded again: two of the optimizer's parameters
-            have one name, or a parameter of the model has another shape than the optimizer's. Or
+            have one name, a parameter of the model has another shape than the optimizer's, or a
+            setting is out of range. Or
             ``extra`` or the scheduler's state holds what a safe load would refuse, ranks
             hold different things under one name (64 elements of each parameter are compared), the
             ranks that save do not hold every element of a parameter or of its state, or they call
@@ -161,11 +162,13 @@ def save(
     )
     _check_keep(keep)
     parallel = parallel_of(stack, model_parallel, ranks)
+    settings: list[dict[str, Any]] = []
     if stack is not None:
-        ranks.run_on_all("checking what is saved", partial(check_names, model, stack))
+        checked = partial(loadable_settings, model, stack, parallel)
+        ranks.run_on_all("checking what is saved", lambda: settings.append(checked()))
     ranks.run_on_all("an earlier save", partial(finish_previous, concerned))
     common = {
-        "optimizer": stack and saved_settings(model, stack, parallel),
+        "optimizer": settings[0] if settings else None,
         "extra": dict(extra or {}),
         "model": plain_of(model, parallel),
         "scheduler": None if scheduler is None else scheduler.state_dict(),

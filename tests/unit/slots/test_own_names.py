@@ -276,6 +276,17 @@ def test_parameter_resized_after_building_is_told_and_not_saved(door: str, tmp_p
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_save_refuses_settings_that_no_load_takes(tmp_path: Path) -> None:
+    model = plain()
+    optimizer = built(model)
+    checkpoint.save(tmp_path, model, optimizer)
+    before = sorted(tmp_path.rglob("*"))
+    optimizer.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(ValueError, match="param group 0 of the saved state: lr=nan"):
+        checkpoint.save(tmp_path, model, optimizer)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_save_warns_once_of_a_parameter_that_the_optimizer_lacks(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
