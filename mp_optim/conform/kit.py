@@ -218,6 +218,19 @@ def require_close(found: Tensor, expected: Tensor, tolerance: float, what: str) 
         raise Nonconformance(f"{what}: {here:.9g} instead of {there:.9g}")
 
 
+def percent(share: float) -> str:
+    """Return a share in whole percent, without the sign of a zero."""
+    text = f"{100 * share:.0f}"
+    return "0 %" if text == "-0" else f"{text} %"
+
+
+def plain(make: Make) -> Make:
+    """Return a maker of the optimizer without the settings that give it another formula."""
+    group = make([nn.Parameter(noise(4, 6))]).param_groups[0]
+    off = {name: 0 for name in ("nesterov", "dampening", "amsgrad", "maximize") if group.get(name)}
+    return lambda params, **settings: make(params, **{**off, **settings})
+
+
 def make_or_refuse(make: Make, params: Any, **settings: Any) -> torch.optim.Optimizer:
     """An optimizer; an error of its constructor is an answer, too.
 

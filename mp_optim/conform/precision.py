@@ -14,6 +14,7 @@ from mp_optim.conform.kit import (
     must,
     nice,
     noise,
+    percent,
     require,
     require_close,
     require_same,
@@ -48,7 +49,7 @@ def bfloat16_weights_move_at_1e_6(make: Make) -> None:
         raise NotApplicable("its steps are not of the size of lr: it goes by sizes of weights")
     found = way(make, torch.bfloat16, start, sizes, lr=1e-6)
     share = float(found.mean() / expected.mean())
-    require(0.5 < share < 1.5, f"it went {100 * share:.0f} % of float32's way")
+    require(0.5 < share < 1.5, f"it went {percent(share)} of float32's way")
 
 
 @should()
@@ -59,7 +60,7 @@ def bfloat16_keeps_its_second_moment(make: Make) -> None:
     expected = way(make, torch.float32, 1.0, sizes, lr=0.01)
     found = way(make, torch.bfloat16, 1.0, sizes, lr=0.01)
     share = float(found.mean() / expected.mean())
-    require(0.75 < share < 1.25, f"it went {100 * share:.0f} % of float32's way")
+    require(0.75 < share < 1.25, f"it went {percent(share)} of float32's way")
 
 
 @should()
