@@ -1,5 +1,6 @@
 """A Megatron-style mixed-precision optimizer stack. Start at :func:`get_megatron_optimizer`."""
 
+import mp_optim._torch_import  # noqa: F401  before any other import of torch
 from mp_optim import checkpoint
 from mp_optim.api import get_megatron_optimizer
 from mp_optim.config import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig

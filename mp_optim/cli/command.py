@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,15 +49,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def status_of(command: Callable[[], int]) -> int:
-    """Exit status of a command. What is wrong with its input becomes one sentence on stderr, and
-    status 1; 130 after Ctrl-C."""
+    """Return the exit status of a command.
+
+    An error of its input becomes one sentence on stderr, and status 1. Ctrl-C gives 130, a reader
+    that closed the pipe 141, as a shell reports these signals.
+    """
     try:
-        return command()
+        status = command()
+        sys.stdout.flush()
+        return status
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] == "mp_optim":
             raise
+        if error.name is None:  # transformers, whose own import of a model failed
+            return _fail(f"{_sentence(error)} The cause: {_sentence(_first_cause(error))}")
         package = _PACKAGES.get(str(error.name), error.name)
         return _fail(f"this command needs {error.name}: pip install {package}")
+    except BrokenPipeError:
+        # Without this, Python flushes stdout once more when it exits, and prints the error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except OSError as error:
         is_named = error.filename is not None and error.strerror is not None
         return _fail(f"{error.filename}: {error.strerror}" if is_named else str(error))
@@ -64,10 +78,51 @@ def status_of(command: Callable[[], int]) -> int:
         return 130
 
 
+def _first_cause(error: BaseException) -> BaseException:
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return error
+
+
+def _sentence(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def _fail(sentence: str) -> int:
     first_paragraph = sentence.partition("\n\n")[0]
     print(f"mp-optim: {first_paragraph}", file=sys.stderr)
     return 1
+
+
+def hf_config(path: Path) -> Any:
+    """Return the ``transformers`` config of a file or folder.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder.
+        ValueError: transformers refuses it.
+    """
+    if not path.exists():  # else it would be taken for a name on the Hub
+        raise FileNotFoundError(f"--model {path}: no such file or folder")
+    import transformers
+
+    with model_errors(str(path)):
+        return transformers.AutoConfig.from_pretrained(path)
+
+
+@contextmanager
+def model_errors(model: str) -> Iterator[None]:
+    """Raise ValueError with the model's name where transformers cannot build it from its config."""
+    try:
+        yield
+    except (ImportError, MemoryError):
+        raise
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {model}: {error}") from error
+    except Exception as error:
+        reason = _sentence(_first_cause(error)).rstrip(".")
+        raise ValueError(
+            f"--model {model}: transformers cannot build it: {reason}; correct the config"
+        ) from error
 
 
 def console() -> Console:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from mp_optim import OptimizerConfig
-from mp_optim.cli.command import WIDE, console
+from mp_optim.cli.command import WIDE, console, hf_config, model_errors
 from mp_optim.planner import (
     FORMS,
     OFFLOADING,
@@ -70,11 +70,7 @@ def load(options: Options) -> tuple[Any, OptimizerConfig]:
         ValueError: a file does not hold what it should, or settings contradict.
     """
     config = _config(options)
-    import transformers
-
-    if not options.model.exists():  # else it would be taken for a name on the Hub
-        raise FileNotFoundError(f"--model {options.model}: no such file or folder")
-    return transformers.AutoConfig.from_pretrained(options.model), config
+    return hf_config(options.model), config
 
 
 def _config(options: Options) -> OptimizerConfig:
@@ -113,7 +109,7 @@ def _settings(optimizer: Path) -> dict[str, Any]:
 
     try:
         settings = yaml.safe_load(optimizer.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         where = " ".join(str(error).split())
         raise ValueError(f"--optimizer {optimizer} is not YAML: {where}") from error
     if not isinstance(settings, Mapping):
@@ -212,7 +208,9 @@ def report(source: Any, config: OptimizerConfig, options: Options) -> int:
     Args:
         source: the model's config, as Hugging Face has it.
     """
-    specs, out = specs_of(source), console()
+    with model_errors(str(options.model)):
+        specs = specs_of(source)
+    out = console()
     own: Mapping[str, Any] = {form_of(config): {}}
     forms = own if options.state or options.main_params else FORMS
     rows = sweep(specs, config, options.layout, fractions=options.fractions, forms=forms)
