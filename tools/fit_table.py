@@ -1,20 +1,17 @@
 #!/usr/bin/env python
-"""The models that mp-optim fit ships on four machines: the table of docs/fit.md. Prints markdown,
-and on the other stream seconds of CPU of each answer, imports and all.
+"""The models that mp-optim fit ships on four machines: the table of docs/fit.md. Prints markdown.
 
 python tools/fit_table.py
 """
 
 from __future__ import annotations
 
-import json
-import resource
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-from mp_optim.cli.fit import GIB, shipped
+import tyro
+
+from mp_optim.cli.fit import GIB, Options, as_data, fitted, shipped
 
 MACHINES = {
     "24 GB, host 64 GB, disk 1 TB": "--gpu 24GB --ram 64GB --disk 1TB",
@@ -42,18 +39,11 @@ def rows() -> Iterator[str]:
 
 
 def cell(model: str, machine: str) -> str:
-    """Settings, and bytes of the accelerator at its fullest moment."""
-    before = seconds()
-    command = [sys.executable, "-m", "mp_optim", "fit", "--json", "--model", model]
-    command += ["--seq", str(SEQ.get(model, 4096)), *machine.split()]
-    text = subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout
-    print(f"{model:20} {machine:45} {seconds() - before:6.1f} s", file=sys.stderr, flush=True)
-    return answer(json.loads(text))
-
-
-def seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    """Return settings, and GiB of the accelerator at its fullest moment."""
+    arguments = ["--model", model, "--seq", str(SEQ.get(model, 4096)), *machine.split()]
+    options = tyro.cli(Options, args=arguments)
+    found, made = fitted(options)
+    return answer(as_data(found, options, made))
 
 
 def answer(said: dict[str, Any]) -> str:
@@ -61,7 +51,8 @@ def answer(said: dict[str, Any]) -> str:
     if not said["fits"]:
         lacks = [f"{size / GIB:.0f} GiB of {name}" for name, size in said["missing"].items()]
         return "no: lacks " + ", ".join(lacks)
-    return ", ".join([*words(said), f"**{peak}**"])
+    certain = "" if said["certain"] else f" (if at most {said['slack']:.1%} too low)"
+    return ", ".join([*words(said), f"**{peak}**{certain}"])
 
 
 def words(said: dict[str, Any]) -> Iterator[str]:
@@ -78,7 +69,7 @@ def words(said: dict[str, Any]) -> Iterator[str]:
         "streamed": "offload_place" in settings,
         "disk": "optimizer_state_path" in settings,
         "checkpointed": said["checkpointing"],
-        "fused loss": said["loss"] == "fused",
+        "chunked loss": said["loss"] == "chunked",
     }
     yield from (name for name, is_so in named.items() if is_so)
 

@@ -9,10 +9,13 @@ $ mp-optim fit --model mine.py:build --gpu 16GB --ram 32GB
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib.util
 import json
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -22,6 +25,8 @@ from typing import Any, Literal
 import tyro
 from torch import Tensor, nn
 
+from mp_optim.cli.command import hf_config, model_errors
+from mp_optim.cli.recipes import Recipe, recipes
 from mp_optim.planner.activations import (
     LOSSES,
     Batch,
@@ -33,7 +38,18 @@ from mp_optim.planner.activations import (
     trace,
     trace_repeating,
 )
-from mp_optim.planner.fit import Candidate, Estimate, Limits, Rates, blocks_of, search, step_seconds
+from mp_optim.planner.chunked_loss import can_chunk, chunk_loss
+from mp_optim.planner.fit import (
+    ERROR,
+    SOLD,
+    Candidate,
+    Estimate,
+    Limits,
+    Rates,
+    blocks_of,
+    search,
+    step_seconds,
+)
 from mp_optim.planner.memory import Layout, plan, specs_of
 from mp_optim.planner.step_time import GB, MACHINES
 from mp_optim.torch_style.optimizer import config_of
@@ -44,8 +60,11 @@ AUTO = "auto"
 
 @dataclass
 class Options:
-    """What to train, and on what. Memory as it is sold: 24GB of an accelerator or of a host are
-    24 * 2**30 bytes; of a disk 24 * 10**9."""
+    """The training and the machine.
+
+    GB are as memory is sold. A card of 24GB has 24 GiB (24 * 2**30 bytes), of which torch reports
+    98 %; a size in GiB is taken as torch reports it. A host of 64GB has 64 GiB. A disk's GB are
+    10**9 bytes."""
 
     model: str
     """A name that is shipped (its last part will do), a Hugging Face config.json or its folder,
@@ -68,16 +87,17 @@ class Options:
     """Rank of adapters on all linear layers (peft); 0 trains everything."""
     checkpointing: Literal["auto", "on", "off"] = "auto"
     """Whether blocks run forward again in backward."""
-    loss: Literal["auto", "model", "fused"] = "auto"
-    """The model's own, or Liger's fused linear cross entropy, which keeps no logits."""
+    loss: Literal["auto", "model", "chunked"] = "auto"
+    """The model's own, or logits of some tokens at a time, which takes another product with the
+    head in backward."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Fused, or with its weights as tensors."""
     main_params: Literal["exact", "none"] = "exact"
     """none: bfloat16 parameters alone, rounded stochastically. That is another training."""
-    reserve: str = "1GB"
-    """Of an accelerator, for the driver, libraries and what the allocator cannot use: assumed."""
-    host_reserve: str = "4GB"
-    """Of the host, for processes and the system: assumed."""
+    reserve: str = "1GiB"
+    """Memory of each accelerator that CUDA, its libraries and rounding take: assumed."""
+    host_reserve: str = "4GiB"
+    """Memory of the host that the system and other processes take: assumed."""
     rates: tuple[float, float, float, float, float] | None = None
     """GB/s of one accelerator: the bus up and down while both are busy, host memory, device memory
     (reading and writing together), disk. By default a desktop of PCIe 4 with two channels of
@@ -99,12 +119,24 @@ def bytes_of(name: str, text: str, *, decimal: bool = False) -> int:
     Raises:
         ValueError: the text is no size.
     """
-    match = re.fullmatch(r"\s*([\d.]+)\s*([a-z]*)\s*", text, re.IGNORECASE)
-    if match is None or match[2].upper() not in _UNITS or match[1].count(".") > 1:
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f"--{name} {text}: write a size such as 24GB or 1.5TB")
     power = _UNITS[match[2].upper()]
     is_decimal = decimal and not match[2].upper().endswith("IB")
     return int(float(match[1]) * (1000 ** (power // 10) if is_decimal else 2**power))
+
+
+def check(options: Options) -> None:
+    """Raise ValueError if a number of the options cannot be."""
+    for name in ("gpus", "seq", "batch", "accumulation"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} {getattr(options, name)}: must be at least 1")
+    if options.lora < 0:
+        raise ValueError(f"--lora {options.lora}: must be a rank, or 0 for no adapters")
+    if options.rates is not None and not all(0 < rate < math.inf for rate in options.rates):
+        raise ValueError(f"--rates {options.rates}: each must be more than 0 GB/s")
+    limits_of(options)  # each size is one
 
 
 # -- the model ------------------------------------------------------------------------------------
@@ -112,13 +144,31 @@ def bytes_of(name: str, text: str, *, decimal: bool = False) -> int:
 
 @dataclass
 class Program:
-    """A model on the meta device, and its loss by name (of ``LOSSES``)."""
+    """A model on the meta device, and the function that returns its loss."""
 
     model: nn.Module
-    loss_of: Callable[[str], Callable[[nn.Module], Tensor]]
+    loss_of: Callable[[nn.Module], Tensor]
     vocabulary: int | None
     recipe: Recipe
     is_hf: bool
+
+    @property
+    def base(self) -> Any:
+        """The model without adapters around it."""
+        model: Any = self.model
+        return model.get_base_model() if hasattr(model, "peft_config") else model
+
+    @contextmanager
+    def losing(self, loss: str) -> Iterator[None]:
+        """Give the model a loss of ``LOSSES`` while the context is open."""
+        if loss != "chunked":
+            yield
+            return
+        restore = chunk_loss(self.base)
+        try:
+            yield
+        finally:
+            restore()
 
 
 def shipped() -> dict[str, Any]:
@@ -138,27 +188,51 @@ def program(options: Options) -> Program:
         return _program_of(options)
     import transformers
 
-    ids = {_last_part(name): name for name in shipped()}
-    name = ids.get(_last_part(options.model))
-    if Path(options.model).exists():
-        config, name = transformers.AutoConfig.from_pretrained(options.model), options.model
-    elif name is not None:
-        config = transformers.AutoConfig.for_model(**shipped()[name])
+    path, name = Path(options.model), options.model
+    if path.exists():
+        config = hf_config(path)
     else:
-        raise ValueError(
-            f"--model {options.model}: no such file, and none of those that are shipped "
-            f"({', '.join(shipped())})"
-        )
-    model = build_hf(config, attention=options.attention, lora=options.lora)
-    batch = Batch(options.seq, options.batch)
-    vocabulary = getattr(config, "vocab_size", None)
+        same, name = named(options.model)
+        config = transformers.AutoConfig.for_model(**shipped()[same])
+    with model_errors(options.model):
+        model = build_hf(config, attention=options.attention, lora=options.lora)
     recipe = Recipe(
-        options.model if "/" in options.model else name,
+        name,
         _auto_class(getattr(config, "architectures", None) or ["ForCausalLM"]),
         *(options.batch, options.seq, options.gpus, options.accumulation, options.lora),
         options.attention,
     )
-    return Program(model, lambda loss: hf_loss(batch, loss), vocabulary, recipe, True)
+    batch = Batch(options.seq, options.batch)
+    return Program(model, hf_loss(batch), getattr(config, "vocab_size", None), recipe, True)
+
+
+_TUNED = re.compile(r"(-(hf|instruct|chat|base|it|sft|dpo|v\d+(\.\d+)?|\d{4}))+$")
+"""Ends of names that tell how a model was trained, and not its shape."""
+
+
+def named(model: str) -> tuple[str, str]:
+    """Return the shipped name whose shape a model has, and the model's full name.
+
+    ``Qwen2.5-7B-Instruct`` has the shape of ``Qwen/Qwen2.5-7B``, and its organization.
+
+    Raises:
+        ValueError: no shipped model has the name; the nearest ones are listed.
+    """
+    ids = {_last_part(name): name for name in shipped()}
+    asked = _last_part(model)
+    shapes = {_TUNED.sub("", last): name for last, name in ids.items()}
+    found = ids.get(asked) or shapes.get(_TUNED.sub("", asked))
+    if found is None:
+        near = difflib.get_close_matches(asked, ids, n=3, cutoff=0.5)
+        nearest = ", ".join(ids[each] for each in near)
+        raise ValueError(
+            f"--model {model}: no such file, and no shipped model has this name; "
+            + (f"the nearest are {nearest}; " if near else "")
+            + f"give its config.json, or one of {', '.join(shipped())}"
+        )
+    if "/" in model:
+        return found, model
+    return found, found if asked in ids else f"{found.partition('/')[0]}/{model}"
 
 
 def _last_part(name: str) -> str:
@@ -166,8 +240,14 @@ def _last_part(name: str) -> str:
 
 
 def _auto_class(architectures: Sequence[str]) -> str:
-    """Of transformers, for a class such as ``LlamaForCausalLM``."""
-    return f"AutoModelFor{architectures[0].rpartition('For')[2]}"
+    """Return the name of the class of transformers that loads ``LlamaForCausalLM`` and others."""
+    import transformers
+
+    name = architectures[0]
+    if name.endswith("LMHeadModel"):
+        return "AutoModelForCausalLM"
+    auto = f"AutoModelFor{name.rpartition('For')[2]}"
+    return auto if hasattr(transformers, auto) else name
 
 
 def _program_of(options: Options) -> Program:
@@ -187,7 +267,7 @@ def _program_of(options: Options) -> Program:
         "AutoModel",
         *(options.batch, options.seq, options.gpus, options.accumulation, options.lora),
     )
-    return Program(model, lambda _: loss_of, None, recipe, False)
+    return Program(model, loss_of, None, recipe, False)
 
 
 # -- what is tried --------------------------------------------------------------------------------
@@ -233,9 +313,8 @@ def _candidate(words: dict[str, Any], layout: Layout) -> Candidate:
 
 def ways(options: Options, made: Program) -> list[tuple[bool, str]]:
     """(checkpointing, loss), the cheapest in time first."""
-    can_fuse = made.is_hf and "CausalLM" in made.recipe.auto_class
     losses = [loss for loss in LOSSES if options.loss in (AUTO, loss)]
-    if not can_fuse or not losses:
+    if not (made.is_hf and can_chunk(made.base)):
         losses = ["model"]
     states = {AUTO: [False, True], "on": [True], "off": [False]}[options.checkpointing]
     if not made.is_hf:
@@ -244,9 +323,10 @@ def ways(options: Options, made: Program) -> list[tuple[bool, str]]:
 
 
 def limits_of(options: Options) -> Limits:
-    """What one rank may take."""
+    """Return the memory that one rank can use."""
+    as_reported = options.gpu.strip().upper().endswith("IB")
     return Limits(
-        bytes_of("gpu", options.gpu),
+        int(bytes_of("gpu", options.gpu) * (1 if as_reported else SOLD)),
         bytes_of("ram", options.ram) // options.gpus,
         bytes_of("disk", options.disk, decimal=True) // options.gpus,
         bytes_of("reserve", options.reserve),
@@ -277,10 +357,11 @@ def fitted(options: Options) -> tuple[Estimate, Program]:
     def traced(checkpointing: bool, loss: str) -> Timeline:
         if made.is_hf:
             checkpoint_blocks(made.model, checkpointing)
-        loss_of, vocabulary = made.loss_of(loss), made.vocabulary
-        return trace_repeating(
-            made.model, lambda: trace(made.model, fake, loss_of, vocabulary=vocabulary)
-        )
+        with made.losing(loss):
+            return trace_repeating(
+                made.model,
+                lambda: trace(made.model, fake, made.loss_of, vocabulary=made.vocabulary),
+            )
 
     found = search(
         candidates(options),
@@ -298,12 +379,19 @@ def fitted(options: Options) -> tuple[Estimate, Program]:
 
 
 def as_data(found: Estimate, options: Options, made: Program) -> dict[str, Any]:
-    """The answer as plain data; bytes."""
+    """Return the answer as plain data; sizes are in bytes.
+
+    ``fits`` is true if the estimate fits, ``certain`` if it does even when it is too low by
+    ``error``; ``slack`` is the error that it bears.
+    """
     limits = limits_of(options)
     missing = found.missing(limits)
     layout = dataclasses.asdict(found.candidate.layout)
     return {
         "fits": not missing,
+        "certain": not found.missing(limits, ERROR),
+        "slack": round(found.slack(limits), 4),
+        "error": ERROR,
         "missing": missing,
         "settings": dict(found.candidate.words),
         "use_distributed_optimizer": found.candidate.config.is_distributed,
@@ -322,17 +410,22 @@ def as_data(found: Estimate, options: Options, made: Program) -> dict[str, Any]:
 
 
 def assumptions(options: Options) -> list[str]:
-    """What the numbers rest on, beside shapes."""
+    """Return the facts of the machine and the program that the numbers assume."""
     rates = rates_of(options)
     machine = rates.machine
     speeds = [machine.up, machine.down, machine.host, machine.device, rates.disk]
     shown = ", ".join(f"{speed / GB:.0f}" for speed in speeds)
+    usable = limits_of(options).device / GIB
     return [
-        f"{options.reserve} of each accelerator and {options.host_reserve} of the host are "
-        "somebody else's",
-        "operations take what torch's do on the host, in eager mode",
+        f"torch can use {usable:.2f} GiB of each accelerator (--gpu {options.gpu}); give GiB "
+        "from torch.cuda.mem_get_info() to be exact",
+        f"CUDA and libraries take {options.reserve} of each accelerator, other programs "
+        f"{options.host_reserve} of the host",
+        "operations allocate as torch's CPU operations do in eager mode; the allocator has "
+        "expandable segments, as the programs below set them",
         f"GB/s of bus up, bus down, host memory, device memory, disk: {shown} ({machine.name}); "
-        "nothing of the optimizer's step is hidden behind backward",
+        "no part of the optimizer's step is hidden behind backward",
+        f"published peaks are up to {ERROR:.0%} above the estimate (docs/fit.md)",
         "predicted: the recipes of mp-optim fit have not run on a GPU",
     ]
 
@@ -351,13 +444,13 @@ def report(found: Estimate, options: Options, made: Program) -> str:
             lines.append(f"{name:24}" + "".join(f"{size / GIB:12.2f}" for size in sizes))
     totals = [sum(of.values()) for of in found.moments.values()]
     lines.append(f"{'total':24}" + "".join(f"{size / GIB:12.2f}" for size in totals))
-    host = f"host: {found.plan.host_total / GIB:.2f} GiB per accelerator"
+    host = f"host: {found.plan.host_total / GIB:.2f} GiB for each accelerator"
     saving = found.plan.background_save / GIB
-    lines += ["", f"{host}, and {saving:.2f} while a save is in the background"]
+    lines += ["", f"{host}, and {saving:.2f} more during a background save"]
     if found.plan.disk.total:
-        lines.append(f"disk: {found.plan.disk.total / GIB:.2f} GiB per accelerator")
+        lines.append(f"disk: {found.plan.disk.total / GIB:.2f} GiB for each accelerator")
     if found.seconds is not None:
-        lines.append(f"optimizer's step: {found.seconds:.2f} s")
+        lines.append(f"optimizer's step: {found.seconds:.2f} s (modelled)")
     lines += ["", "assumed:", *(f"- {each}" for each in assumptions(options))]
     if made.is_hf:
         for name, text in recipes(found, made.recipe).items():
@@ -366,15 +459,19 @@ def report(found: Estimate, options: Options, made: Program) -> str:
 
 
 def verdict(found: Estimate, limits: Limits) -> str:
-    """One sentence."""
+    """Return the answer in one sentence."""
     missing = found.missing(limits)
     if missing:
         lacks = ", ".join(f"{size / GIB:.2f} GiB of {name}" for name, size in missing.items())
-        return f"does not fit: of all that was tried this comes closest, and lacks {lacks}"
-    free = (limits.device - found.device) / GIB
-    return (
-        f"fits: {free:.2f} GiB of each accelerator stay free in {found.moment}, the fullest moment"
-    )
+        return f"does not fit: the closest of all settings lacks {lacks}"
+    free = f"{(limits.device - found.device) / GIB:.2f} GiB of each accelerator"
+    moment = f"in {found.moment}, the fullest moment"
+    if found.missing(limits, ERROR):
+        return (
+            f"fits if the estimate is at most {found.slack(limits):.1%} too low (it may be "
+            f"{ERROR:.0%}): {free} stay free {moment}"
+        )
+    return f"fits: {free} stay free {moment}, enough for an estimate that is {ERROR:.0%} too low"
 
 
 def _settings(found: Estimate) -> str:
@@ -384,218 +481,17 @@ def _settings(found: Estimate) -> str:
     if found.candidate.layout.sharding == "fsdp2":
         words.append(f"FSDP2 over {found.candidate.layout.dp} ranks")
     words.append("blocks checkpointed" if found.checkpointing else "no checkpointing")
-    words.append("fused loss" if found.loss == "fused" else "the model's own loss")
+    words.append("chunked loss" if found.loss == "chunked" else "the model's own loss")
     return ", ".join(words)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Carry out a command line; returns the exit status: 0 if it fits, 3 if it does not."""
+    """Carry out a command line; returns the exit status: 0 if the estimate fits, 3 if not."""
     options = tyro.cli(Options, args=arguments, prog="mp-optim fit", description=__doc__)
+    check(options)
     found, made = fitted(options)
     if options.json:
         print(json.dumps(as_data(found, options, made), indent=2))
     else:
         print(report(found, options, made))
     return 3 if found.missing(limits_of(options)) else 0
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What is trained, as the programs are told.
-
-    Attributes:
-        model: name or path, as a user gives it to ``from_pretrained``.
-        auto_class: of transformers.
-        batch, seq, gpus: sequences of a micro-batch, tokens of one, ranks.
-        accumulation: micro-batches of a step.
-        lora: rank of adapters, or 0.
-        attention: "sdpa", which transformers takes by itself, or "eager".
-        lr: a learning rate to begin with.
-    """
-
-    model: str
-    auto_class: str
-    batch: int
-    seq: int
-    gpus: int = 1
-    accumulation: int = 1
-    lora: int = 0
-    attention: str = "sdpa"
-    lr: float = 1e-5
-
-
-def recipes(found: Estimate, recipe: Recipe) -> dict[str, str]:
-    """Text by program."""
-    made = {"Python": python_lines(found, recipe)}
-    if not found.candidate.config.is_distributed:
-        made["Hugging Face Trainer"] = trainer_lines(found, recipe)
-        if recipe.auto_class == "AutoModelForCausalLM":
-            made["TRL"] = trl_lines(found, recipe)
-        made["torchtitan"] = torchtitan_lines(found, recipe)
-    made["Megatron-LM"] = megatron_lines(found, recipe)
-    return made
-
-
-def _arguments(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in values.items())
-
-
-def _model_lines(found: Estimate, recipe: Recipe) -> list[str]:
-    plain = ", attn_implementation='eager'" if recipe.attention == "eager" else ""
-    lines = [
-        f"model = transformers.{recipe.auto_class}.from_pretrained("
-        f"{recipe.model!r}, dtype=torch.bfloat16{plain})"
-    ]
-    if recipe.lora:
-        lines.insert(0, "import peft")
-        lines.append(f"adapters = {_adapters(recipe)}")
-        lines.append("model = peft.get_peft_model(model, adapters)")
-    return lines
-
-
-def _adapters(recipe: Recipe) -> str:
-    return f"peft.LoraConfig(r={recipe.lora}, target_modules='all-linear')"
-
-
-def python_lines(found: Estimate, recipe: Recipe) -> str:
-    """A model and its optimizer, ready for a loop."""
-    lines = ["import mp_optim", "import torch", "import transformers", ""]
-    lines += _model_lines(found, recipe)
-    if found.checkpointing:
-        how = "gradient_checkpointing_kwargs={'use_reentrant': False}"
-        lines.append(f"model.gradient_checkpointing_enable({how})")
-    if found.loss == "fused":
-        lines.append(_FUSED)
-    if found.candidate.layout.sharding == "fsdp2":
-        lines += _FSDP2
-    if found.candidate.config.is_distributed:
-        lines += [
-            "torch.distributed.init_process_group()",
-            f"config = mp_optim.OptimizerConfig(lr={recipe.lr!r}, bf16=True, "
-            "use_distributed_optimizer=True)",
-            "optimizer = mp_optim.get_megatron_optimizer(config, model.cuda())",
-        ]
-    else:
-        words = {"lr": recipe.lr, **found.candidate.words, "max_grad_norm": 1.0}
-        call = f"optimizer = mp_optim.AdamW(model.named_parameters(), {_arguments(words)})"
-        lines += [_TO_DEVICE, call]
-    return "\n".join(lines)
-
-
-_TO_DEVICE = "model.to('cuda' if torch.cuda.is_available() else 'cpu')"
-_FUSED = "# the loss: liger_kernel.transformers.LigerFusedLinearCrossEntropyLoss"
-_FSDP2 = (
-    "torch.distributed.init_process_group()",
-    "blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]",
-    "for module in [*blocks, model]:",
-    "    torch.distributed.fsdp.fully_shard(module)",
-)
-
-
-def _training_arguments(found: Estimate, recipe: Recipe) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "output_dir": "out",
-        "learning_rate": recipe.lr,
-        "per_device_train_batch_size": recipe.batch,
-        "gradient_accumulation_steps": recipe.accumulation,
-        "gradient_checkpointing": found.checkpointing,
-        "max_grad_norm": 0.0,  # the optimizer clips
-    }
-    if found.loss == "fused":
-        arguments["use_liger_kernel"] = True
-    if found.candidate.layout.sharding == "fsdp2":
-        arguments |= {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}
-    return arguments
-
-
-def _class_and_settings(found: Estimate) -> str:
-    words = {"optimizer": "AdamW", **found.candidate.words, "max_grad_norm": 1.0}
-    return f"optimizer_cls_and_kwargs=class_and_settings(arguments, {words!r})"
-
-
-def trainer_lines(found: Estimate, recipe: Recipe) -> str:
-    """Arguments and Trainer of transformers; ``data`` is yours."""
-    arguments = _arguments(_training_arguments(found, recipe))
-    return "\n".join(
-        [
-            "import torch",
-            "import transformers",
-            "from mp_optim.integrations.trainer_args import class_and_settings",
-            "",
-            *_model_lines(found, recipe),
-            f"arguments = transformers.TrainingArguments({arguments})",
-            f"trainer = transformers.Trainer(model, arguments, train_dataset=data, "
-            f"{_class_and_settings(found)})",
-        ]
-    )
-
-
-def trl_lines(found: Estimate, recipe: Recipe) -> str:
-    """Arguments and trainer of TRL's supervised fine-tuning; ``data`` is yours."""
-    arguments = _training_arguments(found, recipe) | {"max_length": recipe.seq}
-    adapters = f"peft_config={_adapters(recipe)}, " if recipe.lora else ""
-    lines = ["import peft"] if recipe.lora else []
-    lines += ["import torch", "import transformers", "import trl"]
-    lines += ["from mp_optim.integrations.trainer_args import class_and_settings", ""]
-    lines += _model_lines(found, replace(recipe, lora=0))
-    lines.append(f"arguments = trl.SFTConfig({_arguments(arguments)})")
-    lines.append(
-        f"trainer = trl.SFTTrainer(model, arguments, train_dataset=data, {adapters}"
-        f"{_class_and_settings(found)})"
-    )
-    return "\n".join(lines)
-
-
-def torchtitan_lines(found: Estimate, recipe: Recipe) -> str:
-    """The container of optimizers."""
-    words = dict(found.candidate.words)
-    of_group = f"optimizer_name='AdamW', optimizer_kwargs={{'lr': {recipe.lr!r}}}"
-    return "\n".join(
-        [
-            "from mp_optim.integrations.torchtitan import MpOptimizersContainer",
-            "from torchtitan.components.optimizer import ParamGroupConfig",
-            "",
-            f"groups = [ParamGroupConfig(pattern='.*', {of_group})]",
-            "config = MpOptimizersContainer.Config(param_groups=groups, "
-            f"optimizer_factory_kwargs_by_name={{'AdamW': {words!r}}})",
-        ]
-    )
-
-
-_MEGATRON_DTYPES = {"bf16": "bf16", "8bit": "fp8"}
-
-
-def megatron_lines(found: Estimate, recipe: Recipe) -> str:
-    """A command line of Megatron's program, or why there is none."""
-    words = found.candidate.words
-    no_such = words.get("main_params") == "none"  # nor has its command line a word for that
-    if no_such or words.get("release_gradients") or found.candidate.layout.sharding == "fsdp2":
-        return (
-            "# none: Megatron's gradients lie in its own buffers, it has no FSDP2 of torch's and\n"
-            "# no parameters without main params; split the model by --tensor-model-parallel-size\n"
-            "# or --pipeline-model-parallel-size instead"
-        )
-    arguments: list[Any] = [
-        "--bf16",
-        "--seq-length",
-        recipe.seq,
-        "--micro-batch-size",
-        recipe.batch,
-    ]
-    arguments += ["--lr", recipe.lr, "--clip-grad", 1.0]
-    if found.candidate.config.is_distributed or "state" in words:
-        arguments.append("--use-distributed-optimizer")
-    if "state" in words:
-        dtype = _MEGATRON_DTYPES[words["state"]]
-        arguments += ["--use-precision-aware-optimizer"]
-        arguments += ["--exp-avg-dtype", dtype, "--exp-avg-sq-dtype", dtype]
-    if words.get("offload"):
-        arguments += ["--optimizer-cpu-offload", "--optimizer-offload-fraction", words["offload"]]
-    if found.checkpointing:
-        arguments += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
-        arguments += ["--recompute-num-layers", 1]
-    if found.loss == "fused":
-        arguments += ["--cross-entropy-loss-fusion"]
-    line = " ".join(map(str, arguments))
-    start = f"torchrun --nproc-per-node {recipe.gpus} -m mp_optim.megatron pretrain_gpt.py"
-    return f"{start} {line} [your model's and data's arguments]"

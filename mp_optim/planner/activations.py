@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -150,6 +151,25 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.timeline
 
 
+class FusedDropout(TorchFunctionMode):
+    """Takes dropout out of fused attention, while it is open.
+
+    The fused kernels of GPUs draw the mask again in backward and store none. The kernel of CPUs has
+    no dropout: torch would fall back to attention with its weights as tensors.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func is nn.functional.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                named["dropout_p"] = 0.0
+        return func(*args, **named)
+
+
 def track(
     model: nn.Module,
     loss_of: Callable[[nn.Module], Tensor],
@@ -173,7 +193,7 @@ def track(
         param.register_post_accumulate_grad_hook(tracker.gradient_is_there) for param in trained
     ]
     try:
-        with tracker:
+        with tracker, FusedDropout():
             loss = loss_of(model)
             tracker.forward_is_over()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -251,9 +271,9 @@ class Batch:
     size: int = 1
 
 
-LOSSES = ("model", "fused")
-"""The model's own; or one whose logits are made and forgotten a piece at a time, as Liger's fused
-linear cross entropy does."""
+LOSSES = ("model", "chunked")
+"""The model's own; or one that computes the logits of some tokens at a time
+(:func:`~mp_optim.planner.chunked_loss.chunk_loss`)."""
 
 
 def build_hf(config: Any, *, attention: str = "sdpa", lora: int = 0) -> nn.Module:
@@ -331,15 +351,11 @@ def _one_sequence_each() -> Iterator[None]:
         setattr(masking_utils, name, reads_data)
 
 
-def hf_loss(batch: Batch, loss: str = "model") -> Callable[[nn.Module], Tensor]:
-    """The loss of a ``transformers`` model over a micro-batch of its kind.
-
-    Args:
-        loss: one of :data:`LOSSES`.
+def hf_loss(batch: Batch) -> Callable[[nn.Module], Tensor]:
+    """Return a function that computes the loss of a ``transformers`` model over a micro-batch.
 
     Raises:
-        ValueError: the model takes neither tokens nor pictures, or has no head over a vocabulary
-            whose loss could be fused.
+        ValueError: the model takes neither tokens nor pictures.
     """
 
     def loss_of(model: nn.Module) -> Tensor:
@@ -359,11 +375,6 @@ def hf_loss(batch: Batch, loss: str = "model") -> Callable[[nn.Module], Tensor]:
         _check_positions(inner, batch.seq)
         tokens = torch.zeros((batch.size, batch.seq), dtype=torch.long, device="cpu")
         no_cache = {"use_cache": False} if hasattr(inner.config, "use_cache") else {}
-        if loss == "fused":
-            hidden = inner.base_model(input_ids=tokens, **no_cache).last_hidden_state
-            head = inner.get_output_embeddings().weight
-            fused: Any = FusedLoss
-            return fused.apply(hidden.flatten(0, 1), head)  # type: ignore[no-any-return]
         labels = tokens[:, 0] if "SequenceClassification" in type(inner).__name__ else tokens
         return given(input_ids=tokens, labels=labels, **no_cache).loss  # type: ignore[no-any-return]
 
@@ -387,31 +398,6 @@ def _loss_of_pictures(model: Any, config: Any, count: int) -> Tensor:
     pixels = torch.zeros(shape, dtype=dtype, device="cpu")
     labels = torch.zeros(count, dtype=torch.long, device="cpu")
     return model(pixel_values=pixels, labels=labels).loss  # type: ignore[no-any-return]
-
-
-class FusedLoss(torch.autograd.Function):
-    """Memory of a fused linear cross entropy as Liger-Kernel's: logits of a piece at a time, in
-    place; gradients of hidden states and of the head are made in forward, and wait."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor) -> Tensor:
-        """Args: hidden: tokens x width. head: vocabulary x width."""
-        tokens, width = hidden.shape
-        pieces = math.ceil(head.shape[0] / width)
-        size = 1 << (math.ceil(tokens / pieces) - 1).bit_length()
-        grad_hidden, grad_head = torch.zeros_like(hidden), torch.zeros_like(head)
-        for begin in range(0, tokens, size):
-            piece = hidden[begin : begin + size]
-            logits = piece @ head.t()
-            grad_hidden[begin : begin + size] = logits @ head
-            grad_head += logits.t() @ piece
-        ctx.save_for_backward(grad_hidden, grad_head if head.requires_grad else None)
-        return torch.zeros((), dtype=torch.float32, device=hidden.device)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor | None]:
-        grad_hidden, grad_head = ctx.saved_tensors
-        return grad_hidden, grad_head
 
 
 FEW = 2

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -15,16 +16,26 @@ from mp_optim.planner.activations import Moment, Timeline
 from mp_optim.planner.memory import Layout, MemoryPlan
 from mp_optim.planner.step_time import GB, MACHINES, Form, Machine, on_host, streamed
 
+ERROR = 0.05
+"""Share by which published peaks exceed the estimate at most, rounded up to a percent
+(``tools/fit_published.py`` prints the comparison)."""
+SOLD = 0.98
+"""Share of a card's nominal memory that torch reports as its total: 23.5 to 23.7 GiB of an RTX 4090
+that is sold with 24 GB, 79.1 GiB of an H100 that is sold with 80 GB."""
+
 
 @dataclass(frozen=True)
 class Limits:
-    """What a rank may take.
+    """Memory that one rank can use.
 
     Attributes:
-        device: bytes of its accelerator.
-        host, disk: bytes of its share of the host's memory, and of its disk.
-        reserve: bytes of the accelerator for the driver's context, libraries and what the
-            allocator cannot use.
+        device: bytes of its accelerator, as torch reports them.
+        host: bytes of its share of the host's memory.
+        disk: bytes of its share of the disk.
+        reserve: bytes of the accelerator outside torch's allocator, and unusable in it: CUDA
+            context (0.45 to 0.5 GiB in torch's out-of-memory messages), workspaces of cuBLAS and
+            cuBLASLt for two threads (4 times 32 MiB from Hopper on, less before), rounding of
+            segments. NCCL is not in it.
         host_reserve: bytes of the host for the process, its libraries and the system.
     """
 
@@ -33,6 +44,9 @@ class Limits:
     disk: int = 0
     reserve: int = 1 << 30
     host_reserve: int = 4 << 30
+
+
+RESERVE = "CUDA and libraries"
 
 
 @dataclass(frozen=True)
@@ -75,7 +89,7 @@ class Estimate:
     Attributes:
         candidate: the settings.
         checkpointing: whether blocks run forward again in backward.
-        loss: "model" or "fused".
+        loss: "model" or "chunked".
         plan: parameters, gradients and optimizer.
         moments: by moment ("forward or backward", "step"), bytes of the accelerator by purpose.
         seconds: of the optimizer's step by a model, nothing hidden; None where there is no model.
@@ -98,10 +112,20 @@ class Estimate:
         """Bytes of the accelerator then, with the reserve."""
         return sum(self.moments[self.moment].values())
 
-    def missing(self, limits: Limits) -> dict[str, int]:
-        """Bytes beyond each limit; empty if it fits."""
+    def slack(self, limits: Limits) -> float:
+        """Share by which the estimate of the accelerator may be too low; negative if the estimate
+        itself is too much."""
+        return (limits.device - self.device) / max(self.device - limits.reserve, 1)
+
+    def missing(self, limits: Limits, error: float = 0.0) -> dict[str, int]:
+        """Bytes beyond each limit; empty if it fits.
+
+        Args:
+            error: share by which the estimate of the accelerator may be too low.
+        """
+        device = self.device + int(error * (self.device - limits.reserve))
         taken = {
-            "accelerator": (self.device, limits.device),
+            "accelerator": (device, limits.device),
             "host": (self.plan.host_total + limits.host_reserve, limits.host),
             "disk": (self.plan.disk.total, limits.disk),
         }
@@ -144,10 +168,10 @@ def estimate(
     device = plan.accelerator
     resting = {
         "parameters": device.model_params,
-        "buffers": timeline.buffers,
+        "model's buffers": timeline.buffers,
         "main params": device.main_params,
         "moments and averages": device.moments + device.averages,
-        "reserve": limits.reserve,
+        RESERVE: limits.reserve,
     }
     gathers = layout.sharding == "fsdp2"
     working = {
@@ -156,7 +180,8 @@ def estimate(
         "logits and loss": peak.logits,
         "gathered blocks": 3 * blocks.largest + blocks.root if gathers else 0,
     }
-    stepping = {"gradients": device.grads, "windows": device.staging + device.double_buffers}
+    stepping = {"gradients": device.grads, "buffers of step()": device.staging}
+    stepping["buffers of step()"] += device.double_buffers
     moments = {peak.phase: resting | working, "step": resting | stepping}
     return Estimate(candidate, checkpointing, loss, plan, moments)
 
@@ -175,18 +200,27 @@ def search(
     blocks: Blocks,
     accumulates: bool = False,
 ) -> Estimate:
-    """The first candidate that fits, in the first of the ways (checkpointing, loss); if none does,
-    the one of which least is missing.
+    """Return the first candidate that fits, in the first way (checkpointing, loss) that fits.
 
-    A trace takes seconds. So nothing is traced for a candidate that is too much without
-    activations, and of the others the last way, which takes least, before the rest.
+    The first pass accepts a candidate only if it fits when the estimate is too low by
+    :data:`ERROR`. The second pass accepts one that fits by the estimate. If none fits, the
+    candidate that lacks least is returned.
+
+    A trace takes seconds. So a candidate that is too much without activations is not traced, and
+    the last way, which takes least, is traced before the others.
     """
+    listed = list(candidates)
+    bare = Timeline([Moment("forward", 0, 0, 0)])
 
-    def estimated(candidate: Candidate, plan: MemoryPlan, way: tuple[bool, str] | None) -> Estimate:
+    @cache
+    def planned(at: int) -> MemoryPlan:
+        return plan_of(listed[at])
+
+    @cache
+    def estimated(at: int, way: tuple[bool, str] | None) -> Estimate:
         checkpointing, loss = way or ways[-1]
-        timeline = traced(checkpointing, loss) if way else Timeline([Moment("forward", 0, 0, 0)])
         return estimate(
-            *(candidate, plan, timeline),
+            *(listed[at], planned(at), traced(checkpointing, loss) if way else bare),
             checkpointing=checkpointing,
             loss=loss,
             limits=limits,
@@ -197,23 +231,19 @@ def search(
     def lacks(found: Estimate) -> int:
         return sum(found.missing(limits).values())
 
-    hopeless: list[Estimate] = []
-    too_much: list[Estimate] = []
-    for candidate in candidates:
-        without = estimated(candidate, plan_of(candidate), None)
-        if lacks(without):
-            hopeless.append(without)
-            continue
-        leanest = estimated(candidate, without.plan, ways[-1])
-        if lacks(leanest):
-            too_much.append(leanest)
-            continue
-        tried = (estimated(candidate, without.plan, way) for way in ways)
-        return next(found for found in tried if not lacks(found))
-    if too_much:
-        return min(too_much, key=lacks)
-    closest = min(hopeless, key=lacks)
-    return estimated(closest.candidate, closest.plan, ways[-1])
+    for error in (ERROR, 0.0):
+        for at in range(len(listed)):
+            for way in (None, ways[-1]):  # the cheapest to know first
+                if estimated(at, way).missing(limits, error):
+                    break
+            else:
+                tried = (estimated(at, way) for way in ways)
+                return next(found for found in tried if not found.missing(limits, error))
+    possible = [at for at in range(len(listed)) if not lacks(estimated(at, None))]
+    if possible:
+        return min((estimated(at, ways[-1]) for at in possible), key=lacks)
+    closest = min(range(len(listed)), key=lambda at: lacks(estimated(at, None)))
+    return estimated(closest, ways[-1])
 
 
 @dataclass(frozen=True)
