@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from mp_optim import checkpoint
-from mp_optim.cli.command import COMMANDS, main
+from mp_optim.cli.command import COMMANDS, main, status_of
 from support.launch import run_forked_program
 from support.models import build, train
 
@@ -153,6 +155,42 @@ def test_a_model_that_transformers_does_not_know(
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "nosuch"}')
     assert "model type `nosuch`" in said(capsys, "plan", "--model", path)
+
+
+def test_settings_of_another_kind_of_file_are_named(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    binary = written(config.parent, b"\x7fELF\xd0\x00")
+    text = said(capsys, "plan", "--model", config, "--optimizer", binary)
+    assert f"--optimizer {binary} is not YAML" in text
+
+
+def test_a_failed_import_of_a_model_tells_its_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers raises ModuleNotFoundError without a name, whatever the cause is."""
+
+    def command() -> int:
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as error:
+            raise ModuleNotFoundError("Could not import module 'Qwen3ForCausalLM'.") from error
+
+    assert status_of(command) == 1
+    text = capsys.readouterr().err
+    assert "Qwen3ForCausalLM" in text and "torchvision::nms" in text and "None" not in text
+
+
+def test_a_closed_pipe_ends_a_command_silently() -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reader)
+        os.dup2(writer, 1)
+        os.dup2(writer, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        os._exit(main(["conform", "--list"]))
+    os.close(reader)
+    os.close(writer)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 141
 
 
 def test_a_plan_is_printed_and_written(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
