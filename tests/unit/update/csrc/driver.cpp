@@ -226,7 +226,7 @@ std::vector<Kind> compact_kinds() {
     std::vector<Kind> kinds;
     for (int first : {MP_F32, MP_BF16, MP_F16, MP_I8})
         for (int second : {MP_F32, MP_BF16, MP_F16, MP_U8})
-            for (int remainder : {MP_NONE, MP_I16, MP_I8, MP_BF16, MP_I0})
+            for (int remainder : {MP_NONE, MP_I16, MP_I8, MP_I0})
                 for (bool noisy : {false, true})
                     kinds.push_back({MP_BF16, noisy ? MP_BF16 : MP_NONE, first, second, remainder, noisy});
     for (bool noisy : {false, true}) {  // what goes with 4-bit codes is tried above
