@@ -45,13 +45,8 @@ from mp_optim.checkpoint.reading import Reading, ValueCheck, plan_reading
 from mp_optim.checkpoint.shards import FlatShard, PartitionShard, is_cut, scales_of_elements
 from mp_optim.checkpoint.version_files import Index, Saved
 from mp_optim.slots import Slot, local_tensor
-from mp_optim.slots.keyed_optimizer import (
-    SlotKeyedOptimizer,
-    StateLoad,
-    kept_settings,
-    kept_state,
-    match_without_state,
-)
+from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer, StateLoad, match_without_state
+from mp_optim.slots.load_rollback import kept_settings, kept_state
 from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.slots.slot_state import (
     AVERAGE,

@@ -286,6 +286,9 @@ class ParamState(WithMainParam):
     def shown(self) -> State:
         return self.tensors()
 
+    def laid_out(self, state: State) -> State:
+        return self._view.show(state)
+
     def as_kept(self, shown: State) -> State:
         return self._view.take(shown)
 

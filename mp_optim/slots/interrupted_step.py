@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mp_optim.process.accelerator import accelerator_of
 from mp_optim.process.leases import before_writing
+from mp_optim.slots.shown_copies import ShownCopies
 
 
 class BrokenOffError(RuntimeError):
@@ -42,10 +43,12 @@ class StepMark:
 
     Attributes:
         parked: what waits on the host; meanwhile nothing is stepped.
+        copies: of state, that callers may have edited.
     """
 
     def __init__(self) -> None:
         self.parked = ParkedTensors()
+        self.copies = ShownCopies()
         self._touched = False
         self._outermost: object | None = None
         self._why = ""
@@ -106,6 +109,8 @@ class StepMark:
             )
         if self._outermost is not None and self._thread != get_ident():
             raise self._under_way(doing, "another thread")
+        if self._outermost is None:
+            self.copies.take_edits()
 
     def _under_way(self, doing: str, who: str) -> RuntimeError:
         return RuntimeError(
@@ -144,6 +149,7 @@ class StepMark:
             self.check("step")
         if self.parked.homes:
             raise RuntimeError(_PARKED)
+        self.copies.take_edits()
         self._thread, self._outermost = get_ident(), layer
         try:
             yield
@@ -152,12 +158,14 @@ class StepMark:
             raise
         finally:
             self._outermost = None
+            self.copies.refresh()
         # In this order: an interrupt between the two leaves the mark, which is safe.
         self._touched = False
 
     @contextmanager
     def under_way(self, layer: object) -> Iterator[None]:
         """Something is written by a layer; the mark stays what it is made."""
+        self.copies.take_edits()
         self._thread, self._outermost = get_ident(), layer
         try:
             yield
@@ -166,6 +174,7 @@ class StepMark:
             raise
         finally:
             self._outermost = None
+            self.copies.refresh()
 
 
 HOST = torch.device("cpu")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,7 +24,7 @@ from mp_optim.slots.identity import (
 )
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.model_parallel import ModelParallel
-from mp_optim.slots.slot_state import AVERAGE, SlotState, State
+from mp_optim.slots.slot_state import AVERAGE, SlotState, State, scale_key, without_keys
 from mp_optim.slots.state_dict import (
     CHECKSUMS,
     GroupMatch,
@@ -214,16 +213,33 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     # -- state ------------------------------------------------------------------------------------
 
     def slot_state(self, slot: Slot) -> State:
-        """The live state tensors of a slot, allocated if they did not exist. 4-bit moments come as
-        FP32 copies: to change one, load the slot's state."""
+        """The state tensors of a slot as state dicts have them, allocated if they did not exist:
+        the live ones, and FP32 copies of 4-bit moments. :meth:`shown_state` gives copies that may
+        be written."""
         self.make_current(slot)
+        self.step_mark.copies.take_edits()
         state = self.state_of(slot).shown()
         before_writing(state.values())
         return state
 
+    @in_own_modes
+    def shown_state(self, slot: Slot) -> State:
+        """The state of a slot as :attr:`state` shows it: the live tensors, and FP32 copies of those
+        that are stored in blocks. Writes to both count."""
+        self.make_current(slot)
+        state, copies = self.state_of(slot), self.step_mark.copies
+        coded = state.coded()
+        shown = copies.show(
+            self, self.slot_name(slot), coded, lambda key, leaf: state.laid_out({key: leaf})[key]
+        )
+        kept = state.laid_out(without_keys(state.kept(), map(scale_key, coded)))
+        before_writing(kept.values())
+        return {key: shown.get(key, value) for key, value in kept.items()}
+
     def full_slot_state(self, slot: Slot) -> State:
         """The slot's state with everything in FP32, copied where it is stored in fewer bits."""
         self.make_current(slot)
+        self.step_mark.copies.take_edits()
         state = self.state_of(slot).full_precision()
         before_writing(state.values())
         return state
@@ -232,7 +248,9 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         """Copy ``state`` into the slot. Raises ValueError if a key is missing, unknown or
         mis-shaped."""
         self.follow_model(slot)
+        self.step_mark.copies.take_edits()
         self.state_of(slot).load(state)
+        self.step_mark.copies.refresh()
 
     def has_slot_state(self, slot: Slot) -> bool:
         """Whether a slot has any state."""
@@ -265,6 +283,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
                     "taken. Nothing of it needs to be moved; switch off what moves optimizer state "
                     "in this program, or place less on the host"
                 )
+        self.step_mark.copies.refresh()
 
     @in_own_modes
     def reset_states(self, slots: Sequence[Slot]) -> None:
@@ -278,6 +297,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self.follow_model()
         for slot in slots:
             self.state_of(slot).reset()
+        self.step_mark.copies.refresh()
 
     @in_own_modes
     def offload_to_cpu(self) -> None:
@@ -313,7 +333,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         return SlotStateView(
             self._checked_groups,
             self.has_slot_state,
-            self.slot_state,
+            self.shown_state,
             self.assign_states,
             self.reset_states,
             self._state_lookups,
@@ -650,52 +670,6 @@ class StateLoad:
             optimizer.state_of(slot).expect_weights(saved, checksum)
         written = [slot for slot in self._saved if optimizer.state_of(slot).write_model()]
         return [optimizer.slot_name(slot) for slot in written]
-
-
-# -- what was loaded, taken back ------------------------------------------------------------------
-
-
-def kept_settings(optimizer: SlotKeyedOptimizer) -> Callable[[], None]:
-    """Remember the settings of all param groups; returns what puts them back, tensors in place."""
-    kept = [
-        {key: (value, deepcopy(value)) for key, value in _settings_of(group).items()}
-        for group in optimizer.param_groups
-    ]
-
-    @torch.no_grad()
-    def put_back() -> None:
-        for group, settings in zip(optimizer.param_groups, kept, strict=True):
-            for key in _settings_of(group).keys() - settings.keys():
-                del group[key]
-            for key, (value, copied) in settings.items():
-                group[key] = copied
-                if isinstance(value, Tensor):
-                    group[key] = value.copy_(copied)
-
-    return put_back
-
-
-def kept_state(optimizer: SlotKeyedOptimizer) -> Callable[[], None]:
-    """Copy the state of all slots, and what is loaded beside it; returns what puts it back, where
-    the model's parameters have their values again."""
-    states: dict[Slot, State] = {}
-    for slot, _ in iter_slots(optimizer.param_groups):
-        state = optimizer.slot_state(slot)
-        states[slot] = {key: deepcopy(value) for key, value in state.items()}
-    beside = deepcopy(optimizer.saved_beside())
-
-    def put_back() -> None:
-        for slot, state in states.items():
-            live = optimizer.state_of(slot)
-            if state or not live.is_required():  # else frozen, and the load gave it state
-                optimizer.load_slot_state(slot, live.fit(state, convert=False))
-        optimizer.load_beside(beside)
-
-    return put_back
-
-
-def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _converted_bytes(fitted: State, saved: State) -> int:

@@ -9,7 +9,7 @@ shard.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from mp_optim.config.setting_checks import Allowed, check_setting
 from mp_optim.process.host_memory import same_values
 from mp_optim.process.leases import before_writing
+from mp_optim.slots.shown_copies import Coded
 from mp_optim.slots.tensors import local_tensor
 
 STEP = "step"
@@ -50,6 +51,12 @@ def is_scale(key: str) -> bool:
 
 State = dict[str, Any]
 """A slot's state by key: tensors, and what else a saved one may hold."""
+
+
+def without_keys(state: State, keys: Iterable[str]) -> State:
+    """Return a state without some keys."""
+    gone = set(keys)
+    return {key: value for key, value in state.items() if key not in gone}
 
 
 class SlotState(ABC):
@@ -91,10 +98,18 @@ class SlotState(ABC):
         """Why no saved state is taken here, whatever it is; empty if some is."""
         return ""
 
+    def coded(self) -> dict[str, Coded]:
+        """State that is stored in blocks, by key."""
+        return {}
+
     def in_blocks(self) -> set[str]:
         """Keys of what is stored in blocks. A layer that shows no scales for them shows FP32 copies
         of them, and what is loaded for those may be refused."""
-        return set()
+        return set(self.coded())
+
+    def laid_out(self, state: State) -> State:
+        """State that this rank keeps, in the layout that callers see: of a DTensor a DTensor."""
+        return state
 
     def is_lone(self) -> bool:
         """Whether what is stepped are 16 bits that are all there is of a main param."""
@@ -287,8 +302,8 @@ class WithMainParam(SlotState):
     def takes_any(self) -> bool:
         return self.below.takes_any()
 
-    def in_blocks(self) -> set[str]:
-        return self.below.in_blocks()
+    def coded(self) -> dict[str, Coded]:
+        return self.below.coded()
 
     def fit(self, saved: State, convert: bool) -> State:
         if self._main is None:

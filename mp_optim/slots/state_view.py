@@ -9,6 +9,8 @@ whenever it is asked. What is put under a key of it is taken, or refused aloud:
   accelerator is put there, or by ``restore_from_cpu()``; a step before that raises RuntimeError.
 - State that is stepped on the host, from its memory or from a disk, stays there, and so do counts
   of steps: of a tensor on an accelerator the values are taken, and a warning says so once.
+- Moments that are stored in blocks are shown as FP32 copies (:mod:`~mp_optim.slots.shown_copies`),
+  and FP32 values are taken for them, rounded.
 - Another shape, values that would lose bits, another accelerator and a key that is not there or
   that is deleted are refused, and nothing has changed.
 
@@ -41,7 +43,7 @@ from torch import Tensor
 from mp_optim.process.host_memory import same_values
 from mp_optim.slots.identity import ParamGroups, Slot, iter_slots, param_at
 from mp_optim.slots.interrupted_step import HOST, ParkedTensors, wait_for
-from mp_optim.slots.slot_state import STEP, SlotState, State, scale_key
+from mp_optim.slots.slot_state import STEP, SlotState, State, check_fits, scale_key, without_keys
 from mp_optim.slots.tensors import same_memory
 
 
@@ -281,27 +283,32 @@ class Assignment:
         whole: bool,
     ) -> None:
         self._name, self._state, self._home, self._parked = name, state, home, parked
-        self._kept = state.kept()
+        self._kept, self._coded = state.kept(), state.coded()
         self._values: State = {}
         self._memory: dict[str, Tensor] = {}
         self._devices: dict[str, torch.device] = {}
         self._fitted: State = {}
         self.stays: list[str] = []
-        if whole and given.keys() != state.shown().keys():
+        complete = given
+        if whole and given.keys() != self._shown_keys():
             self._values = given  # in a form that can be converted; or the check tells what is not
         else:
             for key, value in state.as_kept(given).items():
                 self._take(key, value, given[key])
+            scales = map(scale_key, self._coded.keys() & self._values.keys())
+            complete = {**without_keys(state.shown(), scales), **self._values}
         if self._values:
-            complete = given if whole else {**state.shown(), **self._values}
             self._fitted = state.fit(complete, convert=False)
             state.check(self._fitted)
 
     def _take(self, key: str, value: Any, given: Any) -> None:
         """Decide what becomes of one value, in the form that is kept and as it was given."""
+        self._check_key(key)
         mine = self._kept.get(key)
+        if key in self._coded:
+            self._take_values(key, value)
+            return
         if key == STEP or not isinstance(value, Tensor) or mine is None or value.is_meta:
-            self._check_key(key)
             self._values[key] = given
             return
         if same_memory(value, mine):
@@ -318,8 +325,24 @@ class Assignment:
         if alike or not self._has_values(key, value):
             self._values[key] = given
 
+    def _take_values(self, key: str, value: Any) -> None:
+        """Decide what becomes of FP32 values of a key that is stored in blocks."""
+        coded = self._coded[key]
+        present = coded.values()
+        check_fits(f"{self._name}.{key}", present, value)
+        if self._target(key, value, coded.stored):
+            self._devices[key] = value.device
+        if value.device == HOST:
+            wait_for(present.device)
+        value = value.to(present.device, torch.float32)
+        if not same_values(value, present):
+            self._values[key] = coded.rounded(value)
+
+    def _shown_keys(self) -> set[str]:
+        return self._kept.keys() - set(map(scale_key, self._coded))
+
     def _check_key(self, key: str) -> None:
-        shown = self._state.shown()
+        shown = self._shown_keys()
         if key not in shown:
             raise ValueError(
                 f"optimizer.state: {self._name} has no {key!r}, and keeps nothing else than "
@@ -348,7 +371,6 @@ class Assignment:
 
     def _has_values(self, key: str, value: Tensor) -> bool:
         """Whether state that is shown in another form than it is kept has these values already."""
-        self._check_key(key)
         shown = self._state.as_kept({key: self._state.shown()[key]})[key]
         if value.device == HOST:
             wait_for(shown.device)

@@ -135,6 +135,7 @@ class StackOptimizer(WrappedOptimizer):
         self.groups_below, self._settings = (), SharedSettings()
         self._sizes.clear()
         self.step_mark.clear()
+        self.step_mark.copies.clear()
         self._is_begun = False
         self._begin(self.config)
 

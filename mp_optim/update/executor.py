@@ -36,9 +36,10 @@ from mp_optim.update.audit import Audit, Audited, AuditError
 from mp_optim.update.backends import Backend, check_forms, choose_backend, rule_note
 from mp_optim.update.backends.reference import Scales
 from mp_optim.update.codecs import Noise, join, keep_valid, mix, split_
+from mp_optim.update.group_state import GroupState, SteppedTogether
 from mp_optim.update.kernel_args import TensorLists, contiguous, contiguous_outputs
 from mp_optim.update.rule import Launch, Rule
-from mp_optim.update.rule_state import GroupState, RuleSlotState, RuleState, SteppedTogether
+from mp_optim.update.rule_state import RuleSlotState, RuleState
 from mp_optim.update.state_format import StatePrecision
 
 _HOST = torch.device("cpu")

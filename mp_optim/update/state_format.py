@@ -3,7 +3,7 @@ the way back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,11 @@ from mp_optim.config.fields import check_field
 from mp_optim.config.rules import moment_of
 from mp_optim.config.state_forms import CODED, NO_REMAINDER, REMAINDERS, blocks_of, packed_bytes
 from mp_optim.process.host_memory import TensorSpec, same_values, zeros
+from mp_optim.slots.shown_copies import Coded
 from mp_optim.slots.slot_state import (
     AVERAGE,
     MASTER,
+    MOMENT2,
     REMAINDER,
     SECOND,
     State,
@@ -156,6 +158,27 @@ def unpacked(state: Mapping[str, Any], main: Tensor) -> State:
     }
 
 
+def coded(
+    key: str, stored: Tensor, scale: Tensor, shape: torch.Size, check: Callable[[Tensor], None]
+) -> Coded:
+    """Return a moment that is stored in blocks, as its FP32 values are read and written."""
+    second = key == SECOND
+
+    def read(stored: Tensor, scale: Tensor) -> Tensor:
+        return decode(stored.reshape(-1), scale, second, shape.numel()).view(shape)
+
+    def write(values: Tensor, stored: Tensor, scale: Tensor) -> None:
+        encode_(values.reshape(-1), stored.view(-1), scale, second)
+
+    return Coded(stored, scale, read, write, check)
+
+
+def check_moment(label: str, key: str, values: Tensor) -> None:
+    """Raise ValueError if a mean of squares has negative elements."""
+    if key in (SECOND, MOMENT2) and values.is_floating_point() and bool((values < 0).any()):
+        raise ValueError(f"{label}: has negative elements; it is a mean of squares")
+
+
 def fitted(
     label: str, mine: Mapping[str, Any], main: Tensor, saved: Mapping[str, Any], convert: bool
 ) -> State:
@@ -184,7 +207,7 @@ def fitted(
         ]
         if theirs.dtype == own.dtype and blocks == own_blocks:
             result |= {scale: saved[scale]} if scale in mine else {}
-        elif _shape(key, theirs, main) == _shape(key, own, main) and _can_be_read(
+        elif shape_of(key, theirs, main) == shape_of(key, own, main) and _can_be_read(
             theirs, saved.get(scale), convert
         ):
             result |= _converted(f"{label}.{key}", key, mine, _decoded(saved, key, main), convert)
@@ -234,9 +257,9 @@ def _can_be_read(saved: Tensor, scale: Any, convert: bool) -> bool:
     )
 
 
-def _shape(key: str, stored: Tensor, main: Tensor) -> torch.Size:
-    """The shape of a stored moment's FP32 form. Bytes of 4-bit codes have the main param's if they
-    are as many as that needs."""
+def shape_of(key: str, stored: Tensor, main: Tensor) -> torch.Size:
+    """Return the shape of a stored moment's FP32 form: the main param's, if there are as many bytes
+    as its 4-bit codes take."""
     fits = is_packed(key, stored.dtype) and stored.shape == (packed_bytes(main.numel()),)
     return main.shape if fits else stored.shape
 
@@ -246,7 +269,7 @@ def _decoded(state: Mapping[str, Any], key: str, main: Tensor) -> Tensor:
     a part cut out of a larger tensor and so of that one's blocks, for each element, in a last
     dimension of 1."""
     stored, scale = state[key], state.get(scale_key(key))
-    shape = _shape(key, stored, main)
+    shape = shape_of(key, stored, main)
     if scale is not None and scale.dim() > 1:
         values: Tensor = stored.float() * scale[..., 0]
         return values * values if key == SECOND else values

@@ -4,6 +4,7 @@ mode and form of state; or it is refused by name."""
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,7 +38,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "disk": {"offload": 1.0},
     "disk-speculative": {"offload": 1.0, "offload_mode": "speculative"},
 }
-STATES = ("fp32", "bf16")
+STATES = ("fp32", "bf16", "fp16", "8bit", "4bit")
 SHAPES = ((9, 70), (300,))
 
 
@@ -340,3 +341,73 @@ def test_every_stack_begins_again_when_its_state_is_cleared(name: str, one_rank:
     step()
     counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
     assert counts in ([1.0, 1.0], [])
+
+
+@pytest.mark.parametrize("state", ["fp16", "8bit", "4bit"])
+@pytest.mark.parametrize("layout", ["FSDP2", "ZeRO"])
+def test_writes_to_copies_of_a_rank_count(layout: str, state: str, one_rank: None) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(20, 30, bias=False).bfloat16()
+    if layout == "FSDP2":
+        fully_shard(model)
+        optimizer: Any = mp_optim.AdamW(model.parameters(), state=state)
+    else:
+        dtype = {"fp16": "float16", "8bit": "uint8", "4bit": "uint4"}[state]
+        second = {"exp_avg_sq_dtype": "uint8"} if state == "4bit" else {"exp_avg_sq_dtype": dtype}
+        config = OptimizerConfig(
+            lr=0.1,
+            bf16=True,
+            use_distributed_optimizer=True,
+            use_precision_aware_optimizer=True,
+            exp_avg_dtype=dtype,
+            **second,
+        )
+        optimizer = get_megatron_optimizer(config, model)
+
+    def local(tensor: Any) -> Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.local
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 20).bfloat16()).float().square().sum().backward()
+        optimizer.step()
+
+    step()
+    held = next(iter(optimizer.state.values()))["exp_avg"]
+    before = local(held).clone()
+    step()
+    assert not same_bits(local(held), before)  # the step wrote it
+    local(held).data.zero_()
+    local(next(iter(optimizer.state.values()))["exp_avg_sq"]).fill_(4.0)
+    saved = optimizer.state_dict(full_precision=True)["state"][0]
+    assert not local(saved["exp_avg"]).any()
+    assert bool(((local(saved["exp_avg_sq"]) - 4.0).abs() < 0.01).all())
+    step()
+    assert local(held).any()
+
+
+def test_copy_with_negative_squares_is_refused_by_name() -> None:
+    param = nn.Parameter(torch.ones(300))
+    optimizer = mp_optim.AdamW([("w", param)], state="8bit")
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    optimizer.state[param]["exp_avg_sq"].fill_(-1.0)
+    with pytest.raises(ValueError, match=r"w\.exp_avg_sq: has negative elements"):
+        optimizer.step()
+    assert all(same_bits(v, before[0][k]) for k, v in optimizer.state_dict()["state"][0].items())
+    optimizer.step()
+
+
+def test_copies_of_state_that_is_only_read_are_freed() -> None:
+    params = [(f"w{i}", nn.Parameter(torch.ones(300))) for i in range(5)]
+    optimizer = mp_optim.AdamW(params, state="8bit")
+    for _, param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    kept = [weakref.ref(value) for s in optimizer.state.values() for value in s.values()]
+    held = [state["exp_avg"] for state in list(optimizer.state.values())[:2]]
+    optimizer.step()
+    copies = [ref() for ref in kept if ref() is not None and ref().numel() == 300]
+    assert sum(each.dtype == torch.float32 for each in copies) <= 2 + len(held)
+    assert len(optimizer.step_mark.copies._copies) == len(held)
