@@ -95,8 +95,10 @@ def test_compact_states_train_like_float32_ones(rule):
 def test_dtypes_and_shapes_of_what_is_kept():
     model, optimizer = build("bf16-8bit8", 0.5)
     train(model, optimizer, 1)
+    saved = optimizer.state_dict()["state"]
+    of = {param: saved[index] for index, param in enumerate(optimizer.state)}
     for param in (model.dense, model.embed, model.experts["up"]):
-        state = optimizer.state[param]
+        state = of[param]
         assert {key: value.dtype for key, value in state.items()} == {
             "step": torch.float32,
             "exp_avg": torch.int8,
@@ -110,7 +112,10 @@ def test_dtypes_and_shapes_of_what_is_kept():
             and state["exp_avg"].any()
         )
         assert state["exp_avg_scale"].shape == (-(-param.numel() // 256),)
-    assert set(optimizer.state[model.scale]) == {
+        shown = {key: value.dtype for key, value in optimizer.state[param].items()}
+        assert shown.keys() == state.keys() - {"exp_avg_scale", "exp_avg_sq_scale"}
+        assert shown["exp_avg"] == shown["exp_avg_sq"] == torch.float32
+    assert set(of[model.scale]) == {
         "step",
         "exp_avg",
         "exp_avg_scale",
