@@ -11,7 +11,8 @@ from typing import Any
 
 import tyro
 
-from mp_optim.cli.fit import GIB, Options, as_data, fitted, shipped
+from mp_optim.cli import fit
+from mp_optim.cli.fit import GIB, shipped
 
 MACHINES = {
     "24 GB, host 64 GB, disk 1 TB": "--gpu 24GB --ram 64GB --disk 1TB",
@@ -41,9 +42,9 @@ def rows() -> Iterator[str]:
 def cell(model: str, machine: str) -> str:
     """Return settings, and GiB of the accelerator at its fullest moment."""
     arguments = ["--model", model, "--seq", str(SEQ.get(model, 4096)), *machine.split()]
-    options = tyro.cli(Options, args=arguments)
-    found, made = fitted(options)
-    return answer(as_data(found, options, made))
+    options = tyro.cli(fit.Options, args=arguments)
+    found, made = fit.fitted(options)
+    return answer(fit.as_data(found, options, made))
 
 
 def answer(said: dict[str, Any]) -> str:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -151,23 +150,29 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.timeline
 
 
-class FusedDropout(TorchFunctionMode):
-    """Takes dropout out of fused attention, while it is open.
+@contextmanager
+def _fused_dropout() -> Iterator[None]:
+    """Take dropout out of fused attention while the context is open.
 
     The fused kernels of GPUs draw the mask again in backward and store none. The kernel of CPUs has
-    no dropout: torch would fall back to attention with its weights as tensors.
+    no dropout: torch would fall back to attention with its weights as tensors. The function is
+    replaced because a TorchFunctionMode does not reach forwards that checkpointing runs again.
     """
+    module: Any = nn.functional
+    attention = module.scaled_dot_product_attention
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        named = dict(kwargs or {})
-        if func is nn.functional.scaled_dot_product_attention:
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            else:
-                named["dropout_p"] = 0.0
-        return func(*args, **named)
+    def without_dropout(*args: Any, **kwargs: Any) -> Tensor:
+        if len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
+        elif "dropout_p" in kwargs:
+            kwargs["dropout_p"] = 0.0
+        return attention(*args, **kwargs)  # type: ignore[no-any-return]
+
+    module.scaled_dot_product_attention = without_dropout
+    try:
+        yield
+    finally:
+        module.scaled_dot_product_attention = attention
 
 
 def track(
@@ -193,7 +198,7 @@ def track(
         param.register_post_accumulate_grad_hook(tracker.gradient_is_there) for param in trained
     ]
     try:
-        with tracker, FusedDropout():
+        with tracker, _fused_dropout():
             loss = loss_of(model)
             tracker.forward_is_over()
             loss.backward()  # type: ignore[no-untyped-call]

@@ -105,12 +105,15 @@ def test_tensors_over_the_vocabulary_are_told_from_others() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_fused_attention_stores_no_dropout_mask() -> None:
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+def test_fused_attention_stores_no_dropout_mask(checkpointing: bool) -> None:
     """As the kernels of GPUs, which torch's CPU attention with dropout does not stand for."""
     sizes = {"n_embd": 128, "n_layer": 2, "n_head": 4, "vocab_size": 1024}
     configs = [transformers.GPT2Config(attn_pdrop=rate, **sizes) for rate in (0.1, 0.0)]
-    peaks = [traced(build_hf(config)).peak() for config in configs]
-    assert peaks[0] == peaks[1]
+    models = [build_hf(config) for config in configs]
+    for model in models:
+        checkpoint_blocks(model, checkpointing)
+    assert traced(models[0]).peak() == traced(models[1]).peak()
 
 
 def test_gradients_that_leave_are_not_held() -> None:
