@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from mp_optim.process.torch_types import is_dtensor
 
 _FORMAT = "sparse_weight_patch"
 _DTYPES = {
@@ -252,7 +253,7 @@ def _check_patch(patch: WeightPatch, tensors: Mapping[str, Tensor]) -> None:
             f"apply_delta: there is no {patch.name!r} here (but {known}, ...): the names are those "
             "of the trainer's model"
         )
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         raise ValueError(
             f"apply_delta: {patch.name} is a DTensor here: hand over a dict of plain tensors"
         )

@@ -13,11 +13,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from mp_optim.process.host_memory import same_values
 from mp_optim.process.leases import before_writing
+from mp_optim.process.torch_types import is_dtensor
 
 FLOAT8_DTYPES = tuple(
     dtype
@@ -43,7 +43,7 @@ def check_quantized(name: str, param: Tensor) -> None:
         TypeError: it is a DTensor. ValueError: its ``fp8_scale`` is missing or does not fit, saying
             what would.
     """
-    if isinstance(param, DTensor):
+    if is_dtensor(param):
         if param.dtype in FLOAT8_DTYPES or _brings_its_own(param.to_local()):
             raise TypeError(
                 f"{name} is a DTensor of {type(param.to_local()).__name__} {param.dtype}: the "

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.entries import (
     MODEL,
@@ -44,6 +43,7 @@ from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.checkpoint.reading import Reading, ValueCheck, plan_reading
 from mp_optim.checkpoint.shards import FlatShard, PartitionShard, is_cut, scales_of_elements
 from mp_optim.checkpoint.version_files import Index, Saved
+from mp_optim.process.torch_types import is_dtensor
 from mp_optim.slots import Slot, local_tensor
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer, StateLoad, match_without_state
 from mp_optim.slots.load_rollback import kept_settings, kept_state
@@ -426,7 +426,9 @@ def _blank(own: Tensor, zeros: dict[tuple[torch.dtype, torch.device], Tensor]) -
         return own.with_held(_blank(own.held, zeros))
     if isinstance(own, FlatShard):
         return FlatShard(_blank(own.local, zeros), own.shape, own.start)
-    if isinstance(own, DTensor):
+    if is_dtensor(own):
+        from torch.distributed.tensor import DTensor
+
         return DTensor.from_local(
             _blank(own.to_local().detach(), zeros),
             own.device_mesh,

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.checkpoint.shards import PartitionShard, as_partition
 from mp_optim.checkpoint.version_files import Index, Saved
 from mp_optim.config.rules import moment_of
 from mp_optim.config.setting_checks import plain_setting
+from mp_optim.process.torch_types import is_dtensor
 from mp_optim.slots import Slot, param_at
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer, match_without_state
 from mp_optim.slots.model_parallel import ModelParallel
@@ -247,7 +247,7 @@ def unallocated(
         if slot is not None and name not in present and optimizer.state_of(slot).takes_any():
             partition = parallel.partitions.get(names[slot])
             param = param_at(optimizer.param_groups, slot)
-            if isinstance(param, DTensor) and entry.shape == param.shape:
+            if is_dtensor(param) and entry.shape == param.shape:
                 new[name] = torch.empty_like(param, dtype=entry.dtype, requires_grad=False)
             elif partition is None or entry.shape != partition.whole_shape(param.shape):
                 new[name] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")

@@ -5,23 +5,20 @@ as."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
 
 from mp_optim.config.state_forms import BLOCK
+from mp_optim.process.torch_types import is_dtensor, is_sharded_tensor
 from mp_optim.slots.partition import Box, Partition, box_views, boxes, whole_box
 from mp_optim.slots.tensor_layout import is_split
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 # -- flat ranges ----------------------------------------------------------------------------------
 
@@ -90,6 +87,9 @@ class FlatShard(Tensor):
     # -- what torch.distributed.checkpoint asks ---------------------------------------------------
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         properties = TensorProperties.create_from_tensor(self.local)
         return [
             WriteItem(
@@ -168,6 +168,8 @@ _RANGE_KEEPING = {
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
@@ -259,11 +261,11 @@ def places_of(tensor: Tensor) -> tuple[Box, ...] | None:
     """
     if isinstance(tensor, FlatShard):
         return tensor.places
-    if isinstance(tensor, ShardedTensor):
+    if is_sharded_tensor(tensor):
         raise TypeError("a ShardedTensor cannot be saved or loaded; use DTensor")
     if not isinstance(tensor, PartitionShard) and not hasattr(tensor, "__create_chunk_list__"):
         return None
-    if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+    if is_dtensor(tensor) and tensor.device_mesh.get_coordinate() is None:
         return ()
     if not tensor.numel():
         return (whole_box(tuple(tensor.shape)),)
@@ -294,6 +296,8 @@ def piece(tensor: Tensor, place: Box) -> Tensor:
         return tensor.detach()
     if not tensor.numel():
         return torch.empty(place.sizes, dtype=tensor.dtype, device="cpu")
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
     shard: Tensor = tensor.__get_tensor_shard__(MetadataIndex("", torch.Size(place.offsets)))
     return shard.detach()
 
@@ -332,7 +336,7 @@ def _flat_index(tensor: Tensor) -> Tensor:
         return tensor.partition.whole_index(inside, tensor.held.shape)
     if isinstance(tensor, FlatShard):
         return torch.arange(tensor.start, tensor.start + tensor.local.numel(), device="cpu")
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return torch.arange(tensor.numel(), device="cpu").view(tensor.shape)
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     shape, offset = chunk.sizes, chunk.offsets

@@ -35,16 +35,6 @@ from typing import IO, Any, BinaryIO, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch._utils import _rebuild_tensor_v3
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
 from mp_optim.checkpoint.commit import MANIFEST, inside, is_plain_name, write_durably
@@ -375,8 +365,19 @@ def _are_counts(values: Iterable[Any]) -> bool:
 
 
 def as_metadata(index: Index, folder: Path) -> bytes:
-    """The content of ``.metadata`` for files written by mp_optim. What is equal is one object,
-    pickled once."""
+    """Return the content of ``.metadata`` for files written by mp_optim. Equal parts are one object
+    that is pickled once."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     where: dict[MetadataIndex, _StorageInfo] = {}
     alike: dict[tuple[object, ...], TensorStorageMetadata] = {}

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.process.calls import in_own_modes
+from mp_optim.process.torch_types import is_dtensor
 from mp_optim.quantized import is_quantized
 from mp_optim.slots import check_shape
 from mp_optim.slots.tensors import check_memory
@@ -255,7 +255,7 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
     """
     named = list(named)
     for name, param in named:
-        if isinstance(param, DTensor):
+        if is_dtensor(param):
             raise ValueError(
                 f"{name} is a DTensor: FSDP2 shards it already; build the optimizer with "
                 "use_distributed_optimizer=False"

@@ -9,9 +9,9 @@ from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from mp_optim.process.torch_types import is_dtensor
 from mp_optim.slots import (
     ParamGroups,
     Slot,
@@ -86,7 +86,7 @@ def _is_final(param: Tensor) -> bool:
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return True
-    return isinstance(param, DTensor) and param.device_mesh.size() == dist.get_world_size()
+    return is_dtensor(param) and param.device_mesh.size() == dist.get_world_size()
 
 
 class GradientSource(Protocol):

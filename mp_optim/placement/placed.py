@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from mp_optim.placement.grad_hooks import OwnGrads
 from mp_optim.placement.plan import HostSlot, plan_offload
@@ -26,6 +25,7 @@ from mp_optim.placement.state_file import StateFile
 from mp_optim.placement.stepper import Stepper
 from mp_optim.process.calls import in_own_modes, weak_method
 from mp_optim.process.host_memory import Block, aligned_bytes
+from mp_optim.process.torch_types import is_dtensor
 from mp_optim.slots import (
     ParamGroups,
     Slot,
@@ -265,7 +265,7 @@ def _is_own(tensor: Tensor) -> bool:
 def _share(param: Tensor) -> int:
     """Elements of a parameter per rank that holds a part of it. Unlike the local size, no two ranks
     differ in it."""
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         share = shard_info(param).offload_share
         return param.numel() if share is None else share
     ranks = math.prod(map(param.device_mesh.size, split_dims(param)))

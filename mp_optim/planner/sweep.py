@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.state_forms import MOMENT_WORDS, REMAINDERS
@@ -21,6 +20,7 @@ from mp_optim.factory import device_of, with_data_parallel
 from mp_optim.groups.param_groups import ParamKey
 from mp_optim.planner.memory import Layout, MemoryPlan, plan, plan_rank, specs_of, with_defaults
 from mp_optim.process.accelerator import accelerator_of
+from mp_optim.process.torch_types import is_dtensor
 from mp_optim.ranks.agreement import ProcessGroups
 from mp_optim.ranks.missing_ranks import all_gather
 from mp_optim.slots import local_tensor
@@ -254,7 +254,7 @@ def with_chosen_fraction(
     def plan_of(chosen: OptimizerConfig) -> MemoryPlan:
         return plan_rank(named, experts, chosen, ranks, expert_ranks, config_overrides)
 
-    mesh = next((param.device_mesh for _, param in held if isinstance(param, DTensor)), None)
+    mesh = next((param.device_mesh for _, param in held if is_dtensor(param)), None)
     sharing = [dp] if config.is_distributed else [] if mesh is None else mesh.get_all_groups()
     fraction = _agreed(lambda: least(plan_of, config, gpu_memory=limit).fraction, sharing)
     found = plan_of(with_fraction(config, fraction))

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from mp_optim.precision.main_params import MainParams
 from mp_optim.process.calls import in_own_modes
 from mp_optim.process.leases import before_writing
+from mp_optim.process.torch_types import is_dtensor
 from mp_optim.quantized import is_quantized, quantize_
 from mp_optim.ranks.missing_ranks import MissingRanksError
 from mp_optim.slots import Slot, local_tensor
@@ -104,7 +104,7 @@ class AveragedWeights:
         for share in self.shares:
             share()
         params = itertools.chain.from_iterable(mains.table.params for mains in wrappers)
-        if any(isinstance(param, DTensor) for param in params):
+        if any(is_dtensor(param) for param in params):
             _forget_gathered()
 
 
@@ -177,7 +177,7 @@ def _check(name: str, param: Tensor, factors: Any) -> None:
             f"scale_rows_: factors of {name} are {factors.dtype} of shape {tuple(factors.shape)}; "
             f"{needed}"
         )
-    if factors.is_meta or factors.layout != torch.strided or isinstance(factors, DTensor):
+    if factors.is_meta or factors.layout != torch.strided or is_dtensor(factors):
         raise ValueError(
             f"scale_rows_: factors of {name} are a {type(factors).__name__} of layout "
             f"{factors.layout} on {factors.device}; a plain dense tensor with values is needed "

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.placement.grad_hooks import Claim, GradHooks
@@ -18,6 +17,7 @@ from mp_optim.placement.stepper import Stepper
 from mp_optim.placement.worker import WorkerError
 from mp_optim.precision.measure import measure
 from mp_optim.precision.slot_table import GRADIENT_DTYPES, SlotTable
+from mp_optim.process.torch_types import is_dtensor
 from mp_optim.process.transfer import fetch
 from mp_optim.slots import Slot, SlotUpdates, are_plain, current_grad, local_tensor, param_at
 from mp_optim.slots.executor import Executor
@@ -29,10 +29,10 @@ from mp_optim.update.sums import index_on
 
 def _can_be_released(param: Tensor, grad: Tensor) -> bool:
     """Whether a gradient is nothing but the values of ``grad`` that this rank steps with."""
-    if isinstance(param, DTensor) and isinstance(grad, DTensor):
+    if is_dtensor(param) and is_dtensor(grad):
         if grad.placements != param.placements:
             return False  # still to be redistributed
-    elif isinstance(param, DTensor) or isinstance(grad, DTensor):
+    elif is_dtensor(param) or is_dtensor(grad):
         return False
     is_read = grad.dtype in GRADIENT_DTYPES and not grad.is_meta
     return param.grad is grad and is_read and not grad.requires_grad

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.shards import is_cut
 from mp_optim.precision.changed_weights import ChangedPart, ChangedWeights
@@ -24,6 +23,7 @@ from mp_optim.precision.param_state import Agreement, ParamState, UntrainedState
 from mp_optim.precision.slot_table import SlotTable
 from mp_optim.process.calls import in_own_modes
 from mp_optim.process.leases import before_writing
+from mp_optim.process.torch_types import is_dtensor
 from mp_optim.quantized import (
     check_quantized,
     dequantized,
@@ -287,7 +287,7 @@ class MainParams:
         """The groups of ranks that have other parts of a slot's parameter, or copies of what is
         here."""
         param, ranks = self.param(slot), self._tensor_parallel(slot)
-        if isinstance(param, DTensor):
+        if is_dtensor(param):
             copies = ranks_of_copies(param)
         else:
             is_copy = ranks is not None and not is_tensor_parallel(param)
@@ -297,7 +297,7 @@ class MainParams:
     def is_first_copy(self, slot: Slot) -> bool:
         """Whether no rank before this one has the elements that are here of a slot's parameter."""
         param, groups = self.param(slot), self.process_groups
-        if isinstance(param, DTensor):
+        if is_dtensor(param):
             return is_first_on_mesh(param)
         parts, tp = shard_info(param).shard_groups, self._tensor_parallel(slot)
         of_plain = (groups.dp, None if is_tensor_parallel(param) else tp)

@@ -8,13 +8,12 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from mp_optim.checkpoint.shards import is_cut
 from mp_optim.config.rules import is_elementwise
 from mp_optim.process.host_memory import same_values
 from mp_optim.process.leases import before_writing
+from mp_optim.process.torch_types import is_dtensor
 from mp_optim.quantized import holds, is_quantized, quantize_
 from mp_optim.slots import Slot, local_tensor, param_at
 from mp_optim.slots.executor import Executor
@@ -40,13 +39,17 @@ def as_sharded(local: Tensor, param: Tensor, key: str = "") -> Tensor:
         key: of the state; empty for a main param.
     """
     if (
-        not isinstance(param, DTensor)
+        not is_dtensor(param)
         or not is_elementwise(key)
         or not isinstance(local, Tensor)
         or (local.dim() == 0 and param.dim() > 0)
     ):
         return local
+    from torch.distributed.tensor import DTensor
+
     if local.device.type != param.device_mesh.device_type:  # from_local would bring it there
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
         meta = TensorMeta(param.shape, param.stride(), local.dtype)
         spec = DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta)
         return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -147,7 +150,7 @@ class View:
     @property
     def is_as_stored(self) -> bool:
         """Whether state is shown as it is stored: in blocks, too, and of whatever shape."""
-        return not isinstance(self.param, DTensor)
+        return not is_dtensor(self.param)
 
     @property
     def is_whole(self) -> bool:

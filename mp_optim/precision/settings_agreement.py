@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.shards import FlatShard
 from mp_optim.config import OptimizerConfig
 from mp_optim.precision.measure import NormKey
 from mp_optim.process.calls import in_own_modes
+from mp_optim.process.torch_types import is_dtensor
 from mp_optim.ranks.agreement import check_agreement, difference_told, number_of
 from mp_optim.slots import ParamGroups, Slot, group_settings, local_tensor, slot_name
 from mp_optim.slots.param_attributes import shard_info
@@ -89,7 +89,7 @@ class SettingsAlike:
         self.said: list[str] = []
         self._ranks: dict[int, None] = {}
         for slot, param, key in zip(slots, params, keys, strict=True):
-            if isinstance(param, DTensor) and key.shard_groups:
+            if is_dtensor(param) and key.shard_groups:
                 copies = dict.fromkeys(ranks_of_copies(param))
                 self.copies.setdefault(key, {}).update(copies)
                 if key not in self._groups:
@@ -202,7 +202,7 @@ def _described(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     text = f"{value.dtype} of shape {tuple(value.shape)}"
-    if isinstance(value, (DTensor, FlatShard)) or value.is_meta:
+    if is_dtensor(value) or isinstance(value, FlatShard) or value.is_meta:
         return f"{type(value).__name__}, {text}"
     if value.layout != torch.strided or not value.is_floating_point():
         return f"{text}, {value.layout}"

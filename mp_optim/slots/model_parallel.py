@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
+from mp_optim.process.torch_types import is_dtensor
 from mp_optim.ranks.agreement import ProcessGroups
 from mp_optim.ranks.missing_ranks import all_gather
 from mp_optim.slots.names import canonical_name, canonical_names, prefixed
@@ -454,7 +454,7 @@ def _partitions(
 
 def _says_itself(param: Tensor, ranks: ProcessGroup) -> bool:
     """Whether a tensor is a DTensor over these ranks."""
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return False
     mesh = {*param.device_mesh.mesh.flatten().tolist()}
     return mesh.issuperset(dist.get_process_group_ranks(ranks))

@@ -9,15 +9,14 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, placement_types
-from torch.distributed.tensor.placement_types import Placement
 
+from mp_optim.process.torch_types import is_dtensor
 from mp_optim.slots.param_attributes import (
     FlatRanges,
     is_tensor_parallel,
@@ -26,6 +25,10 @@ from mp_optim.slots.param_attributes import (
     shard_info,
 )
 from mp_optim.slots.partition import Box, Partition, boxes
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 Boxes = tuple[Box, ...]
 """What a rank has of a matrix: rectangles, whose elements follow each other in its memory."""
@@ -222,6 +225,8 @@ def _indices(
 
 def _pieces(placement: Placement, index: Tensor, ranks: int) -> Sequence[Tensor]:
     """What each rank along a dimension of a mesh has of what there is before it."""
+    from torch.distributed.tensor import Shard
+
     if type(placement) is Shard:
         return torch.chunk(index, ranks, placement.dim)
     split = placement._split_tensor(index, ranks, with_padding=False)  # type: ignore[attr-defined]
@@ -229,9 +234,16 @@ def _pieces(placement: Placement, index: Tensor, ranks: int) -> Sequence[Tensor]
     return pieces
 
 
-_SPLITTING: tuple[type, ...] = (Shard, getattr(placement_types, "_StridedShard", Shard))
-"""Placements that give each rank a part. FSDP2 makes the second kind of what tensor parallelism has
-split already; in some versions of torch it says of itself that it is no shard."""
+@cache
+def _splitting_placements() -> tuple[type, ...]:
+    """Return the placement classes that give each rank a part.
+
+    FSDP2 makes a ``_StridedShard`` of a dimension that tensor parallelism has split already. In
+    some versions of torch its ``is_shard()`` returns False.
+    """
+    from torch.distributed.tensor import Shard, placement_types
+
+    return Shard, getattr(placement_types, "_StridedShard", Shard)
 
 
 def splits(placement: Placement, name: str = "a parameter") -> bool:
@@ -241,8 +253,10 @@ def splits(placement: Placement, name: str = "a parameter") -> bool:
         ValueError: the placement is ``Partial``, of which no rank holds a value, or not one that is
             known here; naming it.
     """
-    if isinstance(placement, _SPLITTING):
+    if isinstance(placement, _splitting_placements()):
         return True
+    from torch.distributed.tensor import Partial, Replicate
+
     if isinstance(placement, Replicate):
         return False
     if isinstance(placement, Partial) or placement.is_partial():
@@ -262,7 +276,7 @@ def split_dims(param: Tensor, name: str = "a parameter") -> tuple[int, ...]:
     Raises:
         ValueError: see :func:`splits`.
     """
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return ()
     cuts = [splits(placement, name) for placement in param.placements]
     return tuple(dim for dim, cut in enumerate(cuts) if cut)
@@ -280,7 +294,7 @@ def shard_groups_of(name: str, param: Tensor) -> tuple[ProcessGroup, ...]:
     Raises:
         ValueError: see :func:`splits`.
     """
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return shard_info(param).shard_groups
     return tuple(param.device_mesh.get_group(dim) for dim in split_dims(param, name))
 
@@ -320,7 +334,7 @@ class ShardRegion:
 def region_of(param: Tensor) -> ShardRegion:
     """The part of a DTensor; of a flat range, whose ``ShardInfo`` says so; of any other
     tensor, which is whole."""
-    if isinstance(param, DTensor) and _is_box(param):
+    if is_dtensor(param) and _is_box(param):
         (chunk,) = param.__create_chunk_list__()  # type: ignore[no-untyped-call]
         return ShardRegion(param.shape, tuple(chunk.offsets))
     info = shard_info(param)
@@ -331,7 +345,7 @@ def region_of(param: Tensor) -> ShardRegion:
 
 def first_element(param: Tensor) -> int:
     """Where a tensor's first element is among those of the whole parameter, row-major."""
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return shard_info(param).first_element
     region = region_of(param)
     if region.offsets is None:
@@ -343,7 +357,7 @@ def first_element(param: Tensor) -> int:
 def _is_box(param: DTensor) -> bool:
     """Whether a rank has a part of a DTensor. One in a placement that cannot be stepped is none:
     it is refused, by name, where its layout is first asked for."""
-    splitting = [isinstance(placement, _SPLITTING) for placement in param.placements]
+    splitting = [isinstance(placement, _splitting_placements()) for placement in param.placements]
     others = [placement.is_replicate() for placement in param.placements]
     return any(splitting) and all(map(operator.or_, splitting, others))
 
@@ -406,6 +420,10 @@ class ParamLayout:
 
     def _whole_matrices(self) -> list[Placement]:
         """The placements with the last two dimensions not split; a split of the others remains."""
+        if not self.placements:
+            return []
+        from torch.distributed.tensor import Replicate
+
         leading = len(self.shape) - 2
         return [
             p if splits(p) and getattr(p, "dim", leading) < leading else Replicate()
@@ -503,6 +521,8 @@ class ParamLayout:
         source: tuple[Placement, ...] | list[Placement],
         target: tuple[Placement, ...] | list[Placement],
     ) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
         assert self.mesh is not None
         spread = DTensor.from_local(
             local,
@@ -524,7 +544,7 @@ def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> Par
     Args:
         tensor_parallel: the ranks that have the other parts of the second kind.
     """
-    if isinstance(param, DTensor):
+    if is_dtensor(param):
         return ParamLayout(
             param.to_local().device,
             param.device_mesh,
@@ -546,6 +566,8 @@ def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> Par
     if others is None or dim is None:
         at = _of_matrix(info.partition_dim, info.whole_shape or param.shape, others)
         return _whole(param.device, others, at, info.partition_blocks)
+    from torch.distributed.tensor import Shard
+
     shape, blocks = list(param.shape), partition_blocks(param)
     shape[dim] *= others.size()
     return ParamLayout(

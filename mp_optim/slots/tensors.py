@@ -8,16 +8,19 @@ import operator
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from mp_optim.config.state_forms import blocks_of
 from mp_optim.process.host_memory import same_values
 from mp_optim.process.leases import before_writing
+from mp_optim.process.torch_types import is_dtensor
 from mp_optim.slots.identity import ParamGroups, iter_slots
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _NBYTES = operator.attrgetter("nbytes")
 _DTYPE = operator.attrgetter("dtype")
@@ -149,7 +152,7 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 def local_tensor(tensor: Tensor) -> Tensor:
     """The plain tensor a rank owns: a DTensor's local shard, anything else detached from
     autograd."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         tensor = tensor.to_local()
         # FSDP2 may hand out an AsyncCollectiveTensor; placement and kernels need the plain one.
         tensor = getattr(tensor, "wait", lambda: tensor)()
@@ -172,7 +175,7 @@ def whole_tensor(tensor: DTensor) -> Tensor:
 def held_tensor(tensor: Tensor) -> Tensor:
     """What a DTensor holds, without a detour through autograd; anything else as it is. For marks
     (versions, addresses) alone: a collective on it may still be under way."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def current_grad(param: Tensor) -> Tensor | None:
@@ -203,11 +206,7 @@ def local_grad(param: Tensor, grad: Tensor) -> Tensor:
     """The rank's part of a parameter's gradient. One that is split in another way than its
     parameter, or still to be added up (tensor parallelism leaves such ones), is brought into the
     parameter's layout: a collective."""
-    if (
-        isinstance(param, DTensor)
-        and isinstance(grad, DTensor)
-        and grad.placements != param.placements
-    ):
+    if is_dtensor(param) and is_dtensor(grad) and grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
     return local_tensor(grad)
 

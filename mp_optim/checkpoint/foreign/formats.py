@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from mp_optim.checkpoint.commit import replace_durably, sync
 from mp_optim.checkpoint.entries import Models
@@ -21,6 +20,7 @@ from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.checkpoint.shards import FlatShard, PartitionShard, held_places, piece
 from mp_optim.checkpoint.version_files import load_plain_file
 from mp_optim.process.calls import in_own_modes
+from mp_optim.process.torch_types import is_dtensor
 from mp_optim.slots import iter_slots
 from mp_optim.slots.identity import has_names
 from mp_optim.slots.keyed_optimizer import OverStack, SlotKeyedOptimizer, stack_of
@@ -481,7 +481,7 @@ def _whole_tensors(
         full, partition = main.detach(), parallel.partitions.get(name)
         if partition is not None:
             full = _joined(name, PartitionShard(full, partition), ranks)
-        elif isinstance(full, DTensor):
+        elif is_dtensor(full):
             full = whole_tensor(full)
         elif isinstance(full, FlatShard):
             full = full.full_tensor(ranks.group)

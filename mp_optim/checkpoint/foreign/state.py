@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
 from mp_optim.checkpoint.entries import MODEL, key_and_fqn
 from mp_optim.checkpoint.reading import open_checkpoint
 from mp_optim.checkpoint.version_files import load_plain_file, read_common
 from mp_optim.process.calls import in_own_modes
 from mp_optim.process.host_memory import as_tensor
+from mp_optim.process.torch_types import is_dtensor
 from mp_optim.slots import Slot, group_settings, local_tensor, param_at
 from mp_optim.slots.keyed_optimizer import OverStack, SlotKeyedOptimizer, load_checked, stack_of
 from mp_optim.slots.names import matched_names
@@ -270,8 +270,10 @@ def _like(label: str, param: Tensor, value: Tensor) -> Tensor:
         raise ValueError(
             f"{label}: saved shape {tuple(value.shape)}, expected {tuple(param.shape)}"
         )
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return value
+    from torch.distributed.tensor import DTensor, Replicate
+
     mesh = param.device_mesh
     spread = DTensor.from_local(
         value.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False
@@ -312,7 +314,7 @@ def export_state(optimizer: SlotKeyedOptimizer | OverStack) -> ForeignState:
 
 
 def _gathered(value: Tensor) -> Tensor:
-    return whole_tensor(value) if isinstance(value, DTensor) else value.detach()
+    return whole_tensor(value) if is_dtensor(value) else value.detach()
 
 
 # -- in a file, and in a checkpoint ---------------------------------------------------------------

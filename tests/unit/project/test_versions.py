@@ -14,6 +14,36 @@ sys.modules["numpy"] = None
 runpy.run_path("tools/versions_smoke.py", run_name="__main__")
 """
 
+IMPORTED = """
+import sys, torch
+before = {*sys.modules}
+import mp_optim
+print(*({*sys.modules} - before))
+"""
+HEAVY = {
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed._shard",
+    "torch.fx.experimental.symbolic_shapes",
+    "numpy",
+    "safetensors",
+    "sympy",
+    "transformers",
+    "triton",
+}
+"""Modules that are slow to import. A program that does not use them does not pay for them."""
+
+
+def test_import_loads_no_heavy_modules() -> None:
+    command = [sys.executable, "-c", IMPORTED]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    loaded = {*run.stdout.split()}
+    assert "mp_optim.torch_style.classes" in loaded and HEAVY & loaded == set()
+
 
 def test_a_program_without_numpy() -> None:
     """torch brings none; several ranks are not tried, as torch itself needs it there."""

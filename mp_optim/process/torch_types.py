@@ -1,0 +1,32 @@
+"""Type checks against classes of torch that do not import the modules of these classes.
+
+``torch.distributed.tensor`` takes about as long to import as torch itself. A value can only be an
+instance of a class whose module was imported, so programs without DTensors never need the module.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+
+def is_dtensor(value: object) -> TypeIs[DTensor]:
+    """True if a value is a DTensor."""
+    return isinstance(value, _class_if_loaded("torch.distributed.tensor", "DTensor"))
+
+
+def is_sharded_tensor(value: object) -> TypeIs[ShardedTensor]:
+    """True if a value is a ShardedTensor, the class that DTensor has replaced."""
+    module = "torch.distributed._shard.sharded_tensor"
+    return isinstance(value, _class_if_loaded(module, "ShardedTensor"))
+
+
+def _class_if_loaded(module: str, name: str) -> type | tuple[()]:
+    # The default is also returned while another thread is importing the module.
+    found: type | tuple[()] = getattr(sys.modules.get(module), name, ())
+    return found
