@@ -115,6 +115,16 @@ def quantize_(param: Any, main: Tensor) -> None:
         param.detach().copy_(codes)
 
 
+def bits_of(param: Any) -> Tensor:
+    """Return everything that a quantized parameter's values are made of: uint8, 1-D."""
+    with torch.no_grad():
+        if _brings_its_own(param):
+            values: Tensor = param.dequantize(dtype=torch.float32)
+            return values.view(-1).view(torch.uint8)
+        parts = (param.detach(), param.fp8_scale.detach())
+        return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
+
+
 def holds(param: Any, main: Tensor) -> bool:
     """Whether a quantised parameter is what its main param becomes when it is quantised."""
     with torch.no_grad():

@@ -46,8 +46,8 @@ from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.param_attributes import shard_info
 from mp_optim.slots.slot_state import SlotState, WithMainParam
 from mp_optim.slots.tensor_layout import split_dims
-from mp_optim.slots.tensors import SeenParams
 from mp_optim.update.optimizer import SlotOptimizer, executor_of
+from mp_optim.update.written_weights import WrittenWeights
 
 Outputs = Sequence[Tensor | None]
 """What receives each stepped value, if that is not what is stepped."""
@@ -63,7 +63,6 @@ class PlacedSlot:
         model_dtype: of the model's parameter; its gradient is expected to have it, too.
         is_stepped_itself: the tensor in ``param_groups`` is the one to step.
         main: the copy that is stepped, if it is not the parameter itself.
-        bound: the tensor in ``param_groups`` that the copy follows, as it was last seen.
     """
 
     place: Place
@@ -71,7 +70,6 @@ class PlacedSlot:
     model_dtype: torch.dtype
     is_stepped_itself: bool
     main: Tensor | None = None
-    bound: SeenParams | None = None
 
 
 class PlacedSlots:
@@ -105,6 +103,7 @@ class PlacedSlots:
         self._param_groups, self._executors = param_groups, executors
         self.offloaded, self._copies, self._remainders = offloaded, copies, remainders
         self._groups: list[list[PlacedSlot]] = []
+        self._written = WrittenWeights()
         self._bound: list[Tensor] | None = None
         self._outputs: tuple[Sequence[Slot], Outputs, Outputs] | None = None
 
@@ -201,6 +200,7 @@ class PlacedSlots:
         if self._bound is not None and all_same(params, self._bound):
             return True
         stays, self._outputs = True, None
+        self._follow([slot for slot in self._copied() if self[slot].place == "host"])
         for slot, param in iter_slots(self._param_groups):
             executor, now = self._executors[self[slot].place], self._stepped(slot)
             before = executor.stepped(slot)
@@ -213,17 +213,37 @@ class PlacedSlots:
         return stays
 
     def written(self) -> None:
-        """What is followed was written by a step, and by nothing else."""
-        if self._bound is not None:
-            return  # this package's own tensors are stepped themselves
-        for slot, _ in iter_slots(self._param_groups):
-            if (bound := self[slot].bound) is not None:
-                bound.written()
+        """Remember offloaded parameters as a step left them."""
+        if self._bound is None:  # else this package's own tensors are stepped themselves
+            slots = [slot for slot in self._copied() if self[slot].place == "host"]
+            self._written.note(slots, list(map(self._local, slots)))
+
+    def _copied(self) -> list[Slot]:
+        """Slots that are stepped on copies made here."""
+        every = (slot for slot, _ in iter_slots(self._param_groups))
+        return [slot for slot in every if self[slot].main is not None]
+
+    def _local(self, slot: Slot) -> Tensor:
+        return local_tensor(param_at(self._param_groups, slot))
+
+    def _follow(self, slots: Sequence[Slot]) -> None:
+        """Let copies take the values of parameters that do not equal them, rounded."""
+        for index in self._written.changed(slots, list(map(self._local, slots))):
+            slot = slots[index]
+            main, name = self[slot].main, slot_name(self._param_groups, slot)
+            assert main is not None
+            if follow(main, self._local(slot), name):
+                if self.is_offloaded(slot):
+                    self.exposed(slot)
+                self._executors[self[slot].place].written_outside(slot)
 
     def current(self, slot: Slot) -> Executor:
         """What steps a slot, with its tensor of now. The caller gets at live tensors by it."""
         executor = self._executors[self[slot].place]
         executor.step_instead(slot, self._stepped(slot))
+        if self[slot].main is not None:
+            self._follow([slot])
+            self._written.forget(slot)  # the caller may write to the copy
         if self.is_offloaded(slot):
             self.exposed(slot)
         return executor
@@ -244,16 +264,8 @@ class PlacedSlots:
         if placed.is_stepped_itself:
             return param if _is_own(param) else local_tensor(param)
         local = local_tensor(param)
-        if placed.main is None or placed.bound is None:
+        if placed.main is None:
             placed.main = self.copy(local, placed.place, self._stepped_dtype(local.dtype))
-        elif placed.bound.is_same(0, param):
-            return placed.main
-        else:
-            if self.is_offloaded(slot):
-                self.exposed(slot)
-            follow(placed.main, local, slot_name(self._param_groups, slot))
-            self._executors[placed.place].written_outside(slot)
-        placed.bound = SeenParams([param])
         return placed.main
 
 
@@ -366,6 +378,9 @@ class PlacedExecutor(Executor):
 
     def place(self, slot: Slot) -> Place:
         return self.stepper.host_part.place_of(slot)
+
+    def host_slots(self) -> Sequence[Slot]:
+        return [each.slot for each in self.stepper.host_part.by_place.get("host", ())]
 
     def executor_at(self, place: Place) -> Executor:
         """What steps the slots of a place."""

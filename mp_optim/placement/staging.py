@@ -37,9 +37,8 @@ class StagedTensors:
         outputs = [None if o is None else memory.take(o.shape, o.dtype) for o in updates.outputs]
         present = _present(outputs)
         whole = len(present) == len(outputs)
-        self.updates = replace(
-            updates, grads=grads, outputs=CachedTensorList(present) if whole else outputs
-        )
+        staged = CachedTensorList(present) if whole else outputs
+        self.updates = replace(updates, grads=grads, outputs=staged, is_staged=True)
         self.down = sum(grad.nbytes for grad in grads)
         self.up = sum(output.nbytes for output in present)
 
@@ -55,7 +54,8 @@ class StagedTensors:
 
     def put_into(self, updates: SlotUpdates) -> SlotUpdates:
         """The updates with these tensors as gradients and outputs."""
-        return replace(updates, grads=self.updates.grads, outputs=self.updates.outputs)
+        staged = self.updates
+        return replace(updates, grads=staged.grads, outputs=staged.outputs, is_staged=True)
 
 
 def _known(updates: SlotUpdates) -> _Known | None:

@@ -226,7 +226,13 @@ def _launch_of(planned: Launch, members: Sequence[tuple[Piece, Tensors]]) -> Lau
         mains=mains,
         outputs=outputs,
         lists=TensorLists(
-            mains, grads, state, outputs, noise=noise, average_weight=lists.average_weight
+            mains,
+            grads,
+            state,
+            outputs,
+            noise=noise,
+            average_weight=lists.average_weight,
+            follows=lists.follows and not any(OUTPUT in here for _, here in members),
         ),
         firsts=[piece.start for piece in pieces],
     )

@@ -70,7 +70,6 @@ class AveragedWeights:
                 state = mains.stored(slot)
                 if state["step"] > 0:
                     self._write(mains, slot, state[AVERAGE])
-            mains.table.seen.written()
 
     def _write(self, mains: MainParams, slot: Slot, average: Tensor) -> None:
         param = mains.param(slot)
@@ -95,8 +94,6 @@ class AveragedWeights:
                 before_writing([local])
                 local.copy_(own)
         self._own.clear()
-        for mains in wrappers:
-            mains.table.seen.written()
 
     @in_own_modes
     def share(self, wrappers: Sequence[MainParams]) -> None:
@@ -158,8 +155,6 @@ def scale_rows_(
     mark.touch()
     for name, of_rows in factors.items():
         _scale(*places[name], of_rows)
-    for wrapper in wrappers:
-        wrapper.table.seen.written()
 
 
 def _check(name: str, param: Tensor, factors: Any) -> None:

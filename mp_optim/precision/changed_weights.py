@@ -11,11 +11,12 @@ from torch import Tensor
 
 from mp_optim.deltas import bits_differ, bits_set
 from mp_optim.precision.slot_table import SlotTable
+from mp_optim.quantized import bits_of
 from mp_optim.slots import CachedTensorList, Slot, local_tensor
 from mp_optim.slots.executor import Executor
 from mp_optim.slots.tensor_layout import region_of
-from mp_optim.slots.tensors import SeenParams
 from mp_optim.update.kernel_args import bitmap_bytes
+from mp_optim.update.written_weights import WrittenWeights
 
 
 class ChangedPart(NamedTuple):
@@ -40,9 +41,9 @@ class ChangedWeights:
     changed. Of any other that is trained, its values then.
 
     NOTE: an element's bit is set by the kernel that gives it another value
-    (``SlotUpdate.changed``). All that writes a parameter otherwise (callers, loads, averages for
-    evaluation) changes its marks, which are looked at before each step and publication, and taken
-    anew after each step.
+    (``SlotUpdate.changed``). A parameter that was written by other code differs from its main
+    param, rounded, which :class:`MainParams` reports (:meth:`replaced`). One without a main param
+    of its own is known by a checksum, which is taken after each step and compared before the next.
 
     Args:
         table: the parameters, as they were last seen. executor: steps them.
@@ -53,8 +54,9 @@ class ChangedWeights:
 
     def __init__(self, table: SlotTable, executor: Executor) -> None:
         self._table, self._executor = table, executor
-        self._seen = SeenParams(table.params)
+        self._sums = WrittenWeights()
         self._written: set[int] = set()
+        self._exposed: set[int] = set()
         self._reloaded: set[int] = set()
         self._bits: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
@@ -62,20 +64,28 @@ class ChangedWeights:
         self._bound: list[bool] = []
         self._is_marked: list[bool] = []
         self._column: tuple[Sequence[int], Sequence[Tensor | None]] = ((), ())
+        alone = self._alone(frozen=True)
+        self._sums.note(alone, list(map(self._weights, alone)))
         self.look()
 
     # -- in a step --------------------------------------------------------------------------------
 
-    def look(self) -> None:
-        """Notice what was written since the last look; before a step, and a publication."""
-        table, params = self._table, self._table.params
-        known = len(self._seen.params)
-        if known < len(params):  # a group was added
-            self._written.update(range(known, len(params)))
-            self._seen.extend(params[known:])
-        if changed := self._seen.changed(params):
-            self._written.update(changed)
-            self._seen.look(params)
+    def look(self, frozen: bool = True) -> None:
+        """Notice parameters that other code wrote, before a step or a publication.
+
+        Args:
+            frozen: compare parameters that are not trained, too.
+        """
+        table = self._table
+        alone = self._alone(frozen)
+        weights = [self._weights(index) for index in alone]
+        changed = self._sums.changed(alone, weights)
+        self._written.update(alone[at] for at in changed)
+        self._sums.note([alone[at] for at in changed], [weights[at] for at in changed])
+        shown = [*self._exposed.difference(alone)]
+        changed = self._sums.changed(shown, list(map(self._weights, shown)))
+        self._written.update(shown[at] for at in changed)
+        self._exposed.clear()
         if table.bound != self._bound:
             bound = list(table.bound)
             self._is_marked = list(map(self._executor.marks_changes, table.slots))
@@ -109,9 +119,31 @@ class ChangedWeights:
             self._bits[index] = torch.zeros(count, dtype=torch.uint8, device=stepped.device)
         return self._bits[index]
 
+    def _alone(self, frozen: bool) -> list[int]:
+        """Return the indices of parameters that have no main param to be compared with."""
+        table = self._table
+        every = enumerate(zip(table.bound, table.separate, strict=True))
+        return [index for index, (bound, apart) in every if not apart and (bound or frozen)]
+
+    def _weights(self, index: int) -> Tensor:
+        param = self._table.params[index]
+        return bits_of(param) if self._table.quantized[index] else local_tensor(param)
+
     def written(self) -> None:
-        """The parameters were written by a step, which marked what it changed."""
-        self._seen.written()
+        """Remember the parameters as a step left them, which marked the elements it changed."""
+        alone = self._alone(frozen=False)
+        self._sums.note(alone, list(map(self._weights, alone)))
+
+    def replaced(self, index: int) -> None:
+        """Count all of a parameter as changed: other code wrote it."""
+        self._written.add(index)
+
+    def exposed(self, index: int) -> None:
+        """Compare a parameter at the next look: other code may write it together with its main
+        param."""
+        if index not in self._exposed:
+            self._exposed.add(index)
+            self._sums.note([index], [self._weights(index)])
 
     def reloaded(self) -> None:
         """Main params were given other values, which need not be those of the parameters: all of a

@@ -8,7 +8,7 @@ are connected by position only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from mp_optim.process.calls import in_own_modes
 from mp_optim.process.leases import before_writing
 from mp_optim.process.torch_types import is_dtensor
 from mp_optim.quantized import (
+    bits_of,
     check_quantized,
     dequantized,
     forget_initial_values,
@@ -67,6 +68,7 @@ from mp_optim.slots.tensor_layout import (
 )
 from mp_optim.slots.tensors import check_memory
 from mp_optim.update.measures import checksums_of
+from mp_optim.update.written_weights import WrittenWeights
 
 
 class MainParams:
@@ -81,6 +83,7 @@ class MainParams:
 
     Attributes:
         table: what was last seen at every slot.
+        written: checksums of weights that steps do not compare with their main params.
         agreement: what is not yet certain about loaded slots.
         changes: what is to be published, if that is asked for.
         reloaded: how often a main param took the value of a parameter that was written from
@@ -104,6 +107,7 @@ class MainParams:
         """Parameters that have a main param in case they are trained."""
         self._shown = shown_mains_of(self)
         self.table = SlotTable()
+        self.written = WrittenWeights()
         self.changes: ChangedWeights | None = None
         self.reloaded = 0
         for index in range(len(param_groups)):
@@ -281,6 +285,7 @@ class MainParams:
         is_stepped_itself = param.dtype == torch.float32 and not self.is_separate(slot)
         if is_stepped_itself or not self.is_bound(slot):
             return param
+        self._hand_out(slot)
         return as_sharded(self._executor.main_param(slot), param)
 
     def sharers(self, slot: Slot) -> tuple[ProcessGroup, ...]:
@@ -322,9 +327,18 @@ class MainParams:
         self._executor.set_main_param(slot, value)
         self.write_model(slot)
 
+    def _hand_out(self, slot: Slot) -> None:
+        """The caller is given the main param or state of a slot, and may write to it."""
+        index = self.table.index(slot)
+        self.written.forget(index)
+        if self.changes is not None:
+            self.changes.exposed(index)
+
     def write_model(self, slot: Slot) -> None:
         """Give the model's parameter at a slot the value of what is stepped for it."""
         param = self.param(slot)
+        if self.changes is not None:
+            self.changes.replaced(self.table.index(slot))
         if is_quantized(param):
             quantize_(param, self._executor.main_param(slot))
         elif self.is_separate(slot):
@@ -348,9 +362,33 @@ class MainParams:
         """
         self.follow_tensors()
         table = self.table
-        for index in range(len(table.slots)) if slot is None else (table.index(slot),):
-            if table.bound[index] and table.separate[index]:
-                self._take_value(index)
+        indices = range(len(table.slots)) if slot is None else (table.index(slot),)
+        staged = self._compared_by_sums()
+        self._take_values([i for i in indices if table.bound[i] and table.separate[i]], staged)
+
+    def follow_for_step(self) -> None:
+        """Rebind replaced tensors; take the model's value where the step itself does not compare
+        it with the main param."""
+        self.follow_tensors()
+        staged = self._compared_by_sums()
+        self._take_values(sorted(staged), staged)
+
+    def _compared_by_sums(self) -> set[int]:
+        """Return the indices of weights that are not on the device of their main params, or that
+        are quantized."""
+        table = self.table
+        coded = {index for index, is_coded in enumerate(table.quantized) if is_coded}
+        found = coded.union(map(table.index, self._executor.host_slots()))
+        return {index for index in found if table.bound[index] and table.separate[index]}
+
+    def stepped(self, indices: Sequence[int]) -> None:
+        """Remember the weights of slots as a step left them."""
+        chosen = self._compared_by_sums().intersection(indices)
+        self.written.note([*chosen], [self._bits(index) for index in chosen])
+
+    def _bits(self, index: int) -> Tensor:
+        param = self.table.params[index]
+        return bits_of(param) if self.table.quantized[index] else local_tensor(param)
 
     def follow_tensors(self) -> None:
         """Rebind model tensors that were replaced, moved or laid out anew since the last look."""
@@ -368,13 +406,25 @@ class MainParams:
             table.layouts[index] = self._layout(slot, param)
         table.look(params)
 
-    def _take_value(self, index: int) -> None:
-        """Let the main param of a slot take the model's value, if it does not round to it."""
-        slot, param = self.table.slots[index], self.table.params[index]
-        main, local = self._stepped(slot), local_tensor(param)
-        if not local.is_meta and self._follow(slot, main, local, param):
-            self.reloaded += 1
-            self._executor.written_outside(slot)
+    def _take_values(self, indices: Sequence[int], by_sums: set[int]) -> None:
+        """Let main params take the model's value where they do not round to it.
+
+        Args:
+            by_sums: of these indices compare the values only if the weight's checksum changed.
+        """
+        present = [index for index in indices if not self.table.params[index].is_meta]
+        summed = [index for index in present if index in by_sums]
+        changed = self.written.changed(summed, [self._bits(index) for index in summed])
+        chosen = {summed[index] for index in changed}.union(set(present) - by_sums)
+        for index in sorted(chosen):
+            slot, param = self.table.slots[index], self.table.params[index]
+            if self._follow(slot, self._stepped(slot), local_tensor(param), param):
+                self.reloaded += 1
+                self._executor.written_outside(slot)
+                if self.changes is not None:
+                    self.changes.replaced(index)
+        again = [index for index in summed if index in chosen]
+        self.written.note(again, [self._bits(index) for index in again])
 
     def _rebind(self, index: int, slot: Slot, param: Tensor) -> None:
         main, local = self._stepped(slot), local_tensor(param)
@@ -429,7 +479,6 @@ class MainParams:
                 value = dequantized(source) if is_quantized(source) else local_tensor(source)
                 self._executor.set_main_param(slot, value)
         self.agreement.expected.clear()
-        table.look(all_params(self._param_groups))
         if self.changes is not None:
             self.changes.reloaded()
 
@@ -442,7 +491,8 @@ class MainParams:
     def changed_parts(self, full: bool) -> list[ChangedPart]:
         """What changed, or everything, by slot; it goes on being remembered."""
         assert self.changes is not None
-        self.changes.look()
+        self.follow()
+        self.changes.look(frozen=True)
         return list(self.changes.changed(full, self.is_first_copy))
 
     # -- state ------------------------------------------------------------------------------------
@@ -464,6 +514,7 @@ class MainParams:
         return self._trained_state(slot, self.is_separate(slot), view)
 
     def _trained_state(self, slot: Slot, separate: bool, view: View | None = None) -> ParamState:
+        self._hand_out(slot)
         param = self.param(slot)
         view, name = view or View(param), self.name(slot)
         return ParamState(self._executor, slot, name, param, separate, self.agreement, view)

@@ -43,7 +43,6 @@ from mp_optim.slots import (
     CachedTensorList,
     Multiplier,
     Slot,
-    all_params,
     current_grad,
     iter_slots,
     local_tensor,
@@ -123,7 +122,7 @@ class WrappedGrads(StepGrads):
         else:
             factors = [multipliers[some.group]] * len(some.keys)
         if changes is not None:
-            changes.look()
+            changes.look(frozen=False)
         changed = () if changes is None else changes.column(some.indices)
         updates = some.updates(self.grads, factors, changed)
         executor.step_slots(executor.clipped(updates, grad_norm))
@@ -136,7 +135,7 @@ class WrappedGrads(StepGrads):
                 if table.quantized[index]:
                     main = executor.main_param(table.slots[index])
                     quantize_(table.params[index], main)
-        table.seen.written()
+        self.engine.mains.stepped(some.indices)
         if changes is not None:
             changes.written()
 
@@ -288,8 +287,7 @@ class WrappedOptimizer(MegatronOptimizer):
         self.share_settings()
         engine.executor.check_groups()
         engine.executor.follow_memory()
-        if table.seen.changed(all_params(self._live_groups)):
-            mains.follow()
+        mains.follow_for_step()
         if mains.agreement.expected:
             mains.follow()  # weights that were loaded after their remainders
             mains.check_remainders(None)
@@ -381,7 +379,6 @@ class WrappedOptimizer(MegatronOptimizer):
             mains = self.engine.mains
             for slot in mains.trained_slots():
                 mains.write_model(slot)
-            mains.table.seen.written()
             self.share_settings()
         self.averages.share(self.all_mains())
 

@@ -150,6 +150,10 @@ class Executor:
         """Where a slot is stepped."""
         return "device"
 
+    def host_slots(self) -> Sequence[Slot]:
+        """Slots whose main params the host steps: a step writes their weights by copies."""
+        return ()
+
     def home(self, slot: Slot, param: Tensor) -> torch.device:
         """Where main param and state of a slot are stepped: where its parameter lies, or in host
         memory, where what is streamed rests."""

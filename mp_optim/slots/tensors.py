@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from mp_optim.config.state_forms import blocks_of
-from mp_optim.process.host_memory import same_values
 from mp_optim.process.leases import before_writing
 from mp_optim.process.torch_types import is_dtensor
 from mp_optim.slots.identity import ParamGroups, iter_slots
@@ -25,9 +24,12 @@ if TYPE_CHECKING:
 _NBYTES = operator.attrgetter("nbytes")
 _DTYPE = operator.attrgetter("dtype")
 _DICT, _GRAD = operator.attrgetter("__dict__"), operator.attrgetter("grad")
-_VERSION = operator.attrgetter("_version")
 _LEAST_ADDRESS = 1 << 38
 """Beyond what a storage may hold (256 GiB), and below what memory most processes have."""
+_PIECE = 1 << 16
+"""Elements of a main param that are compared with the model's at a time."""
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of as many bytes."""
 T = TypeVar("T")
 
 
@@ -240,34 +242,78 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def follow(main: Tensor, local: Tensor, name: str) -> bool:
-    """Make a main param agree with a model tensor that was replaced or written from outside.
+    """Let a main param continue from its model tensor where it does not round to it.
 
-    A main param that already rounds to the new values keeps its extra bits; otherwise it takes the
-    new values. Returns whether it took them.
+    Elements that round to the model's value keep their extra bits. Returns whether any took
+    another value; waits for the tensors' devices.
 
     Raises:
         ValueError: if the shape changed.
     """
     check_shape(main, local, name)
-    if same_values(main.to(device=local.device, dtype=local.dtype), local):
+    weights = local.to(main.device)
+    if bool(_rounds_to(main, weights).all()):
         return False
     before_writing([main])
-    main.copy_(local)
+    continue_from([main], [weights])
     return True
+
+
+def continue_from(
+    mains: Iterable[Tensor],
+    weights: Iterable[Tensor | None],
+    changed: Sequence[Tensor] | None = None,
+    *,
+    may_read: bool = True,
+) -> None:
+    """Give elements of main params the model's value where they do not round to it.
+
+    Waits for no accelerator. NaN equals NaN; apart from that values are compared bit for bit.
+
+    Args:
+        mains: FP32 or bfloat16, written in place.
+        weights: the model's tensors, on the same devices; None where main is the model's.
+        changed: for each a bitmap, uint8, in which all bits are set if some element differs.
+        may_read: leave main params in host memory alone if nothing differs, which reads a result.
+    """
+    for index, (main, weight) in enumerate(zip(mains, weights, strict=True)):
+        if weight is None:
+            continue
+        for part, here in _in_pieces(main, weight):
+            same = _rounds_to(part, here)
+            if may_read and part.is_cpu and bool(same.all()):
+                continue
+            part.copy_(torch.where(same, part, here.to(part.dtype)))
+            if changed is not None:
+                changed[index].bitwise_or_(same.all().logical_not().to(torch.uint8) * 255)
+
+
+def _rounds_to(main: Tensor, weights: Tensor) -> Tensor:
+    """Return which elements of a main param round to the model's, a bool tensor."""
+    rounded, bits = main.to(weights.dtype), _BITS[weights.itemsize]
+    same = rounded.view(bits) == weights.view(bits)
+    return same.logical_or_(rounded.isnan().logical_and_(weights.isnan()))
+
+
+def _in_pieces(main: Tensor, weights: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Split two tensors into pieces that stay in a CPU's cache."""
+    if main.is_cpu and main.is_contiguous() and weights.is_contiguous():
+        parts = (torch.split(tensor.view(-1), _PIECE) for tensor in (main, weights))
+        return zip(*parts, strict=True)
+    return [(main, weights)]
 
 
 # -- parameters as they were last seen -------------------------------------------------------------
 
 
 class Marks(NamedTuple):
-    """What tells that parameters were replaced, written, moved or laid out anew, as columns: one
-    call of C for each entry.
+    """What changes when parameters are replaced, moved or laid out anew, as columns: one call of C
+    for each entry.
 
     How large the memory is says its address: torch never resizes memory where it lies. Of what is
     contiguous the shape says the strides, so that True stands for them.
     """
 
-    versions: list[int]
     addresses: list[int]
     shapes: list[torch.Size]
     strides: list[Any]
@@ -277,18 +323,15 @@ class Marks(NamedTuple):
     def of(cls, params: Sequence[Tensor], plain: bool) -> Marks:
         """The marks of some parameters; ``plain`` is whether all are plain tensors."""
         held = params if plain else list(map(held_tensor, params))
-        versions = list(map(_VERSION, params))
         if plain:
             addresses = list(map(Tensor.data_ptr, held))
         else:
-            # A DTensor counts what is done to it, its local tensor what is done to that.
-            versions = list(map(operator.add, versions, map(_VERSION, held)))
             addresses = [tensor.data_ptr() if are_plain([tensor]) else 0 for tensor in held]
         strides: list[Any] = list(map(Tensor.is_contiguous, held))
         if not all(strides):
             strides = [yes or tensor.stride() for yes, tensor in zip(strides, held, strict=True)]
         shapes, dtypes = list(map(Tensor.size, held)), list(map(_DTYPE, held))
-        return cls(versions, addresses, shapes, strides, dtypes)
+        return cls(addresses, shapes, strides, dtypes)
 
     def rows(self) -> Iterable[tuple[Any, ...]]:
         """The marks of each parameter."""
@@ -296,8 +339,8 @@ class Marks(NamedTuple):
 
 
 class SeenParams:
-    """Some parameters, and for each how often its data was written, where it lies, and how. To
-    replace, write, move or reshape one changes that, ``param.data = ...`` included.
+    """Some parameters, and the memory and layout of each. To replace, move or reshape one changes
+    that, ``param.data = ...`` included.
 
     An address alone may be that of other memory by now: torch tells when the memory of a parameter
     is freed, so that asking costs nothing and nothing is kept alive.
@@ -311,7 +354,7 @@ class SeenParams:
     def __init__(self, params: Iterable[Tensor] = ()) -> None:
         self.params: list[Tensor] = []
         self.plain = True
-        self.marks = Marks([], [], [], [], [])
+        self.marks = Marks([], [], [], [])
         self._gone: set[int] = set()  # indices whose memory was freed
         self._watched: dict[int, weakref.ref[Any]] = {}
         self.extend(list(params))
@@ -340,16 +383,9 @@ class SeenParams:
         self.params = list(params)
         self._watch([*moved, *self._gone])
 
-    def written(self) -> None:
-        """The parameters were written by a step, and by nothing else."""
-        if self.plain:
-            self.marks.versions[:] = map(_VERSION, self.params)
-        else:
-            self.marks = Marks.of(self.params, self.plain)
-
     def changed(self, params: Sequence[Tensor]) -> list[int]:
-        """Indices of parameters that are other tensors than were last seen, or were written, moved
-        or reshaped since."""
+        """Return the indices of parameters that are other tensors than were last seen, or were
+        moved or reshaped since."""
         same = all_same(params, self.params)
         marks = Marks.of(params, self.plain if same else are_plain(params))
         if same and marks == self.marks and not self._gone:
@@ -362,15 +398,14 @@ class SeenParams:
         ]
 
     def moved(self, params: Sequence[Tensor]) -> bool:
-        """Whether parameters are others than were last seen, or were moved or reshaped since; a
-        write is neither."""
+        """Whether parameters are others than were last seen, or were moved or reshaped since."""
         if self._gone or not all_same(params, self.params):
             return True
-        return Marks.of(params, self.plain)[1:] != self.marks[1:]
+        return Marks.of(params, self.plain) != self.marks
 
     def is_same(self, index: int, param: Tensor) -> bool:
-        """Whether a parameter is the one that was last seen at an index, and was neither written,
-        moved nor reshaped since."""
+        """Whether a parameter is the one that was last seen at an index, and was neither moved nor
+        reshaped since."""
         if param is not self.params[index] or index in self._gone:
             return False
         now: Iterable[list[Any]] = Marks.of([param], self.plain)

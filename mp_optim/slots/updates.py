@@ -84,7 +84,11 @@ class SlotUpdates(Sequence[SlotUpdate]):
     """The updates of a step as parallel lists: with thousands of slots, one pass over a list is
     cheap and an object for each is not. The fields are those of :class:`SlotUpdate`, in the plural;
     ``layouts`` and ``changed`` may be empty for none. The same list objects may be handed over in
-    every step, as long as what is in them is the same."""
+    every step, as long as what is in them is the same.
+
+    Attributes:
+        is_staged: the outputs are staging memory, which does not hold the model's weights.
+    """
 
     slots: Sequence[Slot]
     grads: Sequence[Tensor]
@@ -94,6 +98,7 @@ class SlotUpdates(Sequence[SlotUpdate]):
     streams: Sequence[int | None]
     layouts: Sequence[ParamLayout | None] = ()
     changed: Sequence[Tensor | None] = ()
+    is_staged: bool = False
 
     @property
     def bitmaps(self) -> Sequence[Tensor] | None:
@@ -108,14 +113,15 @@ class SlotUpdates(Sequence[SlotUpdate]):
         if isinstance(updates, SlotUpdates):
             return updates
         places = range(len(SlotUpdate._fields))
-        slots, *columns = (list(map(itemgetter(place), updates)) for place in places)
-        return cls(StepSlots(slots), *columns)
+        columns: list[Any] = [list(map(itemgetter(place), updates)) for place in places]
+        return cls(StepSlots(columns[0]), *columns[1:])
 
     def take(self, indices: Sequence[int]) -> SlotUpdates:
         """Some of the updates."""
-        columns = (getattr(self, spec.name) for spec in fields(self))
-        slots, *others = (_at(indices, column) for column in columns)
-        return SlotUpdates(StepSlots(slots), *others)
+        columns = (spec.name for spec in fields(self) if spec.name != "is_staged")
+        chosen: dict[str, Any] = {name: _at(indices, getattr(self, name)) for name in columns}
+        chosen["slots"] = StepSlots(chosen["slots"])
+        return replace(self, **chosen)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -169,6 +175,7 @@ class UpdateSelection:
             self._keep("streams", updates.streams),
             self._keep("layouts", updates.layouts),
             self._keep("changed", updates.changed),
+            updates.is_staged,
         )
 
     def _pick(self, column: Sequence[Any]) -> Sequence[Any]:

@@ -29,6 +29,7 @@ from mp_optim.process.calls import in_own_modes, torch_threads_flush, warn
 from mp_optim.process.transfer import Transfer, fetch, transfer_for
 from mp_optim.slots import CachedTensorList, Slot
 from mp_optim.slots.slot_state import is_scale
+from mp_optim.slots.tensors import continue_from
 from mp_optim.update.backends import Backend, choose_backend, proof_of
 from mp_optim.update.backends.native_library import native_library, other_level
 from mp_optim.update.chunking import part_of_state
@@ -400,6 +401,8 @@ class Audited:
         """
         output = self.lists.output[runs[0].owner]
         given = gather({GRAD: self.lists.grad, **self.present()}, runs)
+        if self.lists.follows and output is not None:
+            given |= gather({OUTPUT: self.lists.output}, runs)
         for key, numbers in ((MULTIPLIER, self.multiplier), (SCALES, self.scales)):
             if isinstance(numbers, Tensor):
                 some = [run.owner for run in runs] if key == SCALES else slice(None)
@@ -470,7 +473,9 @@ class Repetition:
                 return given
         if SCALES in given:
             scales = given.pop(SCALES).tolist()
-        if self.output is not None:
+        if OUTPUT in given:
+            continue_from([given[MAIN]], [given[OUTPUT]])
+        elif self.output is not None:
             given[OUTPUT] = torch.empty(given[GRAD].shape, dtype=self.output, device="cpu")
         parts = [(0, sum(self.rooms))]
         if self.noise is not None or scales is not None:  # each run has its own

@@ -67,7 +67,7 @@ def _batch(lists: TensorLists, cuts: Sequence[_Cut]) -> tuple[list[int], TensorL
     if noise is not None:
         noise = [replace(noise[i], start=noise[i].start + start) for i, start, _ in cuts]
     cut = TensorLists(flat(lists.main), flat(lists.grad), state, outputs, noise)
-    return owners, replace(cut, average_weight=lists.average_weight)
+    return owners, replace(cut, average_weight=lists.average_weight, follows=lists.follows)
 
 
 def runs_of(sizes: Iterable[tuple[int, int]], most: int) -> Iterator[list[int]]:

@@ -32,6 +32,7 @@ from mp_optim.slots import (
 from mp_optim.slots.executor import Executor, Place
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import REMAINDER, STEP, SlotState
+from mp_optim.slots.tensors import continue_from
 from mp_optim.update.audit import Audit, Audited, AuditError
 from mp_optim.update.backends import Backend, check_forms, choose_backend, rule_note
 from mp_optim.update.backends.reference import Scales
@@ -348,6 +349,7 @@ class RuleExecutor(Executor):
             average_weight=rows.precision.average_weight(step),
             prepared={},
             changed=updates.bitmaps,
+            follows=not updates.is_staged and any(output is not None for output in outputs),
         )
         return Launch(
             group=index,
@@ -391,6 +393,14 @@ class RuleExecutor(Executor):
         backend, _ = self.backend_for(launch.device)
         if launch.lists.source is not None and not backend.reads_source:
             launch = launch._replace(lists=launch.lists.in_place())
+        if launch.lists.follows and not (self.rule.hands_weights and backend.follows_weights):
+            continue_from(
+                launch.lists.main,
+                launch.lists.output,
+                launch.lists.changed,
+                may_read=not backend.takes_device_multipliers,
+            )
+            launch = launch._replace(lists=replace(launch.lists, follows=False))
         if self.audit is not None:
             begin = partial(self._begin_audit, launch, backend.name)
             launch = launch._replace(begin_audit=begin)

@@ -59,6 +59,8 @@ class TensorLists:
         changed: bitmaps in which the elements of weights are marked that get another value
             (``SlotUpdate.changed``); None if nobody asks. Only for backends that have
             ``marks_changes``.
+        follows: ``output`` holds the model's weights, and the step continues from them where main
+            does not round to them. Only for backends that have ``follows_weights``.
 
     A list that is a ``CachedTensorList`` may be the same one in every step.
     """
@@ -72,6 +74,7 @@ class TensorLists:
     average_weight: float = 1.0
     prepared: dict[str, Any] | None = None
     changed: Sequence[Tensor] | None = None
+    follows: bool = False
 
     @property
     def made_for(self) -> tuple[Any, ...]:
@@ -95,6 +98,7 @@ class TensorLists:
             None if source is None else {key: some(each) for key, each in source.items()},
             self.average_weight,
             changed=None if self.changed is None else some(self.changed),
+            follows=self.follows,
         )
 
     def for_averages(self) -> TensorLists:
@@ -102,7 +106,9 @@ class TensorLists:
         if AVERAGE not in self.state or not self.main:
             return TensorLists([], [], {}, [])
         averages = self.only(REMAINDER, AVERAGE)
-        return replace(averages, output=[None] * len(self.main), source=None, changed=None)
+        return replace(
+            averages, output=[None] * len(self.main), source=None, changed=None, follows=False
+        )
 
     def only(self, *keys: str) -> TensorLists:
         """The lists with no state but that of some keys."""
@@ -336,6 +342,11 @@ class LaunchDtypes(NamedTuple):
     moment3: torch.dtype | None = None
     output: torch.dtype | None = None
     average: torch.dtype | None = None
+
+    @property
+    def compares_weights(self) -> bool:
+        """Whether kernels compare main params with weights of these dtypes."""
+        return self.main == torch.float32 and self.output in (torch.bfloat16, torch.float16)
 
 
 class AlikeLists(NamedTuple):

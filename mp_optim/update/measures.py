@@ -19,13 +19,15 @@ from mp_optim.update.sums import Groups, reduce_over
 
 _WIDTH = 1024
 """Elements of a row."""
+_PIECE = 1 << 22
+"""Elements that are widened to 64 bits at a time."""
 _PRIME = 0x01000193
 
 
 def checksums_of(tensors: Sequence[Tensor]) -> list[int]:
     """32 bits for each of some tensors of 2-byte elements, in row-major order; waits for their
     device once."""
-    sums = [_sum(tensor) for tensor in tensors]
+    sums = [sum_of_bits(tensor) for tensor in tensors]
     if not sums:
         return []
     totals: list[int] = torch.stack([value.to(sums[0].device) for value in sums]).tolist()
@@ -35,10 +37,14 @@ def checksums_of(tensors: Sequence[Tensor]) -> list[int]:
     ]
 
 
-def _sum(tensor: Tensor) -> Tensor:
-    """Sum of the elements, each times a number of its row and times one of its column: int64, shape
-    ()."""
-    bits = tensor.detach().contiguous().view(torch.int16).view(-1)
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """Return a checksum of a plain tensor's bits that depends on their places: int64, shape ().
+
+    Each 16 bits are multiplied with a number of their row of 1,024 and one of their column.
+    Elements of one byte count as 16 bits each.
+    """
+    bits = tensor.detach().contiguous().view(-1)
+    bits = bits.view(torch.int16) if bits.itemsize > 1 else bits.view(torch.int8).short()
     library = native_library()
     if bits.is_cpu and library.handle is not None:
         total = torch.zeros((), dtype=torch.int64, device="cpu")
@@ -48,7 +54,7 @@ def _sum(tensor: Tensor) -> Tensor:
         return total
     columns = _weights(0, _WIDTH, tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    piece = max(_WIDTH, piece_elements(tensor.device) // _WIDTH * _WIDTH)
+    piece = min(piece_elements(tensor.device), _PIECE)
     for start in range(0, bits.numel(), piece):
         part = bits[start : start + piece]
         rows = torch.nn.functional.pad(part, (0, -part.numel() % _WIDTH)).view(-1, _WIDTH)

@@ -34,7 +34,7 @@ from mp_optim.slots import (
 from mp_optim.slots.executor import Executor, Mode, Place
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.slots.slot_state import STEP, SlotState, State, check_state, check_step
-from mp_optim.slots.tensors import SeenParams, check_memory
+from mp_optim.slots.tensors import SeenParams, check_memory, continue_from
 from mp_optim.update.backends.selection import warn_of_missing_kernels
 from mp_optim.update.executor import RuleExecutor
 from mp_optim.update.measures import global_grad_norm
@@ -338,6 +338,8 @@ class ForeignExecutor(Executor):
         for _, param in iter_slots(self.param_groups):
             param.grad = None
         mains = [self.stepped(update.slot) for update in updates]
+        if not updates.is_staged:
+            continue_from(mains, updates.outputs)
         for update, main in zip(updates, mains, strict=True):
             assert not isinstance(update.multiplier, DeviceMultiplier)  # no verdict_device here
             wide = torch.promote_types(main.dtype, torch.float32)

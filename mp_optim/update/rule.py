@@ -125,6 +125,8 @@ class Rule(ABC):
         name: of its row in :data:`mp_optim.config.rules.RULES`, which names its moments.
         kernels: the rule that backends are asked for kernels of.
         clips: whether it clips gradients itself (:meth:`effective_multiplier`).
+        hands_weights: whether :meth:`apply` hands on ``TensorLists.follows`` to a backend that has
+            ``follows_weights``.
         marks_changes: whether :meth:`apply` hands on ``TensorLists.changed`` to a backend that has
             ``marks_changes``.
         needs_numbers: whether :meth:`apply` works with the multiplier itself, rather than hand it
@@ -134,6 +136,7 @@ class Rule(ABC):
     name = "custom"
     clips = False
     marks_changes = False
+    hands_weights = False
     needs_numbers = True
 
     @property
@@ -225,6 +228,7 @@ class ElementRule(Rule):
     """A rule of :mod:`~mp_optim.update.element_rules`, which backends have kernels for."""
 
     marks_changes = True
+    hands_weights = True
     needs_numbers = False
 
     def is_collective(self, group: Settings, update: SlotUpdate) -> bool:

@@ -63,6 +63,7 @@ class StableAdamWRule(AdamRule):
     square over all of it, steps by so much less."""
 
     name = "stable_adamw"
+    hands_weights = False
 
     def new_workspace(self) -> Workspace:
         return ClippedParams()

@@ -44,6 +44,7 @@ from mp_optim.config.state_forms import (
 from mp_optim.process.calls import tell_autograd
 from mp_optim.slots import CachedTensorList, all_same
 from mp_optim.slots.slot_state import AVERAGE
+from mp_optim.slots.tensors import continue_from
 from mp_optim.update.backends import native_library as lib
 from mp_optim.update.backends.native_library import thread_count
 from mp_optim.update.backends.reference import MOMENTUM, ReferenceBackend, Scales
@@ -98,6 +99,7 @@ class NativeTable:
         lists: Mapping[str, Sequence[Tensor]],
         noise: Sequence[Noise] | None = None,
         average_weight: float = 1.0,
+        follows: bool = False,
     ) -> None:
         steady = {name: CachedTensorList.of(tensors) for name, tensors in lists.items()}
         check_fit(kind, steady)
@@ -110,6 +112,7 @@ class NativeTable:
         dtypes = {f"{name}_dtype": _CODES[name][dtype] for name, dtype in kind._asdict().items()}
         if kind.main == torch.bfloat16 and kind.remainder is None:
             dtypes["remainder_dtype"] = NO_REMAINDER.native
+        dtypes["follows"] = int(follows)
         seed = noise[0].seed if noise else 0
         count = len(steady.get("grad") or steady["main"])
         self.tensors = lib.MpTensors(
@@ -164,6 +167,7 @@ class NativeBackend(ReferenceBackend):
     reads_source = True
     """Whether present values may lie elsewhere than what is written."""
     marks_changes = True
+    follows_weights = True
 
     def __init__(self, library: lib.NativeLibrary) -> None:
         self.library = library
@@ -189,6 +193,9 @@ class NativeBackend(ReferenceBackend):
         by_dtypes = alike_lists(lists, moments)
         for indices, kind, alike in by_dtypes:
             own = None if scales is None else array("f", [float(scales[at]) for at in indices])
+            if alike.follows and not (kind and kind.compares_weights):
+                continue_from(alike.main, alike.output, alike.changed)
+                alike = replace(alike, follows=False)
             if kind is None:
                 super().step(rule, alike.in_place(), scalars, multiplier, own)
                 for bits in alike.changed or ():
@@ -352,7 +359,7 @@ def _table(lists: TensorLists, kind: LaunchDtypes, moments: tuple[str, ...]) -> 
     columns, names = columns_of(lists, kind, moments), column_names(moments)
     for key, tensors in (lists.source or {}).items():
         columns[f"from_{names[key]}"] = tensors
-    return NativeTable(kind, columns, lists.noise, lists.average_weight)
+    return NativeTable(kind, columns, lists.noise, lists.average_weight, lists.follows)
 
 
 ACCESS_VARIABLE = "MP_OPTIM_MEMORY_ACCESS"

@@ -23,7 +23,7 @@ ENVIRONMENT = "MP_OPTIM_NATIVE"
 """``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``;
 else the best one."""
 
-_ABI = 18
+_ABI = 19
 _STATUS = {
     1: "a null pointer, negative size or unknown dtype reached the kernels",
     2: "out of memory",
@@ -62,6 +62,7 @@ MpTensors = structure(
     _pointers("moment3 scale3 from_moment3 from_scale3"),
     _ints("moment3_dtype"),
     _pointers("changed"),
+    _ints("follows"),
 )
 """Tables of pointers."""
 Adam = scalars(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mp_optim.config.rules import RULES
 from mp_optim.slots.slot_state import scale_key
+from mp_optim.slots.tensors import continue_from
 from mp_optim.update.chunking import (
     Lists,
     batches,
@@ -102,6 +103,10 @@ class ReferenceBackend:
     marks_changes = False
     """Whether :meth:`step` sets the bits of ``TensorLists.changed``."""
 
+    follows_weights = False
+    """Whether :meth:`step` continues from the weights in ``TensorLists.output`` itself, where
+    ``follows`` asks for it."""
+
     limits = ""
     """What it hands to ``reference``, for reports; empty if nothing."""
 
@@ -121,6 +126,8 @@ class ReferenceBackend:
             scales: of cautious updates (:meth:`caution_scales`).
         """
         for owners, batch in batches(lists):
+            if batch.follows:
+                continue_from(batch.main, batch.output)
             own = None if scales is None else [float(scales[owner]) for owner in owners]
             TEXTS[rule](batch, scalars, multiplier, own)
 

@@ -74,6 +74,7 @@ Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool
     run.old_scale1 = apart ? scale_at(t.from_scale1) : run.scale1;
     run.old_scale2 = apart ? scale_at(t.from_scale2) : run.scale2;
     run.old_scale3 = apart ? scale_at(t.from_scale3) : run.scale3;
+    run.follows = t.follows != 0;
     run.numel = count;
     run.start = uint32_t(start);
     run.noisy = t.stream != nullptr;
@@ -436,4 +437,4 @@ int32_t mp_access(MpAccess* given) {
     return MP_OK;
 }
 
-int32_t mp_abi() { return 18; }
+int32_t mp_abi() { return 19; }

@@ -63,6 +63,9 @@ struct MpTensors {
     // A bitmap of each tensor, in words of 64 elements: bits of weights (the output; without one, the main param) that get
     // another value, or NaN, are set, none is cleared. Null if nobody asks. The old weight is the old main param, rounded.
     uint64_t* const* changed;
+    // Not 0: output holds the model's weights. Where they are not the main params, rounded, the step continues from them.
+    // Main params are MP_F32, the output is MP_BF16 or MP_F16, and nothing is read from elsewhere.
+    int32_t follows;
 };
 
 // Scalars of the rules, all FP32, formed in double by the caller. See docs/numerics.md for what multiplies what.

@@ -66,6 +66,7 @@ bool valid(const MpTensors& t, bool needs_main, bool needs_first, bool needs_sec
         (t.scale3 != nullptr) != is_blocked(t.moment3_dtype))
         return false;
     if (t.remainder && !t.main) return false;
+    if (t.follows && (t.main_dtype != MP_F32 || is_apart(t) || !is_one_of(t.output_dtype, {MP_BF16, MP_F16}))) return false;
     for (int64_t i = 0; i < t.count; ++i)
         if (t.numel[i] < 0) return false;
     for (void* const* table : {t.main, t.remainder, t.grad, t.moment1, t.moment2, t.moment3, t.output, t.average})

@@ -86,6 +86,7 @@ MP_INLINE void fetch_ahead(const Run& r, int64_t i) {
     fetch_ahead<false>(r.old_moment1, F::template moment<1>(r), i);
     fetch_ahead<false>(r.old_moment2, F::template moment<2>(r), i);
     if (Rule::kThird) fetch_ahead<false>(r.old_moment3, F::template moment<3>(r), i);
+    if (Rule::kHasMain && r.follows) fetch_ahead<false>(r.output, r.output.dtype, i);
     if (r.past || (r.main.data == r.old_main.data && r.moment1.data == r.old_moment1.data)) return;
     fetch_ahead<true>(r.main, main, i);
     fetch_ahead<true>(r.remainder, F::rest(r), i);
@@ -181,7 +182,7 @@ __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rul
     constexpr bool coded1 = blocked1 && Rule::kFirst, coded3 = blocked1 && Rule::kThird;
     const Rule rule = given;
     const Run run = given_run;
-    const bool marks = Rule::kMain && Rule::kHasMain && run.changed;
+    const bool marks = Rule::kMain && Rule::kHasMain && run.changed, follows = Rule::kHasMain && run.follows;
     // of this chunk and of the one before
     alignas(64) float mains[2][kChunk];
     alignas(64) char weights[2][4 * kChunk];
@@ -205,6 +206,7 @@ __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rul
             chunk.new_main = run.past || !Rule::kHasMain ? p : place_of_main<F>(run, i, p);
             if (Rule::kGrad) chunk.grad = read_grad(run.grad, i, g);
             if (marks) keep_weights<F>(run, i, chunk.main, weights[which]);
+            if (follows) chunk.main = follow_weights(run, i, chunk.main, p);
             if (Rule::kFirst) chunk.first = read_moment<1, F>(run, i, scale1, m);
             if (Rule::kSecond) chunk.second = read_moment<2, F>(run, i, scale2, v);
             chunk.new_first = blocked1 ? tile.first + at : run.past ? m : place_of_moment<1, F>(run, i, m);

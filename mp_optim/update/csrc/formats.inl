@@ -346,6 +346,39 @@ MP_INLINE void keep_weights(const Run& r, int64_t i, const float* values, char* 
         __builtin_memcpy(to, values, 4 * kChunk);
 }
 
+// Whether a chunk of weights is the main params, rounded.
+template <int32_t dtype>
+MP_INLINE bool are_rounded(const float* mains, const char* weights) {
+    uint32_t others = 0;
+    for (int i = 0; i < kChunk; i += kPair)
+        others |= lanes_other(load<u16x32>(weights + 2 * i), in_16_bits<dtype>(load<f32x16>(mains + i), load<f32x16>(mains + i + kLanes)));
+    return !others;
+}
+
+// Main params, and weights where these are not main params, rounded. NaN is equal to NaN.
+template <int32_t dtype>
+__attribute__((noinline)) static const float* merged(const float* mains, const char* weights, float* to) {
+    alignas(64) char rounded[2 * kChunk];
+    write_in_16_bits<dtype, false>(mains, rounded);
+    for (int i = 0; i < kChunk; i += kLanes) {
+        const f32x16 p = load<f32x16>(mains + i), now = read_as_f32<dtype>(weights + 2 * i), then = read_as_f32<dtype>(rounded + 2 * i);
+        const u32x16 same = as<u32x16>(as<u32x16>(now) == as<u32x16>(then)) | (as<u32x16>(now != now) & as<u32x16>(p != p));
+        store(to + i, as<f32x16>(choose(same, as<u32x16>(p), as<u32x16>(now))));
+    }
+    return to;
+}
+
+__attribute__((noinline)) static const float* follow_f16(const float* mains, const char* weights, float* buffer) {
+    return are_rounded<MP_F16>(mains, weights) ? mains : merged<MP_F16>(mains, weights, buffer);
+}
+
+// A chunk of FP32 main params that continues from the model's weights, in the buffer if some of them were written.
+MP_INLINE const float* follow_weights(const Run& r, int64_t i, const float* mains, float* buffer) {
+    const char* weights = r.output.data + 2 * i;
+    if (r.output.dtype == MP_F16) return follow_f16(mains, weights, buffer);
+    return are_rounded<MP_BF16>(mains, weights) ? mains : merged<MP_BF16>(mains, weights, buffer);
+}
+
 // A bit for each of a chunk's bfloat16 values that are other ones, or NaN.
 __attribute__((noinline)) static uint64_t changed_in_bf16(const char* before, const char* now) {
     uint64_t changed = 0;

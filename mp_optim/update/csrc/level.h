@@ -51,6 +51,7 @@ struct Run {
     uint32_t start;  // index of the first element in its tensor, modulo 2^32
     uint32_t key;    // of the tensor's random bits
     bool noisy;      // round stochastically
+    bool follows;    // continue from the output where it is not the rounded main param
     bool stream;     // write the output past the caches: the launch is much larger than they are
     bool past;       // so FP32 main params and moments, which are not read there either
     int32_t prefetch, measure_prefetch;  // as in MpAccess

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mp_optim.config.rules import CAPABILITIES, KERNEL_RULES, Capability
 from mp_optim.slots import Slot, SlotUpdate
@@ -174,6 +174,52 @@ def take_step(
 
 EVERY_SETTING = [(rule, settings) for rule in KERNEL_RULES for settings in SETTINGS[rule]]
 each_setting = pytest.mark.parametrize(("rule", "settings"), EVERY_SETTING, ids=str)
+
+
+def written(main: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return weights of a main param that other code wrote in places, and the main param that a
+    step has to continue from."""
+    weights, at = main.to(dtype), torch.arange(main.numel(), device=main.device)
+    for value, residue in zip((0.5, -0.0, math.inf, math.nan), (1, 3, 5, 6), strict=True):
+        weights[at % 7 == residue] = value
+    weights[at % 11 == 0] = main.to(dtype)[at % 11 == 0]
+    equal = (weights == main.to(dtype)) & (weights.signbit() == main.signbit())
+    return weights, torch.where(equal, main, weights.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("cls", [FusedAdam, FusedSGD, FusedLion, FusedLAMB])
+def test_backend_continues_from_weights_that_other_code_wrote(
+    candidate: Candidate, cls: Any, dtype: torch.dtype
+) -> None:
+    rule = cls.__name__.removeprefix("Fused").lower()
+    if candidate.name != "reference" and not candidate.claims(rule):
+        pytest.skip(f"{candidate.name} has no kernels for {rule}")
+    sizes = INTERPRETED_SIZES if candidate.is_interpreted else SIZES
+    mains = [numbers(n, i, candidate.device) for i, n in enumerate(sizes)]
+    pairs = [written(main, dtype) for main in mains]
+    results = []
+    for name, params in ((candidate.name, mains), ("reference", [merged for _, merged in pairs])):
+        params = [nn.Parameter(param.clone()) for param in params]
+        optimizer = cls(params, lr=0.01, weight_decay=0.1, backend=name)
+        outputs = [weights.clone() for weights, _ in pairs]
+        updates = [
+            SlotUpdate(Slot(0, i), numbers(p.numel(), 9 + i, candidate.device), 0.5, outputs[i])
+            for i, p in enumerate(params)
+        ]
+        optimizer.step_slots(updates)
+        results.append([param.detach() for param in params])
+        assert all(
+            same_bits(out, p.detach().to(dtype)) for out, p in zip(outputs, params, strict=True)
+        )
+    found = Deviation()
+    for ours, theirs in zip(*results, strict=True):
+        found.params(*(each.nan_to_num(7.0, 7.0, 7.0) for each in (ours, theirs)), 0.01)
+    candidate.check(found)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
 @each_setting

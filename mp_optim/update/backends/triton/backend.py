@@ -22,6 +22,7 @@ from mp_optim.config.rules import RULES
 from mp_optim.process.accelerator import CUDA, current_device
 from mp_optim.process.calls import tell_autograd
 from mp_optim.slots import CachedTensorList
+from mp_optim.slots.tensors import continue_from
 from mp_optim.update.backends.reference import LEAST_SHARE, MOMENTUM, ReferenceBackend, Scales
 from mp_optim.update.backends.triton.kernels import rules, tiles, two_passes
 from mp_optim.update.backends.triton.kernels.tiles import Flags
@@ -85,6 +86,7 @@ class TritonBackend(ReferenceBackend):
     name = "triton"
     takes_device_multipliers = True
     capturable = True
+    follows_weights = True
 
     def __init__(self) -> None:
         self.interpreted = not isinstance(rules.adam, triton.runtime.JITFunction)
@@ -171,7 +173,11 @@ class TritonBackend(ReferenceBackend):
         """
         form = tuple(bool(getattr(scalars, each)) for each in scalars.__slots__), given
         for part in alike_lists(lists, moments):
-            if part.kind is not None and self._holds(name, part, moments, form, trial):
+            if part.lists.follows and not (part.kind and part.kind.compares_weights):
+                continue_from(part.lists.main, part.lists.output, part.lists.changed)
+                part = part._replace(lists=replace(part.lists, follows=False))
+            follows = *form, part.lists.follows
+            if part.kind is not None and self._holds(name, part, moments, follows, trial):
                 row = row_for(part.lists, scalars)
                 yield part, self.launcher.numbers(row, part.lists.grad[0].device)
                 continue
@@ -255,6 +261,8 @@ class TritonBackend(ReferenceBackend):
         device = lists.grad[0].device
         if not plan.programs:
             return
+        if lists.follows and kind.output is not None:
+            flags = flags._replace(follows=True)
         if isinstance(multiplier, Tensor) and multiplier.numel() == 2:
             multiplier, skip = multiplier[:1], multiplier[1:]
         streams = self.tables.streams(lists, device)

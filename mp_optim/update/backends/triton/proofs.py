@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.config.state_forms import blocks_of, packed_bytes
+from mp_optim.config.state_forms import BLOCK, blocks_of, packed_bytes
 from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.slots.slot_state import AVERAGE, REMAINDER, SECOND, is_scale, scale_key
 from mp_optim.update.backends.reference import ReferenceBackend
@@ -141,7 +141,9 @@ def trial_lists(part: AlikeLists, sizes: tuple[int, ...], shift: int) -> TensorL
         state[AVERAGE] = [shifted(value.flip(0), kind.average, shift) for value in whole]
     outputs: list[Tensor | None] = [None] * len(whole)
     if kind.output is not None:
-        outputs = [shifted(value * 0.0, kind.output, shift) for value in whole]
+        written = torch.arange(BLOCK, device=device) % 5 != 0
+        weights = [each * written.repeat(blocks_of(len(each)))[: len(each)] for each in whole]
+        outputs = [shifted(value, kind.output, shift) for value in weights]
     noise = [Noise(0x9ABCDEF1, 77 + index, 256 * index) for index in range(len(whole))]
     return TensorLists(
         mains,
@@ -150,4 +152,5 @@ def trial_lists(part: AlikeLists, sizes: tuple[int, ...], shift: int) -> TensorL
         outputs,
         noise=noise if lists.noise else None,
         average_weight=lists.average_weight,
+        follows=lists.follows and kind.compares_weights,
     )

@@ -344,14 +344,23 @@ def byte_codes(scaled, good, words, TYPE: tl.constexpr, ROOT: tl.constexpr):
 
 
 @triton.jit
-def read_main(pointer, rests, tile):
-    """FP32 main params, joined with their remainders if there are any."""
-    raw = fetch_tile(pointer, tile)
-    if rests is None:
+def read_main(chunk, tile, FOLLOWS: tl.constexpr):
+    """Return FP32 main params, joined with their remainders if there are any.
+
+    FOLLOWS: they continue from the model's weights, in the output, where they do not round to them.
+    """
+    raw = fetch_tile(chunk.main, tile)
+    if chunk.rest is None:
         value = widened(raw)
     else:
-        rest = fetch_tile(rests, tile)
+        rest = fetch_tile(chunk.rest, tile)
         value = joined(raw.to(tl.int32) << 16, rest.to(tl.int32), rest.dtype)
+    if FOLLOWS:
+        weights = fetch_tile(chunk.output, tile)
+        now = widened(weights)
+        rounded = narrowed(value, weights.dtype)
+        same = rounded.to(tl.int16, bitcast=True) == weights.to(tl.int16, bitcast=True)
+        value = tl.where(same | ((now != now) & (value != value)), value, now)
     return value
 
 

@@ -73,7 +73,7 @@ def _adam_tile(tile, chunk, caution, FLAGS: tl.constexpr):
 @triton.jit
 def adam_step(tile, chunk, s, caution, FLAGS: tl.constexpr):
     """Step a tile by Adam with the numbers ``s``, an :class:`AdamNumbers`."""
-    p = read_main(chunk.main, chunk.rest, tile)
+    p = read_main(chunk, tile, FLAGS.follows)
     g = gradient(chunk, p, tile, s.l2, FLAGS.has_l2)
     m = _first_average(tile, chunk, s.beta1, s.one_minus_beta1, g)
     v = read_moment(chunk.second, tile, True)
@@ -96,7 +96,7 @@ def ademamix(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr
 @triton.jit
 def _ademamix_tile(tile, chunk, caution, FLAGS: tl.constexpr):
     s = AdemamixNumbers(*chunk.scalars[:12])
-    p = read_main(chunk.main, chunk.rest, tile)
+    p = read_main(chunk, tile, FLAGS.follows)
     g = gradient(chunk, p, tile, s.decay, False)
     m = _first_average(tile, chunk, s.beta1, s.one_minus_beta1, g)
     slow = _slow_average(tile, chunk, s, g)
@@ -158,7 +158,7 @@ def sgd(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit
 def _sgd_tile(tile, chunk, per_tensor, FLAGS: tl.constexpr):
     lr, momentum, one_minus_dampening, decay = chunk.scalars[:4]
-    p = read_main(chunk.main, chunk.rest, tile)
+    p = read_main(chunk, tile, FLAGS.follows)
     g = gradient(chunk, p, tile, decay, FLAGS.has_decay)
     if chunk.first.stored is not None:
         if FLAGS.first:
@@ -183,7 +183,7 @@ def lion(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit
 def _lion_tile(tile, chunk, caution, FLAGS: tl.constexpr):
     beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay = chunk.scalars[:6]
-    p = read_main(chunk.main, chunk.rest, tile)
+    p = read_main(chunk, tile, FLAGS.follows)
     g = gradient(chunk, p, tile, decay, False)
     m = read_moment(chunk.first, tile, False)
     blend = m * beta1 + g * one_minus_beta1

@@ -30,6 +30,7 @@ class Flags(NamedTuple):
     ahead_from_end: bool = False
     cautious_wd: bool = False
     caution: bool = False
+    follows: bool = False
 
     @classmethod
     def of(cls, scalars: Any) -> "Flags":

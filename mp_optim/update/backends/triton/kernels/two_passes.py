@@ -81,7 +81,7 @@ def _moments_chunk(chunk, FLAGS: tl.constexpr, BLOCKS: tl.constexpr, MASKED: tl.
         blocks, offsets, inside = located_in_tile(at, chunk.count, BLOCKS, 1024, chunk.run)
         words = words_of(chunk, offsets)
         tile = Tile(blocks, offsets, chunk.count, inside, MASKED, words)
-        p = read_main(chunk.main, chunk.rest, tile)
+        p = read_main(chunk, tile, FLAGS.follows)
         g = gradient(chunk, p, tile, l2, FLAGS.has_l2)
         m = read_moment(chunk.first, tile, False)
         v = read_moment(chunk.second, tile, True)
@@ -104,7 +104,7 @@ def lamb_apply(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constex
 
 @triton.jit
 def _lamb_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
-    p = read_main(chunk.main, chunk.rest, tile)
+    p = read_main(chunk, tile, FLAGS.follows)
     m = read_moment(chunk.first, tile, False)
     v = read_moment(chunk.second, tile, True)
     u = direction(p, m, v, chunk.scalars, FLAGS)
@@ -155,7 +155,7 @@ def muon_apply(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constex
 
 @triton.jit
 def _muon_tile(tile, chunk, factor, FLAGS: tl.constexpr):
-    p = read_main(chunk.main, chunk.rest, tile)
+    p = read_main(chunk, tile, FLAGS.follows)
     _, _, decay = chunk.scalars[:3]
     u = gradient(chunk, p, tile, 0.0, False) * factor
     p = decayed(p, u, decay, FLAGS)
