@@ -135,7 +135,7 @@ class GradReducer:
         grad = self.buckets[index].local_grad(entry) if self._keeps_grads else None
         if grad is not None:
             set_main_grad(param, grad)
-        self._watched[id(entry)] = _Watched(weakref.ref(param), handle, mark, grad)
+        self._watched[id(entry)] = _Watched(param, handle, mark, grad)
 
     @in_own_modes
     def _arrive(self, index: int, entry: Entry) -> None:
@@ -277,9 +277,10 @@ class GradReducer:
 
 
 class _Watched(NamedTuple):
-    """A parameter with a reducer's hook, and the attributes that the reducer set there."""
+    """A parameter with a reducer's hook, and the attributes that the reducer set there. No weak
+    reference: ``torch.utils.swap_tensors`` refuses parameters that have some."""
 
-    param: weakref.ref[Any]
+    param: Any
     handle: RemovableHandle
     mark: int
     grad: Tensor | None
@@ -287,9 +288,9 @@ class _Watched(NamedTuple):
 
 def _unwatch(watched: dict[int, _Watched]) -> None:
     """Take hooks and attributes from parameters, unless another reducer has set its own since."""
-    for of_param, handle, mark, grad in watched.values():
+    for param, handle, mark, grad in watched.values():
         handle.remove()
-        if (param := of_param()) is not None and reducer_of(param) == mark:
+        if reducer_of(param) == mark:
             unset_reducer(param, grad)
     watched.clear()
 

@@ -47,8 +47,9 @@ def clear_decoupled_grad(param: Any) -> None:
         param.decoupled_grad = None
 
 
-ShownMains = dict[Slot, tuple["weakref.ref[Tensor]", Tensor]]
-"""Parameter and main param of each slot whose parameter shows one."""
+ShownMains = dict[Slot, tuple[Any, Tensor]]
+"""Parameter and main param of each slot whose parameter shows one. No weak references:
+``torch.utils.swap_tensors`` refuses parameters that have some."""
 
 
 def shown_mains_of(owner: object) -> ShownMains:
@@ -69,18 +70,17 @@ def set_main_param(
         sharded: whether the main param is only the elements that this rank owns
             (``main_param_sharded``), if that is known.
     """
-    if slot in shown and shown[slot][0]() is not param:
+    if slot in shown and shown[slot][0] is not param:
         _hide_main_params({slot: shown[slot]})
-    shown[slot] = weakref.ref(param), main
+    shown[slot] = param, main
     param.main_param = main
     if sharded is not None:
         param.main_param_sharded = sharded
 
 
 def _hide_main_params(shown: ShownMains) -> None:
-    for of_slot, main in shown.values():
-        param: Any = of_slot()
-        if param is None or main_param_of(param) is not main:
+    for param, main in shown.values():
+        if main_param_of(param) is not main:
             continue  # another optimizer has set its own since
         del param.main_param
         if hasattr(param, "main_param_sharded"):
