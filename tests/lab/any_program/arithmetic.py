@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -120,15 +120,6 @@ def stored(x: Array, form: str, second: bool) -> Stored:
     ]
     codes = np.concatenate([np.zeros(0, F), *(codes for codes, _ in blocks)])
     return Stored(form, codes, np.array([scale for _, scale in blocks], F), second)
-
-
-def halved(moment: Stored) -> Stored:
-    """Half of a moment: of its scales, if it has some."""
-    half = F(0.5)
-    if moment.scales is not None:
-        return replace(moment, scales=moment.scales * half)
-    values = moment.codes * half
-    return replace(moment, codes=to_bfloat16(values) if moment.form == "bfloat16" else values)
 
 
 def _finite_within(x: Array, most: float) -> Array:

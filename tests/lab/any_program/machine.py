@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from lab.any_program import amp, breaking, gradients, leaving, nonsense, writes
-from lab.any_program.arithmetic import F, halved
+from lab.any_program.arithmetic import F
 from lab.any_program.operations import operation
 from lab.any_program.oracle import Group, Slot
 from lab.any_program.program import Program
@@ -371,10 +371,45 @@ class AnyProgram(Program):
         if halves and slot.bound:
             state = optimizer.state[self.subject.model.param(slot.name)]
             for name in self.oracle.moment_names(slot):
-                scaled = slot.moments[name].scales is not None
-                key = f"{name}_scale" if scaled else name
-                state[key] = state[key] * 0.5
-                slot.moments[name] = halved(slot.moments[name])
+                state[name] = state[name] * 0.5
+                self.oracle.give_moment(slot, name, slot.moments[name].values() * F(0.5))
+
+    @operation(
+        index=INDEX,
+        number=st.integers(0, 2),
+        how=st.sampled_from(writes.OF_STATE),
+        held=st.booleans(),
+        seed=SEED,
+    )
+    def edit_state(self, index: int, number: int, how: str, held: bool, seed: int) -> None:
+        """A moment is written in place, or is given other memory; through a tensor of now, or one
+        that the program has kept since an earlier edit."""
+        self.only(f"edit_state:{how}")
+        need(self.oracle.rule != "foreign")
+        self.leave()
+        slot = self.pick(index)
+        names = self.oracle.moment_names(slot)
+        need(slot.bound and names and slot.model.size)
+        name = names[number % len(names)]
+        where = self.subject, slot.name, name
+        tensor = self.kept_state.get(where) if held else None
+        if tensor is None:
+            tensor = self.subject.optimizer.state[self.subject.model.param(slot.name)][name]
+        values = writes.of_moment(slot.moments[name].values(), how, seed, tensor.dtype)
+        writes.write_state(tensor, values, how)
+        self.oracle.give_moment(slot, name, values)
+        if held:
+            self.kept_state[where] = tensor
+
+    @operation(index=INDEX, how=st.sampled_from(writes.RESETS))
+    def reset_state(self, index: int, how: str) -> None:
+        """State is taken away, of one parameter or of all."""
+        self.only(f"reset_state:{how}")
+        self.leave()
+        slot = self.pick(index)
+        is_of_all = writes.reset(self.subject, slot, how)
+        for each in self.oracle.slots.values() if is_of_all else [slot]:
+            self.oracle.begin_again(each)
 
     # -- state leaves and comes -------------------------------------------------------------------
 

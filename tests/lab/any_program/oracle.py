@@ -337,6 +337,18 @@ class Oracle:
                 group.settings["rate"] = rate if rate > LOWEST_RATE else 1.0
                 group.settings["count"] += 1
 
+    def give_moment(self, slot: Slot, name: str, values: Array) -> None:
+        """Give a moment FP32 values, rounded to its form."""
+        slot.moments[name] = stored(values, slot.moments[name].form, name == "exp_avg_sq")
+
+    def begin_again(self, slot: Slot) -> None:
+        """Have the state of before the first step; the main param stays."""
+        slot.step, slot.average = 0, None
+        for name, now in slot.moments.items():
+            self.give_moment(slot, name, np.zeros_like(now.values()))
+        if self.rule == "foreign":
+            slot.moments = {}
+
     def scale_rows(self, name: str, factors: Array) -> None:
         """Main params' rows times factors."""
         slot = self.slots[name]

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from hypothesis.stateful import RuleBasedStateMachine, initialize
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from lab.any_program import leaving, stepping
@@ -39,6 +39,7 @@ class Program(RuleBasedStateMachine):
     Attributes:
         without: operations that are left out, or ``operation:kind``.
         counts: operations carried out by all programs, and programs.
+        kept_state: tensors of state that the program has kept, by subject, parameter and key.
         on_failure: called with the error and the program so far, when a program fails.
     """
 
@@ -77,6 +78,7 @@ class Program(RuleBasedStateMachine):
         self.remembered: tuple[Any, Any, Oracle] | None = None
         self.scheduler: OptimizerParamScheduler | None = None
         self.amp: GradScaler | None = None
+        self.kept_state: dict[tuple[Any, str, str], Tensor] = {}
         model, slots = Model(), {}
         for index, param in enumerate(setup.params):
             name = name_of(index, param)

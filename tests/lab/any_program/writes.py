@@ -1,4 +1,4 @@
-"""Writes to a model's parameters by somebody else: other values, other tensors."""
+"""Writes to a model's parameters and to state by somebody else: other values, other tensors."""
 
 from __future__ import annotations
 
@@ -80,3 +80,63 @@ def write_untraced(subject: Subject, slot: Slot, written: Any, moved: bool) -> N
         param.data = fresh
     else:
         param.data.copy_(fresh)
+
+
+# -- state ----------------------------------------------------------------------------------------
+
+OF_STATE = ("mul", "zero", "copy", "index", "data", "set", "swap", "data.mul")
+RESETS = ("clear", "assign", "delete", "pop", "empty", "clear one")
+
+
+def of_moment(now: Any, how: str, seed: int, dtype: torch.dtype) -> Any:
+    """Values that a moment has after a write: not negative, as means of squares are."""
+    if how in ("mul", "data.mul"):
+        values = now * F(0.5)
+    elif how == "zero":
+        values = np.zeros_like(now)
+    elif how == "index":
+        values = now.copy()
+        values[seed % now.size] = F(0.25)
+    else:
+        values = np.random.RandomState(seed).rand(now.size).astype(F)
+    return as_values(torch.from_numpy(values).to(dtype))
+
+
+def write_state(tensor: Tensor, values: Any, how: str) -> None:
+    """Have a moment take values, in one of the ways ``OF_STATE``."""
+    fresh = torch.from_numpy(values.copy()).to(tensor.dtype).view(tensor.shape)
+    with torch.no_grad():
+        if how == "mul":
+            tensor.mul_(0.5)
+        elif how == "zero":
+            tensor.zero_()
+        elif how == "data.mul":
+            tensor.data.mul_(0.5)
+        elif how == "index":
+            tensor.view(-1)[...] = fresh.view(-1)
+        elif how == "data":
+            tensor.data = fresh
+        elif how == "set":
+            tensor.set_(fresh)  # type: ignore[call-overload]
+        elif how == "swap":
+            torch.utils.swap_tensors(tensor, fresh)
+        else:
+            tensor.copy_(fresh)
+
+
+def reset(subject: Subject, slot: Slot, how: str) -> bool:
+    """Take state away; returns whether that of all parameters."""
+    optimizer, param = subject.optimizer, subject.model.param(slot.name)
+    if how == "clear":
+        optimizer.state.clear()
+    elif how == "assign":
+        optimizer.state = {}
+    elif how == "delete":
+        del optimizer.state[param]
+    elif how == "pop":
+        optimizer.state.pop(param)
+    elif how == "empty":
+        optimizer.state[param] = {}
+    else:
+        optimizer.state[param].clear()
+    return how in ("clear", "assign")
