@@ -24,7 +24,7 @@ from mp_optim.slots.identity import (
 )
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.model_parallel import ModelParallel
-from mp_optim.slots.slot_state import AVERAGE, SlotState, State, scale_key, without_keys
+from mp_optim.slots.slot_state import AVERAGE, SlotState, State, scale_key
 from mp_optim.slots.state_dict import (
     CHECKSUMS,
     GroupMatch,
@@ -227,14 +227,17 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         """The state of a slot as :attr:`state` shows it: the live tensors, and FP32 copies of those
         that are stored in blocks. Writes to both count."""
         self.make_current(slot)
-        state, copies = self.state_of(slot), self.step_mark.copies
-        coded = state.coded()
-        shown = copies.show(
-            self, self.slot_name(slot), coded, lambda key, leaf: state.laid_out({key: leaf})[key]
+        state = self.state_of(slot)
+        shown = self.step_mark.copies.show(
+            self,
+            self.slot_name(slot),
+            state.coded(),
+            lambda key, leaf: state.laid_out({key: leaf})[key],
+            scale_key,
         )
-        kept = state.laid_out(without_keys(state.kept(), map(scale_key, coded)))
-        before_writing(kept.values())
-        return {key: shown.get(key, value) for key, value in kept.items()}
+        saved = state.shown()  # its keys are those of a state dict, as torch's functions expect
+        before_writing(saved.values())
+        return {key: shown.get(key, value) for key, value in saved.items()}
 
     def full_slot_state(self, slot: Slot) -> State:
         """The slot's state with everything in FP32, copied where it is stored in fewer bits."""

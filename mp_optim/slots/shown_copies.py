@@ -71,29 +71,30 @@ class _Copy:
 
     Attributes:
         leaf: the FP32 values. shown: the same in the caller's layout.
-        versions: of the codes when both agreed.
+        scale: a copy of the scales, for callers that look for them.
+        versions: of codes and scales when the copies agreed with them.
     """
 
     def __init__(self, name: str, coded: Coded, lay_out: Callable[[Tensor], Any]) -> None:
         self.name, self.coded = name, coded
         self.leaf = coded.values().detach()  # no view, whose base would be a user of its memory
-        self.shown = lay_out(self.leaf)
+        self.shown, self.scale = lay_out(self.leaf), coded.scale.clone()
         self.versions = coded.versions()
         self.alone = self.references()
 
-    def references(self) -> tuple[int, int]:
-        """Return the number of references to the shown object, and to its memory."""
-        users = 0
+    def references(self) -> tuple[int, ...]:
+        """Return the numbers of references to the shown objects, and to their memory."""
+        users = [0, 0]
         if _USERS is not None and not self.leaf.is_meta:
-            users = _USERS(self.leaf.untyped_storage()._cdata)
-        return sys.getrefcount(self.shown), users
+            users = [_USERS(each.untyped_storage()._cdata) for each in (self.leaf, self.scale)]
+        return sys.getrefcount(self.shown), sys.getrefcount(self.scale), *users
 
     def is_held(self) -> bool:
         """Return whether a caller can still write to the copy."""
         return any(map(operator.gt, self.references(), self.alone))
 
     def take_edits(self) -> None:
-        """Encode the values of the copy if they were edited.
+        """Encode the values of the copy if they were edited; else take scales that were.
 
         Raises:
             ValueError: they cannot be stored, naming parameter and key.
@@ -111,8 +112,13 @@ class _Copy:
                 "memory of that form"
             )
         given = local.to(values.device)
+        scale, shown = self.coded.scale, self.scale.to(self.coded.scale.device)
         if not same_values(given, values):
             self.coded.take(given)
+            self.refresh()
+        elif shown.shape == scale.shape and not same_values(shown, scale):
+            before_writing([scale])
+            scale.copy_(shown)
             self.refresh()
 
     def refresh(self) -> None:
@@ -129,6 +135,7 @@ class _Copy:
                 local.copy_(values)
             elif local is self.leaf:
                 local.data = values
+        self.scale.data = self.coded.scale.clone()
         self.versions = self.coded.versions()
 
 
@@ -145,16 +152,18 @@ class ShownCopies:
         name: str,
         coded: Mapping[str, Coded],
         lay_out: Callable[[str, Tensor], Any],
+        scale_of: Callable[[str], str],
     ) -> dict[str, Any]:
-        """Return copies of the coded state of a slot: those that were handed out before, if a
-        caller still has them.
+        """Return copies of the coded state of a slot, and of its scales: those that were handed out
+        before, if a caller still has them.
 
         Args:
             owner: shows the state in its layout.
-            name: of the slot.
+            name: of the slot. scale_of: returns the key of a moment's scales.
         """
         self._take(self._latest)
-        shown, self._latest = {}, []
+        shown: dict[str, Any] = {}
+        self._latest = []
         for key, each in coded.items():
             where = id(owner), id(each.stored)
             copy = self._copies.get(where)
@@ -165,7 +174,7 @@ class ShownCopies:
             else:
                 copy = _Copy(f"{name}.{key}", each, partial(lay_out, key))
                 self._copies[where] = copy
-            shown[key] = copy.shown
+            shown |= {key: copy.shown, scale_of(key): copy.scale}
             self._latest.append(where)
         return shown
 

@@ -43,7 +43,15 @@ from torch import Tensor
 from mp_optim.process.host_memory import same_values
 from mp_optim.slots.identity import ParamGroups, Slot, iter_slots, param_at
 from mp_optim.slots.interrupted_step import HOST, ParkedTensors, wait_for
-from mp_optim.slots.slot_state import STEP, SlotState, State, check_fits, scale_key, without_keys
+from mp_optim.slots.slot_state import (
+    STEP,
+    SlotState,
+    State,
+    check_fits,
+    is_scale,
+    scale_key,
+    without_keys,
+)
 from mp_optim.slots.tensors import same_memory
 
 
@@ -290,12 +298,13 @@ class Assignment:
         self._fitted: State = {}
         self.stays: list[str] = []
         complete = given
-        if whole and given.keys() != self._shown_keys():
+        if whole and self._is_saved_form(given):
             self._values = given  # in a form that can be converted; or the check tells what is not
         else:
             for key, value in state.as_kept(given).items():
                 self._take(key, value, given[key])
-            scales = map(scale_key, self._coded.keys() & self._values.keys())
+            scales = set(map(scale_key, self._coded.keys() & self._values.keys()))
+            self._values = without_keys(self._values, scales)
             complete = {**without_keys(state.shown(), scales), **self._values}
         if self._values:
             self._fitted = state.fit(complete, convert=False)
@@ -322,6 +331,8 @@ class Assignment:
             return
         if leaves:
             self._devices[key] = value.device
+        if is_scale(key) and alike and same_values(value.to(mine.device), mine):
+            return
         if alike or not self._has_values(key, value):
             self._values[key] = given
 
@@ -338,11 +349,14 @@ class Assignment:
         if not same_values(value, present):
             self._values[key] = coded.rounded(value)
 
-    def _shown_keys(self) -> set[str]:
-        return self._kept.keys() - set(map(scale_key, self._coded))
+    def _is_saved_form(self, given: State) -> bool:
+        """Return whether a state has other keys than it is shown with, or codes for values."""
+        stored = {key: coded.stored.dtype for key, coded in self._coded.items()}
+        has_codes = any(getattr(given.get(key), "dtype", None) == stored[key] for key in stored)
+        return has_codes or given.keys() != self._state.shown().keys()
 
     def _check_key(self, key: str) -> None:
-        shown = self._shown_keys()
+        shown = self._state.shown()
         if key not in shown:
             raise ValueError(
                 f"optimizer.state: {self._name} has no {key!r}, and keeps nothing else than "

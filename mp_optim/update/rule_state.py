@@ -44,7 +44,7 @@ from mp_optim.slots.slot_state import (
 )
 from mp_optim.slots.tensor_layout import region_of
 from mp_optim.slots.tensors import SeenParams
-from mp_optim.update.codecs import is_blocked, is_packed
+from mp_optim.update.codecs import is_blocked
 from mp_optim.update.group_state import GroupState, SteppedTogether
 from mp_optim.update.kernel_args import MAIN
 from mp_optim.update.rule import Rule
@@ -521,14 +521,12 @@ class RuleSlotState(SlotState):
                 tensor.zero_()
 
     def _packed(self, state: State) -> State:
-        """A state to load with 4-bit codes as codes, where it has the FP32 values they stand for,
-        and remainders in their own width."""
+        """A state to load with codes, where it has the FP32 values they stand for, and remainders
+        in their own width."""
         for key, tensor in self._live.items():
-            value = state.get(key)
-            is_unpacked = value is not None and scale_key(key) not in state
-            if is_packed(key, tensor.dtype) and is_unpacked:
-                return self.fit(state, convert=False)
-            if key == REMAINDER and isinstance(value, Tensor) and value.dtype == torch.int32:
+            dtype = getattr(state.get(key), "dtype", None)
+            has_values = scale_key(key) in self._live and dtype == torch.float32
+            if has_values or (key == REMAINDER and dtype == torch.int32 != tensor.dtype):
                 return self.fit(state, convert=False)
         return state
 

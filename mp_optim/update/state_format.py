@@ -197,6 +197,7 @@ def fitted(
     """
     if REMAINDER in saved:
         saved = {**saved, REMAINDER: narrowed(label, saved[REMAINDER])}
+    saved = _without_scales_of_values(saved)
     result = {key: value for key, value in saved.items() if not is_scale(key)}
     for key, own in mine.items():
         theirs, scale = saved.get(key), scale_key(key)
@@ -225,6 +226,16 @@ def fitted(
         result[MASTER] = as_master(label, result[MASTER], convert)
         _check_splits(label, mine[REMAINDER], result[MASTER], convert)
     return _with_average(label, mine, main, result, convert)
+
+
+def _without_scales_of_values(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state without scales of FP32 tensors, which ``optimizer.state`` shows together."""
+    gone = {
+        scale_key(key)
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.dtype == torch.float32 and scale_key(key) in state
+    }
+    return {key: value for key, value in state.items() if key not in gone} if gone else state
 
 
 def _with_average(
