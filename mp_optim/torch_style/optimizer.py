@@ -283,7 +283,7 @@ class StackOptimizer(WrappedOptimizer):
     def assign_states(self, states: Mapping[Slot, State], *, whole: bool) -> None:
         # Lightning puts the state of a new optimizer back as it is, when it moves it to the device.
         has_new = self._is_begun or any(
-            not _has_values(self.slot_state(slot), given) for slot, given in states.items()
+            not _has_values(self.shown_state(slot), given) for slot, given in states.items()
         )
         super().assign_states(states, whole=whole)
         self._is_begun = has_new
