@@ -52,7 +52,7 @@ from mp_optim.planner.fit import (
 )
 from mp_optim.planner.memory import Layout, plan, specs_of
 from mp_optim.planner.step_time import GB, MACHINES
-from mp_optim.torch_style.optimizer import config_of
+from mp_optim.torch_style.settings import config_of
 
 GIB = 2**30
 AUTO = "auto"

@@ -27,7 +27,7 @@ from mp_optim.planner import (
     specs_of,
     sweep,
 )
-from mp_optim.torch_style.optimizer import config_of
+from mp_optim.torch_style.settings import config_of
 
 if TYPE_CHECKING:
     from rich.table import Table

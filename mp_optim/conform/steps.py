@@ -395,9 +395,10 @@ def lr_may_be_a_tensor(make: Make) -> None:
 
 @nice()
 def maximize_climbs(make: Make) -> None:
-    """maximize=True steps as negated gradients do."""
+    """maximize=True steps as negated gradients do, or is refused."""
     if "maximize" not in inspect.signature(type(make([nn.Parameter(noise(4, 6))]))).parameters:
         raise NotApplicable("it has no maximize")
+    make_or_refuse(make, [nn.Parameter(noise(4, 6))], maximize=True)
     gradients = [noise(4, 6, seed=step) for step in range(3)]
     found = take_steps(make, noise(4, 6), gradients, maximize=True)
     expected = take_steps(make, noise(4, 6), [-gradient for gradient in gradients])

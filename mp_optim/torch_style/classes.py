@@ -1,7 +1,7 @@
 """The rules as torch optimizers: ``AdamW(params, lr=1e-3, ...)``.
 
 Hyperparameters and their defaults are torch's where torch has the rule, else those of its paper. By
-name they also take :class:`~mp_optim.torch_style.optimizer.StackSettings`.
+name they also take :class:`~mp_optim.torch_style.settings.StackSettings`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from mp_optim.groups.tables import (
 )
 from mp_optim.process.calls import warn
 from mp_optim.slots.param_attributes import is_expert_param
-from mp_optim.torch_style.optimizer import StackOptimizer, StackSettings
+from mp_optim.torch_style.optimizer import StackOptimizer
+from mp_optim.torch_style.settings import StackSettings, with_settings
 
 __all__ = ["LAMB", "SGD", "AdEMAMix", "Adafactor", "Adam", "AdamW", "Lion", "Muon", "StableAdamW"]
 
@@ -32,8 +33,17 @@ Betas = tuple[float, float]
 _log = logging.getLogger(__name__)
 
 
+@with_settings
 class Adam(StackOptimizer):
-    """Adam (Kingma & Ba 2015); ``weight_decay`` is added to the gradient, as torch's."""
+    """Adam (Kingma & Ba 2015), as torch's.
+
+    Args:
+        params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
+        lr: learning rate, a number or a tensor.
+        betas: decay of the first and of the second moment.
+        eps: number that is added to the denominator.
+        weight_decay: factor of the parameter that is added to its gradient.
+    """
 
     def __init__(
         self,
@@ -48,13 +58,18 @@ class Adam(StackOptimizer):
         super().__init__(params, {**values, "adam_w_mode": False}, settings)
 
 
+@with_settings
 class AdamW(StackOptimizer):
-    """AdamW (Loshchilov & Hutter 2019): decoupled weight decay, on every parameter of a group, as
-    torch's.
+    """AdamW (Loshchilov & Hutter 2019), as torch's: each parameter of a group decays.
 
     Args:
-        caution: cautious updates (Liang et al. 2024; the name is timm's).
-        cautious_wd: cautious weight decay (Chen et al. 2025; the name is dion's).
+        params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
+        lr: learning rate, a number or a tensor.
+        betas: decay of the first and of the second moment.
+        eps: number that is added to the denominator.
+        weight_decay: factor of the decoupled weight decay.
+        caution: whether updates are cautious (Liang et al. 2024; the name is timm's).
+        cautious_wd: whether weight decay is cautious (Chen et al. 2025; the name is dion's).
     """
 
     def __init__(
@@ -73,13 +88,20 @@ class AdamW(StackOptimizer):
         super().__init__(params, {**values, **switches}, settings)
 
 
+@with_settings
 class StableAdamW(StackOptimizer):
-    """StableAdamW (Wortsman et al. 2023): AdamW whose learning rate is, for one parameter at a
-    step, divided by how far its gradients are above what their second moment knows, as a root mean
-    square over the parameter. ``max_grad_norm`` is not needed beside it.
+    """StableAdamW (Wortsman et al. 2023): AdamW with update clipping for each parameter.
+
+    The learning rate is divided by the root mean square of ``gradient / sqrt(second moment)`` over
+    the parameter, if that is above 1. It does not need ``max_grad_norm``.
 
     Args:
-        cautious_wd: cautious weight decay, as of AdamW.
+        params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
+        lr: learning rate, a number or a tensor.
+        betas: decay of the first and of the second moment.
+        eps: number that is added to the denominator.
+        weight_decay: factor of the decoupled weight decay.
+        cautious_wd: whether weight decay is cautious (Chen et al. 2025; the name is dion's).
     """
 
     rule = "stable_adamw"
@@ -98,18 +120,24 @@ class StableAdamW(StackOptimizer):
         super().__init__(params, {**values, "cautious_wd": cautious_wd}, settings)
 
 
+@with_settings
 class AdEMAMix(StackOptimizer):
     """AdEMAMix (Pagliardini et al. 2024): AdamW whose step also follows an average of gradients
     over ten thousands of steps.
 
     Args:
-        betas: of the first moment, the second moment, and the slow average.
+        params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
+        lr: learning rate, a number or a tensor.
+        betas: decay of the first moment, of the second moment, and of the slow average.
         alpha: weight of the slow average in the step.
+        eps: number that is added to the denominator.
+        weight_decay: factor of the decoupled weight decay.
         beta3_warmup: steps in which ``betas[2]`` grows from ``betas[0]``; None starts with all of
             it. The paper takes all steps of a run.
-        alpha_warmup: steps in which ``alpha`` grows from 0; None and the paper as above.
-        caution: cautious updates, as of AdamW.
-        cautious_wd: cautious weight decay, as of AdamW.
+        alpha_warmup: steps in which ``alpha`` grows from 0; None starts with all of it. The paper
+            takes all steps of a run.
+        caution: whether updates are cautious (Liang et al. 2024; the name is timm's).
+        cautious_wd: whether weight decay is cautious (Chen et al. 2025; the name is dion's).
     """
 
     rule = "ademamix"
@@ -135,12 +163,18 @@ class AdEMAMix(StackOptimizer):
         super().__init__(params, values, settings)
 
 
+@with_settings
 class LAMB(StackOptimizer):
-    """LAMB (You et al. 2020), as apex has it, with clipping left to ``max_grad_norm``.
+    """LAMB (You et al. 2020), as apex has it. ``max_grad_norm`` does the clipping.
 
     Args:
-        grad_averaging: weigh the gradient with ``1 - beta1`` in the first moment.
-        use_nvlamb: adapt the learning rate also where ``weight_decay`` is 0.
+        params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
+        lr: learning rate, a number or a tensor.
+        betas: decay of the first and of the second moment.
+        eps: number that is added to the denominator.
+        weight_decay: factor of the decoupled weight decay.
+        grad_averaging: whether the first moment weighs the gradient with ``1 - beta1``.
+        use_nvlamb: whether the learning rate is also adapted where ``weight_decay`` is 0.
     """
 
     rule = "lamb"
@@ -158,15 +192,20 @@ class LAMB(StackOptimizer):
     ) -> None:
         values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         switches = {"grad_averaging": grad_averaging, "use_nvlamb": use_nvlamb}
-        super().__init__(params, {**values, **switches, "max_grad_norm": 0.0}, settings)
+        super().__init__(params, {**values, **switches}, settings)
 
 
+@with_settings
 class Lion(StackOptimizer):
-    """Lion (Chen et al. 2023), with decoupled weight decay.
+    """Lion (Chen et al. 2023).
 
     Args:
-        caution: cautious updates, as of AdamW.
-        cautious_wd: cautious weight decay, as of AdamW.
+        params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
+        lr: learning rate, a number or a tensor.
+        betas: weight of the momentum in the step's direction, and decay of the momentum.
+        weight_decay: factor of the decoupled weight decay.
+        caution: whether updates are cautious (Liang et al. 2024; the name is timm's).
+        cautious_wd: whether weight decay is cautious (Chen et al. 2025; the name is dion's).
     """
 
     rule = "lion"
@@ -186,8 +225,18 @@ class Lion(StackOptimizer):
         super().__init__(params, {**values, **switches}, settings)
 
 
+@with_settings
 class SGD(StackOptimizer):
-    """Gradient descent with momentum, as torch's."""
+    """Gradient descent with momentum, as torch's.
+
+    Args:
+        params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
+        lr: learning rate, a number or a tensor.
+        momentum: decay of the momentum; 0 keeps none.
+        dampening: share of a gradient that is left out of the momentum.
+        weight_decay: factor of the parameter that is added to its gradient.
+        nesterov: whether the momentum is Nesterov's.
+    """
 
     rule = "sgd"
 
@@ -206,15 +255,18 @@ class SGD(StackOptimizer):
         super().__init__(params, {**values, **rest}, settings)
 
 
+@with_settings
 class Adafactor(StackOptimizer):
     """Adafactor (Shazeer & Stern 2018), as torch's; its state is FP32.
 
     Args:
-        lr: upper limit of the relative step.
+        params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
+        lr: upper limit of the relative step, a number or a tensor.
         beta2_decay: exponent of the weight ``t ** beta2_decay`` of a gradient in the averages.
         eps: floor of the second moment's root (None: FP32's epsilon), and of a parameter's root
             mean square.
         d: limit of the direction's root mean square.
+        weight_decay: factor of the decoupled weight decay.
     """
 
     rule = "adafactor"
@@ -233,6 +285,7 @@ class Adafactor(StackOptimizer):
         super().__init__(params, {**values, "weight_decay": weight_decay}, settings)
 
 
+@with_settings
 class Muon(StackOptimizer):
     """Muon (Jordan 2024) for matrices, AdamW for the rest, with one learning rate for both.
 
@@ -243,22 +296,26 @@ class Muon(StackOptimizer):
     group with ``optimizer="adam"`` (or ``use_muon=False``) is AdamW's in any case.
 
     Args:
-        momentum: of Muon.
+        params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
+        lr: learning rate, a number or a tensor.
+        weight_decay: factor of the decoupled weight decay, of both rules.
+        momentum: decay of Muon's momentum.
         nesterov: whether Muon's momentum is Nesterov's.
-        ns_steps: Newton-Schulz steps.
-        adjust_lr_fn: what the learning rate is multiplied with for a matrix. ``None`` (the default,
-            as torch's) and ``"original"``: sqrt(max(1, rows / columns)). ``"match_rms_adamw"``:
-            0.2 * sqrt(max(rows, columns)), so that steps are as long as AdamW's and its learning
-            rate can be kept.
-        betas: of AdamW.
-        eps: of AdamW. (torch's Muon, which has no AdamW, calls a constant of Newton-Schulz so.)
-        caution: cautious updates, of both.
-        cautious_wd: cautious weight decay, of both.
-        moment2_method: ``"normuon"``: Muon's steps keep their norm, and their rows, a neuron each,
-            come to one size (Li et al. 2025).
-        beta2: of the average of squares that says by how much.
-        model: the module that holds the parameters, for lists and groups of them; the optimizer
-            does not keep it alive.
+        ns_steps: number of Newton-Schulz steps.
+        adjust_lr_fn: factor of the learning rate of a matrix. None (as torch's) and
+            ``"original"``: sqrt(max(1, rows / columns)). ``"match_rms_adamw"``: 0.2 *
+            sqrt(max(rows, columns)), so that steps are as long as AdamW's, and its learning rate
+            can be kept.
+        betas: decay of AdamW's first and second moment.
+        eps: number that is added to AdamW's denominator. (torch's Muon, which has no AdamW, calls a
+            constant of Newton-Schulz so.)
+        caution: whether updates of both rules are cautious, as of AdamW.
+        cautious_wd: whether weight decay of both rules is cautious, as of AdamW.
+        moment2_method: ``"normuon"`` divides each row of a step, a neuron, by the root of an
+            average of its squares, and keeps the step's norm (Li et al. 2025); None does not.
+        beta2: decay of this average.
+        model: module that holds the parameters, for lists and groups of them. The optimizer does
+            not keep it alive.
     """
 
     rule = "muon"

@@ -19,7 +19,8 @@ from torch.optim import lr_scheduler as schedulers
 from torch.overrides import TorchFunctionMode
 
 import mp_optim
-from mp_optim.torch_style.optimizer import AmpLossScale, StackSettings
+from mp_optim.torch_style.optimizer import AmpLossScale
+from mp_optim.torch_style.settings import StackSettings
 
 # FP32 against torch: an operation or two in another order, an ulp of |p| < 2 each (1.2e-7), which
 # add up like a random walk over the steps; measured 1e-6 at most.
@@ -449,10 +450,24 @@ OF_OTHERS = {
     "total_steps": "schedule",
 }
 CONFIG_FIELDS = [field.name for field in dataclasses.fields(mp_optim.OptimizerConfig)]
-OF_THE_CLASSES = {
-    *inspect.get_annotations(StackSettings),
-    *inspect.signature(mp_optim.AdamW).parameters,
-}
+OF_THE_CLASSES = {*inspect.signature(mp_optim.AdamW).parameters}
+
+
+@pytest.mark.parametrize("name", mp_optim.torch_style.classes.__all__)
+def test_class_names_each_argument_in_signature_and_docstring(name: str) -> None:
+    """``help()``, Sphinx and command-line builders read types, defaults and meanings from there."""
+    cls = getattr(mp_optim, name)
+    arguments = inspect.signature(cls).parameters
+    assert {*inspect.get_annotations(StackSettings)} < {*arguments}
+    assert all(argument.kind is not argument.VAR_KEYWORD for argument in arguments.values())
+    documented = re.findall(r"^    (\w+): \S", inspect.getdoc(cls).partition("Args:\n")[2], re.M)
+    assert documented == [*arguments]
+    defaults = {key: value.default for key, value in arguments.items() if key != "params"}
+    param = nn.Parameter(torch.ones(2, 2))
+    assert cls([param], **defaults).defaults == cls([param]).defaults
+    assert cls([param], max_grad_norm=1.0).config.clip_grad == 1.0
+    types = {type(argument.annotation) for argument in arguments.values()}
+    assert str not in types  # evaluated, as tools need them
 
 
 @pytest.mark.parametrize("name", [*OF_OTHERS, *sorted({*CONFIG_FIELDS} - OF_THE_CLASSES)])

@@ -1,0 +1,364 @@
+"""Settings that all torch-shaped classes share, their signature and documentation, and the config
+that they become."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, TypedDict, TypeVar, get_type_hints
+
+import torch
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.config.optimizer_config import elsewhere
+from mp_optim.config.rules import FIRST_DTYPE, RULES, SECOND_DTYPE
+from mp_optim.config.setting_checks import NOT_HERE, Number, nearest
+from mp_optim.config.state_forms import KAHAN_IS_GONE, NO_REMAINDER, UINT4
+
+T = TypeVar("T")
+
+_STATES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "8bit": torch.uint8,
+    "4bit": UINT4,
+}
+_AVERAGES = {name: _STATES[name] for name in ("fp32", "bf16")}
+_FORMS = {
+    "fp32": ("float32", "32", "32bit", "float"),
+    "bf16": ("bfloat16",),
+    "fp16": ("float16", "half", "16"),
+    "8bit": ("int8", "uint8", "8", "8-bit", "8bits", "fp8", "float8"),
+    "4bit": ("int4", "uint4", "4", "4-bit", "4bits", "nf4"),
+}
+"""Other words for forms of state."""
+_REMAINDER_BITS = {"fp32": None, "remainder16": 16, "remainder8": 8, "none": NO_REMAINDER.name}
+_SAME = (
+    "ema_decay",
+    "skip_step_sigma_factor",
+    "skip_step_rolling_interval_length",
+    "log_param_grad_norms",
+    "log_update_ratios_interval",
+    "audit_rate",
+    "audit_action",
+)
+"""Fields of the config that are settings of the same names."""
+_OF_OFFLOADING = (
+    "offload_mode",
+    "offload_place",
+    "stream_window_bytes",
+    "optimizer_state_path",
+    "release_gradients",
+)
+"""The same, with ``offload``."""
+
+
+class StackSettings(TypedDict, total=False):
+    """Keyword arguments of every class, in addition to the hyperparameters of its rule.
+
+    Attributes:
+        state: form of the moments: ``"fp32"``, ``"bf16"``, ``"fp16"`` with a scale for each block
+            of 256 elements, ``"8bit"``, or ``"4bit"`` (first moments in 4 bits, second moments in
+            8).
+        min_8bit_size: number of elements below which a parameter keeps FP32 moments, with
+            ``state="8bit"`` or ``"4bit"``; bitsandbytes has 4096.
+        main_params: form of the main param of a 16-bit parameter: ``"fp32"``; for bfloat16 also
+            ``"remainder16"``, the 16 bits that bfloat16 drops (same bits as ``"fp32"``),
+            ``"remainder8"``, the upper 8 of them, or ``"none"``: each step rounds the parameter
+            itself stochastically.
+        stochastic_rounding: whether bfloat16, 8-bit and 4-bit state is rounded stochastically.
+        ema_decay: decay per step of a moving average of each parameter; None keeps none.
+            ``averaged_weights()`` evaluates with the averages.
+        ema_dtype: form of these averages: ``"fp32"``, or ``"bf16"`` with ``stochastic_rounding``.
+        offload: share of the parameters' elements whose state is kept in host memory, 0.0 to 1.0;
+            or ``"auto"``: as few as the accelerator's memory allows.
+        offload_mode: work during backward: ``"sync"`` (none), ``"overlap"`` (gradients are copied
+            to the host) or ``"speculative"`` (they are stepped there). All three give the same
+            bits.
+        offload_place: where offloaded state is stepped: ``"host"``; ``"streamed"``: on the
+            accelerator, window by window; or ``"auto"``: both at once, in shares that the first
+            steps measure. All three give the same bits.
+        stream_window_bytes: bytes of a window of streamed state (default 256 MiB), or text such as
+            ``"64MiB"``.
+        optimizer_state_path: folder on a local disk for an unnamed file with the offloaded state;
+            the file is gone when the process ends. None keeps this state in memory.
+        release_gradients: whether gradients of offloaded parameters leave the accelerator during
+            backward, with ``offload_mode`` overlap or speculative. ``param.grad`` is None after
+            backward then, so that nothing else can read or clip it (use ``max_grad_norm``), and
+            ``step()`` ends with ``zero_grad()``.
+        max_grad_norm: norm to which all gradients together are clipped; None does not clip.
+        skip_step_sigma_factor: number of sigma above the median of the last steps at which a
+            gradient norm, or a loss (``optimizer.health.report_loss``), makes a step skipped; inf
+            skips none.
+        skip_step_rolling_interval_length: number of last steps that this median is taken of.
+        log_param_grad_norms: number of parameters with the largest gradient norms that
+            ``metrics()`` shows.
+        log_update_ratios_interval: steps between two comparisons of each parameter's update with
+            its size; 0 never compares.
+        audit_rate: share of the elements that each step repeats by other kernels to compare bits
+            (``docs/audit.md``).
+        audit_action: answer to different bits in an audit: ``"warn"`` or ``"raise"``.
+        backend: kernels of the step, as ``OptimizerConfig.fused_backend``.
+        foreach: accepted as in torch, without effect: every step is fused.
+        fused: accepted as in torch, without effect: every step is fused.
+        amsgrad: only False; there is no AMSGrad here.
+        maximize: only False; negate the loss instead.
+        capturable: only False; ``OptimizerConfig.optimizer_cuda_graph`` captures steps.
+        differentiable: only False; steps are not differentiable.
+    """
+
+    state: str
+    min_8bit_size: int
+    main_params: str
+    stochastic_rounding: bool
+    ema_decay: float | None
+    ema_dtype: str
+    offload: float | str
+    offload_mode: str
+    offload_place: str
+    stream_window_bytes: int | str
+    optimizer_state_path: str | None
+    release_gradients: bool
+    max_grad_norm: float | None
+    skip_step_sigma_factor: float
+    skip_step_rolling_interval_length: int
+    log_param_grad_norms: int
+    log_update_ratios_interval: int
+    audit_rate: float
+    audit_action: str
+    backend: str
+    foreach: bool | None
+    fused: bool | None
+    amsgrad: bool
+    maximize: bool
+    capturable: bool
+    differentiable: bool
+
+
+_DEFAULT_OF_FIELD = {field.name: field.default for field in fields(OptimizerConfig)}
+_DEFAULTS: dict[str, Any] = {
+    "state": "fp32",
+    "min_8bit_size": 0,
+    "main_params": "fp32",
+    "stochastic_rounding": False,
+    "ema_dtype": "fp32",
+    "offload": 0.0,
+    "max_grad_norm": None,
+    "backend": "auto",
+    **{name: _DEFAULT_OF_FIELD[name] for name in (*_SAME, *_OF_OFFLOADING)},
+}
+_OF_TORCH: dict[str, Any] = {"foreach": None, "fused": None, **dict.fromkeys(NOT_HERE, False)}
+"""Arguments of torch's optimizers that change nothing here, with their defaults."""
+
+
+def with_settings(cls: type[T]) -> type[T]:
+    """Show each of :class:`StackSettings` as an argument of a class, instead of ``**settings``.
+
+    ``inspect.signature`` (help(), Sphinx, command-line builders) then lists names, types and
+    defaults, and the class's docstring the meanings. Static tools read the same from ``Unpack``.
+
+    Args:
+        cls: class whose docstring ends with ``Args:`` and whose constructor takes ``**settings``.
+    """
+    init: Any = cls.__init__
+    init.__annotations__ = get_type_hints(init) | get_type_hints(StackSettings)
+    own = [
+        parameter.replace(annotation=init.__annotations__.get(name, inspect.Parameter.empty))
+        for name, parameter in inspect.signature(init).parameters.items()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    shared = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default={**_DEFAULTS, **_OF_TORCH}[name],
+            annotation=annotation,
+        )
+        for name, annotation in get_type_hints(StackSettings).items()
+    ]
+    init.__signature__ = inspect.Signature([*own, *shared], return_annotation=None)
+    del init.__annotations__["settings"]
+    if cls.__doc__ and StackSettings.__doc__:  # ``python -OO`` drops docstrings
+        meanings = StackSettings.__doc__.partition("Attributes:\n")[2]
+        cls.__doc__ = f"{cls.__doc__.rstrip()}\n{meanings}"
+    return cls
+
+
+_SAID = "must be > 0, or None to not clip"
+_LIMIT = Number(open_low=True, may_be_infinite=True, optional=True, said=_SAID)
+
+_OTHER_NAMES = {
+    "learning_rate": "it is called lr here",
+    **dict.fromkeys(
+        ("optim_bits", "use_8bit", "block_wise", "quantize"), "state='8bit' keeps moments in 8 bits"
+    ),
+    **dict.fromkeys(
+        ("state_dtype", "state_precision", "optimizer_state_dtype"), "it is called state here"
+    ),
+    **dict.fromkeys(("clip", "clipping", "max_norm"), "it is called max_grad_norm here"),
+    "learningrate": "it is called lr here",
+    "percentile_clipping": "max_grad_norm clips, and skip_step_sigma_factor skips spikes",
+    "is_paged": "offload=1.0 keeps state in host memory, and offload='auto' what does not fit",
+    **dict.fromkeys(
+        ("gpu_memory", "max_memory"),
+        "offload='auto' leaves on the accelerator what its memory allows",
+    ),
+    **dict.fromkeys(
+        ("cpu_offload", "offload_optimizer", "offload_fraction", "offload_ratio"),
+        "it is called offload here, 0.0 to 1.0 or 'auto'",
+    ),
+    "offload_gradients": "it is called release_gradients here",
+    "bf16_stochastic_round": "it is called stochastic_rounding here, with state='bf16'",
+    **dict.fromkeys(
+        ("optim", "optimizer", "optimizer_type", "optimizer_name"), "the class says the rule"
+    ),
+    "use_precision_aware_optimizer": "state and main_params say how state is kept",
+    "optimizer_cpu_offload": "offload > 0.0 says it here",
+    **dict.fromkeys(
+        ("momentum", "nesterov", "ns_steps", "betas", "eps"),
+        "this class's rule has no such hyperparameter",
+    ),
+    **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2"), "give betas=(..., ...)"),
+    **dict.fromkeys(("epsilon", "adam_epsilon", "adam_eps"), "it is called eps here"),
+    "kahan_sum": "main_params='remainder16' keeps the lower bits of bfloat16 parameters",
+    **dict.fromkeys(
+        ("dtype", "precision", "mixed_precision", "bf16", "fp16"),
+        "parameters say their dtype themselves; state and main_params say what is kept",
+    ),
+}
+"""What torch, bitsandbytes, torchao, optimi and DeepSpeed call things, in words of here; the rest
+is the config's."""
+
+_OF_CONFIG_ALONE = {*_DEFAULT_OF_FIELD} - {*_DEFAULTS, *("lr", "weight_decay", "optimizer")}
+
+_CALLED_HERE = {
+    "use_precision_aware_optimizer=True and ": "",
+    "optimizer_cpu_offload=True and ": "",
+    "fused_backend": "backend",
+    "optimizer_offload_fraction": "offload",
+    "clip_grad": "max_grad_norm",
+    "exp_avg_dtype": "state",
+    "fp32_state_below": "min_8bit_size",
+    "exp_avg_sq_dtype": "state",
+    "param_remainder_bits": "main_params",
+    "store_param_remainders": "main_params",
+    **{str(dtype): repr(name) for name, dtype in _STATES.items()},
+}
+"""What the config says in its messages, and what a caller of a class has written."""
+
+
+def config_of(
+    rule: str, settings: Mapping[str, Any], arguments: Sequence[str] = ()
+) -> OptimizerConfig:
+    """The config of a stack over parameters of any of bfloat16, float16 and float32.
+
+    Args:
+        rule: ``optimizer`` of the config.
+        settings: of :class:`StackSettings`; those that are left out have their defaults.
+        arguments: names of the class's other arguments, for hints.
+
+    Raises:
+        TypeError: a name is unknown. ValueError: a value is out of range or does nothing.
+    """
+    chosen: dict[str, Any] = {**_DEFAULTS, **_without_torchs(settings, arguments)}
+    try:
+        return OptimizerConfig(
+            optimizer=rule,
+            lr=0.0,  # that of each group applies
+            bf16=True,  # which is to say: with main params where they are needed
+            clip_grad=_limit(chosen["max_grad_norm"]),
+            fused_backend=chosen["backend"],
+            fp32_state_below=chosen["min_8bit_size"],
+            ema_dtype=_choice(chosen, "ema_dtype", _AVERAGES),
+            **{name: chosen[name] for name in _SAME},
+            **_form(rule, chosen),
+            **_placement(chosen),
+        )
+    except ValueError as error:
+        raise ValueError(_in_words_of_here(str(error))) from None
+
+
+def _without_torchs(settings: Mapping[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
+    kept = {}
+    for name, value in settings.items():
+        if name in NOT_HERE and value:
+            raise ValueError(f"{name}={value!r}: {NOT_HERE[name]}")
+        if name in _DEFAULTS:
+            kept[name] = value
+        elif name not in _OF_TORCH:
+            raise TypeError(f"unexpected argument {name!r}{_hint(name, arguments)}")
+    return kept
+
+
+def _hint(name: str, arguments: Sequence[str]) -> str:
+    if name in _OTHER_NAMES:
+        return f": {_OTHER_NAMES[name]}"
+    if name in _CALLED_HERE:
+        return f"; it is called {_CALLED_HERE[name]} here"
+    text = _in_words_of_here(elsewhere(name))
+    words = re.findall(r"\w+", f"{name} {text}")
+    of_config = [word for word in words if word in _OF_CONFIG_ALONE]
+    if of_config:
+        return (
+            f": {of_config[0]} is a field of OptimizerConfig, for get_megatron_optimizer; "
+            "this class has no such setting"
+        )
+    return text or nearest(name, [*arguments, *_DEFAULTS], 0.6)
+
+
+def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """How state is kept."""
+    dtype = _choice(chosen, "state", _STATES)
+    if chosen["main_params"] == "kahan":
+        raise ValueError(f"main_params='kahan': {KAHAN_IS_GONE}; use 'remainder16'")
+    bits = _choice(chosen, "main_params", _REMAINDER_BITS)
+    rounding = chosen["stochastic_rounding"] or bits == NO_REMAINDER.name
+    stochastic = {} if rounding is False else {"stochastic_rounding": rounding}
+    if dtype == torch.float32 and bits is None:
+        return stochastic
+    stepped_by = [rule, "adam"] if rule == "muon" else [rule]
+    moments = [moment for name in stepped_by for moment in RULES[name].moments]
+    stored_as = {moment.dtype_field for moment in moments if moment.dtype_field}
+    if dtype != torch.float32 and not stored_as:
+        raise ValueError(f"state={chosen['state']!r}: {rule} keeps its state in FP32")
+    second = torch.uint8 if dtype == UINT4 else dtype  # which has no 4-bit form
+    forms = {FIRST_DTYPE: dtype, SECOND_DTYPE: second}
+    return {
+        "use_precision_aware_optimizer": True,
+        **{field: forms[field] for field in stored_as},
+        "store_param_remainders": bits is not None,
+        **({} if bits is None else {"param_remainder_bits": bits}),
+        **stochastic,
+    }
+
+
+def _placement(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    how = {name: chosen[name] for name in _OF_OFFLOADING}
+    if chosen["offload"] == 0.0 and how.items() <= _DEFAULTS.items():
+        return {}
+    fraction = {"optimizer_offload_fraction": chosen["offload"]}
+    return {"optimizer_cpu_offload": True, **fraction, **how}
+
+
+def _choice(chosen: Mapping[str, Any], name: str, choices: Mapping[str, Any]) -> Any:
+    if chosen[name] not in list(choices):
+        word = str(chosen[name]).lower().removeprefix("torch.")
+        meant = next((form for form, words in _FORMS.items() if word in words), "")
+        hint = f"; did you mean {meant!r}?" if meant in choices else nearest(word, [*choices], 0.6)
+        raise ValueError(f"{name}={chosen[name]!r}: must be one of {list(choices)}{hint}")
+    return choices[chosen[name]]
+
+
+def _limit(max_grad_norm: Any) -> float:
+    try:
+        return float(_LIMIT(max_grad_norm) or 0.0)
+    except ValueError as error:
+        raise ValueError(f"max_grad_norm={max_grad_norm!r}: {error}") from None
+
+
+def _in_words_of_here(message: str) -> str:
+    words = "|".join(map(re.escape, _CALLED_HERE))
+    return re.sub(rf"\b({words})", lambda match: _CALLED_HERE[match[0]], message)
