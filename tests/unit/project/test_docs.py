@@ -357,6 +357,15 @@ LAUNCHED = {"tools/train.py"}
 """Programs whose commands are carried out by other tests, with files that exist."""
 
 
+def test_environment_variables_that_are_read_are_on_the_page_of_the_process():
+    page, names = (ROOT / "docs/process.md").read_text(), set()
+    for path in (ROOT / "mp_optim").rglob("*.py"):
+        text = path.read_text()
+        if "environ" in text and path.parent.name not in ("cli", "conform"):  # programs
+            names.update(re.findall(r'"([A-Z]+(?:_[A-Z]+)+)"', text))
+    assert {name for name in names if f"`{name}`" not in page} == set() and len(names) > 8
+
+
 @each_document
 def test_every_command_is_understood(document):
     """Scripts exist, and programs take the arguments that are printed."""
