@@ -314,6 +314,10 @@ def check_setting(name: str, value: object, allowed: Allowed) -> None:
         raise ValueError(f"{name}={value!r}: must be {allowed.words}")
 
 
+class RefusedSettings(ValueError):
+    """Settings of param groups that no step can be taken with; nothing was stepped."""
+
+
 SCHEDULED = (
     "lr",
     "weight_decay",

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mp_optim.config.setting_checks import RefusedSettings
 from mp_optim.placement.backward_jobs import (
     Arrivals,
     BackwardJob,
@@ -165,10 +166,9 @@ class Schedule:
         """Begin work on some slots; what goes wrong is kept for :meth:`collect`."""
         try:
             self._begin_iteration()
-        except (TypeError, ValueError):
-            return  # of settings that cannot be: the step says so, before anything is stepped
-        try:
             begin()
+        except RefusedSettings:
+            return  # the step raises the same error, before anything is stepped
         except WorkerError as error:
             self._failure = error
         except Exception as error:
@@ -183,7 +183,7 @@ class Schedule:
             self._executor.check_groups()
             self.gradients.share_settings()
             self._executor.check_groups()
-        except (TypeError, ValueError):
+        except RefusedSettings:
             return True
         return False
 

@@ -101,8 +101,7 @@ class Executor:
         stepped with."""
 
     def check_groups(self) -> None:
-        """Raise ValueError, naming group and setting, if a hyperparameter is out of range; nothing
-        has been stepped."""
+        """Raise RefusedSettings, naming group and setting, if a hyperparameter is out of range."""
 
     # -- steps ------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mp_optim.config.setting_checks import plain_setting
+from mp_optim.config.setting_checks import RefusedSettings, plain_setting
 from mp_optim.slots.names import bare_name
 
 ParamGroups = list[dict[str, Any]]
@@ -189,7 +189,7 @@ class SharedSettings:
         """Make groups at the same position alike.
 
         Raises:
-            ValueError: two of the optimizers below step parameters of one group, and wrote
+            RefusedSettings: two of the optimizers below step parameters of one group, and wrote
                 different values for a setting.
         """
         for index, group in enumerate(groups):
@@ -218,7 +218,7 @@ def _agree(index: int, alike: Sequence[dict[str, Any]], seen: Sequence[Mapping[s
             if key in told:
                 continue
             if not _is_same(news.setdefault(key, value), value):
-                raise ValueError(
+                raise RefusedSettings(
                     f"param group {index}: the optimizer that steps its parameters on the device "
                     f"has {key}={news[key]!r}, the one on the host {value!r}. This rule goes by "
                     "all parameters of a group together, so they have to be in one place: use "

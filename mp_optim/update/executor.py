@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mp_optim.config.fields import check_field
 from mp_optim.config.rules import CAUTIONS, audit_refusal, caution_refusal, refusal
+from mp_optim.config.setting_checks import RefusedSettings
 from mp_optim.process.calls import in_own_modes, writes_counted
 from mp_optim.process.leases import before_writing, borrows
 from mp_optim.slots import (
@@ -140,7 +141,8 @@ class RuleExecutor(Executor):
             try:
                 self.check_settings(group)
             except (TypeError, ValueError) as error:
-                raise ValueError(f"param_groups[{index}]: {error}; nothing was stepped") from error
+                text = f"param_groups[{index}]: {error}; nothing was stepped"
+                raise RefusedSettings(text) from error
             if not any(isinstance(value, Tensor) for value in now.values()):
                 self._checked[index], self._values[index] = now, values
 

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mp_optim.placement import worker as worker_module
 from mp_optim.placement.backward_jobs import BackwardJob
 from mp_optim.placement.worker import PATIENCE, Worker, WorkerError
+from mp_optim.precision.backward_overlap import BackwardOverlap
 from mp_optim.process.transfer import Transfer
 from mp_optim.update.executor import RuleExecutor
 from support.launch import end_forked_program
@@ -73,6 +74,20 @@ def test_a_job_that_raises(mode, error, monkeypatch):
         pair[0](tokens_of(50)).backward()
         raised = fails_in_time(*pair, "no such luck")
     assert any(name in str(raised) for name, _ in pair[0].named_parameters())
+    assert isinstance(raised.__cause__, error)
+    goes_on_like(pair, other)
+
+
+@each_early
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+def test_step_raises_the_error_of_a_backward_hook(mode, error, monkeypatch):
+    """These types are also those of refused settings, which the step itself names."""
+    pair, other = ready(mode)
+    with monkeypatch.context() as patch:
+        prediction = "predicted_multiplier"
+        patch.setattr(BackwardOverlap, prediction, lambda _: (_ for _ in ()).throw(error("a bug")))
+        pair[0](tokens_of(50)).backward()
+        raised = fails_in_time(*pair, "could not be begun.*a bug")
     assert isinstance(raised.__cause__, error)
     goes_on_like(pair, other)
 
