@@ -20,12 +20,6 @@ from mp_optim.megatron.torch_format import REQUEST, SavedSettings
 from mp_optim.precision import MegatronOptimizer, Verdict
 from mp_optim.precision.grad_scaler import scaling_of
 from mp_optim.precision.measure import EXCLUDED, MAIN_NORM, Measurement, StepGrads
-from mp_optim.precision.megatron_optimizer import (
-    apply_verdict,
-    conclude,
-    refuse_disagreement,
-    scale_follows,
-)
 from mp_optim.precision.skip_rule import RollingRule
 from mp_optim.precision.verdict import decide
 from mp_optim.process.calls import in_own_modes
@@ -198,7 +192,7 @@ class MegatronFace(torch.optim.Optimizer):
             rule = stack.skip_rule.begun(torch.device("cpu"))
             verdict = self._decided(measurement, rule, 0.0)
             if verdict.disagrees:
-                refuse_disagreement(stack)
+                stack.refuse_disagreement()
         stack.watch.see_gradients(stack, grads.has_any())
         self._prepared = _Prepared(grads, measurement, verdict, rule)
         if verdict.found_inf:
@@ -292,9 +286,9 @@ class MegatronFace(torch.optim.Optimizer):
         with stack.step_mark.step(stack):
             if prepared.rule is not None:
                 prepared.rule.take_on_host(verdict.norms)
-            apply_verdict(stack, prepared.grads, verdict)
-            scale_follows(stack, verdict)
-        conclude(stack, verdict)
+            stack.apply_verdict(prepared.grads, verdict)
+            stack.update_scale(verdict)
+        stack.conclude_step(verdict)
 
     # -- checkpoints
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 from mp_optim.placement.double_buffer import BackLaunch
@@ -251,16 +251,16 @@ class Stepper:
     ) -> Generator[float, None, None]:
         """Step bucket by bucket where state rests, with gradients that are complete at a mark.
         Yields which share of the buckets is stepped."""
-        ahead = 1 if self.host_part.settings.pipelined else 0
-        if self.schedule.is_early:
-            ahead *= len(steps)
-        starting = iter(steps)
-        for coming in islice(starting, 1 + ahead):  # the host is not to wait for windows first
-            coming.start(mark)
+        depth = 1
+        if self.host_part.settings.pipelined:
+            depth = len(steps) if self.schedule.is_early else 2
+        for step in steps[:depth]:  # before begin(): the host must not wait for windows first
+            step.start(mark)
         begin()
         for done, step in enumerate(steps):
-            for coming in islice(starting, min(done, 1)):
-                coming.start(mark)
+            following = done + depth - 1
+            if done and following < len(steps):
+                steps[following].start(mark)
             step.wait(self.timeline)
             yield done / len(steps)
             try:

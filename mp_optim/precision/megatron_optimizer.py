@@ -11,7 +11,7 @@ import itertools
 import math
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -26,7 +26,7 @@ from mp_optim.deltas import WeightDelta, WeightPatch
 from mp_optim.groups.tables import Tables, choice_notes
 from mp_optim.precision.averaged_weights import AveragedWeights, scale_rows_
 from mp_optim.precision.backward_overlap import EarlyWork
-from mp_optim.precision.changed_weights import ChangedPart
+from mp_optim.precision.changed_weights import ChangedPart, ChangedWeights
 from mp_optim.precision.description import Description
 from mp_optim.precision.grad_scaler import MegatronGradScaler, scaling_of
 from mp_optim.precision.graph_step import GraphedStep, StepToCapture
@@ -103,15 +103,12 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.config = config
         self.watch = StandstillWatch()
         self.early_work = EarlyWork()
-        self.counts = StepCounts(weak_method(self._refuse_disagreement))
+        self.counts = StepCounts(weak_method(self.refuse_disagreement))
         self.graphed: GraphedStep | None = None
         self.averages = AveragedWeights()
         self.publications: tuple[str, int] | None = None
         self.skip_rule = RollingRule(config)
         self.health = GradientHealth(self._live_groups, self._sizes, self.skip_rule, config)
-
-    def _refuse_disagreement(self) -> NoReturn:
-        refuse_disagreement(self)
 
     def judge_step(self, verdict: Verdict) -> None:
         """Warn about a step that trained nothing, or was skipped like the ones before it."""
@@ -176,19 +173,105 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             if self.early_work.overlaps:
                 self.early_work.collect()
             config = self.config
-            device = _graph_device(self) if config.optimizer_cuda_graph else None
+            device = self._graph_device() if config.optimizer_cuda_graph else None
             if device is not None:
-                verdict = _by_graph(self, device)
+                verdict = self._step_by_graph(device)
             else:
                 with _timed(config, "optimizer-clip-main-grad"):
                     grads = self.collect_grads()
-                    verdict = _decide(self, grads)
+                    verdict = self._decide(grads)
                 with _timed(config, "optimizer-inner-step"):
-                    apply_verdict(self, grads, verdict)
-            if self.grad_scaler is not None:
-                scale_follows(self, verdict)
-        conclude(self, verdict)
+                    self.apply_verdict(grads, verdict)
+            self.update_scale(verdict)
+        self.conclude_step(verdict)
         return verdict.result
+
+    def _decide(self, grads: StepGrads) -> Verdict | DeviceVerdict:
+        config, device = self.config, self.verdict_device()
+        measurement = grads.sums(on_host=device is None)
+        if not grads.has_any():
+            self.watch.see_gradients(self, False)
+        scaling = () if self.grad_scaler is None else scaling_of(self.grad_scaler)
+        if device is not None:
+            scalars = [*measurement.sums.values(), *scaling]
+            if any(value.device != device for value in scalars):
+                device = None
+        rule: RollingRule | None = None
+        if self.skip_rule.reported is not None or math.isfinite(config.skip_step_sigma_factor):
+            rule = self.skip_rule.begun(device or _HOST)
+        if device is not None:
+            # whatever reads the verdict is on the device: nothing waits for it
+            return DeviceVerdict(decide_on_device(measurement, scaling, config, rule))
+        verdict = decide(measurement, scaling, config, rule)
+        if verdict.disagrees:
+            self.refuse_disagreement()
+        if rule is not None:
+            rule.take_on_host(verdict.norms)
+        return verdict
+
+    def _graph_device(self) -> torch.device | None:
+        """Return the device of a CUDA graph for the step; None if a group was added that is stepped
+        elsewhere, or the scaler was replaced."""
+        self.counts.settle()
+        device, scaler = self.verdict_device(), self.grad_scaler
+        scale = None if scaler is None else scaler.present_scale
+        return None if scale is not None and scale.device != device else device
+
+    def _step_by_graph(self, device: torch.device) -> Verdict | DeviceVerdict:
+        scaler = self.grad_scaler
+        if self.graphed is None:
+            backend, _ = choose_backend(self.config.fused_backend, device)
+            self.graphed = GraphedStep(device, backend)
+        grads = self.collect_grads()
+        self.watch.see_gradients(self, grads.has_any())
+        rule = self.skip_rule.begun(device)
+
+        def decide_there() -> VerdictNumbers:
+            return decide_on_device(grads.sums(), scaling_of(scaler), self.config, rule)
+
+        step = StepToCapture(grads, decide_there, self.counts.record, self.step_mark)
+        return self.graphed.step(step)
+
+    def apply_verdict(self, grads: StepGrads, verdict: Verdict | DeviceVerdict) -> None:
+        """Count the step, and take it unless the verdict is to skip it."""
+        self.counts.record(verdict)
+        interval = self.config.log_update_ratios_interval
+        watches = interval > 0 and self.counts.steps % interval == 0
+        with self.health.watching(grads, self.counts.steps) if watches else nullcontext():
+            if verdict.skip:
+                grads.skip()
+                return
+            norm, limit = verdict.norms.get(MAIN_NORM), self.config.clip_grad
+            clipped = min(norm, limit) if norm is not None and limit > 0 else norm
+            grads.step(verdict.multipliers, clipped)
+
+    def update_scale(self, verdict: Verdict | DeviceVerdict) -> None:
+        """Let the loss scale grow or back off, as the last write within the step's mark."""
+        if self.grad_scaler is not None:
+            self.step_mark.touch()
+            self.grad_scaler.update(verdict.found_inf)
+            self.early_work.remember_scale()
+
+    def conclude_step(self, verdict: Verdict | DeviceVerdict) -> None:
+        """Warn about skipped steps, keep the verdict for metrics, and with ``release_gradients``
+        drop the gradients that were not offloaded. Called after the step and its mark."""
+        if isinstance(verdict, DeviceVerdict):
+            verdict.when_settled(weak_method(self.judge_step))
+        elif verdict.skip or self.watch.skips or self.config.clip_grad > 0.0:
+            self.judge_step(verdict)  # a taken step needs it for the clipped norm alone
+        self.watch.see_untrained(self)
+        self.health.verdict = verdict
+        if self.config.release_gradients:
+            self.zero_grad()  # released gradients are None; the others must not differ from them
+
+    def refuse_disagreement(self) -> NoReturn:
+        """Raise because ranks that share parameters would step them differently.
+
+        Raises:
+            ValueError: naming what they differ in.
+        """
+        self.early_work.discard()
+        raise disagreement([mains.table.common for mains in self.all_mains()])
 
     # -- loss scale, gradients --------------------------------------------------------------------
 
@@ -469,13 +552,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
                 if name not in parallel.copies:
                     patches.append(patch_of(name, part, parallel))
         tracked = [mains.changes for mains in self.all_mains() if mains.changes is not None]
-        for changes in tracked:  # a signal before the number grows leaves it so
-            changes.is_lost = True
-        for changes in tracked:
-            changes.published()
-        self.publications = run, number + 1
-        for changes in tracked:
-            changes.is_lost = False
+        with _publication(tracked):
+            self.publications = run, number + 1
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         return WeightDelta(run, number + 1, full, rank, ranks, watched, tuple(patches))
 
@@ -538,6 +616,22 @@ def _check_trackable(stack: MegatronOptimizer) -> None:
         )
 
 
+@contextmanager
+def _publication(tracked: Sequence[ChangedWeights]) -> Iterator[None]:
+    """Publish all tracked changes or none; the body records the publication.
+
+    An exception on the way, also a signal's, leaves the changes lost: the next publication has all
+    elements.
+    """
+    for changes in tracked:
+        changes.is_lost = True
+    for changes in tracked:
+        changes.published()
+    yield
+    for changes in tracked:
+        changes.is_lost = False
+
+
 def patch_of(name: str, part: ChangedPart, parallel: ModelParallel) -> WeightPatch:
     """What changed of a parameter here, in coordinates of the whole model."""
     partition, indices, shape = parallel.partitions.get(name), part.indices, part.shape
@@ -547,101 +641,6 @@ def patch_of(name: str, part: ChangedPart, parallel: ModelParallel) -> WeightPat
         indices = partition.whole_index(indices, shape)
         shape = partition.whole_shape(shape)
     return WeightPatch(parallel.names[name], shape, part.values.dtype, part.values, indices)
-
-
-def _decide(stack: MegatronOptimizer, grads: StepGrads) -> Verdict | DeviceVerdict:
-    config, device = stack.config, stack.verdict_device()
-    measurement = grads.sums(on_host=device is None)
-    if not grads.has_any():
-        stack.watch.see_gradients(stack, False)
-    scaling = () if stack.grad_scaler is None else scaling_of(stack.grad_scaler)
-    if device is not None:
-        scalars = [*measurement.sums.values(), *scaling]
-        if any(value.device != device for value in scalars):
-            device = None
-    rule: RollingRule | None = None
-    if stack.skip_rule.reported is not None or math.isfinite(config.skip_step_sigma_factor):
-        rule = stack.skip_rule.begun(device or _HOST)
-    if device is not None:
-        # whatever reads the verdict is on the device: nothing waits for it
-        return DeviceVerdict(decide_on_device(measurement, scaling, config, rule))
-    verdict = decide(measurement, scaling, config, rule)
-    if verdict.disagrees:
-        refuse_disagreement(stack)
-    if rule is not None:
-        rule.take_on_host(verdict.norms)
-    return verdict
-
-
-def _graph_device(stack: MegatronOptimizer) -> torch.device | None:
-    """Where a CUDA graph steps; None if a group was added that is stepped elsewhere, or the scaler
-    was replaced."""
-    stack.counts.settle()
-    device, scaler = stack.verdict_device(), stack.grad_scaler
-    scale = None if scaler is None else scaler.present_scale
-    return None if scale is not None and scale.device != device else device
-
-
-def _by_graph(stack: MegatronOptimizer, device: torch.device) -> Verdict | DeviceVerdict:
-    scaler = stack.grad_scaler
-    if stack.graphed is None:
-        backend, _ = choose_backend(stack.config.fused_backend, device)
-        stack.graphed = GraphedStep(device, backend)
-    grads = stack.collect_grads()
-    stack.watch.see_gradients(stack, grads.has_any())
-    rule = stack.skip_rule.begun(device)
-
-    def decide_there() -> VerdictNumbers:
-        return decide_on_device(grads.sums(), scaling_of(scaler), stack.config, rule)
-
-    step = StepToCapture(grads, decide_there, stack.counts.record, stack.step_mark)
-    return stack.graphed.step(step)
-
-
-def apply_verdict(
-    stack: MegatronOptimizer, grads: StepGrads, verdict: Verdict | DeviceVerdict
-) -> None:
-    """Count the step, and take it unless the verdict says skip."""
-    stack.counts.record(verdict)
-    interval = stack.config.log_update_ratios_interval
-    watches = interval > 0 and stack.counts.steps % interval == 0
-    with stack.health.watching(grads, stack.counts.steps) if watches else nullcontext():
-        if verdict.skip:
-            grads.skip()
-            return
-        norm, limit = verdict.norms.get(MAIN_NORM), stack.config.clip_grad
-        clipped = min(norm, limit) if norm is not None and limit > 0 else norm
-        grads.step(verdict.multipliers, clipped)
-
-
-def scale_follows(stack: MegatronOptimizer, verdict: Verdict | DeviceVerdict) -> None:
-    """The loss scale grows or backs off: the last that is written within the step's mark."""
-    if stack.grad_scaler is not None:
-        stack.step_mark.touch()
-        stack.grad_scaler.update(verdict.found_inf)
-        stack.early_work.remember_scale()
-
-
-def conclude(stack: MegatronOptimizer, verdict: Verdict | DeviceVerdict) -> None:
-    """The step is over, and its mark is off: say what is to be said of it."""
-    if isinstance(verdict, DeviceVerdict):
-        verdict.when_settled(weak_method(stack.judge_step))
-    elif verdict.skip or stack.watch.skips or stack.config.clip_grad > 0.0:
-        stack.judge_step(verdict)  # one that was taken like the last is only asked its norm
-    stack.watch.see_untrained(stack)
-    stack.health.verdict = verdict
-    if stack.config.release_gradients:
-        stack.zero_grad()  # what is left, so that all of them are gone alike
-
-
-def refuse_disagreement(stack: MegatronOptimizer) -> NoReturn:
-    """Ranks that share parameters would step them otherwise.
-
-    Raises:
-        ValueError: naming what they differ in.
-    """
-    stack.early_work.discard()
-    raise disagreement([mains.table.common for mains in stack.all_mains()])
 
 
 @contextmanager

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from mp_optim.placement.backward_jobs import GradVersion, same_bits
-from mp_optim.precision import megatron_optimizer
 from support.models import AdversarialTransfer
 from support.offload import MODES, build_mode, differing, finish_early_work, hybrids, run, snapshot
 
@@ -146,7 +145,7 @@ def test_after_a_step_that_was_broken_off_gradients_made_by_hand_are_stepped(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(megatron_optimizer, "apply_verdict", interrupted)
+            patch.setattr(MegatronOptimizer, "apply_verdict", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 run(model, optimizer, 1)
         for param in model.parameters():
