@@ -379,13 +379,20 @@ class AnyProgram(Program):
         number=st.integers(0, 2),
         how=st.sampled_from(writes.OF_STATE),
         held=st.booleans(),
+        trains=st.booleans(),
         seed=SEED,
     )
-    def edit_state(self, index: int, number: int, how: str, held: bool, seed: int) -> None:
+    def edit_state(
+        self, index: int, number: int, how: str, held: bool, trains: bool, seed: int
+    ) -> None:
         """A moment is written in place, or is given other memory; through a tensor of now, or one
-        that the program has kept since an earlier edit."""
+        that the program has kept since an earlier edit; between steps in a row, or anywhere."""
         self.only(f"edit_state:{how}")
         need(self.oracle.rule != "foreign")
+        for step in range(2 if trains else 0):
+            self.subject.optimizer.zero_grad()
+            self.go_backward(seed + step, 1, set(), False, "normal")
+            self.take_step(closure=False)
         self.leave()
         slot = self.pick(index)
         names = self.oracle.moment_names(slot)
@@ -400,6 +407,12 @@ class AnyProgram(Program):
         self.oracle.give_moment(slot, name, values)
         if held:
             self.kept_state[where] = tensor
+        if trains:
+            self.subject.optimizer.zero_grad()
+            self.go_backward(seed + 2, 1, set(), False, "normal")
+            self.take_step(closure=False)
+            self.leave()
+            leaving.look(self.subject, self.oracle, "state_dict")
 
     @operation(index=INDEX, how=st.sampled_from(writes.RESETS))
     def reset_state(self, index: int, how: str) -> None:
