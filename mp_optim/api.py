@@ -1,4 +1,4 @@
-"""The front door: what a caller asks for is checked, and what was left open is decided."""
+"""Public entry points: they check the arguments, and choose the settings that were left open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The map of the house: how a config and a model become the wired stack."""
+"""Builds the optimizer stack from a config and a model."""
 
 from __future__ import annotations
 

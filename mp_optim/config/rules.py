@@ -601,7 +601,7 @@ def audit_refusal(rule: str, backend: str) -> str | None:
     None if they can."""
     if rule not in RULES or RULES[rule].reads != "elements":
         audited = rules_in_words(tuple(name for name in RULES if RULES[name].reads == "elements"))
-        reads = RULES[rule].reads if rule in RULES else "what nobody knows"
+        reads = RULES[rule].reads if rule in RULES else "an unknown part"
         return (
             f"a sample of elements is repeated by itself, and {rule} reads {reads} of whole "
             f"parameters; choose {audited}, or set it to 0.0"

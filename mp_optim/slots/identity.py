@@ -169,7 +169,6 @@ def check_assigned(live: ParamGroups, groups: Any, defaults: Mapping[str, Any]) 
                 group.setdefault(key, before[key])
 
 
-"""What every optimizer has of its own in a group."""
 _NOTHING = object()
 
 

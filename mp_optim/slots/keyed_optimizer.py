@@ -50,7 +50,11 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     executor: Executor
     """What steps, of one that has no members for it."""
     _live_groups: ParamGroups
+    """The groups, one list for the optimizer's life. A subclass sets it before this constructor, as
+    torch's constructor assigns and fills ``param_groups``."""
     _sizes: list[int]
+    """The number of parameters of each group, set by a subclass as ``_live_groups`` is; empty until
+    :meth:`lists_are_known`."""
     groups_below: Sequence[ParamGroups] = ()
     """Groups of what steps for this optimizer, each list with a group for each of its own."""
     grad_scaler: Any = None
@@ -66,8 +70,6 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         self._told_of_host = False
         self.step_mark = StepMark()
         self._settings = SharedSettings()
-        self.__dict__.setdefault("_live_groups", [])
-        self.__dict__.setdefault("_sizes", [])
         make_plain(defaults)
         super().__init__(params, defaults)
 
@@ -97,6 +99,12 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     # -- param groups -----------------------------------------------------------------------------
 
     @property
+    def _knows_lists(self) -> bool:
+        """True after :meth:`lists_are_known`: not within torch's constructor, and not before the
+        first step of an optimizer whose lists may be edited until then."""
+        return bool(self._sizes)
+
+    @property
     def param_groups(self) -> ParamGroups:
         """Groups of the parameters that are there now. The list stays the same object; another one
         that is assigned gives it its groups."""
@@ -104,7 +112,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: ParamGroups) -> None:
-        if self._sizes:  # else torch's constructor assigns
+        if self._knows_lists:
             check_assigned(self._live_groups, groups, self.defaults)
         self._live_groups[:] = groups
 
@@ -344,7 +352,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: Mapping[Tensor, dict[str, Any]]) -> None:
-        if value or self._sizes:  # torch's constructor begins with none
+        if value or self._knows_lists:  # torch's constructor assigns an empty one
             self.state.assign(value)
 
     def slot_name(self, slot: Slot) -> str:

@@ -37,7 +37,7 @@ from mp_optim.update.orthogonalization import (
     whole_directions,
 )
 from mp_optim.update.rule import (
-    COUNTING,
+    CAUTION_REDUCTION,
     ElementRule,
     Launch,
     Rule,
@@ -210,7 +210,7 @@ def _cautious(found: Sequence[Direction], launch: Launch, backend: Backend) -> l
         for way, grad in zip(found, launch.lists.grad, strict=True)
     ]
     counts = torch.stack([mask.sum() for mask in masks])[:, None]
-    sizes = add_up_parts(counts, launch.updates, launch.regions, COUNTING)
+    sizes = add_up_parts(counts, launch.updates, launch.regions, CAUTION_REDUCTION)
     scales = backend.caution_scales(counts, sizes)
     return [
         Direction(way.values * mask, fp32(way.factor * float(scale)))

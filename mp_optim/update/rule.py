@@ -23,6 +23,8 @@ from mp_optim.update.sums import Groups, reduce_rows
 
 Settings = Mapping[str, Any]
 """A param group, of which rules read hyperparameters."""
+CAUTION_REDUCTION = "counting the elements that cautious updates keep"
+"""The name of this reduction in errors about ranks."""
 
 
 class Workspace:
@@ -250,13 +252,10 @@ class ElementRule(Rule):
         scales = None
         if launch.settings.get("caution"):
             counts = backend.agreements(self.name, lists, scalars, multiplier)
-            sizes = add_up_parts(counts, launch.updates, launch.regions, COUNTING)
+            sizes = add_up_parts(counts, launch.updates, launch.regions, CAUTION_REDUCTION)
             scales = backend.caution_scales(counts, sizes)
         given = self.name, lists, scalars, multiplier, scales
         written = launch.begin_audit(*given) if launch.begin_audit is not None else None
         backend.step(*given)
         if written is not None:
             written()
-
-
-COUNTING = "counting what cautious updates keep"
