@@ -25,6 +25,7 @@ from mp_optim.config.rules import (
     coefficients,
     refusal,
 )
+from mp_optim.config.setting_checks import SettingError
 from mp_optim.config.state_forms import AVERAGE_FORMS, CODED, FIRST_FORMS, REMAINDERS
 
 Holds = Callable[[ConfigFields], bool]
@@ -60,7 +61,7 @@ def check_config(config: ConfigFields) -> None:
 
 
 def _fail(config: Any, name: str, why: str) -> None:
-    raise ValueError(f"{name}={getattr(config, name)!r}: {why}")
+    raise SettingError(name, getattr(config, name), why)
 
 
 # -- contradictions -------------------------------------------------------------------------------

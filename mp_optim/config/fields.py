@@ -19,6 +19,7 @@ from mp_optim.config.setting_checks import (
     Check,
     Choice,
     Number,
+    SettingError,
     Whole,
     as_bool,
     as_cores,
@@ -443,9 +444,7 @@ def check_field(name: str, value: Any) -> Any:
     try:
         return check(value)
     except ValueError as error:
-        text = repr(value)
-        shown = text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
-        raise ValueError(f"{name}={shown}: {error}") from None
+        raise SettingError(name, value, str(error)) from error
 
 
 def check_fields(config: ConfigFields) -> None:

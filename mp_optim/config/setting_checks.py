@@ -314,6 +314,25 @@ def check_setting(name: str, value: object, allowed: Allowed) -> None:
         raise ValueError(f"{name}={value!r}: must be {allowed.words}")
 
 
+class SettingError(ValueError):
+    """A setting that is refused, in parts for callers that call it by another name.
+
+    Attributes:
+        name: the setting's name.
+        value: the value that was given.
+        reason: a fact about the value, and how to mend it.
+    """
+
+    def __init__(self, name: str, value: object, reason: str) -> None:
+        super().__init__(name, value, reason)
+        self.name, self.value, self.reason = name, value, reason
+
+    def __str__(self) -> str:
+        text = repr(self.value)
+        shown = text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+        return f"{self.name}={shown}: {self.reason}"
+
+
 class RefusedSettings(ValueError):
     """Settings of param groups that no step can be taken with; nothing was stepped."""
 

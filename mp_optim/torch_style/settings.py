@@ -14,7 +14,7 @@ import torch
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.optimizer_config import elsewhere
 from mp_optim.config.rules import FIRST_DTYPE, RULES, SECOND_DTYPE
-from mp_optim.config.setting_checks import NOT_HERE, Number, nearest
+from mp_optim.config.setting_checks import NOT_HERE, Number, SettingError, nearest
 from mp_optim.config.state_forms import KAHAN_IS_GONE, NO_REMAINDER, UINT4
 
 T = TypeVar("T")
@@ -244,6 +244,7 @@ _CALLED_HERE = {
     "fp32_state_below": "min_8bit_size",
     "exp_avg_sq_dtype": "state",
     "param_remainder_bits": "main_params",
+    "store_param_remainders=False": "main_params='fp32'",
     "store_param_remainders": "main_params",
     **{str(dtype): repr(name) for name, dtype in _STATES.items()},
 }
@@ -277,8 +278,10 @@ def config_of(
             **_form(rule, chosen),
             **_placement(chosen),
         )
-    except ValueError as error:
-        raise ValueError(_in_words_of_here(str(error))) from None
+    except SettingError as error:
+        name = _CALLED_HERE.get(error.name, error.name)
+        value = chosen.get(name, error.value)
+        raise SettingError(name, value, _in_words_of_here(error.reason)) from error
 
 
 def _without_torchs(settings: Mapping[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
@@ -356,7 +359,7 @@ def _limit(max_grad_norm: Any) -> float:
     try:
         return float(_LIMIT(max_grad_norm) or 0.0)
     except ValueError as error:
-        raise ValueError(f"max_grad_norm={max_grad_norm!r}: {error}") from None
+        raise SettingError("max_grad_norm", max_grad_norm, str(error)) from error
 
 
 def _in_words_of_here(message: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 from mp_optim import OptimizerConfig
 from mp_optim.config.rules import RULES
 from mp_optim.torch_style import classes
+from mp_optim.torch_style.settings import StackSettings
 from mp_optim.update.rule_classes import CLASSES
 
 OF_EVERY_CLASS = {"params", "lr", "weight_decay", "backend", "precision", "scalar_optimizer"}
@@ -50,7 +51,8 @@ def test_fields_of_the_config_have_the_rows_defaults(rule: str) -> None:
 @pytest.mark.parametrize("name", classes.__all__)
 def test_torch_shaped_classes_take_hyperparameters_of_their_row(name: str) -> None:
     cls = getattr(classes, name)
-    own = set(defaults(cls)) - {"params", "model", "lr", "weight_decay", "settings", "defaults"}
+    shared = inspect.get_annotations(StackSettings)
+    own = set(defaults(cls)) - {"params", "model", "lr", "weight_decay", *shared}
     assert {CALLED_OTHERWISE.get(each, each) for each in own} <= set(RULES[cls.rule].defaults)
 
 
