@@ -75,3 +75,11 @@ def test_names_that_are_taken_from_torch_are_in_the_oldest_one() -> None:
     taken = set().union(*(torch_names(ast.parse(path.read_text())) for path in modules))
     assert taken - known == set()
     assert known - taken == set(), "no longer used"
+
+
+def test_private_names_of_torch_are_on_the_page_of_versions() -> None:
+    page = (ROOT / "docs/versions.md").read_text()
+    for name in (ROOT / "tools/torch_names.txt").read_text().split():
+        last = name.rpartition(".")[2]
+        if "._" in name and not last.startswith("_foreach") and name.count(".") > 1:
+            assert last in page, name
