@@ -306,8 +306,7 @@ def load(
 
     Args:
         path: a checkpoint directory, or one version in it.
-        optimizer: None loads the model alone; call ``optimizer.reload_model_params()`` if it has an
-            optimizer.
+        optimizer: None loads the model alone; an optimizer of it continues from the loaded values.
         convert: round optimizer state to the dtypes configured here, and the model's tensors to
             theirs, also where that loses bits.
         verify: compare the checksums of all files first; each rank reads a share of them. Without

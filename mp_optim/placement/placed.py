@@ -232,10 +232,8 @@ class PlacedSlots:
             slot = slots[index]
             main, name = self[slot].main, slot_name(self._param_groups, slot)
             assert main is not None
-            if follow(main, self._local(slot), name):
-                if self.is_offloaded(slot):
-                    self.exposed(slot)
-                self._executors[self[slot].place].written_outside(slot)
+            if follow(main, self._local(slot), name) and self.is_offloaded(slot):
+                self.exposed(slot)
 
     def current(self, slot: Slot) -> Executor:
         """What steps a slot, with its tensor of now. The caller gets at live tensors by it."""
@@ -528,8 +526,8 @@ class PlacedExecutor(Executor):
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
         self._placed.current(slot).set_main_param(slot, value)
 
-    def written_outside(self, slot: Slot) -> None:
-        self._placed.current(slot).written_outside(slot)
+    def main_written(self, slot: Slot) -> None:
+        self._placed.current(slot)
 
     def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
         super().reserve_main_params([pair for pair in coming if not self._is_away(*pair)])

@@ -57,7 +57,7 @@ class ChangedWeights:
         self._sums = WrittenWeights()
         self._written: set[int] = set()
         self._exposed: set[int] = set()
-        self._reloaded: set[int] = set()
+        self._count = len(table.slots)
         self._bits: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self.is_lost = False
@@ -77,14 +77,19 @@ class ChangedWeights:
             frozen: compare parameters that are not trained, too.
         """
         table = self._table
-        alone = self._alone(frozen)
+        self._written.update(range(self._count, len(table.slots)))  # a group was added
+        self._count = len(table.slots)
+        alone = self._alone(frozen or table.bound != self._bound)
         weights = [self._weights(index) for index in alone]
         changed = self._sums.changed(alone, weights)
         self._written.update(alone[at] for at in changed)
         self._sums.note([alone[at] for at in changed], [weights[at] for at in changed])
-        shown = [*self._exposed.difference(alone)]
-        changed = self._sums.changed(shown, list(map(self._weights, shown)))
-        self._written.update(shown[at] for at in changed)
+        once = self._exposed.union(filter(self._sums.knows, range(self._count)))
+        once.difference_update(self._alone(frozen=True))  # shown, or frozen until now
+        for index in once:
+            if self._sums.changed([index], [self._weights(index)]):
+                self._written.add(index)
+            self._sums.forget(index)
         self._exposed.clear()
         if table.bound != self._bound:
             bound = list(table.bound)
@@ -100,9 +105,6 @@ class ChangedWeights:
 
     def column(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
         """The bitmaps of some parameters that are going to be stepped; empty if there are none."""
-        if self._reloaded:
-            self._written.update(self._reloaded.intersection(indices))
-            self._reloaded.difference_update(indices)
         if self._column[0] is not indices:
             bits = [self._bits_of(index) for index in indices]
             present = [each for each in bits if each is not None]
@@ -141,15 +143,9 @@ class ChangedWeights:
     def exposed(self, index: int) -> None:
         """Compare a parameter at the next look: other code may write it together with its main
         param."""
-        if index not in self._exposed:
+        if not self._sums.knows(index):  # those without a main param are known
             self._exposed.add(index)
             self._sums.note([index], [self._weights(index)])
-
-    def reloaded(self) -> None:
-        """Main params were given other values, which need not be those of the parameters: all of a
-        parameter counts as changed now, and once more after its next step."""
-        self._reloaded.update(range(len(self._table.params)))
-        self._written |= self._reloaded
 
     # -- to publish -------------------------------------------------------------------------------
 

@@ -420,7 +420,7 @@ class MainParams:
             slot, param = self.table.slots[index], self.table.params[index]
             if self._follow(slot, self._stepped(slot), local_tensor(param), param):
                 self.reloaded += 1
-                self._executor.written_outside(slot)
+                self._executor.main_written(slot)
                 if self.changes is not None:
                     self.changes.replaced(index)
         again = [index for index in summed if index in chosen]
@@ -435,12 +435,10 @@ class MainParams:
         elif self.table.separate[index]:
             set_main_param(self._shown, slot, param, main)
             self._stay_beside(slot, main, param)
-            self.reloaded += self._follow(slot, main, local, param)
-            self._executor.written_outside(slot)
+            self.written.forget(index)  # its value is compared next
         elif param.dtype == main.dtype:
             self._executor.param_groups[slot.group]["params"][slot.position] = local
             set_main_param(self._shown, slot, param, local)
-            self._executor.written_outside(slot)
         else:  # it was cast: now it needs a main param, or has no place here
             self._trained(index, self._new_main(slot, param), param)
 
@@ -466,21 +464,22 @@ class MainParams:
 
     @in_own_modes
     def reload(self, values: Mapping[str, Any]) -> None:
-        """Take the model's present values, dropping extra bits and what is expected of remainders.
+        """Continue from the model's present values, as a step does. Drop remainders that were
+        loaded for other weights.
 
         Args:
-            values: by FQN, used instead of the model's where given.
+            values: by FQN; a main param, and the model's parameter with it, takes its value.
         """
         self.follow()
         table = self.table
-        for index, (slot, param) in enumerate(iter_slots(self._param_groups)):
-            if table.separate[index] or (table.bound[index] and param.dtype != torch.float32):
-                source = values.get(self.name(slot), param)
-                value = dequantized(source) if is_quantized(source) else local_tensor(source)
-                self._executor.set_main_param(slot, value)
+        for index, slot in enumerate(table.slots):
+            given = values.get(self.name(slot)) if table.bound[index] else None
+            if given is not None:
+                value = dequantized(given) if is_quantized(given) else local_tensor(given)
+                self.set_stepped_value(slot, value)
+            elif slot in self.agreement.expected:
+                self._executor.set_main_param(slot, self._local(slot))
         self.agreement.expected.clear()
-        if self.changes is not None:
-            self.changes.reloaded()
 
     # -- what is published ------------------------------------------------------------------------
 

@@ -465,14 +465,15 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             self.averages.share(wrappers)
 
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
-        """Take the model's present values into the main params, dropping their extra bits.
+        """Continue from the model's present values now, as the next step would by itself.
         Collective if ranks share parameters.
 
-        Needed only after writes that leave no trace (``param.data.copy_(...)``): others are noticed
-        by themselves. Loaded remainders that belong to other weights are dropped, too.
+        For programs written for Megatron. Loaded remainders that belong to other weights are
+        dropped.
 
         Args:
-            state_dict: full-precision values by FQN, used instead of the model's where given.
+            state_dict: full-precision values by FQN, which main params and the model's parameters
+                take where given.
 
         Raises:
             ValueError: ranks that share parameters are given other values, naming them; nothing is

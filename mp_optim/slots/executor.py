@@ -250,6 +250,5 @@ class Executor:
         before_writing([main])
         main.copy_(value)
 
-    def written_outside(self, slot: Slot) -> None:
-        """The stepped tensor was replaced or written from outside; make state agree that
-        depends on its value."""
+    def main_written(self, slot: Slot) -> None:
+        """The stepped tensor of a slot took the model's value; drop work that read the old one."""

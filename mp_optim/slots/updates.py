@@ -56,8 +56,9 @@ class SlotUpdate(NamedTuple):
         multiplier: what the gradient is multiplied with (inverse loss scale times clip
             coefficient), already rounded to FP32; or where the device keeps it, for backends that
             read it there.
-        output: tensor that receives the updated parameter in its own dtype, or None if the stepped
-            tensor is itself the model's parameter.
+        output: the model's parameter, local, which receives the updated value in its own dtype;
+            None if the stepped tensor is itself the parameter. Where its value is not the stepped
+            tensor, rounded, the step continues from it.
         shard_groups: process groups over which the parameter is split, for rules that need
             whole-parameter norms. Empty if the local tensor is the whole parameter.
         stream: the stream of the parameter's random numbers and, above its 32 bits, the index of

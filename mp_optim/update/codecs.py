@@ -29,6 +29,7 @@ INFINITE_ROOT = 2.0**65
 _TINY = 2.0**-100
 _FOUR_BITS = 7  # the largest code
 _QUIET_NAN = 0x7FC0
+_INFINITY = 0x7F800000
 _GOLDEN = 0x9E3779B9
 _MASK = 0xFFFFFFFF
 _Bits = TypeVar("_Bits", int, Tensor)
@@ -264,8 +265,9 @@ def join(param: Tensor, remainder: Tensor | None) -> Tensor:
 
     Args:
         param: bfloat16.
-        remainder: of the same shape, or None for a parameter alone. A zero has no remainder. A
-            bfloat16 one is Kahan's compensation, which only checkpoints of older versions have.
+        remainder: of the same shape, or None for a parameter alone. A zero has no remainder, and
+            an infinity none that would make it NaN. A bfloat16 one is Kahan's compensation, which
+            only checkpoints of older versions have.
     """
     if remainder is None:
         return param.float()
@@ -274,7 +276,9 @@ def join(param: Tensor, remainder: Tensor | None) -> Tensor:
         return torch.where(whole != 0.0, whole + remainder.float(), whole)
     high = param.view(torch.int16).int() << 16
     low = remainder.int() << (8 if remainder.dtype == torch.int8 else 0)
-    return torch.where((high & 0x7FFFFFFF) != 0, high + low, high).view(torch.float32)
+    magnitude = high & 0x7FFFFFFF
+    has_none = (magnitude == 0) | ((magnitude == _INFINITY) & (low > 0))
+    return torch.where(has_none, high, high + low).view(torch.float32)
 
 
 def split_(
@@ -306,14 +310,3 @@ def split_(
     low = bits - (high << 16)
     param.view(torch.int16).copy_(high)
     remainder.copy_(low >> 8 if eight else low)
-
-
-def keep_valid(param: Tensor, remainder: Tensor) -> None:
-    """Clear remainders that do not belong to the parameter any more, after it was written from
-    outside.
-
-    Any other remainder stays: the main param still rounds to the parameter.
-    """
-    rounded, rest = torch.empty_like(param), torch.empty_like(remainder)
-    split_(join(param, remainder), rounded, rest)
-    remainder.masked_fill_(rounded.view(torch.int16) != param.view(torch.int16), 0)

@@ -37,7 +37,7 @@ from mp_optim.slots.tensors import continue_from
 from mp_optim.update.audit import Audit, Audited, AuditError
 from mp_optim.update.backends import Backend, check_forms, choose_backend, rule_note
 from mp_optim.update.backends.reference import Scales
-from mp_optim.update.codecs import Noise, join, keep_valid, mix, split_
+from mp_optim.update.codecs import Noise, join, mix, split_
 from mp_optim.update.group_state import GroupState, SteppedTogether
 from mp_optim.update.kernel_args import TensorLists, contiguous, contiguous_outputs
 from mp_optim.update.rule import Launch, Rule
@@ -521,16 +521,6 @@ class RuleExecutor(Executor):
                 state[REMAINDER].copy_(beside)
         else:
             main.copy_(value)
-
-    def written_outside(self, slot: Slot) -> None:
-        self._plan_key = object()
-        main = self.rows.stepped(slot)
-        if self.rows.is_split(main.dtype) and not self.rows.precision.has_no_main_params:
-            remainder = self.rows.live(slot)[REMAINDER]
-            before_writing([remainder])
-            beside = remainder.to(main.device)  # it may be parked
-            keep_valid(main, beside)
-            remainder.copy_(beside)
 
 
 def _beside(main: Tensor, remainder: Tensor | None) -> Tensor | None:

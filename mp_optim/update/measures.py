@@ -43,6 +43,8 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
     Each 16 bits are multiplied with a number of their row of 1,024 and one of their column.
     Elements of one byte count as 16 bits each.
     """
+    if not tensor.numel():  # its strides may be 0
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
     bits = tensor.detach().contiguous().view(-1)
     bits = bits.view(torch.int16) if bits.itemsize > 1 else bits.view(torch.int8).short()
     library = native_library()

@@ -337,6 +337,7 @@ class ForeignExecutor(Executor):
         self._rebind()
         for _, param in iter_slots(self.param_groups):
             param.grad = None
+        updates = SlotUpdates.of(updates)
         mains = [self.stepped(update.slot) for update in updates]
         if not updates.is_staged:
             continue_from(mains, updates.outputs)

@@ -29,6 +29,10 @@ class WrittenWeights:
         """
         self._sums.update(zip(keys, map(sum_of_bits, weights), strict=True))
 
+    def knows(self, key: Hashable) -> bool:
+        """Whether a weight's checksum was noted."""
+        return key in self._sums
+
     def forget(self, key: Hashable | None = None) -> None:
         """Compare a weight, or all, with the main param next time: it may have changed."""
         if key is None:

@@ -69,7 +69,8 @@ def test_a_builder_by_class_path_with_arguments_of_text() -> None:
     optimizer.train()
     first, last = fit(layers, optimizer)
     assert last < 0.2 * first
-    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.int8}
+    states = optimizer.state_dict()["state"].values()
+    assert {state["exp_avg"].dtype for state in states} == {torch.int8}
     with pytest.raises(ValueError, match="stochastic_rounding='False': must be a bool"):
         by_class_path("mp_optim.AdamW", adapters, 1e-3, ["stochastic_rounding='False'"])
 

@@ -170,9 +170,8 @@ def split(p: Array, bits: int) -> tuple[Any, Any]:
 def join(high: Any, low: Any) -> Array:
     pattern = high.view(np.uint16).astype(np.int64) * 65536
     rest = low.astype(np.int64) * (256 if low.dtype == np.int8 else 1)
-    return (
-        np.where(pattern % 2**31 == 0, pattern, pattern + rest).astype(np.uint32).view(np.float32)
-    )
+    has_none = (pattern % 2**31 == 0) | ((pattern % 2**31 == 0x7F800000) & (rest > 0))
+    return np.where(has_none, pattern, pattern + rest).astype(np.uint32).view(np.float32)
 
 
 def quantise(x: Array, kind: str, second: bool) -> tuple[Any, Array]:

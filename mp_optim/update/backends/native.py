@@ -359,7 +359,8 @@ def _table(lists: TensorLists, kind: LaunchDtypes, moments: tuple[str, ...]) -> 
     columns, names = columns_of(lists, kind, moments), column_names(moments)
     for key, tensors in (lists.source or {}).items():
         columns[f"from_{names[key]}"] = tensors
-    return NativeTable(kind, columns, lists.noise, lists.average_weight, lists.follows)
+    follows = lists.follows and kind.compares_weights  # not in a pass that writes no weights
+    return NativeTable(kind, columns, lists.noise, lists.average_weight, follows)
 
 
 ACCESS_VARIABLE = "MP_OPTIM_MEMORY_ACCESS"

@@ -136,7 +136,7 @@ MP_INLINE void join(const char* main, const char* remainder, float* to) {
     if (rest == MP_I0) return read_floats<MP_BF16>(main, to);
     for (int i = 0; i < kChunk; i += kLanes) {
         i32x16 low = rest == MP_I16 ? read_i16(remainder + 2 * i) : read_i8(remainder + i) << 8;
-        store(to + i, add_unless_zero(read_upper(main + 2 * i), as<u32x16>(low)));
+        store(to + i, joined(read_upper(main + 2 * i), as<u32x16>(low)));
     }
 }
 

@@ -59,11 +59,15 @@ MP_INLINE u32x16 larger(u32x16 a, u32x16 b) {
 
 MP_INLINE uint32_t largest(u32x16 x) { return _mm512_reduce_max_epu32(as<__m512i>(x)); }
 
-// x, + y in the lanes where x is neither 0 nor the sign bit alone.
-MP_INLINE u32x16 add_unless_zero(u32x16 x, u32x16 y) {
+// x, + y in the lanes where x is neither 0 nor the sign bit alone; infinity stays where the sum would be NaN.
+MP_INLINE u32x16 joined(u32x16 x, u32x16 y) {
     const __m512 magnitude = _mm512_set1_ps(as<float>(0x7fffffff));  // GCC reads this where it shuffles whole numbers
-    __mmask16 here = _mm512_test_epi32_mask(as<__m512i>(x), as<__m512i>(magnitude));
-    return as<u32x16>(_mm512_mask_add_epi32(as<__m512i>(x), here, as<__m512i>(x), as<__m512i>(y)));
+    const __m512i upper = as<__m512i>(x);
+    const __mmask16 here = _mm512_test_epi32_mask(upper, as<__m512i>(magnitude));
+    const __mmask16 infinite =
+        _mm512_cmpeq_epi32_mask(_mm512_and_si512(upper, as<__m512i>(magnitude)), _mm512_set1_epi32(0x7f800000));
+    const __m512i sum = _mm512_mask_add_epi32(upper, here, upper, as<__m512i>(y));
+    return as<u32x16>(_mm512_mask_min_epu32(sum, infinite, sum, upper));
 }
 
 MP_INLINE u16x32 add_one_where_above(u16x32 x, u16x32 y, uint16_t limit) {

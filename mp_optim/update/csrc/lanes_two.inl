@@ -155,7 +155,11 @@ MP_INLINE bool may_have_nan(Two<V> a, Two<V> b) {
     return int(may_have_nan(a.low, b.low)) | int(may_have_nan(a.high, b.high));
 }
 
-MP_INLINE u32x16 add_unless_zero(u32x16 x, u32x16 y) { return x + (y & as<u32x16>((x & 0x7fffffff) != 0)); }
+MP_INLINE u32x16 joined(u32x16 x, u32x16 y) {
+    const u32x16 sum = x + (y & as<u32x16>((x & 0x7fffffff) != 0));
+    const u32x16 over = as<u32x16>((x & 0x7fffffff) == 0x7f800000) & as<u32x16>(sum > x);
+    return (x & over) | (sum & ~over);
+}
 
 MP_INLINE u16x32 add_one_where_above(u16x32 x, u16x32 y, uint16_t limit) {
     return x - as<u16x32>(y > limit);  // a true lane is -1

@@ -50,10 +50,13 @@ def to_bfloat16(x: Array) -> Array:
 
 def same_bits(a: Array, b: Array) -> bool:
     """Whether FP32 arrays are the same bits, where any two NaNs are."""
-    if a.shape != b.shape:
-        return False
+    return a.shape == b.shape and bool(np.all(equal_bits(a, b)))
+
+
+def equal_bits(a: Array, b: Array) -> Any:
+    """Return which elements of FP32 arrays have the same bits; any two NaNs do."""
     same = np.ascontiguousarray(a).view(np.uint32) == np.ascontiguousarray(b).view(np.uint32)
-    return bool(np.all(same | (np.isnan(a) & np.isnan(b))))
+    return same | (np.isnan(a) & np.isnan(b))
 
 
 # -- sums -----------------------------------------------------------------------------------------
@@ -185,10 +188,12 @@ def split(x: Array, bits: int) -> tuple[Array, Array]:
 
 
 def join(param: Array, remainder: Array, bits: int) -> Array:
-    """The FP32 values again; a zero has no remainder."""
+    """Return the FP32 values again. A zero has no remainder, an infinity none that makes it NaN."""
     pattern = np.ascontiguousarray(param).view(np.uint32).astype(np.int64)
-    whole = pattern + (remainder << 8 if bits == 8 else remainder)
-    found = np.where(pattern & 0x7FFFFFFF, whole, pattern)
+    low = remainder << 8 if bits == 8 else remainder
+    magnitude = pattern & 0x7FFFFFFF
+    has_none = (magnitude == 0) | ((magnitude == 0x7F800000) & (low > 0))
+    found = np.where(has_none, pattern, pattern + low)
     return (found & 0xFFFFFFFF).astype(np.uint32).view(F)
 
 

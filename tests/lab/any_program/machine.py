@@ -95,12 +95,12 @@ class AnyProgram(Program):
 
     @operation(
         index=INDEX,
-        how=st.sampled_from(writes.TRACED),
+        how=st.sampled_from(writes.WRITERS),
         kind=st.sampled_from(writes.VALUES),
         seed=SEED,
     )
     def write(self, index: int, how: str, kind: str, seed: int) -> None:
-        """Values written from outside, where that leaves a trace."""
+        """Other code writes values, with or without a trace."""
         self.only(f"write:{how}")
         slot = self.pick(index)
         values = writes.values(self.subject, slot, kind, seed)
@@ -229,14 +229,9 @@ class AnyProgram(Program):
         writes.replace(self.subject, slot, fresh, how)
         self.oracle.wrote(slot.name, values)
 
-    @operation(indices=st.lists(INDEX, max_size=3), moved=st.booleans(), seed=SEED)
-    def reload(self, indices: list[int], moved: bool, seed: int) -> None:
-        """Writes through ``.data``, and what has to be called after them."""
-        for index in indices:
-            slot = self.pick(index)
-            values = writes.values(self.subject, slot, "random", seed + index)
-            writes.write_untraced(self.subject, slot, values, moved)
-            self.oracle.wrote(slot.name, values)
+    @operation()
+    def reload(self) -> None:
+        """What Megatron's programs call after they have written parameters."""
         self.subject.optimizer.reload_model_params()
         self.oracle.reload()
 

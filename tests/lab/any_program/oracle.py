@@ -29,6 +29,7 @@ from lab.any_program.arithmetic import (
     F,
     State,
     Stored,
+    equal_bits,
     fp32,
     in_pairs,
     join,
@@ -99,28 +100,15 @@ class Slot:
                 self.average = self.average + (now - self.average) * F(1 - decay)
 
     def follow(self) -> None:
-        """Take notice of what was written from outside."""
-        if self.touched and self.bound:
-            if self.low is not None:
-                high, _ = split(join(self.model, self.low, self.low_bits), self.low_bits)
-                fits = np.ascontiguousarray(high).view(np.uint32) == np.ascontiguousarray(
-                    self.model
-                ).view(np.uint32)
-                self.low = np.where(fits, self.low, np.zeros_like(self.low))
-            elif self.main is not None and not np.array_equal(
-                rounded(self.main, self.dtype), self.model, equal_nan=True
-            ):
-                self.main = self.model.copy()
+        """Continue from the model's values where the main param does not round to them."""
+        if self.touched and self.bound and self.main is not None:
+            then, now = rounded(self.main, self.dtype), self.model
+            self.main = np.where(equal_bits(then, now), self.main, now)
         self.touched = False
 
     def reload(self) -> None:
-        """Take the model's values, without extra bits."""
-        if self.bound:
-            if self.low is not None:
-                self.model, self.low = split(self.model, self.low_bits)
-            elif self.main is not None:
-                self.main = self.model.copy()
-        self.touched = False
+        """Continue from the model's values, as a step does."""
+        self.follow()
 
 
 @dataclass

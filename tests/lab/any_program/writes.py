@@ -48,13 +48,28 @@ def replace(subject: Subject, slot: Slot, fresh: Tensor, how: str) -> None:
         need(False)
 
 
-TRACED = ("copy", "foreach", "set", "view")
+WRITERS = ("copy", "foreach", "set", "view", "data", "data =", "storage", "dlpack", "numpy")
 
 
 def write(param: nn.Parameter, fresh: Tensor, how: str) -> None:
-    """Write values where that leaves a trace."""
+    """Write values, with a trace (a count of writes, other memory) or without."""
+    if how == "data =":
+        param.data = fresh
+        return
     with torch.no_grad():
-        if how == "foreach":
+        if how == "data":
+            param.data.copy_(fresh)
+        elif how == "dlpack":
+            torch.from_dlpack(param.detach()).copy_(fresh)
+        elif how == "numpy":
+            _bits(param).numpy()[...] = _bits(fresh.expand_as(param)).numpy()
+        elif how == "storage":
+            memory = torch.empty(0, dtype=param.dtype)
+            memory.set_(
+                param.untyped_storage(), param.storage_offset(), param.shape, param.stride()
+            )
+            memory.copy_(fresh)
+        elif how == "foreach":
             torch._foreach_copy_([param], [fresh])
         elif how == "set":
             param.set_(fresh)  # type: ignore[call-overload]
@@ -72,14 +87,9 @@ def turn(subject: Subject, slot: Slot) -> Any:
     return as_values(param)
 
 
-def write_untraced(subject: Subject, slot: Slot, written: Any, moved: bool) -> None:
-    """Write through ``.data``."""
-    param = subject.model.param(slot.name)
-    fresh = as_tensor(written, slot.shape, slot.dtype)
-    if moved:
-        param.data = fresh
-    else:
-        param.data.copy_(fresh)
+def _bits(tensor: Tensor) -> Tensor:
+    """Return a view as integers: NumPy has no bfloat16."""
+    return tensor.detach().view(torch.int32 if tensor.itemsize == 4 else torch.int16)
 
 
 # -- state ----------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def trained(name: str, flush: bool, pool_first: bool, **more: Any) -> str:
             assert flushes() == flush
         torch.set_flush_denormal(False)
         digest = hashlib.sha256()
-        for tensor in (param, *optimizer.state[param].values()):
+        for tensor in (param, *optimizer.state_dict()["state"][0].values()):
             assert isinstance(tensor, Tensor)
             digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()

@@ -16,7 +16,7 @@ from mp_optim.config.state_forms import BLOCK, UINT4
 from mp_optim.slots import Slot, SlotUpdate
 from mp_optim.update import FusedAdam, FusedLAMB, FusedLion, FusedSGD
 from mp_optim.update import chunking as batching
-from mp_optim.update.codecs import SECOND, Noise, decode, encode_, join, keep_valid, split_
+from mp_optim.update.codecs import SECOND, Noise, decode, encode_, join, split_
 from mp_optim.update.state_format import StatePrecision, moment_specs
 from support import numpy_rules as oracle
 
@@ -115,17 +115,12 @@ def test_a_parameter_written_by_somebody_else_is_never_far_from_its_main_param(
     assert bool(((found - written.float()).abs() <= written.float().abs() * 2.0**-8).all())
 
 
-def test_remainders_that_still_fit_are_kept_and_others_cleared() -> None:
-    value = torch.tensor([1.001, -2.003, 3.004, 0.5, 1.0])
-    param, remainder = split(value, torch.int16)
-    kept = remainder.clone()
-    keep_valid(param, remainder)
-    assert torch.equal(kept, remainder)
-    param[0], param[3] = math.inf, 0.0
-    remainder[0] = 5
-    keep_valid(param, remainder)
-    assert remainder.tolist() == [0, *kept[1:3].tolist(), *remainder[3:].tolist()]
-    assert join(param, remainder)[0] == math.inf and join(param, remainder)[3] == 0.0
+@pytest.mark.parametrize("dtype", BITS)
+def test_join_keeps_a_written_zero_and_infinity_whatever_the_remainder(dtype: torch.dtype) -> None:
+    for written in (0.0, -0.0, math.inf, -math.inf):
+        param = torch.full((256,), written).bfloat16()
+        found = join(param, torch.arange(-128, 128).to(dtype))
+        assert torch.equal(found.bfloat16().view(torch.int16), param.view(torch.int16))
 
 
 @pytest.mark.parametrize(("dtype", "second"), BLOCKED)

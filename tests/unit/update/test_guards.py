@@ -447,7 +447,8 @@ def test_sharded_lamb_goes_to_reference(standins: Gpu) -> None:
                 dist, "all_reduce", lambda sums, op, group, async_op: sums[:, 0].mul_(4)
             )  # as if there were more
             patch.setattr("mp_optim.update.sums.wait_for", lambda *_: None)
-            optimizer.step_slots([SlotUpdate(Slot(0, 0), torch.ones(50), 1.0, None, (object(),))])
+            group = type("Group", (), {"size": lambda self: 4})()
+            optimizer.step_slots([SlotUpdate(Slot(0, 0), torch.ones(50), 1.0, None, (group,))])
         results.append(param)
     assert "multi_tensor_lamb" not in standins.calls and torch.equal(*results)
 

@@ -49,7 +49,7 @@ def _stepped(rule: str, numel: int, seed: int) -> tuple[bytes, float]:
     generator = torch.Generator().manual_seed(seed)
     main = torch.randn(numel, generator=generator)
     grad = torch.randn(numel, generator=generator).bfloat16()
-    output = torch.empty(numel, dtype=torch.bfloat16)
+    output = main.bfloat16()
     optimizer = RULES[rule]([main], lr=0.01)
     updates = SlotUpdates.of([SlotUpdate(Slot(0, 0), grad, 0.5, output)])
     for _ in range(2):

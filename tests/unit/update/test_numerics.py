@@ -204,9 +204,10 @@ def test_batching_does_not_change_bits(cls: Any, monkeypatch: pytest.MonkeyPatch
 
 def test_output_is_rounded_to_nearest_even_through_any_strides() -> None:
     main = torch.tensor([[1 + 2**-8, 1 + 3 * 2**-8], [2.0, -1 - 2**-8]])
-    output = torch.empty(2, 2, dtype=torch.bfloat16).t()
-    grad = torch.zeros(4, 2, dtype=torch.bfloat16)[::2]
-    FusedSGD([main]).step_slots([SlotUpdate(Slot(0, 0), grad, 1.0, output)])
+    before = main + 1.0
+    output = torch.empty(2, 2, dtype=torch.bfloat16).t().copy_(before)
+    grad = torch.ones(4, 2, dtype=torch.bfloat16)[::2]
+    FusedSGD([before], lr=1.0).step_slots([SlotUpdate(Slot(0, 0), grad, 1.0, output)])
     assert output.tolist() == [[1.0, 1 + 2**-6], [2.0, -1.0]]
 
 

@@ -130,7 +130,7 @@ def test_foreign_steps_as_torch_does_and_only_where_told() -> None:
     adapted, plain = foreign(ours), torch.optim.AdamW(theirs, lr=0.1)
     assert adapted.param_groups is adapted.optimizer.param_groups
     ours[1].grad = torch.ones(2, 3)
-    output = torch.empty(4, dtype=torch.bfloat16)
+    output = ours[0].bfloat16()
     adapted.step_slots([SlotUpdate(A, torch.full((4,), 4.0, dtype=torch.bfloat16), 0.5, output)])
     theirs[0].grad = torch.full((4,), 2.0)
     plain.step()

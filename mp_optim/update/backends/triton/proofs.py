@@ -130,10 +130,15 @@ def trial_lists(part: AlikeLists, sizes: tuple[int, ...], shift: int) -> TensorL
         dtype, is_second = lists.state[key][0].dtype, key == SECOND
         scales: list[Tensor | None] = [None] * len(whole)
         if scale_key(key) in lists.state:
-            scales = [torch.zeros(blocks_of(size), device=device) for size in sizes]
+            scales = [
+                torch.zeros(blocks_of(size), dtype=torch.float32, device=device) for size in sizes
+            ]
             state[scale_key(key)] = [scale for scale in scales if scale is not None]
         rooms = [packed_bytes(size) if is_packed(key, dtype) else size for size in sizes]
-        state[key] = [shifted(torch.zeros(room, device=device), dtype, shift) for room in rooms]
+        state[key] = [
+            shifted(torch.zeros(room, dtype=torch.float32, device=device), dtype, shift)
+            for room in rooms
+        ]
         for value, stored, scale in zip(whole, state[key], scales, strict=True):
             before = value.square() * 2.0**-20 if is_second else value * 0.25
             encode_(before, stored, scale, is_second)

@@ -414,10 +414,12 @@ def lone(value, words, TYPE: tl.constexpr):
 
 @triton.jit
 def joined(high, low, REMAINDER: tl.constexpr):
-    """FP32 values of upper halves, as the bits of FP32 values, and remainders. A zero has none."""
+    """Return FP32 values of upper halves, as the bits of FP32 values, and remainders. A zero has
+    none, and an infinity none that would make it NaN."""
     if REMAINDER == tl.int8:
         low = low << 8
-    return tl.where((high & MAGNITUDE) != 0, high + low, high).to(tl.float32, bitcast=True)
+    has_none = ((high & MAGNITUDE) == 0) | (((high & MAGNITUDE) == INFINITY) & (low > 0))
+    return tl.where(has_none, high, high + low).to(tl.float32, bitcast=True)
 
 
 @triton.jit
