@@ -6,6 +6,7 @@ The first tests show that the stand-ins do it too; each of the others would fail
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -447,6 +448,8 @@ def test_sharded_lamb_goes_to_reference(standins: Gpu) -> None:
                 dist, "all_reduce", lambda sums, op, group, async_op: sums[:, 0].mul_(4)
             )  # as if there were more
             patch.setattr("mp_optim.update.sums.wait_for", lambda *_: None)
+            no_guard = lambda group: lambda doing: contextlib.nullcontext()  # noqa: E731
+            patch.setattr("mp_optim.update.sums.naming_missing_ranks", no_guard)
             group = type("Group", (), {"size": lambda self: 4})()
             optimizer.step_slots([SlotUpdate(Slot(0, 0), torch.ones(50), 1.0, None, (group,))])
         results.append(param)
