@@ -11,6 +11,7 @@ from torch import nn
 import mp_optim
 from mp_optim import HybridDeviceOptimizer, checkpoint
 from mp_optim.slots import Slot
+from support.kernels import NEED_KERNELS
 from support.models import COMPACT, build, same_bits, train
 
 FORMS = [
@@ -284,7 +285,7 @@ def test_stochastic_rounding_depends_on_seed_and_name_alone():
     assert any(not torch.equal(value, runs[1, 0.0][key]) for key, value in runs[0, 0.0].items())
 
 
-@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("backend", [pytest.param("native", marks=NEED_KERNELS), "reference"])
 def test_stochastic_rounding_differs_when_two_names_share_a_crc32(backend):
     names = ("plumless", "buckeroo")
     assert len({zlib.crc32(name.encode()) for name in names}) == 1

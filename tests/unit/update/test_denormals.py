@@ -16,6 +16,7 @@ import mp_optim
 from mp_optim.process.calls import torch_threads_flush
 from mp_optim.process.host_share import host_share
 from mp_optim.update.backends.native_library import native_library, set_host_cores, set_host_threads
+from support.kernels import needs_kernels
 
 T = TypeVar("T")
 CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -72,6 +73,7 @@ def trained(name: str, flush: bool, pool_first: bool, **more: Any) -> str:
     return in_new_thread(work)
 
 
+@needs_kernels
 @pytest.mark.parametrize("name", CLASSES)
 def test_steps_have_the_same_bits_when_threads_flush_denormals(name: str) -> None:
     set_host_threads(1)
@@ -100,6 +102,7 @@ def test_reference_has_the_same_bits_when_the_calling_thread_flushes_denormals()
     assert trained("adamw", True, True, backend="reference") == expected
 
 
+@needs_kernels
 def test_audit_names_the_mode_when_threads_of_torch_flush_denormals() -> None:
     def work() -> list[str]:
         torch.set_flush_denormal(True)
