@@ -1,6 +1,6 @@
 """Checkpoints on disk: ours, and formats of others."""
 
-from mp_optim.checkpoint.foreign.formats import export_safetensors
+from mp_optim.checkpoint.export import export_safetensors
 from mp_optim.checkpoint.save_load import SaveHandle, load, save, verify, versions
 from mp_optim.checkpoint.shards import FlatShard
 

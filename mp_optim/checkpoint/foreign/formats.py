@@ -1,33 +1,19 @@
 """Formats of other libraries: state dicts of torch, apex and Megatron, DeepSpeed's universal
-checkpoints, and safetensors as Hugging Face names and splits them."""
+checkpoints."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import Tensor
 
-from mp_optim.checkpoint.commit import replace_durably, sync
-from mp_optim.checkpoint.entries import Models
 from mp_optim.checkpoint.foreign.state import ForeignGroup, ForeignState, positional_state
-from mp_optim.checkpoint.ranks import Ranks
-from mp_optim.checkpoint.shards import FlatShard, PartitionShard, held_places, piece
 from mp_optim.checkpoint.version_files import load_plain_file
-from mp_optim.process.calls import in_own_modes
-from mp_optim.process.torch_types import is_dtensor
-from mp_optim.slots import iter_slots
-from mp_optim.slots.identity import has_names
-from mp_optim.slots.keyed_optimizer import OverStack, SlotKeyedOptimizer, stack_of
-from mp_optim.slots.names import named_params
-from mp_optim.slots.partition import check_cover
-from mp_optim.slots.slot_state import AVERAGE, MASTER, STEP
-from mp_optim.slots.tensors import whole_tensor
+from mp_optim.slots.slot_state import MASTER, STEP
 
 # -- torch: Adam and AdamW, and any optimizer whose state is tensors of the parameter's shape -----
 
@@ -349,198 +335,3 @@ def to_deepspeed(
 def _whole(tensor: Tensor) -> Tensor:
     """On the CPU, with memory of its own: a view would take its whole storage along."""
     return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-# -- safetensors: FP32 main params ----------------------------------------------------------------
-
-_INDEX = "model.safetensors.index.json"
-
-
-@in_own_modes
-def export_safetensors(
-    path: str | os.PathLike[str],
-    optimizer: SlotKeyedOptimizer | OverStack,
-    *,
-    model: Models | None = None,
-    averaged: bool = False,
-    max_shard_size: int = 5 * 10**9,
-    process_group: ProcessGroup | None = None,
-) -> list[Path]:
-    """Write the FP32 main params into a folder: ``model.safetensors``; or, if they need more than
-    one file, ``model-00001-of-0000N.safetensors`` and so on with ``model.safetensors.index.json``.
-    Every rank calls it.
-
-    The first rank writes, and holds at most one file's tensors and one more at a time. A file
-    appears under its name only when it is complete; the files of an earlier export are then
-    deleted.
-
-    Args:
-        path: folder; created if missing, other files in it are left alone.
-        optimizer: parameters that several ranks hold parts of are put together.
-        model: names the parameters, which are found in it by identity: a module, or the list of
-            chunks. Needed where the param groups have no names (``AdamW(model.parameters())``, and
-            Hugging Face's Trainer).
-        averaged: write the averages of the main params instead (``ema_decay``); of a parameter that
-            was never stepped, or never trained, its value.
-        max_shard_size: bytes of tensors in a file; a larger tensor has a file of its own.
-        process_group: the ranks that hold the parameters; all by default.
-
-    Returns:
-        The safetensors files, in order.
-
-    Raises:
-        ValueError: ``max_shard_size`` is not positive, no averages are kept, parameters have no
-            names or are not in ``model``, or ranks hold different parameters, naming some.
-        ModuleNotFoundError: safetensors is not installed.
-    """
-    if max_shard_size < 1:
-        raise ValueError(f"max_shard_size={max_shard_size}: must be a positive number of bytes")
-    try:
-        from safetensors.torch import save_file
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "export_safetensors needs safetensors: pip install mp_optim[hf]"
-        ) from error
-    ranks, folder = Ranks.of(process_group), Path(path)
-    stack = stack_of(optimizer)
-    names = ranks.run_on_all("exporting", lambda: _names(stack, model))
-    every = ranks.union(set(names.values()))
-    written: list[tuple[Path, list[str], int]] = []
-    ranks.run_on_all("exporting", lambda: _check_names(set(names.values()), every))
-
-    def write(tensors: dict[str, Tensor]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".model-{len(written) + 1:05d}.tmp"
-        save_file(tensors, temporary, metadata={"format": "pt"})
-        sync(temporary)
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        written.append((temporary, list(tensors), size))
-
-    named = _named_averages(stack) if averaged else stack.named_main_params()
-    for tensors in _files(_whole_tensors(stack, named, names, ranks), max_shard_size):
-        ranks.run_on_first(f"exporting to {folder}", lambda tensors=tensors: write(tensors))  # type: ignore[misc]
-    paths = ranks.broadcast_result(f"exporting to {folder}", lambda: _publish(folder, written))
-    return list(map(Path, paths))
-
-
-def _names(optimizer: Any, model: Models | None) -> dict[str, str]:
-    """What each of the optimizer's parameters is called in the file, by its name there."""
-    whole, groups = optimizer.model_parallel.names, optimizer.param_groups
-    if model is None:
-        for slot in optimizer.slots():
-            if not has_names(groups[slot.group]):
-                raise ValueError(
-                    f"{optimizer.slot_name(slot)}: param group {slot.group} has no names, and "
-                    "what is written under made-up ones nobody can load: pass model=, or build "
-                    "the optimizer of model.named_parameters()"
-                )
-        return {name: whole[name] for name in map(optimizer.slot_name, optimizer.slots())}
-    chunks = [model] if isinstance(model, nn.Module) else list(model)
-    called = {id(param): name for name, param in named_params(chunks)}
-    found: dict[str, str] = {}
-    for slot, param in iter_slots(groups):
-        own = optimizer.slot_name(slot)
-        if id(param) not in called:
-            raise ValueError(
-                f"{own} of shape {tuple(param.shape)} is no parameter of model=: give the model "
-                "that the optimizer steps (prepared, if it was prepared)"
-            )
-        found[own] = whole[called[id(param)]]
-    return found
-
-
-def _check_names(own: set[str], every: set[str]) -> None:
-    if own != every:
-        raise ValueError(
-            f"parameters {sorted(every - own)[:10]} are not on this rank: export the main params "
-            "of ranks that hold the same parameters (process_group=)"
-        )
-
-
-def _named_averages(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
-    """The average of every main param; the main param where there is none."""
-    mains = optimizer.named_main_params()
-    for slot, (name, main) in zip(optimizer.slots(), mains, strict=True):
-        state = optimizer.slot_state(slot)
-        if state and AVERAGE not in state:
-            raise ValueError(f"averaged=True: no average of {name} is kept; set ema_decay")
-        yield name, state[AVERAGE] if state and state["step"] > 0 else main
-
-
-def _whole_tensors(
-    optimizer: Any, named: Iterable[tuple[str, Tensor]], names: Mapping[str, str], ranks: Ranks
-) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor, whole, on the host, where this rank writes; empty ones of the same size
-    elsewhere.
-
-    Args:
-        named: main params, or what has their form. names: of these, in the file.
-    """
-    parallel = optimizer.model_parallel
-    for name, main in named:
-        full, partition = main.detach(), parallel.partitions.get(name)
-        if partition is not None:
-            full = _joined(name, PartitionShard(full, partition), ranks)
-        elif is_dtensor(full):
-            full = whole_tensor(full)
-        elif isinstance(full, FlatShard):
-            full = full.full_tensor(ranks.group)
-        if ranks.rank == 0:
-            yield names[name], full.float().cpu().contiguous()
-        else:
-            empty = torch.empty(full.shape, dtype=full.dtype, device="meta")
-            yield names[name], empty
-
-
-def _joined(name: str, shard: PartitionShard, ranks: Ranks) -> Tensor:
-    """The whole of what ranks have parts of, where this rank writes; elsewhere nothing of its
-    size."""
-    shape = tuple(shard.shape)
-    gathered = ranks.gather([(box, piece(shard, box).cpu()) for box in held_places(shard)])
-
-    def join() -> Tensor:
-        boxes = {place: value for of_rank in gathered for place, value in of_rank}
-        check_cover(name, shape, boxes)
-        full = torch.empty(shape, dtype=shard.dtype, device="cpu")
-        for place, value in boxes.items():
-            place.of(full).copy_(value)
-        return full
-
-    full = ranks.run_on_first("putting parts together", join)
-    empty = torch.empty(shape, dtype=shard.dtype, device="meta")
-    return empty if full is None else full
-
-
-def _files(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Tensors in order, as many to a file as fit; one empty file if there are none."""
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in named:
-        elements = sum(other.numel() for other in tensors.values()) + tensor.numel()
-        if tensors and 4 * elements > limit:
-            yield tensors
-            tensors = {}
-        tensors[name] = tensor
-    yield tensors
-
-
-def _publish(folder: Path, written: list[tuple[Path, list[str], int]]) -> list[str]:
-    """Give the files their names, write the index if there are several, and delete an earlier
-    export's."""
-    count = len(written)
-    names = [f"model-{at:05d}-of-{count:05d}.safetensors" for at in range(1, count + 1)]
-    if count == 1:
-        names = ["model.safetensors"]
-    total, weight_map = 0, {}
-    for (temporary, keys, size), name in zip(written, names, strict=True):
-        os.replace(temporary, folder / name)
-        weight_map.update(dict.fromkeys(keys, name))
-        total += size
-    if count > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        replace_durably(folder / _INDEX, json.dumps(index, indent=2).encode())
-    earlier = {path.name for path in folder.glob("model-*-of-*.safetensors")}
-    earlier.add("model.safetensors")
-    for name in (*(earlier - set(names)), *([_INDEX] if count == 1 else [])):
-        (folder / name).unlink(missing_ok=True)
-    sync(folder)
-    return [str(folder / name) for name in names]

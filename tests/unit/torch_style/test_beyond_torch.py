@@ -10,8 +10,8 @@ from torch import nn
 
 import mp_optim
 from mp_optim import checkpoint
+from mp_optim.checkpoint.export import export_safetensors
 from mp_optim.checkpoint.foreign import export_state, from_torch, import_state
-from mp_optim.checkpoint.foreign.formats import export_safetensors
 
 
 def model() -> nn.Module:
