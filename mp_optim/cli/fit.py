@@ -92,8 +92,9 @@ class Options:
     head in backward."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Fused, or with its weights as tensors."""
-    main_params: Literal["exact", "none"] = "exact"
-    """none: bfloat16 parameters alone, rounded stochastically. That is another training."""
+    main_params: Literal["exact", "remainder8", "none"] = "exact"
+    """remainder8: main params of 24 bits, 1 byte a parameter less. none: bfloat16 parameters alone,
+    rounded stochastically. Both train to other bits than FP32 main params."""
     reserve: str = "1GiB"
     """Memory of each accelerator that CUDA, its libraries and rounding take: assumed."""
     host_reserve: str = "4GiB"
@@ -272,34 +273,47 @@ def _program_of(options: Options) -> Program:
 
 # -- what is tried --------------------------------------------------------------------------------
 
-_COMPACT = (
-    {"state": "bf16", "main_params": "remainder16"},
-    {"state": "8bit", "main_params": "remainder16"},
-)
+_FORMS: dict[str, tuple[dict[str, str], ...]] = {
+    "exact": (
+        {},
+        {"state": "bf16", "main_params": "remainder16"},
+        {"state": "8bit", "main_params": "remainder16"},
+    ),
+    "remainder8": (
+        {"state": "bf16", "main_params": "remainder8"},
+        {"state": "8bit", "main_params": "remainder8"},
+    ),
+    "none": ({"state": "8bit", "main_params": "none"},),
+}
+"""Settings for each ``--main-params``, the most bytes first."""
 _RELEASED = {"offload": 1.0, "offload_mode": "overlap", "release_gradients": True}
 _STREAMED = {"offload_place": "streamed"}
+_FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 _PATH = "/mnt/nvme"
 
 
 def candidates(options: Options) -> Iterator[Candidate]:
-    """Settings in the order of docs/settings.md: on the accelerator; shared out over ranks; in
-    fewer bits; part of it on the host; without resting gradients; streamed; on a disk."""
+    """Yield settings in the order of docs/settings.md.
+
+    State is on the accelerator, sharded over ranks, in fewer bits, partly on the host (stepped
+    there, then streamed, which takes less of the host), and on a disk. Gradients stay on the
+    accelerator until state on the host alone is not enough.
+    """
     one, many = Layout(), Layout(dp=options.gpus, sharding="fsdp2")
     shards = options.gpus > 1
-    if options.main_params == "none":
-        forms: tuple[dict[str, str], ...] = ({"state": "8bit", "main_params": "none"},)
-    else:
-        forms = ({}, *_COMPACT)
+    forms, layout = _FORMS[options.main_params], many if shards else one
+    if not forms[0]:
         yield Candidate({}, config_of("adam", {}))
         if shards:
             zero = replace(config_of("adam", {}), use_distributed_optimizer=True)
             yield Candidate({}, zero, Layout(dp=options.gpus))
-    layout = many if shards else one
-    for words in forms if shards else forms[options.main_params == "exact" :]:
-        yield _candidate(words, layout)
+    for words in forms:
+        if words or shards:
+            yield _candidate(words, layout)
     smallest = forms[-1]
-    for offload in (0.25, 0.5, 0.75, 1.0):
-        yield _candidate({**smallest, "offload": offload}, layout)
+    for place in ({}, _STREAMED):
+        for offload in _FRACTIONS:
+            yield _candidate({**smallest, "offload": offload, **place}, layout)
     yield _candidate({**smallest, **_RELEASED}, layout)
     yield _candidate({**smallest, **_RELEASED, **_STREAMED}, layout)
     if options.disk != Options.disk:

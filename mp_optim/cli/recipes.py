@@ -214,6 +214,11 @@ def torchtitan_lines(found: Estimate, recipe: Recipe) -> str:
 
 
 _MEGATRON_DTYPES = {"bf16": "bf16", "8bit": "fp8"}
+_OWN_FIELDS = {
+    "offload_place": ("streamed", "offload_place=streamed"),
+    "main_params": ("remainder8", "param_remainder_bits=8"),
+}
+"""Settings without an argument of Megatron's: the value, and the field that ``--set`` takes."""
 
 
 def megatron_lines(found: Estimate, recipe: Recipe) -> str:
@@ -248,5 +253,8 @@ def megatron_lines(found: Estimate, recipe: Recipe) -> str:
     if found.loss == "chunked":
         arguments += ["--cross-entropy-loss-fusion"]
     line = " ".join(map(str, arguments))
-    start = f"torchrun --nproc-per-node {recipe.gpus} -m mp_optim.megatron pretrain_gpt.py"
-    return f"{start} {line} [your model's and data's arguments]"
+    start = f"torchrun --nproc-per-node {recipe.gpus} -m mp_optim.megatron"
+    for name, (value, field) in _OWN_FIELDS.items():
+        if words.get(name) == value:
+            start += f" --set {field}"
+    return f"{start} pretrain_gpt.py {line} [your model's and data's arguments]"

@@ -33,9 +33,13 @@ PUBLISHED = {
     },
     **{"meta-llama/Llama-3.1-70B": 70_553_706_496, "mistralai/Mistral-7B-v0.3": 7_248_023_552},
     **{
+        "mistralai/Mistral-Small-24B-Base-2501": 23_572_403_200,
         "Qwen/Qwen2.5-7B": 7_615_616_512,
+        "Qwen/Qwen3-0.6B": 596_049_920,
         "Qwen/Qwen3-4B": 4_022_468_096,
         "Qwen/Qwen3-8B": 8_190_735_360,
+        "Qwen/Qwen3-14B": 14_768_307_200,
+        "Qwen/Qwen3-32B": 32_762_123_264,
         "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     },
     **{"Qwen/Qwen3-235B-A22B": 235_093_634_560, "allenai/OLMoE-1B-7B-0924": 6_919_161_856},
@@ -141,6 +145,49 @@ def test_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert status == 0 and said["recipes"] == {}
     assert main(["fit", "--model", f"{path}:other", "--gpu", "2GB", "--ram", "8GB"]) == 1
     assert "has no other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpu", "ram", "main_params", "kept"),
+    [
+        ("5.1GiB", "4.5GB", "exact", {}),
+        ("5.1GiB", "3.5GB", "remainder8", {}),
+        ("3.1GiB", "6.5GB", "exact", {"offload_mode": "overlap", "release_gradients": True}),
+    ],
+)
+def test_fit_streams_state_where_the_host_is_the_bound(
+    gpu: str,
+    ram: str,
+    main_params: str,
+    kept: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A model of 2**30 parameters: 2 bytes each for parameters and for gradients on the
+    accelerator, 3 windows of 256 MiB, and 4 (or 3) bytes each on the host, 2 more for gradients
+    that are released; stepping on the host takes 6 (or 5) of it, and 10 with these."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        textwrap.dedent("""
+            import torch
+
+            def build():
+                with torch.device("meta"):
+                    like = {"bias": False, "dtype": torch.bfloat16}
+                    layers = [torch.nn.Linear(4096, 4096, **like) for _ in range(64)]
+                model = torch.nn.Sequential(*layers)
+                return model, lambda model: model(
+                    torch.zeros(8, 4096, dtype=torch.bfloat16, device="cpu")
+                ).sum()
+        """)
+    )
+    machine = ("--gpu", gpu, "--ram", ram, "--reserve", "0GB", "--host-reserve", "0GB")
+    form = ("--main-params", main_params)
+    status, said = answer(capsys, "--model", f"{path}:build", *machine, *form)
+    assert status == 0 and said["certain"]
+    stored = {"exact": "remainder16", "remainder8": "remainder8"}[main_params]
+    streamed = {"state": "8bit", "offload": 1.0, "offload_place": "streamed"}
+    assert said["settings"] == {**streamed, "main_params": stored, **kept}
 
 
 OK = ("--model", "meta-llama/Llama-3.2-1B", "--gpu", "1GB", "--ram", "1GB")
@@ -259,11 +306,11 @@ def test_ranks_share_before_bits_are_saved() -> None:
     assert tried[3].words["state"] == "bf16"
 
 
-def test_parameters_alone_are_taken_only_if_asked_for() -> None:
-    for main_params in ("exact", "none"):
+def test_fit_tries_inexact_main_params_only_when_asked() -> None:
+    for main_params in ("exact", "remainder8", "none"):
         options = fit.Options("", "", "", main_params=main_params)  # type: ignore[arg-type]
-        kept = {each.words.get("main_params") == "none" for each in fit.candidates(options)}
-        assert kept == {main_params == "none"}
+        kept = {each.words.get("main_params", "exact") for each in fit.candidates(options)}
+        assert kept == {main_params} | ({"remainder16"} if main_params == "exact" else set())
 
 
 def test_checkpointing_comes_before_fewer_bits() -> None:

@@ -32,7 +32,16 @@ LLAMA = {
     **{"intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2},
     "vocab_size": 256,
 }
-WORDS = [dict(each.words) for each in fit.candidates(fit.Options("", "", "", disk="1TB"))]
+
+
+def words_of(main_params: Any) -> list[dict[str, Any]]:
+    """The settings that the command tries, of the fractions only the first and the last."""
+    options = fit.Options("", "", "", disk="1TB", main_params=main_params)
+    tried = [dict(each.words) for each in fit.candidates(options)]
+    return [words for words in tried if words.get("offload") not in (0.5, 0.75)]
+
+
+WORDS = [*words_of("exact"), words_of("remainder8")[-2]]
 RECIPE = Recipe("here", "AutoModelForCausalLM", 1, 64)
 EXPERTS = {**LLAMA, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
 EXPERTS |= {"num_key_value_heads": 4, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
@@ -242,5 +251,16 @@ def _has_known_words(line: str) -> None:
 
 
 def test_megatron_has_no_words_for_gradients_that_leave(folder: Path) -> None:
-    text = recipes(estimate_of(WORDS[-2], folder), RECIPE)["Megatron-LM"]
+    text = recipes(estimate_of(words_of("exact")[-2], folder), RECIPE)["Megatron-LM"]
     assert text.startswith("# none: ")
+
+
+def test_megatron_line_sets_fields_without_arguments(folder: Path) -> None:
+    words = {"state": "8bit", "main_params": "remainder8", "offload": 1.0}
+    words["offload_place"] = "streamed"
+    line = recipes(estimate_of(words, folder), RECIPE)["Megatron-LM"]
+    assert " -m mp_optim.megatron --set " in line and line.index("--set") < line.index("pretrain")
+    fields = dict(re.findall(r"--set (\w+)=(\w+)", line))
+    config = fit.config_of("adam", words)
+    assert fields == {name: str(getattr(config, name)) for name in fields}
+    assert set(fields) == {"offload_place", "param_remainder_bits"}
