@@ -28,8 +28,6 @@ OLDEST = "3.6.0"
 """The first that the backend takes; torch 2.10 brings it."""
 OLDEST_TORCH = (2, 6)
 ARCHES = ("80", "90", "100")
-SOME, ALL = "some", "all"
-"""Forms of each kernel."""
 INEXACT = re.compile(
     r"\s(\S*(?:fma|mad)\.\S*f(?:16|32|64)\S*|\S+\.(?:ftz|approx|full)\S*|(?:mul|add|sub)\.f\S+)"
 )
@@ -63,12 +61,13 @@ def fetch(version: str) -> Path:
     return folder
 
 
-def compiled(
-    version: str | None, arch: str, cache: Path, which: str = ALL
-) -> dict[str, dict[str, Any]]:
-    """What ``support.workers.triton_ptx`` says of each kernel, in all its forms or in some; None is
-    the installed Triton."""
-    return json.loads(_with(version, "-m", "support.workers.triton_ptx", arch, which, cache=cache))
+def compiled(version: str | None, arch: str, cache: Path) -> dict[str, dict[str, Any]]:
+    """Return the output of ``support.workers.triton_ptx``: each kernel, in one form or two.
+
+    Args:
+        version: of Triton; None is the installed one.
+    """
+    return json.loads(_with(version, "-m", "support.workers.triton_ptx", arch, cache=cache))
 
 
 def said_of(version: str) -> str:

@@ -32,13 +32,6 @@ class Options:
     """The library's own self-test instead."""
     sass: bool = False
     """Tables of their machine code instead, and what follows from it for some cards."""
-    others: tuple[Path, ...] = ()
-    """Shared libraries of bitsandbytes or Transformer Engine, whose kernels are read instead, for
-    the first of the targets."""
-    amd: bool = False
-    """Instead what Triton's AMD back end makes of the launches: compiled, read and never run."""
-    gfx: tuple[str, ...] = ("gfx942", "gfx950")
-    """Targets of it."""
     record: bool = False
     """Note in docs/gpu.json what was found."""
     page: bool = False

@@ -22,15 +22,13 @@ TARGETS = {
     "sm_90": "H100, H200",
     "sm_100": "B200",
     "sm_120": "RTX 50",
-    "gfx942": "MI300X",
-    "gfx950": "MI355X",
 }
 """Targets, and a card that each is of."""
 KNOWN = {
     "compiled": "compiled",
     "executed": "executed from PTX, the bits of `reference`",
     "proven": "proven by the library's self-test, on PTX",
-    "read": "machine code or ISA read",
+    "read": "machine code read",
     "predicted": "time predicted",
     "ran": "run and timed",
 }
@@ -127,6 +125,8 @@ def sentence(name: str) -> str:
         never = [one["headline"] for one in features.values() if "headline" in one]
         return f"Run and timed on {_joined(ran)}. Not run: {', '.join(never)}."
     one = features[name]
+    if "sentence" in one:
+        return str(one["sentence"])
     subject, was, has = (
         (one["subject"], "were", "have") if one["plural"] else (one["subject"], "was", "has")
     )
@@ -174,6 +174,7 @@ def _hardware(targets: dict[str, dict[str, str]]) -> Iterator[list[str]]:
         time = "measured" if "ran" in known else "predicted" if "predicted" in known else "-"
         same = "same bits as the CPU" if "executed" in known else "no"
         yield [f"{target}: {card}", "yes" if "compiled" in known else "no", same, ran, time]
+    yield ["AMD", "yes", "no", "never run", "-"]
 
 
 def _by_feature(features: dict[str, dict[str, Any]]) -> Iterator[list[str]]:

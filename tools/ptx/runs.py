@@ -14,7 +14,7 @@ from ptx.kernels import MachineBackend  # isort: skip  (before what interprets k
 
 from mp_optim.update.backends.reference import ReferenceBackend
 from mp_optim.update.backends.self_test import RECORDED, digests, prove
-from ptx import amd, forms, mutants, others, record, trials
+from ptx import forms, mutants, record, trials
 from ptx.options import Options
 from ptx.results import Executed, OnTarget, Results, table
 from ptx.tables import tables
@@ -186,28 +186,6 @@ def _tried_with(
     return done[0].what, error[:90] or (f"{differing} differ" if differing else "")
 
 
-def read_others(options: Options, console: Console) -> bool:
-    """Whether the libraries hold kernels that step parameters."""
-    found = [*others.rows(options.others, options.arches[0])]
-    for line in record.table(others.HEADS, found):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if options.record:
-        record.note_table("others", others.HEADS, found)
-    return bool(found)
-
-
-def read_for_amd(options: Options, console: Console) -> bool:
-    """Whether every form has the arithmetic of ``reference`` on AMD's targets, by their text."""
-    readings = [amd.Reading(target) for target in options.gfx]
-    for reading in readings:
-        reading.read(_chosen(options))
-    for line in amd.lines(readings):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if options.record:
-        amd.note(readings)
-    return not any(reading.faults() for reading in readings)
-
-
 def run(options: Options, console: Console) -> bool:
     """Do what is asked for; whether nothing was wrong."""
     if options.page:
@@ -220,8 +198,6 @@ def run(options: Options, console: Console) -> bool:
         for trial in trials.trials_of(forms.read()):
             console.print(str(trial), highlight=False)
         return True
-    if options.others:
-        return read_others(options, console)
     torch.set_num_threads(1)
     if options.sass:
         for name, heads, rows in tables(_chosen(options), options.arches):
@@ -230,8 +206,6 @@ def run(options: Options, console: Console) -> bool:
             if options.record:
                 record.note_table(name, heads, rows)
         return True
-    if options.amd:
-        return read_for_amd(options, console)
     if options.mutants:
         return mutated(options, console)
     if options.step or options.proof:

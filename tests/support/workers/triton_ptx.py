@@ -3,7 +3,7 @@ itself, and prints the PTX they would have run as JSON, with the registers that 
 it.
 
 A program of its own, because a process either interprets Triton or compiles it: ``python
--m support.workers.triton_ptx 90 all``. With a folder that holds another Triton first on PYTHONPATH
+-m support.workers.triton_ptx 90``. With a folder that holds another Triton first on PYTHONPATH
 it compiles by that one (``support.tritons``).
 """
 
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -21,98 +19,29 @@ from ptx.kernels import MachineBackend  # isort: skip  (before what interprets k
 from mp_optim.update.backends.triton import launches
 from mp_optim.update.backends.triton.launches import shape_of
 from mp_optim.update.kernel_args import LaunchDtypes
+from ptx import forms
 from ptx.sass import usage
+from ptx.trials import launches_of, trials_of
 from ptx.triton_driver import Launch, StaticDriver
-from support import tritons
-from support.triton_cases import GROUP, PASSES, Case, lists_of, step_with
+from support.triton_cases import PASSES, Case
 
-PLAIN = Case(aligned=True)
-SMALL = Case(rest=torch.int8, moments=(torch.int8, torch.uint8), output=None, aligned=True)
-VARIANTS: dict[str, tuple[str, Case, dict[str, Any]]] = {
-    "adam": ("adam", PLAIN, {}),
-    "adam, misaligned": ("adam", Case(), {}),
-    "adam, fp32, l2, multiplier on the device": (
-        "adam",
-        Case(torch.float32, None, aligned=True),
-        {"adam_w_mode": False},
-    ),
-    "adam, 8 bits": (
-        "adam",
-        Case(
-            rest=torch.int8,
-            moments=(torch.int8, torch.uint8),
-            output=None,
-            noisy=True,
-            aligned=True,
-        ),
-        {},
-    ),
-    "adam, 8-bit moments, noisy": (
-        "adam",
-        Case(
-            rest=torch.int16,
-            moments=(torch.int8, torch.uint8),
-            output=None,
-            noisy=True,
-            aligned=True,
-        ),
-        {},
-    ),
-    "adam, 16 bits": (
-        "adam",
-        Case(rest=torch.int16, moments=(torch.bfloat16, torch.float16), aligned=True),
-        {},
-    ),
-    "plain adam": ("plain adam", PLAIN, {"betas": (0.0, 0.999)}),
-    "stable_adamw": ("stable_adamw", PLAIN, {}),
-    "stable_adamw, 8 bits": ("stable_adamw", SMALL, {}),
-    "adam, 4-bit first moments": (
-        "adam",
-        Case(
-            rest=torch.int16,
-            moments=(torch.uint8, torch.uint8),
-            output=None,
-            noisy=True,
-            aligned=True,
-        ),
-        {},
-    ),
-    "adam, averages": ("adam", replace(PLAIN, average=torch.float32), {}),
-    "adam, 8 bits, averages in 16": (
-        "adam",
-        replace(SMALL, noisy=True, average=torch.bfloat16),
-        {},
-    ),
-    "sgd": (
-        "sgd",
-        Case(torch.float16, torch.float16, aligned=True),
-        {"nesterov": True, "momentum": 1.0},
-    ),
-    "plain sgd": ("plain sgd", PLAIN, {"momentum": 0.0}),
-    "lion": ("lion", PLAIN, {}),
-    "ademamix": ("ademamix", PLAIN, {}),
-    "ademamix, 8 bits": ("ademamix", SMALL, {}),
-    "lamb": ("lamb", PLAIN, {}),
-    "lamb, 8 bits": ("lamb", SMALL, {}),
-    "stable_adamw, fp16": ("stable_adamw", Case(torch.float16, torch.float16, aligned=True), {}),
-    "stable_adamw, fp32": ("stable_adamw", Case(torch.float32, None, aligned=True), {}),
-    "adam, 8 bits, misaligned": ("adam", replace(SMALL, noisy=True, aligned=False), {}),
-    "adam, 4 bits, misaligned": ("adam", Case(moments=(torch.uint8, torch.uint8), noisy=True), {}),
-    "muon, momenta": ("muon_momentum", PLAIN, {"nesterov": True}),
-    "muon, bfloat16 momenta, noisy": (
-        "muon_momentum",
-        replace(PLAIN, moments=(torch.bfloat16, torch.float32), noisy=True),
-        {},
-    ),
-    "muon, main params": ("muon_apply", PLAIN, {}),
-    "muon, remainders": ("muon_apply", Case(torch.float32, None, torch.int16, aligned=True), {}),
-}
-SOME = (
-    *("adam", "adam, misaligned", "adam, fp32, l2, multiplier on the device", "adam, 8 bits"),
-    *("adam, 4 bits, misaligned", "sgd", "lion", "ademamix, 8 bits", "lamb, 8 bits"),
-    *("stable_adamw", "muon, bfloat16 momenta, noisy", "muon, remainders"),
+TRIALS = (
+    "adam: bfloat16 bfloat16 - float32 float32 -, aligned, host",
+    "adam: bfloat16 bfloat16 - float32 float32 -, anywhere, host",
+    "adam: float32 - - float32 float32 -, aligned, flag, weight_decay=0.0",
+    "adam: bfloat16 bfloat16 int16 bfloat16 bfloat16 -, aligned, host",
+    "adam: bfloat16 - int16 int8 uint8 -, aligned, flag",
+    "adam: bfloat16 - int8 uint8 uint8 bfloat16, noisy, anywhere, host",
+    "sgd: float16 float16 - float32 float32 -, aligned, host",
+    "lion: bfloat16 bfloat16 - float32 float32 -, aligned, host",
+    "ademamix: bfloat16 bfloat16 - float32 float32 -, aligned, host",
+    "lamb: bfloat16 - int16 float32 float32 -, noisy, aligned, host",
+    "stable_adamw: bfloat16 bfloat16 - float32 float32 -, aligned, host",
+    "muon_momentum: bfloat16 bfloat16 - float32 float32 -, aligned, host, momentum=0.95, "
+    "nesterov=True",
+    "muon_apply: bfloat16 bfloat16 - float32 float32 -, aligned, host",
 )
-"""Each kernel in one form or two."""
+"""Each kernel in one form or two; names of trials, which launch the forms of launches.json."""
 
 
 def wide(kernel: str, case: Case, keys: tuple[str, ...]) -> dict[str, int]:
@@ -131,7 +60,7 @@ def wide(kernel: str, case: Case, keys: tuple[str, ...]) -> dict[str, int]:
     if is_packed:
         written.remove(torch.uint8)  # 4-bit codes: a thread writes four bytes
     if kernel == "lamb_moments":
-        written = moments
+        written = [*moments[1:]] if is_packed else [*moments]
     elif kernel == "lamb_apply":
         read, written = [*main, *moments], [*main, case.output]
     elif kernel == "muon_momentum":
@@ -174,37 +103,33 @@ def elements_of(kernel: str, case: Case, moments: list[torch.dtype | None]) -> t
     return elements, min(shape["RUN"], elements)
 
 
-def main(arch: int, which: str) -> None:
+def main(arch: int) -> None:
     launched: list[Launch] = []
     kernels, result = MachineBackend(), {}
+    trials = {str(trial): trial for trial in trials_of(forms.read())}
 
     def note(launch: Launch) -> None:
         kernels.pass_by(launch)
         launched.append(launch)
 
     with StaticDriver(arch, note):
-        for label in SOME if which == tritons.SOME else VARIANTS:
-            rule, case, settings = VARIANTS[label]
+        for trial in map(trials.__getitem__, TRIALS):
             launched.clear()
-            lists = lists_of(1, [300, 1, 5000], PASSES[rule], case)
-            short = rule.split()[-1]
-            for step, multiplier, lr in ((2, 1.0, 1.0), (3, 0.37, 0.5)):
-                given = torch.tensor([multiplier, 0.0]) if "on the device" in label else multiplier
-                step_with(kernels, short, lists, {**GROUP, **settings, "lr": lr}, step, given)
-            if label in ("adam", "adam, misaligned"):
-                odd = [grad for grad in lists.grad if grad.data_ptr() % 16]
-                kernels.sum_of_squares(lists.grad if case.aligned else odd)
-            for kernel in dict.fromkeys(launch.function.name for launch in launched):
+            launches_of(kernels, trial)
+            named = dict.fromkeys(launch.function.name for launch in launched)
+            # LAMB has a sum of its own next to that of gradients, which is another form.
+            sums = {"chunk_sums", "run_sums"} if trial.rule != "adam" else set()
+            for kernel in (name for name in named if name not in sums):
                 same = [launch for launch in launched if launch.function.name == kernel]
-                result[f"{label}: {kernel}"] = {
+                result[f"{kernel}: {trial}"] = {
                     "ptx": sorted({launch.function.ptx for launch in same}),
                     "warps": same[0].warps,
                     "used": usage(same[0].function.cubin),
                     "kernel": kernel,
-                    "wide": wide(kernel, case, PASSES[rule]),
+                    "wide": wide(kernel, trial.case, PASSES[trial.rule]),
                 }
     json.dump(result, sys.stdout)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]))

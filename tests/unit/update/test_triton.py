@@ -892,15 +892,10 @@ WIDE = r"{}\.global[\w.:]*\.(?:v4\.[bfu]32|v2\.[bfu]64)"
 HALF = r"{}\.global[\w.:]*\.v2\.[bfu]32"
 
 
-@pytest.fixture(
-    scope="module", params=[tritons.SOME, pytest.param(tritons.ALL, marks=pytest.mark.slow)]
-)
-def compiled(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[str, Any]]:
-    """What launches compile for sm_90: by day one or two forms of each kernel."""
-    folder = tmp_path_factory.mktemp("triton")
-    return tritons.compiled(None, "90", folder, which=request.param)
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Return the PTX of each kernel for sm_90, in one form or two."""
+    return tritons.compiled(None, "90", tmp_path_factory.mktemp("triton"))
 
 
 def test_no_scalar_is_compiled_into_a_kernel(compiled: dict[str, dict[str, Any]]) -> None:
@@ -978,7 +973,7 @@ def test_a_multiprocessor_holds_16_warps_of_a_kernel_and_nothing_is_spilled(
     for label, variant in compiled.items():
         assert variant["used"]["LOCAL"] == 0 and variant["used"]["STACK"] <= 8, label
         least = 12 if variant["kernel"] == "chunk_sums" else 16
-        if label.startswith("adam, 4 bits, misaligned"):
+        if "uint8" in label and "anywhere" in label:
             least = 8
         held[label] = (held_warps(variant) >= least, variant["used"]["REG"])
     assert all(enough for enough, _ in held.values()), held
