@@ -204,7 +204,7 @@ def search(
 
     The first pass accepts a candidate only if it fits when the estimate is too low by
     :data:`ERROR`. The second pass accepts one that fits by the estimate. If none fits, the
-    candidate that lacks least is returned.
+    candidate that lacks least is returned; bytes of the accelerator count twice.
 
     A trace takes seconds. So a candidate that is too much without activations is not traced, and
     the last way, which takes least, is traced before the others.
@@ -229,7 +229,8 @@ def search(
         )
 
     def lacks(found: Estimate) -> int:
-        return sum(found.missing(limits).values())
+        missing = found.missing(limits)  # a host's memory can be extended, so it counts once
+        return sum(missing.values()) + missing.get("accelerator", 0)
 
     for error in (ERROR, 0.0):
         for at in range(len(listed)):
