@@ -1,9 +1,7 @@
-"""What the fields of a config may be together: contradictions, and fields that do something only in
-company."""
+"""Checks of a config's fields against each other: contradictions, and fields without effect."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -17,7 +15,6 @@ from mp_optim.config.rules import (
     FIRST_MOMENT_DTYPES,
     RULE_FIELDS,
     RULES,
-    SCALAR_OPTIMIZERS,
     SECOND_DTYPE,
     SECOND_MOMENT_DTYPES,
     audit_refusal,
@@ -26,7 +23,7 @@ from mp_optim.config.rules import (
     refusal,
 )
 from mp_optim.config.setting_checks import SettingError
-from mp_optim.config.state_forms import AVERAGE_FORMS, CODED, FIRST_FORMS, REMAINDERS
+from mp_optim.config.state_forms import AVERAGE_FORMS, CODED
 
 Holds = Callable[[ConfigFields], bool]
 
@@ -55,9 +52,8 @@ def check_config(config: ConfigFields) -> None:
             _fail(config, "audit_rate", why)
     if config.optimizer_cuda_graph:
         _check_table(config, _NOT_CAPTURED)
-    for name, needed in inert_fields(config).items():
-        default = {field.name: field.default for field in fields(config)}[name]
-        _fail(config, name, f"has no effect without {needed}; set that, or leave it at {default!r}")
+    for name, why in inert_fields(config).items():
+        _fail(config, name, why)
 
 
 def _fail(config: Any, name: str, why: str) -> None:
@@ -218,166 +214,68 @@ def _check_cautions(config: ConfigFields) -> None:
             _fail(config, name, "needs decoupled_weight_decay=True: else decay is in the gradient")
 
 
-# -- company --------------------------------------------------------------------------------------
+# -- fields without effect ------------------------------------------------------------------------
 
-Need = tuple[str, Holds]
-"""What a field needs in order to do something, and whether a config has it."""
-
-
-def _either(rules: list[str]) -> str:
-    return f"optimizer={' or '.join(map(repr, rules))}"
-
-
-def _rule_that_reads(name: str) -> Need:
-    rules = [rule.name for rule in RULES.values() if name in rule.fields]
-    tuned = {rule: RULES[rule].hyperparameters for rule in SCALAR_OPTIMIZERS}
-    beside_muon = [
-        rule
-        for rule, own in tuned.items()
-        if any(each.per_group and name in each.fields for each in own)
-    ]
-    words = ", ".join([_either(rules), *[f"or muon with {rule}" for rule in beside_muon]])
-    return (
-        words,
-        lambda c: (
-            c.optimizer in rules
-            or (c.optimizer == "muon" and c.muon_scalar_optimizer in beside_muon)
-        ),
-    )
-
-
-_SECOND_MOMENT = [
-    rule.name
-    for rule in RULES.values()
-    if any(moment.dtype_field == SECOND_DTYPE for moment in rule.moments)
-]
-
-
-_ROUNDED = {form.name for form in FIRST_FORMS if form.is_rounded}
-
-
-def _has_rounded_state(config: ConfigFields) -> bool:
-    """Whether moments, remainders or averages may be rounded stochastically."""
-    dtypes = {config.exp_avg_dtype, config.exp_avg_sq_dtype}
-    is_rounded = not dtypes.isdisjoint(_ROUNDED)
-    has_any = is_rounded or REMAINDERS[config.param_remainder_bits].is_rounded
-    return config.ema_dtype == torch.bfloat16 or (config.use_precision_aware_optimizer and has_any)
-
-
-_DISTRIBUTED: Need = "use_distributed_optimizer=True", lambda c: c.is_distributed
-_OFFLOAD: Need = "optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload
-_OFFLOADED: Need = (
-    "optimizer_cpu_offload=True and optimizer_offload_fraction > 0",
-    lambda c: c.may_offload,
-)
-_STEPPED_IN_MEMORY: Need = (
-    "optimizer_cpu_offload=True and offload_place='host' or 'auto', without optimizer_state_path",
-    lambda c: c.optimizer_cpu_offload and c.has_buckets,
-)
-_STAGED: Need = (
-    f"{_STEPPED_IN_MEMORY[0]}; or with offload_mode='overlap' or 'speculative'",
-    lambda c: c.optimizer_cpu_offload and (c.has_buckets or c.offload_mode != "sync"),
-)
-_DYNAMIC_SCALE: Need = ("fp16=True without loss_scale", lambda c: c.fp16 and c.loss_scale is None)
-_COMPACT: Need = ("use_precision_aware_optimizer=True", lambda c: c.use_precision_aware_optimizer)
-_NEEDS: dict[str, Need] = {
-    "optimizer_offload_fraction": _OFFLOAD,
-    "overlap_cpu_optimizer_d2h_h2d": _STEPPED_IN_MEMORY,
-    "offload_mode": (
-        f"{_OFFLOADED[0]} (where offload_place='streamed', also release_gradients=True or "
-        "optimizer_state_path)",
-        lambda c: (
-            c.may_offload
-            and (
-                c.offload_place != "streamed"
-                or c.release_gradients
-                or c.optimizer_state_path is not None
-            )
-        ),
+_NEEDS: tuple[tuple[str, str, Holds], ...] = (
+    ("optimizer_offload_fraction", "optimizer_cpu_offload=True", lambda c: c.optimizer_cpu_offload),
+    (
+        "offload_mode offload_place optimizer_state_path",
+        "optimizer_offload_fraction > 0",
+        lambda c: c.may_offload,
     ),
-    "release_gradients": (
-        "offload_mode='overlap' or 'speculative'",
-        lambda c: c.may_offload and c.offload_mode != "sync",
-    ),
-    "gpu_memory": (
+    (
+        "gpu_memory",
         "optimizer_offload_fraction='auto'",
         lambda c: c.optimizer_offload_fraction == "auto",
     ),
-    "offload_place": _OFFLOADED,
-    "optimizer_state_path": _OFFLOADED,
-    "stream_window_bytes": (
-        "offload_place='streamed' or 'auto', or optimizer_state_path",
-        lambda c: c.may_offload and c.has_windows,
+    (
+        "release_gradients",
+        "offload_mode='overlap' or 'speculative'",
+        lambda c: c.may_offload and c.offload_mode != "sync",
     ),
-    "offload_streamed_fraction": (
-        "offload_place='auto'",
-        lambda c: c.may_offload and c.offload_place == "auto",
+    (
+        "exp_avg_dtype exp_avg_sq_dtype store_param_remainders",
+        "use_precision_aware_optimizer=True",
+        lambda c: c.use_precision_aware_optimizer,
     ),
-    "offload_bucket_bytes": _STAGED,
-    "pin_cpu_grads": _STAGED,
-    "pin_cpu_params": _OFFLOAD,
-    "loss_scale": ("fp16=True or bf16=True", lambda c: c.fp16 or c.bf16),
-    "initial_loss_scale": _DYNAMIC_SCALE,
-    "min_loss_scale": _DYNAMIC_SCALE,
-    "loss_scale_window": _DYNAMIC_SCALE,
-    "hysteresis": _DYNAMIC_SCALE,
-    **{name: _rule_that_reads(name) for name in RULE_FIELDS},
-    "muon_beta2": (
-        "optimizer='muon' and muon_moment2_method='normuon'",
-        lambda c: c.optimizer == "muon" and c.muon_moment2_method is not None,
-    ),
-    "decoupled_min_lr": ("decoupled_lr", lambda c: c.decoupled_lr is not None),
-    "exp_avg_dtype": _COMPACT,
-    "exp_avg_sq_dtype": (
-        f"{_COMPACT[0]} and {_either(_SECOND_MOMENT)}",
-        lambda c: c.use_precision_aware_optimizer and c.elementwise_rule in _SECOND_MOMENT,
-    ),
-    "fp32_state_below": (
-        f"{_COMPACT[0]} and moments in 8 or 4 bits",
-        lambda c: (
-            c.use_precision_aware_optimizer
-            and not CODED.isdisjoint((c.exp_avg_dtype, c.exp_avg_sq_dtype))
-        ),
-    ),
-    "store_param_remainders": _COMPACT,
-    "param_remainder_bits": (
-        f"{_COMPACT[0]}, store_param_remainders=True and bf16=True",
+    (
+        "param_remainder_bits",
+        "use_precision_aware_optimizer=True, store_param_remainders=True and bf16=True",
         lambda c: c.keeps_remainders,
     ),
-    "ema_dtype": ("ema_decay", lambda c: c.ema_decay is not None),
-    "stochastic_rounding": (
-        f"{_COMPACT[0]} and bfloat16 or 8-bit state, or ema_dtype=torch.bfloat16",
-        _has_rounded_state,
+    (
+        "fp32_state_below",
+        "moments in 8 or 4 bits",
+        lambda c: not CODED.isdisjoint((c.exp_avg_dtype, c.exp_avg_sq_dtype)),
     ),
-    "stochastic_rounding_seed": ("stochastic_rounding=True", lambda c: c.stochastic_rounding),
-    "data_parallel_sharding_strategy": _DISTRIBUTED,
-    "overlap_grad_reduce": _DISTRIBUTED,
-    "overlap_param_gather": (
-        f"{_DISTRIBUTED[0]} and data_parallel_sharding_strategy='optim' or 'optim_grads'",
-        lambda c: c.is_distributed and c.data_parallel_sharding_strategy != "no_shard",
+    (
+        "data_parallel_sharding_strategy overlap_grad_reduce overlap_param_gather "
+        "grad_reduce_in_fp32 grad_reduce_op",
+        "use_distributed_optimizer=True",
+        lambda c: c.is_distributed,
     ),
-    "grad_reduce_in_fp32": _DISTRIBUTED,
-    "grad_reduce_op": _DISTRIBUTED,
-    "reduce_scatter_with_fp32_accumulation": _DISTRIBUTED,
-    "bucket_size": (
-        f"{_DISTRIBUTED[0]} without use_layer_wise_distributed_optimizer",
-        lambda c: c.is_distributed and not c.use_layer_wise_distributed_optimizer,
-    ),
-    "skip_step_rolling_interval_length": (
-        "a finite skip_step_sigma_factor",
-        lambda c: math.isfinite(c.skip_step_sigma_factor),
-    ),
-    "audit_action": ("audit_rate > 0.0", lambda c: c.audit_rate > 0.0),
-    "barrier_with_L1_time": ("timers", lambda c: c.timers is not None),
-}
-"""Fields that do something only in company."""
+)
+"""Fields whose missing companion costs a run: memory that is not saved, replicas that diverge."""
 
 
 def inert_fields(config: ConfigFields) -> dict[str, str]:
-    """The fields that are set and have no effect, with what each needs to have one."""
-    defaults = {field.name: field.default for field in fields(config)}
+    """Return the reason for each field that is set and has no effect, and the way out.
+
+    Fields of rules that the config does not use are among them. Other fields without effect are
+    ignored, as in Megatron.
+    """
+    rule, tuned = RULES[config.optimizer], RULES[config.elementwise_rule].hyperparameters
+    read = {*rule.fields, *(name for own in tuned if own.per_group for name in own.fields)}
+    words = f"has no effect with optimizer={config.optimizer!r}"
+    if config.optimizer == "muon":
+        words += f" and muon_scalar_optimizer={config.muon_scalar_optimizer!r}"
+    inert = dict.fromkeys({*RULE_FIELDS} - read, f"{words}; choose another")
+    for names, needed, has in _NEEDS:
+        if not has(config):
+            inert |= dict.fromkeys(names.split(), f"has no effect without {needed}; set that")
+    default = {field.name: field.default for field in fields(config)}
     return {
-        name: needed
-        for name, (needed, has) in _NEEDS.items()
-        if getattr(config, name) != defaults[name] and not has(config)
+        name: f"{why}, or leave it at {default[name]!r}"
+        for name, why in inert.items()
+        if getattr(config, name) != default[name]
     }

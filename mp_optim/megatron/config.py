@@ -22,7 +22,7 @@ from torch import nn
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.combinations import inert_fields
 from mp_optim.config.fields import ConfigFields
-from mp_optim.config.optimizer_config import by_name
+from mp_optim.config.other_names import by_name
 from mp_optim.process.calls import warn
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypedDict, TypeVar, get_type_hints
 import torch
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.config.optimizer_config import elsewhere
+from mp_optim.config.other_names import ARGUMENTS, OF_CONFIG, hint
 from mp_optim.config.rules import FIRST_DTYPE, RULES, SECOND_DTYPE
 from mp_optim.config.setting_checks import NOT_HERE, Number, SettingError, nearest
 from mp_optim.config.state_forms import KAHAN_IS_GONE, NO_REMAINDER, UINT4
@@ -190,65 +190,16 @@ def with_settings(cls: type[T]) -> type[T]:
 _SAID = "must be > 0, or None to not clip"
 _LIMIT = Number(open_low=True, may_be_infinite=True, optional=True, said=_SAID)
 
-_OTHER_NAMES = {
-    "learning_rate": "it is called lr here",
-    **dict.fromkeys(
-        ("optim_bits", "use_8bit", "block_wise", "quantize"), "state='8bit' keeps moments in 8 bits"
-    ),
-    **dict.fromkeys(
-        ("state_dtype", "state_precision", "optimizer_state_dtype"), "it is called state here"
-    ),
-    **dict.fromkeys(("clip", "clipping", "max_norm"), "it is called max_grad_norm here"),
-    "learningrate": "it is called lr here",
-    "percentile_clipping": "max_grad_norm clips, and skip_step_sigma_factor skips spikes",
-    "is_paged": "offload=1.0 keeps state in host memory, and offload='auto' what does not fit",
-    **dict.fromkeys(
-        ("gpu_memory", "max_memory"),
-        "offload='auto' leaves on the accelerator what its memory allows",
-    ),
-    **dict.fromkeys(
-        ("cpu_offload", "offload_optimizer", "offload_fraction", "offload_ratio"),
-        "it is called offload here, 0.0 to 1.0 or 'auto'",
-    ),
-    "offload_gradients": "it is called release_gradients here",
-    "bf16_stochastic_round": "it is called stochastic_rounding here, with state='bf16'",
-    **dict.fromkeys(
-        ("optim", "optimizer", "optimizer_type", "optimizer_name"), "the class says the rule"
-    ),
-    "use_precision_aware_optimizer": "state and main_params say how state is kept",
-    "optimizer_cpu_offload": "offload > 0.0 says it here",
-    **dict.fromkeys(
-        ("momentum", "nesterov", "ns_steps", "betas", "eps"),
-        "this class's rule has no such hyperparameter",
-    ),
-    **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2"), "give betas=(..., ...)"),
-    **dict.fromkeys(("epsilon", "adam_epsilon", "adam_eps"), "it is called eps here"),
-    "kahan_sum": "main_params='remainder16' keeps the lower bits of bfloat16 parameters",
-    **dict.fromkeys(
-        ("dtype", "precision", "mixed_precision", "bf16", "fp16"),
-        "parameters say their dtype themselves; state and main_params say what is kept",
-    ),
-}
-"""What torch, bitsandbytes, torchao, optimi and DeepSpeed call things, in words of here; the rest
-is the config's."""
-
-_OF_CONFIG_ALONE = {*_DEFAULT_OF_FIELD} - {*_DEFAULTS, *("lr", "weight_decay", "optimizer")}
-
-_CALLED_HERE = {
-    "use_precision_aware_optimizer=True and ": "",
-    "optimizer_cpu_offload=True and ": "",
-    "fused_backend": "backend",
+_ARGUMENT = {
+    **{name: ARGUMENTS[name] for name in ("fused_backend", "clip_grad", "fp32_state_below")},
     "optimizer_offload_fraction": "offload",
-    "clip_grad": "max_grad_norm",
-    "exp_avg_dtype": "state",
-    "fp32_state_below": "min_8bit_size",
-    "exp_avg_sq_dtype": "state",
+    **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), "state"),
     "param_remainder_bits": "main_params",
     "store_param_remainders=False": "main_params='fp32'",
     "store_param_remainders": "main_params",
     **{str(dtype): repr(name) for name, dtype in _STATES.items()},
 }
-"""What the config says in its messages, and what a caller of a class has written."""
+"""Words of the config's errors, and the same in arguments of a class."""
 
 
 def config_of(
@@ -279,9 +230,10 @@ def config_of(
             **_placement(chosen),
         )
     except SettingError as error:
-        name = _CALLED_HERE.get(error.name, error.name)
-        value = chosen.get(name, error.value)
-        raise SettingError(name, value, _in_words_of_here(error.reason)) from error
+        name = _ARGUMENT.get(error.name, error.name)
+        words = "|".join(map(re.escape, _ARGUMENT))
+        reason = re.sub(rf"\b({words})", lambda match: _ARGUMENT[match[0]], error.reason)
+        raise SettingError(name, chosen.get(name, error.value), reason) from error
 
 
 def _without_torchs(settings: Mapping[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
@@ -297,19 +249,9 @@ def _without_torchs(settings: Mapping[str, Any], arguments: Sequence[str]) -> di
 
 
 def _hint(name: str, arguments: Sequence[str]) -> str:
-    if name in _OTHER_NAMES:
-        return f": {_OTHER_NAMES[name]}"
-    if name in _CALLED_HERE:
-        return f"; it is called {_CALLED_HERE[name]} here"
-    text = _in_words_of_here(elsewhere(name))
-    words = re.findall(r"\w+", f"{name} {text}")
-    of_config = [word for word in words if word in _OF_CONFIG_ALONE]
-    if of_config:
-        return (
-            f": {of_config[0]} is a field of OptimizerConfig, for get_megatron_optimizer; "
-            "this class has no such setting"
-        )
-    return text or nearest(name, [*arguments, *_DEFAULTS], 0.6)
+    if name in _DEFAULT_OF_FIELD and name not in ARGUMENTS:
+        return f"; use {name} {OF_CONFIG}"
+    return hint(name, ARGUMENTS, [*arguments, *_DEFAULTS])
 
 
 def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -360,8 +302,3 @@ def _limit(max_grad_norm: Any) -> float:
         return float(_LIMIT(max_grad_norm) or 0.0)
     except ValueError as error:
         raise SettingError("max_grad_norm", max_grad_norm, str(error)) from error
-
-
-def _in_words_of_here(message: str) -> str:
-    words = "|".join(map(re.escape, _CALLED_HERE))
-    return re.sub(rf"\b({words})", lambda match: _CALLED_HERE[match[0]], message)

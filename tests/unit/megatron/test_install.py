@@ -277,7 +277,7 @@ def test_every_field_that_is_left_alone_is_accepted() -> None:
 
 def test_what_does_nothing_for_this_optimizer_is_left_out() -> None:
     theirs = core.OptimizerConfig(
-        optimizer="sgd", lr=1e-3, adam_beta2=0.5, hysteresis=7, muon_num_ns_steps=9
+        optimizer="sgd", lr=1e-3, adam_beta2=0.5, muon_num_ns_steps=9
     )
     ours = megatron.config_from_megatron(theirs)
     assert ours == OptimizerConfig(optimizer="sgd", lr=1e-3)

@@ -380,10 +380,6 @@ def test_pinned_memory_is_what_was_planned(mode):
         ({"offload_streamed_fraction": math.nan}, "must be between 0 and 1"),
         ({"optimizer": "muon"}, "muon needs whole parameters, and big takes"),
         ({"optimizer": "lamb"}, r"big takes \d+ bytes; set stream_window_bytes"),
-        (
-            {"offload_streamed_fraction": 0.5, "place": "streamed"},
-            "has no effect without offload_place='auto'",
-        ),
     ],
 )
 def test_what_cannot_be_split_is_refused_by_name(fields, said):

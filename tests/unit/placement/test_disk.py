@@ -496,7 +496,6 @@ def test_killed_within_a_step_and_resumed_from_the_last_checkpoint(tmp_path):
         ({"optimizer": "adafactor", "window": 8192}, "adafactor needs whole parameters"),
         ({"optimizer": "muon", "window": 8192}, "muon needs whole parameters, and big"),
         ({"fraction": 0.0}, "optimizer_state_path=.*: has no effect without"),
-        ({"pin_cpu_grads": False}, "has no effect without"),
         ({"window": 4096}, "smallest part of .* takes 18432 bytes; set stream_window"),
     ],
 )

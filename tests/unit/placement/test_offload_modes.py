@@ -809,7 +809,7 @@ def test_foreign_optimizers_overlap_and_do_not_speculate():
     [
         (
             {"offload_mode": "speculative"},
-            "offload_mode='speculative': has no effect without optimizer_cpu_offload=True",
+            "offload_mode='speculative': has no effect without optimizer_offload_fraction > 0",
         ),
         (
             {

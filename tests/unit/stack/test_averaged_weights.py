@@ -111,8 +111,6 @@ def test_rounded_to_nearest_an_average_in_bfloat16_would_not_move():
     for odd in (1.0, -0.1, math.nan):
         with pytest.raises(ValueError, match="ema_decay"):
             OptimizerConfig(lr=0.1, ema_decay=odd)
-    with pytest.raises(ValueError, match=r"ema_dtype.*has no effect without ema_decay"):
-        OptimizerConfig(lr=0.1, ema_dtype="bfloat16", stochastic_rounding=True)
 
 
 # -- bits -----------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def test_the_torch_shaped_classes_call_it_min_8bit_size() -> None:
         stack = optimizer.stack
         coded = [stack.state_of(slot).in_blocks() for slot in stack.slots()]
         assert coded == [set(), {"exp_avg", "exp_avg_sq"}]
-    with pytest.raises(TypeError, match="it is called min_8bit_size here"):
+    with pytest.raises(TypeError, match="use min_8bit_size"):
         mp_optim.AdamW(params, state="8bit", fp32_state_below=4096)
     with pytest.raises(ValueError, match=r"min_8bit_size=4096: has no effect without.*8 or 4 bits"):
         mp_optim.AdamW(params, min_8bit_size=4096)

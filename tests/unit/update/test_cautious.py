@@ -199,7 +199,7 @@ def test_cautious_steps_are_longer_by_the_share_that_is_left() -> None:
 
 @pytest.mark.parametrize("rule", [name for name in RULES if "caution" not in RULES[name].defaults])
 def test_rules_without_refuse_the_field_and_the_setting(rule: str) -> None:
-    with pytest.raises(ValueError, match=r"^caution=True: has no effect without optimizer="):
+    with pytest.raises(ValueError, match=r"^caution=True: has no effect with optimizer="):
         mp_optim.OptimizerConfig(optimizer=rule, lr=1e-3, caution=True)
     optimizer = CLASSES[rule]([nn.Parameter(torch.ones(3))])
     optimizer.param_groups[0]["caution"] = True

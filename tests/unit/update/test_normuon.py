@@ -150,7 +150,6 @@ def test_refused_by_name(settings, says):
             {"muon_moment2_method": "normuon", "muon_tp_mode": "blockwise"},
             "muon_moment2_method='normuon': is of rows of whole matrices",
         ),
-        ({"muon_beta2": 0.9}, "muon_beta2=0.9: has no effect without .*muon_moment2_method"),
     ],
 )
 def test_fields_are_refused_by_name(fields, says):
