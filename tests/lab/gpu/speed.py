@@ -4,7 +4,7 @@ is."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -201,11 +201,17 @@ def clean(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def steps(rate: Rate, numel: int, rounds: int) -> Section:
-    """Time our full step in turn with each opponent that is installed."""
+def steps(
+    rate: Rate, numel: int, rounds: int, against: Iterable[Opponent] | None = None
+) -> Section:
+    """Time our full step in turn with each opponent that is installed.
+
+    Args:
+        against: the opponents; all of :func:`~lab.gpu.opponents.opponents` by default.
+    """
     section = Section("Full mixed-precision step, large tensors, clipping on")
     with megatron.job_ended():
-        for opponent in opponents():
+        for opponent in opponents() if against is None else against:
             _add_steps(section, rate, opponent, sizes_of(numel, "large"), rounds)
             clean(rate.device)
     return section

@@ -1,0 +1,162 @@
+"""Run rows, each in a process of its own with a time limit and a log, and keep each result at once.
+
+DIR/training/PART/ROW.json is the record of a row, DIR/training/PART/ROW.log what it printed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # which every torch optimizer imports: once here, not in each row's process
+
+from end_to_end.rows import NotInstalledError, Row
+from lab.gpu import facts
+from support.accelerator.simulation import device_at
+from support.accelerator.stand_in import simulated_accelerator
+
+Record = dict[str, Any]
+"""A row with ``columns`` (None if it has no result), ``cause`` (one line about that), ``took`` in
+seconds, and ``facts``: card, commit and versions."""
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = (
+    *("torchao", "bitsandbytes", "flashoptim", "megatron-core", "deepspeed"),
+    *("apex", "transformer-engine"),
+)
+NOT_INSTALLED = "not installed"
+
+
+class Results:
+    """The records in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "training"
+
+    def file(self, part: str, row: Row) -> Path:
+        """Return the path of a row's record; its log has another suffix."""
+        return self.folder / part / (re.sub(r"[^a-zA-Z0-9.]+", "-", row.name).strip("-") + ".json")
+
+    def record(self, part: str, row: Row) -> Record | None:
+        """Return a row's record, or None if it was not run with these arguments."""
+        file = self.file(part, row)
+        found: Record | None = json.loads(file.read_text()) if file.exists() else None
+        return found if found and found["arguments"] == dict(row.arguments) else None
+
+    def is_finished(self, part: str, row: Row, retry: bool) -> bool:
+        """True if a row need not be run.
+
+        Args:
+            retry: True to run rows without a result again. Rows whose package was missing always
+                are.
+        """
+        found = self.record(part, row)
+        if found is None or found["cause"].startswith(NOT_INSTALLED):
+            return False
+        return not (retry and found["columns"] is None)
+
+
+def run(results: Results, part: str, row: Row, device: str) -> Record:
+    """Run a row in a forked process, keep and return its record.
+
+    NOTE: this process must not touch the GPU: a process forked from it could not use it then.
+    """
+    file, started = results.file(part, row), time.monotonic()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(row, device, file))
+    process.start()
+    process.join(row.seconds)
+    cause = ""
+    if process.is_alive():
+        cause = f"took more than {row.seconds:.0f} s"
+    assert process.pid is not None
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # and the processes that it has started
+    process.join()
+    if file.exists() and not cause:
+        record: Record = json.loads(file.read_text())
+    else:
+        died = f"ended by signal {-(process.exitcode or 0)}: see {file.stem}.log"
+        record = {"columns": None, "cause": cause or died, "facts": {}}
+    record = {**asdict(row), "arguments": dict(row.arguments), **record}
+    record["took"] = round(time.monotonic() - started, 1)
+    file.write_text(json.dumps(record, indent=1) + "\n")
+    return record
+
+
+def _child(row: Row, device: str, file: Path) -> None:
+    os.setsid()
+    log = os.open(file.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    with _device(device) as place:
+        columns, cause = _called(row, place)
+        found = {"columns": columns, "cause": cause, "facts": _facts(device)}
+    print(json.dumps(found))
+    sys.stdout.flush()
+    whole = file.with_suffix(".part")
+    whole.write_text(json.dumps(found))
+    whole.replace(file)
+    os._exit(0)  # libraries that are at odds with fork, or with their own end, cannot hang it
+
+
+@contextmanager
+def _device(name: str) -> Iterator[torch.device]:
+    if name != "simulated":
+        yield torch.device(name)
+        return
+    with simulated_accelerator() as simulation:
+        yield device_at(1)
+        simulation.synchronize()
+        if simulation.reports:
+            raise RuntimeError("; ".join(simulation.reports))
+
+
+def _called(row: Row, device: torch.device) -> tuple[dict[str, Any] | None, str]:
+    module, _, function = row.call.partition(":")
+    try:
+        call = getattr(importlib.import_module(f"end_to_end.{module}"), function)
+        return call(device=device, **row.arguments), ""
+    except NotInstalledError as missing:
+        return None, f"{NOT_INSTALLED}: {missing}"
+    except Exception as error:
+        traceback.print_exc()
+        said = (str(error).strip().splitlines() or [""])[0][:300]
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in said:
+            return None, f"out of memory: {said}"
+        return None, f"{type(error).__name__}: {said}"
+
+
+def _facts(device: str) -> dict[str, Any]:
+    found = facts.machine(torch.device("cpu" if device == "simulated" else device))
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {key: value for key, value in found.items() if value} | {"commit": commit()}
+
+
+def commit() -> str:
+    """Return the checkout's commit, from ``MP_OPTIM_COMMIT`` where there is no repository."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=10"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return done.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return os.environ.get("MP_OPTIM_COMMIT", "unknown")
