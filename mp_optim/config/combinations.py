@@ -50,8 +50,6 @@ def check_config(config: ConfigFields) -> None:
         why = audit_refusal(config.optimizer, config.fused_backend)
         if why is not None:
             _fail(config, "audit_rate", why)
-    if config.optimizer_cuda_graph:
-        _check_table(config, _NOT_CAPTURED)
     for name, why in inert_fields(config).items():
         _fail(config, name, why)
 
@@ -74,12 +72,6 @@ _CONTRADICTIONS: tuple[tuple[str, Holds, str], ...] = (
         "is of rows of whole matrices; set muon_tp_mode='duplicated'",
     ),
     (
-        "optimizer_cuda_graph",
-        lambda c: c.optimizer_cuda_graph and c.is_distributed,
-        "a step that reduces over data-parallel ranks is not captured; set it to False, or "
-        "use_distributed_optimizer=False",
-    ),
-    (
         "data_parallel_sharding_strategy",
         lambda c: (
             c.use_layer_wise_distributed_optimizer
@@ -98,42 +90,6 @@ _CONTRADICTIONS: tuple[tuple[str, Holds, str], ...] = (
         "released gradients are measured on the host, where sums of squares have other bits than "
         "those of fused_backend={config.fused_backend!r}; choose another, or set "
         "release_gradients=False",
-    ),
-)
-_NOT_CAPTURED: tuple[tuple[str, Holds, str], ...] = (
-    (
-        "optimizer_cuda_graph",
-        lambda c: not RULES[c.optimizer].has_kernels,
-        "{config.optimizer}'s step is not captured; set optimizer_cuda_graph=False",
-    ),
-    (
-        "optimizer_cuda_graph",
-        lambda c: c.fused_backend not in ("auto", "triton"),
-        "steps by fused_backend={config.fused_backend!r} cannot be captured; choose 'triton' or "
-        "'auto', or set optimizer_cuda_graph=False",
-    ),
-    (
-        "optimizer_cuda_graph",
-        lambda c: c.may_offload,
-        "a host part cannot be captured; set optimizer_cpu_offload=False, or "
-        "optimizer_cuda_graph=False",
-    ),
-    (
-        "log_update_ratios_interval",
-        lambda c: c.log_update_ratios_interval > 0,
-        "a step of a CUDA graph is not watched; set it to 0, or optimizer_cuda_graph=False",
-    ),
-    (
-        "audit_rate",
-        lambda c: c.audit_rate > 0.0,
-        "each step repeats other elements, and a step of a CUDA graph is always the same; set it "
-        "to 0.0, or optimizer_cuda_graph=False",
-    ),
-    (
-        "optimizer_cuda_graph",
-        lambda c: c.timers is not None,
-        "timers have nothing to be called between in a graph; set timers=None, or "
-        "optimizer_cuda_graph=False",
     ),
 )
 

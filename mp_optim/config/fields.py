@@ -285,9 +285,6 @@ class ConfigFields:
     audit_action: str = "warn"
     """What comes of other bits: warn, or raise (``mp_optim.AuditError``; then the last checkpoint
     has to be loaded)."""
-    optimizer_cuda_graph: bool = False
-    """Capture the step in CUDA graphs and replay it, once gradients stay where they are in memory
-    (triton kernels, all of the optimizer on a GPU)."""
     host_threads: int | None = None
     """Threads of the native host kernels, for the whole process; by default a thread for each core
     of this rank's share of the host (``describe()`` says which and why), whatever

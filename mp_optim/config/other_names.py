@@ -106,6 +106,14 @@ _ROWS = (
 (empty if they have none)."""
 
 
+NO_GRAPHS = (
+    "steps are not captured in CUDA graphs (an eager step of 100 M parameters takes 1.60 ms on an "
+    "H100, a graph took 1.64); leave it out, or False in Megatron's config"
+)
+NOT_FIELDS = NOT_HERE | {"optimizer_cuda_graph": NO_GRAPHS}
+"""Names that are not supported under any name, with the reason and the cure."""
+
+
 def by_name(table: Mapping[str, T]) -> dict[str, T]:
     """Split keys that are several names, separated by spaces, into one key for each name."""
     return {name: value for names, value in table.items() for name in names.split()}
@@ -125,7 +133,7 @@ def hint(name: str, answers: Mapping[str, str], known: Sequence[str]) -> str:
         answers: :data:`FIELDS` or :data:`ARGUMENTS`.
         known: names that would be accepted.
     """
-    if name in NOT_HERE:
-        return f": {NOT_HERE[name]}"
+    if name in NOT_FIELDS:
+        return f": {NOT_FIELDS[name]}"
     answer = answers.get(name.lower())
     return f"; use {answer}" if answer else nearest(name, known, 0.6)

@@ -367,7 +367,7 @@ def check_schedule(group: Mapping[str, Any]) -> None:
 NOT_HERE = {
     "amsgrad": "there is no amsgrad here",
     "maximize": "negate the loss",
-    "capturable": "OptimizerConfig.optimizer_cuda_graph captures steps",
+    "capturable": "steps are not captured in CUDA graphs here",
     "differentiable": "steps are not differentiable here",
 }
 """Switches of torch's optimizers that rules here do not have, and what to do."""

@@ -24,7 +24,6 @@ from mp_optim.distributed.grad_reducer import GradReducer, reduce_in_one_order
 from mp_optim.distributed.transport import Reducer
 from mp_optim.precision import MegatronGradScaler, MegatronOptimizer
 from mp_optim.precision.description import Description, DescriptionRow
-from mp_optim.precision.graph_step import graph_metrics, graph_notes
 from mp_optim.precision.main_params import MainParams
 from mp_optim.precision.measure import GradsOfMembers, NormKey, StepGrads
 from mp_optim.slots import Slot, iter_slots
@@ -232,7 +231,7 @@ class CompositeOptimizer(MegatronOptimizer):
             rows += [row.shifted(first_group) for row in described.rows]
             notes += described.notes
             first_group += len(member.param_groups)
-        return Description(tuple(rows), (*notes, *graph_notes(self.graphed)))
+        return Description(tuple(rows), tuple(notes))
 
     def metrics(self) -> dict[str, float]:
         """The first member's; bytes, times and counts added up over all."""
@@ -242,8 +241,7 @@ class CompositeOptimizer(MegatronOptimizer):
         totals: dict[str, float] = dict.fromkeys(added, 0)
         for name in added:
             totals[name] = sum(of_member.get(name, 0) for of_member in metrics)
-        own = {**graph_metrics(self.graphed), **self.health.metrics()}
-        return {**metrics[0], **totals, **own}
+        return {**metrics[0], **totals, **self.health.metrics()}
 
     def _located(self, slot: Slot | None) -> Sequence[tuple[MegatronOptimizer, Slot | None]]:
         """The member that has a slot, and which it is there; all members for None."""

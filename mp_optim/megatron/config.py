@@ -22,7 +22,7 @@ from torch import nn
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.combinations import inert_fields
 from mp_optim.config.fields import ConfigFields
-from mp_optim.config.other_names import by_name
+from mp_optim.config.other_names import NO_GRAPHS, by_name
 from mp_optim.process.calls import warn
 
 
@@ -132,9 +132,7 @@ OPTIMIZER_FIELDS: dict[str, Meaning] = _OURS | by_name(
         ),
         "timers": _noted("around measuring and stepping"),
         "config_logger_dir": _ignored("nothing is written there"),
-        "optimizer_cuda_graph": _noted(
-            "the step captures itself; Megatron's wrapper around it is left out"
-        ),
+        "optimizer_cuda_graph": _refused(NO_GRAPHS),
     }
 )
 """By field of ``OptimizerConfig``; those of ours that are not named are the same there."""

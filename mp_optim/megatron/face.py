@@ -26,7 +26,6 @@ from mp_optim.process.calls import in_own_modes
 from mp_optim.slots import current_grad, local_tensor, param_at
 from mp_optim.slots.names import matched_names
 
-_GRAPH_WRAPPER = "OptimizerCudaGraphWrapper"
 _CHUNK = re.compile(r"model(\d+)$")
 _OWN = ("_chunks", "_elsewhere", "_prepared", "init_state_fn")
 """Attributes of a face itself; all others are the stack's."""
@@ -81,14 +80,13 @@ class MegatronFace(torch.optim.Optimizer):
             self.__dict__[name] = value
         elif name != "step":
             setattr(self.stack, name, value)
-        elif type(value).__name__ != _GRAPH_WRAPPER:
-            # with optimizer_cuda_graph the step here captures itself
+        else:
             self.__dict__[name] = value
 
     def __delattr__(self, name: str) -> None:
         if name != "step":
             delattr(self.stack, name)
-        else:  # Megatron takes its CUDA graph away
+        else:
             self.__dict__.pop(name, None)
 
     def __repr__(self) -> str:

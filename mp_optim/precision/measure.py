@@ -13,7 +13,6 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -317,15 +316,6 @@ class StepGrads(ABC):
             grad_norm: after clipping, for rules that clip by it themselves; they need a number.
         """
 
-    @abstractmethod
-    def graph_key(self) -> Any:
-        """What a CUDA graph of the measurement depends on, apart from what the memory there
-        holds."""
-
-    @abstractmethod
-    def obstacle(self) -> str:
-        """Why this step cannot be captured; empty if it can."""
-
 
 class GradsOfMembers(StepGrads):
     """The members' gradients: their measurements are one measurement, the verdict is for all."""
@@ -349,9 +339,3 @@ class GradsOfMembers(StepGrads):
     def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
         for member in self._members:
             member.step(multipliers, grad_norm)
-
-    def graph_key(self) -> Any:
-        return [member.graph_key() for member in self._members]
-
-    def obstacle(self) -> str:
-        return next(filter(None, (member.obstacle() for member in self._members)), "")

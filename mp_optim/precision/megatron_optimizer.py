@@ -29,7 +29,6 @@ from mp_optim.precision.backward_overlap import EarlyWork
 from mp_optim.precision.changed_weights import ChangedPart, ChangedWeights
 from mp_optim.precision.description import Description
 from mp_optim.precision.grad_scaler import MegatronGradScaler, scaling_of
-from mp_optim.precision.graph_step import GraphedStep, StepToCapture
 from mp_optim.precision.health import GradientHealth
 from mp_optim.precision.main_params import MainParams
 from mp_optim.precision.measure import MAIN_NORM, NormKey, StepGrads
@@ -41,7 +40,6 @@ from mp_optim.precision.verdict import (
     StepCounts,
     StepResult,
     Verdict,
-    VerdictNumbers,
     decide,
     decide_on_device,
 )
@@ -53,7 +51,6 @@ from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.slots.names import ModelParams
 from mp_optim.slots.param_attributes import clear_decoupled_grad
-from mp_optim.update import choose_backend
 
 _HOST = torch.device("cpu")
 
@@ -79,7 +76,6 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         counts: of its steps, and the verdict on the last one.
         skip_rule: the rolling rule of ``skip_step_sigma_factor``.
         health: takes the loss for it, and tells norms and updates of single parameters.
-        graphed: takes the steps by CUDA graphs; None before the first such step.
         averages: puts averages of main params in the place of the weights.
         publications: of weights that changed: whose, and how many so far; None if that is off.
     """
@@ -104,7 +100,6 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.watch = StandstillWatch()
         self.early_work = EarlyWork()
         self.counts = StepCounts(weak_method(self.refuse_disagreement))
-        self.graphed: GraphedStep | None = None
         self.averages = AveragedWeights()
         self.publications: tuple[str, int] | None = None
         self.skip_rule = RollingRule(config)
@@ -173,15 +168,11 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             if self.early_work.overlaps:
                 self.early_work.collect()
             config = self.config
-            device = self._graph_device() if config.optimizer_cuda_graph else None
-            if device is not None:
-                verdict = self._step_by_graph(device)
-            else:
-                with _timed(config, "optimizer-clip-main-grad"):
-                    grads = self.collect_grads()
-                    verdict = self._decide(grads)
-                with _timed(config, "optimizer-inner-step"):
-                    self.apply_verdict(grads, verdict)
+            with _timed(config, "optimizer-clip-main-grad"):
+                grads = self.collect_grads()
+                verdict = self._decide(grads)
+            with _timed(config, "optimizer-inner-step"):
+                self.apply_verdict(grads, verdict)
             self.update_scale(verdict)
         self.conclude_step(verdict)
         return verdict.result
@@ -208,29 +199,6 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         if rule is not None:
             rule.take_on_host(verdict.norms)
         return verdict
-
-    def _graph_device(self) -> torch.device | None:
-        """Return the device of a CUDA graph for the step; None if a group was added that is stepped
-        elsewhere, or the scaler was replaced."""
-        self.counts.settle()
-        device, scaler = self.verdict_device(), self.grad_scaler
-        scale = None if scaler is None else scaler.present_scale
-        return None if scale is not None and scale.device != device else device
-
-    def _step_by_graph(self, device: torch.device) -> Verdict | DeviceVerdict:
-        scaler = self.grad_scaler
-        if self.graphed is None:
-            backend, _ = choose_backend(self.config.fused_backend, device)
-            self.graphed = GraphedStep(device, backend)
-        grads = self.collect_grads()
-        self.watch.see_gradients(self, grads.has_any())
-        rule = self.skip_rule.begun(device)
-
-        def decide_there() -> VerdictNumbers:
-            return decide_on_device(grads.sums(), scaling_of(scaler), self.config, rule)
-
-        step = StepToCapture(grads, decide_there, self.counts.record, self.step_mark)
-        return self.graphed.step(step)
 
     def apply_verdict(self, grads: StepGrads, verdict: Verdict | DeviceVerdict) -> None:
         """Count the step, and take it unless the verdict is to skip it."""

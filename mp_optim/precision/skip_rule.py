@@ -83,7 +83,6 @@ class RollingRule:
     def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
         self.length = config.skip_step_rolling_interval_length
-        # NOTE: a CUDA graph holds these three: they are written in place.
         self._window = torch.full((2, self.length), math.nan, dtype=torch.float64, device="cpu")
         self._next = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._loss = torch.full((1,), math.nan, dtype=torch.float64, device="cpu")

@@ -471,9 +471,6 @@ def fetched(values: Tensor) -> Callable[[], Tensor]:
 # - *The device decides*: ``RuleExecutor.step_slots`` counts the step as taken, and
 #   ``RuleState.settle`` takes it back before a count is read again, if ``DeviceVerdict.settle``
 #   says that it was skipped.
-# - *CUDA graph*: the rehearsal before a replay goes through ``step_slots`` and counts like this,
-#   too. It is taken back if the device skipped the step, or if nothing was replayed: ``_Attempt``
-#   in ``precision/graph_step.py``. The graph itself counts nothing.
 # - *Speculation*: what is stepped during backward is not counted. ``Ahead.publish``
 #   (``placement/speculation.py``) calls ``GroupState.count`` as it swaps the buffers; a
 #   skipped step is never published. It never meets a verdict on the device: with a slot on the host
@@ -481,7 +478,7 @@ def fetched(values: Tensor) -> Callable[[], Tensor]:
 #
 # Besides: loss scale, growth and hysteresis are the grad scaler's, for which a step that was
 # skipped for a threshold is clean. Skips in a row are the ``StandstillWatch``'s, outcomes of
-# predictions ``Schedule``'s, captures and replays, skipped or not, ``GraphedStep``'s.
+# predictions ``Schedule``'s.
 
 
 class StepCounts:

@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.placement.placed import stepper_of
-from mp_optim.precision import graph_step
 from mp_optim.precision.backward_overlap import BackwardOverlap, overlap_of
 from mp_optim.precision.description import Description, describe
 from mp_optim.precision.grad_scaler import MegatronGradScaler
@@ -53,7 +52,6 @@ from mp_optim.slots.identity import SharedSettings
 from mp_optim.slots.interrupted_step import StepMark
 from mp_optim.slots.slot_state import SlotState
 from mp_optim.slots.tensors import lazy
-from mp_optim.update import choose_backend
 from mp_optim.update.optimizer import SlotOptimizer, executor_of
 
 
@@ -139,28 +137,6 @@ class WrappedGrads(StepGrads):
         if changes is not None:
             changes.written()
 
-    def graph_key(self) -> Any:
-        config, scaler = self.wrapper.config, self.wrapper.grad_scaler
-        limits = (
-            config.clip_grad,
-            config.grad_norm_skip_threshold,
-            config.skip_step_sigma_factor,
-            config.log_param_grad_norms > 0,
-        )
-        scale = None if scaler is None else scaler.present_scale.data_ptr()
-        some, grads = self.columns, self.grads
-        dtypes = [grad.dtype for grad in grads]
-        strides = [] if grads.contiguous else [grad.stride() for grad in grads]
-        memory = grads.addresses, grads.sizes, dtypes, strides
-        zeros = config.log_num_zeros_in_grad
-        return limits, zeros, scale, some.indices, some.keys, memory
-
-    def obstacle(self) -> str:
-        params = map(local_tensor, self.engine.table.params)
-        if self.grads.contiguous and all(map(Tensor.is_contiguous, params)):
-            return ""
-        return "a parameter or gradient is not contiguous, and is copied in each step"
-
 
 class WrappedOptimizer(MegatronOptimizer):
     """Common part of the precision wrappers.
@@ -206,8 +182,6 @@ class WrappedOptimizer(MegatronOptimizer):
         if overlap is not None:
             self.early_work.overlaps.append(overlap)
             overlap.follow(self.get_parameters())
-        if config.optimizer_cuda_graph:
-            check_capturable(self)
 
     @lazy
     def engine(self) -> Engine:
@@ -424,8 +398,7 @@ class WrappedOptimizer(MegatronOptimizer):
     def describe(self) -> Description:
         self.check_lists()
         rows = describe(self.param_groups, self.executor, self.engine.table)
-        graphs = graph_step.graph_notes(self.graphed)
-        return Description(rows.rows, (*rows.notes, *self.choice_notes(), *graphs))
+        return Description(rows.rows, (*rows.notes, *self.choice_notes()))
 
     def metrics(self) -> dict[str, float]:
         stepper, verdict = stepper_of(self.executor), self.counts.settle()
@@ -444,7 +417,6 @@ class WrappedOptimizer(MegatronOptimizer):
             **norms,
             **self.counts.metrics(),
             **self.health.metrics(),
-            **graph_step.graph_metrics(self.graphed),
             "reloaded_params": self.engine.mains.reloaded,
         }
 
@@ -470,43 +442,6 @@ def _with_model_names(wrapper: WrappedOptimizer, group: dict[str, Any]) -> dict[
             "such as list(module.named_parameters())"
         )
     return {**group, "params": list(zip(names, params, strict=True))}
-
-
-def check_capturable(stack: WrappedOptimizer) -> None:
-    """Raise if the steps of this stack cannot be captured.
-
-    Raises:
-        ValueError: naming ``optimizer_cuda_graph`` and what is in its way.
-    """
-    if stack.is_stub_optimizer:
-        return
-    graph_step.graph_for(stack.device)
-    device = stack.verdict_device()
-    if device is None:
-        backend, why = choose_backend(stack.config.fused_backend, stack.device)
-        _refuse(
-            f"the step needs the verdict on the host (backend {backend.name}: {why}); step "
-            "everything on the GPU "
-            "with fused_backend='triton' and without a clip in the rule itself (max_grad_norm=0)"
-        )
-    elif not choose_backend(stack.config.fused_backend, device)[0].capturable:
-        _refuse(f"fused_backend={stack.config.fused_backend!r} cannot be captured; choose 'triton'")
-    if stack.grad_scaler is not None and stack.grad_scaler.present_scale.device != device:
-        _refuse(
-            f"the grad scaler is on {stack.grad_scaler.present_scale.device}, the optimizer on "
-            f"{device}; build it there (device=)"
-        )
-    if stack.has_quantized_params:
-        _refuse("parameters in 8 bits are quantised outside of the kernels")
-    if stack.norm_ranks() or any(key.shard_groups for key in stack.engine.table.keys):
-        _refuse(
-            "gradient norms or parameters are shared with other ranks, whose reductions are not "
-            "captured"
-        )
-
-
-def _refuse(reason: str) -> None:
-    raise ValueError(f"optimizer_cuda_graph=True: {reason}; or set optimizer_cuda_graph=False")
 
 
 class Float16OptimizerWithFloat16Params(WrappedOptimizer):

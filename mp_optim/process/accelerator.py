@@ -18,18 +18,13 @@ Event = torch.Event
 
 
 class Accelerator:
-    """A kind of accelerator. It copies from and to memory that torch's allocator locked; graphs and
-    registered memory are for kinds that override these methods.
+    """A kind of accelerator. It copies from and to memory that torch's allocator locked; registered
+    memory is for kinds that override these methods.
 
     Args:
         type: of its devices, as torch has it.
         name: in messages.
-
-    Attributes:
-        has_graphs: whether work can be recorded and repeated.
     """
-
-    has_graphs = False
 
     def __init__(self, type: str, name: str) -> None:
         self.type, self.name = type, name
@@ -86,13 +81,6 @@ class Accelerator:
         """Whether the current stream records a graph."""
         return False
 
-    def new_graph(self) -> Any:
-        raise NotImplementedError(f"torch has no graphs for {self.name}")
-
-    def capture(self, graph: Any, stream: Stream) -> AbstractContextManager[Any]:
-        """Record what a block queues on a stream; other threads may use the device meanwhile."""
-        raise NotImplementedError(f"torch has no graphs for {self.name}")
-
     # -- memory of the host ------------------------------------------------------------------------
 
     def register(self, address: int, num_bytes: int) -> str | None:
@@ -136,15 +124,13 @@ def _queued_on(stream: Stream) -> Iterator[None]:
 
 
 class Cuda(Accelerator):
-    """NVIDIA's, and AMD's, which torch calls by the same names. It has graphs, memory of the host
-    that is registered, and events that a thread waits for asleep, which a :class:`torch.Event`
-    leaves out.
+    """NVIDIA's, and AMD's, which torch calls by the same names. It has
+    registered host memory, and events that a thread waits for asleep, which a
+    :class:`torch.Event` leaves out.
 
     NOTE: ``torch.cuda`` restores the device that was current before without setting it up;
     ``torch.accelerator.set_stream`` sets it up.
     """
-
-    has_graphs = True
 
     def is_available(self) -> bool:
         return torch.cuda.is_available()
@@ -163,12 +149,6 @@ class Cuda(Accelerator):
 
     def is_capturing(self) -> bool:
         return bool(torch.cuda.is_current_stream_capturing())
-
-    def new_graph(self) -> torch.cuda.CUDAGraph:
-        return torch.cuda.CUDAGraph()
-
-    def capture(self, graph: Any, stream: Stream) -> AbstractContextManager[Any]:
-        return torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")  # type: ignore[arg-type]
 
     def register(self, address: int, num_bytes: int) -> str | None:
         runtime = self._runtime()

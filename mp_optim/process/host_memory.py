@@ -286,7 +286,8 @@ def _register(accelerator: Accelerator, address: int, num_bytes: int, device: to
 
 
 _dropped: list[tuple[mmap.mmap, int, Accelerator, torch.device, int]] = []
-"""What was dropped while this thread captured a CUDA graph; the next allocation releases it."""
+"""Memory that was dropped while the caller captured a CUDA graph; the next allocation releases
+it."""
 
 
 def _release(

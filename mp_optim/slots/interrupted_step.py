@@ -52,7 +52,6 @@ class StepMark:
         self._touched = False
         self._outermost: object | None = None
         self._why = ""
-        self._rehearses = False
         self._lent_to = ""
         self._thread = 0
 
@@ -63,25 +62,15 @@ class StepMark:
 
     def touch(self) -> None:
         """Something is about to be written that is not complete before the step is."""
-        if not self._rehearses:
-            self._touched = True
+        self._touched = True
 
     def break_off(self, why: Exception) -> None:
         """What was stepped before is found to be wrong."""
         self._touched, self._why = True, repr(why)
 
-    @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """A pass through the step that launches nothing, whose counts are taken back."""
-        self._rehearses = True
-        try:
-            yield
-        finally:
-            self._rehearses = False
-
     def clear(self) -> None:
         """Everything belongs together again."""
-        self._why, self._outermost, self._rehearses = "", None, False
+        self._why, self._outermost = "", None
         self._touched = False
 
     @contextmanager

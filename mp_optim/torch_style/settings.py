@@ -106,7 +106,7 @@ class StackSettings(TypedDict, total=False):
         fused: accepted as in torch, without effect: every step is fused.
         amsgrad: only False; there is no AMSGrad here.
         maximize: only False; negate the loss instead.
-        capturable: only False; ``OptimizerConfig.optimizer_cuda_graph`` captures steps.
+        capturable: only False; steps are not captured in CUDA graphs.
         differentiable: only False; steps are not differentiable.
     """
 

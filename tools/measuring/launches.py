@@ -27,7 +27,6 @@ from triton.runtime import JITFunction
 
 import mp_optim
 from mp_optim.slots import CachedTensorList
-from mp_optim.update.backends.triton.launches import Launcher
 from mp_optim.update.backends.triton.tables import Tables
 from mp_optim.update.element_rules import AdamScalars
 from mp_optim.update.kernel_args import TensorLists
@@ -83,7 +82,6 @@ class CountedTables(Tables):
 def backend_of() -> MachineBackend:
     backend = MachineBackend()
     backend.tables = CountedTables()
-    backend.launcher = Launcher(backend.tables)
     return backend
 
 

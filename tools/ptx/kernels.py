@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from mp_optim.update.backends.triton.backend import TritonBackend
-from mp_optim.update.backends.triton.launches import Launcher
 from mp_optim.update.backends.triton.tables import Column, Tables
 from ptx.triton_driver import Launch, carry_out
 
@@ -67,7 +66,6 @@ class MachineBackend(TritonBackend):
         self.device_type = "cpu"
         self._watched = _WatchedTables()
         self.tables = self._watched
-        self.launcher = Launcher(self.tables)
         self.text: Callable[[Launch], str] | None = None
 
     def carry_out(self, launch: Launch) -> None:

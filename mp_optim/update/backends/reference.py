@@ -77,8 +77,7 @@ class ReferenceBackend:
     A new backend is such a class; its name, and the rules and states it has kernels for, in
     :mod:`mp_optim.config.rules` (one that names none claims all); and how it is loaded, on which
     devices, and whether ``auto`` may choose it, in :mod:`mp_optim.update.backends.selection`.
-    ``auto`` takes only what has shown these bits in its self-test. A ``capturable`` one is also
-    let into the check of ``optimizer_cuda_graph`` in :mod:`mp_optim.config.combinations`.
+    ``auto`` takes only what has shown these bits in its self-test.
     CONTRIBUTING.md lists the tests.
     """
 
@@ -88,10 +87,6 @@ class ReferenceBackend:
     """Whether a multiplier may also be an FP32 tensor on the tensors' device, shape (1,) or (2,):
     the second element is not 0 if nothing is to be written. Such a step never waits for the
     device."""
-
-    capturable = False
-    """Whether a CUDA graph can hold its steps, and replay them with other numbers: then it has
-    ``rehearse()`` and ``record()`` too (``mp_optim/precision/graph_step.py``)."""
 
     interpreted = False
     """Whether its kernels are interpreted, which takes a thousand times as long."""

@@ -24,7 +24,6 @@ def door(device: torch.device) -> Section:
         "an event is reached": lambda: _is_reached(accelerator, device),
         "bytes go there and back on streams of their own": lambda: _comes_back(device),
         "host memory is registered": lambda: page_locked(REGISTERED_FROM, device).numel() > 0,
-        "a graph is replayed": lambda: _is_replayed(accelerator, device),
         "its memory is known": lambda: accelerator.memory_bytes(device) > 0,
     }
     for name, work in tries.items():
@@ -55,14 +54,3 @@ def _comes_back(device: torch.device) -> bool:
     transfer.join()
     transfer.wait(transfer.download([here], [there]))
     return bool(here.equal(values))
-
-
-def _is_replayed(accelerator: Accelerator, device: torch.device) -> bool:
-    counted = torch.zeros(1, device=device)
-    with accelerator.on(device):
-        graph = accelerator.new_graph()
-        with accelerator.capture(graph, accelerator.stream(device)):
-            counted.add_(1)
-        graph.replay()
-        accelerator.synchronize()
-    return counted.item() == 1.0

@@ -57,7 +57,7 @@ class Sizes:
 PARTS = {
     "door": Part("the package's door to the accelerator works", "run:door"),
     "backend": Part("auto chooses the Triton kernels, and which Triton", "run:backend"),
-    "bits": Part("the same bits in every place, eager and by CUDA graph", "run:bits"),
+    "bits": Part("the same bits in every place", "run:bits"),
     "ranks": Part("ZeRO and FSDP2 of one rank, by NCCL, as no ranks", "run:ranks"),
     "syncs": Part("a step does not wait for the device", "run:syncs"),
     "rates": Part("rates of copies, the limit of the rows below", "run:rates"),

@@ -1,5 +1,5 @@
-"""What the host spends in a step, and whether it waits: the verdict on the device, on the host, and
-the CUDA graph."""
+"""What the host spends in a step, and whether it waits: the verdict on the device and on the
+host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def with_host_verdict(optimizer: MegatronOptimizer) -> MegatronOptimizer:
     return optimizer
 
 
-def _build(device: torch.device, sizes: list[int], **settings: Any) -> MegatronOptimizer:
+def _build(device: torch.device, sizes: list[int]) -> MegatronOptimizer:
     model = nn.ParameterList(
         [
             nn.Parameter(torch.full((size,), 0.02, dtype=torch.bfloat16, device=device))
@@ -35,7 +35,7 @@ def _build(device: torch.device, sizes: list[int], **settings: Any) -> MegatronO
         ]
     )
     config = OptimizerConfig(
-        bf16=True, lr=LR, weight_decay=DECAY, clip_grad=CLIP, fused_backend=ours(device), **settings
+        bf16=True, lr=LR, weight_decay=DECAY, clip_grad=CLIP, fused_backend=ours(device)
     )
     optimizer = get_megatron_optimizer(config, model, config_overrides={})
     for param in model:
@@ -52,17 +52,9 @@ def verdicts(rate: Rate, numel: int, rounds: int) -> Section:
     )
     for kind in ("large", "small", "moe"):
         steps: dict[str, Step] = {}
-        for label, settings in {
-            "verdict on the host": {},
-            "verdict on the device": {},
-            "CUDA graph": {"optimizer_cuda_graph": True},
-        }.items():
+        for label in ("verdict on the host", "verdict on the device"):
             name = f"{kind}: {label}"
-            try:
-                optimizer = _build(device, sizes_of(numel, kind), **settings)
-            except ValueError as error:  # no graphs on a CPU
-                section.missing[name] = str(error)[:120]
-                continue
+            optimizer = _build(device, sizes_of(numel, kind))
             steps[name] = (
                 with_host_verdict(optimizer) if label.endswith("host") else optimizer
             ).step
@@ -102,7 +94,6 @@ CASES: dict[str, dict[str, Any]] = {
         "exp_avg_dtype": "uint8",
         "exp_avg_sq_dtype": "uint8",
     },
-    "CUDA graph": {"bf16": True, "optimizer_cuda_graph": True},
 }
 
 
@@ -116,8 +107,7 @@ def synchronisations(device: torch.device) -> Section:
         try:
             counted = {"count": _five(device, settings, False)}
             counted["with_overflow"] = _five(device, settings, False, overflow=True)
-            if not settings.get("optimizer_cuda_graph"):
-                counted["verdict_on_host"] = _five(device, settings, True)
+            counted["verdict_on_host"] = _five(device, settings, True)
         except ValueError as error:
             section.missing[name] = str(error)[:120]
             continue
@@ -144,7 +134,7 @@ def _five(
     for param in model.parameters():
         param.grad = torch.full_like(param, 1e-3)
         grads.append(param.grad)
-    for _ in range(4):  # makes tables, compiles kernels, captures the graph
+    for _ in range(4):  # makes tables, compiles kernels
         optimizer.scale_loss(torch.ones((), device=device))
         optimizer.step()
 

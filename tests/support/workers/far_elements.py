@@ -21,7 +21,6 @@ from torch import Tensor
 
 from mp_optim.slots.slot_state import AVERAGE
 from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.backends.triton.launches import Launcher
 from mp_optim.update.backends.triton.tables import _COLUMNS, Column, Plan
 from mp_optim.update.kernel_args import AlikeLists, TensorLists
 from ptx.triton_driver import StaticDriver
@@ -98,7 +97,6 @@ def far_backend() -> MachineBackend:
     backend = MachineBackend()
     backend._watched = FarTables()
     backend.tables = backend._watched
-    backend.launcher = Launcher(backend.tables)
     return backend
 
 

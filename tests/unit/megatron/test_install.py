@@ -118,7 +118,7 @@ def test_what_a_training_loop_asks_around_a_step() -> None:
     optimizer.prepare_model_params_for_param_sync()
     optimizer.reload_model_params()
     plain = optimizer.step
-    optimizer.step = lambda: (True, 1.0, None)  # as Megatron's CUDA graph wrapper
+    optimizer.step = lambda: (True, 1.0, None)
     assert optimizer.step() == (True, 1.0, None)
     del optimizer.step
     assert optimizer.step == plain
@@ -276,9 +276,7 @@ def test_every_field_that_is_left_alone_is_accepted() -> None:
 
 
 def test_what_does_nothing_for_this_optimizer_is_left_out() -> None:
-    theirs = core.OptimizerConfig(
-        optimizer="sgd", lr=1e-3, adam_beta2=0.5, muon_num_ns_steps=9
-    )
+    theirs = core.OptimizerConfig(optimizer="sgd", lr=1e-3, adam_beta2=0.5, muon_num_ns_steps=9)
     ours = megatron.config_from_megatron(theirs)
     assert ours == OptimizerConfig(optimizer="sgd", lr=1e-3)
 

@@ -187,20 +187,6 @@ def test_parts_are_parts_and_stay_the_same_objects() -> None:
     assert not any(hasattr(part, "chained_optimizers") for part in parts)
 
 
-class OptimizerCudaGraphWrapper:
-    """As Megatron's: it captures what it wraps, which captures itself here."""
-
-    def __init__(self, step: Callable[[], Any]) -> None: ...
-
-
-def test_megatrons_graph_around_the_step_is_left_out() -> None:
-    _, optimizer = build()
-    optimizer.step = OptimizerCudaGraphWrapper(optimizer.step)
-    assert optimizer.step.__func__ is type(optimizer).step
-    del optimizer.step
-    del optimizer.step
-
-
 def test_main_params_are_reloaded_from_a_checkpoint_in_full_precision() -> None:
     model, optimizer = build()
     exact = {

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import mp_optim
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.precision import MegatronOptimizer
-from support import graphs
 from support.launch import results_of_ranks
 from support.models import build, config_for, tokens_of
 from support.waiting import no_waiting
@@ -222,14 +221,10 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
-def test_device_and_graphs_decide_as_the_host_without_its_waiting(monkeypatch):
+def test_device_decides_as_the_host_without_waiting(monkeypatch):
     host = told(fused_backend="reference")
     assert [bool(reason) for reason in host[0]].count(True) == 4
     assert_same(told(monkeypatch, fused_backend="triton"), host)
-    graphs.allow(monkeypatch)
-    by_graph = told(monkeypatch, fused_backend="triton", optimizer_cuda_graph=True)
-    assert graphs.TapeGraph.made
-    assert_same(by_graph, host)
 
 
 @pytest.mark.parametrize(

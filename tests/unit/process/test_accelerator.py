@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import mp_optim
-from mp_optim.precision.graph_step import graph_for
 from mp_optim.process import accelerator
 from mp_optim.process.accelerator import CUDA, KINDS, Accelerator
 
@@ -46,17 +45,16 @@ def test_the_host_is_no_accelerator(monkeypatch) -> None:
 
 
 def test_cuda_is_called_by_its_own_names(monkeypatch) -> None:
-    cuda, device, graph = MagicMock(), torch.device("cuda", 1), object()
+    cuda, device = MagicMock(), torch.device("cuda", 1)
     monkeypatch.setattr(torch, "cuda", cuda)
     stream = CUDA.stream(device)
-    with CUDA.on(device), CUDA.queue_on(stream), CUDA.capture(graph, stream):
+    with CUDA.on(device), CUDA.queue_on(stream):
         CUDA.event(sleeps=True)
     CUDA.is_capturing()
     assert [each for each in cuda.mock_calls if "__" not in str(each)] == [
         call.Stream(device),
         call.device(device),
         call.stream(stream),
-        call.graph(graph, stream=stream, capture_error_mode="thread_local"),
         call.Event(blocking=True),
         call.is_current_stream_capturing(),
     ]
@@ -96,5 +94,3 @@ def test_any_kind_that_torch_knows_has_devices_and_streams(monkeypatch) -> None:
     assert one.streams == before and one.device == 0
     monkeypatch.setitem(KINDS, "xpu", kind)
     assert accelerator.accelerator_of(torch.device("xpu")) is kind and not kind.is_capturing()
-    with pytest.raises(ValueError, match="there are no CUDA graphs"):
-        graph_for(torch.device("xpu"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer, plan
 from mp_optim.distributed.buckets import check_shardable
 from mp_optim.planner.memory import memory_of
-from mp_optim.precision import wrapped_optimizer
 from mp_optim.quantized import FLOAT8_DTYPES, dequantized, quantize_, quantize_weights, scaled_codes
 from support.models import DTYPES, TinyMoE, config_for, is_expert, same_bits, tokens_of, train
 from support.offload import MODES, hybrids
@@ -453,22 +451,6 @@ def test_what_cannot_be_stepped_is_refused(tmp_path) -> None:
             get_megatron_optimizer(config_for("bf16"), nn.ParameterList([split]))
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_a_cuda_graph_of_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    stack = build()[1].chained_optimizers[0]
-    device = torch.device("cpu")
-    monkeypatch.setattr(stack, "verdict_device", lambda: device)
-    monkeypatch.setattr(wrapped_optimizer.graph_step, "graph_for", lambda device: None)
-    monkeypatch.setattr(
-        wrapped_optimizer,
-        "choose_backend",
-        lambda name, device: (SimpleNamespace(capturable=True), ""),
-    )
-    with pytest.raises(
-        ValueError, match="optimizer_cuda_graph=True: parameters in 8 bits are quantised outside"
-    ):
-        wrapped_optimizer.check_capturable(stack)
 
 
 def test_a_float8_gradient_is_refused() -> None:

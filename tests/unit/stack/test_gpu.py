@@ -165,7 +165,7 @@ def steady(kind, **settings):
             next(iter(model.parameters())).grad.view(-1)[0] = float("inf")
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 / (1 + step)
-        if step < 6:  # makes tables, compiles, captures
+        if step < 6:  # makes tables, compiles
             results.append(optimizer.step())
             continue
         torch.cuda.set_sync_debug_mode("warn")
@@ -188,15 +188,12 @@ def steady(kind, **settings):
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_no_step_synchronises_and_the_bits_are_those_of_the_host_path(kind, monkeypatch):
     results, params, optimizer = steady(kind)
-    graphed = steady(kind, optimizer_cuda_graph=True)
-    assert graphed[2].metrics()["graph_replays"] >= 10
     assert optimizer.verdict_device() is not None and not all(success for success, _, _ in results)
     monkeypatch.setattr("mp_optim.update.executor.RuleExecutor.verdict_device", lambda self: None)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
     host = steady(kind)
-    for found in ((results, params), graphed[:2]):
-        assert found[0] == host[0]
-        assert all(same_bits(found[1][name], value) for name, value in host[1].items())
+    assert results == host[0]
+    assert all(same_bits(params[name], value) for name, value in host[1].items())
 
 
 def test_a_verdict_on_the_device_is_settled_before_the_stepping_kernels_are_done():

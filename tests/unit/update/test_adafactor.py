@@ -179,7 +179,6 @@ def test_settings_are_checked(settings, said):
             {"fused_backend": "apex"},
             "fused_backend='apex': has no kernels for optimizer='adafactor'",
         ),
-        ({"optimizer_cuda_graph": True}, "adafactor's step is not captured"),
     ],
 )
 def test_configs_are_checked(settings, said):

@@ -252,7 +252,6 @@ def test_rules_that_read_more_than_elements_are_refused_by_name(rule):
             {"audit_rate": 1e-4, "fused_backend": "torch"},
             "fused_backend='torch' has bits of its own",
         ),
-        ({"audit_rate": 1e-4, "optimizer_cuda_graph": True}, "audit_rate=0.0001: each step"),
     ],
 )
 def test_what_cannot_be_audited_is_refused(fields, says):

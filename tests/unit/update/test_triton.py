@@ -751,7 +751,7 @@ def test_tables_that_nobody_asks_for_are_given_up(uploads) -> None:
 
 
 @pytest.mark.gpu
-def test_no_step_waits_for_the_gpu_and_a_graph_can_hold_one() -> None:
+def test_step_does_not_synchronize_and_refuses_a_capture() -> None:
     control = torch.tensor([0.37, 0.0], device=DEVICE)
     case = Case(rest=torch.int8, moments=(torch.int8, torch.uint8))
     ours, theirs = (on_device(lists_of(1, SIZES, KEYS["adam"], case)) for _ in range(2))
@@ -762,44 +762,28 @@ def test_no_step_waits_for_the_gpu_and_a_graph_can_hold_one() -> None:
     def step() -> None:
         step_with(kernels(), "adam", ours, GROUP, 2, control)
 
-    table = kernels().rehearse(step, control.device).upload()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kernels().record(step, table)
-        sums = kernels().sum_of_squares(ours.grad)
+    with (
+        pytest.raises(RuntimeError, match="after the capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        step()
     torch.cuda.set_sync_debug_mode("error")
-    for _ in range(2):
-        graph.replay()
-        step_with(kernels(), "adam", theirs, GROUP, 2, control)
+    step()
+    sums = kernels().sum_of_squares(ours.grad)
+    step_with(kernels(), "adam", theirs, GROUP, 2, control)
     torch.cuda.set_sync_debug_mode("default")
     assert_same_lists(on_host(ours), on_host(theirs))
     assert_same(sums.cpu(), kernels().sum_of_squares(theirs.grad).cpu(), "sums")
 
 
-def test_what_a_graph_records_copies_nothing_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the test above, where nothing can be captured: copies would raise inside a capture."""
-    control = torch.tensor([0.37, 0.0], device=DEVICE)
-    ours, theirs = (on_device(lists_of(1, SIZES, KEYS["adam"], Case())) for _ in range(2))
-    for lists in (ours, theirs):
-        step_with(kernels(), "adam", lists, GROUP, 1, control)
-        kernels().sum_of_squares(lists.grad)
-
-    def step() -> None:
-        step_with(kernels(), "adam", ours, GROUP, 2, control)
-
-    table = kernels().rehearse(step, control.device).upload()
-    step_with(kernels(), "adam", theirs, GROUP, 2, control)
-    with monkeypatch.context() as capturing:
-        capturing.setattr(Tables, "upload", refuse_upload)
-        kernels().record(step, table)
-        kernels().sum_of_squares(ours.grad)
-        with pytest.raises(AssertionError, match="a copy inside a capture"):
-            step_with(kernels(), "adam", theirs, GROUP, 3, control)
-    assert_same_lists(on_host(ours), on_host(theirs))
-
-
-def refuse_upload(*arguments: object) -> None:
-    raise AssertionError("a copy inside a capture")
+def test_step_is_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = on_device(lists_of(1, SIZES, KEYS["adam"], Case()))
+    step_with(kernels(), "adam", lists, GROUP, 1, 0.37)
+    before = [tensor.clone() for tensor in lists.main]
+    monkeypatch.setattr("mp_optim.update.backends.triton.tables.is_capturing", lambda device: True)
+    with pytest.raises(RuntimeError, match=r"a CUDA graph is captured: .*after the capture"):
+        step_with(kernels(), "adam", lists, GROUP, 2, 0.37)
+    assert all(map(torch.equal, lists.main, before))
 
 
 # -- choosing it ----------------------------------------------------------------------------------

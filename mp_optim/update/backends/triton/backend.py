@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,9 +30,7 @@ from mp_optim.update.backends.triton.launches import (
     MOST_LAUNCHES,
     RATE,
     KernelLaunch,
-    Launcher,
     Multiplier,
-    Rehearsal,
     Steady,
     added,
     clipped_steps,
@@ -75,7 +72,6 @@ class TritonBackend(ReferenceBackend):
         device_type: of the tensors it can step.
         runs_on: the same in words.
         tables: what launches read on the device.
-        launcher: carries launches out, or notes them.
         proofs: of the forms of kernels that were used.
 
     Raises:
@@ -85,7 +81,6 @@ class TritonBackend(ReferenceBackend):
 
     name = "triton"
     takes_device_multipliers = True
-    capturable = True
     follows_weights = True
 
     def __init__(self) -> None:
@@ -104,7 +99,6 @@ class TritonBackend(ReferenceBackend):
             ", interpreted" if self.interpreted else ""
         )
         self.tables = Tables()
-        self.launcher = Launcher(self.tables)
         self.proofs = FormProofs()
 
     def prove_at_first_use(self) -> None:
@@ -112,36 +106,12 @@ class TritonBackend(ReferenceBackend):
 
     # -- launches ---------------------------------------------------------------------------------
 
-    def rehearse(self, work: Callable[[], object], device: torch.device) -> Rehearsal:
-        """Let ``work`` run without a launch, and note what it would launch."""
-        rehearsal = Rehearsal(self.tables, device)
-        self._launch_by(rehearsal, work)
-        return rehearsal
-
-    def record(self, work: Callable[[], object], table: Tensor) -> None:
-        """Let ``work`` run with numbers from the rows of a table, as a graph has to that is
-        replayed."""
-        self._launch_by(Launcher(self.tables, table), work)
-
-    def _launch_by(self, launcher: Launcher, work: Callable[[], object]) -> None:
-        with self._launching(launcher):
-            work()
-
-    @contextmanager
-    def _launching(self, launcher: Launcher) -> Iterator[None]:
-        before, self.launcher = self.launcher, launcher
-        try:
-            yield
-        finally:
-            self.launcher = before
-
     def _holds(
         self, name: str, part: AlikeLists, moments: tuple[str, ...], given: Any, trial: Trial
     ) -> bool:
         """Whether the kernels that a pass takes for a part have the bits of ``reference``."""
-        if not self.proofs.is_on or self.launcher.is_recorded:  # its rehearsal was looked at
+        if not self.proofs.is_on:
             return True
-        launching = partial(self._launching, Launcher(self.tables))
         noisy, device = part.lists.noise is not None, part.lists.grad[0].device
         return all(
             self.proofs.holds(
@@ -150,7 +120,6 @@ class TritonBackend(ReferenceBackend):
                 part,
                 0 if aligned else 1,
                 trial,
-                launching,
             )
             for _, aligned in self.tables.launch_of(part, moments, CHUNK)[1]
         )
@@ -179,19 +148,12 @@ class TritonBackend(ReferenceBackend):
             follows = *form, part.lists.follows
             if part.kind is not None and self._holds(name, part, moments, follows, trial):
                 row = row_for(part.lists, scalars)
-                yield part, self.launcher.numbers(row, part.lists.grad[0].device)
+                yield part, self.tables.row(row, part.lists.grad[0].device)
                 continue
-            mains = part.lists.main
-            params = f"parameters of {mains[0].dtype}" if mains else "no parameters"
-            self.launcher.by_reference(
-                f"there is no kernel for gradients of {part.lists.grad[0].dtype}, {params} "
-                "and their state"
-            )
-            if self.launcher.launches:
-                yield part, None
+            yield part, None
 
     def announce(self, lists: TensorLists, scalars: Any, device: torch.device) -> None:
-        self.launcher.numbers(row_for(lists, scalars), device)
+        self.tables.row(row_for(lists, scalars), device)
 
     def launches_of(
         self, rule: Any, part: AlikeLists, moments: tuple[str, ...], flags: Flags
@@ -211,20 +173,17 @@ class TritonBackend(ReferenceBackend):
         self, rule: Any, lists: TensorLists, scalars: Any, flags: Flags, multiplier: Multiplier
     ) -> bool:
         """Launch a rule over lists that stayed, with gradients where some were that were looked at;
-        says whether it did.
-
-        NOTE: tables of a graph have to be kept for it, which is the other way's business.
-        """
+        says whether it did."""
         known: Steady | None = (
             lists.prepared.get(f"triton {rule.__name__}") if lists.prepared else None
         )
-        if known is None or self.launcher.for_graph or not known.fits(lists):
+        if known is None or not known.fits(lists):
             return False
         addresses = CachedTensorList.of(lists.grad).addresses.tobytes()
         if (found := known.launches.get(addresses)) is None:
             return False
         columns, plans = found
-        numbers = self.launcher.numbers(row_for(lists, scalars), lists.grad[0].device)
+        numbers = self.tables.row(row_for(lists, scalars), lists.grad[0].device)
         part = known.part._replace(lists=lists)
         for plan, aligned in plans:
             launch = KernelLaunch(rule, flags, part, plan, aligned, columns)
@@ -271,15 +230,9 @@ class TritonBackend(ReferenceBackend):
         on_device = isinstance(multiplier, Tensor)
         form = step_form(tiles.step, rule, flags, kind, on_device, aligned, CHUNK)
 
-        def run() -> None:
-            with current_device(device):
-                given = (*tables, numbers, multiplier, skip, *columns, made)
-                form.launch(plan.programs, *given)
-
-        described = (rule.__name__, kind, aligned, flags)
-        given = multiplier, skip  # of what is read on the device, the address must stay
-        places = [each.data_ptr() if isinstance(each, Tensor) else each for each in given]
-        self.launcher.launch(run, (*described, *places, *tables, *columns))
+        with current_device(device):
+            given = (*tables, numbers, multiplier, skip, *columns, made)
+            form.launch(plan.programs, *given)
 
     def index(self, indices: Sequence[int], device: torch.device) -> Tensor:
         return self.tables.values(array("q", indices), device)
@@ -351,8 +304,7 @@ class TritonBackend(ReferenceBackend):
                 for launch in self.launches_of(kernel, part, moments, Flags()):
                     made = sums.new_empty(launch.plan.programs, sums.shape[1])
                     self.launch(launch, numbers, multiplier, made=made)
-                    if self.launcher.launches:
-                        found.index_add_(0, launch.plan.owners, made)
+                    found.index_add_(0, launch.plan.owners, made)
             elif (value := on_host(multiplier)) is not None:
                 found = by_reference(part.lists, scalars, value)
             else:
@@ -362,8 +314,6 @@ class TritonBackend(ReferenceBackend):
 
     def caution_scales(self, counts: Tensor, sizes: Sequence[int]) -> Tensor:
         """As :meth:`ReferenceBackend.caution_scales`, formed on the device."""
-        if not self.launcher.launches:
-            return counts[:, 0].float()
         numels = self.tables.values(array("q", sizes), counts.device).clamp(min=1)
         shares = (counts[:, 0].double() / numels.double()).clamp(min=LEAST_SHARE)
         return shares.reciprocal().float()
@@ -386,8 +336,8 @@ class TritonBackend(ReferenceBackend):
         skip = (
             multiplier[1:] if isinstance(multiplier, Tensor) and multiplier.numel() == 2 else None
         )
-        numbers = self.launcher.numbers(row_of(scalars, 0), lists.main[0].device)
-        ratios = _ratios(scalars, sums, numbers) if self.launcher.launches else sums[:, 0]
+        numbers = self.tables.row(row_of(scalars, 0), lists.main[0].device)
+        ratios = _ratios(scalars, sums, numbers)
         self.lamb_apply(lists, scalars, ratios, skip)
 
     def lamb_moments(
@@ -423,7 +373,7 @@ class TritonBackend(ReferenceBackend):
         for launch in self.launches_of(two_passes.lamb_moments, part, _ADAM, flags):
             sums = torch.empty(launch.plan.programs, 2, dtype=torch.float64, device=device)
             self.launch(launch, numbers, multiplier, made=sums)
-            found = added(launch.plan, sums, self.launcher.launches)
+            found = added(launch.plan, sums)
             total = found if total is None else total + found  # 0.0 without programs in a plan
         assert total is not None
         return total
@@ -485,15 +435,13 @@ class TritonBackend(ReferenceBackend):
         sums: Tensor,
         sizes: Sequence[int],
         multiplier: Multiplier,
-    ) -> list[bool] | Tensor | None:
+    ) -> list[bool] | Tensor:
         if not lists.main:
             return []
         device = lists.main[0].device
-        numbers = self.launcher.numbers(row_of(scalars, 0), device)
-        steps, clipped = sums[:, :2].float(), None
-        if self.launcher.launches:
-            counts = self.tables.values(array("q", sizes), device)
-            steps, clipped = clipped_steps(sums, counts, numbers)
+        numbers = self.tables.row(row_of(scalars, 0), device)
+        counts = self.tables.values(array("q", sizes), device)
+        steps, clipped = clipped_steps(sums, counts, numbers)
         flags = Flags(scalars.decay != 0.0, cautious_wd=scalars.cautious_wd)
         moments = kept_moments(lists, _ADAM)
 
@@ -566,7 +514,6 @@ class TritonBackend(ReferenceBackend):
             AlikeLists(range(len(tensors)), LaunchDtypes(dtype), lists),
             1 if is_odd else 0,
             lambda backend, some: backend.sum_of_squares(some.grad),
-            partial(self._launching, Launcher(self.tables)),
         )
 
     def sum_in_pairs(self, values: Tensor) -> Tensor:

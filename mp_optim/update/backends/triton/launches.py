@@ -1,10 +1,8 @@
 """How a rule's kernel is launched: which tensors one launch takes, what it is told, and who steps
-what no kernel reads; and how launches happen: at once, not at all, but noted, or inside of a CUDA
-graph.
+what no kernel reads.
 
-What changes from step to step (rates, bias corrections, seeds) lies in memory, in one row of
-numbers for each call of a rule. In a graph the rows are those of one table that is written before
-each replay; everything else about a launch is fixed in the graph, and is what a rehearsal compares.
+The numbers that change from step to step (rates, bias corrections, seeds) are stored on the device,
+in one row for each call of a rule.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -106,100 +104,6 @@ def row_for(lists: TensorLists, scalars: Any) -> array[int]:
     seed = lists.noise[0].seed if lists.noise else 0
     # the int32 of the same bits
     return row_of(scalars, seed - (seed >> 31 << 32), lists.average_weight)
-
-
-class Launcher:
-    """Launches at once.
-
-    Args:
-        recorded: of a graph that is being captured, into which this launches, the table whose rows
-            are the numbers of its calls.
-
-    Attributes:
-        for_graph: whether a graph holds these launches, or would, for which their tables are kept.
-    """
-
-    launches = True
-    """Whether kernels run, or are captured to run later; false where they are only noted."""
-
-    def __init__(self, tables: Tables, recorded: Tensor | None = None) -> None:
-        self._tables, self.for_graph = tables, recorded is not None
-        self._recorded = None if recorded is None else iter(recorded.unbind())
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether a graph is being captured."""
-        return self._recorded is not None
-
-    def numbers(self, row: array[int], device: torch.device) -> Tensor:
-        """A row on the device, int32, shape (WIDTH,); nothing waits for it."""
-        return self._tables.row(row, device) if self._recorded is None else next(self._recorded)
-
-    def launch(self, run: Callable[[], object], fixed: Sequence[Any]) -> None:
-        """Do it. ``fixed`` is what must stay the same for a graph that holds the launch."""
-        run()
-
-    def by_reference(self, what: str) -> None:
-        """A part of the step is no kernel of ours."""
-
-
-class Rehearsal(Launcher):
-    """Launches nothing.
-
-    Attributes:
-        rows: the numbers of every call, in order.
-        fixed: everything else about every launch.
-        unfit: why a graph cannot hold the step; empty if it can.
-    """
-
-    launches = False
-
-    def __init__(self, tables: Tables, device: torch.device) -> None:
-        super().__init__(tables)
-        self.for_graph = True
-        self.rows: list[array[int]] = []
-        self.fixed: list[Sequence[Any]] = []
-        self.unfit = ""
-        self._device = device
-        self._nothing = torch.empty(0, dtype=torch.int32, device=device)
-
-    def numbers(self, row: array[int], device: torch.device) -> Tensor:
-        self.rows.append(row)
-        return self._nothing
-
-    def launch(self, run: Callable[[], object], fixed: Sequence[Any]) -> None:
-        self.fixed.append(fixed)
-
-    def by_reference(self, what: str) -> None:
-        self.unfit = what
-
-    def matches(self, other: Rehearsal) -> bool:
-        """Whether a graph of the other step is one of this step, but for the numbers."""
-        return (
-            not self.unfit
-            and len(self.rows) == len(other.rows)
-            and len(self.fixed) == len(other.fixed)
-            and all(map(_alike, self.fixed, other.fixed))
-        )
-
-    def upload(self) -> Tensor:
-        """The numbers of all calls on the device, shape (calls, WIDTH), in memory of their own;
-        nothing waits."""
-        joined = array("i", b"".join(row.tobytes() for row in self.rows))
-        if not joined:
-            return torch.empty(0, WIDTH, dtype=torch.int32, device=self._device)
-        return self._tables.upload(torch.frombuffer(joined, dtype=torch.int32), self._device).view(
-            -1, WIDTH
-        )
-
-
-def _alike(parts: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Tables are compared by identity: the same ones, kept along with the rehearsal; all else by
-    value."""
-    return len(parts) == len(others) and all(
-        a is b if isinstance(a, Tensor) or isinstance(b, Tensor) else a == b
-        for a, b in zip(parts, others, strict=True)
-    )
 
 
 # -- kernels that Triton has compiled --------------------------------------------------------------
@@ -374,16 +278,14 @@ def _sums_form(kernel: Any, warps: int, **constants: Any) -> KernelForm:
     return KernelForm(kernel, constants, {**OPTIONS, "num_warps": warps})
 
 
-def added(plan: Plan, values: Tensor, launches: bool = True) -> Tensor:
-    """From sums of chunks, shape (programs, columns), to sums of tensors; those are not written
-    without ``launches``."""
+def added(plan: Plan, values: Tensor) -> Tensor:
+    """Add sums of chunks, shape (programs, columns), up to sums of tensors."""
     for each in plan.rounds:
         results = values.new_empty(each.programs, values.shape[1])
-        if launches:
-            with current_device(values.device):
-                form = _sums_form(sums.run_sums, 4, COLUMNS=values.shape[1], RUN=RUN)
-                tables = (each.owners, each.firsts, each.starts, each.counts)
-                form.launch(each.programs, *tables, values, results)
+        with current_device(values.device):
+            form = _sums_form(sums.run_sums, 4, COLUMNS=values.shape[1], RUN=RUN)
+            tables = (each.owners, each.firsts, each.starts, each.counts)
+            form.launch(each.programs, *tables, values, results)
         values = results
     return values
 

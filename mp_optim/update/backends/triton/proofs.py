@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -47,13 +46,7 @@ class FormProofs:
         self._lock = threading.RLock()  # a trial may need another form
 
     def holds(
-        self,
-        form: Any,
-        backend: ReferenceBackend,
-        part: AlikeLists,
-        shift: int,
-        trial: Trial,
-        launching: Callable[[], AbstractContextManager[None]],
+        self, form: Any, backend: ReferenceBackend, part: AlikeLists, shift: int, trial: Trial
     ) -> bool:
         """Return whether a form of a kernel has the bits of ``reference``; warn if it has not.
 
@@ -61,29 +54,21 @@ class FormProofs:
             form: equal for launches of one form.
             backend: with the kernels. part: of the launch, whose dtypes the trial has.
             shift: elements by which trial tensors begin after a multiple of 16 bytes.
-            launching: a context in which launches are carried out at once.
         """
         known = self._is_right.get(form)
         if known is None:
-            known = self._prove(form, backend, part, shift, trial, launching)
+            known = self._prove(form, backend, part, shift, trial)
         return known
 
     @in_own_modes
     def _prove(
-        self,
-        form: Any,
-        backend: ReferenceBackend,
-        part: AlikeLists,
-        shift: int,
-        trial: Trial,
-        launching: Callable[[], AbstractContextManager[None]],
+        self, form: Any, backend: ReferenceBackend, part: AlikeLists, shift: int, trial: Trial
     ) -> bool:
         with self._lock:
             if form not in self._is_right:
                 self._is_right[form] = True  # while it is tried
                 self.taken.append(form)
-                with launching():
-                    wrong = _compare(backend, part, shift, trial)
+                wrong = _compare(backend, part, shift, trial)
                 self._is_right[form] = not wrong
                 if wrong:
                     warn(

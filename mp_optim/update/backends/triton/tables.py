@@ -99,9 +99,8 @@ class Tables:
     """Remembers what was copied to a device: by the list it came from, as long as that lives, and
     by its content.
 
-    A CUDA graph keeps using tables it was captured with, so those are never given up. A table is
-    ordered with the stream it was first used on: launches on other streams have to be ordered after
-    that one, as for any tensor.
+    A table is ordered with the stream it was first used on: launches on other streams have to be
+    ordered after that one, as for any tensor.
 
     Args:
         remembered_bytes: device memory of tables remembered by content, beside what living lists
@@ -114,7 +113,6 @@ class Tables:
         self._of_content: OrderedDict[Hashable, Any] = OrderedDict()
         self._bytes = 0
         self._rows: dict[tuple[bytes, torch.device], Tensor] = {}
-        self._captured: list[Any] = []
 
     def column(self, tensors: Sequence[Tensor], device: torch.device) -> Column:
         """The addresses of tensors."""
@@ -126,7 +124,7 @@ class Tables:
                 odd = [place for place, address in enumerate(addresses) if address % 16]
             return Column(self.values(addresses, device), frozenset(odd))
 
-        return self._known(tensors, ("column", device), device, build)
+        return self._known(tensors, ("column", device), build)
 
     def launch_of(
         self, part: AlikeLists, moments: tuple[str, ...], chunk: int
@@ -184,12 +182,12 @@ class Tables:
                 sizes[place] = 0
             return self.plan_of(sizes, chunk, device)
 
-        return self._known(tensors, ("plan", chunk, device, without), device, build)
+        return self._known(tensors, ("plan", chunk, device, without), build)
 
     def plan_of(self, sizes: array[int], chunk: int, device: torch.device) -> Plan:
         """The programs that work on tensors of these sizes."""
         key = sizes.tobytes(), chunk, device
-        return self._remembered(key, device, lambda: Plan(self, sizes, chunk, device))
+        return self._remembered(key, lambda: Plan(self, sizes, chunk, device))
 
     def values(self, values: array[int], device: torch.device) -> Tensor:
         """A table of integers on the device."""
@@ -198,16 +196,20 @@ class Tables:
             return torch.empty(0, dtype=dtype, device=device)
         return self._remembered(
             (values.typecode, values.tobytes(), device),
-            device,
             lambda: self.upload(torch.frombuffer(values, dtype=dtype), device),
         )
 
     def row(self, row: array[int], device: torch.device) -> Tensor:
         """The numbers of a call on the device: the same ones for all parts of what is stepped with
-        them, so that the first part's way is no other's."""
+        them, so that the first part's way is no other's.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured.
+        """
+        _refuse_capture(device)
         key = (row.tobytes(), device)
         known = self._rows.pop(key, None)
-        if known is None or is_capturing(device):  # which refuses: a replay has other numbers
+        if known is None:
             known = self.upload(torch.frombuffer(row, dtype=torch.int32), device)
         self._rows[key] = known
         if len(self._rows) > MOST_ROWS:
@@ -218,45 +220,34 @@ class Tables:
         """A copy of a table in host memory; nothing waits for it.
 
         Raises:
-            RuntimeError: a CUDA graph is being captured, which must not copy what the host may
-                free.
+            RuntimeError: a CUDA graph is being captured.
         """
         if accelerator_of(device) is None:
             return table.clone()
-        if is_capturing(device):
-            raise RuntimeError(
-                "the addresses of these tensors are not on the device yet: take one step with the "
-                "same tensors before a CUDA graph is captured"
-            )
+        _refuse_capture(device)
         return table.pin_memory().to(device, non_blocking=True)
 
     def _known(
-        self,
-        tensors: Sequence[Tensor],
-        kind: Hashable,
-        device: torch.device,
-        build: Callable[[CachedTensorList], _Value],
+        self, tensors: Sequence[Tensor], kind: Hashable, build: Callable[[CachedTensorList], _Value]
     ) -> _Value:
         """What was made of this very list, which holds still as long as it lives."""
         if not isinstance(tensors, CachedTensorList):
-            return self._kept(build(CachedTensorList(tensors)), device)
+            return build(CachedTensorList(tensors))
         key = (id(tensors), kind)
         entry = self._of_list.get(key)
         if entry is not None and entry[0]() is tensors:
             known: _Value = entry[1]
-            return self._kept(known, device)
+            return known
         value = build(tensors)
         self._of_list[key] = (weakref.ref(tensors, lambda _: self._forget(key)), value)
-        return self._kept(value, device)
+        return value
 
     def _forget(self, key: tuple[int, Hashable]) -> None:
         entry = self._of_list.get(key)
         if entry is not None and entry[0]() is None:
             del self._of_list[key]  # else its id belongs to a new list already
 
-    def _remembered(
-        self, key: Hashable, device: torch.device, build: Callable[[], _Value]
-    ) -> _Value:
+    def _remembered(self, key: Hashable, build: Callable[[], _Value]) -> _Value:
         """What was made of this content; the least recently asked for is given up first."""
         value: Any = self._of_content.pop(key, None)
         if value is None:
@@ -265,10 +256,14 @@ class Tables:
         self._of_content[key] = value
         while self._bytes > self._most_bytes and len(self._of_content) > 1:
             self._bytes -= self._of_content.popitem(last=False)[1].nbytes
-        known: _Value = self._kept(value, device)
+        known: _Value = value
         return known
 
-    def _kept(self, value: _Value, device: torch.device) -> _Value:
-        if is_capturing(device):
-            self._captured.append(value)
-        return value
+
+def _refuse_capture(device: torch.device) -> None:
+    if is_capturing(device):
+        raise RuntimeError(
+            "step() while a CUDA graph is captured: a replay would repeat this step's learning "
+            "rate and bias corrections; capture forward and backward, and call step() after the "
+            "capture"
+        )

@@ -101,8 +101,7 @@ def located(owners, firsts, sizes, skip, CHUNK: tl.constexpr):
 
 @triton.jit
 def number(numbers, index):
-    """An FP32 scalar of the launch. They lie in memory as bits, so that a captured launch finds
-    those of its step."""
+    """Return an FP32 scalar of the launch, which is stored as its bits."""
     return tl.load(numbers + index).to(tl.float32, bitcast=True)
 
 
