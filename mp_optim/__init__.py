@@ -27,8 +27,8 @@ from mp_optim.precision import (
     MegatronOptimizer,
     StepResult,
 )
-from mp_optim.ranks.agreement import ProcessGroups
 from mp_optim.ranks.missing_ranks import MissingRanksError
+from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots.interrupted_step import BrokenOffError
 from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.torch_style.classes import (

@@ -23,7 +23,7 @@ from mp_optim.groups.param_groups import (
 from mp_optim.planner.sweep import with_chosen_fraction
 from mp_optim.precision import MegatronOptimizer
 from mp_optim.process.calls import in_own_modes, warn
-from mp_optim.ranks.agreement import ProcessGroups
+from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots.model_parallel import ModelParallel
 from mp_optim.slots.names import ModelParams, canonical_names, named_params, prefixed
 from mp_optim.slots.param_attributes import check_attributes

@@ -32,7 +32,7 @@ from mp_optim.precision import (
 from mp_optim.process.accelerator import accelerator_of
 from mp_optim.process.calls import warn
 from mp_optim.process.host_share import host_share, use_accelerator
-from mp_optim.ranks.agreement import ProcessGroups
+from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import local_tensor, with_names
 from mp_optim.slots.param_attributes import (
     has_partition_dim,

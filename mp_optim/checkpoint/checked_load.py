@@ -39,11 +39,11 @@ from mp_optim.checkpoint.entries import (
     without_checksums,
     without_surplus,
 )
-from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.checkpoint.reading import Reading, ValueCheck, plan_reading
 from mp_optim.checkpoint.shards import FlatShard, PartitionShard, is_cut, scales_of_elements
 from mp_optim.checkpoint.version_files import Index, Saved
 from mp_optim.process.torch_types import is_dtensor
+from mp_optim.ranks.agreement import Ranks
 from mp_optim.slots import Slot, local_tensor
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer, StateLoad, match_without_state
 from mp_optim.slots.load_rollback import kept_settings, kept_state

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.checkpoint.shards import PartitionShard, as_partition
 from mp_optim.checkpoint.version_files import Index, Saved
 from mp_optim.config.rules import moment_of
 from mp_optim.config.setting_checks import plain_setting
 from mp_optim.process.torch_types import is_dtensor
+from mp_optim.ranks.agreement import Ranks
 from mp_optim.slots import Slot, param_at
 from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer, match_without_state
 from mp_optim.slots.model_parallel import ModelParallel

@@ -14,10 +14,10 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.checkpoint.commit import replace_durably, sync
 from mp_optim.checkpoint.entries import Models
-from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.checkpoint.shards import FlatShard, PartitionShard, held_places, piece
 from mp_optim.process.calls import in_own_modes
 from mp_optim.process.torch_types import is_dtensor
+from mp_optim.ranks.agreement import Ranks
 from mp_optim.slots import iter_slots
 from mp_optim.slots.identity import has_names
 from mp_optim.slots.keyed_optimizer import OverStack, SlotKeyedOptimizer, stack_of

@@ -46,7 +46,7 @@ from mp_optim.checkpoint.entries import (
     params_of,
     plain_of,
 )
-from mp_optim.checkpoint.ranks import Ranks, check_replicas
+from mp_optim.checkpoint.replicas import check_replicas
 from mp_optim.checkpoint.version_files import (
     COMMON,
     Index,
@@ -59,6 +59,7 @@ from mp_optim.checkpoint.version_files import (
 )
 from mp_optim.checkpoint.writing import Writing, plan_writing
 from mp_optim.process.calls import in_own_modes
+from mp_optim.ranks.agreement import Ranks
 from mp_optim.slots.keyed_optimizer import OverStack, SlotKeyedOptimizer, stack_of
 from mp_optim.slots.model_parallel import ModelParallel
 

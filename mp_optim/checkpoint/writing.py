@@ -34,7 +34,6 @@ from torch import Tensor
 
 from mp_optim.checkpoint.commit import naming, write_durably
 from mp_optim.checkpoint.entries import STATE
-from mp_optim.checkpoint.ranks import Ranks
 from mp_optim.checkpoint.shards import piece, places_of
 from mp_optim.checkpoint.version_files import (
     BLOCK_BYTES,
@@ -54,6 +53,7 @@ from mp_optim.process import host_memory, leases
 from mp_optim.process.calls import in_background
 from mp_optim.process.host_share import host_share
 from mp_optim.process.leases import Lease, SaveBorrow, StagedBytes, is_plain, lend
+from mp_optim.ranks.agreement import Ranks
 from mp_optim.slots.partition import Box, check_cover, whole_box
 
 LENT_FROM = 16 << 10

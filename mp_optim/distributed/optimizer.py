@@ -25,8 +25,9 @@ from mp_optim.precision.measure import GradsOfMembers, Measurement, NormKey, Ste
 from mp_optim.precision.settings_agreement import of_config, of_groups
 from mp_optim.precision.wrapped_optimizer import WrappedOptimizer
 from mp_optim.process.calls import in_own_modes
-from mp_optim.ranks.agreement import ProcessGroups, check_agreement
+from mp_optim.ranks.agreement import check_agreement
 from mp_optim.ranks.missing_ranks import naming_missing_ranks
+from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import (
     Multiplier,
     ParamGroups,

@@ -24,7 +24,7 @@ from mp_optim.megatron.patches import check_replacements, full_name, is_replaced
 from mp_optim.megatron.torch_format import SavedSettings, groups_elsewhere
 from mp_optim.placement import hybrid
 from mp_optim.precision import MegatronGradScaler, MegatronOptimizer
-from mp_optim.ranks.agreement import ProcessGroups
+from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import iter_slots
 from mp_optim.slots.param_attributes import is_expert_param
 from mp_optim.update import FusedAdam

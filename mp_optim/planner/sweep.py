@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.state_forms import MOMENT_WORDS, REMAINDERS
@@ -21,8 +20,8 @@ from mp_optim.groups.param_groups import ParamKey
 from mp_optim.planner.memory import Layout, MemoryPlan, plan, plan_rank, specs_of, with_defaults
 from mp_optim.process.accelerator import accelerator_of
 from mp_optim.process.torch_types import is_dtensor
-from mp_optim.ranks.agreement import ProcessGroups
-from mp_optim.ranks.missing_ranks import all_gather
+from mp_optim.ranks.agreement import agree_on_largest
+from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import local_tensor
 from mp_optim.slots.names import named_params
 from mp_optim.slots.param_attributes import is_expert_param
@@ -256,7 +255,11 @@ def with_chosen_fraction(
 
     mesh = next((param.device_mesh for _, param in held if is_dtensor(param)), None)
     sharing = [dp] if config.is_distributed else [] if mesh is None else mesh.get_all_groups()
-    fraction = _agreed(lambda: least(plan_of, config, gpu_memory=limit).fraction, sharing)
+    fraction = agree_on_largest(
+        filter(None, sharing),
+        "agreeing on optimizer_offload_fraction",
+        lambda: least(plan_of, config, gpu_memory=limit).fraction,
+    )
     found = plan_of(with_fraction(config, fraction))
     _log.info(
         "optimizer_offload_fraction='auto': %g, the least that keeps parameters, gradients and "
@@ -267,22 +270,6 @@ def with_chosen_fraction(
         found.host_total / 2**30,
     )
     return with_fraction(config, found.fraction)
-
-
-def _agreed(choose: Callable[[], float], groups: Iterable[ProcessGroup | None]) -> float:
-    """The largest of the ranks' choices; one that fails, fails on all."""
-    own, trouble = 1.0, ""
-    try:
-        own = choose()
-    except ValueError as error:
-        trouble = str(error)
-    for group in filter(None, groups):
-        choices = all_gather(group, "agreeing on optimizer_offload_fraction", (own, trouble))
-        own = max(fraction for fraction, _ in choices)
-        trouble = next((text for _, text in choices if text), "")
-    if trouble:
-        raise ValueError(trouble)
-    return own
 
 
 def _on_meta(param: Tensor) -> nn.Parameter:

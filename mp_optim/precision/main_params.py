@@ -33,7 +33,7 @@ from mp_optim.quantized import (
     is_quantized,
     quantize_,
 )
-from mp_optim.ranks.agreement import ProcessGroups
+from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import (
     ParamGroups,
     Slot,

@@ -37,7 +37,7 @@ from mp_optim.precision.megatron_optimizer import MegatronOptimizer
 from mp_optim.precision.param_state import View
 from mp_optim.precision.slot_table import SlotColumns, SlotTable
 from mp_optim.quantized import FLOAT8_DTYPES, quantize_
-from mp_optim.ranks.agreement import ProcessGroups
+from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import (
     CachedTensorList,
     Multiplier,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mp_optim.process.torch_types import is_dtensor
-from mp_optim.ranks.agreement import ProcessGroups
 from mp_optim.ranks.missing_ranks import all_gather
+from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots.names import canonical_name, canonical_names, prefixed
 from mp_optim.slots.param_attributes import (
     is_expert_param,

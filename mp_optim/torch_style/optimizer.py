@@ -24,7 +24,7 @@ from mp_optim.precision.grad_scaler import ConstantGradScaler
 from mp_optim.process.calls import in_own_modes, warn
 from mp_optim.process.host_memory import same_values
 from mp_optim.quantized import FLOAT8_DTYPES
-from mp_optim.ranks.agreement import ProcessGroups
+from mp_optim.ranks.process_groups import ProcessGroups
 from mp_optim.slots import ParamGroups, Slot, group_settings, iter_slots, local_tensor, with_names
 from mp_optim.slots.identity import SharedSettings
 from mp_optim.slots.keyed_optimizer import Closure, SlotKeyedOptimizer, checked_match

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mp_optim.checkpoint.ranks import to_compare
+from mp_optim.checkpoint.replicas import to_compare
 from mp_optim.checkpoint.version_files import (
     Index,
     Saved,
