@@ -15,7 +15,7 @@ try:
 except ImportError:  # setuptools < 70.1
     from wheel.bdist_wheel import bdist_wheel
 
-CSRC = Path("mp_optim/update/csrc")
+CSRC = Path("mp_optim/kernels/csrc")
 LINKS = r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)]+)\)"
 
 
@@ -87,7 +87,7 @@ setup(
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
     ext_modules=[
         Extension(
-            "mp_optim.update._native",
+            "mp_optim.kernels._native",
             sources=sorted(map(str, CSRC.glob("*.cpp"))),
             depends=sorted(map(str, [*CSRC.glob("*.inl"), *CSRC.glob("*.h")])),
             language="c++",

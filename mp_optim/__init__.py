@@ -1,25 +1,14 @@
 """A Megatron-style mixed-precision optimizer stack. Start at :func:`get_megatron_optimizer`."""
 
-import mp_optim._torch_import  # noqa: F401  before any other import of torch
+import mp_optim.host.torch_import  # noqa: F401  before any other import of torch
 from mp_optim import checkpoint
-from mp_optim.api import get_megatron_optimizer
 from mp_optim.config import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
-from mp_optim.deltas import WeightDelta, WeightPatch, apply_delta
-from mp_optim.distributed.composite import ChainedOptimizer
-from mp_optim.distributed.optimizer import DistributedOptimizer
-from mp_optim.groups.param_groups import (
-    ParamGroupOverride,
-    ParamKey,
-    ParamPredicate,
-    ParamWithNamePredicate,
-    check_config_overrides_consistency,
-    get_mup_config_overrides,
-    get_standard_config_overrides,
-)
-from mp_optim.groups.scheduler import OptimizerParamScheduler
-from mp_optim.placement import HybridDeviceOptimizer
-from mp_optim.planner import plan
-from mp_optim.precision import (
+from mp_optim.core.interrupted_step import BrokenOffError
+from mp_optim.core.model_parallel import ModelParallel
+from mp_optim.core.weight_delta import WeightDelta, WeightPatch, apply_delta
+from mp_optim.factory.get_optimizer import get_megatron_optimizer
+from mp_optim.factory.memory_plan import plan
+from mp_optim.mixed_precision import (
     ConstantGradScaler,
     DynamicGradScaler,
     Float16OptimizerWithFloat16Params,
@@ -27,11 +16,8 @@ from mp_optim.precision import (
     MegatronOptimizer,
     StepResult,
 )
-from mp_optim.ranks.missing_ranks import MissingRanksError
-from mp_optim.ranks.process_groups import ProcessGroups
-from mp_optim.slots.interrupted_step import BrokenOffError
-from mp_optim.slots.model_parallel import ModelParallel
-from mp_optim.torch_style.classes import (
+from mp_optim.offload import HybridDeviceOptimizer
+from mp_optim.optimizers.classes import (
     LAMB,
     SGD,
     Adafactor,
@@ -42,7 +28,23 @@ from mp_optim.torch_style.classes import (
     Muon,
     StableAdamW,
 )
-from mp_optim.update import AuditError, AuditWarning, FusedAdam, FusedLAMB
+from mp_optim.param_groups.lr_scheduler import OptimizerParamScheduler
+from mp_optim.param_groups.overrides import (
+    ParamGroupOverride,
+    ParamKey,
+    ParamPredicate,
+    ParamWithNamePredicate,
+    check_config_overrides_consistency,
+    get_mup_config_overrides,
+    get_standard_config_overrides,
+)
+from mp_optim.process_groups.missing_ranks import MissingRanksError
+from mp_optim.process_groups.process_groups import ProcessGroups
+from mp_optim.rules.audit import AuditError, AuditWarning
+from mp_optim.rules.elementwise import FusedAdam
+from mp_optim.rules.whole_param import FusedLAMB
+from mp_optim.zero.composite import ChainedOptimizer
+from mp_optim.zero.zero import DistributedOptimizer
 
 __version__ = "0.1.0"
 

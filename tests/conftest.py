@@ -110,7 +110,7 @@ def _no_state_of_accelerates() -> Iterator[None]:
 def _no_threads_are_left_set() -> Iterator[None]:
     """``host_threads`` of a config holds for the process; the next test finds its share."""
     yield
-    if threads := sys.modules.get("mp_optim.update.backends.native_library"):
+    if threads := sys.modules.get("mp_optim.kernels.native_library"):
         threads.set_host_threads(None)
 
 

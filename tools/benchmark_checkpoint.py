@@ -28,8 +28,8 @@ from torch import nn
 
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint.writing import Held, Holding, shares
-from mp_optim.slots.partition import boxes
-from mp_optim.update import set_host_threads
+from mp_optim.core.partition import boxes
+from mp_optim.kernels.native_library import set_host_threads
 
 
 @dataclass

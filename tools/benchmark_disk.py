@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 import torch
 import tyro
 
-from mp_optim.process.direct_file import PIECE, THREADS, DirectFile, Ticket
+from mp_optim.host.direct_file import PIECE, THREADS, DirectFile, Ticket
 
 MIB = 1 << 20
 PATTERNS = ("read", "write", "read and write")

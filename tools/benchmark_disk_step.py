@@ -37,8 +37,8 @@ from measuring.kernels import require_kernels
 from torch import Tensor, nn
 
 from mp_optim import HybridDeviceOptimizer, OptimizerConfig, get_megatron_optimizer
-from mp_optim.placement.timeline import WAIT_DISK, StepTimeline
-from mp_optim.process.direct_file import Ticket
+from mp_optim.host.direct_file import Ticket
+from mp_optim.offload.timeline import WAIT_DISK, StepTimeline
 
 MIB = 1 << 20
 LAYER = 4 << 20

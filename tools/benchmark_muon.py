@@ -24,7 +24,7 @@ from benchmark_quality import run_config
 from measuring.kernels import require_kernels
 from rich.progress import track
 
-from mp_optim.update import set_host_threads
+from mp_optim.kernels.native_library import set_host_threads
 from training.config import TrainConfig
 from training.loop import train
 

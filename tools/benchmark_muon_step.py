@@ -22,9 +22,8 @@ from torch import nn
 
 from benchmarks import allocator
 from benchmarks.timing import Timing, alternate, ratio
-from mp_optim.update import FusedMuon
-from mp_optim.update.backends.native_library import NativeLibrary
-from mp_optim.update.muon import seconds_of_products
+from mp_optim.kernels.native_library import NativeLibrary
+from mp_optim.muon.muon import FusedMuon, seconds_of_products
 
 KERNEL = "mp_newton_schulz"
 PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", KERNEL}

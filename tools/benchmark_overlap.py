@@ -22,7 +22,7 @@ from measuring.kernels import require_kernels
 from rich.console import Console
 
 from benchmarks import overlap, report
-from mp_optim.update import set_host_threads
+from mp_optim.kernels.native_library import set_host_threads
 
 
 @dataclass

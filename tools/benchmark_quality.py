@@ -23,7 +23,7 @@ from rich.progress import track
 
 from benchmarks.quality_report import write
 from mp_optim import OptimizerConfig
-from mp_optim.update import set_host_threads
+from mp_optim.kernels.native_library import set_host_threads
 from training.config import DataConfig, ModelConfig, RunConfig, SchedulerConfig, TrainConfig
 from training.loop import train
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import tyro
 
-from mp_optim.conform import CHECKS, LEVELS, Subject, run
-from mp_optim.conform.runner import FAILS, OTHER, REFUSES
+from mp_optim.apps.conform import CHECKS, LEVELS, Subject, run
+from mp_optim.apps.conform.runner import FAILS, OTHER, REFUSES
 
 ROOT = Path(__file__).parents[1]
 FINDINGS = ROOT / "docs/conformance.json"

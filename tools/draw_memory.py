@@ -19,7 +19,8 @@ import matplotlib.pyplot as plt
 from plan_memory import GIB, load
 
 from mp_optim import OptimizerConfig, plan
-from mp_optim.planner import FORMS, MemoryPlan, specs_of
+from mp_optim.factory.memory_plan import MemoryPlan, specs_of
+from mp_optim.factory.offload_fraction import FORMS
 
 MODELS = Path(__file__).parents[1] / "tests" / "functional" / "full_size"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import transformers
 
-from mp_optim.cli.fit import shipped
-from mp_optim.planner.activations import (
+from mp_optim.apps.fit.activations import (
     Batch,
     Timeline,
     as_fake,
@@ -22,7 +21,8 @@ from mp_optim.planner.activations import (
     trace,
     trace_repeating,
 )
-from mp_optim.planner.fit import ERROR
+from mp_optim.apps.fit.command import shipped
+from mp_optim.apps.fit.fit import ERROR
 
 GB, GIB = 10**9, 2**30
 WORKSPACES = 2 * ((8 << 20) + (128 << 10) + (4 << 20))
@@ -138,7 +138,7 @@ def rows() -> Iterator[str]:
             shown = f"{excess:+.1%}" if setting.is_known else f"({excess:+.1%})"
             cells = (setting.source, peak.optimizer, f"{peak.peak:.2f}", f"{here:.2f}", shown)
             yield f"| {' | '.join(cells)} | {setting.assumed} |"
-    assert most <= ERROR, f"planner/fit.py: ERROR must be at least {most:.3f}"
+    assert most <= ERROR, f"apps/fit/fit.py: ERROR must be at least {most:.3f}"
     yield ""
     yield f"Where the setting is known, published peaks are at most {most:.1%} above the estimate."
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import tyro
 
-from mp_optim.cli import fit
-from mp_optim.cli.fit import GIB, shipped
+from mp_optim.apps.fit import command as fit
+from mp_optim.apps.fit.command import GIB, shipped
 
 MACHINES = {
     "24 GB, host 64 GB, disk 1 TB": "--gpu 24GB --ram 64GB --disk 1TB",

@@ -186,7 +186,7 @@ def count_classes(modules: list[Module], figures: Figures) -> None:
     rules = [
         name
         for name in hierarchy.bases
-        if name[0].split(".")[1:2] in (["update"], ["rules"]) and "apply" in hierarchy.visible(name)
+        if name[0].split(".")[1:2] in (["rules"], ["muon"]) and "apply" in hierarchy.visible(name)
     ]
     for title, names in (("widest rule", rules), ("widest class", list(hierarchy.bases))):
         widest = max(names, key=lambda name: len(hierarchy.visible(name)))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import tyro
 
-from mp_optim.megatron.config import DDP_FIELDS, OPTIMIZER_FIELDS, Meaning
+from mp_optim.apps.megatron.config import DDP_FIELDS, OPTIMIZER_FIELDS, Meaning
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "migrate.md"
 BEGIN, END = "<!-- tools/megatron_fields.py -->", "<!-- end of these tables -->"

@@ -15,7 +15,8 @@ from plan_memory import GIB, load
 from settings_table import MODELS, Machine
 
 from mp_optim import OptimizerConfig
-from mp_optim.planner import FORMS, Layout, MemoryPlan, plan, specs_of
+from mp_optim.factory.memory_plan import Layout, MemoryPlan, plan, specs_of
+from mp_optim.factory.offload_fraction import FORMS
 
 FORM = "8-bit moments, remainders"
 WAYS: dict[str, dict[str, Any]] = {

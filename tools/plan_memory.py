@@ -13,8 +13,8 @@ from typing import Any
 import tyro
 
 from mp_optim import OptimizerConfig
-from mp_optim.cli.command import status_of
-from mp_optim.cli.plan import GIB, Options, report
+from mp_optim.apps.cli.command import status_of
+from mp_optim.apps.fit.plan_command import GIB, Options, report
 from training.loading import load_yaml
 from training.models import hf_config
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import mp_optim
-from mp_optim.update import proof_of
+from mp_optim.kernels import proof_of
 
 
 def build() -> tuple[torch.nn.Module, mp_optim.MegatronOptimizer]:

@@ -2,6 +2,6 @@
 
 from mp_optim.checkpoint.export import export_safetensors
 from mp_optim.checkpoint.save_load import SaveHandle, load, save, verify, versions
-from mp_optim.checkpoint.shards import FlatShard
+from mp_optim.core.flat_shard import FlatShard
 
 __all__ = ["FlatShard", "SaveHandle", "export_safetensors", "load", "save", "verify", "versions"]

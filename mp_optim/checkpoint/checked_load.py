@@ -39,16 +39,14 @@ from mp_optim.checkpoint.entries import (
     without_checksums,
     without_surplus,
 )
+from mp_optim.checkpoint.file_format import Index, Saved
 from mp_optim.checkpoint.reading import Reading, ValueCheck, plan_reading
-from mp_optim.checkpoint.shards import FlatShard, PartitionShard, is_cut, scales_of_elements
-from mp_optim.checkpoint.version_files import Index, Saved
-from mp_optim.process.torch_types import is_dtensor
-from mp_optim.ranks.agreement import Ranks
-from mp_optim.slots import Slot, local_tensor
-from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer, StateLoad, match_without_state
-from mp_optim.slots.load_rollback import kept_settings, kept_state
-from mp_optim.slots.model_parallel import ModelParallel
-from mp_optim.slots.slot_state import (
+from mp_optim.core import Slot, local_tensor
+from mp_optim.core.flat_shard import FlatShard, PartitionShard, is_cut, scales_of_elements
+from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer, StateLoad, match_without_state
+from mp_optim.core.load_rollback import kept_settings, kept_state
+from mp_optim.core.model_parallel import ModelParallel
+from mp_optim.core.slot_state import (
     AVERAGE,
     REMAINDER,
     SCALE,
@@ -59,7 +57,9 @@ from mp_optim.slots.slot_state import (
     is_scale,
     scale_key,
 )
-from mp_optim.slots.state_dict import check_is_state_dict, match_by_name, with_params
+from mp_optim.core.state_dict import check_is_state_dict, match_by_name, with_params
+from mp_optim.host.torch_types import is_dtensor
+from mp_optim.process_groups.agreement import Ranks
 
 _OTHER_KEYS = {"remainder": "master_param", "master_param": "remainder"}
 """Keys under which the same thing may have been saved."""

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mp_optim.checkpoint.shards import PartitionShard, as_partition
-from mp_optim.checkpoint.version_files import Index, Saved
+from mp_optim.checkpoint.file_format import Index, Saved
 from mp_optim.config.rules import moment_of
 from mp_optim.config.setting_checks import plain_setting
-from mp_optim.process.torch_types import is_dtensor
-from mp_optim.ranks.agreement import Ranks
-from mp_optim.slots import Slot, param_at
-from mp_optim.slots.keyed_optimizer import SlotKeyedOptimizer, match_without_state
-from mp_optim.slots.model_parallel import ModelParallel
-from mp_optim.slots.names import ModelParams, canonical_names, matched_names, prefixed
-from mp_optim.slots.partition import Partition
-from mp_optim.slots.slot_state import AVERAGE, State, scale_key, without_blocks
-from mp_optim.slots.state_dict import CHECKSUMS, match_by_name, names_in_words, with_params
+from mp_optim.core import Slot, param_at
+from mp_optim.core.flat_shard import PartitionShard, as_partition
+from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer, match_without_state
+from mp_optim.core.model_parallel import ModelParallel
+from mp_optim.core.names import ModelParams, canonical_names, matched_names, prefixed
+from mp_optim.core.partition import Partition
+from mp_optim.core.slot_state import AVERAGE, State, scale_key, without_blocks
+from mp_optim.core.state_dict import CHECKSUMS, match_by_name, names_in_words, with_params
+from mp_optim.host.torch_types import is_dtensor
+from mp_optim.process_groups.agreement import Ranks
 
 MODEL = "model."
 """What the names of the model's tensors begin with; the FQN follows."""

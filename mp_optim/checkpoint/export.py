@@ -14,17 +14,17 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.checkpoint.commit import replace_durably, sync
 from mp_optim.checkpoint.entries import Models
-from mp_optim.checkpoint.shards import FlatShard, PartitionShard, held_places, piece
-from mp_optim.process.calls import in_own_modes
-from mp_optim.process.torch_types import is_dtensor
-from mp_optim.ranks.agreement import Ranks
-from mp_optim.slots import iter_slots
-from mp_optim.slots.identity import has_names
-from mp_optim.slots.keyed_optimizer import OverStack, SlotKeyedOptimizer, stack_of
-from mp_optim.slots.names import named_params
-from mp_optim.slots.partition import check_cover
-from mp_optim.slots.slot_state import AVERAGE
-from mp_optim.slots.tensors import whole_tensor
+from mp_optim.core import iter_slots
+from mp_optim.core.flat_shard import FlatShard, PartitionShard, held_places, piece
+from mp_optim.core.identity import has_names
+from mp_optim.core.keyed_optimizer import OverStack, SlotKeyedOptimizer, stack_of
+from mp_optim.core.names import named_params
+from mp_optim.core.partition import check_cover
+from mp_optim.core.slot_state import AVERAGE
+from mp_optim.core.tensors import whole_tensor
+from mp_optim.host.calls import in_own_modes
+from mp_optim.host.torch_types import is_dtensor
+from mp_optim.process_groups.agreement import Ranks
 
 _INDEX = "model.safetensors.index.json"
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.checkpoint.commit import inside, newest
-from mp_optim.checkpoint.shards import held_places, piece
-from mp_optim.checkpoint.version_files import (
+from mp_optim.checkpoint.file_format import (
     BLOCK_BYTES,
     INDEX,
     Files,
@@ -28,7 +27,8 @@ from mp_optim.checkpoint.version_files import (
     read_index,
     read_manifest,
 )
-from mp_optim.slots.partition import Box, any_overlap
+from mp_optim.core.flat_shard import held_places, piece
+from mp_optim.core.partition import Box, any_overlap
 
 _STAGING_BYTES = 64 << 20
 """Bytes that are read at a time where elements do not go to where they belong at once; at least one

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mp_optim.ranks.agreement import Ranks
+from mp_optim.process_groups.agreement import Ranks
 
 SAMPLES = 64
 """Elements of a parameter that are compared, evenly spaced: enough to distinguish parts of a whole

@@ -46,8 +46,7 @@ from mp_optim.checkpoint.entries import (
     params_of,
     plain_of,
 )
-from mp_optim.checkpoint.replicas import check_replicas
-from mp_optim.checkpoint.version_files import (
+from mp_optim.checkpoint.file_format import (
     COMMON,
     Index,
     file_sum,
@@ -57,11 +56,12 @@ from mp_optim.checkpoint.version_files import (
     verify_files,
     write_manifest,
 )
+from mp_optim.checkpoint.replicas import check_replicas
 from mp_optim.checkpoint.writing import Writing, plan_writing
-from mp_optim.process.calls import in_own_modes
-from mp_optim.ranks.agreement import Ranks
-from mp_optim.slots.keyed_optimizer import OverStack, SlotKeyedOptimizer, stack_of
-from mp_optim.slots.model_parallel import ModelParallel
+from mp_optim.core.keyed_optimizer import OverStack, SlotKeyedOptimizer, stack_of
+from mp_optim.core.model_parallel import ModelParallel
+from mp_optim.host.calls import in_own_modes
+from mp_optim.process_groups.agreement import Ranks
 
 StrPath = str | os.PathLike[str]
 

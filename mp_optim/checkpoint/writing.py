@@ -34,8 +34,7 @@ from torch import Tensor
 
 from mp_optim.checkpoint.commit import naming, write_durably
 from mp_optim.checkpoint.entries import STATE
-from mp_optim.checkpoint.shards import piece, places_of
-from mp_optim.checkpoint.version_files import (
+from mp_optim.checkpoint.file_format import (
     BLOCK_BYTES,
     INDEX,
     METADATA,
@@ -49,12 +48,13 @@ from mp_optim.checkpoint.version_files import (
     file_sum,
     header,
 )
-from mp_optim.process import host_memory, leases
-from mp_optim.process.calls import in_background
-from mp_optim.process.host_share import host_share
-from mp_optim.process.leases import Lease, SaveBorrow, StagedBytes, is_plain, lend
-from mp_optim.ranks.agreement import Ranks
-from mp_optim.slots.partition import Box, check_cover, whole_box
+from mp_optim.core.flat_shard import piece, places_of
+from mp_optim.core.partition import Box, check_cover, whole_box
+from mp_optim.host import host_memory, leases
+from mp_optim.host.calls import in_background
+from mp_optim.host.host_share import host_share
+from mp_optim.host.leases import Lease, SaveBorrow, StagedBytes, is_plain, lend
+from mp_optim.process_groups.agreement import Ranks
 
 LENT_FROM = 16 << 10
 """Bytes of a tensor from which a copy costs more than a lease."""

@@ -1,6 +1,6 @@
 """The rules, a row each, as data: what a rule keeps of a parameter, and its hyperparameters. The
 config, param groups, checks, checkpoints and the planner read this table;
-:mod:`mp_optim.update.rule_classes` adds the classes. Its second half says what each
+:mod:`mp_optim.factory.rule_registry` adds the classes. Its second half says what each
 ``fused_backend`` has kernels for; that is checked at construction and shown by ``mp-optim doctor``.
 """
 
@@ -202,7 +202,7 @@ class RuleSpec:
         has_kernels: backends carry it out, but for those whose :class:`Capability` says otherwise;
             else torch operations do, and kernels for parts of it where that says so.
         trial: hyperparameters of the self-test of backends that are not the defaults.
-        checksum: of what a step with these leaves behind (``update/backends/self_test.py``).
+        checksum: of what a step with these leaves behind (``kernels/self_test.py``).
     """
 
     name: str

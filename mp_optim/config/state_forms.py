@@ -1,6 +1,6 @@
 """The forms in which state is stored, as one table. What a config may ask for, tensors and their
 bytes, codecs, the tables of native and Triton kernels, names in messages and plans are read from
-it. How values become codes is in ``update/codecs.py``, ``csrc/formats.inl`` and
+it. How values become codes is in ``kernels/codecs.py``, ``csrc/formats.inl`` and
 ``triton/kernels/formats.py``.
 """
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mp_optim.cli import fit
+from mp_optim.apps.fit import command as fit
 from support.launch import TOOLS, run_forked_program, run_program_of_ranks
 from support.programs import PROGRAMS, program
 

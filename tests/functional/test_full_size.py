@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import mp_optim
-from mp_optim.groups.param_groups import get_param_groups
+from mp_optim.param_groups.overrides import get_param_groups
 from support.launch import ROOT
 from training.config import TrainConfig
 from training.loading import load_yaml

@@ -120,7 +120,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             monkeypatch.setitem(sys.modules, name, module)
     yield
     for name in ("axolotl", "ms_swift"):
-        sys.modules.pop(f"mp_optim.integrations.{name}", None)
+        sys.modules.pop(f"mp_optim.apps.integrations.{name}", None)
 
 
 def trainer(folder: Path) -> Trainer:
@@ -163,7 +163,7 @@ def check_trained(trained: Trainer) -> None:
 
 @pytest.mark.usefixtures("programs")
 def test_axolotls_plugin(tmp_path: Path) -> None:
-    plugin = importlib.import_module("mp_optim.integrations.axolotl")
+    plugin = importlib.import_module("mp_optim.apps.integrations.axolotl")
     module, _, name = plugin.MpOptimPlugin().get_input_args().rpartition(".")
     arguments = getattr(importlib.import_module(module), name)
     chosen = arguments(mp_optim={"offload": 1.0, "state": "8bit"})
@@ -174,7 +174,7 @@ def test_axolotls_plugin(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("programs")
 def test_ms_swifts_callback(tmp_path: Path) -> None:
-    importlib.import_module("mp_optim.integrations.ms_swift")
+    importlib.import_module("mp_optim.apps.integrations.ms_swift")
     callbacks = sys.modules["swift.optimizers"].optimizers_map
     trained = trainer(tmp_path)
     chosen = {"optim_args": "offload=1.0, state=8bit, main_params=remainder16"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import mp_optim.torch_style.classes as ours
+import mp_optim.optimizers.classes as ours
 from support.fp32_adamw import Fp32AdamW
 from support.launch import run_ranks
 from support.programs import PROGRAMS, program

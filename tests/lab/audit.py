@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import mp_optim
-from mp_optim.update.kernel_args import MAIN, TensorLists
+from mp_optim.kernels.kernel_args import MAIN, TensorLists
 from support.faults import faulty, flip, read, upper_bit
 
 KINDS = ("gradient", "moment", "main param", "parameter", "resting state")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor import Shard
 
-from mp_optim.slots.tensor_layout import MatrixParts, parts_on_mesh
-from mp_optim.update.matrix_exchange import ExchangePlan, newton_schulz_flops, plan_exchange
+from mp_optim.core.tensor_layout import MatrixParts, parts_on_mesh
+from mp_optim.muon.matrix_exchange import ExchangePlan, newton_schulz_flops, plan_exchange
 
 STEPS, WIDTH = 5, 2
 """Newton-Schulz steps, and bytes of an element that travels (bfloat16)."""

@@ -19,8 +19,10 @@ from pathlib import Path
 from support.launch import ROOT, environment
 
 KILL_TESTS = ("tests/unit/checkpoint/test_kill.py", "tests/functional/test_kill_and_resume.py")
-OLDEST_TRITON = ("tests/unit/update/test_triton.py", "-k", "oldest_supported")
-ON_ACCELERATOR = [f"tests/unit/{name}" for name in ("placement", "checkpoint", "update")]
+OLDEST_TRITON = ("tests/unit/kernels/test_triton.py", "-k", "oldest_supported")
+ON_ACCELERATOR = [
+    f"tests/unit/{name}" for name in ("offload", "checkpoint", "kernels", "rules", "muon")
+]
 COVERAGE = ("--cov=mp_optim", "--cov-report=term", "--cov-fail-under=90")
 """Of all tests that `tools/test.sh` runs: measured, they take half as long again."""
 

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from benchmarks.simulated_backward import Model, Setting, build, hybrid_of
-from mp_optim.placement.timeline import Span
+from mp_optim.offload.timeline import Span
 
 _COLORS = {
     "wait_copies": "#fdae6b",

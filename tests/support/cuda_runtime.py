@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from mp_optim.process.accelerator import KINDS, Cuda
+from mp_optim.host.accelerator import KINDS, Cuda
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -1,7 +1,7 @@
 """A plugin of pytest: tests of the Triton backend run its compiled kernels, carried out from their
 PTX without a GPU, in place of the interpreter.
 
-MP_OPTIM_PTX=90 python -m pytest -p support.executed_kernels tests/unit/update/test_conformance.py
+MP_OPTIM_PTX=90 python -m pytest -p support.executed_kernels tests/unit/kernels/test_conformance.py
 
 Or as a program, which carries out a command of the lab so:
 
@@ -16,7 +16,7 @@ import os
 import sys
 from pathlib import Path
 
-import mp_optim.update.backends.triton
+import mp_optim.kernels.triton
 from ptx import forms
 from ptx.kernels import MachineBackend
 from ptx.triton_driver import Launch, StaticDriver
@@ -32,7 +32,7 @@ def carry(launch: Launch) -> None:
 
 ARCH = int(os.environ.get("MP_OPTIM_PTX", "90"))
 StaticDriver(ARCH, carry).__enter__()
-mp_optim.update.backends.triton.triton_backend = lambda: (BACKEND, f"PTX of sm_{ARCH}")
+mp_optim.kernels.triton.triton_backend = lambda: (BACKEND, f"PTX of sm_{ARCH}")
 
 
 def pytest_sessionfinish() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mp_optim.process.host_share import Host
+from mp_optim.host.host_share import Host
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.update.kernel_args import MAIN, TensorLists
-from mp_optim.update.rule import ElementRule, Launch
+from mp_optim.kernels.kernel_args import MAIN, TensorLists
+from mp_optim.rules.rule import ElementRule, Launch
 
 Fault = Callable[[TensorLists], Callable[[], None]]
 """Called before a backend steps; what it returns, when that is done."""

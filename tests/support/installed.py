@@ -19,7 +19,7 @@ def copy_package(folder: Path, *leave_out: str) -> Path:
 def make_kernels_stale(folder: Path) -> None:
     """Make a copied package ask for kernels of the next interface, as a checkout does whose
     kernels were built before its sources changed."""
-    loader = folder / "mp_optim/update/backends/native_library.py"
+    loader = folder / "mp_optim/kernels/native_library.py"
     source, count = re.subn(
         r"^_ABI = (\d+)$",
         lambda match: f"_ABI = {int(match[1]) + 1}",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mp_optim.update.backends.native_library import native_library
+from mp_optim.kernels.native_library import native_library
 
 NEED_KERNELS = [
     pytest.mark.native,

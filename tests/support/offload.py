@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mp_optim import HybridDeviceOptimizer, get_megatron_optimizer
-from mp_optim.placement.backward_jobs import BackwardJob
-from mp_optim.placement.schedule import Schedule
-from mp_optim.placement.timeline import Span
-from mp_optim.process.transfer import Transfer
+from mp_optim.host.transfer import Transfer
+from mp_optim.offload.backward_jobs import BackwardJob
+from mp_optim.offload.backward_scheduler import Schedule
+from mp_optim.offload.timeline import Span
 from support.models import (
     DTYPES,
     AdversarialTransfer,

@@ -1,7 +1,7 @@
 """A plugin of pytest: what a test makes lies on the simulated accelerator, as under
 ``torch.set_default_device``.
 
-python -m pytest -p support.on_accelerator tests/unit/placement
+python -m pytest -p support.on_accelerator tests/unit/offload
 
 What the package itself makes stays where it asks for it. With MP_OPTIM_REPORT=FILE a line a test
 is written there: whether it touched a device, and how it ended.
@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 import mp_optim
-from mp_optim.placement.stepper import Stepper
-from mp_optim.process.transfer import Transfer
+from mp_optim.host.transfer import Transfer
+from mp_optim.offload.stepper import Stepper
 from support.accelerator.simulation import KIND, Simulation
 from support.accelerator.stand_in import simulated_accelerator
 from support.models import AdversarialTransfer

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from mp_optim.placement.state_file import StateFile
+from mp_optim.offload.state_file import StateFile
 
 
 class _Late:

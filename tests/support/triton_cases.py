@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from mp_optim.config.state_forms import blocks_of
-from mp_optim.slots.slot_state import AVERAGE, REMAINDER, scale_key
-from mp_optim.update.codecs import Noise, encode_, is_blocked, split_
-from mp_optim.update.element_rules import RULE_SCALARS, TEXTS
-from mp_optim.update.kernel_args import LambScalars, MuonScalars, StableScalars, TensorLists, fp32
-from mp_optim.update.state_format import moment_specs
+from mp_optim.core.slot_state import AVERAGE, REMAINDER, scale_key
+from mp_optim.kernels.codecs import Noise, encode_, is_blocked, split_
+from mp_optim.kernels.element_rules import RULE_SCALARS, TEXTS
+from mp_optim.kernels.kernel_args import LambScalars, MuonScalars, StableScalars, TensorLists, fp32
+from mp_optim.kernels.state_format import moment_specs
 
 ODD = [
     0.0,

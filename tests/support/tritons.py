@@ -35,7 +35,7 @@ INEXACT = re.compile(
 SAID = """
 import torch
 torch.cuda.is_available = lambda: True
-from mp_optim.update.backends.triton import triton_backend
+from mp_optim.kernels.triton import triton_backend
 print(triton_backend()[1])
 """
 

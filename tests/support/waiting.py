@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mp_optim.placement.placed import PlacedExecutor
+from mp_optim.offload.hybrid_executor import PlacedExecutor
 
 _READS = {
     Tensor.item,
@@ -96,9 +96,9 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
     """
     from triton.runtime.interpreter import GridExecutor
 
-    from mp_optim.precision import verdict
-    from mp_optim.update import sums
-    from mp_optim.update.backends.triton import backend, launches
+    from mp_optim.kernels import sums
+    from mp_optim.kernels.triton import backend, launches
+    from mp_optim.mixed_precision import clip_and_skip as verdict
 
     modes: list[Any] = []
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from benchmarks.opponents import BETAS, CLIP, DECAY, EPS, LR
 from mp_optim import FusedAdam, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
-from mp_optim.update import set_host_threads
+from mp_optim.core import Slot, SlotUpdate, SlotUpdates
+from mp_optim.kernels.native_library import set_host_threads
 
 OURS = "mp_optim"
 ADAM_BYTES = 28

@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.section import Section
 from benchmarks.timing import Timing, alternate
-from mp_optim.slots import Slot, SlotUpdate
-from mp_optim.update import FusedLion
+from mp_optim.core import Slot, SlotUpdate
+from mp_optim.rules.elementwise import FusedLion
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from rich.table import Table
 import mp_optim
 from benchmarks.ours import OURS
 from benchmarks.section import Section
-from mp_optim.update.backends.native import access_choice
-from mp_optim.update.backends.native_library import native_library
+from mp_optim.kernels.native import access_choice
+from mp_optim.kernels.native_library import native_library
 
 _FORMATS = {
     "ms": "{:.2f}",

@@ -17,7 +17,7 @@ from mp_optim import (
     OptimizerConfig,
     get_megatron_optimizer,
 )
-from mp_optim.precision.wrapped_optimizer import WrappedOptimizer
+from mp_optim.mixed_precision.wrapped_optimizer import WrappedOptimizer
 
 _CLIP = {"off": 0.0, "on, not firing": 1e9, "always firing": 1e-3}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mp_optim.process import host_memory, transfer
+from mp_optim.host import host_memory, transfer
 
 GIB = float(1 << 30)
 MATMUL = 8192

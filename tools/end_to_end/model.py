@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from mp_optim.cli.fit import shipped
+from mp_optim.apps.fit.command import shipped
 
 ROWS = 1024
 """Tokens whose logits exist at a time."""

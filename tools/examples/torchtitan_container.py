@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torchtitan.components.optimizer import ParamGroupConfig
 
-from mp_optim.integrations.torchtitan import MpOptimizersContainer
+from mp_optim.apps.integrations.torchtitan import MpOptimizersContainer
 
 
 def main(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mp_optim.update import choose_backend, proof_of
+from mp_optim.kernels import choose_backend, proof_of
 
 
 def require_kernels() -> None:

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from triton.runtime import JITFunction
 
 import mp_optim
-from mp_optim.slots import CachedTensorList
-from mp_optim.update.backends.triton.tables import Tables
-from mp_optim.update.element_rules import AdamScalars
-from mp_optim.update.kernel_args import TensorLists
+from mp_optim.core import CachedTensorList
+from mp_optim.kernels.element_rules import AdamScalars
+from mp_optim.kernels.kernel_args import TensorLists
+from mp_optim.kernels.triton.tables import Tables
 from ptx.triton_driver import Function, Launch, StaticDriver
 
 COUNTS = (1, 1000)
@@ -136,7 +136,7 @@ def optimizer(count: int) -> dict[str, float]:
             param.grad = grad
         step(number)
 
-    chosen = "mp_optim.update.executor.choose_backend"
+    chosen = "mp_optim.rules.rule_executor.choose_backend"
     with mock.patch(chosen, lambda name, device: (backend, "")):
         return timed(backend, given)
 

@@ -13,15 +13,15 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-if "mp_optim.update.backends.triton.kernels" in sys.modules:
+if "mp_optim.kernels.triton.kernels" in sys.modules:
     raise ImportError("this process has imported the kernels, to be interpreted or for a GPU")
 os.environ["TRITON_INTERPRET"] = "0"  # read when a kernel is defined
 
 import torch
 from torch import Tensor
 
-from mp_optim.update.backends.triton.backend import TritonBackend
-from mp_optim.update.backends.triton.tables import Column, Tables
+from mp_optim.kernels.triton.backend import TritonBackend
+from mp_optim.kernels.triton.tables import Column, Tables
 from ptx.triton_driver import Launch, carry_out
 
 os.environ["TRITON_INTERPRET"] = "1"  # read by those who ask where the backend's tensors are

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from ptx.kernels import MachineBackend  # isort: skip  (before what interprets kernels)
 
-from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.backends.self_test import RECORDED, digests, prove
+from mp_optim.kernels.reference import ReferenceBackend
+from mp_optim.kernels.self_test import RECORDED, digests, prove
 from ptx import forms, mutants, record, trials
 from ptx.options import Options
 from ptx.results import Executed, OnTarget, Results, table

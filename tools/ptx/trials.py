@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mp_optim.config.rules import CAUTIONS
 from mp_optim.config.state_forms import BLOCK
-from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.kernel_args import StableScalars, TensorLists
+from mp_optim.kernels.kernel_args import StableScalars, TensorLists
+from mp_optim.kernels.reference import ReferenceBackend
 from ptx.forms import Form
 from ptx.kernels import MachineBackend
 from support.triton_cases import GROUP, LONE, ODD, PASSES, Case, lists_of, step_with

@@ -15,7 +15,7 @@ import torch
 
 from lab.any_program.oracle import Oracle
 from lab.any_program.subject import Subject
-from mp_optim.slots.interrupted_step import BrokenOffError
+from mp_optim.core.interrupted_step import BrokenOffError
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from lab.any_program.setups import PARAMS, REMAINDERS, SETTINGS, Param, Place, S
 from lab.any_program.starting import settings_of
 from lab.any_program.subject import as_tensor, expect_bits, name_of, need, refused
 from mp_optim import OptimizerParamScheduler
-from mp_optim.update import set_host_threads
+from mp_optim.kernels.native_library import set_host_threads
 from support.moved_by_hand import HELPERS
 
 INDEX = st.integers(0, 5)

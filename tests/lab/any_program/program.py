@@ -30,7 +30,7 @@ from lab.any_program.subject import (
     random_values,
 )
 from mp_optim import OptimizerParamScheduler
-from mp_optim.update import set_host_threads
+from mp_optim.kernels.native_library import set_host_threads
 
 
 class Program(RuleBasedStateMachine):

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from benchmarks.section import Section
 from lab.gpu.waiting import with_host_verdict
 from mp_optim import FusedAdam, FusedLAMB, OptimizerConfig, get_megatron_optimizer
-from mp_optim.quantized import quantize_weights
-from mp_optim.update import FusedLion
-from mp_optim.update.backends import choose_backend, proof_of
-from mp_optim.update.backends.triton import triton_backend
+from mp_optim.core.quantized import quantize_weights
+from mp_optim.kernels import choose_backend, proof_of
+from mp_optim.kernels.triton import triton_backend
+from mp_optim.rules.elementwise import FusedLion
 
 STEPS = 50
 

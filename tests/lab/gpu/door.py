@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from benchmarks.section import Section
-from mp_optim.process.accelerator import Accelerator, accelerator_of
-from mp_optim.process.host_memory import REGISTERED_FROM, page_locked
-from mp_optim.process.transfer import transfer_for
+from mp_optim.host.accelerator import Accelerator, accelerator_of
+from mp_optim.host.host_memory import REGISTERED_FROM, page_locked
+from mp_optim.host.transfer import transfer_for
 
 
 def door(device: torch.device) -> Section:

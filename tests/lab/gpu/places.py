@@ -15,9 +15,9 @@ from lab.gpu.hybrid import filled_model, optimizer_of
 from lab.gpu.speed import Rate
 from lab.gpu.timing import alternate
 from lab.streaming.schedules import FORMS, auto
-from mp_optim.placement.plan import STEPS
-from mp_optim.planner.step_time import Form, Machine, on_host, streamed
-from mp_optim.process.transfer import Transfer, transfer_for
+from mp_optim.apps.fit.step_time import Form, Machine, on_host, streamed
+from mp_optim.host.transfer import Transfer, transfer_for
+from mp_optim.offload.buckets import STEPS
 
 BYTES = 256 << 20
 """Of what is copied to measure a rate; also of a window."""

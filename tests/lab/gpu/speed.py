@@ -19,8 +19,8 @@ from benchmarks.timing import ratio
 from lab.gpu.opponents import Opponent, opponents
 from lab.gpu.timing import alternate
 from mp_optim import FusedAdam, OptimizerConfig, get_megatron_optimizer
-from mp_optim.slots import Slot, SlotUpdate, SlotUpdates
-from mp_optim.update import choose_backend
+from mp_optim.core import Slot, SlotUpdate, SlotUpdates
+from mp_optim.kernels import choose_backend
 
 BACKENDS = ("triton", "transformer_engine", "apex", "torch", "reference")
 LARGE = 1 << 26

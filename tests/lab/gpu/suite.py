@@ -17,7 +17,7 @@ from lab.gpu.parts import LIMIT, Sizes
 from support.accelerator.simulation import KIND
 from support.launch import ROOT
 
-TRITON = "tests/unit/update/test_triton.py"
+TRITON = "tests/unit/kernels/test_triton.py"
 THIRDS = 3
 """Parts of the Triton tests: on a GPU each variant of a kernel is compiled first."""
 
@@ -29,7 +29,7 @@ def marked(sizes: Sizes) -> Section:
 
 def conformance(sizes: Sizes) -> Section:
     """Every backend against the reference."""
-    return _run("conformance", ["tests/unit/update/test_conformance.py"], sizes)
+    return _run("conformance", ["tests/unit/kernels/test_conformance.py"], sizes)
 
 
 def _triton(third: int, sizes: Sizes) -> Section:

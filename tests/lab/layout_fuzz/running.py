@@ -28,7 +28,7 @@ from lab.layout_fuzz.publishing import Published
 from mp_optim import OptimizerConfig, ProcessGroups, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint import FlatShard
 from mp_optim.checkpoint.entries import entry_name
-from mp_optim.checkpoint.version_files import read_index, read_manifest
+from mp_optim.checkpoint.file_format import read_index, read_manifest
 from mp_optim.config.rules import RULES
 
 __all__ = ["FORMS", "OTHER_SETTINGS", "Outcome", "config_of", "perform"]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lab.layout_fuzz.running import Outcome, perform
-from mp_optim.ranks import missing_ranks
+from mp_optim.process_groups import missing_ranks
 
 __all__ = ["receive", "send", "serve"]
 

@@ -16,17 +16,16 @@ from lab.mutation.operators import Mutant, mutants_of
 __all__ = ["PACKAGES", "Chooser", "Chosen", "mutants_in", "sample"]
 
 PACKAGES: dict[str, tuple[str, ...]] = {
-    "precision": ("precision",),
-    "placement": ("placement",),
-    "slots": ("slots",),
-    "distributed": ("distributed",),
-    "checkpoint": ("checkpoint",),
-    "update": ("update",),
+    name: (name,)
+    for name in (
+        *("mixed_precision", "offload", "core", "zero", "checkpoint"),
+        *("rules", "muon", "kernels"),
+    )
 }
 """What a report has a row for. Triton's kernels are left out: what runs there is not Python."""
 _QUICK = 10.0
 """Seconds that a quick test may take."""
-_LEFT_OUT = "update/backends/triton/kernels"
+_LEFT_OUT = "kernels/triton/kernels"
 
 
 def mutants_in(root: Path, package: str) -> list[Mutant]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lab.streaming import report
-from mp_optim.planner.step_time import GB, MACHINES, WINDOW, Machine
+from mp_optim.apps.fit.step_time import GB, MACHINES, WINDOW, Machine
 
 
 @dataclass

@@ -1,5 +1,5 @@
 """What streams and copy engines make of the order in which the host queues a step: the windows of
-``mp_optim/placement/lanes.py``, and the host's buckets beside them.
+``mp_optim/offload/streaming.py``, and the host's buckets beside them.
 
 There is one copy engine a direction. What waits for it in several streams goes in the order in
 which it got ready, whole; within a stream that is at once, after an event of another a little
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lab.streaming.schedules import whole
-from mp_optim.planner.step_time import BUCKET, GRAD, IN_FLIGHT, WINDOW, Form, Lanes, Machine
+from mp_optim.apps.fit.step_time import BUCKET, GRAD, IN_FLIGHT, WINDOW, Form, Lanes, Machine
 
 ROW, EVENT = 5e-6, 2e-6
 """Seconds of a copy of some hundred bytes, and until a stream knows of another's work."""

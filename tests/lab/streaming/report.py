@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lab.streaming.queues import BEFORE, NOW, both_in, streamed_in
 from lab.streaming.schedules import FORMS, auto, auto_behind_backward, behind_backward
-from mp_optim.planner.step_time import GB, Form, Machine, on_host, streamed
+from mp_optim.apps.fit.step_time import GB, Form, Machine, on_host, streamed
 
 NOT_MEASURED = "Modelled, not measured."
 WINDOWS = (64 << 20, 256 << 20, 1 << 30)

@@ -1,4 +1,4 @@
-"""Schedules that the documents compare with those of ``mp_optim.planner.step_time``: streamed and
+"""Schedules that the documents compare with those of ``mp_optim.apps.fit.step_time``: streamed and
 host at once, behind backward, and the best split of both; and the forms of state that their tables
 show."""
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from mp_optim.planner.step_time import (
+from mp_optim.apps.fit.step_time import (
     GRAD,
     WINDOW,
     Form,

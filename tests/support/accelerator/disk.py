@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from mp_optim.placement.state_file import StateFile
+from mp_optim.offload.state_file import StateFile
 from support.accelerator.memory import Deed
 from support.accelerator.simulation import Simulation
 from support.accelerator.streams import Stream

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mp_optim.update.backends.native_library import MpTensors, NativeLibrary
+from mp_optim.kernels.native_library import MpTensors, NativeLibrary
 from support.accelerator.memory import Deed, Memory, Span
 from support.accelerator.simulation import Simulation
 

@@ -10,9 +10,9 @@ from unittest import mock
 from torch import Tensor
 
 from mp_optim.checkpoint import save_load, writing
-from mp_optim.process import leases
-from mp_optim.process.leases import SaveBorrow, Windows
-from mp_optim.process.transfer import transfer_for
+from mp_optim.host import leases
+from mp_optim.host.leases import SaveBorrow, Windows
+from mp_optim.host.transfer import transfer_for
 from support.accelerator.schedules import DEVICE
 from support.accelerator.simulation import Simulation, device_at
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mp_optim import FusedAdam, HybridDeviceOptimizer, get_megatron_optimizer
-from mp_optim.process.transfer import transfer_for
+from mp_optim.host.transfer import transfer_for
 from support.accelerator.disk import simulated_disk
 from support.accelerator.simulation import Simulation, device_at
 from support.accelerator.stand_in import simulated_accelerator

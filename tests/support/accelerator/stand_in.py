@@ -1,5 +1,5 @@
 """The simulation as an accelerator of its own, which the package finds by the door it has for every
-other: :data:`~mp_optim.process.accelerator.KINDS`."""
+other: :data:`~mp_optim.host.accelerator.KINDS`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from mp_optim.placement import worker as product_worker
-from mp_optim.precision import verdict
-from mp_optim.process import leases
-from mp_optim.process.accelerator import KINDS, Accelerator
-from mp_optim.update import audit
-from mp_optim.update.backends import selection
-from mp_optim.update.backends.native_library import NativeLibrary
-from mp_optim.update.backends.reference import Backend
-from mp_optim.update.backends.self_test import SelfTest, prove_by_a_step
-from mp_optim.update.sums import index_on
+from mp_optim.host import leases
+from mp_optim.host.accelerator import KINDS, Accelerator
+from mp_optim.kernels import selection
+from mp_optim.kernels.native_library import NativeLibrary
+from mp_optim.kernels.reference import Backend
+from mp_optim.kernels.self_test import SelfTest, prove_by_a_step
+from mp_optim.kernels.sums import index_on
+from mp_optim.mixed_precision import clip_and_skip as verdict
+from mp_optim.offload import worker as product_worker
+from mp_optim.rules import audit
 from support.accelerator import launches, threads
 from support.accelerator.devices import Devices
 from support.accelerator.operations import Operations

@@ -25,10 +25,10 @@ from mp_optim import (
     checkpoint,
     get_megatron_optimizer,
 )
-from mp_optim.checkpoint.shards import FlatShard
-from mp_optim.distributed.grad_reducer import start_reduction
-from mp_optim.planner import Layout, plan
-from mp_optim.ranks import missing_ranks
+from mp_optim.core.flat_shard import FlatShard
+from mp_optim.factory.memory_plan import Layout, plan
+from mp_optim.process_groups import missing_ranks
+from mp_optim.zero.grad_reducer import start_reduction
 from support.by_day import is_asked_for
 from support.models import DTYPES, config_for, is_expert
 

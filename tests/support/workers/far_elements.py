@@ -19,10 +19,10 @@ from ptx.kernels import MachineBackend, _WatchedTables  # isort: skip  (before w
 import torch
 from torch import Tensor
 
-from mp_optim.slots.slot_state import AVERAGE
-from mp_optim.update.backends.reference import ReferenceBackend
-from mp_optim.update.backends.triton.tables import _COLUMNS, Column, Plan
-from mp_optim.update.kernel_args import AlikeLists, TensorLists
+from mp_optim.core.slot_state import AVERAGE
+from mp_optim.kernels.kernel_args import AlikeLists, TensorLists
+from mp_optim.kernels.reference import ReferenceBackend
+from mp_optim.kernels.triton.tables import _COLUMNS, Column, Plan
 from ptx.triton_driver import StaticDriver
 from support.triton_cases import GROUP, PASSES, Case, lists_of, step_with
 

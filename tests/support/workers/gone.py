@@ -25,8 +25,8 @@ from torch import nn
 
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint import writing
-from mp_optim.ranks import missing_ranks
-from mp_optim.ranks.agreement import job_timeout
+from mp_optim.process_groups import missing_ranks
+from mp_optim.process_groups.agreement import job_timeout
 
 warnings.filterwarnings("ignore")
 TIMEOUT, GONE, BUSY = timedelta(seconds=77), 3, 1

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from mp_optim import megatron
-from mp_optim.checkpoint.shards import FlatShard
+from mp_optim.apps import megatron
+from mp_optim.core.flat_shard import FlatShard
 from support import megatron_gpt as gpt
 
 BUCKETS = "dp_reshardable"

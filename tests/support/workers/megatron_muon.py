@@ -17,7 +17,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
-from mp_optim import megatron
+from mp_optim.apps import megatron
 
 warnings.filterwarnings("ignore")
 torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]

@@ -26,8 +26,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.ranks import missing_ranks
-from mp_optim.ranks.missing_ranks import all_gather
+from mp_optim.process_groups import missing_ranks
+from mp_optim.process_groups.missing_ranks import all_gather
 
 RANKS = 4
 TIMEOUT = 4.0

@@ -23,9 +23,9 @@ from mp_optim import (
     ProcessGroups,
     get_megatron_optimizer,
 )
-from mp_optim.checkpoint.shards import FlatShard
-from mp_optim.update import matrix_exchange
-from mp_optim.update.backends.native_library import NativeLibrary, Stack
+from mp_optim.core.flat_shard import FlatShard
+from mp_optim.kernels.native_library import NativeLibrary, Stack
+from mp_optim.muon import matrix_exchange
 
 Shapes = dict[str, tuple[int, ...]]
 SHAPES = {

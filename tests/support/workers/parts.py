@@ -25,9 +25,9 @@ from mp_optim import (
     checkpoint,
     get_megatron_optimizer,
 )
-from mp_optim.distributed.buckets import plan_whole
-from mp_optim.distributed.grad_reducer import start_reduction
-from mp_optim.megatron.face import MegatronFace
+from mp_optim.apps.megatron.adapter import MegatronFace
+from mp_optim.zero.buckets import plan_whole
+from mp_optim.zero.grad_reducer import start_reduction
 
 FOLDER = ""
 RANKS = 3

@@ -18,7 +18,7 @@ from torch import nn
 
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint import writing
-from mp_optim.process.leases import Lease
+from mp_optim.host.leases import Lease
 from support.layouts import layouts as all_layouts
 from support.layouts import local, state_of, train
 

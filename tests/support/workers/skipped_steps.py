@@ -73,7 +73,7 @@ LAYOUTS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 
 def main(folder: Path) -> None:
     dist.init_process_group("gloo")
-    log = logging.getLogger("mp_optim.precision")
+    log = logging.getLogger("mp_optim.mixed_precision")
     log.setLevel(logging.INFO)
     found = {}
     for name, build in LAYOUTS.items():

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from mp_optim import MegatronOptimizer, OptimizerConfig, checkpoint, get_megatron_optimizer
-from mp_optim.checkpoint.shards import FlatShard
+from mp_optim.core.flat_shard import FlatShard
 
 SHAPES = {"tiny": (5,), "small": (6, 16), "exact": (10, 10), "large": (10, 19)}
 BELOW = 100

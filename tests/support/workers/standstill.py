@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mp_optim import OptimizerConfig, ParamKey, get_megatron_optimizer
-from mp_optim.ranks.process_groups import ProcessGroups
+from mp_optim.process_groups.process_groups import ProcessGroups
 
 
 def stage(rank: int, **settings: object) -> tuple[nn.Module, object]:

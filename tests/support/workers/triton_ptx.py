@@ -16,9 +16,9 @@ import torch
 
 from ptx.kernels import MachineBackend  # isort: skip  (before what interprets kernels)
 
-from mp_optim.update.backends.triton import launches
-from mp_optim.update.backends.triton.launches import shape_of
-from mp_optim.update.kernel_args import LaunchDtypes
+from mp_optim.kernels.kernel_args import LaunchDtypes
+from mp_optim.kernels.triton import launches
+from mp_optim.kernels.triton.launches import shape_of
 from ptx import forms
 from ptx.sass import usage
 from ptx.trials import launches_of, trials_of

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from mp_optim import MegatronOptimizer, OptimizerConfig, ProcessGroups, get_megatron_optimizer
-from mp_optim.ranks.missing_ranks import MissingRanksError
+from mp_optim.process_groups.missing_ranks import MissingRanksError
 
 RANKS, ODD = 3, 1
 LAYOUTS = ["no_shard", "optim", "fsdp2", "hsdp", "tp"]

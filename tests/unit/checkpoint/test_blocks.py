@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from mp_optim.checkpoint.checked_load import as_read
 from mp_optim.checkpoint.entries import STATE
-from mp_optim.checkpoint.shards import FlatShard, is_cut, scales_of_elements
 from mp_optim.config.state_forms import BLOCK
+from mp_optim.core.flat_shard import FlatShard, is_cut, scales_of_elements
 
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 

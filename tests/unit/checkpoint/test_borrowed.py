@@ -13,9 +13,9 @@ import mp_optim
 from mp_optim import HybridDeviceOptimizer, checkpoint
 from mp_optim.checkpoint import save_load, writing
 from mp_optim.checkpoint.reading import compare, open_checkpoint
-from mp_optim.process import leases
-from mp_optim.process.host_share import HostShare
-from mp_optim.process.transfer import Transfer
+from mp_optim.host import leases
+from mp_optim.host.host_share import HostShare
+from mp_optim.host.transfer import Transfer
 from support.accelerator.simulation import device_at
 from support.accelerator.stand_in import simulated_accelerator
 from support.models import build

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from mp_optim import checkpoint
+from mp_optim.apps.megatron.adapter import MegatronFace
 from mp_optim.checkpoint import save_load
 from mp_optim.checkpoint.reading import compare, open_checkpoint
-from mp_optim.megatron.face import MegatronFace
-from mp_optim.process import leases
-from mp_optim.process.accelerator import accelerator_of
+from mp_optim.host import leases
+from mp_optim.host.accelerator import accelerator_of
 from support.accelerator.saves import saves_of
 from support.accelerator.schedules import DEVICE, Round, Run, Schedule
 from support.accelerator.simulation import COLLECTIVES, device_at

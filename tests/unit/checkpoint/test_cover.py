@@ -13,7 +13,7 @@ from torch import nn
 
 from mp_optim import checkpoint
 from mp_optim.checkpoint.reading import open_checkpoint
-from mp_optim.slots.partition import Box, check_cover
+from mp_optim.core.partition import Box, check_cover
 from support.forged import replaced
 from support.models import build
 from support.prints import differing, print_of

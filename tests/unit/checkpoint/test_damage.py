@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from mp_optim import checkpoint
 from mp_optim.checkpoint import writing
+from mp_optim.checkpoint.file_format import BLOCK_BYTES
 from mp_optim.checkpoint.reading import open_checkpoint
-from mp_optim.checkpoint.version_files import BLOCK_BYTES
 from support.layouts import Layout, whole
 from support.layouts import train as train_layout
 from support.models import build, train

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mp_optim.checkpoint.shards import FlatShard, boxes
+from mp_optim.core.flat_shard import FlatShard, boxes
 
 
 @st.composite

@@ -4,8 +4,8 @@ groups."""
 import pytest
 import torch
 
-from mp_optim.checkpoint import foreign
-from mp_optim.checkpoint.foreign import ForeignGroup, ForeignState
+from mp_optim.apps import convert as foreign
+from mp_optim.apps.convert import ForeignGroup, ForeignState
 
 
 def part(value):

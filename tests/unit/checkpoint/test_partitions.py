@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mp_optim.slots.model_parallel import GlobalNames, Layer, Numbering, layer_indices
-from mp_optim.slots.partition import Box, partition
+from mp_optim.core.model_parallel import GlobalNames, Layer, Numbering, layer_indices
+from mp_optim.core.partition import Box, partition
 from support.launch import run_ranks
 from support.workers.partitions import SETTINGS, part_of
 

@@ -13,17 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mp_optim.checkpoint.file_format import Index, Saved, SavedBox, as_json, as_metadata, from_json
 from mp_optim.checkpoint.replicas import to_compare
-from mp_optim.checkpoint.version_files import (
-    Index,
-    Saved,
-    SavedBox,
-    as_json,
-    as_metadata,
-    from_json,
-)
 from mp_optim.checkpoint.writing import Held, Holding, shares
-from mp_optim.slots.partition import Box, boxes, whole_box
+from mp_optim.core.partition import Box, boxes, whole_box
 
 STATE = ("master_param", "exp_avg", "exp_avg_sq")
 

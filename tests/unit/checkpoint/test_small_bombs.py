@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from mp_optim import checkpoint
-from mp_optim.checkpoint import foreign
+from mp_optim.apps import convert as foreign
+from mp_optim.apps.convert import command as convert
+from mp_optim.checkpoint.file_format import load_plain, load_plain_file
 from mp_optim.checkpoint.reading import open_checkpoint
-from mp_optim.checkpoint.version_files import load_plain, load_plain_file
-from mp_optim.cli import convert
 from support.forged import archive, replaced
 from support.models import build
 from support.prints import differing, print_of

@@ -19,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mp_optim import checkpoint
-from mp_optim.checkpoint import foreign
+from mp_optim.apps import convert as foreign
+from mp_optim.apps.cli import inspect
+from mp_optim.apps.convert import command as convert
+from mp_optim.checkpoint.file_format import InertUnpickler, Record
 from mp_optim.checkpoint.reading import open_checkpoint
-from mp_optim.checkpoint.version_files import InertUnpickler, Record
-from mp_optim.cli import convert, inspect
 from support.forged import archive, replaced
 from support.models import build
 

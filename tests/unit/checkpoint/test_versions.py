@@ -9,7 +9,7 @@ from torch import nn
 
 from mp_optim import checkpoint, get_megatron_optimizer
 from mp_optim.checkpoint.commit import begin, complete_versions, publish, staging_of
-from mp_optim.checkpoint.version_files import MANIFEST
+from mp_optim.checkpoint.file_format import MANIFEST
 from mp_optim.config import OptimizerConfig
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from mp_optim import OptimizerConfig
 from mp_optim.config.rules import RULES
-from mp_optim.torch_style import classes
-from mp_optim.torch_style.settings import StackSettings
-from mp_optim.update.rule_classes import CLASSES
+from mp_optim.factory.rule_registry import CLASSES
+from mp_optim.optimizers import classes
+from mp_optim.optimizers.settings import StackSettings
 
 OF_EVERY_CLASS = {"params", "lr", "weight_decay", "backend", "precision", "scalar_optimizer"}
 MEGATRONS = {"sgd_momentum": 0.9}

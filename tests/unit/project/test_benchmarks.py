@@ -16,7 +16,7 @@ PROGRAM = """
 import runpy, sys
 sys.path.remove("")  # the checkout
 import mp_optim
-from mp_optim.cli import doctor
+from mp_optim.apps.cli import doctor
 _, folder, tools, *names = sys.argv
 assert mp_optim.__file__.startswith(folder), mp_optim.__file__
 for name in names:

@@ -18,7 +18,7 @@ from torch import nn
 import mp_optim
 from lab.__main__ import COMMANDS as LAB
 from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.cli.command import COMMANDS, main
+from mp_optim.apps.cli.command import COMMANDS, main
 from support.faults import faulty, written_wrong
 from support.launch import ROOT, run_forked_program
 
@@ -102,7 +102,7 @@ def test_every_python_block_is_run_here():
     }
 
 
-IMPORTED = {"mp_optim", "torch", "nn", "dist", "json", "os", "foreign", "np", "transformers"}
+IMPORTED = {"mp_optim", "torch", "nn", "dist", "json", "os", "convert", "np", "transformers"}
 """Names of modules on pages. Data (``model``, ``optimizer``) comes from the reader's program."""
 
 
@@ -172,14 +172,14 @@ def _members(node: ast.ClassDef) -> set[str]:
 def test_the_recipe_for_a_rule_names_the_files_that_one_touches():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     recipe = text[text.index("\n## Rules\n") : text.index("\n## Backends\n")]
-    sources = [*(ROOT / "mp_optim").rglob("*.py"), *(ROOT / "mp_optim/update/csrc").iterdir()]
+    sources = [*(ROOT / "mp_optim").rglob("*.py"), *(ROOT / "mp_optim/kernels/csrc").iterdir()]
     touched = {
         str(path.relative_to(ROOT))
         for path in sources
         if path.is_file() and "ademamix" in path.read_text().lower()
     }
     named = set(re.findall(r"`(mp_optim/[\w/]+\.\w+)`", recipe))
-    assert touched - named == {"mp_optim/update/adam.py"}
+    assert touched - named == {"mp_optim/rules/elementwise.py"}
     assert len(touched) == 9 and "touches nine files; AdEMAMix shows all" in recipe
 
 
@@ -361,7 +361,7 @@ def test_environment_variables_that_are_read_are_on_the_page_of_the_process():
     page, names = (ROOT / "docs/process.md").read_text(), set()
     for path in (ROOT / "mp_optim").rglob("*.py"):
         text = path.read_text()
-        if "environ" in text and path.parent.name not in ("cli", "conform"):  # programs
+        if "environ" in text and "apps" not in path.parts:  # programs
             names.update(re.findall(r'"([A-Z]+(?:_[A-Z]+)+)"', text))
     assert {name for name in names if f"`{name}`" not in page} == set() and len(names) > 8
 
@@ -495,10 +495,10 @@ def test_the_way_from_other_libraries_runs(tmp_path, monkeypatch):
         "from_deepspeed.pt",
         "for_torch",
     } <= written
-    foreign = names["foreign"]
+    convert = names["convert"]
     for source in ("from_megatron.pt", "from_apex.pt"):
-        foreign.import_state(names["optimizer"], foreign.from_file(tmp_path / source))
+        convert.import_state(names["optimizer"], convert.from_file(tmp_path / source))
         assert all(
             float(state["step"]) == 2.0
-            for state in foreign.export_state(names["optimizer"]).state.values()
+            for state in convert.export_state(names["optimizer"]).state.values()
         )

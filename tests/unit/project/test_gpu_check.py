@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lab.gpu import agreement, hour, opponents, parts, speed
 from lab.gpu.parts import PARTS, Outcome, Results, Sizes, run_apart
-from mp_optim.update.backends.reference import ReferenceBackend
+from mp_optim.kernels.reference import ReferenceBackend
 from support.launch import TOOLS, end_forked_program, run_forked_program
 from support.standins import amp_c
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lab.streaming import report
 from lab.streaming.queues import BEFORE, NOW, Device, both_in, streamed_in
 from lab.streaming.schedules import FORMS, auto, auto_behind_backward, behind_backward, both, whole
-from mp_optim.planner.step_time import (
+from mp_optim.apps.fit.step_time import (
     GB,
     IN_FLIGHT,
     MACHINES,

@@ -115,19 +115,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mp_optim import slots
+from mp_optim import core
 
 sys.path.append({str(ROOT / "tests")!r})
 from support.forked_ranks import end_forked
 
 
 def test_one():
-    assert slots.negated(3) == -3
-    slots.unseen(1)
+    assert core.negated(3) == -3
+    core.unseen(1)
 
 
 def test_other_process():
-    run = [sys.executable, "-c", "from mp_optim import slots; slots.in_a_process()"]
+    run = [sys.executable, "-c", "from mp_optim import core; core.in_a_process()"]
     assert subprocess.run(run).returncode == 3
 
 
@@ -140,7 +140,7 @@ def test_a_server_that_forks():
 
 
 def test_another_process_that_it_forks():
-    assert fork("from mp_optim import slots; slots.in_a_fork()") == 4
+    assert fork("from mp_optim import core; core.in_a_fork()") == 4
 """
 
 
@@ -150,8 +150,8 @@ def test_faults_are_noticed_or_survive(tmp_path):
     root, out = tmp_path / "checkout", tmp_path / "out"
     files = {
         "mp_optim/__init__.py": "",
-        "mp_optim/slots/__init__.py": MODULE,
-        "tests/unit/test_slots.py": TESTS,
+        "mp_optim/core/__init__.py": MODULE,
+        "tests/unit/test_core.py": TESTS,
     }
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ def test_faults_are_noticed_or_survive(tmp_path):
         "--root",
         root,
         "--packages",
-        "slots",
+        "core",
         "--warm",
         "pytest",
         "--size",
@@ -177,7 +177,7 @@ def test_faults_are_noticed_or_survive(tmp_path):
     for size in ("4", "99"):  # the second goes on where the first ended
         subprocess.run([*attempt, size], check=True)
     results = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    assert (root / "mp_optim/slots/__init__.py").read_text() == MODULE
+    assert (root / "mp_optim/core/__init__.py").read_text() == MODULE
     assert {(r["function"], r["operator"]): r["status"] for r in results} == {
         ("negated", "removed sign"): "killed",
         ("negated", "returned None"): "killed",
@@ -191,5 +191,5 @@ def test_faults_are_noticed_or_survive(tmp_path):
     report = subprocess.run(
         [*run, "report", "--out", out], check=True, capture_output=True, text=True
     ).stdout
-    assert "| slots | 7 | 4 | 0 | 2 | 1 | 57% |" in report
+    assert "| core | 7 | 4 | 0 | 2 | 1 | 57% |" in report
     assert "unseen: removed not: not x -> (x)" in report and "negated" not in report

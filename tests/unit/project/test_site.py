@@ -140,7 +140,7 @@ def test_the_lines_of_lightning_run() -> None:
 def test_the_lines_of_torchtitan_run() -> None:
     from torchtitan.components.optimizer import ParamGroupConfig
 
-    from mp_optim.integrations.torchtitan import MpOptimizersContainer
+    from mp_optim.apps.integrations.torchtitan import MpOptimizersContainer
 
     (block,) = blocks_of("clients/torchtitan.md", "python")
     model = small_model()
@@ -195,14 +195,14 @@ def test_the_line_of_ms_swift_adds_the_optimizer(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "swift", ModuleType("swift"))
     monkeypatch.setitem(sys.modules, "swift.optimizers", stand_in)
     (block,) = blocks_of("clients/ms_swift.md", "python")
-    monkeypatch.delitem(sys.modules, "mp_optim.integrations.ms_swift", raising=False)
+    monkeypatch.delitem(sys.modules, "mp_optim.apps.integrations.ms_swift", raising=False)
     exec(block, {})
     callbacks = vars(stand_in)["optimizers_map"]
     assert "--optimizer mp_optim " in text_of("clients/ms_swift.md")
     assert list(callbacks) == ["mp_optim"]
     arguments = re.search('--optim_args "(.*?)"', text_of("clients/ms_swift.md"))
     assert arguments is not None
-    module = sys.modules.pop("mp_optim.integrations.ms_swift")
+    module = sys.modules.pop("mp_optim.apps.integrations.ms_swift")
     built("mp_optim", "AdamW", lr=1e-2, **vars(module)["settings_of"](arguments[1]))
 
 
@@ -231,9 +231,9 @@ def test_the_line_at_the_door_runs() -> None:
 
 def test_references_in_docstrings_become_links(tmp_path: Path) -> None:
     (tmp_path / "house.py").write_text(
-        "from mp_optim.api import door\n"
+        "from mp_optim.factory.get_optimizer import door\n"
         "def f():\n"
-        '    """See :func:`door`, :class:`~mp_optim.planner.Layout`, :meth:`gone.away`."""\n'
+        '    """See :func:`door`, :class:`~mp_optim.factory.Layout`, :meth:`gone.away`."""\n'
     )
     extensions = griffe.load_extensions(program("docs_site/roles").Roles)
     module = griffe.load("house", search_paths=[tmp_path], extensions=extensions)
@@ -242,8 +242,8 @@ def test_references_in_docstrings_become_links(tmp_path: Path) -> None:
     assert ":func:" not in docstring.value and ":class:" not in docstring.value
     found = re.findall(r'identifier="([\w.]+)"><code>([\w.]+)</code>', docstring.value)
     assert found == [
-        ("mp_optim.api.door", "door"),
-        ("mp_optim.planner.Layout", "Layout"),
+        ("mp_optim.factory.get_optimizer.door", "door"),
+        ("mp_optim.factory.Layout", "Layout"),
         ("gone.away", "gone.away"),
     ]
 

@@ -42,7 +42,7 @@ def test_import_loads_no_heavy_modules() -> None:
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     loaded = {*run.stdout.split()}
-    assert "mp_optim.torch_style.classes" in loaded and HEAVY & loaded == set()
+    assert "mp_optim.optimizers.classes" in loaded and HEAVY & loaded == set()
 
 
 def test_a_program_without_numpy() -> None:

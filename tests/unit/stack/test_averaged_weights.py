@@ -10,9 +10,9 @@ from torch import nn
 
 import mp_optim
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
-from mp_optim.precision.averaged_weights import AveragedWeights
-from mp_optim.quantized import dequantized, quantize_weights
-from mp_optim.slots.interrupted_step import BrokenOffError
+from mp_optim.core.interrupted_step import BrokenOffError
+from mp_optim.core.quantized import dequantized, quantize_weights
+from mp_optim.mixed_precision.averaged_weights import AveragedWeights
 from support.models import build, same_bits, tokens_of, train
 
 AVERAGE = "averaged_param"

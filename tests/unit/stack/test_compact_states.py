@@ -10,7 +10,7 @@ from torch import nn
 
 import mp_optim
 from mp_optim import HybridDeviceOptimizer, checkpoint
-from mp_optim.slots import Slot
+from mp_optim.core import Slot
 from support.kernels import NEED_KERNELS
 from support.models import COMPACT, build, same_bits, train
 

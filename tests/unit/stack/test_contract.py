@@ -18,7 +18,7 @@ from mp_optim import (
     checkpoint,
     get_megatron_optimizer,
 )
-from mp_optim.placement.plan import plan_offload
+from mp_optim.offload.buckets import plan_offload
 from support.models import DTYPES, build, config_for, same_bits, tokens_of, train
 from support.offload import finish_early_work
 

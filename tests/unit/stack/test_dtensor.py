@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
-from mp_optim.slots.tensor_layout import shard_groups_of
+from mp_optim.core.tensor_layout import shard_groups_of
 from support.launch import results_of_ranks
 from support.models import build, tokens_of
 from support.workers.fsdp import CASES, HANDS, STEPS

@@ -14,7 +14,7 @@ from mp_optim import (
     HybridDeviceOptimizer,
     checkpoint,
 )
-from mp_optim.slots.interrupted_step import BrokenOffError
+from mp_optim.core.interrupted_step import BrokenOffError
 from support.models import config_for, same_bits
 
 

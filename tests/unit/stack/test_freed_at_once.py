@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import mp_optim
 from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.ranks.process_groups import ProcessGroups
+from mp_optim.process_groups.process_groups import ProcessGroups
 
 CLASSES = ("AdEMAMix", "Adafactor", "Adam", "AdamW", "LAMB", "Lion", "Muon", "SGD", "StableAdamW")
 PLACES = (

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mp_optim import FusedAdam, get_megatron_optimizer
-from mp_optim.quantized import quantize_weights
+from mp_optim.core.quantized import quantize_weights
 from support.models import DTYPES, TinyMoE, config_for, is_expert, same_bits, tokens_of
 
 pytestmark = pytest.mark.gpu
@@ -189,7 +189,9 @@ def steady(kind, **settings):
 def test_no_step_synchronises_and_the_bits_are_those_of_the_host_path(kind, monkeypatch):
     results, params, optimizer = steady(kind)
     assert optimizer.verdict_device() is not None and not all(success for success, _, _ in results)
-    monkeypatch.setattr("mp_optim.update.executor.RuleExecutor.verdict_device", lambda self: None)
+    monkeypatch.setattr(
+        "mp_optim.rules.rule_executor.RuleExecutor.verdict_device", lambda self: None
+    )
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
     host = steady(kind)
     assert results == host[0]

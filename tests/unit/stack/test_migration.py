@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from mp_optim import checkpoint, get_megatron_optimizer
-from mp_optim.checkpoint import foreign
-from mp_optim.cli.command import main
+from mp_optim.apps import convert as foreign
+from mp_optim.apps.cli.command import main
 from support.launch import run
 from support.models import TinyMoE, build, config_for, same_bits, train
 

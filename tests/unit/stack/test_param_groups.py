@@ -30,7 +30,7 @@ from mp_optim import (
     OptimizerConfig,
     get_megatron_optimizer,
 )
-from mp_optim.placement.placed import PlacedSlots
+from mp_optim.offload.hybrid_executor import PlacedSlots
 from support.models import same_bits
 
 Named = list[tuple[str, nn.Parameter]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mp_optim import HybridDeviceOptimizer, OptimizerParamScheduler, checkpoint
-from mp_optim.placement.plan import plan_offload
+from mp_optim.offload.buckets import plan_offload
 from support.models import AdversarialTransfer, build, same_bits, train
 
 STEPS = 8

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import mp_optim
 from mp_optim import FusedAdam, HybridDeviceOptimizer, OptimizerConfig, get_megatron_optimizer
-from mp_optim.update.rule_state import RuleState
+from mp_optim.rules.rule_state import RuleState
 
 HOST = {"offload": 1.0}
 PLACES: dict[str, dict[str, Any]] = {

@@ -12,9 +12,9 @@ from mp_optim import (
     MegatronOptimizer,
     get_megatron_optimizer,
 )
-from mp_optim.checkpoint.shards import FlatShard
-from mp_optim.precision.measure import EXCLUDED, MAIN_NORM
-from mp_optim.quantized import quantize_weights
+from mp_optim.core.flat_shard import FlatShard
+from mp_optim.core.quantized import quantize_weights
+from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM
 from support.models import TinyMoE, config_for, is_expert, train
 
 

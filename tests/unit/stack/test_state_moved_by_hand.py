@@ -15,8 +15,8 @@ from torch import nn
 
 import mp_optim
 from mp_optim import FusedAdam, HybridDeviceOptimizer, get_megatron_optimizer
-from mp_optim.process.transfer import transfer_for
-from mp_optim.update.executor import RuleExecutor
+from mp_optim.host.transfer import transfer_for
+from mp_optim.rules.rule_executor import RuleExecutor
 from support.accelerator.disk import simulated_disk
 from support.accelerator.simulation import COLLECTIVES, device_at
 from support.accelerator.stand_in import simulated_accelerator

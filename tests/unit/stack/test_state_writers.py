@@ -24,7 +24,7 @@ from mp_optim import (
     OptimizerConfig,
     get_megatron_optimizer,
 )
-from mp_optim.placement.worker import WorkerError
+from mp_optim.offload.worker import WorkerError
 from support.models import same_bits
 
 Writer = Callable[[Tensor], object]

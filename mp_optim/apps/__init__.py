@@ -1,0 +1,1 @@
+"""Programs on top of the library. Nothing below imports them; each can be read alone."""

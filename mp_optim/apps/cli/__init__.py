@@ -1,0 +1,1 @@
+"""The ``mp-optim`` command."""

@@ -1,0 +1,8 @@
+"""``python -m mp_optim.apps.cli``: the same as ``mp-optim``."""
+
+import sys
+
+from mp_optim.apps.cli.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""``mp-optim COMMAND``: finds the module of a command, and imports no other.
+
+What is wrong is said in a sentence, and tables survive a pipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+COMMANDS = {
+    "doctor": "what this machine can do for the optimizer, and why not",
+    "plan": "memory of a model and its optimizer, before anything is allocated",
+    "fit": "whether a model can be trained on a machine, activations included, and what to type",
+    "convert": "optimizer state from and for torch, Megatron, apex and DeepSpeed",
+    "inspect": "list, verify and compare checkpoints",
+    "conform": "check any torch optimizer for what training programs rely on",
+}
+_MODULES = {
+    "doctor": "mp_optim.apps.cli.doctor",
+    "plan": "mp_optim.apps.fit.plan_command",
+    "fit": "mp_optim.apps.fit.command",
+    "convert": "mp_optim.apps.convert.command",
+    "inspect": "mp_optim.apps.cli.inspect",
+    "conform": "mp_optim.apps.conform.command",
+}
+"""The module of each command. Its ``main(arguments)`` returns the exit status."""
+WIDE = 10_000
+_PACKAGES = {"yaml": "pyyaml"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Carry out a command line, by default this process's; returns the exit status.
+
+    Raises:
+        SystemExit: help was asked for (0), or the arguments are not understood (2).
+    """
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name not in COMMANDS:
+        description = "Commands of mp_optim. mp-optim COMMAND --help says more."
+        parser = argparse.ArgumentParser(prog="mp-optim", description=description)
+        commands = parser.add_subparsers(metavar="COMMAND", required=True)
+        for known, what in COMMANDS.items():
+            commands.add_parser(known, help=what)
+        parser.parse_args([name, *rest])
+
+    return status_of(lambda: importlib.import_module(_MODULES[name]).main(rest))
+
+
+def status_of(command: Callable[[], int]) -> int:
+    """Return the exit status of a command.
+
+    An error of its input becomes one sentence on stderr, and status 1. Ctrl-C gives 130, a reader
+    that closed the pipe 141, as a shell reports these signals.
+    """
+    try:
+        status = command()
+        sys.stdout.flush()
+        return status
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] == "mp_optim":
+            raise
+        if error.name is None:  # transformers, whose own import of a model failed
+            return _fail(f"{_sentence(error)} The cause: {_sentence(_first_cause(error))}")
+        package = _PACKAGES.get(str(error.name), error.name)
+        return _fail(f"this command needs {error.name}: pip install {package}")
+    except BrokenPipeError:
+        # Without this, Python flushes stdout once more when it exits, and prints the error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        is_named = error.filename is not None and error.strerror is not None
+        return _fail(f"{error.filename}: {error.strerror}" if is_named else str(error))
+    except (ValueError, TypeError) as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return error
+
+
+def _sentence(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _fail(sentence: str) -> int:
+    first_paragraph = sentence.partition("\n\n")[0]
+    print(f"mp-optim: {first_paragraph}", file=sys.stderr)
+    return 1
+
+
+def hf_config(path: Path) -> Any:
+    """Return the ``transformers`` config of a file or folder.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder.
+        ValueError: transformers refuses it.
+    """
+    if not path.exists():  # else it would be taken for a name on the Hub
+        raise FileNotFoundError(f"--model {path}: no such file or folder")
+    import transformers
+
+    with model_errors(str(path)):
+        return transformers.AutoConfig.from_pretrained(path)
+
+
+@contextmanager
+def model_errors(model: str) -> Iterator[None]:
+    """Raise ValueError with the model's name where transformers cannot build it from its config."""
+    try:
+        yield
+    except (ImportError, MemoryError):
+        raise
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {model}: {error}") from error
+    except Exception as error:
+        reason = _sentence(_first_cause(error)).rstrip(".")
+        raise ValueError(
+            f"--model {model}: transformers cannot build it: {reason}; correct the config"
+        ) from error
+
+
+def console() -> Console:
+    """Stdout: as wide as the terminal, or, in a pipe or file, as the tables need."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else WIDE)

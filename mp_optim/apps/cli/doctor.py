@@ -1,0 +1,160 @@
+"""``mp-optim doctor``: what this machine can do for the optimizer, and the config that follows
+from it. Needs nothing but torch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from mp_optim.config.rules import BACKENDS, CAPABILITIES, Capability
+from mp_optim.host.accelerator import CUDA
+from mp_optim.host.host_share import use_accelerator
+from mp_optim.kernels import choose_backend, proof_of
+from mp_optim.kernels.native import access_choice
+from mp_optim.kernels.native_library import ENVIRONMENT, describe_threads, native_library
+from mp_optim.mixed_precision.description import columns
+
+Table = list[list[str]]
+
+
+def _backends(devices: Sequence[torch.device]) -> Table:
+    rows = [["backend", "on", "usable", "same bits as reference", "rules", "why"]]
+    for name in (name for name in BACKENDS if name != "auto"):
+        proofs = [proof_of(name, device, whole=True) for device in devices]
+        shown = [proof for proof in proofs if proof.usable] or proofs[-1:]
+        rules = ", ".join(CAPABILITIES.get(name, Capability()).rules)
+        for proof in shown:
+            exact = ("yes" if proof.exact else "no") if proof.usable else "-"
+            usable = "yes" if proof.usable else "no"
+            rows.append([name, proof.device, usable, exact, rules, proof.reason])
+    return rows
+
+
+_AMD = "AMD: compiles, never run; the rows of backends state the proof on this GPU"
+
+
+def _software() -> Table:
+    rocm = torch.version.hip
+    return [
+        ["python", platform.python_version()],
+        ["torch", torch.__version__],
+        ["CUDA of torch", str(getattr(torch.version, "cuda", None) or "none: a CPU build")],
+        *([["ROCm of torch", f"{rocm}; {_AMD}"]] if rocm else []),
+        ["machine", f"{platform.system()} {platform.machine()}"],
+    ]
+
+
+def _host() -> Table:
+    library = native_library()
+    native = (
+        f"{library.level} of {', '.join(library.levels)}"
+        if library.handle is not None
+        else f"none: {library.why}"
+    )
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    memory = "unknown"
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory = f"{size / 2**30:.1f} GiB"
+    return [
+        ["native kernels", native],
+        [ENVIRONMENT, os.environ.get(ENVIRONMENT) or "not set"],
+        ["cores for this process", f"{cores} of {os.cpu_count()}"],
+        ["threads", describe_threads()],
+        ["access to memory", access_choice().describe()],
+        ["threads of torch", str(torch.get_num_threads())],
+        ["memory", memory],
+    ]
+
+
+def _accelerators() -> Table:
+    if not CUDA.is_available():
+        return [
+            ["accelerators", "none that torch can use"],
+            ["pinned memory", "not needed without an accelerator"],
+        ]
+    rows = []
+    for index, properties in enumerate(CUDA.devices()):
+        size = f"{properties.total_memory / 2**30:.1f} GiB"
+        capability = f"compute capability {properties.major}.{properties.minor}"
+        rows.append([f"cuda:{index}", f"{properties.name}, {size}, {capability}"])
+    return [*rows, ["pinned memory", _pinned()]]
+
+
+def _pinned() -> str:
+    try:
+        memory = torch.empty(1 << 20, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return "works" if memory.is_pinned() else "does not work"
+    except RuntimeError as error:
+        return f"does not work: {str(error).splitlines()[0]}"
+
+
+def _config(has_accelerator: bool) -> str:
+    """One config that runs here as fast as it can with the same bits everywhere."""
+    half = "bf16" if not has_accelerator or CUDA.has_bf16() else "fp16"
+    lines = [
+        "from mp_optim import OptimizerConfig",
+        "",
+        "config = OptimizerConfig(",
+        '    optimizer="adam",',
+        "    lr=3e-4,",
+        "    weight_decay=0.1,",
+        f"    {half}=True,",
+        "    clip_grad=1.0,",
+    ]
+    if has_accelerator:
+        lines += [
+            "    # if its memory is short:",
+            "    # optimizer_cpu_offload=True,",
+            "    # optimizer_offload_fraction=0.5,",
+            "    # overlap_cpu_optimizer_d2h_h2d=True,",
+        ]
+        if _pinned() != "works":
+            lines += ["    # pin_cpu_grads=False,", "    # pin_cpu_params=False,"]
+    return "\n".join([*lines, ")"])
+
+
+def _show_rich(facts: Table, backends: Table, auto: Table, config: str) -> None:
+    """The report with colours, on a terminal."""
+    from rich.console import Console
+    from rich.syntax import Syntax
+    from rich.table import Table as RichTable
+
+    console = Console()
+    for rows, titled in ((facts, False), (backends, True), (auto, False)):
+        table = RichTable(*(rows[0] if titled else []), show_header=titled, title=None)
+        for row in rows[1:] if titled else rows:
+            table.add_row(*row)
+        console.print(table)
+    console.print(Syntax(config, "python"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what there is on this process's machine, with every backend loaded and proven whole;
+    returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="mp-optim doctor",
+        description="What this machine can do for the optimizer: native kernels, threads, "
+        "accelerators; each backend with a step taken as proof, or why it is not usable; and a "
+        "config for this machine.",
+    )
+    parser.parse_args(arguments)
+    devices = [torch.device("cpu"), *([CUDA.current()] if CUDA.is_available() else [])]
+    use_accelerator(devices[-1].index)
+    chosen = [(device, choose_backend("auto", device)) for device in devices]
+    facts, backends = [*_software(), *_host(), *_accelerators()], _backends(devices)
+    auto = [[str(device), backend.name, why] for device, (backend, why) in chosen]
+    config = _config(has_accelerator=len(devices) > 1)
+    if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+        _show_rich(facts, backends, auto, config)
+        return 0
+    tables = columns(facts), columns(backends), "fused_backend='auto' takes", columns(auto)
+    print("\n\n".join([*tables, "A config for this machine:", config]))
+    return 0

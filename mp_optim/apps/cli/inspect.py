@@ -1,0 +1,100 @@
+"""Look into checkpoints: list entries, verify checksums, compare two.
+
+$ mp-optim inspect list runs/quickstart/checkpoints
+$ mp-optim inspect verify PATH
+$ mp-optim inspect diff PATH OTHER_PATH
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from mp_optim import checkpoint
+from mp_optim.apps.cli.command import console
+from mp_optim.checkpoint.reading import compare, open_checkpoint
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+Checkpoint = Annotated[
+    tyro.conf.Positional[Path],
+    tyro.conf.arg(help="A checkpoint directory (its newest version), or one version."),
+]
+
+
+def list_entries(path: Checkpoint, match: str = "") -> int:
+    """What is in a checkpoint: every tensor with its dtype, shape, bytes and the boxes it was saved
+    in.
+
+    Args:
+        match: Only names that contain this.
+    """
+    contents, out = open_checkpoint(path), console()
+    shown = {name: each for name, each in contents.entries.items() if match in name}
+    table = _table(str(contents.version), "entry", "dtype", "shape", "bytes", "boxes")
+    for name, entry in shown.items():
+        dtype, boxes = str(entry.dtype).removeprefix("torch."), str(len(entry.boxes))
+        table.add_row(name, dtype, str(entry.shape), f"{entry.bytes:,}", boxes)
+    out.print(table)
+    total = sum(entry.bytes for entry in shown.values())
+    versions = ", ".join(path.name for path in checkpoint.versions(contents.version.parent))
+    summary = f"{len(shown)} entries, {total:,} bytes; complete versions: {versions}"
+    out.print(summary, highlight=False)
+    return 0
+
+
+def _table(title: str, first: str, *heads: str) -> Table:
+    """A table in which the names of the first column are never cut short."""
+    from rich.table import Table
+
+    table = Table(title=title)
+    table.add_column(first, overflow="fold")
+    for head in heads:
+        table.add_column(head)
+    return table
+
+
+def verify(path: Checkpoint) -> int:
+    """Compare every file with the checksum taken while it was written. Exit status 1 if one
+    differs."""
+    version = checkpoint.verify(path)
+    print(f"{version}: every file is as it was written")
+    return 0
+
+
+def diff(a: Checkpoint, b: Checkpoint, all: bool = False) -> int:
+    """Compare two checkpoints entry by entry. Exit status 1 if they differ.
+
+    Args:
+        all: Show equal entries, too.
+    """
+    heads = "entry", "what", "differing", "largest difference", "ulps"
+    table = _table(f"{a} against {b}", *heads)
+    counts = Counter[bool]()
+    for difference in compare(open_checkpoint(a), open_checkpoint(b)):
+        counts[difference.what == "equal"] += 1
+        if difference.what == "values":
+            ulps = "" if difference.ulps is None else str(difference.ulps)
+            sizes = (str(difference.differing), f"{difference.largest:.6g}", ulps)
+            table.add_row(difference.name, difference.what, *sizes)
+        elif difference.what != "equal" or all:
+            table.add_row(difference.name, difference.what, "", "", "")
+    if table.rows:
+        console().print(table)
+    print(f"{counts[True]} entries equal to the bit, {counts[False]} different")
+    return 1 if counts[False] else 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Carry out a command line; returns the exit status."""
+    commands: dict[str, Callable[..., int]] = {"list": list_entries, "verify": verify, "diff": diff}
+    status: int = tyro.extras.subcommand_cli_from_dict(
+        commands, args=arguments, prog="mp-optim inspect", description=__doc__
+    )
+    return status

@@ -1,0 +1,85 @@
+"""Check any torch optimizer for what training programs rely on.
+
+$ mp-optim conform torch.optim.AdamW
+$ mp-optim conform package.Optimizer --args lr=1e-3 state_dtype=torch.bfloat16 --rule adamw
+$ mp-optim conform torch.optim.AdamW --only a_loaded_state_is_a_copy
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from mp_optim.apps.conform import CHECKS, LEVELS, Outcome, Subject, program_of, run
+from mp_optim.apps.conform.kit import parsed
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command."""
+
+    optimizer: tyro.conf.Positional[str] = ""
+    """Dotted name of a class, or of a function that takes parameters and settings."""
+    args: tuple[str, ...] = ()
+    """Settings for it, as name=value."""
+    rule: Annotated[str, tyro.conf.arg(metavar="{adam,adamw,sgd,lion,none}")] = ""
+    """Whose formula it follows; by default its own name in lower case, if it is one of these."""
+    only: tuple[str, ...] = ()
+    """Names of checks; the program of each that fails is printed."""
+    level: Literal["must", "should", "nice"] = "must"
+    """Down to which level a failure makes exit status 1."""
+    programs: Path | None = None
+    """A folder for the program of each failure."""
+    list: bool = False
+    """Show all checks, and carry out none."""
+
+
+def show_checks() -> None:
+    """Every check with its level and statement."""
+    for check in CHECKS.values():
+        rules = f" ({', '.join(check.rules)})" if check.rules else ""
+        print(f"{check.level:6} {check.subject:11} {check.name}{rules}: {check.statement}")
+
+
+def show(outcome: Outcome) -> None:
+    """A line for one outcome, as soon as it is known."""
+    check, message = outcome.check, f": {outcome.message}" if outcome.message else ""
+    print(f"{check.level:6} {outcome.status:14} {check.name}{message}", flush=True)
+    if outcome.failed:
+        print(f"{'':21} {check.statement}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Carry out a command line; returns the exit status."""
+    options = tyro.cli(Options, args=arguments, prog="mp-optim conform", description=__doc__)
+    if options.list:
+        show_checks()
+        return 0
+    settings = dict(map(parsed, options.args))
+    subject = Subject(options.optimizer, settings, options.rule)
+    subject.maker()
+    failed = []
+    counts = Counter[str]()
+    for outcome in run(subject, options.only):
+        show(outcome)
+        counts[outcome.status] += 1
+        if outcome.failed:
+            failed.append(outcome.check)
+            program = program_of(outcome.check, subject)
+            if options.only:
+                print(f"\n{program}")
+            if options.programs:
+                options.programs.mkdir(parents=True, exist_ok=True)
+                (options.programs / f"{outcome.name}.py").write_text(program)
+    print(f"{options.optimizer}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
+    if failed and not options.only:
+        print(f"a program for each: mp-optim conform {' '.join(arguments)} --only CHECK")
+    counting = LEVELS[: LEVELS.index(options.level) + 1]
+    sys.stdout.flush()
+    return int(any(check.level in counting for check in failed))

@@ -1,0 +1,189 @@
+"""Param groups: added, removed, merged, reordered, each with settings of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mp_optim.apps.conform.kit import (
+    Make,
+    backward,
+    layers,
+    make_or_refuse,
+    must,
+    nice,
+    noise,
+    require,
+    require_same,
+    saved,
+    should,
+    step_or_refuse,
+    train,
+    weights,
+)
+
+
+def two_groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": [param]} for param in params]
+
+
+def as_without(make: Make, change: Callable[[Any], None]) -> None:
+    """A change of an optimizer's groups between two steps leaves the numbers as they would be, or
+    is refused at the next step; parameters of one shape, which nothing but identity tells apart."""
+    results = []
+    for is_changed in (False, True):
+        params = [nn.Parameter(noise(12, 8, seed=seed)) for seed in range(2)]
+        optimizer = make_or_refuse(make, two_groups(params))
+        for step in range(6):
+            for seed, param in enumerate(params):
+                param.grad = noise(12, 8, seed=10 * step + seed) * 10.0**seed
+            torch.manual_seed(step)
+            if step == 3 and is_changed:
+                change(optimizer)
+            step_or_refuse(optimizer, params)
+        results.append(params)
+    require_same(results[1], results[0], "three steps later")
+
+
+@must("adam", "adamw", "sgd", "lion")
+def each_group_has_its_settings(make: Make) -> None:
+    """lr and weight_decay of a group are for that group alone."""
+    params = [nn.Parameter(noise(6, 8, seed=seed)) for seed in range(2)]
+    groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.05, "weight_decay": 0.5}]
+    both = make(groups, lr=0.01, weight_decay=0.0)
+    alone = [nn.Parameter(noise(6, 8, seed=seed)) for seed in range(2)]
+    singles = [make(alone[:1], lr=0.01, weight_decay=0.0)]
+    singles.append(make(alone[1:], lr=0.05, weight_decay=0.5))
+    for step in range(3):
+        for seed, param in enumerate((*params, *alone)):
+            param.grad = noise(6, 8, seed=2 * step + seed % 2)
+        for optimizer in (both, *singles):
+            optimizer.step()
+    require_same(params, alone, "in two groups, against two optimizers")
+
+
+@must()
+def a_group_may_be_added_later(make: Make) -> None:
+    """add_param_group after some steps: the new group is trained, with defaults filled in."""
+    model = layers()
+    first, second = model.parameters()
+    optimizer = make([first])
+    train(model, optimizer, 2)
+    before = weights(model)
+    optimizer.add_param_group({"params": [second]})
+    missing = set(optimizer.defaults) - set(optimizer.param_groups[-1])
+    require(not missing, f"the new group lacks {sorted(missing)}")
+    train(model, optimizer, 2, 2)
+    for old, new in zip(before, weights(model), strict=True):
+        require((old != new).any(), f"a parameter of {tuple(old.shape)} is not trained")
+
+
+@must("adam", "adamw", "sgd", "lion")
+def a_group_added_later_steps_as_new(make: Make) -> None:
+    """A group added before the first step, or after three, steps as in an optimizer of its own,
+    and the others go on."""
+    for first in (0, 3):
+        params = [nn.Parameter(noise(6, 8, seed=seed)) for seed in range(2)]
+        alone = [nn.Parameter(noise(6, 8, seed=seed)) for seed in range(2)]
+        optimizer, singles = make(params[:1]), [make([param]) for param in alone]
+        for step in range(5):
+            if step == first:
+                optimizer.add_param_group({"params": params[1:]})
+            for index in range(2 if step >= first else 1):
+                params[index].grad = noise(6, 8, seed=step)
+                alone[index].grad = noise(6, 8, seed=step)
+                singles[index].step()
+            optimizer.step()
+        require_same(params, alone, f"a group added after {first} steps, against its own")
+
+
+@should()
+def groups_may_be_reordered(make: Make) -> None:
+    """State goes with its parameters when groups change places, or the change is refused."""
+    as_without(make, lambda optimizer: optimizer.param_groups.reverse())
+
+
+@should()
+def groups_may_be_merged(make: Make) -> None:
+    """State goes with a parameter that is moved into another group, or the move is refused."""
+
+    def merge(optimizer: Any) -> None:
+        optimizer.param_groups[0]["params"].extend(optimizer.param_groups[1]["params"])
+        del optimizer.param_groups[1]
+
+    as_without(make, merge)
+
+
+@should()
+def a_group_may_be_removed(make: Make) -> None:
+    """A group that is taken out is no longer stepped, and the rest goes on; or it is refused."""
+    model = layers()
+    optimizer = make_or_refuse(make, two_groups(model.parameters()))
+    train(model, optimizer, 2)
+    del optimizer.param_groups[1]
+    before = weights(model)
+    backward(model, 2)
+    step_or_refuse(optimizer, list(model.parameters()))
+    first, second = weights(model)
+    require((first != before[0]).any(), "the group that stayed is not trained")
+    require_same([second], before[1:], "the group that was removed")
+
+
+@should()
+def keys_of_others_are_kept(make: Make) -> None:
+    """A key that a program wrote into a group (a name, a schedule's mark) is saved and loaded."""
+    model = layers()
+    optimizer = make_or_refuse(make, two_groups(model.parameters()))
+    for index, group in enumerate(optimizer.param_groups):
+        group["its_name"] = f"group {index}"
+    train(model, optimizer, 1)
+    fresh = make(two_groups(layers().parameters()))
+    fresh.load_state_dict(saved(optimizer))
+    found = [group.get("its_name") for group in fresh.param_groups]
+    require(found == ["group 0", "group 1"], f"loaded: {found}")
+
+
+@must()
+def a_generator_of_parameters_is_taken(make: Make) -> None:
+    """Parameters may come from a generator, also inside a group."""
+    model = layers()
+    optimizer = make_or_refuse(make, [{"params": model.parameters()}])
+    count = len(optimizer.param_groups[0]["params"])
+    require(count == 2, f"{count} of 2 parameters came in")
+    before = weights(model)
+    train(model, optimizer, 2)
+    require((weights(model)[1] != before[1]).any(), "nothing was trained")
+
+
+@nice()
+def named_parameters_are_taken(make: Make) -> None:
+    """model.named_parameters() is taken, as by torch from 2.6 on."""
+    model = layers()
+    optimizer = make_or_refuse(make, model.named_parameters())
+    before = weights(model)
+    train(model, optimizer, 2)
+    require((weights(model)[1] != before[1]).any(), "nothing was trained")
+
+
+@should()
+def a_parameter_in_two_groups_is_refused(make: Make) -> None:
+    """A parameter that is in two groups raises: it would be stepped twice."""
+    model = layers()
+    try:
+        make([*two_groups(model.parameters()), {"params": list(model.parameters())[:1]}])
+    except Exception:
+        return
+    require(False, "one parameter is in two groups")
+
+
+@nice()
+def no_parameters_are_refused(make: Make) -> None:
+    """An empty list of parameters raises: it was a generator that is used up, most often."""
+    try:
+        make([])
+    except Exception:
+        return
+    require(False, "an empty list was taken")

@@ -1,0 +1,194 @@
+"""Precision: bfloat16 and float16, loss scales, autocast, compiled steps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mp_optim.apps.conform.kit import (
+    Make,
+    NotApplicable,
+    filled,
+    layers,
+    make_or_refuse,
+    must,
+    nice,
+    noise,
+    percent,
+    require,
+    require_close,
+    require_same,
+    saved,
+    should,
+    tensors_in,
+    train,
+    trained,
+    weights,
+)
+
+
+def way(
+    make: Make, dtype: torch.dtype, start: float, sizes: list[float], **settings: float
+) -> Tensor:
+    """How far a weight goes under gradients of these sizes, as float64."""
+    param = nn.Parameter(filled(start, 16, 16, dtype=dtype))
+    optimizer = make_or_refuse(make, [param], **settings)
+    for size in sizes:
+        param.grad = filled(size, 16, 16, dtype=dtype)
+        optimizer.step()
+    return param.detach().double() - start
+
+
+@should()
+def bfloat16_weights_move_at_1e_6(make: Make) -> None:
+    """Steps that are smaller than a bfloat16 weight's last place add up: 64 of 1e-6 on 0.001."""
+    start = float(filled(0.001, dtype=torch.bfloat16))
+    sizes = [1.0] * 64
+    expected = way(make, torch.float32, start, sizes, lr=1e-6)
+    if abs(float(expected.mean())) < 3e-5:
+        raise NotApplicable("its steps are not of the size of lr: it goes by sizes of weights")
+    found = way(make, torch.bfloat16, start, sizes, lr=1e-6)
+    share = float(found.mean() / expected.mean())
+    require(0.5 < share < 1.5, f"it went {percent(share)} of float32's way")
+
+
+@should()
+def bfloat16_keeps_its_second_moment(make: Make) -> None:
+    """State of bfloat16 parameters follows gradients that become smaller: steps are not a third
+    off float32's."""
+    sizes = [1.0] * 20 + [0.05] * 300
+    expected = way(make, torch.float32, 1.0, sizes, lr=0.01)
+    found = way(make, torch.bfloat16, 1.0, sizes, lr=0.01)
+    share = float(found.mean() / expected.mean())
+    require(0.75 < share < 1.25, f"it went {percent(share)} of float32's way")
+
+
+@should()
+def float16_steps_are_finite(make: Make) -> None:
+    """Small float16 gradients (1e-5, squares underflow) make steps no larger than float32's."""
+    expected = way(make, torch.float32, 1.0, [1e-5] * 2, lr=0.01).abs().max()
+    found = way(make, torch.float16, 1.0, [1e-5] * 2, lr=0.01)
+    require(found.isfinite().all(), "float16 weights are not finite after two steps")
+    off = float(found.abs().max())
+    require(off <= 2 * float(expected) + 0.002, f"{off:.3g} of way, float32 {float(expected):.3g}")
+
+
+@must()
+def a_step_without_numbers_is_skipped(make: Make) -> None:
+    """Under a GradScaler a step with inf in a gradient changes no weight and no state."""
+    model, optimizer = trained(make)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    train(model, optimizer, 2)
+    before = weights(model)
+    state = tensors_in(saved(optimizer)["state"])
+    for param in model.parameters():
+        param.grad = filled(float("inf"), *param.shape)
+    scaler.scale(filled(1.0))
+    scaler.step(optimizer)
+    scaler.update()
+    require_same(weights(model), before, "weights after a step that overflowed")
+    require_same(tensors_in(optimizer.state_dict()["state"]), state, "state after it")
+    require(scaler.get_scale() == 128.0, "the scale did not come down")
+
+
+def scaled(make: Make, dtype: torch.dtype, scale: float) -> list[Tensor]:
+    """Weights after three steps whose losses were scaled by that."""
+    model = layers(dtype)
+    optimizer = make_or_refuse(make, model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = noise(16, 64, seed=step, dtype=dtype)
+        scaler.scale(model(x).float().square().mean()).backward()
+        torch.manual_seed(step)
+        scaler.step(optimizer)
+        scaler.update()
+    return weights(model)
+
+
+@must()
+def a_loss_scale_leaves_no_trace(make: Make) -> None:
+    """A GradScaler's scale of 1024 comes to the bits of a scale of 1."""
+    expected = scaled(make, torch.float32, 1.0)
+    require_same(scaled(make, torch.float32, 1024.0), expected, "with a scale of 1024")
+
+
+@nice()
+def float16_parameters_work_under_a_grad_scaler(make: Make) -> None:
+    """float16 parameters are stepped under a GradScaler, with no trace of the scale."""
+    expected = scaled(make, torch.float16, 64.0)
+    for found, right in zip(scaled(make, torch.float16, 1024.0), expected, strict=True):
+        require_close(found, right, 0.005, "with a scale of 1024 instead of 64")
+
+
+@should()
+def autocast_does_not_reach_a_step(make: Make) -> None:
+    """A step inside autocast comes to the bits of one outside."""
+    results = []
+    for enabled in (False, True):
+        param = nn.Parameter(noise(24, 16))
+        optimizer = make([param])
+        for step in range(3):
+            param.grad = noise(24, 16, seed=step + 1)
+            torch.manual_seed(step)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                optimizer.step()
+        results.append(param.detach())
+    require_same(results[1:], results[:1], "inside autocast")
+
+
+@should()
+def a_default_dtype_does_not_reach_a_step(make: Make) -> None:
+    """torch.set_default_dtype(float64), or bfloat16 while a model is made, changes no number."""
+    expected = layers()
+    train(expected, make(expected.parameters()), 3)
+    for dtype in (torch.float64, torch.bfloat16):
+        model = layers()
+        standard = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            train(model, make(model.parameters()), 3)
+        finally:
+            torch.set_default_dtype(standard)
+        require_same(weights(model), weights(expected), f"with {dtype} as the default dtype")
+
+
+@nice()
+def a_compiled_step_is_the_same(make: Make) -> None:
+    """torch.compile takes a step in, and it comes to the same."""
+    results = []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        model, optimizer = trained(make, 1)
+
+        def step(optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+
+        taken = torch.compile(step, backend="eager") if is_compiled else step
+        for number in range(1, 3):
+            for seed, param in enumerate(model.parameters()):
+                param.grad = noise(*param.shape, seed=10 * number + seed)
+            torch.manual_seed(number)
+            taken()
+        results.append(weights(model))
+    for compiled, plain in zip(results[1], results[0], strict=True):
+        require_close(compiled, plain, 1e-5, "compiled")
+
+
+@nice()
+def threads_do_not_change_bits(make: Make) -> None:
+    """One thread and two come to the same bits."""
+    results, number = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            param = nn.Parameter(noise(256, 512))
+            optimizer = make([param])
+            for step in range(3):
+                param.grad = noise(256, 512, seed=step + 1)
+                torch.manual_seed(step)
+                optimizer.step()
+            results.append(param.detach())
+    finally:
+        torch.set_num_threads(number)
+    require_same(results[1:], results[:1], "with two threads")

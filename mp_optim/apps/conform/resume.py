@@ -1,0 +1,263 @@
+"""Resuming: state dicts, from before the first step to the middle of accumulation; copies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from mp_optim.apps.conform.kit import (
+    Make,
+    backward,
+    layers,
+    make_or_refuse,
+    must,
+    nice,
+    noise,
+    require,
+    require_close,
+    require_same,
+    saved,
+    set_rates,
+    should,
+    tensors_in,
+    through_file,
+    train,
+    trained,
+    weights,
+)
+
+
+def resumed_after(make: Make, steps: int, dtype: torch.dtype = torch.float32) -> None:
+    """Six steps in one run, and with a new process after some of them, come to the same bits."""
+    whole = layers(dtype)
+    train(whole, make(whole.parameters()), 6)
+    first, optimizer = trained(make, steps, dtype)
+    state, second = saved(optimizer), copy.deepcopy(first)
+    resumed = make(second.parameters())
+    resumed.load_state_dict(state)
+    train(second, resumed, 6 - steps, steps)
+    require_same(weights(second), weights(whole), f"resumed after step {steps}")
+
+
+@must()
+def resumes_before_the_first_step(make: Make) -> None:
+    """A state dict of an optimizer that has not stepped loads, and training is as without it."""
+    resumed_after(make, 0)
+
+
+@must()
+def resumes_after_the_first_step(make: Make) -> None:
+    """A run that was saved after its first step goes on to the same bits."""
+    resumed_after(make, 1)
+
+
+@must()
+def resumes_to_the_bit(make: Make) -> None:
+    """A run that was saved in its middle goes on to the same bits."""
+    resumed_after(make, 3)
+
+
+@must()
+def resumes_with_bfloat16_parameters(make: Make) -> None:
+    """A run of bfloat16 parameters goes on to the same bits: no state loses its dtype."""
+    resumed_after(make, 3, torch.bfloat16)
+
+
+@must()
+def resumes_in_the_middle_of_accumulation(make: Make) -> None:
+    """Saved between two micro-batches, with the gradients of the first, it goes on as it was."""
+    results = []
+    for is_saved in (False, True):
+        model, optimizer = trained(make, 2)
+        optimizer.zero_grad()
+        backward(model, 2, 0.5)
+        if is_saved:
+            gradients = [param.grad for param in model.parameters()]
+            state, model = saved(optimizer), copy.deepcopy(model)
+            optimizer = make(model.parameters())
+            optimizer.load_state_dict(state)
+            for param, gradient in zip(model.parameters(), gradients, strict=True):
+                param.grad = None if gradient is None else gradient.clone()
+        backward(model, 3, 0.5)
+        torch.manual_seed(0)
+        optimizer.step()
+        train(model, optimizer, 2, 4)
+        results.append(weights(model))
+    require_same(results[1], results[0], "saved between two micro-batches")
+
+
+@must()
+def a_state_loads_over_another(make: Make) -> None:
+    """Going back: a state loaded into an optimizer that went on takes it back to the same bits."""
+    model, optimizer = trained(make, 3)
+    state, then = saved(optimizer), copy.deepcopy(model.state_dict())
+    train(model, optimizer, 3, 3)
+    expected = weights(model)
+    model.load_state_dict(then)
+    optimizer.load_state_dict(state)
+    train(model, optimizer, 3, 3)
+    require_same(weights(model), expected, "the same three steps, after going back")
+
+
+@must()
+def what_was_loaded_is_saved_again(make: Make) -> None:
+    """A state that was loaded and saved before any step is the one that was loaded."""
+    model, optimizer = trained(make, 3)
+    state = saved(optimizer)
+    fresh = make(copy.deepcopy(model).parameters())
+    fresh.load_state_dict(saved(optimizer))
+    again = saved(fresh)
+    before, after = tensors_in(state["state"]), tensors_in(again["state"])
+    require(len(after) == len(before), f"{len(before)} tensors of state became {len(after)}")
+    require_same(after, before, "state that was loaded and saved")
+
+
+@must()
+def settings_are_saved(make: Make) -> None:
+    """lr of each group is saved and loaded."""
+    model = layers()
+    optimizer = make_or_refuse(make, [{"params": [param]} for param in model.parameters()])
+    set_rates(optimizer, 0.5)
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    train(model, optimizer, 1)
+    fresh = make([{"params": [param]} for param in copy.deepcopy(model).parameters()])
+    fresh.load_state_dict(saved(optimizer))
+    found = [float(group["lr"]) for group in fresh.param_groups]
+    require(found == rates, f"lr {found} instead of {rates}")
+
+
+@must()
+def a_state_dict_is_plain_data(make: Make) -> None:
+    """torch.load(weights_only=True), the default, reads the state dict."""
+    _, optimizer = trained(make, 1)
+    saved(optimizer, safely=True)
+
+
+@should()
+def a_loaded_state_is_a_copy(make: Make) -> None:
+    """Two optimizers that were given one state dict do not write into each other's state."""
+    model, optimizer = trained(make, 2)
+    state = optimizer.state_dict()
+    others = [copy.deepcopy(model) for _ in range(2)]
+    copies = [make(other.parameters()) for other in others]
+    for each in copies:
+        each.load_state_dict(state)
+    train(others[0], copies[0], 3, 2)
+    train(others[1], copies[1], 3, 2)
+    require_same(weights(others[1]), weights(others[0]), "the second that was loaded from it")
+
+
+@must()
+def another_models_state_is_refused(make: Make) -> None:
+    """A state of other groups or other numbers of parameters raises, and changes nothing."""
+    _, optimizer = trained(make, 2)
+    smaller = make(list(layers().parameters())[:1])
+    before = tensors_in(saved(optimizer)["state"])
+    try:
+        optimizer.load_state_dict(saved(smaller))
+    except Exception:
+        after = tensors_in(optimizer.state_dict()["state"])
+        require_same(after, before, "the state after the load that was refused")
+        return
+    require(False, "a state of one parameter was loaded into an optimizer of two")
+
+
+@should()
+def a_state_of_other_shapes_is_refused(make: Make) -> None:
+    """A state whose tensors have other shapes than the parameters raises when it is loaded."""
+    wide, narrow = nn.Parameter(noise(96, 64)), nn.Parameter(noise(64, 72))
+    optimizers = [make([wide]), make([narrow])]
+    for optimizer, param in zip(optimizers, (wide, narrow), strict=True):
+        param.grad = noise(*param.shape, seed=1)
+        optimizer.step()
+    if not any(tensor.dim() for tensor in tensors_in(optimizers[0].state_dict()["state"])):
+        return  # no state that has a shape
+    try:
+        optimizers[1].load_state_dict(saved(optimizers[0]))
+    except Exception:
+        return
+    require(False, "moments of 96 x 64 were loaded for a parameter of 64 x 72")
+
+
+@must()
+def weights_loaded_alone_are_stepped_from(make: Make) -> None:
+    """A model that is loaded without its optimizer trains on from the loaded weights."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model, optimizer = trained(make, 3, dtype)
+        other = {name: value * 0 + 3.0 for name, value in model.state_dict().items()}
+        model.load_state_dict(other)
+        set_rates(optimizer, 1e-3)  # a large rate may move weights of 3.0 far, and rightly so
+        train(model, optimizer, 1, 3)
+        for now in weights(model):
+            off = float((now.float() - 3.0).abs().max())
+            require(off < 1.5, f"{dtype}: a step after loading weights of 3.0 leaves {off:.3g} off")
+
+
+@must()
+def weights_written_by_hand_are_kept(make: Make) -> None:
+    """Weights that a program writes between steps (clamps, swaps, merges) stay written."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model, optimizer = trained(make, 2, dtype)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(2.0)
+        set_rates(optimizer, 0.0)
+        train(model, optimizer, 1, 2)
+        for now in weights(model):
+            require_close(now, now * 0 + 2.0, 0.05, f"{dtype}: after a step at lr 0")
+
+
+def goes_on_as(make: Make, copied: Callable[[Any], Any]) -> None:
+    """A copy of model and optimizer trains its own model, as the original would; copied before the
+    first step, and later."""
+    model, optimizer = trained(make)
+    for first in (0, 2):
+        other, its_own = copied((model, optimizer))
+        train(model, optimizer, 2, first)
+        train(other, its_own, 2, first)
+        require_same(weights(other), weights(model), f"a copy after {first} steps, two later")
+
+
+@should()
+def a_deepcopy_goes_on(make: Make) -> None:
+    """copy.deepcopy of a model with its optimizer goes on as the original, in its own memory."""
+    goes_on_as(make, copy.deepcopy)
+
+
+@nice()
+def a_pickle_goes_on(make: Make) -> None:
+    """Pickled with its model, as spawn and Ray do it, an optimizer goes on as the original."""
+    goes_on_as(make, lambda pair: pickle.loads(pickle.dumps(pair)))
+
+
+@should()
+def state_dicts_by_name_resume(make: Make) -> None:
+    """get_ and set_optimizer_state_dict of torch.distributed.checkpoint resume to the bit."""
+    first, optimizer = trained(make, 3)
+    state, second = get_optimizer_state_dict(first, optimizer), copy.deepcopy(first)
+    fresh = make(second.parameters())
+    set_optimizer_state_dict(second, fresh, through_file(state))
+    train(first, optimizer, 2, 3)
+    train(second, fresh, 2, 3)
+    require_same(weights(second), weights(first), "two steps after resuming by names")
+
+
+@should()
+def asking_for_state_is_no_step(make: Make) -> None:
+    """get_optimizer_state_dict before the first step changes no later one: state that is stepped
+    into being counts no step."""
+    plain, asked = layers(), layers()
+    train(plain, make(plain.parameters()), 2)
+    optimizer = make(asked.parameters())
+    get_optimizer_state_dict(asked, optimizer)
+    train(asked, optimizer, 2)
+    require_same(weights(asked), weights(plain), "after its state dict was asked for early")

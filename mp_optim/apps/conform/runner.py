@@ -1,0 +1,328 @@
+"""Carrying out checks in processes of their own: a crash or a hang is a finding like any other.
+
+What a process finds goes to a file, line by line, so that a check that ends the process is known by
+the line that is missing. Of a finding :func:`program_of` makes the smallest program that shows it.
+"""
+
+from __future__ import annotations
+
+import ast
+import datetime
+import inspect
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+
+from mp_optim.apps.conform import kit
+from mp_optim.apps.conform.kit import (
+    CHECKS,
+    Check,
+    Make,
+    Nonconformance,
+    NotApplicable,
+    Refused,
+    Subject,
+    has_modes,
+    located,
+)
+
+LIMIT_SECONDS = 90.0
+"""How long one check may take."""
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check came to.
+
+    Attributes:
+        name: of the check.
+        status: ``passes``, ``FAILS``, ``refuses`` (an error for the caller) or ``does not apply``.
+        message: what was found.
+        seconds: how long it took.
+    """
+
+    name: str
+    status: str
+    message: str = ""
+    seconds: float = 0.0
+
+    @property
+    def check(self) -> Check:
+        return CHECKS[self.name]
+
+    @property
+    def failed(self) -> bool:
+        return self.status == FAILS
+
+    @property
+    def passed(self) -> bool:
+        return self.status == PASSES
+
+
+def run(
+    subject: Subject, names: Sequence[str] = (), limit: float = LIMIT_SECONDS
+) -> Generator[Outcome, None, None]:
+    """Carry out checks (of these names, or all that apply), in the order of :data:`CHECKS`.
+
+    Raises:
+        ValueError: there is no such check, or no such optimizer.
+    """
+    checks = subject.checks(names)
+    for ranks in sorted({check.ranks for check in checks}):
+        left = [check.name for check in checks if check.ranks == ranks]
+        while left:
+            for outcome in _job(subject, left, ranks, limit):
+                left.remove(outcome.name)
+                yield outcome
+
+
+def _job(subject: Subject, names: list[str], ranks: int, limit: float) -> Iterator[Outcome]:
+    """Outcomes of one set of processes, which ends at the first check that ends them."""
+    with tempfile.TemporaryDirectory() as folder:
+        report, log = Path(folder, "report"), Path(folder, "log")
+        report.touch()
+        log.touch()
+        work = Work(subject, tuple(names), ranks, report, log)
+        processes = [_started(work, rank) for rank in range(ranks)]
+        done: list[str] = []
+        last, is_late = time.monotonic(), False
+        while not is_late and any(process.is_alive() for process in processes):
+            for outcome in _complete(report, ranks)[len(done) :]:
+                done.append(outcome.name)
+                last = time.monotonic()
+                yield outcome
+            is_late = time.monotonic() - last > limit
+            time.sleep(_POLL_SECONDS)
+        for process in processes:
+            process.kill()
+            process.join()
+        for outcome in _complete(report, ranks)[len(done) :]:
+            done.append(outcome.name)
+            yield outcome
+        why = f"no answer in {limit:.0f} s" if is_late else _end(processes, log)
+        if broken := _broken(report, done):
+            yield Outcome(broken, FAILS, why)
+        elif not done:
+            raise ValueError(f"{subject.path} cannot be checked: {why}")
+
+
+def _started(work: Work, rank: int) -> BaseProcess:
+    """One process, forked from a server that has imported torch once for all of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([carry_out.__module__, "torch._dynamo"])
+    process = context.Process(target=carry_out, args=(work, rank), daemon=True)
+    process.start()
+    return process
+
+
+def _lines(report: Path) -> list[dict[str, Any]]:
+    complete = report.read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in complete.splitlines()]
+
+
+def _complete(report: Path, ranks: int) -> list[Outcome]:
+    """Checks that all ranks have ended, or that one has failed; the first to fail speaks."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in _lines(report):
+        if "name" in line:
+            found.setdefault(line["name"], []).append(line)
+    outcomes = []
+    for name, lines in found.items():
+        first = min(lines, key=_has_passed)
+        if not _has_passed(first) or len(lines) == ranks:
+            outcomes.append(Outcome(name, first["status"], first["message"], first["seconds"]))
+    return outcomes
+
+
+def _has_passed(line: dict[str, Any]) -> bool:
+    return bool(line["status"] == PASSES)
+
+
+def _broken(report: Path, done: list[str]) -> str | None:
+    """The check that was begun and never ended."""
+    begun = [line["begun"] for line in _lines(report) if "begun" in line]
+    return next((name for name in begun if name not in done), None)
+
+
+def _end(processes: Sequence[BaseProcess], log: Path) -> str:
+    """How processes ended: by a signal, or with the last line of what they said."""
+    signals = [-p.exitcode for p in processes if p.exitcode is not None and p.exitcode < 0]
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said = lines[-1][:200] if lines else "nothing was said"
+    return f"the process ended by signal {signals[0]}" if signals else f"the process ended: {said}"
+
+
+PASSES, FAILS, REFUSES, OTHER = STATUSES = ("passes", "FAILS", "refuses", "does not apply")
+_LONGEST = 400
+_PATIENCE = datetime.timedelta(seconds=20)
+
+
+def outcome_of(name: str, make: Make) -> tuple[str, str]:
+    """Carry out one check: its status, and what was found."""
+    try:
+        CHECKS[name].function(make)
+    except Nonconformance as finding:
+        return FAILS, str(finding)
+    except Refused as said:
+        return REFUSES, str(said)[:_LONGEST]
+    except NotApplicable as why:
+        return OTHER, str(why)
+    except Exception as error:
+        text = " ".join(str(error).split())[:_LONGEST]
+        return FAILS, f"raised {type(error).__name__}: {text}"
+    return PASSES, ""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one process is to do: the same on all ranks but for its number.
+
+    Attributes:
+        subject: who is checked.
+        names: of the checks.
+        ranks: how many processes carry them out together.
+        report: the file that findings go to, of all ranks.
+        log: the file that everything else goes to.
+    """
+
+    subject: Subject
+    names: tuple[str, ...]
+    ranks: int
+    report: Path
+    log: Path
+
+
+def carry_out(work: Work, rank: int) -> None:
+    """Carry checks out; the process ends with it."""
+    output = os.open(work.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for number in (1, 2):
+        os.dup2(output, number)
+    warnings.simplefilter("ignore")
+    if work.ranks > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(work.ranks))
+        store = f"file://{work.report}.store"
+        dist.init_process_group("gloo", store, timeout=_PATIENCE, rank=rank, world_size=work.ranks)
+    make = work.subject.maker()
+    with work.report.open("a", buffering=1) as report:
+        for name in work.names:
+            report.write(json.dumps({"rank": rank, "begun": name}) + "\n")
+            start = time.monotonic()
+            status, message = outcome_of(name, make)
+            found = {"rank": rank, "name": name, "status": status, "message": message}
+            found["seconds"] = time.monotonic() - start
+            report.write(json.dumps(found) + "\n")
+            if work.ranks > 1:
+                if status != PASSES:
+                    break  # the other ranks may wait for this one, which lets them go
+                dist.barrier()
+    os._exit(0)  # what the optimizer left running is not waited for
+
+
+# the same as Subject.maker, for a program that stands alone
+_ALONE = """\
+def make(params, **settings):
+    optimizer = {factory}(params, **{settings})
+{train}    return optimizer
+"""
+
+
+def program_of(check: Check, subject: Subject) -> str:
+    """A file that needs torch and the optimizer's package, and ends with an error where the
+    optimizer does not conform."""
+    module = inspect.getmodule(check.function)
+    assert module is not None
+    texts = _needed(check.name, module)
+    imports = _imports("\n".join(texts.values()), module)
+    package, _, factory = subject.path.rpartition(".")
+    train = "    optimizer.train()\n" if has_modes(located(subject.path)) else ""
+    given = dict(subject.settings)
+    settings = f"{{**{given!r}, **settings}}" if given else "settings"
+    make = _ALONE.format(factory=factory, settings=settings, train=train)
+    start = "python" if check.ranks == 1 else f"torchrun --nproc-per-node {check.ranks}"
+    title = f"{subject.path}, {check.name} ({check.level}): {check.statement}"
+    head = f'"""{title}\n\n$ {start} THIS_FILE\n"""'
+    begin = "" if check.ranks == 1 else 'torch.distributed.init_process_group("gloo")\n'
+    own = [f"from {package} import {factory}", "", ""]
+    call = f"{begin}{check.name}(make)\nprint('conforms')\n"
+    return "\n".join([head, "", *imports, *own, *texts.values(), make, "", call])
+
+
+def _needed(name: str, module: ModuleType) -> dict[str, str]:
+    """Texts of a function and of all that it calls of its module and of the kit, callees first."""
+    texts: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        owner = next((each for each in (module, kit) if _defined(name, each)), None)
+        if owner is None or name in texts:
+            return
+        text = _definitions(owner)[name]
+        texts[name] = ""  # it may name itself
+        for used in _names(text):
+            add(used)
+        texts[name] = texts.pop(name) or f"{text}\n\n"
+
+    add(name)
+    return texts
+
+
+def _defined(name: str, module: ModuleType) -> bool:
+    return name in _definitions(module)
+
+
+@lru_cache
+def _definitions(module: ModuleType) -> dict[str, str]:
+    """Texts of a module's functions, classes and constants, without decorators."""
+    source = inspect.getsource(module)
+    lines, found = source.splitlines(), {}
+    for node in ast.parse(source).body:
+        text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found[node.name] = text
+        elif isinstance(node, ast.Assign):
+            targets = [each.id for each in node.targets if isinstance(each, ast.Name)]
+            found.update(dict.fromkeys(targets, text))
+    return found
+
+
+def _names(text: str) -> list[str]:
+    """Names that a text uses, in order."""
+    named = [node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
+    return list(dict.fromkeys(named))
+
+
+def _imports(text: str, module: ModuleType) -> list[str]:
+    """The imports that a text needs, of those that its module and the kit have."""
+    used, plain, named = set(_names(text)), set[str](), dict[str, set[str]]()
+    for each in (kit, module):
+        for node in ast.parse(inspect.getsource(each)).body:
+            if not isinstance(node, (ast.Import, ast.ImportFrom)):
+                continue
+            for alias in node.names:
+                if (alias.asname or alias.name.partition(".")[0]) not in used:
+                    continue
+                if isinstance(node, ast.Import):
+                    plain.add(ast.unparse(ast.Import([alias])))
+                elif node.module != kit.__name__:
+                    named.setdefault(node.module or "", set()).add(ast.unparse(alias))
+    lines = [*plain]
+    for source, names in named.items():
+        lines.append(f"from {source} import {', '.join(sorted(names))}")
+    return ["from __future__ import annotations", "", *sorted(lines, key=_order)]
+
+
+def _order(line: str) -> tuple[bool, bool, str]:
+    """Standard library first, ``import`` before ``from``."""
+    return "torch" in line, line.startswith("from"), line

@@ -1,0 +1,419 @@
+"""Steps: formulas, counts, gradients, closures, hooks."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mp_optim.apps.conform.kit import (
+    Make,
+    NotApplicable,
+    Refused,
+    backward,
+    filled,
+    layers,
+    make_or_refuse,
+    must,
+    nice,
+    noise,
+    plain,
+    require,
+    require_close,
+    require_same,
+    set_rates,
+    should,
+    train,
+    trained,
+    weights,
+)
+
+
+def adam_steps(
+    start: Tensor,
+    gradients: Sequence[Tensor],
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    eps_before_correction: bool = False,
+) -> Tensor:
+    """Adam of Kingma & Ba without decay, in float64; with the epsilon hat of their section 2 if
+    asked."""
+    param = start.detach().double().clone()
+    mean, square = param * 0, param * 0
+    for count, gradient in enumerate(gradients, 1):
+        mean = betas[0] * mean + (1 - betas[0]) * gradient.double()
+        square = betas[1] * square + (1 - betas[1]) * gradient.double().square()
+        left, right = 1 - betas[0] ** count, 1 - betas[1] ** count
+        root = square.sqrt()
+        below = (root + eps) / right**0.5 if eps_before_correction else (root / right**0.5) + eps
+        param -= lr * (mean / left) / below
+    return param
+
+
+def take_steps(
+    make: Make, start: Tensor, gradients: Sequence[Tensor | None], **settings: Any
+) -> Tensor:
+    """One parameter, stepped with these gradients; None where it has none."""
+    param = nn.Parameter(start.clone())
+    optimizer = make([param], **settings)
+    for gradient in gradients:
+        param.grad = None if gradient is None else gradient.clone()
+        optimizer.step()
+    return param.detach()
+
+
+@must("adam", "adamw")
+def first_step_follows_adam(make: Make) -> None:
+    """The first step is lr in each element, by bias corrections of both moments."""
+    start, gradient = noise(8, 12), noise(8, 12, seed=1) * 10.0
+    found = take_steps(
+        plain(make), start, [gradient], lr=0.01, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.0
+    )
+    expected = adam_steps(start, [gradient], 0.01, (0.8, 0.9), 1e-8)
+    require_close(found, expected, 2e-6, "after the first step")
+
+
+@must("adam", "adamw")
+def ten_steps_follow_adam(make: Make) -> None:
+    """Ten steps with changing gradients follow the formula, within 2 % for few bits of state."""
+    start = noise(8, 12)
+    gradients = [noise(8, 12, seed=step) * (1.0 + step % 3) for step in range(10)]
+    found = take_steps(
+        plain(make), start, gradients, lr=0.01, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.0
+    )
+    expected = adam_steps(start, gradients, 0.01, (0.8, 0.9), 1e-8)
+    error = float((found.double() - expected).norm() / (expected - start.double()).norm())
+    require(error < 0.02, f"after ten steps the way is {100 * error:.3g} % off")
+
+
+@must("adam", "adamw")
+def eps_is_outside_the_root(make: Make) -> None:
+    """eps is added to the root of the second moment, before or after its bias correction."""
+    start = noise(8, 12)
+    gradients = [noise(8, 12, seed=step) * 1e-3 for step in range(2)]
+    found = take_steps(
+        plain(make), start, gradients, lr=0.01, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.0
+    )
+    given = (start, gradients, 0.01, (0.8, 0.9), 1e-3)
+    ways = [adam_steps(*given), adam_steps(*given, eps_before_correction=True)]
+    off = min(float((found.double() - way).abs().max()) for way in ways)
+    require(off <= 2e-6, f"with gradients of the size of eps, steps of 0.01 are {off:.3g} off")
+
+
+@should("adam", "adamw")
+def eps_is_added_after_bias_correction(make: Make) -> None:
+    """eps is added after the second moment's bias correction, as torch does."""
+    start = noise(8, 12)
+    gradients = [noise(8, 12, seed=step) * 1e-3 for step in range(2)]
+    found = take_steps(
+        plain(make), start, gradients, lr=0.01, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.0
+    )
+    expected = adam_steps(start, gradients, 0.01, (0.8, 0.9), 1e-3)
+    require_close(found, expected, 2e-6, "with gradients of the size of eps")
+
+
+@must("adamw", "lion")
+def decay_is_decoupled(make: Make) -> None:
+    """With a gradient of zeros a weight decays by lr * weight_decay of itself."""
+    start = noise(8, 12)
+    found = take_steps(plain(make), start, [start * 0], lr=0.1, weight_decay=0.5)
+    require_close(found, start * (1 - 0.1 * 0.5), 1e-6, "after a step of decay alone")
+
+
+@must("adam")
+def decay_is_part_of_the_gradient(make: Make) -> None:
+    """Adam's weight decay is added to the gradient: alone, it moves each weight by lr."""
+    start = noise(8, 12)
+    found = take_steps(plain(make), start, [start * 0], lr=0.01, weight_decay=0.5)
+    require_close(found, start - 0.01 * start.sign(), 1e-5, "after a step of decay alone")
+
+
+@must("sgd")
+def steps_follow_sgd(make: Make) -> None:
+    """SGD with momentum follows torch's formula, in which the first gradient counts whole."""
+    start = noise(8, 12)
+    gradients = [noise(8, 12, seed=step) for step in range(4)]
+    found = take_steps(plain(make), start, gradients, lr=0.01, momentum=0.9, weight_decay=0.1)
+    param, buffer = start.double(), start.double() * 0
+    for gradient in gradients:
+        buffer = 0.9 * buffer + gradient.double() + 0.1 * param
+        param = param - 0.01 * buffer
+    require_close(found, param, 2e-6, "after four steps")
+
+
+@must("lion")
+def steps_follow_lion(make: Make) -> None:
+    """Lion follows its paper: the sign of one average, and another that is kept."""
+    start = noise(8, 12)
+    gradients = [noise(8, 12, seed=step) for step in range(4)]
+    found = take_steps(make, start, gradients, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1)
+    param, mean = start.double(), start.double() * 0
+    for gradient in gradients:
+        direction = (0.8 * mean + 0.2 * gradient.double()).sign()
+        param = param * (1 - 0.01 * 0.1) - 0.01 * direction
+        mean = 0.9 * mean + 0.1 * gradient.double()
+    require_close(found, param, 2e-6, "after four steps")
+
+
+@must("adam", "adamw", "sgd", "lion")
+def a_late_parameter_is_stepped_as_a_new_one(make: Make) -> None:
+    """A parameter whose first gradient comes at step 5 is stepped as at a first step."""
+    early, late = nn.Parameter(noise(4, 6)), nn.Parameter(noise(4, 6, seed=1))
+    optimizer = make([early, late], lr=0.01, weight_decay=0.0)
+    for step in range(5):
+        early.grad = noise(4, 6, seed=step)
+        late.grad = noise(4, 6, seed=9) if step == 4 else None
+        optimizer.step()
+    alone = take_steps(make, noise(4, 6, seed=1), [noise(4, 6, seed=9)], lr=0.01, weight_decay=0.0)
+    require_close(late, alone, 1e-6, "its first step is not that of a parameter of its own")
+
+
+@must("adam", "adamw", "sgd", "lion")
+def steps_without_a_gradient_do_not_count(make: Make) -> None:
+    """A parameter that had no gradient for three steps goes on as if they had not been."""
+    given = [noise(4, 6, seed=step) for step in range(2)]
+    with_gap = [given[0], None, None, None, given[1]]
+    settings = {"lr": 0.01, "weight_decay": 0.1}
+    start = noise(4, 6, seed=5)
+    found = take_steps(make, start, with_gap, **settings)
+    require_close(found, take_steps(make, start, given, **settings), 1e-6, "after the gap")
+
+
+@must()
+def no_gradient_is_no_step(make: Make) -> None:
+    """A parameter without gradient stays as it is, decay included, while others are stepped."""
+    used, unused = nn.Parameter(noise(4, 6)), nn.Parameter(noise(4, 6, seed=1))
+    optimizer = make([used, unused])
+    for step in range(3):
+        used.grad = noise(4, 6, seed=step)
+        optimizer.step()
+    require_same([unused], [noise(4, 6, seed=1)], "the parameter without gradient")
+    require(not torch.equal(used.detach(), noise(4, 6)), "the one with a gradient did not move")
+
+
+@must()
+def every_parameter_is_stepped(make: Make) -> None:
+    """One step moves every parameter that has a gradient, and leaves finite numbers."""
+    model = layers()
+    before = weights(model)
+    train(model, make(model.parameters()), 2)
+    for old, new in zip(before, weights(model), strict=True):
+        require(not torch.equal(old, new), f"a parameter of {tuple(old.shape)} did not move")
+        require(new.isfinite().all(), f"a parameter of {tuple(old.shape)} is not finite")
+
+
+@must()
+def the_rate_is_read_at_each_step(make: Make) -> None:
+    """lr of a param group counts from the step after it was set: at 0 nothing moves."""
+    model, optimizer = trained(make)
+    held = optimizer.param_groups
+    train(model, optimizer, 2)
+    before = weights(model)
+    for group in held:
+        group["lr"] = group["lr"] * 0.0
+    train(model, optimizer, 1, 2)
+    require_same(weights(model), before, "stepped at lr = 0")
+
+
+@must()
+def a_warm_up_from_zero_is_harmless(make: Make) -> None:
+    """A first step at lr 0, as schedules with a warm-up take it, leaves finite weights alone."""
+    model, optimizer = trained(make)
+    before, rates = weights(model), [group["lr"] for group in optimizer.param_groups]
+    set_rates(optimizer, 0.0)
+    train(model, optimizer, 1)
+    require_same(weights(model), before, "stepped at lr = 0")
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    train(model, optimizer, 2, 1)
+    require(all(w.isfinite().all() for w in weights(model)), "the weights are not finite later")
+
+
+@must()
+def torchs_schedulers_drive_it(make: Make) -> None:
+    """Schedulers of torch set lr by their formula, step after step."""
+    model, optimizer = trained(make)
+    rate = float(optimizer.param_groups[0]["lr"])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1))
+    for step in range(4):
+        found = float(optimizer.param_groups[0]["lr"])
+        require(math.isclose(found, rate / (step + 1), rel_tol=1e-5), f"lr {found} at step {step}")
+        train(model, optimizer, 1, step)
+        scheduler.step()
+
+
+@must()
+def runs_repeat_to_the_bit(make: Make) -> None:
+    """The same run twice comes to the same bits."""
+    results = []
+    for _ in range(2):
+        model = layers()
+        train(model, make(model.parameters()), 4)
+        results.append(weights(model))
+    require_same(results[1], results[0], "the second run")
+
+
+@must()
+def a_step_writes_in_place(make: Make) -> None:
+    """A step leaves the same leaf tensors in the same memory, with no graph behind them."""
+    model = layers()
+    params = list(model.parameters())
+    memory = [param.data_ptr() for param in params]
+    train(model, make(params), 2)
+    require(memory == [param.data_ptr() for param in params], "a parameter lies elsewhere now")
+    for param in params:
+        require(param.is_leaf and param.requires_grad, "a parameter is no trainable leaf any more")
+
+
+@should()
+def a_step_is_seen_by_autograd(make: Make) -> None:
+    """A step counts in each parameter's version: a backward through old values raises."""
+    model, optimizer = trained(make, 1)
+    before = [param._version for param in model.parameters()]
+    backward(model, 1)
+    optimizer.step()
+    after = [param._version for param in model.parameters()]
+    unseen = [index for index in range(len(after)) if after[index] == before[index]]
+    require(not unseen, f"parameters {unseen} were written without a new version")
+
+
+@must()
+def zero_grad_clears(make: Make) -> None:
+    """zero_grad removes gradients, or fills them with zeros if asked to keep them."""
+    model, optimizer = trained(make)
+    for _ in range(2):  # before the first step, and after it
+        backward(model, 0)
+        optimizer.zero_grad(set_to_none=False)
+        kept = [param.grad for param in model.parameters()]
+        require(all(g is None or not g.any() for g in kept), "set_to_none=False leaves numbers")
+        backward(model, 0)
+        optimizer.zero_grad()
+        require(all(p.grad is None for p in model.parameters()), "zero_grad() leaves gradients")
+        train(model, optimizer, 1)
+
+
+@should()
+def gradients_are_left_alone(make: Make) -> None:
+    """A step leaves gradients as they were: they are logged, averaged and used again."""
+    decays = "weight_decay" in make(layers().parameters()).param_groups[0]
+    for settings in ({}, {"weight_decay": 0.1}) if decays else ({},):
+        model = layers()
+        optimizer = make(model.parameters(), **settings)
+        for step in range(2):
+            optimizer.zero_grad()
+            backward(model, step)
+            before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+            optimizer.step()
+            after = [param.grad for param in model.parameters() if param.grad is not None]
+            require(len(after) == len(before), "the gradients are gone")
+            require_same(after, before, f"the gradients after step {step + 1}, {settings}")
+
+
+def steps_with_closure(make: Make) -> None:
+    """A closure is called with gradients enabled, and step returns its loss."""
+    model = layers()
+    optimizer, enabled = make(model.parameters()), []
+
+    def closure() -> Tensor:
+        enabled.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        backward(model, 0)
+        return filled(7.0)
+
+    before = weights(model)
+    for _ in range(2):  # there are methods whose first step begins statistics alone
+        enabled.clear()
+        returned = optimizer.step(closure)  # type: ignore[arg-type]
+        require(enabled, "the closure was not called")
+        require(all(enabled), "the closure was called with gradients disabled")
+        require(returned is not None and float(returned) == 7.0, f"step returned {returned}")
+    require(not torch.equal(weights(model)[0], before[0]), "two steps moved nothing")
+
+
+@must()
+def a_closure_is_called_and_its_loss_returned(make: Make) -> None:
+    """step(closure) calls it with gradients enabled, and returns its loss."""
+    steps_with_closure(make)
+
+
+@nice()
+def a_closure_has_gradients_under_no_grad(make: Make) -> None:
+    """step(closure) enables gradients for it where the caller has disabled them."""
+    with torch.no_grad():
+        steps_with_closure(make)
+
+
+@should()
+def hooks_run(make: Make) -> None:
+    """Hooks of torch.optim run: before and after a step, a state dict and a load."""
+    model, seen = layers(), list[str]()
+    optimizer = make(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    optimizer.register_state_dict_pre_hook(lambda *_: seen.append("saves"))
+    optimizer.register_state_dict_post_hook(lambda *_: seen.append("saved"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("loads"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
+    train(model, optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    expected = ["before", "after", "saves", "saved", "loads", "loaded"]
+    require(seen == expected, f"of six hooks ran: {seen}")
+
+
+@should("adam", "adamw", "sgd", "lion")
+def a_nan_stays_where_it_is(make: Make) -> None:
+    """A NaN or inf in one element of a gradient leaves the steps of all others as they are, or the
+    whole step is skipped."""
+    start, gradient = noise(8, 12), noise(8, 12, seed=1)
+    clean = take_steps(make, start, [gradient])
+    for bad in (math.nan, math.inf):
+        spoilt = gradient.clone()
+        spoilt[3, 5] = bad
+        found = take_steps(make, start, [spoilt])
+        if torch.equal(found, start):
+            continue
+        found[3, 5] = clean[3, 5]
+        require_same([found], [clean], f"elements beside a gradient of {bad}")
+
+
+@should()
+def lr_may_be_a_tensor(make: Make) -> None:
+    """lr as a tensor, as compiled programs have it, steps as the number does, or is refused."""
+    results = []
+    for rate in (0.01, filled(0.01)):
+        model = layers()
+        optimizer = make_or_refuse(make, model.parameters(), lr=rate)
+        train(model, optimizer, 3)
+        results.append(weights(model))
+    for number, tensor in zip(*results, strict=True):
+        require_close(tensor, number, 1e-5, "after three steps with a tensor for lr")
+
+
+@nice()
+def maximize_climbs(make: Make) -> None:
+    """maximize=True steps as negated gradients do."""
+    if "maximize" not in inspect.signature(type(make([nn.Parameter(noise(4, 6))]))).parameters:
+        raise NotApplicable("it has no maximize")
+    try:
+        make_or_refuse(make, [nn.Parameter(noise(4, 6))], maximize=True)
+    except Refused as error:  # the argument is there for torch's callers, and only False
+        raise NotApplicable("it has no maximize") from error
+    gradients = [noise(4, 6, seed=step) for step in range(3)]
+    found = take_steps(make, noise(4, 6), gradients, maximize=True)
+    expected = take_steps(make, noise(4, 6), [-gradient for gradient in gradients])
+    require_close(found, expected, 1e-6, "after three steps up")
+
+
+@nice()
+def settings_that_cannot_be_are_refused(make: Make) -> None:
+    """A negative lr raises when the optimizer is made."""
+    try:
+        make([nn.Parameter(noise(4, 6))], lr=-1.0)
+    except Exception:
+        return
+    require(False, "lr=-1.0 was taken")

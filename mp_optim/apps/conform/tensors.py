@@ -1,0 +1,341 @@
+"""Tensors: of every shape and layout, replaced, frozen, tied; state; memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mp_optim.apps.conform.kit import (
+    Make,
+    NotApplicable,
+    backward,
+    filled,
+    layers,
+    make_or_refuse,
+    must,
+    nice,
+    noise,
+    require,
+    require_close,
+    require_same,
+    should,
+    step_or_refuse,
+    train,
+    trained,
+    weights,
+)
+
+
+def steps_of_shape(make: Make, *shape: int) -> None:
+    """A parameter of that shape beside a matrix: both are stepped, or it is refused."""
+    params = [nn.Parameter(noise(6, 8)), nn.Parameter(noise(*shape, seed=1))]
+    optimizer = make_or_refuse(make, params)
+    before = [param.detach().clone() for param in params]
+    for step in range(3):
+        for param in params:
+            param.grad = noise(*param.shape, seed=step)
+        step_or_refuse(optimizer, params)
+    for old, new in zip(before, params, strict=True):
+        require(new.shape == old.shape, f"{tuple(old.shape)} became {tuple(new.shape)}")
+        moved = bool((old != new.detach()).any()) or not old.numel()
+        require(moved and new.isfinite().all(), f"a parameter of {tuple(old.shape)} is not stepped")
+
+
+@must()
+def vectors_are_stepped(make: Make) -> None:
+    """A parameter of one dimension is stepped, or refused."""
+    steps_of_shape(make, 5)
+
+
+@must()
+def scalars_are_stepped(make: Make) -> None:
+    """A parameter of no dimension, as logit scales are, is stepped, or refused."""
+    steps_of_shape(make)
+
+
+@must()
+def empty_parameters_are_no_harm(make: Make) -> None:
+    """A parameter of no elements, as shards have them, breaks nothing, or is refused."""
+    steps_of_shape(make, 0, 4)
+
+
+@must()
+def kernels_of_convolutions_are_stepped(make: Make) -> None:
+    """A parameter of four dimensions is stepped, or refused."""
+    steps_of_shape(make, 4, 3, 5, 5)
+
+
+def as_contiguous(make: Make, laid: Callable[[Tensor], Tensor], grad: bool, *shape: int) -> None:
+    """A parameter (or its gradient) in another layout comes to what a contiguous one does."""
+    results = []
+    for layout in (lambda tensor: tensor, laid):
+        param = nn.Parameter(noise(*shape) if grad else layout(noise(*shape)))
+        optimizer = make_or_refuse(make, [param])
+        for step in range(3):
+            gradient = noise(*shape, seed=step + 1)
+            param.grad = layout(gradient) if grad else torch.empty_like(param).copy_(gradient)
+            step_or_refuse(optimizer, [param])
+        results.append(param.detach())
+    require_close(results[1], results[0], 1e-6, "against contiguous memory")
+
+
+@must()
+def transposed_parameters_are_stepped_right(make: Make) -> None:
+    """A parameter whose memory is transposed comes to the same as a contiguous one."""
+    as_contiguous(make, lambda tensor: tensor.t().contiguous().t(), False, 12, 8)
+
+
+@must()
+def sliced_parameters_are_stepped_right(make: Make) -> None:
+    """A parameter that is a column slice of more memory comes to the same as one of its own."""
+    as_contiguous(make, lambda t: torch.cat([t, t], 1)[:, : t.shape[1]], False, 12, 8)
+
+
+@must()
+def transposed_gradients_are_read_right(make: Make) -> None:
+    """A gradient whose memory is laid out otherwise than its parameter's is read right."""
+    as_contiguous(make, lambda tensor: tensor.t().contiguous().t(), True, 12, 8)
+
+
+@should()
+def expanded_gradients_are_read_right(make: Make) -> None:
+    """A gradient that repeats one row by a stride of 0 is read right."""
+    results = []
+    for is_expanded in (False, True):
+        param = nn.Parameter(noise(12, 8))
+        optimizer = make([param])
+        for step in range(2):
+            row = noise(1, 8, seed=step + 1).expand(12, 8)
+            param.grad = row if is_expanded else row.contiguous()
+            step_or_refuse(optimizer, [param])
+        results.append(param.detach())
+    require_close(results[1], results[0], 1e-6, "against a contiguous gradient")
+
+
+@must()
+def channels_last_is_stepped_right(make: Make) -> None:
+    """A kernel in channels_last comes to the same as a contiguous one, or is refused."""
+    as_contiguous(make, lambda t: t.to(memory_format=torch.channels_last), False, 4, 3, 5, 5)
+
+
+@must()
+def frozen_parameters_stay(make: Make) -> None:
+    """A parameter that is frozen between steps stays, and is trained again when it is not."""
+    model, optimizer = trained(make, 2)
+    first = next(model.parameters())
+    first.requires_grad_(False)
+    before = first.detach().clone()
+    train(model, optimizer, 2, 2)
+    require_same([first], [before], "the frozen parameter")
+    first.requires_grad_(True)
+    train(model, optimizer, 1, 4)
+    require((first != before).any(), "it is not trained any more")
+
+
+@must()
+def tied_parameters_step_once(make: Make) -> None:
+    """A parameter used twice in a model is one parameter: one step with the sum of gradients."""
+    tied, plain = nn.Parameter(noise(8, 8) / 4), nn.Parameter(noise(8, 8) / 4)
+    model = nn.ModuleList([nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)])
+    for layer in model:
+        layer.weight = tied
+    ours, alone = make(model.parameters()), make([plain])
+    for step in range(3):
+        x = noise(4, 8, seed=step)
+        ours.zero_grad()
+        alone.zero_grad()
+        (x @ tied @ tied).square().mean().backward()  # type: ignore[no-untyped-call]
+        (x @ plain @ plain).square().mean().backward()  # type: ignore[no-untyped-call]
+        ours.step()
+        alone.step()
+    require_same([tied], [plain], "the tied parameter")
+
+
+@must()
+def a_replaced_parameter_is_followed(make: Make) -> None:
+    """A parameter that a wrapper replaces in param_groups is trained, and the old one left."""
+    model, optimizer = trained(make, 1)
+    other = layers()
+    optimizer.param_groups[0]["params"][:] = list(other.parameters())
+    old, before = weights(model), weights(other)
+    train(other, optimizer, 2, 1)
+    require_same(weights(model), old, "the parameters that were replaced")
+    for start, now in zip(before, weights(other), strict=True):
+        require((start != now).any(), f"the new parameter of {tuple(now.shape)} is not trained")
+
+
+@must()
+def parameters_replaced_before_the_first_step_are_followed(make: Make) -> None:
+    """Parameters replaced before the first step, as wrappers do, train as if given at first."""
+    expected = layers()
+    train(expected, make(expected.parameters()), 3)
+    model, other = layers(), layers()
+    optimizer = make(model.parameters())
+    optimizer.param_groups[0]["params"] = list(other.parameters())
+    train(other, optimizer, 3)
+    require_same(weights(other), weights(expected), "the new parameters")
+
+
+@must()
+def data_may_be_swapped(make: Make) -> None:
+    """param.data in new memory, as offloading programs set it, is what is stepped."""
+    results = []
+    for is_swapped in (False, True):
+        model, optimizer = trained(make)
+        for step in range(4):
+            if is_swapped:
+                for param in model.parameters():
+                    param.data = param.data.clone()
+            train(model, optimizer, 1, step)
+        results.append(weights(model))
+    require_same(results[1], results[0], "with data in new memory before each step")
+
+
+@must()
+def mixed_dtypes_are_stepped(make: Make) -> None:
+    """float32 and bfloat16 parameters in one group are each stepped as if alone, or refused."""
+    for second in (torch.float32, torch.bfloat16):
+        both = [nn.Parameter(noise(12, 8, dtype=dtype)) for dtype in (torch.float32, second)]
+        alone = [nn.Parameter(param.detach().clone()) for param in both]
+        singles = [make_or_refuse(make, [param]) for param in alone]
+        optimizer = make_or_refuse(make, both)
+        for step in range(3):
+            for param in (*both, *alone):
+                param.grad = noise(12, 8, seed=step + 1, dtype=param.dtype)
+            for each in singles:
+                each.step()
+            step_or_refuse(optimizer, both)
+        for here, there in zip(both, alone, strict=True):
+            apart = float((here.detach() - there.detach()).abs().max())
+            if second == torch.float32 and apart > 1e-6:
+                raise NotApplicable("parameters of one group are stepped by what all of them have")
+            places = 2.0 * torch.finfo(here.dtype).eps  # rounding may be by chance
+            require_close(here, there, max(1e-5, places), f"{here.dtype} in one group with others")
+
+
+@should()
+def float64_is_stepped_as_such(make: Make) -> None:
+    """A step of 1e-9 moves a float64 weight of 1, or float64 is refused."""
+    param = nn.Parameter(filled(1.0, 6, 8, dtype=torch.float64))
+    optimizer = make_or_refuse(make, [param], lr=1e-9)
+    for _ in range(2):
+        param.grad = filled(1.0, 6, 8, dtype=torch.float64)
+        step_or_refuse(optimizer, [param])
+    require((param != 1.0).all(), "the weights are 1 after two steps of 1e-9")
+
+
+@nice()
+def complex_parameters_step_as_pairs(make: Make) -> None:
+    """A complex parameter is stepped as its real and imaginary parts would be, or is refused."""
+    parts = noise(6, 8, 2)
+    param, plain = nn.Parameter(torch.view_as_complex(parts.clone())), nn.Parameter(parts.clone())
+    optimizers = [make_or_refuse(make, [param]), make_or_refuse(make, [plain])]
+    for step in range(2):
+        gradient = noise(6, 8, 2, seed=step)
+        param.grad, plain.grad = torch.view_as_complex(gradient), gradient.clone()
+        for optimizer in optimizers:
+            step_or_refuse(optimizer, [param, plain])
+    require_close(torch.view_as_real(param.detach()), plain, 1e-6, "against pairs of reals")
+
+
+@nice()
+def it_can_be_made_on_meta(make: Make) -> None:
+    """An optimizer over parameters of the meta device is made without memory for them."""
+    with torch.device("meta"):
+        model = nn.Linear(1 << 16, 1 << 16, bias=False)
+    optimizer = make(model.parameters())
+    require(len(optimizer.param_groups[0]["params"]) == 1, "the parameter is not in its group")
+
+
+# -- state -----------------------------------------------------------------------------------------
+
+
+def with_state(make: Make, change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Weights after five steps, every tensor of state replaced by another after the third."""
+    model, optimizer = trained(make, 3)
+    for param in model.parameters():
+        state: dict[str, Any] = optimizer.state[param]
+        for key, value in list(state.items()):
+            if isinstance(value, Tensor):
+                state[key] = change(value)
+    train(model, optimizer, 2, 3)
+    return weights(model)
+
+
+@should()
+def state_may_be_moved_by_hand(make: Make) -> None:
+    """state[p][key] = state[p][key].to(...), as programs of RL move it, changes no number."""
+    moved = with_state(make, lambda value: value.detach().to(value.device, copy=True))
+    require_same(moved, with_state(make, lambda value: value), "with state in new memory")
+
+
+@should()
+def state_that_is_assigned_counts(make: Make) -> None:
+    """What is assigned to optimizer.state is what the next step uses: zeros change it."""
+    emptied = with_state(make, lambda value: value * 0 if value.dim() else value)
+    untouched = with_state(make, lambda value: value)
+    if not any((a != b).any() for a, b in zip(emptied, untouched, strict=True)):
+        _, optimizer = trained(make, 1)
+        held = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+        require(not any(v.dim() for v in held), "zeros for all state made no difference")
+
+
+@should()
+def state_is_keyed_by_parameters(make: Make) -> None:
+    """optimizer.state[p] is p's state after a step, and always the same object."""
+    model, optimizer = trained(make, 2)
+    keys = set(optimizer.state)
+    strangers = [key for key in keys if isinstance(key, Tensor)]
+    known = set(model.parameters())
+    require(all(key in known for key in strangers), "state has keys that are no parameters")
+    for param in model.parameters():
+        require(optimizer.state[param] is optimizer.state[param], "another object at each look")
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def bytes_of_tensors() -> int:
+    """Memory of all tensors that are alive, each storage once."""
+    gc.collect()
+    alive = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in alive}
+    return sum(storages.values())
+
+
+@must()
+def memory_does_not_grow(make: Make) -> None:
+    """After the first steps no step leaves more memory held."""
+    model, optimizer = trained(make, 3)
+    before = bytes_of_tensors()
+    train(model, optimizer, 8, 3)
+    grown = bytes_of_tensors() - before
+    require(grown <= 4096, f"eight steps left {grown} bytes held")
+
+
+@should()
+def gradients_are_let_go(make: Make) -> None:
+    """zero_grad frees a gradient's memory: no step keeps a reference to it."""
+    model, optimizer = trained(make, 2)
+    backward(model, 2)
+    held = [weakref.ref(param.grad) for param in model.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    gc.collect()
+    alive = sum(reference() is not None for reference in held)
+    require(not alive, f"{alive} of {len(held)} gradients are alive after zero_grad")
+
+
+@nice()
+def it_goes_when_it_is_deleted(make: Make) -> None:
+    """An optimizer without references is freed, and its state with it."""
+    _, optimizer = trained(make, 2)
+    reference = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    require(reference() is None, "something holds the optimizer")

@@ -1,0 +1,40 @@
+"""Optimizer state of other libraries, in and out. Each format is a module of pure functions from
+and to :class:`ForeignState`, which is by parameter name; :func:`import_state` and
+:func:`export_state` connect it to an optimizer. `docs/migrate.md` shows every way.
+"""
+
+from mp_optim.apps.convert.formats import (
+    fp32_params,
+    from_apex,
+    from_deepspeed,
+    from_megatron,
+    from_torch,
+    to_deepspeed,
+    to_torch,
+)
+from mp_optim.apps.convert.state import (
+    ForeignGroup,
+    ForeignState,
+    export_state,
+    from_checkpoint,
+    from_file,
+    import_state,
+    to_file,
+)
+
+__all__ = [
+    "ForeignGroup",
+    "ForeignState",
+    "export_state",
+    "fp32_params",
+    "from_apex",
+    "from_checkpoint",
+    "from_deepspeed",
+    "from_file",
+    "from_megatron",
+    "from_torch",
+    "import_state",
+    "to_deepspeed",
+    "to_file",
+    "to_torch",
+]

@@ -1,0 +1,158 @@
+r"""Convert optimizer state between libraries.
+
+$ mp-optim convert --source-format torch --source adamw.pt --names names.json --target new.pt
+$ mp-optim convert --source-format checkpoint --source runs/x/checkpoints \
+    --target-format deepspeed --target universal
+
+What --target-format mp_optim writes is loaded by
+mp_optim.apps.convert.import_state(optimizer, from_file(path)).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+
+from mp_optim.apps import convert as foreign
+from mp_optim.checkpoint.file_format import load_plain_file
+
+
+@dataclass
+class Options:
+    """From where to where.
+
+    Attributes:
+        source: a file; for deepspeed the folder of a universal checkpoint; for checkpoint a folder
+            of mp_optim's.
+        target: a file; for torch and deepspeed a folder.
+        source_format: torch: a state dict. megatron: of one rank that holds whole parameters. apex:
+            {"optimizer": state dict, "masters": [group["params"] for group in
+            optimizer.param_groups_master]}. mp_optim: what this tool wrote.
+        target_format: what to write.
+        names: names of the parameters in the order of the source's param groups: a JSON list, or
+            one in a line. Not needed where the source has them.
+        fp32_names: parameters that the model itself keeps in FP32 (megatron).
+        masters: file with the FP32 copies that were stepped, by name (torch).
+        key: where the state is in the source file, such as "optimizer"; dots lead deeper.
+        step: steps taken, where the source does not say.
+        strip_prefix: taken off the front of every name that has it, such as "module.".
+    """
+
+    source: Path
+    target: Path
+    source_format: Literal["torch", "megatron", "apex", "deepspeed", "mp_optim", "checkpoint"]
+    target_format: Literal["mp_optim", "torch", "deepspeed"] = "mp_optim"
+    names: Path | None = None
+    fp32_names: tuple[str, ...] = ()
+    masters: Path | None = None
+    key: str = ""
+    step: float | None = None
+    strip_prefix: str = ""
+
+
+def _names(path: Path | None) -> list[str] | None:
+    if path is None:
+        return None
+    text = path.read_text()
+    return list(json.loads(text)) if text.lstrip().startswith("[") else text.split()
+
+
+def _loaded(options: Options) -> Any:
+    """The part of the source file that ``--key`` names."""
+    content = load_plain_file(options.source)
+    for part in filter(None, options.key.split(".")):
+        if not isinstance(content, Mapping) or part not in content:
+            names = list(content) if isinstance(content, Mapping) else "no names"
+            raise ValueError(
+                f"--key {options.key}: {part!r} is not in {options.source}; it has {names}"
+            )
+        content = content[part]
+    return content
+
+
+def read(options: Options) -> foreign.ForeignState:
+    """The source.
+
+    Raises:
+        ValueError: it does not hold what its format says.
+    """
+    try:
+        state = _read(options)
+        _check_memory(state)
+    except ValueError as error:
+        is_named = str(options.source) in str(error)
+        raise ValueError(str(error) if is_named else f"{options.source}: {error}") from error
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{options.source} does not hold what --source-format {options.source_format} means "
+            f"({type(error).__name__}: {error}); if the state is deeper in it, say where: --key"
+        ) from error
+    return state
+
+
+def _check_memory(state: foreign.ForeignState) -> None:
+    """Raise ValueError for an expanded tensor: written out it would take what the file has not."""
+    for name, tensors in state.state.items():
+        for key, value in tensors.items():
+            stored = value.untyped_storage().nbytes()
+            if value.nbytes > stored:
+                raise ValueError(
+                    f"{name}.{key} has shape {tuple(value.shape)}, and of its {value.nbytes} bytes "
+                    f"only {stored} are there; write it with .contiguous()"
+                )
+
+
+def _read(options: Options) -> foreign.ForeignState:
+    names = _names(options.names)
+    if options.source_format == "deepspeed":
+        return foreign.from_deepspeed(options.source, step=options.step)
+    if options.source_format == "checkpoint":
+        return foreign.from_checkpoint(options.source)
+    if options.source_format == "mp_optim":
+        return foreign.from_file(options.source)
+    content = _loaded(options)
+    if options.source_format == "apex":
+        return foreign.from_apex(content["optimizer"], content.get("masters"), names)
+    if options.source_format == "megatron":
+        if names is None:
+            raise ValueError("Megatron's state has no names: pass --names")
+        return foreign.from_megatron(
+            content, names, fp32_names=options.fp32_names, step=options.step
+        )
+    masters = None if options.masters is None else load_plain_file(options.masters)
+    return foreign.from_torch(content, names, masters=masters, step=options.step)
+
+
+def write(state: foreign.ForeignState, options: Options) -> None:
+    """The target."""
+    if options.target_format == "deepspeed":
+        foreign.to_deepspeed(state, options.target)
+    elif options.target_format == "mp_optim":
+        options.target.parent.mkdir(parents=True, exist_ok=True)
+        foreign.to_file(state, options.target)
+    else:
+        options.target.mkdir(parents=True, exist_ok=True)
+        torch.save(foreign.to_torch(state), options.target / "optimizer.pt")
+        torch.save(foreign.fp32_params(state), options.target / "fp32_params.pt")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Convert, and say what; returns the exit status."""
+    prog = "mp-optim convert"
+    options = tyro.cli(Options, args=arguments, prog=prog, description=__doc__)
+    state = read(options)
+    if options.strip_prefix:
+        state = state.renamed(lambda name: name.removeprefix(options.strip_prefix))
+    write(state, options)
+    elements = sum(value.numel() for tensors in state.state.values() for value in tensors.values())
+    print(
+        f"{len(state.names)} parameters, {elements:,} elements of state: {options.source} -> "
+        f"{options.target}"
+    )
+    return 0

@@ -1,0 +1,337 @@
+"""Formats of other libraries: state dicts of torch, apex and Megatron, DeepSpeed's universal
+checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.apps.convert.state import ForeignGroup, ForeignState, positional_state
+from mp_optim.checkpoint.file_format import load_plain_file
+from mp_optim.core.slot_state import MASTER, STEP
+
+# -- torch: Adam and AdamW, and any optimizer whose state is tensors of the parameter's shape -----
+
+_DEFAULTS = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+
+
+def from_torch(
+    state_dict: Mapping[str, Any],
+    names: Sequence[str] | None = None,
+    *,
+    masters: Mapping[str, Tensor] | None = None,
+    step: float | None = None,
+) -> ForeignState:
+    """State of a torch optimizer.
+
+    Args:
+        state_dict: as ``state_dict()`` gives it.
+        names: of all parameters in the order in which the optimizer was given them; not needed if
+            it was given named parameters.
+        masters: the FP32 copies that were stepped for 16-bit parameters, by name.
+        step: steps taken, for optimizers that do not count them (SGD).
+
+    Raises:
+        ValueError: names are missing, or masters are of unknown parameters.
+    """
+    foreign = positional_state(state_dict, names, step)
+    masters = masters or {}
+    if unknown := sorted(masters.keys() - set(foreign.names)):
+        raise ValueError(f"masters of parameters that the optimizer does not have: {unknown}")
+    return foreign.with_masters(masters)
+
+
+def to_torch(foreign: ForeignState, *, param_names: bool = True) -> dict[str, Any]:
+    """A state dict that ``torch.optim.AdamW.load_state_dict`` takes, over FP32 parameters (see
+    :func:`fp32_params`).
+
+    Args:
+        param_names: name the parameters in the groups, as torch does if it was given named ones.
+    """
+    names = foreign.names
+    index_of = {name: index for index, name in enumerate(names)}
+    groups = []
+    for group in foreign.groups:
+        decoupled = group.settings.get("adam_w_mode", _DEFAULTS["decoupled_weight_decay"])
+        settings = {**_DEFAULTS, "decoupled_weight_decay": decoupled, **group.settings}
+        settings["params"] = [index_of[name] for name in group.names]
+        if param_names:
+            settings["param_names"] = list(group.names)
+        groups.append(settings)
+    state = {}
+    for name in names:
+        if tensors := foreign.state.get(name):
+            kept = {key: value for key, value in tensors.items() if key != MASTER}
+            state[index_of[name]] = kept
+    return {"state": state, "param_groups": groups}
+
+
+def fp32_params(foreign: ForeignState) -> dict[str, Tensor]:
+    """The FP32 values of all parameters that have one, by name."""
+    return {name: state[MASTER] for name, state in foreign.state.items() if MASTER in state}
+
+
+# -- apex: FusedAdam, whose FP32 copies (param_groups_master) are not in its state dict -----------
+
+
+def from_apex(
+    state_dict: Mapping[str, Any],
+    masters: Sequence[Sequence[Tensor | None]] | None,
+    names: Sequence[str] | None = None,
+) -> ForeignState:
+    """State of ``apex.optimizers.FusedAdam``, whose step counts are its groups'.
+
+    Args:
+        state_dict: as ``state_dict()`` gives it.
+        masters: ``[group["params"] for group in optimizer.param_groups_master]``; None without
+            ``master_weights``.
+        names: of all parameters in order; not needed if the groups have ``param_names``.
+
+    Raises:
+        ValueError: names, groups and masters do not fit each other.
+    """
+    foreign = positional_state(state_dict, names)
+    if masters is None:
+        return foreign
+    counts = [len(group.names) for group in foreign.groups]
+    if [len(group) for group in masters] != counts:
+        raise ValueError(
+            f"masters of {[len(group) for group in masters]} parameters for groups of {counts} "
+            "(apex's add_param_group adds no masters)"
+        )
+    copies = {
+        name: tensor
+        for group, tensors in zip(foreign.groups, masters, strict=True)
+        for name, tensor in zip(group.names, tensors, strict=True)
+        if tensor is not None
+    }
+    return foreign.with_masters(copies)
+
+
+# -- Megatron: Float16OptimizerWithFloat16Params, FP32Optimizer, ChainedOptimizer -----------------
+
+
+COPIES = "fp32_from_fp16_params"
+"""Key of the Float16 optimizer's FP32 copies."""
+
+
+def from_megatron(
+    state_dict: Mapping[Any, Any] | Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    *,
+    fp32_names: Collection[str] = (),
+    step: float | None = None,
+) -> ForeignState:
+    """State of one rank that holds whole parameters (no distributed optimizer, no tensor
+    parallelism).
+
+    Args:
+        state_dict: ``state_dict()``; for a chain its list, or the dict by number that Megatron
+            makes of it on disk.
+        names: of all parameters, in the order of ``optimizer.param_groups``, member after member.
+        fp32_names: parameters that the model itself keeps in FP32 (routers, say), which have no
+            copy.
+        step: steps taken, if the state does not say.
+
+    Raises:
+        ValueError: names and state do not fit each other.
+    """
+    members = states_of_members(state_dict)
+    counts = []
+    for member in members:
+        counts.append(sum(len(group["params"]) for group in _inner(member)["param_groups"]))
+    if len(names) != sum(counts):
+        raise ValueError(
+            f"{len(names)} names for parts of {counts} parameters, {sum(counts)} together"
+        )
+    groups: list[ForeignGroup] = []
+    state: dict[str, Mapping[str, Tensor]] = {}
+    start = 0
+    for member, count in zip(members, counts, strict=True):
+        named = _state_of_member(member, names[start : start + count], fp32_names, step)
+        groups += named.groups
+        state |= named.state
+        start += count
+    scaler = next((member["grad_scaler"] for member in members if member.get("grad_scaler")), None)
+    return ForeignState(tuple(groups), state, scaler)
+
+
+def states_of_members(
+    state_dict: Mapping[Any, Any] | Sequence[Mapping[str, Any]],
+) -> list[Mapping[str, Any]]:
+    """What is saved of each member of a chain, or of the only optimizer."""
+    if not isinstance(state_dict, Mapping):
+        return list(state_dict)
+    if state_dict and all(isinstance(key, int) or str(key).isdigit() for key in state_dict):
+        return [state_dict[key] for key in sorted(state_dict, key=int)]
+    return [state_dict]
+
+
+def _inner(member: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner: Mapping[str, Any] = member.get("optimizer", member.get("optimizer_state_dict", member))
+    if "param_groups" not in inner or "state" not in inner:
+        raise ValueError(
+            f"no state of Megatron's Float16 or FP32 optimizer: it has {sorted(map(str, inner))}. "
+            "The distributed optimizer's is a shard of each parameter: save it with --ckpt-format "
+            "torch_dist and without --use-distributed-optimizer first"
+        )
+    return inner
+
+
+def _state_of_member(
+    member: Mapping[str, Any], names: Sequence[str], fp32_names: Collection[str], step: float | None
+) -> ForeignState:
+    foreign = positional_state(_inner(member), names, step)
+    masters = member.get(COPIES, member.get("fp32_from_fp16"))
+    if masters is None:
+        return foreign
+    copies: dict[str, Tensor] = {}
+    for index, (group, tensors) in enumerate(zip(foreign.groups, masters, strict=True)):
+        halves = [name for name in group.names if name not in fp32_names]
+        if len(halves) != len(tensors):
+            raise ValueError(
+                f"param group {index} has {len(tensors)} FP32 copies for {len(halves)} 16-bit "
+                "parameters; name those that the model keeps in FP32 in fp32_names="
+            )
+        copies.update(zip(halves, tensors, strict=True))
+    return foreign.with_masters(copies)
+
+
+# -- DeepSpeed ------------------------------------------------------------------------------------
+#
+# Universal checkpoints: ``<folder>/zero/<name>/{fp32,exp_avg,exp_avg_sq,step}.pt`` and
+# ``zero/optimizer_state.pt``, as its ``ds_to_universal.py`` writes and ``load_universal`` reads
+# them.
+
+_FILES = {"fp32": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+_VALUE = "param"
+_GLOBAL = "optimizer_state.pt"
+_VERSION = "0.16.0"
+"""The oldest that the layout written here is that of; DeepSpeed refuses state without a version."""
+_SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
+"""Of DeepSpeed's Adam; others would replace what its config says."""
+
+
+def from_deepspeed(folder: str | os.PathLike[str], *, step: float | None = None) -> ForeignState:
+    """State of all parameters of a universal checkpoint, in one group without settings.
+
+    Tensors are in their parameter's shape, but for those converted from ZeRO-3, which are flat;
+    ``import_state`` gives them their shape.
+
+    Args:
+        step: steps taken, where there is no ``step.pt`` (ZeRO-3).
+
+    Raises:
+        FileNotFoundError: there is no universal checkpoint.
+        ValueError: files are missing or hold something else, listing them; or no file says the
+            step.
+    """
+    root = Path(folder) / "zero"
+    names = sorted(path.parent.relative_to(root).as_posix() for path in root.glob("**/fp32.pt"))
+    if not names:
+        raise FileNotFoundError(
+            f"no universal checkpoint in {folder}: there is no zero/<name>/fp32.pt; convert it "
+            "with DeepSpeed's ds_to_universal.py first"
+        )
+    missing = [
+        f"{name}/{file}.pt"
+        for name in names
+        for file in _FILES
+        if not (root / name / f"{file}.pt").is_file()
+    ]
+    if missing:
+        raise ValueError(f"{root} lacks {missing}")
+    state = {}
+    for name in names:
+        state[name] = {STEP: _step(root / name, step)}
+        for file, key in _FILES.items():
+            state[name][key] = _value(root / name / f"{file}.pt")
+    return ForeignState((ForeignGroup(tuple(names)),), state)
+
+
+def _value(path: Path) -> Tensor:
+    content = load_plain_file(path)
+    if isinstance(content, dict):
+        content = content.get(_VALUE)
+    if not isinstance(content, Tensor):
+        raise ValueError(f"{path} holds no tensor under {_VALUE!r}")
+    return content
+
+
+def _step(folder: Path, step: float | None) -> Tensor:
+    path = folder / "step.pt"
+    if path.is_file():
+        saved = torch.as_tensor(load_plain_file(path), device="cpu")
+        return saved.reshape(()).to(torch.float32)
+    if step is None:
+        raise ValueError(
+            f"{path} is missing (ZeRO-3 has none); pass step=, the number of steps taken"
+        )
+    return torch.tensor(float(step), dtype=torch.float32, device="cpu")
+
+
+def to_deepspeed(
+    foreign: ForeignState,
+    folder: str | os.PathLike[str],
+    *,
+    groups: Sequence[Sequence[str]] | None = None,
+) -> Path:
+    """Write the optimizer's part of a universal checkpoint; the model states next to it are
+    DeepSpeed's.
+
+    Args:
+        groups: names of the parameters of DeepSpeed's groups, which may be others; by default as
+            they are here.
+
+    Returns:
+        The folder ``zero``.
+
+    Raises:
+        ValueError: a parameter has no FP32 value, or no moments of Adam's, listing them; nothing
+            was written.
+    """
+    missing = [
+        f"{name}.{key}"
+        for name in foreign.names
+        for key in (STEP, *_FILES.values())
+        if key not in foreign.state.get(name, {})
+    ]
+    if missing:
+        raise ValueError(
+            "a universal checkpoint has step, fp32, exp_avg and exp_avg_sq of every parameter; "
+            f"missing {missing}"
+        )
+    root = Path(folder) / "zero"
+    for name in foreign.names:
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for file, key in _FILES.items():
+            torch.save({_VALUE: _whole(foreign.state[name][key])}, root / name / f"{file}.pt")
+        torch.save(_whole(foreign.state[name][STEP]), root / name / "step.pt")
+    settings = {name: group.settings for group in foreign.groups for name in group.names}
+    index_of = {name: index for index, name in enumerate(foreign.names)}
+    param_groups = []
+    for names in groups or [group.names for group in foreign.groups]:
+        if names:
+            own = settings[names[0]]
+            kept = {key: own[key] for key in _SETTINGS if key in own}
+            param_groups.append({**kept, "params": [index_of[name] for name in names]})
+    torch.save({"ds_version": _VERSION, "param_groups": param_groups}, root / _GLOBAL)
+    return root
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """On the CPU, with memory of its own: a view would take its whole storage along."""
+    return tensor.detach().to("cpu", copy=True).contiguous()

@@ -1,0 +1,389 @@
+"""Optimizer state by parameter name, which all formats have in common: into an optimizer and out of
+it, into a file and out of it, out of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.checkpoint.entries import MODEL, key_and_fqn
+from mp_optim.checkpoint.file_format import load_plain_file, read_common
+from mp_optim.checkpoint.reading import open_checkpoint
+from mp_optim.core import Slot, group_settings, local_tensor, param_at
+from mp_optim.core.keyed_optimizer import OverStack, SlotKeyedOptimizer, load_checked, stack_of
+from mp_optim.core.names import matched_names
+from mp_optim.core.param_attributes import main_param_of
+from mp_optim.core.slot_state import AVERAGE, MASTER, REMAINDER, SCALE, STEP
+from mp_optim.core.state_dict import plain_groups
+from mp_optim.core.tensors import whole_tensor
+from mp_optim.host.calls import in_own_modes
+from mp_optim.host.host_memory import as_tensor
+from mp_optim.host.torch_types import is_dtensor
+
+_NO_SETTINGS = ("params", "param_names", STEP)
+"""What else a param group has."""
+
+
+@dataclass(frozen=True)
+class ForeignGroup:
+    """Names of a param group's parameters in order, and its hyperparameters under their library's
+    names."""
+
+    names: tuple[str, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ForeignState:
+    """Optimizer state by parameter name.
+
+    Attributes:
+        groups: every parameter once.
+        state: for each name its state tensors: ``step`` (FP32, 0-d), moments under torch's keys
+            (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``, ...) in the parameter's shape,
+            ``master_param`` (FP32) if there is one. Empty for a parameter that was never stepped.
+        grad_scaler: Megatron's dynamic loss scale, if there was one.
+    """
+
+    groups: tuple[ForeignGroup, ...]
+    state: Mapping[str, Mapping[str, Tensor]]
+    grad_scaler: Mapping[str, Any] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """All names in order."""
+        return [name for group in self.groups for name in group.names]
+
+    def with_masters(self, masters: Mapping[str, Tensor]) -> ForeignState:
+        """The same state, with FP32 values of some parameters by name."""
+        state = dict(self.state)
+        for name in masters.keys() & state.keys():
+            state[name] = {**state[name], MASTER: masters[name]}
+        return replace(self, state=state)
+
+    def renamed(self, rename: Callable[[str], str]) -> ForeignState:
+        """The same state under other names.
+
+        Raises:
+            ValueError: two parameters would have one name.
+        """
+        new = {name: rename(name) for name in self.names}
+        if len(set(new.values())) < len(new):
+            raise ValueError(f"two parameters would be called {_repeated(new.values())}")
+        groups = [
+            replace(group, names=tuple(map(new.__getitem__, group.names))) for group in self.groups
+        ]
+        state = {new[name]: value for name, value in self.state.items()}
+        return replace(self, groups=tuple(groups), state=state)
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return sorted(name for name, count in Counter(names).items() if count > 1)
+
+
+def names_of_groups(
+    groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None
+) -> list[tuple[str, ...]]:
+    """The names of each group's parameters: its own ``param_names``, or ``names``, for all groups
+    one after the other.
+
+    Raises:
+        ValueError: there are no names, not as many as parameters, or some twice.
+    """
+    counts = [len(group["params"]) for group in groups]
+    if names is None:
+        if not all("param_names" in group for group in groups if group["params"]):
+            raise ValueError(
+                f"the state has no param_names; pass names= for its groups of {counts} parameters, "
+                "in the order in which its optimizer was given them"
+            )
+        names = [name for group in groups for name in group.get("param_names", ())]
+    if len(names) != sum(counts):
+        raise ValueError(
+            f"{len(names)} names for groups of {counts} parameters, {sum(counts)} together"
+        )
+    if len(set(names)) < len(names):
+        raise ValueError(f"names occur twice: {_repeated(names)}")
+    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
+    return [tuple(names[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+
+
+def positional_state(
+    state_dict: Mapping[str, Any], names: Sequence[str] | None, step: float | None = None
+) -> ForeignState:
+    """A torch-shaped state dict by name. Where a parameter's state has no ``step``, it is its
+    group's, or ``common_step`` (Megatron), or ``step``.
+
+    Raises:
+        ValueError: names are missing, a value is no tensor or number, or nothing says the step.
+    """
+    if not {"param_groups", "state"} <= state_dict.keys():
+        raise ValueError(
+            f"no state dict of an optimizer: it has {sorted(map(str, state_dict))}, not "
+            "param_groups and state; is it under one of these keys?"
+        )
+    groups, states = state_dict["param_groups"], state_dict["state"]
+    common = states.get("common_step", step)
+    tensors: dict[str, dict[str, Tensor]] = {}
+    foreign = []
+    for group, of_group in zip(groups, names_of_groups(groups, names), strict=True):
+        for name, index in zip(of_group, group["params"], strict=True):
+            tensors[name] = _tensors(name, states.get(index, {}), group.get(STEP, common))
+        settings = {key: group[key] for key in group if key not in _NO_SETTINGS}
+        foreign.append(ForeignGroup(of_group, settings))
+    claimed = {index for group in groups for index in group["params"]}
+    unclaimed = sorted(map(str, states.keys() - claimed - {"common_step"}))
+    if unclaimed:
+        raise ValueError(f"the state has entries that are in no param group: {unclaimed}")
+    return ForeignState(tuple(foreign), tensors)
+
+
+def _tensors(name: str, state: Mapping[str, Any], step: Any) -> dict[str, Tensor]:
+    if not state:
+        return {}
+    given = {key: value for key, value in state.items() if value is not None}
+    given.setdefault(STEP, step)
+    if given[STEP] is None:
+        raise ValueError(
+            f"the state of {name} has no step, and neither has its group; pass step=, the number "
+            "of steps taken (Adam's bias correction depends on it)"
+        )
+    odd = sorted(key for key, value in given.items() if not isinstance(value, (Tensor, int, float)))
+    if odd:
+        raise ValueError(f"the state of {name} holds {odd}, which are no tensors")
+    return {
+        key: as_tensor(value).reshape(()).to(torch.float32) if key == STEP else as_tensor(value)
+        for key, value in given.items()
+    }
+
+
+# -- into an optimizer, and out of it -------------------------------------------------------------
+
+
+@in_own_modes
+def import_state(
+    optimizer: SlotKeyedOptimizer | OverStack,
+    foreign: ForeignState,
+    *,
+    main_from_model: bool = False,
+    convert: bool = False,
+) -> None:
+    """Load foreign state by parameter name. Hyperparameters stay what they are configured to be.
+
+    The model's parameters take the values of the FP32 ones that are imported, rounded. A parameter
+    that was never stepped gets zeros and keeps its value. Sharded parameters take their part; every
+    rank is given the whole state.
+
+    Args:
+        main_from_model: start from the model's value where there is no FP32 value for a 16-bit
+            parameter.
+        convert: round state to the dtypes configured here also where that loses bits.
+
+    Raises:
+        ValueError: names or shapes do not fit, or bits would be lost, listing what; nothing was
+            written.
+    """
+    stack = stack_of(optimizer)
+    stack.share_settings()  # what was set since the last step says what state there is
+    slots = {stack.slot_name(slot): slot for slot in stack.slots() if stack.slot_state(slot)}
+    foreign = foreign.renamed(matched_names(foreign.names, slots).__getitem__)
+    missing = sorted(slots.keys() - set(foreign.names))
+    unknown = sorted(set(foreign.names) - slots.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"names do not fit this optimizer: missing {missing}, unknown {unknown}; rename with "
+            "foreign.renamed(...)"
+        )
+    whole: dict[str, Tensor] = {}
+    state: dict[int, dict[str, Any]] = {}
+    groups = plain_groups(stack.param_groups)
+    for name, slot in slots.items():
+        param = param_at(stack.param_groups, slot)
+        own = stack.slot_state(slot)
+        given = _fitting(name, param, foreign.state.get(name, {}), own, main_from_model)
+        if AVERAGE in own and MASTER in given:
+            given.setdefault(AVERAGE, given[MASTER].to(own[AVERAGE].dtype))
+        if MASTER in foreign.state.get(name, {}):
+            whole[name] = given[MASTER]
+        if not {MASTER, REMAINDER} & own.keys():
+            given.pop(MASTER, None)
+        state[groups[slot.group]["params"][slot.position]] = given
+    loaded: dict[str, Any] = {"param_groups": groups, "state": state}
+    scaler = stack.grad_scaler
+    if scaler is not None:
+        loaded["grad_scaler"] = dict(foreign.grad_scaler or scaler.state_dict())
+    load_checked(stack, loaded, convert=convert)
+    _write_params(stack, slots, whole)
+
+
+def _write_params(stack: Any, slots: Mapping[str, Slot], whole: dict[str, Tensor]) -> None:
+    # FP32 parameters that are stepped elsewhere have a copy outside the state
+    stack.reload_model_params(whole)
+    for name, value in whole.items():
+        slot = slots[name]
+        param = param_at(stack.param_groups, slot)
+        if REMAINDER in stack.slot_state(slot):  # rounded as it goes with the remainder
+            main = main_param_of(param)
+            value = param if main is None else main
+        local_tensor(param).copy_(local_tensor(value))
+
+
+def _fitting(
+    name: str,
+    param: Tensor,
+    foreign: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    main_from_model: bool,
+) -> dict[str, Tensor]:
+    if not foreign:
+        zeros = {
+            key: torch.zeros_like(value)
+            for key, value in own.items()
+            if key not in (MASTER, REMAINDER, AVERAGE) and not key.endswith("_scale")
+        }
+        return {**zeros, MASTER: param.detach().float()}
+    given = {
+        key: value if key == STEP else _like(f"{name}.{key}", param, value)
+        for key, value in foreign.items()
+    }
+    if MASTER not in given and param.dtype != torch.float32:
+        if not main_from_model:
+            raise ValueError(
+                f"{name} is {param.dtype}, and the state has no FP32 value of it; to start from "
+                "the model's values, pass main_from_model=True"
+            )
+        given[MASTER] = param.detach().float()
+    return given
+
+
+def _like(label: str, param: Tensor, value: Tensor) -> Tensor:
+    """A whole tensor in the parameter's shape and layout; a flat one is taken row by row."""
+    if value.dim() == 1 and value.numel() == param.numel():
+        value = value.reshape(param.shape)
+    if value.shape != param.shape:
+        raise ValueError(
+            f"{label}: saved shape {tuple(value.shape)}, expected {tuple(param.shape)}"
+        )
+    if not is_dtensor(param):
+        return value
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = param.device_mesh
+    spread = DTensor.from_local(
+        value.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
+    return spread.redistribute(placements=param.placements)
+
+
+@in_own_modes
+def export_state(optimizer: SlotKeyedOptimizer | OverStack) -> ForeignState:
+    """All state in FP32, whole (collective for sharded parameters), with the FP32 value of every
+    parameter; without averages (``ema_decay``), which the others' optimizers do not keep.
+
+    Tensors that are stored so already are the live ones: write or clone them before the next step.
+    """
+    stack = stack_of(optimizer)
+    mains = dict(stack.named_main_params())
+    state: dict[str, dict[str, Tensor]] = {}
+    for slot in stack.slots():
+        name = stack.slot_name(slot)
+        found = {
+            key: value
+            for key, value in stack.full_slot_state(slot).items()
+            if key not in (REMAINDER, AVERAGE)
+        }
+        state[name] = {key: _gathered(value) for key, value in found.items()}
+        if "exp_avg_sq" in found:  # others' Adam keeps one at beta1 = 0, too, and reads nothing
+            zeros = torch.zeros_like(state[name]["exp_avg_sq"])
+            state[name].setdefault("exp_avg", zeros)
+        if found:
+            state[name][MASTER] = _gathered(mains[name])
+    groups: list[ForeignGroup] = []
+    for index, group in enumerate(stack.param_groups):
+        positions = range(len(group["params"]))
+        names = tuple(stack.slot_name(Slot(index, position)) for position in positions)
+        groups.append(ForeignGroup(names, group_settings(group)))
+    scaler = stack.grad_scaler
+    return ForeignState(tuple(groups), state, None if scaler is None else scaler.state_dict())
+
+
+def _gathered(value: Tensor) -> Tensor:
+    return whole_tensor(value) if is_dtensor(value) else value.detach()
+
+
+# -- in a file, and in a checkpoint ---------------------------------------------------------------
+
+_FORMAT = "mp_optim foreign state 1"
+
+
+def to_file(foreign: ForeignState, path: str | os.PathLike[str]) -> None:
+    """Write it as plain data that ``torch.load(weights_only=True)`` reads."""
+    scaler = foreign.grad_scaler
+    groups = [{"names": list(g.names), "settings": dict(g.settings)} for g in foreign.groups]
+    states = {}
+    for name, state in foreign.state.items():  # a view would take its whole storage along
+        states[name] = {key: value.detach().clone() for key, value in state.items()}
+    content = {
+        "format": _FORMAT,
+        "groups": groups,
+        "state": states,
+        "grad_scaler": None if scaler is None else dict(scaler),
+    }
+    torch.save(content, path)
+
+
+def from_file(path: str | os.PathLike[str]) -> ForeignState:
+    """Read what :func:`to_file` wrote.
+
+    Raises:
+        OSError: it cannot be opened.
+        ValueError: it is another kind of file, or damaged.
+    """
+    content = load_plain_file(path)
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ValueError(f"{path} is no file that mp-optim convert wrote for mp_optim")
+    groups = tuple(
+        ForeignGroup(tuple(group["names"]), group["settings"]) for group in content["groups"]
+    )
+    return ForeignState(groups, content["state"], content["grad_scaler"])
+
+
+def from_checkpoint(path: str | os.PathLike[str]) -> ForeignState:
+    """The optimizer's part of the newest version in a folder that ``mp_optim.checkpoint.save``
+    wrote; no model needed.
+
+    Raises:
+        FileNotFoundError: there is no complete checkpoint.
+        ValueError: it has no optimizer, or state in compact forms, which no other library reads.
+    """
+    saved = open_checkpoint(path)
+    for name in saved.entries:
+        key, _ = key_and_fqn(name)
+        if key == REMAINDER or SCALE in key:
+            raise ValueError(
+                f"{saved.version} has compact state ({name}, ...): save it with full_precision=True"
+            )
+    common = read_common(saved.version, saved.files)["optimizer"]
+    if common is None:
+        raise ValueError(f"{saved.version} holds a model and no optimizer")
+    groups = []
+    state: dict[str, dict[str, Tensor]] = {}
+    for group in common["param_groups"]:
+        names = tuple(group["param_names"])
+        state |= {name: {} for name in names}
+        groups.append(ForeignGroup(names, group_settings(group)))
+    for entry in saved.entries:
+        key, name = key_and_fqn(entry)
+        if key and name in state:
+            state[name][key] = saved.read(entry)
+    for name, tensors in state.items():  # the FP32 value of one that has no copy is the model's
+        model = saved.entries.get(f"{MODEL}{name}")
+        if tensors and MASTER not in tensors and model and model.dtype == torch.float32:
+            tensors[MASTER] = saved.read(f"{MODEL}{name}")
+    return ForeignState(tuple(groups), state, common.get("grad_scaler"))

@@ -1,0 +1,554 @@
+"""The memory of a forward and a backward: both are run once over fake tensors, which have shapes
+and no data, and every storage that lives meanwhile is counted.
+
+That of a deep model follows from two shallow ones: its blocks are alike, so each adds to a step
+what one more adds to few.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+ROUNDING = 512
+LARGE, LARGE_ROUNDING = 10 << 20, 2 << 20
+
+
+def allocated_bytes(size: int) -> int:
+    """What torch's CUDA allocator takes for a tensor of so many bytes: whole 512 bytes, from 10 MiB
+    on whole 2 MiB (``c10/cuda/CUDACachingAllocator.cpp``)."""
+    unit = LARGE_ROUNDING if size >= LARGE else ROUNDING
+    return math.ceil(size / unit) * unit
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes at a moment of a step.
+
+    Attributes:
+        phase: "forward" or "backward".
+        activations: what is saved for backward, and what an operation needs meanwhile.
+        logits: of these, tensors over the vocabulary.
+        grads: gradients of parameters that are there already.
+    """
+
+    phase: str
+    activations: int
+    logits: int
+    grads: int
+
+
+@dataclass
+class Timeline:
+    """Bytes after every operation of a step that took memory.
+
+    Attributes:
+        moments: in order.
+        saved: bytes that wait for backward when forward is over.
+        buffers: bytes of the model's buffers.
+        grads: bytes of all gradients.
+    """
+
+    moments: list[Moment] = field(default_factory=list)
+    saved: int = 0
+    buffers: int = 0
+    grads: int = 0
+
+    def peak(self, held: Callable[[int], int] = lambda grads: grads) -> Moment:
+        """The moment at which activations and gradients are most.
+
+        Args:
+            held: bytes of gradients that are on the device when so many have been made. The
+                moment's ``grads`` are these.
+        """
+        found = max(self.moments, key=lambda each: each.activations + held(each.grads))
+        return Moment(found.phase, found.activations, found.logits, held(found.grads))
+
+
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the storages that operations make, from then until nobody holds them.
+
+    Args:
+        rounded: bytes that a tensor of so many bytes takes.
+        vocabulary: length of the last dimension of logits.
+        known: storages that were there before, and are not counted.
+    """
+
+    def __init__(
+        self, rounded: Callable[[int], int], vocabulary: int | None, known: Sequence[Any]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.timeline = Timeline()
+        self.phase = "forward"
+        self._rounded, self._vocabulary = rounded, vocabulary
+        self._known = known  # held, so that no other storage has the address of one
+        self._live: dict[int, tuple[str, int]] = {id(storage): ("known", 0) for storage in known}
+        self._bytes = {"known": 0, "activations": 0, "logits": 0, "grads": 0}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        before = len(self._live)
+        for value in tree_iter(out):
+            if isinstance(value, Tensor):
+                self._see(value)
+        if len(self._live) > before:
+            self._note()
+        return out
+
+    def _see(self, value: Tensor) -> None:
+        storage = value.untyped_storage()
+        if id(storage) in self._live or value.device.type == "meta":
+            return
+        is_logits = value.dim() > 0 and value.shape[-1] == self._vocabulary
+        kind = "logits" if is_logits else "activations"
+        size = self._rounded(storage.nbytes())
+        self._live[id(storage)] = kind, size
+        self._bytes[kind] += size
+        weakref.finalize(storage, self._free, id(storage))
+
+    def _free(self, key: int) -> None:
+        kind, size = self._live.pop(key)
+        self._bytes[kind] -= size
+
+    def _note(self) -> None:
+        sizes = self._bytes
+        live = sizes["activations"] + sizes["logits"]
+        self.timeline.moments.append(Moment(self.phase, live, sizes["logits"], sizes["grads"]))
+
+    def gradient_is_there(self, param: Tensor) -> None:
+        """A parameter has its gradient, which was counted as an activation until now."""
+        assert param.grad is not None
+        key = id(param.grad.untyped_storage())
+        kind, size = self._live.get(key, ("known", 0))
+        if kind in ("activations", "logits"):
+            self._live[key] = "grads", size
+            self._bytes[kind] -= size
+            self._bytes["grads"] += size
+            self._note()
+
+    def forward_is_over(self) -> None:
+        """From here on it is backward."""
+        self.timeline.saved = self._bytes["activations"] + self._bytes["logits"]
+        self.phase = "backward"
+
+    def is_over(self) -> Timeline:
+        """All that was counted."""
+        self.timeline.grads = self._bytes["grads"]
+        return self.timeline
+
+
+@contextmanager
+def _fused_dropout() -> Iterator[None]:
+    """Take dropout out of fused attention while the context is open.
+
+    The fused kernels of GPUs draw the mask again in backward and store none. The kernel of CPUs has
+    no dropout: torch would fall back to attention with its weights as tensors. The function is
+    replaced because a TorchFunctionMode does not reach forwards that checkpointing runs again.
+    """
+    module: Any = nn.functional
+    attention = module.scaled_dot_product_attention
+
+    def without_dropout(*args: Any, **kwargs: Any) -> Tensor:
+        if len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
+        elif "dropout_p" in kwargs:
+            kwargs["dropout_p"] = 0.0
+        return attention(*args, **kwargs)  # type: ignore[no-any-return]
+
+    module.scaled_dot_product_attention = without_dropout
+    try:
+        yield
+    finally:
+        module.scaled_dot_product_attention = attention
+
+
+def track(
+    model: nn.Module,
+    loss_of: Callable[[nn.Module], Tensor],
+    *,
+    rounded: Callable[[int], int] = allocated_bytes,
+    vocabulary: int | None = None,
+) -> Timeline:
+    """Run forward and backward once and count their memory; with fake tensors, if the model has
+    such.
+
+    Args:
+        model: without gradients; it has them afterwards.
+        loss_of: makes the inputs, too, so that they are counted.
+        rounded: bytes that a tensor of so many bytes takes.
+        vocabulary: length of the last dimension of logits, to tell them from other activations.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    tracker = Tracker(rounded, vocabulary, [each.untyped_storage() for each in tensors])
+    trained: list[Any] = [param for param in model.parameters() if param.requires_grad]
+    hooks = [
+        param.register_post_accumulate_grad_hook(tracker.gradient_is_there) for param in trained
+    ]
+    try:
+        with tracker, _fused_dropout():
+            loss = loss_of(model)
+            tracker.forward_is_over()
+            loss.backward()  # type: ignore[no-untyped-call]
+            del loss
+    finally:
+        for hook in hooks:
+            hook.remove()
+    timeline = tracker.is_over()
+    timeline.buffers = sum(rounded(buffer.nbytes) for buffer in model.buffers())
+    return timeline
+
+
+def trace(
+    model: nn.Module,
+    fake: FakeTensorMode,
+    loss_of: Callable[[nn.Module], Tensor],
+    *,
+    vocabulary: int | None = None,
+) -> Timeline:
+    """The memory of a forward and a backward on an accelerator, without memory or accelerator.
+
+    Operations are those of the host, over fake tensors: attention is fused there, too, and what a
+    kernel takes for itself is in no count.
+
+    Args:
+        model: whose tensors :func:`as_fake` made fake; it has no gradients afterwards.
+        fake: what it returned.
+        loss_of: given the model, makes inputs and returns the loss.
+        vocabulary: length of the last dimension of logits.
+    """
+    with fake:
+        try:
+            return track(model, loss_of, vocabulary=vocabulary)
+        finally:
+            model.zero_grad()
+
+
+def as_fake(model: nn.Module) -> FakeTensorMode:
+    """Replace parameters and buffers of a model by fake ones on the host, tied ones by one; returns
+    the mode that they are of."""
+    fake = FakeTensorMode()
+    made: dict[int, nn.Parameter] = {}
+    originals = list(model.parameters())  # held, so that their ids stay theirs
+    with fake:
+        for module in model.modules():
+            for name, param in module._parameters.items():
+                if param is not None:
+                    if id(param) not in made:
+                        made[id(param)] = nn.Parameter(_empty(param), param.requires_grad)
+                    module._parameters[name] = made[id(param)]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = _empty(buffer)
+    del originals
+    return fake
+
+
+def _empty(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+
+
+# -- models of transformers -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a micro-batch of one accelerator is.
+
+    Attributes:
+        seq: tokens of a sequence; pictures have their model's size.
+        size: sequences, or pictures.
+    """
+
+    seq: int = 4096
+    size: int = 1
+
+
+LOSSES = ("model", "chunked")
+"""The model's own; or one that computes the logits of some tokens at a time
+(:func:`~mp_optim.apps.fit.chunked_loss.chunk_loss`)."""
+
+
+def build_hf(config: Any, *, attention: str = "sdpa", lora: int = 0) -> nn.Module:
+    """The model of a ``transformers`` config on the meta device, in training mode.
+
+    Args:
+        attention: "sdpa": fused; "eager": its weights are tensors.
+        lora: rank of peft's adapters on all linear layers; 0 trains everything.
+
+    Raises:
+        ValueError: the class that the config names is not in transformers.
+    """
+    import transformers
+
+    dtype = getattr(config, "dtype", None) or torch.bfloat16
+    names = getattr(config, "architectures", None) or ()
+    known: Any = next((getattr(transformers, name, None) for name in names), None)
+    if names and known is None:
+        raise ValueError(
+            f"architectures={list(names)}: transformers {transformers.__version__} has no such "
+            "model; give a function that builds yours, as --model file.py:function"
+        )
+    config._attn_implementation = attention
+    made = known or transformers.AutoModelForCausalLM
+    build = getattr(made, "_from_config", None) or made.from_config
+    with torch.device("meta"):
+        try:
+            model: Any = build(config, dtype=dtype)
+        except ValueError as reason:
+            if "attention implementation" not in str(reason):
+                raise
+            raise ValueError(
+                f"attention={attention!r}: this model of transformers knows no fused attention of "
+                "torch's; use --attention eager, whose weights are tensors"
+            ) from reason
+        if lora:
+            model = _with_adapters(model, lora)
+    return model.train()  # type: ignore[no-any-return]
+
+
+def checkpoint_blocks(model: Any, on: bool = True) -> None:
+    """Have each block of a ``transformers`` model keep its input alone, and run forward again in
+    backward; or no longer.
+
+    Raises:
+        ValueError: the model's class has no such thing.
+    """
+    how = {"use_reentrant": False, "preserve_rng_state": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # names that every version knows
+        if on:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+        else:
+            model.gradient_checkpointing_disable()
+
+
+def _with_adapters(model: Any, rank: int) -> Any:
+    import peft
+
+    return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear"))
+
+
+@contextmanager
+def _one_sequence_each() -> Iterator[None]:
+    """Have transformers take each row for one sequence, as it does with data: of fake tensors it
+    cannot tell, and would make masks that no training has."""
+    from transformers import masking_utils
+
+    name = "find_packed_sequence_indices"
+    reads_data = getattr(masking_utils, name)
+    setattr(masking_utils, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, name, reads_data)
+
+
+def hf_loss(batch: Batch) -> Callable[[nn.Module], Tensor]:
+    """Return a function that computes the loss of a ``transformers`` model over a micro-batch.
+
+    Raises:
+        ValueError: the model takes neither tokens nor pictures.
+    """
+
+    def loss_of(model: nn.Module) -> Tensor:
+        with _one_sequence_each():
+            return forward(model)
+
+    def forward(model: nn.Module) -> Tensor:
+        given: Any = model
+        inner = given.get_base_model() if hasattr(given, "peft_config") else given
+        if inner.main_input_name == "pixel_values":
+            return _loss_of_pictures(given, inner.config, batch.size)
+        if inner.main_input_name != "input_ids":
+            raise ValueError(
+                f"{type(inner).__name__} takes {inner.main_input_name}: give a function that "
+                "returns your model and its loss, as --model file.py:function"
+            )
+        _check_positions(inner, batch.seq)
+        tokens = torch.zeros((batch.size, batch.seq), dtype=torch.long, device="cpu")
+        no_cache = {"use_cache": False} if hasattr(inner.config, "use_cache") else {}
+        labels = tokens[:, 0] if "SequenceClassification" in type(inner).__name__ else tokens
+        return given(input_ids=tokens, labels=labels, **no_cache).loss  # type: ignore[no-any-return]
+
+    return loss_of
+
+
+def _check_positions(model: nn.Module, seq: int) -> None:
+    """Raise ValueError if a model that has learned positions has fewer."""
+    for name, module in model.named_modules():
+        is_learned = name.rpartition(".")[2] in ("position_embeddings", "wpe", "embed_positions")
+        if is_learned and isinstance(module, nn.Embedding) and module.num_embeddings < seq:
+            most = module.num_embeddings
+            raise ValueError(
+                f"seq={seq}: {type(model).__name__} has {most} positions; --seq {most}"
+            )
+
+
+def _loss_of_pictures(model: Any, config: Any, count: int) -> Tensor:
+    shape = (count, config.num_channels, config.image_size, config.image_size)
+    dtype = next(model.parameters()).dtype
+    pixels = torch.zeros(shape, dtype=dtype, device="cpu")
+    labels = torch.zeros(count, dtype=torch.long, device="cpu")
+    return model(pixel_values=pixels, labels=labels).loss  # type: ignore[no-any-return]
+
+
+FEW = 2
+"""Periods that are traced: a first and a last, between which one more is put then."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Blocks that a model runs one after the other, and how they repeat.
+
+    Attributes:
+        parent, name: where the list of blocks is.
+        blocks: all of them.
+        head: blocks at the beginning that are unlike the others.
+        period: each later block is like the one so many further on.
+    """
+
+    parent: nn.Module
+    name: str
+    blocks: nn.ModuleList | nn.Sequential
+    head: int
+    period: int
+
+    @property
+    def few(self) -> int:
+        """Blocks of the shallow model: less by whole periods."""
+        least = self.head + FEW * self.period
+        return least + (len(self.blocks) - least) % self.period
+
+    @property
+    def spared(self) -> int:
+        """Blocks that need not be traced."""
+        return len(self.blocks) - 2 * self.few - self.period
+
+    @contextmanager
+    def shortened(self, count: int) -> Iterator[None]:
+        """While it is open, the model has its first ``count`` blocks alone."""
+        self.parent._modules[self.name] = self.blocks[:count]
+        try:
+            yield
+        finally:
+            self.parent._modules[self.name] = self.blocks
+
+
+def stack_of(model: nn.Module) -> Stack | None:
+    """The list of blocks of which most are spared, or None if there is none."""
+    found = [
+        _repeating(parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.ModuleList | nn.Sequential) and len(child)
+    ]
+    most = max(found, key=lambda stack: stack.spared, default=None)
+    return most if most is not None and most.spared > 0 else None
+
+
+def _repeating(parent: nn.Module, name: str, blocks: nn.ModuleList | nn.Sequential) -> Stack:
+    kinds = [_kind(block) for block in blocks]
+    repeats = [(_head(kinds, period), period) for period in range(1, len(kinds) + 1)]
+    return Stack(parent, name, blocks, *min(repeats, key=lambda pair: pair[0] + FEW * pair[1]))
+
+
+def _head(kinds: Sequence[Hashable], period: int) -> int:
+    unlike = [at for at in range(len(kinds) - period) if kinds[at] != kinds[at + period]]
+    return unlike[-1] + 1 if unlike else 0
+
+
+_POSITION = ("layer_idx", "layer_id", "layer_number")
+
+
+def _kind(block: nn.Module) -> Hashable:
+    """All of a block that its memory could depend on: modules with their settings, and tensors."""
+    modules = [(name, type(module), _settings(module)) for name, module in block.named_modules()]
+    tensors = [
+        (name, value.shape, value.dtype, value.requires_grad)
+        for name, value in (*block.named_parameters(), *block.named_buffers())
+    ]
+    return tuple(modules), tuple(tensors)
+
+
+def _settings(module: nn.Module) -> Hashable:
+    plain = (str, int, float, bool, type(None))
+    named = [item for item in vars(module).items() if item[0] not in _POSITION]
+    return tuple(item for item in named if isinstance(item[1], plain))
+
+
+def trace_repeating(model: nn.Module, trace: Callable[[], Timeline]) -> Timeline:
+    """What ``trace`` returns of the whole model, from two traces of it with few of its blocks.
+
+    The whole model is traced if its blocks are not alike, or if one more is not simply more of the
+    same (a tensor over all blocks, such as the loss of all routers, is not).
+    """
+    stack = stack_of(model)
+    if stack is None:
+        return trace()
+    with stack.shortened(stack.few):
+        shallow = trace()
+    with stack.shortened(stack.few + stack.period):
+        deeper = trace()
+    times = (len(stack.blocks) - stack.few) // stack.period
+    return extended(shallow, deeper, times) or trace()
+
+
+def extended(shallow: Timeline, deeper: Timeline, times: int) -> Timeline | None:
+    """The timeline with ``times`` periods more than the shallow one has.
+
+    Args:
+        deeper: with one period more.
+
+    Returns:
+        None if the deeper one is not the shallow one with something put in once in forward and
+        once in backward.
+    """
+    moments: list[Moment] = []
+    at = (0, 0, 0)
+    for phase in ("forward", "backward"):
+        changes = _repeated(_changes(shallow, phase), _changes(deeper, phase), times)
+        if changes is None:
+            return None
+        for change in changes:
+            at = (at[0] + change[0], at[1] + change[1], at[2] + change[2])
+            moments.append(Moment(phase, *at))
+    few, more = ((each.saved, each.buffers, each.grads) for each in (shallow, deeper))
+    sums = (one + times * (other - one) for one, other in zip(few, more, strict=True))
+    return Timeline(moments, *sums)
+
+
+Change = tuple[int, int, int]
+
+
+def _changes(timeline: Timeline, phase: str) -> list[Change]:
+    """Of activations, logits and gradients, from moment to moment of a phase."""
+    changes = []
+    before = Moment("forward", 0, 0, 0)
+    for now in timeline.moments:
+        if now.phase == phase:
+            activations = now.activations - before.activations
+            changes.append((activations, now.logits - before.logits, now.grads - before.grads))
+        before = now
+    return changes
+
+
+def _repeated(few: list[Change], more: list[Change], times: int) -> list[Change] | None:
+    size = len(more) - len(few)
+    pairs = zip(few, more, strict=False)
+    begin = next((at for at, (one, other) in enumerate(pairs) if one != other), len(few))
+    if size < 0 or few[begin:] != more[begin + size :]:
+        return None
+    return few[:begin] + times * more[begin : begin + size] + few[begin:]

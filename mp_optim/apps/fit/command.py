@@ -1,0 +1,511 @@
+"""Whether a model can be trained on a machine, activations included, and what to type: in Python,
+for Hugging Face's Trainer, TRL, torchtitan and Megatron.
+
+$ mp-optim fit --model Qwen3-8B --gpu 24GB --ram 64GB --seq 4096
+$ mp-optim fit --model path/to/config.json --gpu 80GB --gpus 2 --ram 512GB --disk 2TB --json
+$ mp-optim fit --model mine.py:build --gpu 16GB --ram 32GB
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from torch import Tensor, nn
+
+from mp_optim.apps.cli.command import hf_config, model_errors
+from mp_optim.apps.fit.activations import (
+    LOSSES,
+    Batch,
+    Timeline,
+    as_fake,
+    build_hf,
+    checkpoint_blocks,
+    hf_loss,
+    trace,
+    trace_repeating,
+)
+from mp_optim.apps.fit.chunked_loss import can_chunk, chunk_loss
+from mp_optim.apps.fit.fit import (
+    ERROR,
+    SOLD,
+    Candidate,
+    Estimate,
+    Limits,
+    Rates,
+    blocks_of,
+    search,
+    step_seconds,
+)
+from mp_optim.apps.fit.recipes import Recipe, recipes
+from mp_optim.apps.fit.step_time import GB, MACHINES
+from mp_optim.factory.memory_plan import Layout, plan, specs_of
+from mp_optim.optimizers.settings import config_of
+
+GIB = 2**30
+AUTO = "auto"
+
+
+@dataclass
+class Options:
+    """The training and the machine.
+
+    GB are as memory is sold. A card of 24GB has 24 GiB (24 * 2**30 bytes), of which torch reports
+    98 %; a size in GiB is taken as torch reports it. A host of 64GB has 64 GiB. A disk's GB are
+    10**9 bytes."""
+
+    model: str
+    """A name that is shipped (its last part will do), a Hugging Face config.json or its folder,
+    or file.py:function, which returns a model and a function of the model that returns the loss."""
+    gpu: str
+    """Memory of one accelerator."""
+    ram: str
+    """Memory of the host."""
+    gpus: int = 1
+    """Accelerators of the host, data-parallel."""
+    disk: str = "0GB"
+    """Space on a local disk for the optimizer's state."""
+    seq: int = 4096
+    """Tokens of a sequence."""
+    batch: int = 1
+    """Sequences, or pictures, of a micro-batch on one accelerator."""
+    accumulation: int = 1
+    """Micro-batches of a step."""
+    lora: int = 0
+    """Rank of adapters on all linear layers (peft); 0 trains everything."""
+    checkpointing: Literal["auto", "on", "off"] = "auto"
+    """Whether blocks run forward again in backward."""
+    loss: Literal["auto", "model", "chunked"] = "auto"
+    """The model's own, or logits of some tokens at a time, which takes another product with the
+    head in backward."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Fused, or with its weights as tensors."""
+    main_params: Literal["exact", "remainder8", "none"] = "exact"
+    """remainder8: main params of 24 bits, 1 byte a parameter less. none: bfloat16 parameters alone,
+    rounded stochastically. Both train to other bits than FP32 main params."""
+    reserve: str = "1GiB"
+    """Memory of each accelerator that CUDA, its libraries and rounding take: assumed."""
+    host_reserve: str = "4GiB"
+    """Memory of the host that the system and other processes take: assumed."""
+    rates: tuple[float, float, float, float, float] | None = None
+    """GB/s of one accelerator: the bus up and down while both are busy, host memory, device memory
+    (reading and writing together), disk. By default a desktop of PCIe 4 with two channels of
+    DDR5-5600, and 3 GB/s of disk: assumed."""
+    json: bool = False
+    """Print data instead of text."""
+
+
+_UNITS = {"": 30, "G": 30, "GB": 30, "GIB": 30, "T": 40, "TB": 40, "TIB": 40, "MB": 20, "MIB": 20}
+
+
+def bytes_of(name: str, text: str, *, decimal: bool = False) -> int:
+    """Bytes of a size as people write it.
+
+    Args:
+        name: of the option.
+        decimal: whether GB are 10**9 bytes, as on a disk.
+
+    Raises:
+        ValueError: the text is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"--{name} {text}: write a size such as 24GB or 1.5TB")
+    power = _UNITS[match[2].upper()]
+    is_decimal = decimal and not match[2].upper().endswith("IB")
+    return int(float(match[1]) * (1000 ** (power // 10) if is_decimal else 2**power))
+
+
+def check(options: Options) -> None:
+    """Raise ValueError if a number of the options cannot be."""
+    for name in ("gpus", "seq", "batch", "accumulation"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} {getattr(options, name)}: must be at least 1")
+    if options.lora < 0:
+        raise ValueError(f"--lora {options.lora}: must be a rank, or 0 for no adapters")
+    if options.rates is not None and not all(0 < rate < math.inf for rate in options.rates):
+        raise ValueError(f"--rates {options.rates}: each must be more than 0 GB/s")
+    limits_of(options)  # each size is one
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Program:
+    """A model on the meta device, and the function that returns its loss."""
+
+    model: nn.Module
+    loss_of: Callable[[nn.Module], Tensor]
+    vocabulary: int | None
+    recipe: Recipe
+    is_hf: bool
+
+    @property
+    def base(self) -> Any:
+        """The model without adapters around it."""
+        model: Any = self.model
+        return model.get_base_model() if hasattr(model, "peft_config") else model
+
+    @contextmanager
+    def losing(self, loss: str) -> Iterator[None]:
+        """Give the model a loss of ``LOSSES`` while the context is open."""
+        if loss != "chunked":
+            yield
+            return
+        restore = chunk_loss(self.base)
+        try:
+            yield
+        finally:
+            restore()
+
+
+def shipped() -> dict[str, Any]:
+    """Configs of common models by their name at Hugging Face: shapes, as in their config.json."""
+    text = files("mp_optim.apps.fit").joinpath("models.json").read_text(encoding="utf-8")
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+def program(options: Options) -> Program:
+    """What is trained.
+
+    Raises:
+        ValueError: the model is neither shipped, nor a path, nor a function.
+        FileNotFoundError: there is no such file.
+    """
+    if ":" in options.model:
+        return _program_of(options)
+    import transformers
+
+    path, name = Path(options.model), options.model
+    if path.exists():
+        config = hf_config(path)
+    else:
+        same, name = named(options.model)
+        config = transformers.AutoConfig.for_model(**shipped()[same])
+    with model_errors(options.model):
+        model = build_hf(config, attention=options.attention, lora=options.lora)
+    recipe = Recipe(
+        name,
+        _auto_class(getattr(config, "architectures", None) or ["ForCausalLM"]),
+        *(options.batch, options.seq, options.gpus, options.accumulation, options.lora),
+        options.attention,
+    )
+    batch = Batch(options.seq, options.batch)
+    return Program(model, hf_loss(batch), getattr(config, "vocab_size", None), recipe, True)
+
+
+_TUNED = re.compile(r"(-(hf|instruct|chat|base|it|sft|dpo|v\d+(\.\d+)?|\d{4}))+$")
+"""Ends of names that tell how a model was trained, and not its shape."""
+
+
+def named(model: str) -> tuple[str, str]:
+    """Return the shipped name whose shape a model has, and the model's full name.
+
+    ``Qwen2.5-7B-Instruct`` has the shape of ``Qwen/Qwen2.5-7B``, and its organization.
+
+    Raises:
+        ValueError: no shipped model has the name; the nearest ones are listed.
+    """
+    ids = {_last_part(name): name for name in shipped()}
+    asked = _last_part(model)
+    shapes = {_TUNED.sub("", last): name for last, name in ids.items()}
+    found = ids.get(asked) or shapes.get(_TUNED.sub("", asked))
+    if found is None:
+        near = difflib.get_close_matches(asked, ids, n=3, cutoff=0.5)
+        nearest = ", ".join(ids[each] for each in near)
+        raise ValueError(
+            f"--model {model}: no such file, and no shipped model has this name; "
+            + (f"the nearest are {nearest}; " if near else "")
+            + f"give its config.json, or one of {', '.join(shipped())}"
+        )
+    if "/" in model:
+        return found, model
+    return found, found if asked in ids else f"{found.partition('/')[0]}/{model}"
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition("/")[2].lower()
+
+
+def _auto_class(architectures: Sequence[str]) -> str:
+    """Return the name of the class of transformers that loads ``LlamaForCausalLM`` and others."""
+    import transformers
+
+    name = architectures[0]
+    if name.endswith("LMHeadModel"):
+        return "AutoModelForCausalLM"
+    auto = f"AutoModelFor{name.rpartition('For')[2]}"
+    return auto if hasattr(transformers, auto) else name
+
+
+def _program_of(options: Options) -> Program:
+    """A function of a file: ``(model, loss_of)``."""
+    path, _, name = options.model.rpartition(":")
+    spec = importlib.util.spec_from_file_location("model_to_fit", path)
+    if spec is None or spec.loader is None or not Path(path).exists():
+        raise FileNotFoundError(f"--model {options.model}: no such Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made = getattr(module, name, None)
+    if made is None:
+        raise ValueError(f"--model {options.model}: {path} has no {name}")
+    model, loss_of = made()
+    recipe = Recipe(
+        options.model,
+        "AutoModel",
+        *(options.batch, options.seq, options.gpus, options.accumulation, options.lora),
+    )
+    return Program(model, loss_of, None, recipe, False)
+
+
+# -- what is tried --------------------------------------------------------------------------------
+
+_FORMS: dict[str, tuple[dict[str, str], ...]] = {
+    "exact": (
+        {},
+        {"state": "bf16", "main_params": "remainder16"},
+        {"state": "8bit", "main_params": "remainder16"},
+    ),
+    "remainder8": (
+        {"state": "bf16", "main_params": "remainder8"},
+        {"state": "8bit", "main_params": "remainder8"},
+    ),
+    "none": ({"state": "8bit", "main_params": "none"},),
+}
+"""Settings for each ``--main-params``, the most bytes first."""
+_RELEASED = {"offload": 1.0, "offload_mode": "overlap", "release_gradients": True}
+_STREAMED = {"offload_place": "streamed"}
+_FRACTIONS = (0.25, 0.5, 0.75, 1.0)
+_PATH = "/mnt/nvme"
+
+
+def candidates(options: Options) -> Iterator[Candidate]:
+    """Yield settings in the order of docs/settings.md.
+
+    State is on the accelerator, sharded over ranks, in fewer bits, partly on the host (stepped
+    there, then streamed, which takes less of the host), and on a disk. Gradients stay on the
+    accelerator until state on the host alone is not enough.
+    """
+    one, many = Layout(), Layout(dp=options.gpus, sharding="fsdp2")
+    shards = options.gpus > 1
+    forms, layout = _FORMS[options.main_params], many if shards else one
+    if not forms[0]:
+        yield Candidate({}, config_of("adam", {}))
+        if shards:
+            zero = replace(config_of("adam", {}), use_distributed_optimizer=True)
+            yield Candidate({}, zero, Layout(dp=options.gpus))
+    for words in forms:
+        if words or shards:
+            yield _candidate(words, layout)
+    smallest = forms[-1]
+    for place in ({}, _STREAMED):
+        for offload in _FRACTIONS:
+            yield _candidate({**smallest, "offload": offload, **place}, layout)
+    yield _candidate({**smallest, **_RELEASED}, layout)
+    yield _candidate({**smallest, **_RELEASED, **_STREAMED}, layout)
+    if options.disk != Options.disk:
+        on_disk = {"optimizer_state_path": _PATH}
+        yield _candidate({**smallest, **_RELEASED, **_STREAMED, **on_disk}, layout)
+
+
+def _candidate(words: dict[str, Any], layout: Layout) -> Candidate:
+    return Candidate(words, config_of("adam", words), layout)
+
+
+def ways(options: Options, made: Program) -> list[tuple[bool, str]]:
+    """(checkpointing, loss), the cheapest in time first."""
+    losses = [loss for loss in LOSSES if options.loss in (AUTO, loss)]
+    if not (made.is_hf and can_chunk(made.base)):
+        losses = ["model"]
+    states = {AUTO: [False, True], "on": [True], "off": [False]}[options.checkpointing]
+    if not made.is_hf:
+        states = [False]
+    return [(checkpointing, loss) for checkpointing in states for loss in losses]
+
+
+def limits_of(options: Options) -> Limits:
+    """Return the memory that one rank can use."""
+    as_reported = options.gpu.strip().upper().endswith("IB")
+    return Limits(
+        int(bytes_of("gpu", options.gpu) * (1 if as_reported else SOLD)),
+        bytes_of("ram", options.ram) // options.gpus,
+        bytes_of("disk", options.disk, decimal=True) // options.gpus,
+        bytes_of("reserve", options.reserve),
+        bytes_of("host-reserve", options.host_reserve) // options.gpus,
+    )
+
+
+def rates_of(options: Options) -> Rates:
+    """What is assumed of a rank's bus, memory and disk."""
+    if options.rates is None:
+        return Rates()
+    up, down, host, device, disk = (rate * GB for rate in options.rates)
+    given = replace(MACHINES[0], name="as given", up=up, down=down, host=host, device=device)
+    return Rates(given, disk)
+
+
+def fitted(options: Options) -> tuple[Estimate, Program]:
+    """The first settings that fit, or those of which least is missing.
+
+    Raises:
+        ValueError, TypeError: options that contradict, or a model that cannot be built.
+    """
+    made = program(options)
+    specs, blocks = specs_of(made.model), blocks_of(made.model)
+    fake = as_fake(made.model)
+
+    @cache
+    def traced(checkpointing: bool, loss: str) -> Timeline:
+        if made.is_hf:
+            checkpoint_blocks(made.model, checkpointing)
+        with made.losing(loss):
+            return trace_repeating(
+                made.model,
+                lambda: trace(made.model, fake, made.loss_of, vocabulary=made.vocabulary),
+            )
+
+    found = search(
+        candidates(options),
+        lambda candidate: plan(specs, candidate.config, candidate.layout),
+        traced,
+        ways=ways(options, made),
+        limits=limits_of(options),
+        blocks=blocks,
+        accumulates=options.accumulation > 1,
+    )
+    return step_seconds(found, rates_of(options)), made
+
+
+# -- what is said ---------------------------------------------------------------------------------
+
+
+def as_data(found: Estimate, options: Options, made: Program) -> dict[str, Any]:
+    """Return the answer as plain data; sizes are in bytes.
+
+    ``fits`` is true if the estimate fits, ``certain`` if it does even when it is too low by
+    ``error``; ``slack`` is the error that it bears.
+    """
+    limits = limits_of(options)
+    missing = found.missing(limits)
+    layout = dataclasses.asdict(found.candidate.layout)
+    return {
+        "fits": not missing,
+        "certain": not found.missing(limits, ERROR),
+        "slack": round(found.slack(limits), 4),
+        "error": ERROR,
+        "missing": missing,
+        "settings": dict(found.candidate.words),
+        "use_distributed_optimizer": found.candidate.config.is_distributed,
+        "layout": layout,
+        "checkpointing": found.checkpointing,
+        "loss": found.loss,
+        "peak": {"moment": found.moment, "bytes": found.device},
+        "moments": {name: dict(sizes) for name, sizes in found.moments.items()},
+        "host": found.plan.host_total,
+        "host_for_a_save_in_the_background": found.plan.background_save,
+        "disk": found.plan.disk.total,
+        "optimizer_step_seconds": found.seconds,
+        "assumed": assumptions(options),
+        "recipes": recipes(found, made.recipe) if made.is_hf else {},
+    }
+
+
+def assumptions(options: Options) -> list[str]:
+    """Return the facts of the machine and the program that the numbers assume."""
+    rates = rates_of(options)
+    machine = rates.machine
+    speeds = [machine.up, machine.down, machine.host, machine.device, rates.disk]
+    shown = ", ".join(f"{speed / GB:.0f}" for speed in speeds)
+    usable = limits_of(options).device / GIB
+    return [
+        f"torch can use {usable:.2f} GiB of each accelerator (--gpu {options.gpu}); give GiB "
+        "from torch.cuda.mem_get_info() to be exact",
+        f"CUDA and libraries take {options.reserve} of each accelerator, other programs "
+        f"{options.host_reserve} of the host",
+        "operations allocate as torch's CPU operations do in eager mode; the allocator has "
+        "expandable segments, as the programs below set them",
+        f"GB/s of bus up, bus down, host memory, device memory, disk: {shown} ({machine.name}); "
+        "no part of the optimizer's step is hidden behind backward",
+        f"published peaks are up to {ERROR:.0%} above the estimate (docs/fit.md)",
+        "predicted: the recipes of mp-optim fit have not run on a GPU",
+    ]
+
+
+def report(found: Estimate, options: Options, made: Program) -> str:
+    """The answer as text."""
+    limits = limits_of(options)
+    lines = [verdict(found, limits), ""]
+    lines += [f"settings: {_settings(found)}"]
+    names = list(dict.fromkeys(name for sizes in found.moments.values() for name in sizes))
+    heads = "".join(f"{moment:>12}" for moment in found.moments)
+    lines += ["", f"{'GiB per accelerator':24}{heads}"]
+    for name in names:
+        sizes = [of.get(name, 0) for of in found.moments.values()]
+        if any(sizes):
+            lines.append(f"{name:24}" + "".join(f"{size / GIB:12.2f}" for size in sizes))
+    totals = [sum(of.values()) for of in found.moments.values()]
+    lines.append(f"{'total':24}" + "".join(f"{size / GIB:12.2f}" for size in totals))
+    host = f"host: {found.plan.host_total / GIB:.2f} GiB for each accelerator"
+    saving = found.plan.background_save / GIB
+    lines += ["", f"{host}, and {saving:.2f} more during a background save"]
+    if found.plan.disk.total:
+        lines.append(f"disk: {found.plan.disk.total / GIB:.2f} GiB for each accelerator")
+    if found.seconds is not None:
+        lines.append(f"optimizer's step: {found.seconds:.2f} s (modelled)")
+    lines += ["", "assumed:", *(f"- {each}" for each in assumptions(options))]
+    if made.is_hf:
+        for name, text in recipes(found, made.recipe).items():
+            lines += ["", f"# {name}", text]
+    return "\n".join(lines)
+
+
+def verdict(found: Estimate, limits: Limits) -> str:
+    """Return the answer in one sentence."""
+    missing = found.missing(limits)
+    if missing:
+        lacks = ", ".join(f"{size / GIB:.2f} GiB of {name}" for name, size in missing.items())
+        return f"does not fit: the closest of all settings lacks {lacks}"
+    free = f"{(limits.device - found.device) / GIB:.2f} GiB of each accelerator"
+    moment = f"in {found.moment}, the fullest moment"
+    if found.missing(limits, ERROR):
+        return (
+            f"fits if the estimate is at most {found.slack(limits):.1%} too low (it may be "
+            f"{ERROR:.0%}): {free} stay free {moment}"
+        )
+    return f"fits: {free} stay free {moment}, enough for an estimate that is {ERROR:.0%} too low"
+
+
+def _settings(found: Estimate) -> str:
+    words = [f"{name}={value!r}" for name, value in found.candidate.words.items()]
+    if found.candidate.config.is_distributed:
+        words.append("use_distributed_optimizer=True")
+    if found.candidate.layout.sharding == "fsdp2":
+        words.append(f"FSDP2 over {found.candidate.layout.dp} ranks")
+    words.append("blocks checkpointed" if found.checkpointing else "no checkpointing")
+    words.append("chunked loss" if found.loss == "chunked" else "the model's own loss")
+    return ", ".join(words)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Carry out a command line; returns the exit status: 0 if the estimate fits, 3 if not."""
+    options = tyro.cli(Options, args=arguments, prog="mp-optim fit", description=__doc__)
+    check(options)
+    found, made = fitted(options)
+    if options.json:
+        print(json.dumps(as_data(found, options, made), indent=2))
+    else:
+        print(report(found, options, made))
+    return 3 if found.missing(limits_of(options)) else 0

@@ -1,0 +1,287 @@
+"""Whether training fits a machine: activations from a trace, the rest from a plan, and the first
+of some settings that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from mp_optim.apps.fit.activations import Moment, Timeline
+from mp_optim.apps.fit.step_time import GB, MACHINES, Form, Machine, on_host, streamed
+from mp_optim.config import OptimizerConfig
+from mp_optim.factory.memory_plan import Layout, MemoryPlan
+
+ERROR = 0.05
+"""Share by which published peaks exceed the estimate at most, rounded up to a percent
+(``tools/fit_published.py`` prints the comparison)."""
+SOLD = 0.98
+"""Share of a card's nominal memory that torch reports as its total: 23.5 to 23.7 GiB of an RTX 4090
+that is sold with 24 GB, 79.1 GiB of an H100 that is sold with 80 GB."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Memory that one rank can use.
+
+    Attributes:
+        device: bytes of its accelerator, as torch reports them.
+        host: bytes of its share of the host's memory.
+        disk: bytes of its share of the disk.
+        reserve: bytes of the accelerator outside torch's allocator, and unusable in it: CUDA
+            context (0.45 to 0.5 GiB in torch's out-of-memory messages), workspaces of cuBLAS and
+            cuBLASLt for two threads (4 times 32 MiB from Hopper on, less before), rounding of
+            segments. NCCL is not in it.
+        host_reserve: bytes of the host for the process, its libraries and the system.
+    """
+
+    device: int
+    host: int
+    disk: int = 0
+    reserve: int = 1 << 30
+    host_reserve: int = 4 << 30
+
+
+RESERVE = "CUDA and libraries"
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Bytes of parameters that FSDP2 gathers: of the largest block, and of what is in no block."""
+
+    largest: int = 0
+    root: int = 0
+
+
+def blocks_of(model: nn.Module) -> Blocks:
+    """Of a ``transformers`` model, whose ``_no_split_modules`` names its blocks; a model that names
+    none is one block."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    sizes = [sum(param.nbytes for param in block.parameters()) for block in found]
+    everything = sum(param.nbytes for param in model.parameters())
+    return Blocks(max(sizes, default=0), everything - sum(sizes))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings to try.
+
+    Attributes:
+        words: as :class:`mp_optim.AdamW` takes them.
+        config: the same, with the settings of ranks.
+        layout: how the model is spread.
+    """
+
+    words: Mapping[str, Any]
+    config: OptimizerConfig
+    layout: Layout = field(default_factory=Layout)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of one rank, with some settings.
+
+    Attributes:
+        candidate: the settings.
+        checkpointing: whether blocks run forward again in backward.
+        loss: "model" or "chunked".
+        plan: parameters, gradients and optimizer.
+        moments: by moment ("forward or backward", "step"), bytes of the accelerator by purpose.
+        seconds: of the optimizer's step by a model, nothing hidden; None where there is no model.
+    """
+
+    candidate: Candidate
+    checkpointing: bool
+    loss: str
+    plan: MemoryPlan
+    moments: Mapping[str, Mapping[str, int]]
+    seconds: float | None = None
+
+    @property
+    def moment(self) -> str:
+        """When the accelerator holds most."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def device(self) -> int:
+        """Bytes of the accelerator then, with the reserve."""
+        return sum(self.moments[self.moment].values())
+
+    def slack(self, limits: Limits) -> float:
+        """Share by which the estimate of the accelerator may be too low; negative if the estimate
+        itself is too much."""
+        return (limits.device - self.device) / max(self.device - limits.reserve, 1)
+
+    def missing(self, limits: Limits, error: float = 0.0) -> dict[str, int]:
+        """Bytes beyond each limit; empty if it fits.
+
+        Args:
+            error: share by which the estimate of the accelerator may be too low.
+        """
+        device = self.device + int(error * (self.device - limits.reserve))
+        taken = {
+            "accelerator": (device, limits.device),
+            "host": (self.plan.host_total + limits.host_reserve, limits.host),
+            "disk": (self.plan.disk.total, limits.disk),
+        }
+        return {name: used - limit for name, (used, limit) in taken.items() if used > limit}
+
+
+def gradients_held(
+    plan: MemoryPlan, config: OptimizerConfig, layout: Layout, accumulates: bool
+) -> Callable[[int], int]:
+    """Bytes of gradients on the accelerator when backward has made so many."""
+    planned = plan.accelerator.grads
+    if config.release_gradients:
+        return lambda made: min(made, planned)
+    if config.is_distributed or accumulates:  # a buffer, or those of the micro-batches before
+        return lambda made: planned
+    if layout.sharding == "fsdp2":
+        return lambda made: made // layout.dp
+    return lambda made: made
+
+
+def estimate(
+    candidate: Candidate,
+    plan: MemoryPlan,
+    timeline: Timeline,
+    *,
+    checkpointing: bool,
+    loss: str,
+    limits: Limits,
+    blocks: Blocks,
+    accumulates: bool = False,
+) -> Estimate:
+    """Add up a plan and a trace.
+
+    With FSDP2 two blocks' parameters are whole at a time (one is computed, the next comes), one
+    block's gradients, and what is in no block.
+    """
+    config, layout = candidate.config, candidate.layout
+    held = gradients_held(plan, config, layout, accumulates)
+    peak = timeline.peak(held)
+    device = plan.accelerator
+    resting = {
+        "parameters": device.model_params,
+        "model's buffers": timeline.buffers,
+        "main params": device.main_params,
+        "moments and averages": device.moments + device.averages,
+        RESERVE: limits.reserve,
+    }
+    gathers = layout.sharding == "fsdp2"
+    working = {
+        "gradients": peak.grads,
+        "activations": peak.activations - peak.logits,
+        "logits and loss": peak.logits,
+        "gathered blocks": 3 * blocks.largest + blocks.root if gathers else 0,
+    }
+    stepping = {"gradients": device.grads, "buffers of step()": device.staging}
+    stepping["buffers of step()"] += device.double_buffers
+    moments = {peak.phase: resting | working, "step": resting | stepping}
+    return Estimate(candidate, checkpointing, loss, plan, moments)
+
+
+Traced = Callable[[bool, str], Timeline]
+"""The timeline with blocks checkpointed or not, and with a loss."""
+
+
+def search(
+    candidates: Iterable[Candidate],
+    plan_of: Callable[[Candidate], MemoryPlan],
+    traced: Traced,
+    *,
+    ways: Sequence[tuple[bool, str]],
+    limits: Limits,
+    blocks: Blocks,
+    accumulates: bool = False,
+) -> Estimate:
+    """Return the first candidate that fits, in the first way (checkpointing, loss) that fits.
+
+    The first pass accepts a candidate only if it fits when the estimate is too low by
+    :data:`ERROR`. The second pass accepts one that fits by the estimate. If none fits, the
+    candidate that lacks least is returned; bytes of the accelerator count twice.
+
+    A trace takes seconds. So a candidate that is too much without activations is not traced, and
+    the last way, which takes least, is traced before the others.
+    """
+    listed = list(candidates)
+    bare = Timeline([Moment("forward", 0, 0, 0)])
+
+    @cache
+    def planned(at: int) -> MemoryPlan:
+        return plan_of(listed[at])
+
+    @cache
+    def estimated(at: int, way: tuple[bool, str] | None) -> Estimate:
+        checkpointing, loss = way or ways[-1]
+        return estimate(
+            *(listed[at], planned(at), traced(checkpointing, loss) if way else bare),
+            checkpointing=checkpointing,
+            loss=loss,
+            limits=limits,
+            blocks=blocks,
+            accumulates=accumulates,
+        )
+
+    def lacks(found: Estimate) -> int:
+        missing = found.missing(limits)  # a host's memory can be extended, so it counts once
+        return sum(missing.values()) + missing.get("accelerator", 0)
+
+    for error in (ERROR, 0.0):
+        for at in range(len(listed)):
+            for way in (None, ways[-1]):  # the cheapest to know first
+                if estimated(at, way).missing(limits, error):
+                    break
+            else:
+                tried = (estimated(at, way) for way in ways)
+                return next(found for found in tried if not found.missing(limits, error))
+    possible = [at for at in range(len(listed)) if not lacks(estimated(at, None))]
+    if possible:
+        return min((estimated(at, ways[-1]) for at in possible), key=lacks)
+    closest = min(range(len(listed)), key=lambda at: lacks(estimated(at, None)))
+    return estimated(closest, ways[-1])
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes a second of one rank, for the model of a step's time: what is assumed of a machine.
+
+    Attributes:
+        machine: bus, host memory and device memory.
+        disk: reading or writing.
+    """
+
+    machine: Machine = MACHINES[0]
+    disk: float = 3 * GB
+
+
+def step_seconds(found: Estimate, rates: Rates) -> Estimate:
+    """The estimate with seconds of the optimizer's step, nothing of it hidden behind backward, by
+    ``apps/fit/step_time.py``: the device steps its share at the rate of its memory, then the host's
+    share is stepped there or streamed; state on a disk is read and written once."""
+    plan, config = found.plan, found.candidate.config
+    ranks = found.candidate.layout.dp if _is_sharded(found.candidate) else 1
+    params = plan.params / ranks
+    away = int(params * plan.fraction)
+    places = (plan.accelerator, plan.pinned_host, plan.pageable_host, plan.disk)
+    state = sum(place.main_params + place.moments for place in places) / max(params, 1)
+    form = Form("as planned", state, reads_param=False)
+    seconds = (params - away) * (form.measure + form.update) / rates.machine.device
+    if away and config.offload_place == "streamed":
+        comes_too = 2 if config.release_gradients else 0  # the gradient, which waits on the host
+        carried = replace(form, state=form.state + comes_too)
+        seconds += streamed(rates.machine, carried, away).seconds
+    elif away:
+        seconds += on_host(rates.machine, form, away).seconds
+    if plan.disk.total:
+        seconds = max(seconds, 2 * plan.disk.total / rates.disk)
+    return replace(found, seconds=seconds)
+
+
+def _is_sharded(candidate: Candidate) -> bool:
+    return candidate.config.is_distributed or candidate.layout.sharding == "fsdp2"

@@ -1,0 +1,240 @@
+"""What a model and its optimizer take on one rank, before anything is allocated.
+
+$ mp-optim plan --model path/to/config.json --dp 8 --ep 8 --gpu-memory 80
+$ mp-optim plan --model path/to/config.json --gpu-memory 24 --state 8bit --release-gradients
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from mp_optim import OptimizerConfig
+from mp_optim.apps.cli.command import WIDE, console, hf_config, model_errors
+from mp_optim.factory.memory_plan import Layout, MemoryPlan, specs_of
+from mp_optim.factory.offload_fraction import (
+    FORMS,
+    OFFLOADING,
+    SweepRow,
+    form_of,
+    smallest_fraction,
+    sweep,
+)
+from mp_optim.optimizers.settings import config_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+GIB = 2**30
+Gibibytes = Annotated[float | None, tyro.conf.arg(metavar="GIB")]
+
+
+@dataclass
+class Options:
+    """What to plan for. Memory is in GiB (2**30 bytes) on one rank."""
+
+    model: Path
+    """A Hugging Face config.json, or the folder it is in."""
+    optimizer: Path | None = None
+    """A YAML file with fields of OptimizerConfig; by default AdamW for bf16."""
+    state: Literal["fp32", "bf16", "fp16", "8bit", "4bit"] | None = None
+    """How moments are kept, in words of mp_optim.AdamW, as are the next three."""
+    main_params: Literal["fp32", "remainder16", "remainder8", "none"] | None = None
+    """What is kept beside a bf16 parameter."""
+    offload_mode: Literal["sync", "overlap", "speculative"] | None = None
+    """When the host works."""
+    release_gradients: bool = False
+    """Gradients leave the accelerator during backward; offload-mode is overlap, if not given."""
+    layout: tyro.conf.OmitArgPrefixes[Layout] = field(default_factory=Layout)
+    gpu_memory: Gibibytes = None
+    """GiB that may be taken of the accelerator: finds the smallest fraction on the host for it."""
+    host_memory: Gibibytes = None
+    """GiB that the host has for this rank."""
+    fractions: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    """Shares of the optimizer on the host, one line of the table each."""
+    output: Path | None = None
+    """Folder for plan.md and plan.png."""
+
+
+def load(options: Options) -> tuple[Any, OptimizerConfig]:
+    """The model's config and the optimizer's: AdamW for bf16 unless the options say otherwise.
+
+    Raises:
+        ValueError: a file does not hold what it should, or settings contradict.
+    """
+    config = _config(options)
+    return hf_config(options.model), config
+
+
+def _config(options: Options) -> OptimizerConfig:
+    """The optimizer's config, from a YAML file or in words of the torch-shaped classes."""
+    words = _words_of_classes(options)
+    if options.optimizer is None:
+        return config_of("adam", words)
+    if words:
+        raise ValueError(
+            f"--optimizer {options.optimizer} holds all settings; leave away {', '.join(words)}, "
+            "or the file"
+        )
+    settings = _settings(options.optimizer)
+    if not OFFLOADING.isdisjoint(settings):  # each line of the table has its own share
+        settings.setdefault("optimizer_cpu_offload", True)
+        settings.setdefault("optimizer_offload_fraction", 1.0)
+    return OptimizerConfig.from_dict(settings)
+
+
+def _words_of_classes(options: Options) -> dict[str, Any]:
+    given = {
+        "state": options.state,
+        "main_params": options.main_params,
+        "offload_mode": options.offload_mode,
+        "release_gradients": options.release_gradients or None,
+    }
+    words = {name: value for name, value in given.items() if value is not None}
+    if options.release_gradients:
+        words.setdefault("offload_mode", "overlap")
+    return words | ({"offload": 1.0} if "offload_mode" in words else {})
+
+
+def _settings(optimizer: Path) -> dict[str, Any]:
+    """Fields of the optimizer's config, from a YAML file."""
+    import yaml
+
+    try:
+        settings = yaml.safe_load(optimizer.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = " ".join(str(error).split())
+        raise ValueError(f"--optimizer {optimizer} is not YAML: {where}") from error
+    if not isinstance(settings, Mapping):
+        raise ValueError(
+            f"--optimizer {optimizer}: must hold fields of OptimizerConfig, such as lr: 1.0e-4"
+        )
+    return dict(settings)
+
+
+def table(rows: list[SweepRow], options: Options) -> Table:
+    """One line a plan; what does not fit is red."""
+    from rich.table import Table
+
+    shown = Table(title=f"GiB per rank: {options.model.stem}, {_words(options.layout)}")
+    shown.add_column("state")
+    has_disk = any(row.plan.disk.total for row in rows)
+    places = ["accelerator", "pinned host", "pageable host", *(["disk"] if has_disk else [])]
+    for head in ("fraction", *(f"{place}, GiB" for place in (*places, "host", "saving"))):
+        shown.add_column(head, justify="right")
+    for row in rows:
+        plan = row.plan
+        sizes = [plan.accelerator.total, plan.pinned_host.total, plan.pageable_host.total]
+        sizes += [plan.disk.total] if has_disk else []
+        cells = [f"{size / GIB:.2f}" for size in (*sizes, plan.host_total, plan.background_save)]
+        if options.gpu_memory is not None and sizes[0] > options.gpu_memory * GIB:
+            cells[0] = f"[red]{cells[0]}[/red]"
+        shown.add_row(row.form, f"{plan.fraction:g}", *cells)
+    return shown
+
+
+def _words(layout: Layout) -> str:
+    sizes = ", ".join(f"{name} {getattr(layout, name)}" for name in ("dp", "tp", "ep"))
+    return f"{sizes}, {layout.sharding}"
+
+
+def markdown(shown: Table) -> str:
+    """A table for documents."""
+    from rich.box import MARKDOWN
+    from rich.console import Console
+
+    shown.box, shown.title = MARKDOWN, None
+    out = Console(width=WIDE, file=io.StringIO())
+    out.print(shown)
+    return f"{out.file.getvalue().strip()}\n"  # type: ignore[attr-defined]
+
+
+def draw(path: Path, rows: list[SweepRow], options: Options) -> None:
+    """Accelerator and host bytes over the fraction, a line for each form of state."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, places = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=False)
+    for form in dict.fromkeys(row.form for row in rows):
+        plans = [row.plan for row in rows if row.form == form]
+        fractions = [plan.fraction for plan in plans]
+        accelerator = [plan.accelerator.total / GIB for plan in plans]
+        host = [plan.host_total / GIB for plan in plans]
+        for axes, sizes in zip(places, (accelerator, host), strict=True):
+            axes.plot(fractions, sizes, marker="o", label=form)
+    for axes, title, limit in zip(
+        places, ("accelerator", "host"), (options.gpu_memory, options.host_memory), strict=True
+    ):
+        axes.set(
+            title=title,
+            xlabel="share of the optimizer on the host",
+            ylabel="GiB per rank",
+            ylim=(0, None),
+        )
+        if limit is not None:
+            axes.axhline(limit, color="red", linewidth=0.8, linestyle="--")
+        axes.grid(alpha=0.25)
+    places[0].legend(frameon=False)
+    figure.suptitle(f"{options.model.stem}, {_words(options.layout)}")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def fitting(options: Options, source: Any, config: OptimizerConfig) -> MemoryPlan:
+    """The plan with the smallest fraction that fits."""
+    host = None if options.host_memory is None else int(options.host_memory * GIB)
+    return smallest_fraction(
+        source,
+        config,
+        options.layout,
+        gpu_memory=int((options.gpu_memory or 0) * GIB),
+        host_memory=host,
+    )
+
+
+def report(source: Any, config: OptimizerConfig, options: Options) -> int:
+    """Print what a model takes, and write it where ``options.output`` says; returns the exit
+    status.
+
+    Args:
+        source: the model's config, as Hugging Face has it.
+    """
+    with model_errors(str(options.model)):
+        specs = specs_of(source)
+    out = console()
+    own: Mapping[str, Any] = {form_of(config): {}}
+    forms = own if options.state or options.main_params else FORMS
+    rows = sweep(specs, config, options.layout, fractions=options.fractions, forms=forms)
+    billions = sum(spec.numel for spec in specs) / 1e9
+    out.print(f"{billions:.2f} B params in {len(specs)} tensors", highlight=False)
+    shown = table(rows, options)
+    out.print(shown)
+    out.print(
+        "pinned host: page-locked memory; saving: what a save in the background takes more of "
+        "the host while it lasts"
+    )
+    if options.gpu_memory is not None:
+        smallest = fitting(options, specs, config)
+        print(
+            f"{form_of(config)}: optimizer_offload_fraction={smallest.fraction:g} (offload="
+            f"{smallest.fraction:g}) is the smallest that fits {options.gpu_memory:g} GiB:\n"
+            f"{smallest}"
+        )
+    if options.output is not None:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "plan.md").write_text(markdown(shown), encoding="utf-8")
+        draw(options.output / "plan.png", rows, options)
+    return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Carry out a command line; returns the exit status."""
+    options = tyro.cli(Options, args=arguments, prog="mp-optim plan", description=__doc__)
+    return report(*load(options), options)

@@ -1,0 +1,43 @@
+"""ms-swift's ``--optimizer mp_optim --optim_args "offload=1.0,state=8bit"``, once a file that
+imports this module is among its ``--external_plugins``."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from swift.optimizers import OptimizerCallback, optimizers_map
+
+from mp_optim.apps.integrations.trainer_args import class_and_settings, log_own_norm
+
+
+class MpOptimCallback(OptimizerCallback):  # type: ignore[misc]
+    """Trains with a class of :mod:`mp_optim.optimizers`, ``optimizer=`` of ``--optim_args``
+    (``AdamW`` by default); learning rate, betas, eps and weight decay are ms-swift's own."""
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        chosen = settings_of(self.args.optim_args or "")
+        self.trainer.optimizer_cls_and_kwargs = class_and_settings(self.args, chosen)
+        log_own_norm(self.trainer)
+        return super().create_optimizer(model)
+
+
+def settings_of(text: str) -> dict[str, Any]:
+    """ "offload=1.0,state=8bit" as names and values; what is no Python literal is a string.
+
+    Raises:
+        ValueError: a part is no name=value.
+    """
+    settings: dict[str, Any] = {}
+    for part in filter(None, text.replace(" ", "").split(",")):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"optim_args: {part!r} is not of the form name=value")
+        try:
+            settings[name] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            settings[name] = value
+    return settings
+
+
+optimizers_map["mp_optim"] = MpOptimCallback

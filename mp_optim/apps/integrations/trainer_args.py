@@ -1,0 +1,57 @@
+"""What a Hugging Face Trainer is told: the class to train with, and what it is called with, from
+its arguments; and the norm of gradients that it does not see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mp_optim.optimizers.classes as ours
+from mp_optim.core.keyed_optimizer import stack_of
+from mp_optim.mixed_precision import MegatronOptimizer
+from mp_optim.optimizers import StackOptimizer
+
+OptimizerClass = tuple[type[StackOptimizer], dict[str, Any]]
+
+
+def class_and_settings(arguments: Any, chosen: Mapping[str, Any]) -> OptimizerClass:
+    """What ``Trainer.optimizer_cls_and_kwargs`` takes.
+
+    Args:
+        arguments: ``TrainingArguments``: rate, betas and eps are taken from here (Muon's are those
+            of its AdamW). Weight decay is in the groups that the Trainer makes.
+        chosen: ``optimizer``, the name of a class (``AdamW`` by default), and its settings.
+
+    Raises:
+        ValueError: there is no such class.
+    """
+    settings = dict(chosen)
+    name = settings.pop("optimizer", "AdamW")
+    if name not in ours.__all__:
+        raise ValueError(f"optimizer={name!r}: must be one of {ours.__all__}")
+    hyperparameters = {"lr": arguments.learning_rate}
+    if name in ("Adam", "AdamW", "StableAdamW", "LAMB", "Muon"):
+        hyperparameters["betas"] = (arguments.adam_beta1, arguments.adam_beta2)
+        hyperparameters["eps"] = arguments.adam_epsilon
+    return getattr(ours, name), {**hyperparameters, **settings}
+
+
+def log_own_norm(trainer: Any) -> None:
+    """Have a Trainer log the norm of its last step as ``grad_norm`` where gradients leave the
+    device during backward (``release_gradients``): it measures before ``step()``, and then they are
+    gone. Otherwise it logs what it measured.
+
+    Args:
+        trainer: its ``log``, which is there to be overridden, is replaced; before ``train()``.
+    """
+    log = trainer.log
+
+    def with_norm(logs: dict[str, float], *args: Any, **named: Any) -> None:
+        prepared = trainer.optimizer
+        stack = stack_of(getattr(prepared, "optimizer", prepared))  # below accelerate's wrapper
+        is_ours = isinstance(stack, MegatronOptimizer)
+        if "grad_norm" in logs and is_ours and stack.config.release_gradients:
+            logs = {**logs, "grad_norm": stack.metrics()["grad_norm"]}
+        log(logs, *args, **named)
+
+    trainer.log = with_norm

@@ -1,0 +1,64 @@
+"""Megatron's own program with this optimizer, by one line: :func:`install`, before ``pretrain``.
+
+Or ``python -m mp_optim.megatron pretrain_gpt.py ARGS``; or name by name, for a program that builds
+its optimizer itself: what steps is ours, and what only says how (configs, keys, overrides, the
+scheduler) is Megatron's own, for it is taken here as it is.
+Nothing here is imported without Megatron.
+"""
+
+import importlib
+from typing import Any
+
+from mp_optim.apps.megatron.adapter import MegatronFace
+from mp_optim.apps.megatron.config import config_from_megatron
+from mp_optim.apps.megatron.install import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    HybridDeviceOptimizer,
+    get_megatron_optimizer,
+    install,
+    uninstall,
+)
+from mp_optim.mixed_precision import ConstantGradScaler, DynamicGradScaler
+
+_CONFIG = "megatron.core.optimizer.optimizer_config"
+_FACTORY = "megatron.core.optimizer"
+_SCHEDULER = "megatron.core.optimizer_param_scheduler"
+_MEGATRONS = {
+    "AdamOptimizerConfig": _CONFIG,
+    "OptimizerConfig": _CONFIG,
+    "OptimizerParamScheduler": _SCHEDULER,
+    "ParamGroupOverride": _SCHEDULER,
+    "ParamKey": _CONFIG,
+    "ParamPredicate": _CONFIG,
+    "ParamWithNamePredicate": _CONFIG,
+    "SGDOptimizerConfig": _CONFIG,
+    "check_config_overrides_consistency": _FACTORY,
+    "combine_param_group_overrides": _SCHEDULER,
+    "get_canonical_lr_for_logging": _SCHEDULER,
+    "get_mup_config_overrides": _FACTORY,
+    "get_standard_config_overrides": _FACTORY,
+    "param_group_override_to_tuple": _SCHEDULER,
+}
+"""What is Megatron's own, and where it is."""
+
+__all__ = [
+    "ChainedOptimizer",
+    "ConstantGradScaler",
+    "DynamicGradScaler",
+    "FP32Optimizer",
+    "Float16OptimizerWithFloat16Params",
+    "HybridDeviceOptimizer",
+    "MegatronFace",
+    "config_from_megatron",
+    "get_megatron_optimizer",
+    "install",
+    "uninstall",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MEGATRONS:
+        return getattr(importlib.import_module(_MEGATRONS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

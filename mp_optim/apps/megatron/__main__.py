@@ -1,0 +1,48 @@
+"""``python -m mp_optim.megatron SCRIPT ARGS``: a program of Megatron's, with this optimizer."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from mp_optim.apps.megatron.install import install
+
+
+def main() -> None:
+    """Run the script that the arguments begin with."""
+    parser = argparse.ArgumentParser("python -m mp_optim.megatron", description=__doc__)
+    parser.add_argument(
+        "--set",
+        metavar="FIELD=VALUE",
+        action="append",
+        default=[],
+        type=_setting,
+        help="a field of mp_optim.OptimizerConfig that Megatron has no argument for, such as "
+        "offload_mode=speculative; may be given several times",
+    )
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    sys.argv = [options.script, *options.arguments]
+    sys.path.insert(0, str(Path(options.script).resolve().parent))
+    install(**dict(options.set))
+    runpy.run_path(options.script, run_name="__main__")
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """A field and its value: a Python literal, or else a string."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=VALUE")
+    try:
+        return name, ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        return name, value
+
+
+if __name__ == "__main__":
+    main()

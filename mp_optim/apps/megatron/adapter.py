@@ -1,0 +1,370 @@
+"""A stack as Megatron's training loop, logging and checkpointing ask for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from mp_optim.apps.convert.formats import COPIES, states_of_members
+from mp_optim.apps.megatron import torch_format
+from mp_optim.apps.megatron.torch_format import REQUEST, SavedSettings
+from mp_optim.checkpoint.file_format import load_plain_file
+from mp_optim.core import current_grad, local_tensor, param_at
+from mp_optim.core.names import matched_names
+from mp_optim.host.calls import in_own_modes
+from mp_optim.mixed_precision import MegatronOptimizer, Verdict
+from mp_optim.mixed_precision.clip_and_skip import decide
+from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM, Measurement, StepGrads
+from mp_optim.mixed_precision.grad_scaler import scaling_of
+from mp_optim.mixed_precision.skip_rule import RollingRule
+from mp_optim.zero.zero import DistributedOptimizer
+
+_CHUNK = re.compile(r"model(\d+)$")
+_OWN = ("_chunks", "_elsewhere", "_prepared", "init_state_fn")
+"""Attributes of a face itself; all others are the stack's."""
+
+
+@dataclass
+class _Prepared:
+    """Gradients that were measured, and what has been decided of their step so far."""
+
+    grads: StepGrads
+    measurement: Measurement
+    verdict: Verdict
+    rule: RollingRule | None
+    clipped: bool = False
+
+
+class MegatronFace(torch.optim.Optimizer):
+    """Passes everything on to a stack, and answers what only Megatron asks.
+
+    One object that forwards, so that the stacks themselves need not grow by every method that a
+    program of Megatron's calls around a step. By itself it is a part of a chain, as Megatron's
+    single optimizers are.
+
+    Args:
+        stack: the optimizer of :func:`mp_optim.get_megatron_optimizer`.
+        chunks: the model that state belongs to.
+        elsewhere: for each part of the stack, the param groups that only other ranks have.
+    """
+
+    stack: MegatronOptimizer
+    _prepared: _Prepared | None = None
+
+    def __init__(
+        self,
+        stack: MegatronOptimizer,
+        chunks: Sequence[nn.Module] = (),
+        elsewhere: Sequence[Sequence[SavedSettings]] | None = None,
+    ) -> None:
+        # NOTE: torch's constructor would make groups of its own; all there is belongs to the stack.
+        self.__dict__["stack"] = stack
+        self._chunks, self._elsewhere = list(chunks), elsewhere
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "stack":  # of an object that is being unpickled
+            raise AttributeError(name)
+        if name == "chained_optimizers":  # Megatron's callers tell a chain from its parts by it
+            raise AttributeError("a part of a chain has no chained_optimizers")
+        return getattr(self.stack, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            self.__dict__[name] = value
+        elif name != "step":
+            setattr(self.stack, name, value)
+        else:
+            self.__dict__[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        if name != "step":
+            delattr(self.stack, name)
+        else:
+            self.__dict__.pop(name, None)
+
+    def __repr__(self) -> str:
+        return repr(self.stack)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MegatronFace, (self.stack,)
+
+    # -- methods that torch's class has and the stack overrides
+
+    def step(self, closure: Any = None) -> Any:
+        """``(success, grad_norm, num_zeros_in_grad)``."""
+        return self.stack.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.stack.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.stack.add_param_group(param_group)
+
+    def _get_state(self) -> Any:
+        """State by parameter, under the name that programs call on Megatron's optimizers."""
+        return self.stack.state
+
+    # -- around a step
+
+    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
+        """Take the model's present values into the main params.
+
+        Args:
+            state_dict: a checkpoint of Megatron's with the model's values in full precision
+                (``model``, or ``model0`` and on), or such values by name; used where given.
+        """
+        named: dict[str, Any] = dict(state_dict or {})
+        if isinstance(named.get("model"), Mapping):
+            named = dict(named["model"])
+        elif chunks := [key for key in named if _CHUNK.match(key)]:
+            named = {
+                f"{key.removeprefix('model')}.{name}": value
+                for key in chunks
+                for name, value in named[key].items()
+            }
+        called = matched_names(named, map(self.stack.slot_name, self.stack.slots()))
+        values = {called[key]: value for key, value in named.items() if isinstance(value, Tensor)}
+        self.stack.reload_model_params(values)
+
+    def prepare_model_params_for_param_sync(self) -> None:
+        """Before evaluation: parameters are what forward reads, whenever a step has returned."""
+        self.stack.finish_param_sync()
+
+    def has_grad_norm_group(self, grad_norm_group: str) -> bool:
+        """Whether a parameter of this rank is clipped by a norm of its own of that name."""
+        keys = (self.stack.norm_key(slot) for slot in self.stack.slots())
+        return any(key.group == grad_norm_group for key in keys)
+
+    @property
+    def grad_norms_by_group(self) -> dict[str, float]:
+        """Of the last step: the norms of gradients that are clipped by one of their own."""
+        norms = self.stack.counts.settle().norms
+        return {key: norms[key] for key in norms if key not in (MAIN_NORM, EXCLUDED)}
+
+    def get_grad_stats_parallel_group(self) -> ProcessGroup | None:
+        """The ranks that agree on the gradient norm; None for this one alone.
+
+        Raises:
+            ValueError: the dense and the expert part have different ones.
+        """
+        if not self.grads_states_parallel_group_is_shared():
+            raise ValueError(
+                "the dense and the expert part agree on their norms over different ranks; ask "
+                "the parts, in chained_optimizers"
+            )
+        ranks = self.stack.chained_optimizers[0].norm_ranks()
+        return ranks[0] if ranks else None
+
+    def grads_states_parallel_group_is_shared(self) -> bool:
+        """Whether all parts agree on the gradient norm over the same ranks."""
+        members = [member.norm_ranks() for member in self.stack.chained_optimizers]
+        return all(ranks == members[0] for ranks in members)
+
+    # -- a step in parts, for callers that coordinate several optimizers: gradients are prepared,
+    # their norm is asked for and clipped, and they are stepped with. Nothing is written between:
+    # the clip coefficient and the inverse loss scale are multiplied in when parameters are stepped,
+    # so gradients stay as backward left them.
+
+    @in_own_modes
+    def prepare_grads(self) -> bool:
+        """Measure this step's gradients; True if some are not finite, and then the step is over:
+        the loss scale has followed, and there is nothing to step with.
+
+        Raises:
+            ValueError: what :meth:`step` refuses before anything is stepped.
+        """
+        stack = self.stack
+        stack.check_lists()
+        stack.watch.check_scaled(stack)
+        with stack.step_mark.step(stack):
+            stack.early_work.collect()
+            grads = stack.collect_grads()
+            measurement = grads.sums()
+            rule = stack.skip_rule.begun(torch.device("cpu"))
+            verdict = self._decided(measurement, rule, 0.0)
+            if verdict.disagrees:
+                stack.refuse_disagreement()
+        stack.watch.see_gradients(stack, grads.has_any())
+        self._prepared = _Prepared(grads, measurement, verdict, rule)
+        if verdict.found_inf:
+            self._finish(self._prepared)
+        return verdict.found_inf
+
+    def get_grad_norm(self) -> float:
+        """Of the prepared gradients, unscaled and not clipped, over all ranks."""
+        norms = self._require("get_grad_norm").verdict.norms
+        return norms.get(MAIN_NORM, 0.0)
+
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Step with gradients clipped to this norm (0: as they are); returns the norm before.
+
+        Raises:
+            RuntimeError: nothing is prepared, or its gradients are not finite.
+        """
+        prepared = self._require("clip_grad_norm")
+        prepared.verdict = self._decided(prepared.measurement, prepared.rule, clip_grad)
+        prepared.clipped = True
+        return self.get_grad_norm()
+
+    def count_zeros(self) -> int:
+        """Zero elements of the prepared gradients, over all ranks.
+
+        Raises:
+            ValueError: they are not counted.
+        """
+        zeros = self._require("count_zeros").verdict.num_zeros
+        if zeros is None:
+            raise ValueError(
+                "count_zeros: log_num_zeros_in_grad=False, so zeros were not counted when the "
+                "gradients were read; set it to True"
+            )
+        return zeros
+
+    @in_own_modes
+    def step_with_ready_grads(self) -> bool:
+        """Step with the prepared gradients; True unless ``grad_norm_skip_threshold`` forbids.
+
+        Raises:
+            RuntimeError: it was neither said how to clip it nor that it is not to be clipped.
+        """
+        prepared = self._require("step_with_ready_grads")
+        norm, limit = prepared.verdict.grad_norm or 0.0, self.stack.config.clip_grad
+        if not prepared.clipped and 0.0 < limit < norm:
+            raise RuntimeError(
+                f"step_with_ready_grads: clip_grad={limit:g}, the norm is {norm:g}, and nobody "
+                "called clip_grad_norm. Call optimizer.clip_grad_norm(limit), with 0 for no "
+                "clipping: gradients that were clipped otherwise are not seen here"
+            )
+        self.stack.early_work.forget_comparisons()
+        self._finish(prepared)
+        return not prepared.verdict.skip
+
+    @in_own_modes
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[Any]:
+        """This rank's gradients that count in a norm, by default the main one: FP32 copies,
+        unscaled."""
+        if self._prepared is None:
+            with self.stack.step_mark.step(self.stack):
+                self.stack.collect_grads()
+        scaler, group = self.stack.grad_scaler, grad_norm_group or MAIN_NORM
+        factor = 1.0 if scaler is None else scaler.inv_scale
+        grads: list[Tensor] = []
+        for part in self.stack.chained_optimizers:
+            owner = part.shards if isinstance(part, DistributedOptimizer) else part
+            for slot in owner.slots():
+                grad = current_grad(param_at(owner.param_groups, slot))
+                if grad is not None and owner.norm_key(slot).group == group:
+                    grads.append((local_tensor(grad) * factor).to(torch.float32))
+        return grads
+
+    get_main_grads_for_grad_norm = get_grads_for_grad_norm
+
+    def _decided(self, measurement: Measurement, rule: RollingRule | None, limit: float) -> Verdict:
+        config = dataclasses.replace(self.stack.config, clip_grad=limit)
+        return decide(measurement, scaling_of(self.stack.grad_scaler), config, rule)
+
+    def _require(self, caller: str) -> _Prepared:
+        if self._prepared is None:
+            raise RuntimeError(
+                f"{caller}: no gradients are prepared; call prepare_grads() first, once a step, "
+                "and go on only if it returns False"
+            )
+        return self._prepared
+
+    def _finish(self, prepared: _Prepared) -> None:
+        stack, verdict = self.stack, prepared.verdict
+        self._prepared = None
+        with stack.step_mark.step(stack):
+            if prepared.rule is not None:
+                prepared.rule.take_on_host(verdict.norms)
+            stack.apply_verdict(prepared.grads, verdict)
+            stack.update_scale(verdict)
+        stack.conclude_step(verdict)
+
+    # -- checkpoints
+
+    def state_dict(self, is_loading: bool = False) -> Any:
+        """The stack's; of one that data-parallel ranks share out, what all of them have alike, and
+        :meth:`save_parameter_state` writes the rest. ``is_loading`` is for Megatron's callers and
+        changes nothing."""
+        return torch_format.alike_state_dict(self.stack)
+
+    def load_state_dict(self, state_dict: Any, *, convert: bool = False) -> None:
+        """What :meth:`state_dict` made, or ``dist_checkpointing.load`` loaded.
+
+        Raises:
+            ValueError: it does not fit; nothing was loaded.
+        """
+        is_mapping, parts = isinstance(state_dict, Mapping), states_of_members(state_dict)
+        if is_mapping and state_dict.get(torch_format.APART):
+            torch_format.load_common(self.stack, state_dict)
+        elif any(COPIES in part for part in parts):  # of Megatron's Float16 optimizer
+            torch_format.load_positional(self.stack, parts, convert=convert)
+        elif is_mapping and REQUEST in state_dict:
+            from mp_optim.apps.megatron.dist_checkpointing import plain_state_dict
+
+            self.stack.load_state_dict(plain_state_dict(self.stack, state_dict), convert=convert)
+        else:
+            self.stack.load_state_dict(state_dict, convert=convert)
+
+    def save_parameter_state(self, filename: str) -> None:
+        """Write state that data-parallel ranks share out, into a file that the first of them
+        writes. Collective over them."""
+        torch_format.save_parameter_state(self.stack, filename)
+
+    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
+        """Load what :meth:`save_parameter_state` wrote, with any number of data-parallel ranks.
+
+        Raises:
+            ValueError: it was written by another optimizer, or does not fit; nothing was loaded.
+        """
+        torch_format.load_parameter_state(self.stack, filename)
+
+    def save_state_dict_to_file(self, filename: str) -> None:
+        """Write what this rank has, all of it: what Megatron asks of a layer-wise optimizer."""
+        torch.save(self.stack.state_dict(), filename)
+
+    def load_state_dict_from_file(self, filename: str) -> None:
+        """Load what :meth:`save_state_dict_to_file` wrote on the same rank of as many.
+
+        Raises:
+            ValueError: it does not fit; nothing was loaded.
+        """
+        self.stack.load_state_dict(load_plain_file(filename))
+
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        sharding_type: str | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[Any, Any]:
+        """What ``dist_checkpointing`` saves, or loads into; :meth:`load_state_dict` takes what it
+        loaded. Collective over the data-parallel ranks with a distributed optimizer.
+
+        Args:
+            model_sharded_state_dict: of the model's parameters.
+            is_loading: what is to be loaded, else what is to be saved.
+            sharding_type: instead of the one in the metadata.
+            metadata: Megatron's. In saving, ``distrib_optim_sharding_type`` becomes the form that
+                was written, so that a checkpoint that holds this dict says what is in it.
+
+        Raises:
+            ValueError: Megatron's form cannot hold this state, or is not read here; with what to
+                use.
+        """
+        from mp_optim.apps.megatron import dist_checkpointing  # needs Megatron
+
+        elsewhere = self._elsewhere or [[] for _ in self.stack.chained_optimizers]
+        settings: dict[str, Any] = {} if metadata is None else metadata
+        asked = (self.stack, model_sharded_state_dict, elsewhere, settings, sharding_type)
+        if is_loading:
+            return dist_checkpointing.requested_state_dict(*asked, self._chunks)
+        return dist_checkpointing.sharded_state_dict(*asked)

@@ -1,0 +1,301 @@
+"""Megatron's ``OptimizerConfig`` in the terms of ours.
+
+Megatron's sets every field for every optimizer and reads those that count; ours refuses a field
+that would be ignored. So what means nothing for the optimizer at hand is left out here, and what
+ours has no use for is accepted at Megatron's default and refused by name otherwise
+(the tables here say which is which, and ``tools/megatron_fields.py`` prints them into
+docs/migrate.md, so what is documented is what is done).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.config.combinations import inert_fields
+from mp_optim.config.fields import ConfigFields
+from mp_optim.config.other_names import NO_GRAPHS, by_name
+from mp_optim.host.calls import warn
+
+
+class Kind(Enum):
+    """What happens to a field."""
+
+    SAME = "same"
+    RENAMED = "other name"
+    WITHOUT_EFFECT = "accepted, no effect"
+    DDP = "its DDP does it"
+    STREAMED = "`offload_place`"
+    REFUSED = "refused if set"
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a field is here.
+
+    Attributes:
+        name: of the field here, if that is another.
+        note: what to know, or to use instead.
+        values: of the field there that are called otherwise here.
+    """
+
+    kind: Kind
+    note: str = ""
+    name: str = ""
+    values: Mapping[Any, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+SAME = Meaning(Kind.SAME)
+_DDP = Meaning(Kind.DDP)
+_noted = partial(Meaning, Kind.SAME)
+_ignored = partial(Meaning, Kind.WITHOUT_EFFECT)
+_refused = partial(Meaning, Kind.REFUSED)
+_streamed = partial(Meaning, Kind.STREAMED)
+
+_MOMENT = _noted("float16 and uint8 have a scale for each block of 256, not one for all")
+_SOAP = _ignored('read by optimizer="soap", which is refused')
+_ADAPTIVE = _ignored(
+    'read by optimizer="adaptive_muon", which is refused; muon_moment2_method is NorMuon by rows'
+)
+_WHOLE_8_BIT = _refused(
+    "parameters in 8 bits are stepped where they are whole, not sharded; leave it False"
+)
+_FSDP = _ignored("read by Megatron-FSDP, which is refused")
+_NO_FSDP = _refused(
+    "use torch's FSDP2 (--use-torch-fsdp2), whose DTensors are stepped shard by shard"
+)
+
+_OURS = dict.fromkeys((spec.name for spec in dataclasses.fields(ConfigFields)), SAME)
+OPTIMIZER_FIELDS: dict[str, Meaning] = _OURS | by_name(
+    {
+        "optimizer": Meaning(
+            Kind.SAME,
+            "adam, sgd, muon, lion, and dist_muon as muon with "
+            "use_layer_wise_distributed_optimizer; others are refused",
+            values=MappingProxyType({"dist_muon": "muon"}),
+        ),
+        "fp8_recipe": _ignored(
+            "parameters in 8 bits are recognised, and quantised by their own recipe"
+        ),
+        "reuse_grad_buf_for_mxfp8_param_ag": _WHOLE_8_BIT,
+        "params_dtype": _noted("has to fit fp16 and bf16"),
+        "store_param_remainders": _noted("on the host too, and without Transformer Engine"),
+        "main_grads_dtype": _ignored(
+            "gradients are read in the dtype of DDP's buffers, and widened in registers"
+        ),
+        "main_params_dtype": _noted("float32; others are refused"),
+        "exp_avg_dtype exp_avg_sq_dtype": _MOMENT,
+        "loss_scale": _noted("with muon and lion too, where Megatron drops it"),
+        "muon_nesterov": Meaning(Kind.RENAMED, name="muon_use_nesterov"),
+        "muon_fp32_matmul_prec": _noted("medium, highest; high is refused"),
+        "muon_coefficient_type": _noted("simple, quintic, polar_express; others refused"),
+        "muon_tp_mode": Meaning(
+            Kind.SAME,
+            "distributed is taken as duplicated: either is of the whole matrix",
+            values=MappingProxyType({"distributed": "duplicated"}),
+        ),
+        "muon_use_syrk": _ignored("another kernel for the same product"),
+        "lion_beta1 lion_beta2": _noted(
+            'with optimizer="lion" too, where Megatron reads those of Adam'
+        ),
+        "soap_shampoo_beta soap_use_kl_shampoo": _SOAP,
+        "adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps": _ADAPTIVE,
+        "use_layer_wise_distributed_optimizer": _noted(
+            "Megatron's DDP lays whole matrices out by rank; with the bare module, buckets here do"
+        ),
+        "use_layer_wise_param_layout": _ignored("how the buffers of its DDP are laid out decides"),
+        "overlap_param_gather": _noted("the DDP config decides it"),
+        "overlap_param_gather_with_optimizer_step": _refused(
+            "overlap_param_gather=True gathers during the next forward"
+        ),
+        "chunked_optimizer_state_offload": _streamed(
+            "streamed: state and main params rest on the host and are stepped on the device, "
+            "window by window"
+        ),
+        "offload_optimizer_states": _streamed("the same, of all"),
+        "optimizer_state_offload_chunk_size_mb": _streamed(
+            "stream_window_bytes, in bytes; 0 leaves its default"
+        ),
+        "optimizer_state_offload_fraction": _streamed(
+            "optimizer_offload_fraction; 0 is off, as there"
+        ),
+        "use_torch_optimizer_for_cpu_offload": _ignored(
+            "Megatron, too, sets it aside in the lines that follow"
+        ),
+        "timers": _noted("around measuring and stepping"),
+        "config_logger_dir": _ignored("nothing is written there"),
+        "optimizer_cuda_graph": _refused(NO_GRAPHS),
+    }
+)
+"""By field of ``OptimizerConfig``; those of ours that are not named are the same there."""
+
+DDP_FIELDS: dict[str, Meaning] = by_name(
+    {
+        "overlap_grad_reduce align_param_gather check_for_nan_in_grad check_for_large_grads "
+        "bucket_size num_buckets pad_buckets_for_high_nccl_busbw "
+        "reduce_scatter_with_fp32_accumulation "
+        "param_name_patterns_for_fp32_local_accumulation average_in_collective nccl_ub "
+        "disable_symmetric_registration delay_wgrad_compute use_layer_wise_param_layout "
+        "disable_grad_buffers_cpu_backup": _DDP,
+        "grad_reduce_in_fp32": Meaning(
+            Kind.DDP, "gradients are read in the dtype that main_grad has"
+        ),
+        "overlap_param_gather": _noted("gathered by its forward hooks"),
+        "use_distributed_optimizer": _noted("has to be what OptimizerConfig says"),
+        "num_distributed_optimizer_instances": _refused(
+            "state is shared out over all data-parallel ranks; leave it 1"
+        ),
+        "fp4_param_gather": _refused("parameters in 4 bits are not known here"),
+        "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag": _WHOLE_8_BIT,
+        "disable_param_buffers_cpu_backup": _refused(
+            "parameters that come back without their values are not written again from the main "
+            "params; leave it False"
+        ),
+        "use_megatron_fsdp use_custom_fsdp": _NO_FSDP,
+        "megatron_fsdp_version data_parallel_sharding_strategy gradient_reduce_div_fusion "
+        "suggested_communication_unit_size preserve_fp32_weights keep_fp8_transpose_cache "
+        "fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail "
+        "fsdp_all_gather_in_start_param_sync outer_dp_sharding_strategy "
+        "fsdp_manual_registration megatron_fsdp_main_params_dtype "
+        "megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype "
+        "megatron_fsdp_use_decoupled_grad megatron_fsdp_cuda_graph_mode "
+        "megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer "
+        "megatron_fsdp_prefetch_recompute_forward_weights "
+        "megatron_fsdp_cache_param_bucket_views": _FSDP,
+    }
+)
+"""By field of ``DistributedDataParallelConfig``."""
+
+_LAYER_WISE = "use_layer_wise_distributed_optimizer"
+_UNKNOWN = Meaning(
+    Kind.REFUSED, "this version of mp_optim does not know the field; leave it at its default"
+)
+_LION = (
+    "optimizer='lion': every parameter is stepped by Lion, with lion_beta1 and lion_beta2; "
+    "Megatron's own takes adam_beta1 and adam_beta2, and steps by Adam what is no matrix"
+)
+
+
+def config_from_megatron(
+    config: Any,
+    model_chunks: Sequence[nn.Module] = (),
+    own_settings: Mapping[str, Any] = MappingProxyType({}),
+) -> OptimizerConfig:
+    """Our config from Megatron's.
+
+    Args:
+        config: ``megatron.core.optimizer.OptimizerConfig``, or any dataclass with such fields.
+        model_chunks: the model; Megatron's DDP brings settings of its own.
+        own_settings: fields of our config that are set beside them.
+
+    Raises:
+        ValueError: a field asks for what there is none of here, naming it and what to use.
+    """
+    if isinstance(config, OptimizerConfig):
+        return config
+    settings: dict[str, Any] = {}
+    for name, value in _accepted_fields(config, OPTIMIZER_FIELDS):
+        meaning = OPTIMIZER_FIELDS.get(name, SAME)
+        if (meaning.name or name) in _OURS and meaning.kind is not Kind.WITHOUT_EFFECT:
+            settings[meaning.name or name] = meaning.values.get(value, value)
+    settings |= _settings_of_streaming(config)
+    if config.optimizer == "dist_muon":
+        settings[_LAYER_WISE] = True
+    for chunk in model_chunks:
+        if getattr(chunk, "ddp_config", None):
+            settings |= _settings_of_ddp(chunk, settings)
+    if config.optimizer == "lion":
+        warn(_LION)
+    settings |= own_settings
+    while inert := inert_fields(ConfigFields(**settings)):
+        settings = {key: settings[key] for key in settings if key not in inert}
+    return OptimizerConfig(**{**settings, **own_settings})
+
+
+def _settings_of_streaming(config: Any) -> dict[str, Any]:
+    """What Megatron's own fields for state that rests on the host and is stepped on the device ask
+    for.
+
+    Raises:
+        ValueError: beside ``optimizer_cpu_offload``, which Megatron refuses, too.
+    """
+    is_chunked = getattr(config, "chunked_optimizer_state_offload", False)
+    share = float(getattr(config, "optimizer_state_offload_fraction", 1.0)) if is_chunked else 1.0
+    if not (is_chunked or getattr(config, "offload_optimizer_states", False)) or share == 0.0:
+        return {}
+    if config.optimizer_cpu_offload:
+        raise ValueError(
+            "optimizer_cpu_offload=True of Megatron's OptimizerConfig beside "
+            "chunked_optimizer_state_offload or offload_optimizer_states: the first steps on the "
+            "host, the others on the device; choose one"
+        )
+    settings = {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": share,
+        "offload_place": "streamed",
+    }
+    window = int(getattr(config, "optimizer_state_offload_chunk_size_mb", 0)) if is_chunked else 0
+    return {**settings, "stream_window_bytes": window << 20} if window else settings
+
+
+def _accepted_fields(config: Any, meanings: Mapping[str, Meaning]) -> Iterator[tuple[str, Any]]:
+    """The fields of a dataclass of Megatron's, with their values.
+
+    Raises:
+        ValueError: one is set that is refused, or not known; naming it and what to use.
+    """
+    for spec in dataclasses.fields(config):
+        name, value = spec.name, getattr(config, spec.name)
+        meaning = meanings.get(name, _OURS.get(name, _UNKNOWN))
+        default = spec.default
+        if spec.default_factory is not dataclasses.MISSING:
+            default = spec.default_factory()
+        if meaning.kind is Kind.REFUSED and value != default:
+            raise ValueError(
+                f"{name}={value!r} of Megatron's {type(config).__name__}: {meaning.note}"
+            )
+        yield name, value
+
+
+def _settings_of_ddp(chunk: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What the config of Megatron's DDP decides.
+
+    Args:
+        settings: ours so far.
+
+    Raises:
+        ValueError: it does not fit, naming the field.
+    """
+    kinds = ("buffers", "expert_parallel_buffers")
+    buffers = [buffer for kind in kinds for buffer in getattr(chunk, kind, ())]
+    ranks = max((buffer.data_parallel_group.size() for buffer in buffers), default=1)
+    values = dict(_accepted_fields(chunk.ddp_config, DDP_FIELDS))
+    gathers = values.get("overlap_param_gather")
+    decided = {} if gathers is None else {"overlap_param_gather": gathers}
+    splits = chunk.ddp_config.use_distributed_optimizer
+    if settings.get(_LAYER_WISE, False):
+        # Megatron's DDP has laid every matrix out in the part of one rank, so the distributed
+        # optimizer finds it whole there.
+        if not splits and ranks > 1:
+            raise ValueError(
+                f"{_LAYER_WISE}=True, and the model's ddp_config has "
+                "use_distributed_optimizer=False: its buffers are not laid out by rank. Leave out "
+                "--no-use-layer-wise-param-layout (or set --use-layer-wise-param-layout, where "
+                "there is one); a Megatron that has neither trains the same, with all state on "
+                "every rank, by --optimizer muon without --use-distributed-optimizer"
+            )
+        return {**decided, _LAYER_WISE: False, "use_distributed_optimizer": splits}
+    if splits and ranks > 1 and not settings.get("use_distributed_optimizer", False):
+        raise ValueError(
+            "use_distributed_optimizer=True of the model's ddp_config leaves each rank only its "
+            "share of the gradients, and OptimizerConfig has False; set both alike"
+        )
+    return decided

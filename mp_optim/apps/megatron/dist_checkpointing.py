@@ -1,0 +1,534 @@
+"""Optimizer state for ``megatron.core.dist_checkpointing``, as Megatron's own optimizers write it.
+
+Two forms are written. Without a sharding type in the metadata: that of Megatron's Float16 and FP32
+optimizers, ``optimizer.state.fp32_param.<name>`` and the moments. With one: that of its distributed
+optimizer's ``fully_reshardable``, ``optimizer.state.param.<name>``. Either has whole parameters, so
+it is loaded in any layout, and with the distributed optimizer on or off.
+
+A third is read where the model is cut into the same buckets: ``dp_reshardable``, tensors as long as
+the buckets of Megatron's DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+)
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.utils import (
+    add_prefix_for_sharding,
+    extract_sharded_tensors_and_factories,
+)
+from megatron.core.utils import to_local_if_dtensor
+from torch import Tensor, nn
+
+from mp_optim.apps.megatron.torch_format import (
+    REQUEST,
+    SavedSettings,
+    group_settings_of,
+    groups_with_settings,
+    whole_states,
+)
+from mp_optim.config.rules import is_elementwise
+from mp_optim.core import Slot, param_at
+from mp_optim.core.flat_shard import FlatShard
+from mp_optim.core.slot_state import MASTER, State
+from mp_optim.host.host_memory import as_tensor
+from mp_optim.mixed_precision import MegatronOptimizer
+from mp_optim.zero.zero import DistributedOptimizer
+
+SHARDING_TYPE = "distrib_optim_sharding_type"
+"""In Megatron's metadata: in which form its distributed optimizer writes, or wrote."""
+_NO_PREFIX = "chained_optim_avoid_prefix"
+"""There: parts of a chain are told apart by their parameters' names alone."""
+_RESHARDABLE, _BUCKETS = "fully_reshardable", "dp_reshardable"
+_WRITTEN_AS_RESHARDABLE = (_RESHARDABLE, _BUCKETS, "fully_sharded_model_space")
+_FLOAT16_MAIN, _DISTRIBUTED_MAIN = "fp32_param", "param"
+"""What Megatron's Float16 optimizer calls a main param, and its distributed one."""
+_STATE = "param_state"
+"""Key of the tensors, by running index."""
+
+ModelTensor = Any
+"""One parameter of the model's sharded state dict: Megatron's ``ShardedTensor``, or the
+``ShardedTensorFactory`` that makes some of it."""
+
+
+def _is_of_distributed(sharding_type: str | None) -> bool:
+    """Whether Megatron's distributed optimizer reads the form of a sharding type.
+
+    Raises:
+        ValueError: there is no such type here, naming it.
+    """
+    if sharding_type is not None and sharding_type not in _WRITTEN_AS_RESHARDABLE:
+        raise ValueError(
+            f"{SHARDING_TYPE}={sharding_type!r}: state is saved and loaded as "
+            f"{_RESHARDABLE!r} (--dist-ckpt-optim-fully-reshardable)"
+        )
+    return sharding_type is not None
+
+
+def _key_of(part: MegatronOptimizer, slot: Slot, key: str, is_distributed: bool) -> str:
+    """What a state tensor is called. In Megatron's layer-wise optimizer main params of Muon's
+    matrices are called as in its Float16 optimizer, all others as in a distributed one."""
+    if key != MASTER:
+        return key
+    is_float16 = param_at(part.param_groups, slot).dtype != torch.float32
+    is_muons = part.param_groups[slot.group].get("optimizer") == "muon"
+    return _DISTRIBUTED_MAIN if is_distributed and not (is_muons and is_float16) else _FLOAT16_MAIN
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The parameters of one of our parts that one optimizer of Megatron's chain steps.
+
+    Attributes:
+        index: index of our part in the stack.
+        part: our part.
+        rule: the rule that steps them where Megatron has an optimizer for each rule; else None.
+        elsewhere: the settings of groups that only other ranks have.
+    """
+
+    index: int
+    part: MegatronOptimizer
+    rule: str | None
+    elsewhere: Sequence[SavedSettings]
+
+    def holds(self, group: Mapping[str, Any]) -> bool:
+        return self.rule is None or group.get("optimizer") == self.rule
+
+    def tensors(self, of_part: Mapping[int, Any]) -> dict[int, Any]:
+        """Those of our part's tensors, by the running index of their slots, that belong here."""
+        groups = self.part.param_groups
+        slots = enumerate(self.part.slots())
+        held = {index for index, slot in slots if self.holds(groups[slot.group])}
+        return {index: value for index, value in of_part.items() if index in held}
+
+    def groups(self) -> list[SavedSettings]:
+        """Settings of the groups as Megatron has them. Its Muon has one group for matrices that are
+        cut by rows and those that are not, and does not name its own rule."""
+        live = zip(group_settings_of(self.part), self.part.param_groups, strict=True)
+        here = [settings for settings, group in live if group["params"] and self.holds(group)]
+        groups = [*here, *(group for group in self.elsewhere if self.holds(group))]
+        if self.rule != "muon":
+            return groups
+        merged: list[SavedSettings] = []
+        for group in groups:
+            settings = {key: group[key] for key in group if key not in _NOT_IN_MEGATRONS_MUON}
+            if settings not in merged:
+                merged.append(settings)
+        return merged
+
+
+_NOT_IN_MEGATRONS_MUON = ("optimizer", "qkv_split_shapes", "head_rows")
+
+
+def megatrons_parts(
+    stack: MegatronOptimizer, elsewhere: Sequence[Sequence[SavedSettings]], *, is_distributed: bool
+) -> list[_Part]:
+    """The parts of Megatron's chain in its order: the first of ours, and those with parameters on
+    some rank. Without a distributed optimizer, Megatron's Muon and its scalar optimizer are parts
+    of their own, Muon's first, each dense before expert.
+
+    Args:
+        elsewhere: for each part of ours, the groups that only other ranks have.
+        is_distributed: whether the form is that of the distributed optimizer.
+    """
+    ours = list(zip(stack.chained_optimizers, elsewhere, strict=True))
+    whole = [
+        _Part(index, part, None, groups)
+        for index, (part, groups) in enumerate(ours)
+        if index == 0 or not part.is_stub_optimizer or groups
+    ]
+    if is_distributed or stack.config.optimizer != "muon":
+        return whole
+    rules = ("muon", stack.config.muon_scalar_optimizer)
+    split = [replace(part, rule=rule) for rule in rules for part in whole]
+    return [part for part in split if part.groups()] or whole
+
+
+# -- what is saved
+
+
+def sharded_state_dict(
+    stack: MegatronOptimizer,
+    model_sharded_state_dict: Any,
+    elsewhere: Sequence[Sequence[SavedSettings]],
+    metadata: dict[str, Any],
+    sharding_type: str | None,
+) -> dict[Any, Any]:
+    """What ``dist_checkpointing.save`` takes. Collective if some part is distributed.
+
+    Args:
+        elsewhere: for each part, the groups that only other ranks have.
+        metadata: the sharding type in it becomes that which is written.
+
+    Raises:
+        ValueError: a parameter is not in the model's state dict, its state has not the parameter's
+            shape, or parameters were stepped a different number of times; naming it.
+        BrokenOffError: the last step or load was broken off half-way.
+    """
+    stack.step_mark.check("sharded_state_dict")
+    is_distributed = _is_of_distributed(sharding_type or metadata.get(SHARDING_TYPE))
+    stack.init_state()
+    if SHARDING_TYPE in metadata:
+        metadata[SHARDING_TYPE] = _RESHARDABLE
+    step = _common_step(stack)
+    parts = megatrons_parts(stack, elsewhere, is_distributed=is_distributed)
+    tensors: dict[int, dict[int, dict[str, ModelTensor]]] = {}
+    for index in sorted({part.index for part in parts}):
+        ours = stack.chained_optimizers[index]
+        states = _saved_states(ours, is_distributed)
+        tensors[index] = dict(_placed(ours, model_sharded_state_dict, states, is_distributed))
+    saved: dict[Any, Any] = {}
+    for number, part in enumerate(parts):
+        counted = None if part.rule == "muon" and len(parts) > 1 else step
+        saved[number] = _saved_part(part, tensors[part.index], is_distributed, counted)
+        if len(parts) > 1 and not metadata.get(_NO_PREFIX):
+            add_prefix_for_sharding(saved[number], f"chained_{number}.")
+    return saved if len(saved) > 1 else next(iter(saved.values()))
+
+
+def _common_step(stack: MegatronOptimizer) -> float | None:
+    """How often every slot was stepped; None without any that is stepped.
+
+    Raises:
+        ValueError: not all as often, naming two.
+    """
+    first: tuple[str, float] | None = None
+    for slot in stack.slots():
+        state = stack.slot_state(slot)
+        if "step" not in state:
+            continue
+        step = float(state["step"])
+        first = first or (stack.slot_name(slot), step)
+        if step != first[1]:
+            raise ValueError(
+                f"{first[0]} was stepped {first[1]:g} times, {stack.slot_name(slot)} {step:g}: "
+                "Megatron's form has one number for all; save with --ckpt-format torch, or with "
+                "mp_optim.checkpoint.save(root, model, optimizer)"
+            )
+    return None if first is None else first[1]
+
+
+def _saved_part(
+    of_megatron: _Part,
+    tensors: Mapping[int, dict[str, ModelTensor]],
+    is_distributed: bool,
+    step: float | None,
+) -> dict[str, Any]:
+    """One part of a chain as Megatron's optimizer of that part saves it.
+
+    Args:
+        tensors: of our part, by the running index of their slots.
+        step: how often every slot was stepped; None of a rule that does not count.
+    """
+    part = of_megatron.part
+    stepped = {} if step is None else {"step": int(step)}
+    inner: dict[str, Any] = {
+        "param_groups": [{**group, **stepped} for group in of_megatron.groups()]
+    }
+    if not is_distributed:
+        inner["state"] = {} if step is None else {"common_step": as_tensor(step)}
+    is_float16 = part.config.fp16 or part.config.bf16
+    saved: dict[str, Any] = {"optimizer": inner} if is_float16 or is_distributed else inner
+    if own := of_megatron.tensors(tensors):
+        saved[_STATE] = own
+    if part.grad_scaler is not None:
+        saved["grad_scaler"] = part.grad_scaler.state_dict()
+    if is_distributed:
+        saved["param_state_sharding_type"] = _RESHARDABLE
+    return saved
+
+
+def _saved_states(
+    part: MegatronOptimizer, is_distributed: bool
+) -> Iterator[tuple[Slot, State, bool]]:
+    """As :func:`whole_states`, without steps; Megatron's distributed optimizer has a main param of
+    FP32 parameters too."""
+    for slot, whole, only_here in whole_states(part):
+        state = {key: value for key, value in whole.items() if key != "step"}
+        param = param_at(part.param_groups, slot)
+        if is_distributed and param.dtype == torch.float32 and MASTER not in state:
+            state = {**state, MASTER: param.detach().clone()} if state or not only_here else {}
+        yield slot, state, only_here
+
+
+# -- tensors placed as the model's own are
+
+
+def _model_tensors(model_sharded_state_dict: Any, part: MegatronOptimizer) -> list[ModelTensor]:
+    """The model's sharded tensor of each parameter of a part: it says where in the whole model this
+    rank's are, whatever the parallelism.
+
+    Raises:
+        ValueError: it has none, naming the parameter.
+    """
+    if not part.slots():
+        return []
+    sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+    by_id: dict[int, ModelTensor] = {id(entry.data): entry for entry in nested_values(sharded)}
+    found: list[ModelTensor] = []
+    for slot in part.slots():
+        key = id(to_local_if_dtensor(param_at(part.param_groups, slot)))
+        if key not in by_id:
+            raise ValueError(
+                f"{part.slot_name(slot)} is not in the model's sharded state dict, so nothing "
+                "says where in the model it is: pass model.sharded_state_dict() as it comes (its "
+                "tensors have to be the parameters themselves, keep_vars=True)"
+            )
+        found.append(by_id[key])
+    return found
+
+
+def _placed(
+    part: MegatronOptimizer,
+    model_sharded_state_dict: Any,
+    states: Iterable[tuple[Slot, State, bool]],
+    is_distributed: bool,
+) -> Iterator[tuple[int, dict[str, ModelTensor]]]:
+    """State tensors of a part's parameters, placed as these are, by running index.
+
+    Args:
+        states: of every slot, tensors of the local parameter's shape, and whether no other
+            data-parallel rank saves them, so that this one has to.
+    """
+    of_model = _model_tensors(model_sharded_state_dict, part)
+    pairs = zip(states, of_model, strict=True)
+    for index, ((slot, state, only_here), of_param) in enumerate(pairs):
+        tensors = {}
+        for key, value in state.items():
+            if not is_elementwise(key):
+                raise ValueError(
+                    f"{part.slot_name(slot)}.{key} has not the shape of the parameter, and "
+                    "Megatron's form has no place for such state; save with --ckpt-format torch, "
+                    "or with mp_optim.checkpoint.save(root, model, optimizer)"
+                )
+            called = _key_of(part, slot, key, is_distributed)
+            prefix = f"optimizer.state.{called}"
+            sharded = make_sharded_optimizer_tensor(of_param, value, prefix=prefix)
+            if only_here:
+                place = sharded.replica_id  # its last coordinate is the data-parallel one
+                first = (*place[:-1], 0) if isinstance(place, tuple) else 0
+                sharded = replace(sharded, replica_id=first)
+            tensors[called] = sharded
+        if tensors:
+            yield index, tensors
+
+
+# -- what is asked for
+
+
+def requested_state_dict(
+    stack: MegatronOptimizer,
+    model_sharded_state_dict: Any,
+    elsewhere: Sequence[Sequence[SavedSettings]],
+    metadata: Mapping[str, Any],
+    sharding_type: str | None,
+    chunks: Sequence[nn.Module],
+) -> dict[Any, Any]:
+    """What ``dist_checkpointing.load`` fills. The tensors are new ones, on the host: the stack
+    takes them over when all have been checked.
+
+    Raises:
+        ValueError: a parameter is not in the model's state dict, or the checkpoint has a form that
+            is not read here; naming it.
+    """
+    stack.init_state()
+    kind = sharding_type or metadata.get(SHARDING_TYPE)
+    is_distributed, in_buckets = _is_of_distributed(kind), kind == _BUCKETS
+    parts = megatrons_parts(stack, elsewhere, is_distributed=is_distributed)
+    tensors: dict[int, dict[str, Any]] = {}
+    request = LocalNonpersistentObject({"in_buckets": in_buckets})
+    asked: dict[Any, Any] = {_STATE: tensors, REQUEST: request}
+    placed: dict[int, dict[int, dict[str, ModelTensor]]] = {}
+    firsts = [0, *accumulate(len(part.slots()) for part in stack.chained_optimizers)]
+    for number, of_megatron in enumerate(parts):
+        part, index = of_megatron.part, of_megatron.index
+        prefix = f"chained_{number}." if len(parts) > 1 else ""
+        if in_buckets:
+            asked[number], of_part = _requested_buckets(part, chunks, prefix)
+        else:
+            if index not in placed:
+                rooms = ((slot, _empty(part, slot), False) for slot in part.slots())
+                every = _placed(part, model_sharded_state_dict, rooms, is_distributed)
+                placed[index] = dict(every)
+            of_part = of_megatron.tensors(placed[index])
+            if prefix and not metadata.get(_NO_PREFIX):
+                add_prefix_for_sharding(of_part, prefix)
+        tensors.update({firsts[index] + slot: of_part[slot] for slot in of_part})
+    return asked
+
+
+def _empty(part: MegatronOptimizer, slot: Slot) -> State:
+    """Room for what is loaded. What a checkpoint has no elements for (vocabulary that is padded
+    otherwise) keeps the model's values, and moments of zero."""
+    param = param_at(part.param_groups, slot)
+    state: State = {}
+    for key in part.full_slot_state(slot):
+        if key == MASTER:
+            state[key] = param.detach().to("cpu", torch.float32, copy=True)
+        elif key != "step":
+            state[key] = torch.zeros(param.shape, dtype=torch.float32, device="cpu")
+    return state
+
+
+# -- buckets
+
+
+def _requested_buckets(
+    part: MegatronOptimizer, chunks: Sequence[nn.Module], prefix: str
+) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """What is asked for of a part: its settings, and the tensors by running index in it.
+
+    Raises:
+        ValueError: there are no buckets here, Megatron keeps Muon's matrices otherwise, or a
+            parameter is in none.
+    """
+    if part.config.optimizer == "muon":
+        raise ValueError(
+            f"the checkpoint has Megatron's {_BUCKETS!r}, which is not read with optimizer='muon'; "
+            "save it again with --dist-ckpt-optim-fully-reshardable"
+        )
+    if not isinstance(part, DistributedOptimizer) or not chunks:
+        raise ValueError(
+            f"the checkpoint has Megatron's {_BUCKETS!r}, which is read with "
+            "use_distributed_optimizer=True and the model in Megatron's DistributedDataParallel "
+            "as it was saved; to load it otherwise, save it again with "
+            "--dist-ckpt-optim-fully-reshardable"
+        )
+    ranks, dp = part.process_groups.grad_stats, part.process_groups.dp
+    assert dp is not None  # its constructor asks for it
+    domain = f"optimizer.distributed.dp_group_idx_{0 if ranks is None else ranks.rank()}"
+    is_expert = any(group.get("is_expert_parallel") for group in part.param_groups)
+    places = dict(_places(chunks, domain, expert=is_expert))
+    tensors: dict[int, dict[str, Any]] = {}
+    for number, slot in enumerate(part.slots()):
+        param = param_at(part.param_groups, slot)
+        if id(param) not in places:
+            raise ValueError(
+                f"{part.slot_name(slot)} is in no buffer of the model's DistributedDataParallel"
+            )
+        tensors[number] = dict(_bucket_tensors(part, slot, places[id(param)]))
+    keys = ["optimizer", *(["grad_scaler"] if part.grad_scaler is not None else [])]
+    copy = (0, 0, dp.rank())
+    settings = {
+        key: ShardedObject(f"{domain}.{key}", None, (1,), (0,), replica_id=copy) for key in keys
+    }
+    if prefix:
+        add_prefix_for_sharding(settings, prefix)
+        add_prefix_for_sharding(tensors, prefix)
+    return settings, tensors
+
+
+def _places(
+    chunks: Sequence[Any], domain: str, *, expert: bool
+) -> Iterator[tuple[int, tuple[str, int, int]]]:
+    """By a parameter's id, where Megatron's buffers have it: the key of the bucket's tensors, their
+    length without padding at the end, and the start of the parameter in them."""
+    attribute = "expert_parallel_buffers" if expert else "buffers"
+    buffers = chain.from_iterable(getattr(chunk, attribute) for chunk in chunks)
+    for number, buffer in enumerate(buffers):
+        dtypes = buffer.param_dtype, buffer.grad_dtype
+        for param, (start, _, bucket_id) in buffer.param_index_map.items():
+            bucket = buffer.buckets[bucket_id]
+            key = f"{domain}.gbuf_idx_{number}.dtype_{dtypes}.bucket_idx_{bucket_id}"
+            yield (id(param), (key, bucket.numel_unpadded, start - bucket.offset))
+
+
+def _bucket_tensors(
+    part: MegatronOptimizer, slot: Slot, place: tuple[str, int, int]
+) -> Iterator[tuple[str, Any]]:
+    """A tensor for each key, of the elements that this rank has; none if it has no elements.
+
+    Args:
+        place: of :func:`_places`.
+    """
+    bucket, length, first = place
+    for key, value in part.full_slot_state(slot).items():
+        if key == "step":
+            continue
+        start, count = 0, value.numel()
+        if isinstance(value, FlatShard):
+            start, count = value.start, value.local.numel()
+        if count:
+            called = _DISTRIBUTED_MAIN if key == MASTER else key
+            data = torch.zeros(count, dtype=torch.float32, device="cpu")
+            yield (
+                called,
+                ShardedTensor(
+                    f"{bucket}.{called}",
+                    data,
+                    data.dtype,
+                    tuple(data.shape),
+                    (length,),
+                    (first + start,),
+                    axis_fragmentations=None,
+                    replica_id=(0, 0, 0),
+                ),
+            )
+
+
+# -- what was loaded
+
+
+def plain_state_dict(stack: MegatronOptimizer, loaded: Mapping[Any, Any]) -> dict[str, Any]:
+    """What ``dist_checkpointing.load`` returned, as a plain state dict for the stack's
+    ``load_state_dict``, which checks it as a whole before anything is written.
+
+    Raises:
+        ValueError: param groups do not match, or nothing says how many steps were taken.
+    """
+    numbered = sorted(key for key in loaded if isinstance(key, int))
+    parts: list[Mapping[str, Any]] = [loaded[key] for key in numbered] or [loaded]
+    # an FP32 optimizer has its param groups at the top
+    inner: list[Mapping[str, Any]] = [part.get("optimizer", part) for part in parts]
+    groups = [group for part in inner for group in part.get("param_groups", ())]
+    step = _loaded_step(inner, groups)
+    state: dict[int, State] = {}
+    for index, slot in enumerate(stack.slots()):
+        if "step" not in stack.slot_state(slot):
+            continue  # never trained
+        tensors = dict(loaded.get(_STATE, {}).get(index, {}))
+        for main in {_FLOAT16_MAIN, _DISTRIBUTED_MAIN} & tensors.keys():
+            tensors[MASTER] = tensors.pop(main)
+        if loaded[REQUEST]["in_buckets"]:
+            live = stack.full_slot_state(slot)
+            keys = [key for key in live if key != "step"]
+            tensors = {key: _as_shard(live[key], tensors.get(key)) for key in keys}
+        state[index] = {"step": as_tensor(step), **tensors}
+    plain = {"state": state, "param_groups": groups_with_settings(stack, groups)}
+    scalers = [part["grad_scaler"] for part in parts if part.get("grad_scaler")]
+    return {**plain, "grad_scaler": scalers[0]} if scalers else plain
+
+
+def _loaded_step(parts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> float:
+    """The steps taken: Megatron says so in one of two places, and for optimizers that need no
+    number in none, which is taken as 1."""
+    for part in parts:
+        common = part.get("state", {}).get("common_step")
+        if common is not None:
+            return float(common)
+    steps = [group["step"] for group in groups if group.get("step") is not None]
+    return float(max(steps, default=1))
+
+
+def _as_shard(live: Any, elements: Tensor | None) -> Any:
+    """Loaded elements in the form in which a stack shows what it has of a parameter.
+
+    Args:
+        live: the stack's own tensor. elements: flat; None if this rank has none.
+    """
+    local = live.local if isinstance(live, FlatShard) else live
+    value = local.detach().float() if elements is None else elements.to(local.device)
+    if isinstance(live, FlatShard):
+        return FlatShard(value.reshape(-1), live.shape, live.start)
+    return value.view(live.shape)

@@ -1,0 +1,412 @@
+"""Our factory where Megatron's callers have imported theirs, and Megatron's wrappers with
+Megatron's arguments: its config, its grad scaler, any optimizer.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mp_optim import mixed_precision as precision
+from mp_optim.apps.megatron.adapter import MegatronFace
+from mp_optim.apps.megatron.config import config_from_megatron
+from mp_optim.apps.megatron.patches import (
+    check_replacements,
+    full_name,
+    is_replaced,
+    replaced_groups,
+)
+from mp_optim.apps.megatron.torch_format import SavedSettings, groups_elsewhere
+from mp_optim.config import OptimizerConfig
+from mp_optim.core import iter_slots
+from mp_optim.core.param_attributes import is_expert_param
+from mp_optim.factory import get_optimizer as api
+from mp_optim.mixed_precision import MegatronGradScaler, MegatronOptimizer
+from mp_optim.offload import hybrid
+from mp_optim.process_groups.process_groups import ProcessGroups
+from mp_optim.rules.elementwise import FusedAdam
+from mp_optim.zero import composite
+
+_HOME = "megatron.core.optimizer"
+_REQUIRED_GROUPS = ("dp", "expt_dp", "mp", "tp_ep_pp")
+"""What Megatron, too, requires in a collection of groups."""
+_theirs: dict[str, Any] = {}
+"""Megatron's own factories, by name, while ours are in their place."""
+_settings: dict[str, Any] = {}
+"""Fields of our config that :func:`install` was given."""
+
+
+def get_megatron_optimizer(
+    config: Any,
+    model_chunks: Sequence[nn.Module],
+    config_overrides: Mapping[Any, Any] | None = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: Any = None,
+    dump_param_to_param_group_map: str | None = None,
+) -> ChainedOptimizer:
+    """Megatron's factory: its arguments in, a stack of ours out.
+
+    Args:
+        config: Megatron's ``OptimizerConfig``.
+        model_chunks: modules, wrapped in Megatron's DDP or not.
+        config_overrides: by parameter; Megatron's standard ones by default.
+        use_gloo_process_groups: there is nothing here that needs any.
+        pg_collection: Megatron's process groups; by default those of ``parallel_state``.
+        dump_param_to_param_group_map: not in this version.
+
+    Raises:
+        ValueError: a setting of Megatron's has no counterpart here, naming it.
+        RuntimeError: the program has replaced a part of Megatron's that is not called here, naming
+            it.
+    """
+    if dump_param_to_param_group_map is not None:
+        raise ValueError(
+            f"dump_param_to_param_group_map={dump_param_to_param_group_map!r}: print "
+            "optimizer.describe() instead, and leave it unset"
+        )
+    if type(model_chunks[0]).__name__ == "MimoModel":
+        raise ValueError(
+            "a MimoModel's modules are stepped one by one and clipped by a norm from outside, "
+            "which is not in this version: uninstall() before it is built"
+        )
+    optimizer = importlib.import_module(_HOME)
+    if config_overrides is None:
+        config_overrides = optimizer.get_standard_config_overrides(config)
+    ours = config_from_megatron(config, model_chunks, _settings)
+    has_rate = ours.lr is not None
+    if not has_rate:  # a scheduler sets it, as in Megatron, before the first step
+        ours = dataclasses.replace(ours, lr=ours.min_lr or 0.0)
+    check_replacements()
+    groups = replaced_groups(config, ours, model_chunks, config_overrides)
+    kept = None if groups else _without_idle(config_overrides, config, model_chunks)
+    stack = api.get_megatron_optimizer(
+        ours,
+        list(model_chunks),
+        kept,
+        process_groups=_groups(pg_collection),
+        expert_predicate=_is_expert,
+        param_groups=groups,
+    )
+    for group in stack.param_groups:
+        rates = group.get("max_lr", ours.lr), group.get("min_lr", ours.min_lr)
+        group["default_config"] = rates == (ours.lr, ours.min_lr)  # the rate that Megatron logs
+        if not has_rate and group["default_config"]:
+            group["lr"] = None
+            group.pop("max_lr", None)  # the scheduler's own counts
+    return ChainedOptimizer.over(stack, model_chunks, groups_elsewhere(stack))
+
+
+def get_megatron_muon_optimizer(
+    config: Any,
+    model_chunks: Sequence[nn.Module],
+    config_overrides: Mapping[Any, Any] | None = None,
+    use_gloo_process_groups: bool = True,
+    layer_wise_distributed_optimizer: bool = False,
+    pg_collection: Any = None,
+) -> ChainedOptimizer:
+    """Megatron's factory of Muon, of core 0.16; :func:`get_megatron_optimizer` with ``muon`` in the
+    config, or ``dist_muon``."""
+    of_muon = copy.copy(config)
+    of_muon.optimizer = "dist_muon" if layer_wise_distributed_optimizer else "muon"
+    return get_megatron_optimizer(
+        of_muon, model_chunks, config_overrides, use_gloo_process_groups, pg_collection
+    )
+
+
+_FACTORIES: dict[str, tuple[str, Callable[..., ChainedOptimizer]]] = {
+    "get_megatron_optimizer": (_HOME, get_megatron_optimizer),
+    "get_megatron_muon_optimizer": (f"{_HOME}.muon", get_megatron_muon_optimizer),
+}
+"""Ours by the names of Megatron's, and where theirs are; they take what theirs take, from core 0.16
+on."""
+
+
+def _without_idle(
+    overrides: Mapping[Any, Any], config: Any, chunks: Sequence[nn.Module]
+) -> dict[Any, Any]:
+    """The overrides but for those that Megatron makes for every model and that this one has no
+    parameter for; what a caller has added has to match some."""
+    optimizer = importlib.import_module(_HOME)
+    standard = {*optimizer.get_standard_config_overrides(config)}
+    if mup := getattr(optimizer, "get_mup_config_overrides", None):
+        rules = ("adam", "sgd") if config.lr is not None else ()
+        standard |= {key for rule in rules for key in mup(config, 2.0, rule)}
+    named = [item for chunk in chunks for item in chunk.named_parameters()]
+    kept = dict(overrides)
+    for key in standard & kept.keys():
+        if not any(key.matches(param, name) for name, param in named):
+            del kept[key]
+    return kept
+
+
+def _groups(pg_collection: Any) -> ProcessGroups | None:
+    """Megatron's process groups in our form; None where there is one process.
+
+    Raises:
+        ValueError: one is missing in a collection that was given, naming it.
+    """
+    if pg_collection is not None:
+        for name in _REQUIRED_GROUPS:
+            if not hasattr(pg_collection, name):
+                raise ValueError(
+                    f"{name} process group is required, and pg_collection has none; set it (None "
+                    "for this process alone)"
+                )
+        return ProcessGroups.from_attributes(pg_collection)
+    state = importlib.import_module("megatron.core.parallel_state")
+    if not state.model_parallel_is_initialized():
+        return None
+    config = importlib.import_module("megatron.core.process_groups_config")
+    return ProcessGroups.from_attributes(config.ProcessGroupCollection.use_mpu_process_groups())
+
+
+def _is_expert(param: Tensor, name: str) -> bool:
+    """As Megatron has it: with one expert-parallel rank, experts are as dense as the rest."""
+    is_reduced: bool | None = getattr(param, "allreduce", None)
+    return is_expert_param(param, name) if is_reduced is None else not is_reduced
+
+
+def install(**settings: Any) -> None:
+    """Let Megatron's callers get our optimizer; call it before ``pretrain``. A second call changes
+    the settings alone.
+
+    Args:
+        settings: fields of :class:`mp_optim.OptimizerConfig` that Megatron's config has no word
+            for, such as ``offload_mode="speculative"``; they come on top of Megatron's.
+
+    Raises:
+        ImportError: Megatron is not there.
+        RuntimeError: its factory takes arguments that are not known here, or the program has
+            replaced a part of it that is not called here; naming them.
+        TypeError: a setting is no field of our config, naming it.
+    """
+    names = {spec.name for spec in dataclasses.fields(OptimizerConfig)}
+    if unknown := sorted(settings.keys() - names):
+        raise TypeError(f"install({unknown[0]}=...): mp_optim.OptimizerConfig has no such field")
+    _settings.clear()
+    _settings.update(settings)
+    if _theirs:
+        return
+    present = {name: _present(name) for name in _FACTORIES}
+    check_replacements()
+    _theirs.update({name: theirs for name, theirs in present.items() if theirs})
+    for name, theirs in _theirs.items():
+        _put(theirs, _FACTORIES[name][1])
+    # callers that ask what kind of optimizer they were given
+    theirs = importlib.import_module(_HOME)
+    theirs.MegatronOptimizer.register(MegatronFace)
+    theirs.ChainedOptimizer.register(ChainedOptimizer)
+
+
+def _present(name: str) -> Any:
+    """Megatron's factory; None if this version has none, or one that only calls another.
+
+    Raises:
+        RuntimeError: it takes what ours does not, or is a program's own; naming it.
+    """
+    home, ours = _FACTORIES[name]
+    try:
+        theirs = getattr(importlib.import_module(home), name)
+    except ModuleNotFoundError:
+        if home == _HOME:
+            raise
+        return None
+    if is_replaced(theirs):
+        raise RuntimeError(
+            f"{home}.{name} is {full_name(theirs)}, which would no longer be called; call "
+            "install() before it is replaced, or train by Megatron's optimizer"
+        )
+    known, taken = inspect.signature(ours).parameters, inspect.signature(theirs)
+    if "config" not in taken.parameters:
+        return None
+    if others := [argument for argument in taken.parameters if argument not in known]:
+        raise RuntimeError(
+            f"Megatron's {name} takes {', '.join(others)}, which this version of mp_optim does "
+            f"not know; it knows {', '.join(known)} (megatron-core 0.16 to 0.20)"
+        )
+    return theirs
+
+
+def uninstall() -> None:
+    """Give Megatron's callers their own back."""
+    _settings.clear()
+    for name, theirs in _theirs.items():
+        _put(_FACTORIES[name][1], theirs)
+    _theirs.clear()
+
+
+def _put(present: Any, wanted: Any) -> None:
+    """Replace a function in every module that has imported it, under whatever name."""
+    for of_module, module in list(sys.modules.items()):
+        if of_module.startswith("mp_optim."):
+            continue
+        for known_as, value in list(getattr(module, "__dict__", {}).items()):
+            if value is present:
+                setattr(module, known_as, wanted)
+
+
+def grad_scaler_from_megatron(scaler: Any) -> MegatronGradScaler | None:
+    """Our grad scaler from one of Megatron's (or ours, as it is), with what it counts.
+
+    Raises:
+        TypeError: it is neither constant nor dynamic.
+    """
+    if scaler is None or isinstance(scaler, MegatronGradScaler):
+        return scaler
+    scale, device = float(scaler.scale), scaler.scale.device
+    if type(scaler).__name__ == "ConstantGradScaler":
+        return precision.ConstantGradScaler(scale, device)
+    if type(scaler).__name__ != "DynamicGradScaler":
+        raise TypeError(
+            f"grad_scaler is a {type(scaler).__name__}: give a ConstantGradScaler or a "
+            "DynamicGradScaler"
+        )
+    ours = precision.DynamicGradScaler(
+        scale,
+        float(scaler.min_scale),
+        growth_factor=float(scaler.growth_factor),
+        backoff_factor=float(scaler.backoff_factor),
+        growth_interval=scaler.growth_interval,
+        hysteresis=scaler.hysteresis,
+        device=device,
+    )
+    ours.load_state_dict(scaler.state_dict())
+    return ours
+
+
+def _stack_over(
+    wrapper: Callable[..., MegatronOptimizer],
+    optimizer: torch.optim.Optimizer | None,
+    config: Any,
+    grad_scaler: Any = None,
+) -> MegatronOptimizer:
+    """One optimizer over the model's parameters, wrapped.
+
+    Args:
+        optimizer: any torch optimizer; None on a rank that has nothing to step.
+        config: Megatron's ``OptimizerConfig``, or ours.
+    """
+    if optimizer is None:
+        optimizer = FusedAdam([{"params": []}], lr=0.0)
+    if getattr(config, "lr", None) is None and not isinstance(config, OptimizerConfig):
+        # the rate is the optimizer's where the config leaves it open
+        config = dataclasses.replace(config, lr=float(optimizer.param_groups[0]["lr"] or 0.0))
+    scaler = grad_scaler_from_megatron(grad_scaler)
+    return wrapper(optimizer, config_from_megatron(config), scaler)
+
+
+class Float16OptimizerWithFloat16Params(MegatronFace):
+    """See :class:`mp_optim.Float16OptimizerWithFloat16Params`.
+
+    Args:
+        optimizer: any torch optimizer; None on a rank that has nothing to step.
+        config: Megatron's ``OptimizerConfig``, or ours.
+        grad_scaler: Megatron's, or ours.
+        init_state_fn: kept for those who ask for it; state is allocated here.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        config: Any,
+        grad_scaler: Any,
+        init_state_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        wrapper = precision.Float16OptimizerWithFloat16Params
+        super().__init__(_stack_over(wrapper, optimizer, config, grad_scaler))
+        self.init_state_fn = init_state_fn
+
+
+class FP32Optimizer(MegatronFace):
+    """See :class:`mp_optim.FP32Optimizer`."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        config: Any,
+        init_state_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__(_stack_over(precision.FP32Optimizer, optimizer, config))
+        self.init_state_fn = init_state_fn
+
+
+class ChainedOptimizer(MegatronFace):
+    """See :class:`mp_optim.ChainedOptimizer`. As in Megatron, the factory returns one whatever the
+    number of its parts; without parts it has nothing to step. ``isinstance`` takes it for
+    Megatron's class once :func:`install` was called.
+
+    Args:
+        chained_optimizers: objects of the wrappers here, or of :func:`get_megatron_optimizer`.
+
+    Raises:
+        TypeError: one is another's.
+    """
+
+    def __init__(self, chained_optimizers: Sequence[Any]) -> None:
+        members: list[MegatronOptimizer] = []
+        for member in chained_optimizers:
+            if not isinstance(member, MegatronFace):
+                raise TypeError(
+                    f"chained_optimizers holds a {type(member).__name__}: wrap it in a "
+                    "Float16OptimizerWithFloat16Params or an FP32Optimizer of mp_optim.megatron"
+                )
+            members += member.stack.chained_optimizers
+        if not members:
+            nothing = FusedAdam([{"params": []}], lr=0.0)
+            members = [precision.FP32Optimizer(nothing, OptimizerConfig(lr=0.0))]
+        super().__init__(composite.ChainedOptimizer(members))
+
+    @classmethod
+    def over(
+        cls,
+        stack: MegatronOptimizer,
+        chunks: Sequence[nn.Module],
+        elsewhere: Sequence[Sequence[SavedSettings]],
+    ) -> ChainedOptimizer:
+        """A chain over a stack that is built; the arguments are those of :class:`MegatronFace`."""
+        chain = cls.__new__(cls)
+        MegatronFace.__init__(chain, stack, chunks, elsewhere)
+        return chain
+
+    @property
+    def chained_optimizers(self) -> list[MegatronFace]:
+        """The parts, the same objects each time; one part over a stack that has no members."""
+        stacks = self.stack.chained_optimizers
+        members: list[MegatronFace] = self.__dict__.setdefault("_members", [])
+        if [member.stack for member in members] != stacks:
+            members[:] = [MegatronFace(stack) for stack in stacks]
+        return members
+
+    @property
+    def model_chunks(self) -> list[nn.Module]:
+        """The modules that the optimizer was built for."""
+        return list(self._chunks)
+
+
+class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
+    """See :class:`mp_optim.HybridDeviceOptimizer`; with what Megatron's callers ask of theirs."""
+
+    @property
+    def param_to_fp32_param(self) -> dict[Tensor, Tensor]:
+        """The FP32 copy of each parameter that has one."""
+        copies: dict[Tensor, Tensor] = {}
+        for slot, param in iter_slots(self.param_groups):
+            main = self.main_param(slot)
+            if main is not param and param.dtype != torch.float32:
+                copies[param] = main
+        return copies
+
+    def dummy_step(self) -> None:
+        """Allocate all state; nothing is stepped."""
+        self.init_state()
+
+    def update_fp32_param_by_new_param(self) -> None:
+        """Nothing to do: copies follow what is written into the parameters."""

@@ -1,0 +1,396 @@
+"""State of ``--ckpt-format torch``: what every data-parallel rank has alike in the state dict, and
+the state that these ranks share out in a file of its own, written by the first of them.
+
+What Megatron's Float16 optimizer saved there is read, too: FP32 copies and moments by position in
+its param groups.
+
+Of a stack Megatron saves settings of param groups, known by what they are and not by their order,
+and state of which data-parallel ranks have parts, put together on one of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mp_optim.apps.convert.formats import from_megatron
+from mp_optim.apps.convert.state import import_state
+from mp_optim.core import Slot, param_at
+from mp_optim.core.flat_shard import FlatShard
+from mp_optim.core.slot_state import State
+from mp_optim.core.state_dict import plain_groups
+from mp_optim.host.accelerator import CUDA
+from mp_optim.mixed_precision import MegatronOptimizer
+from mp_optim.zero.zero import DistributedOptimizer
+
+APART = "parameter_state_apart"
+"""Marks a state dict whose state is in a file of :func:`save_parameter_state`."""
+_FORMAT = "mp_optim parameter state 1"
+
+
+# -- state that data-parallel ranks share out
+
+
+def alike_state_dict(stack: MegatronOptimizer) -> dict[str, Any]:
+    """A stack's state dict; of one that data-parallel ranks share out, what all of them have alike:
+    settings and loss scale."""
+    parts = stack.chained_optimizers
+    if not any(isinstance(part, DistributedOptimizer) for part in parts):
+        return stack.state_dict()
+    groups = [group for part in parts for group in group_settings_of(part)]
+    common: dict[str, Any] = {APART: True, "param_groups": groups}
+    if stack.grad_scaler is not None:
+        common["grad_scaler"] = stack.grad_scaler.state_dict()
+    return common
+
+
+def load_common(stack: MegatronOptimizer, common: Mapping[str, Any]) -> None:
+    """Load what :func:`alike_state_dict` made of a distributed stack; state stays as it is.
+
+    Raises:
+        ValueError: it does not fit this optimizer; nothing was loaded.
+    """
+    plain = stack.state_dict()
+    plain["param_groups"] = groups_with_settings(stack, common["param_groups"])
+    if common.get("grad_scaler"):
+        plain["grad_scaler"] = common["grad_scaler"]
+    stack.load_state_dict(plain)
+
+
+def save_parameter_state(stack: MegatronOptimizer, filename: str) -> None:
+    """Write the state of all slots, whole and in FP32. Collective over each part's data-parallel
+    ranks; a rank that is the first of some part's writes the file of that name."""
+    stack.step_mark.check("save_parameter_state")
+    stack.init_state()
+    states: list[dict[str, State] | None] = []
+    for part in stack.chained_optimizers:
+        named: dict[str, State] = {}
+        for slot, state, _ in whole_states(part, 0):
+            named[part.slot_name(slot)] = state
+        states.append(named if _is_first(part) else None)
+    if any(of_part is not None for of_part in states):
+        partial = f"{filename}.partial"
+        torch.save({"format": _FORMAT, "parts": states}, partial)
+        os.replace(partial, filename)
+
+
+def load_parameter_state(stack: MegatronOptimizer, filename: str) -> None:
+    """Load what :func:`save_parameter_state` wrote, in any number of data-parallel ranks. Each
+    part's first rank reads its file and hands the others their elements.
+
+    Raises:
+        ValueError: it is another file, or does not fit this optimizer; nothing was loaded.
+    """
+    parts: list[dict[str, State] | None] = [None] * len(stack.chained_optimizers)
+    if any(map(_is_first, stack.chained_optimizers)):
+        parts = _read(filename)
+    state: dict[int, State] = {}
+    for part, named in zip(stack.chained_optimizers, parts, strict=True):
+        group = part.process_groups.dp if isinstance(part, DistributedOptimizer) else None
+        for slot in part.slots():
+            sent: list[Any] = [None if named is None else named.get(part.slot_name(slot), {})]
+            if group is not None and group.size() > 1:
+                dist.broadcast_object_list(sent, dist.get_global_rank(group, 0), group=group)
+            state[len(state)] = _own_elements(part, slot, sent[0])
+    plain = {"state": state, "param_groups": plain_groups(stack.param_groups)}
+    if stack.grad_scaler is not None:
+        plain["grad_scaler"] = stack.grad_scaler.state_dict()
+    stack.load_state_dict(plain)
+
+
+def _is_first(part: MegatronOptimizer) -> bool:
+    group = part.process_groups.dp if isinstance(part, DistributedOptimizer) else None
+    return group is None or group.rank() == 0
+
+
+def _read(filename: str) -> list[dict[str, State] | None]:
+    saved = torch.load(filename, map_location="cpu", mmap=True, weights_only=True)
+    if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
+        raise ValueError(
+            f"{filename} was not written by this optimizer: Megatron's own distributed optimizer "
+            "writes its buckets there. Load it with Megatron's, save with --ckpt-format torch_dist "
+            "--dist-ckpt-optim-fully-reshardable, and load that"
+        )
+    parts: list[dict[str, State] | None] = saved["parts"]
+    return parts
+
+
+def _own_elements(part: MegatronOptimizer, slot: Slot, whole: State) -> State:
+    shard = flat_shard_of(part.slot_state(slot))
+    if shard is None:
+        return whole
+    stop = shard.start + shard.local.numel()
+    own: State = dict(whole)
+    for key, value in whole.items():
+        if isinstance(value, torch.Tensor) and value.shape == shard.shape and key != "step":
+            elements = value.reshape(-1)[shard.start : stop].clone()
+            own[key] = FlatShard(elements, shard.shape, shard.start)
+    return own
+
+
+# -- what Megatron's Float16 optimizer saved
+
+
+def load_positional(
+    stack: MegatronOptimizer, saved: Sequence[Mapping[str, Any]], *, convert: bool = False
+) -> None:
+    """Load it into a stack over the same parameters, with the settings of its param groups.
+
+    Args:
+        saved: the state dict of each part of a chain, or of the only optimizer.
+        convert: round state to the dtypes configured here also where that loses bits.
+
+    Raises:
+        ValueError: parts, param groups or shapes do not fit; nothing was loaded.
+    """
+    parts = [part for part in stack.chained_optimizers if not part.is_stub_optimizer]
+    if len(saved) != len(parts):
+        raise ValueError(
+            f"the state dict has {len(saved)} parts, this optimizer {len(parts)}: expert-parallel "
+            "ranks are as many as when it was saved with --ckpt-format torch, or save with "
+            "--ckpt-format torch_dist"
+        )
+    names: list[str] = []
+    for part, of_part in zip(parts, saved, strict=True):
+        names += _names(part, of_part["optimizer"]["param_groups"])
+    groups = [group for part in saved for group in part["optimizer"]["param_groups"]]
+    live = [group for group in stack.param_groups if group["params"]]
+    settings = [matched_settings(group, groups) for group in live]
+    without_copy = []
+    for slot in stack.slots():
+        if param_at(stack.param_groups, slot).dtype == torch.float32:
+            without_copy.append(stack.slot_name(slot))
+    foreign = from_megatron(saved, names, fp32_names=without_copy)
+    import_state(stack, foreign, convert=convert)
+    for group, of_group in zip(live, settings, strict=True):
+        group.update(of_group)
+
+
+def _names(part: MegatronOptimizer, saved: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Names of a part's parameters in the order of the saved groups."""
+    left = {index: group for index, group in enumerate(part.param_groups) if group["params"]}
+    for group in saved:
+        count = len(group["params"])
+        if not count:
+            continue
+        alike = [
+            index
+            for index, live in left.items()
+            if len(live["params"]) == count and kind_of(live) == kind_of(group)
+        ]
+        if not alike:
+            raise ValueError(
+                f"no param group here is like the saved one of {count} parameters with "
+                f"wd_mult={group.get('wd_mult')!r}, lr_mult={group.get('lr_mult')!r}: the model "
+                "or its overrides were others"
+            )
+        del left[alike[0]]
+        for position in range(count):
+            yield part.slot_name(Slot(alike[0], position))
+
+
+SavedSettings = dict[str, Any]
+Range = tuple[int, int]
+"""First element of a flattened parameter that a rank has, and how many it has."""
+
+REQUEST = "mp_optim_request"
+"""Key in a state dict that ``dist_checkpointing`` loads: how it was asked for."""
+_KIND = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""Settings that tell groups apart in every version of Megatron."""
+_OF_THIS_RANK = ("params", "param_names", "param_checksums", "fqns")
+_NOT_IDENTITY = ("lr", "weight_decay", "step", *_OF_THIS_RANK)
+"""What changes as training goes on, or differs between ranks, and so tells nothing apart."""
+
+
+# -- settings of param groups
+
+
+def group_settings_of(part: MegatronOptimizer) -> list[SavedSettings]:
+    """The settings of a part's groups, without its parameters."""
+    return [
+        {key: value for key, value in group.items() if key not in _OF_THIS_RANK}
+        for group in plain_groups(part.param_groups)
+    ]
+
+
+def groups_elsewhere(stack: MegatronOptimizer) -> list[list[SavedSettings]]:
+    """For each part, groups that only other ranks have (experts, say, of other pipeline stages).
+    Collective over all processes, as Megatron's factory is."""
+    here = [group_settings_of(part) for part in stack.chained_optimizers]
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [[] for _ in here]
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, here)
+    elsewhere: list[list[SavedSettings]] = []
+    for index, groups in enumerate(here):
+        known, others = [_identity(group) for group in groups], []
+        of_ranks = (of_rank[index] for of_rank in everywhere if index < len(of_rank))
+        for group in chain.from_iterable(of_ranks):
+            identity = _identity(group)
+            # a rank without parameters has a group that says nothing
+            if identity not in known and all(key in group for key in _KIND):
+                known.append(identity)
+                others.append(group)
+        elsewhere.append(others)
+    return elsewhere
+
+
+def groups_with_settings(
+    stack: MegatronOptimizer, saved: Sequence[Mapping[str, Any]]
+) -> list[SavedSettings]:
+    """The stack's groups, each with the settings of the saved one that is of its kind."""
+    groups = plain_groups(stack.param_groups)
+    for group in groups:
+        if group["params"]:
+            group.update(matched_settings(group, saved))
+    return groups
+
+
+def matched_settings(live: SavedSettings, saved: Sequence[Mapping[str, Any]]) -> SavedSettings:
+    """The settings that a group takes from saved ones: of the group of its kind, and of those the
+    one that is most like it. Experts are a kind of their own only in some layouts, so for want of
+    it a dense group will do, and the other way round.
+
+    Raises:
+        ValueError: there is none of its kind, or two are as like it; naming the settings.
+    """
+    wanted = _identity(live).items()
+    kind: list[Mapping[str, Any]] = []
+    for keys in (_KIND, [key for key in _KIND if key != "is_expert_parallel"]):
+        alike = (group for group in saved if kind_of(group, keys) == kind_of(live, keys))
+        kind = kind or list(alike)
+    if not kind:
+        raise ValueError(
+            f"no saved param group has {_kind_in_words(live)}; saved are "
+            f"{'; '.join(map(_kind_in_words, saved)) or 'none'}"
+        )
+    if "optimizer" in live:  # beside Muon, Megatron names only the scalar optimizer
+        rule = live["optimizer"]
+        kind = [group for group in kind if group.get("optimizer", "muon") == rule] or kind
+    likeness = []
+    for identity in map(_identity, kind):
+        likeness.append(sum(identity.get(key) == value for key, value in wanted))
+    best = [group for group, like in zip(kind, likeness, strict=True) if like == max(likeness)]
+    shared = live.keys() - set(_OF_THIS_RANK)
+    taken = [{key: group[key] for key in shared & group.keys()} for group in best]
+    if any(settings != taken[0] for settings in taken[1:]):
+        raise ValueError(
+            f"{len(best)} saved param groups have {_kind_in_words(live)}, and none is more like "
+            "the present one than the others"
+        )
+    return taken[0]
+
+
+def _identity(group: Mapping[str, Any]) -> SavedSettings:
+    settings = {key: value for key, value in group.items() if key not in _NOT_IDENTITY}
+    for key, value in settings.items():
+        if isinstance(value, list):
+            settings[key] = tuple(value)
+    return settings
+
+
+def kind_of(group: Mapping[str, Any], keys: Sequence[str] = _KIND) -> tuple[Any, ...]:
+    """The settings that tell groups apart. NeMo keeps some of them under ``pre_<name>``."""
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in keys)
+
+
+def _kind_in_words(group: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in zip(_KIND, kind_of(group), strict=True))
+
+
+# -- state over all data-parallel ranks
+
+
+def whole_states(
+    part: MegatronOptimizer, rank: int | None = None
+) -> Iterator[tuple[Slot, State, bool]]:
+    """The state of every slot of a part that has any; copies, so that the next step does not write
+    what is still being saved. Collective over its data-parallel ranks if it is distributed.
+
+    Args:
+        rank: which of these ranks is given what they share out; by default, of each parameter, the
+            rank that has most of it: most parameters are on one rank whole.
+
+    Yields:
+        A slot; its FP32 tensors, over all of the parameter on this model-parallel rank, on their
+        own memory, and ``step`` (only ``step`` if another data-parallel rank has been given the
+        rest); and whether no other data-parallel rank has it.
+    """
+    if not isinstance(part, DistributedOptimizer):
+        yield from ((slot, _copied_state(part, slot), False) for slot in part.slots())
+        return
+    group = part.process_groups.dp
+    assert group is not None  # its constructor asks for it
+    own: list[Range | None] = []
+    for slot in part.slots():
+        shard = flat_shard_of(part.slot_state(slot))
+        own.append(None if shard is None else (shard.start, shard.local.numel()))
+    ranges: list[Any] = [None] * group.size()
+    dist.all_gather_object(ranges, own, group=group)
+    for slot, *of_ranks in zip(part.slots(), *ranges, strict=True):
+        state = _copied_state(part, slot)
+        if any(of_rank is None for of_rank in of_ranks):
+            yield slot, state, False  # every rank steps all of it
+            continue
+        counts = [count for _, count in of_ranks]
+        receiver = counts.index(max(counts)) if rank is None else rank
+        yield slot, _put_together(state, of_ranks, receiver, group), True
+
+
+def flat_shard_of(state: State) -> FlatShard | None:
+    """A tensor of a slot of which this rank has only some elements; None if it has all."""
+    return next((value for value in state.values() if isinstance(value, FlatShard)), None)
+
+
+def _copied_state(part: MegatronOptimizer, slot: Slot) -> State:
+    """A slot's state in FP32; not the live tensors on the host, for what saves in the background
+    copies from accelerators only."""
+    state = dict(part.full_slot_state(slot))
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.device.type == "cpu":
+            state[key] = value.detach().clone()
+    return state
+
+
+def _put_together(state: State, ranges: Sequence[Range], rank: int, group: ProcessGroup) -> State:
+    shards = {key: value for key, value in state.items() if isinstance(value, FlatShard)}
+    rest = {key: value for key, value in state.items() if key not in shards}
+    is_here, holders = group.rank() == rank, [count for _, count in ranges if count]
+    gathered: list[Tensor] = []
+    if len(holders) > 1 or (holders and not ranges[rank][1]):
+        gathered = _gather(list(shards.values()), ranges, rank, group)
+    elif is_here:
+        gathered = [shard.local.view(shard.shape) for shard in shards.values()]
+    whole = dict(zip(shards, gathered, strict=True)) if is_here else {}
+    return {**rest, **whole}
+
+
+def _gather(
+    shards: Sequence[FlatShard], ranges: Sequence[Range], rank: int, group: ProcessGroup
+) -> list[Tensor]:
+    """The whole tensors of some shards of one range, on one rank; nothing on the others."""
+    is_nccl = "nccl" in str(dist.get_backend(group))
+    device = CUDA.current() if is_nccl else torch.device("cpu")
+    largest = max(count for _, count in ranges)
+    sent = torch.zeros(len(shards), largest, dtype=torch.float32, device=device)
+    for row, shard in zip(sent, shards, strict=True):
+        row[: shard.local.numel()].copy_(shard.local)
+    is_here = group.rank() == rank
+    received = [torch.empty_like(sent) for _ in ranges] if is_here else None
+    dist.gather(sent, received, dist.get_global_rank(group, rank), group=group)
+    if received is None:
+        return []
+    wholes = []
+    for row, shard in enumerate(shards):
+        whole = torch.empty(shard.shape.numel(), dtype=torch.float32, device=shard.device)
+        for (start, count), of_rank in zip(ranges, received, strict=True):
+            whole[start : start + count].copy_(of_rank[row, :count])
+        wholes.append(whole.view(shard.shape))
+    return wholes

@@ -1,1 +1,0 @@
-"""``mp-optim``: commands for users, one module each."""

@@ -1,0 +1,348 @@
+"""What a rank holds of a tensor: a flat range of it (:class:`FlatShard`), a part that tensor
+parallelism cuts (:class:`PartitionShard`), or a DTensor's local part; and the boxes it is saved
+as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mp_optim.config.state_forms import BLOCK
+from mp_optim.core.partition import Box, Partition, box_views, boxes, whole_box
+from mp_optim.core.tensor_layout import is_split
+from mp_optim.host.torch_types import is_dtensor, is_sharded_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+# -- flat ranges ----------------------------------------------------------------------------------
+
+
+class FlatShard(Tensor):
+    """Elements ``[start, start + n)`` of the row-major flattened tensor of shape ``global_shape``.
+
+    Its ``shape`` is the whole tensor's; its memory is ``local``. ``torch.distributed.checkpoint``
+    writes it as a few boxes and reads any saved layout into it; nothing is copied but the elements.
+    Two ranks may hold the same range, not ranges that overlap in part.
+
+    Args:
+        local: contiguous, shape (n,), on any device. Kept, not copied. ``n`` may be 0.
+        global_shape: the whole tensor's shape; () for a scalar.
+        start: place of the first element.
+
+    Raises:
+        ValueError: ``local`` is not 1-D and contiguous, or the range is not inside the tensor.
+    """
+
+    local: Tensor
+    start: int
+
+    @staticmethod
+    def __new__(cls, local: Tensor, global_shape: Sequence[int], start: int) -> FlatShard:
+        if local.dim() != 1 or not local.is_contiguous():
+            raise ValueError(
+                f"local has shape {tuple(local.shape)} and strides {local.stride()}: a flat range "
+                "is one contiguous dimension"
+            )
+        boxes(tuple(global_shape), start, local.numel())
+        shard: FlatShard = Tensor._make_wrapper_subclass(
+            cls, torch.Size(global_shape), dtype=local.dtype, device=local.device
+        )
+        shard.local, shard.start = local.detach(), start
+        return shard
+
+    @property
+    def places(self) -> tuple[Box, ...]:
+        """The boxes of its elements, in order."""
+        return boxes(self.shape, self.start, self.local.numel())
+
+    def full_tensor(self, group: dist.ProcessGroup | None = None) -> Tensor:
+        """The whole tensor, put together from the ranks of a group; every rank of it has to call
+        this.
+
+        Raises:
+            ValueError: the ranks' ranges do not cover the tensor.
+        """
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, (self.start, self.local.cpu()), group=group)
+        full = torch.empty(self.numel(), dtype=self.dtype, device="cpu")
+        covered = 0
+        for start, local in sorted(parts, key=lambda part: (part[0], part[1].numel())):
+            if start > covered:
+                break
+            full[start : start + local.numel()] = local
+            covered = max(covered, start + local.numel())
+        if covered < full.numel():
+            raise ValueError(
+                f"no rank of the group holds element {covered} of this tensor of shape "
+                f"{tuple(self.shape)}"
+            )
+        return full.view(self.shape).to(self.device)
+
+    # -- what torch.distributed.checkpoint asks ---------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(box.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_chunk(box), properties=properties, size=self.shape
+                ),
+            )
+            for box in self.places
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(box) for box in self.places if box.numel]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for box, view in box_views(self.local, self.places):
+            if torch.Size(box.offsets) == index.offset:
+                return view
+        raise ValueError(
+            f"{index.fqn}: elements [{self.start}, {self.start + self.local.numel()}) of a tensor "
+            f"of shape {tuple(self.shape)} have no box at {index.offset}"
+        )
+
+    # -- what torch asks --------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Copies and empty tensors of the same range; arithmetic is done on ``local``."""
+        if func not in _RANGE_KEEPING:
+            raise NotImplementedError(f"{func} of a FlatShard: compute with its .local")
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        first = next(arg for arg in tensors if isinstance(arg, FlatShard))
+        own = first.shape, first.start, first.local.numel()
+        if any(
+            not isinstance(arg, FlatShard) or (arg.shape, arg.start, arg.local.numel()) != own
+            for arg in tensors
+        ):
+            raise ValueError(
+                f"{func}: the tensors are not the same range of one shape; compute with their "
+                ".local"
+            )
+        result = func(
+            *[arg.local if isinstance(arg, FlatShard) else arg for arg in args], **(kwargs or {})
+        )
+        if func is torch.ops.aten.copy_.default:
+            return first
+        if not isinstance(result, Tensor):
+            return result
+        return FlatShard(result.reshape(-1), first.shape, first.start)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        end = self.start + self.local.numel()
+        return f"FlatShard([{self.start}, {end}) of {tuple(self.shape)}, {self.local!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return FlatShard, (self.local, tuple(self.shape), self.start)
+
+
+_aten = torch.ops.aten
+_RANGE_KEEPING = {
+    _aten.detach.default,
+    _aten.clone.default,
+    _aten._to_copy.default,
+    _aten.copy_.default,
+    _aten.empty_like.default,
+    _aten.zeros_like.default,
+    _aten.is_pinned.default,
+}
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+
+
+# -- parts by tensor parallelism ------------------------------------------------------------------
+
+
+class PartitionShard(Tensor):
+    """A part of a tensor. Its ``shape`` is the whole's; nothing is copied.
+
+    Args:
+        held: what the rank has: a plain tensor of the part's shape, or a DTensor or FlatShard of
+            it, of which it has only a part in turn.
+        partition: which part of the whole.
+        is_stacked: ``held`` is stacked on what the other ranks have, in a first dimension of its
+            own, rather than cut out of anything.
+    """
+
+    held: Tensor
+    partition: Partition
+    is_stacked: bool
+
+    @staticmethod
+    def __new__(
+        cls, held: Tensor, partition: Partition, is_stacked: bool = False
+    ) -> PartitionShard:
+        shard: PartitionShard = Tensor._make_wrapper_subclass(
+            cls, torch.Size(partition.whole_shape(held.shape)), dtype=held.dtype, device=held.device
+        )
+        shard.held, shard.partition = held.detach(), partition
+        shard.is_stacked = is_stacked
+        return shard
+
+    @property
+    def local(self) -> Tensor:
+        """What the rank has, as the optimizer keeps it."""
+        return self.held[0] if self.is_stacked else self.held
+
+    def with_held(self, held: Tensor) -> PartitionShard:
+        return PartitionShard(held, self.partition, self.is_stacked)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        raise NotImplementedError(f"{func} of a PartitionShard: compute with its .local")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PartitionShard({self.partition} of {tuple(self.shape)}, {self.held!r})"
+
+
+def as_partition(value: Any, partition: Partition | None, shape: torch.Size | None = None) -> Any:
+    """A tensor as the part of the whole that it is; scalars, and everything if nothing is cut,
+    unchanged.
+
+    What is not of the parameter's shape is cut as the parameter is if it has that dimension
+    (Adafactor's means over the other one), and else this rank's own: it can be read by the same
+    rank of as many.
+
+    Args:
+        shape: of the rank's part of the parameter; by default the tensor's.
+    """
+    if partition is None or not isinstance(value, Tensor) or not value.dim():
+        return value
+    shape = value.shape if shape is None else shape
+    alike = value.dim() == len(shape) and all(
+        length in (1, full) for length, full in zip(value.shape, shape, strict=True)
+    )
+    if alike and value.shape[partition.dim] == shape[partition.dim]:
+        return PartitionShard(value, partition)
+    layer = Partition(0, (1,), partition.rank, partition.size)
+    return PartitionShard(value[None], layer, is_stacked=True)
+
+
+# -- boxes of any tensor --------------------------------------------------------------------------
+
+
+def places_of(tensor: Tensor) -> tuple[Box, ...] | None:
+    """The boxes that this rank holds of a tensor that is sharded; None for one that is simply
+    whole.
+
+    Of a tensor without elements every rank holds the one empty box, so that it is on record.
+
+    Raises:
+        TypeError: it is a ShardedTensor, which torch has given up for DTensor.
+    """
+    if isinstance(tensor, FlatShard):
+        return tensor.places
+    if is_sharded_tensor(tensor):
+        raise TypeError("a ShardedTensor cannot be saved or loaded; use DTensor")
+    if not isinstance(tensor, PartitionShard) and not hasattr(tensor, "__create_chunk_list__"):
+        return None
+    if is_dtensor(tensor) and tensor.device_mesh.get_coordinate() is None:
+        return ()
+    if not tensor.numel():
+        return (whole_box(tuple(tensor.shape)),)
+    if isinstance(tensor, PartitionShard):
+        cuts = (tensor.partition.cuts(inside) for inside in held_places(tensor.held))
+        return tuple(place for some in cuts for _, place in some)
+    chunks = tensor.__create_chunk_list__()
+    return tuple(
+        Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if 0 not in chunk.sizes
+    )
+
+
+def held_places(tensor: Tensor) -> tuple[Box, ...]:
+    """The boxes that this rank holds of any tensor; one of a whole one."""
+    places = places_of(tensor)
+    return (whole_box(tuple(tensor.shape)),) if places is None else places
+
+
+def piece(tensor: Tensor, place: Box) -> Tensor:
+    """The live elements of one of the boxes of :func:`places_of`, or of the whole."""
+    if isinstance(tensor, PartitionShard):
+        dim = tensor.partition.dim
+        for inside in held_places(tensor.held):
+            for begin, cut in tensor.partition.cuts(inside):
+                if cut == place:
+                    return piece(tensor.held, inside).narrow(dim, begin, cut.sizes[dim])
+    elif not hasattr(tensor, "__get_tensor_shard__"):
+        return tensor.detach()
+    if not tensor.numel():
+        return torch.empty(place.sizes, dtype=tensor.dtype, device="cpu")
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    shard: Tensor = tensor.__get_tensor_shard__(MetadataIndex("", torch.Size(place.offsets)))
+    return shard.detach()
+
+
+# -- scales of blocks -----------------------------------------------------------------------------
+#
+# State in few bits has one scale for each run of 256 row-major elements of the whole tensor. A
+# layout that cuts the tensor cuts blocks, so it cannot keep such state as it is; but it can read
+# it, with the scale of each element it owns.
+
+
+def is_cut(tensor: Tensor) -> bool:
+    """Whether a rank holds only a part of a tensor, in a layout that is not its own blocks'."""
+    if isinstance(tensor, PartitionShard):
+        return True
+    if isinstance(tensor, FlatShard):
+        return tensor.local.numel() != tensor.numel()
+    return is_split(tensor)
+
+
+def scales_of_elements(tensor: Tensor, scale: Tensor) -> Tensor:
+    """The scale of each element of a rank's part of a tensor, FP32, in the part's shape and a last
+    dimension of 1 (which scales of blocks do not have).
+
+    Args:
+        tensor: a DTensor, a FlatShard or a PartitionShard.
+        scale: the whole tensor's scales, shape (ceil(numel / 256),).
+    """
+    return scale[_flat_index(tensor).to(scale.device) // BLOCK][..., None]
+
+
+def _flat_index(tensor: Tensor) -> Tensor:
+    """Row-major index in the whole tensor of each element of a rank's part."""
+    if isinstance(tensor, PartitionShard):
+        inside = _flat_index(tensor.held)
+        return tensor.partition.whole_index(inside, tensor.held.shape)
+    if isinstance(tensor, FlatShard):
+        return torch.arange(tensor.start, tensor.start + tensor.local.numel(), device="cpu")
+    if not is_dtensor(tensor):
+        return torch.arange(tensor.numel(), device="cpu").view(tensor.shape)
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    shape, offset = chunk.sizes, chunk.offsets
+    index, stride = torch.zeros(tuple(shape), dtype=torch.int64, device="cpu"), 1
+    for dim in reversed(range(len(shape))):
+        steps = torch.arange(offset[dim], offset[dim] + shape[dim], device="cpu") * stride
+        index += steps.view(-1, *(1,) * (len(shape) - dim - 1))
+        stride *= tensor.shape[dim]
+    return index

@@ -1,0 +1,221 @@
+"""What a step finds changed, and does not go on from: a step that was broken off half-way, and
+tensors that wait on the host.
+
+A signal, or an error in a kernel, may end a step between two parameters. What is stepped in place
+cannot be taken back, so the next step, ``state_dict`` or save raises instead; ``load_state_dict``
+makes the optimizer whole again.
+
+Main params and state wait there while something else needs the accelerator's memory: all of them
+(``offload_to_cpu``), or what was moved by hand (``optimizer.state``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+
+import torch
+from torch import Tensor
+
+from mp_optim.core.shown_copies import ShownCopies
+from mp_optim.host.accelerator import accelerator_of
+from mp_optim.host.leases import before_writing
+
+
+class BrokenOffError(RuntimeError):
+    """A step, load or scaling was broken off: some parameters have taken it, others have not."""
+
+
+_PARKED = (
+    "the optimizer is offloaded: call restore_from_cpu() before step() (which also brings home "
+    "what was moved to the host by optimizer.state[param][key] = ...)"
+)
+
+
+class StepMark:
+    """One for all layers of a stack.
+
+    NOTE: what writes main params, state, model parameters or the loss scale in a step, or scales
+    rows, calls :meth:`touch` first, in the thread of the step. What is written where it is not read
+    (back buffers) needs no mark.
+
+    Attributes:
+        parked: what waits on the host; meanwhile nothing is stepped.
+        copies: of state, that callers may have edited.
+    """
+
+    def __init__(self) -> None:
+        self.parked = ParkedTensors()
+        self.copies = ShownCopies()
+        self._touched = False
+        self._outermost: object | None = None
+        self._why = ""
+        self._lent_to = ""
+        self._thread = 0
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a step has begun to write, and is not complete."""
+        return self._touched
+
+    def touch(self) -> None:
+        """Something is about to be written that is not complete before the step is."""
+        self._touched = True
+
+    def break_off(self, why: Exception) -> None:
+        """What was stepped before is found to be wrong."""
+        self._touched, self._why = True, repr(why)
+
+    def clear(self) -> None:
+        """Everything belongs together again."""
+        self._why, self._outermost = "", None
+        self._touched = False
+
+    @contextmanager
+    def lent(self, borrower: str) -> Iterator[None]:
+        """The model has other weights for a while, with which nothing may be stepped, saved or
+        loaded.
+
+        Args:
+            borrower: the optimizer's method that gives it those.
+        """
+        self.check(borrower)
+        self._lent_to = borrower
+        try:
+            yield
+        finally:
+            self._lent_to = ""
+
+    def check_lent(self, doing: str) -> None:
+        """Raise RuntimeError if the model has other weights now, or another thread is inside of a
+        step or load."""
+        if self._lent_to:
+            raise RuntimeError(
+                f"{doing}: inside of `with optimizer.{self._lent_to}()`, where the model's weights "
+                "are not those that are trained; do it after the block"
+            )
+        if self._outermost is not None and self._thread != get_ident():
+            raise self._under_way(doing, "another thread")
+        if self._outermost is None:
+            self.copies.take_edits()
+
+    def _under_way(self, doing: str, who: str) -> RuntimeError:
+        return RuntimeError(
+            f"{doing}: {who} is inside of a step or load of this optimizer, which is not complete; "
+            "do it after that (a lock around both, or a flag that the training loop looks at "
+            "between steps)"
+        )
+
+    def check(self, doing: str) -> None:
+        """Raise BrokenOffError if a step was broken off, and RuntimeError if one is under way, or
+        the model has other weights now."""
+        self.check_lent(doing)
+        if self._touched and self._outermost is not None:
+            raise self._under_way(doing, "this thread")
+        if self._touched:
+            raise BrokenOffError(
+                f"{doing}: an earlier step, load or scaling of this optimizer was broken off "
+                f"half-way{self._why and f' by {self._why}'}, so that some parameters have taken "
+                "it and others have not. Load the last checkpoint, model and optimizer "
+                "(load_state_dict makes the optimizer usable again)"
+            )
+
+    @contextmanager
+    def step(self, layer: object) -> Iterator[None]:
+        """A step of a layer, or rows that are scaled; of the outermost layer, all of it.
+
+        Raises:
+            BrokenOffError: one before it was broken off.
+            RuntimeError: main params or state wait on the host.
+        """
+        is_inner = self._outermost is not None and self._outermost is not layer
+        if is_inner and self._thread == get_ident():
+            yield
+            return
+        if self._lent_to or self._touched or self._outermost is not None:
+            self.check("step")
+        if self.parked.homes:
+            raise RuntimeError(_PARKED)
+        self.copies.take_edits()
+        self._thread, self._outermost = get_ident(), layer
+        try:
+            yield
+        except BaseException as error:
+            self._why = repr(error)
+            raise
+        finally:
+            self._outermost = None
+            self.copies.refresh()
+        # In this order: an interrupt between the two leaves the mark, which is safe.
+        self._touched = False
+
+    @contextmanager
+    def under_way(self, layer: object) -> Iterator[None]:
+        """Something is written by a layer; the mark stays what it is made."""
+        self.copies.take_edits()
+        self._thread, self._outermost = get_ident(), layer
+        try:
+            yield
+        except BaseException as error:
+            self._why = repr(error)
+            raise
+        finally:
+            self._outermost = None
+            self.copies.refresh()
+
+
+HOST = torch.device("cpu")
+
+
+class ParkedTensors:
+    """Tensors that were given memory of the host, and where they are at home. They stay the same
+    objects, so nothing that holds them has to know.
+
+    Attributes:
+        homes: by ``id`` of a tensor, itself and its home. A tensor that is gone is not kept.
+    """
+
+    def __init__(self) -> None:
+        self.homes: dict[int, tuple[weakref.ref[Tensor], torch.device]] = {}
+
+    def park(self, tensors: Iterable[Tensor]) -> None:
+        """Move those that are on an accelerator to the host."""
+        for tensor in tensors:
+            if tensor.device != HOST:
+                self.give(tensor, tensor.data.cpu())
+
+    def restore(self) -> None:
+        """Move all of them home."""
+        for reference, home in list(self.homes.values()):
+            if (tensor := reference()) is not None:
+                self.give(tensor, tensor.data.to(home))
+        self.homes.clear()
+
+    def give(self, tensor: Tensor, memory: Tensor) -> None:
+        """Have a tensor be in memory of another device; its values are what is there."""
+        before = tensor.device
+        before_writing([tensor])  # a save would keep its memory
+        tensor.data = memory
+        if memory.device != HOST:
+            self.homes.pop(id(tensor), None)
+        elif before != HOST:
+            self.homes[id(tensor)] = self._when_gone(tensor), before
+
+    def home_of(self, tensor: Tensor) -> torch.device:
+        """Where a tensor came from that waits here; of any other, where it is."""
+        parked = self.homes.get(id(tensor))
+        return tensor.device if parked is None else parked[1]
+
+    def _when_gone(self, tensor: Tensor) -> weakref.ref[Tensor]:
+        key, homes = id(tensor), self.homes
+        return weakref.ref(tensor, lambda _: homes.pop(key, None))
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait for what the calling thread has queued on a device, as are copies that were begun
+    without waiting: who reads the host's memory asks no device. Nothing for the host."""
+    if (accelerator := accelerator_of(device)) is not None:
+        with accelerator.on(device):
+            accelerator.current_stream().synchronize()

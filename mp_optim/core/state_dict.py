@@ -1,0 +1,278 @@
+"""Plain functions that turn live param groups into plain data and match saved ones to live ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mp_optim.config.setting_checks import plain_setting
+from mp_optim.core.identity import ParamGroups, Slot, iter_slots, slot_name
+from mp_optim.core.names import matched_names, without_wrappers
+
+CHECKSUMS = "param_checksums"
+"""Key in a saved group: for each parameter, a checksum of what its remainder belongs to, or
+None."""
+
+_PARALLEL = ("params", "param_names", CHECKSUMS)
+_OWN = (*_PARALLEL, "fqns", "is_expert_parallel")
+"""What a live group has from the model, and does not take from a saved one."""
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class GroupMatch:
+    """Where each live slot's saved state is, and which saved settings each live group takes.
+
+    Attributes:
+        index_of: slot to the index of its entry in the saved ``"state"``.
+        settings: one dict per live group: copies of saved hyperparameters.
+        checksums: of the parameters that saved remainders belong to, where they are known.
+    """
+
+    index_of: dict[Slot, Any]
+    settings: list[dict[str, Any]]
+    checksums: dict[Slot, int] = field(default_factory=dict)
+
+    def as_groups(self, live: ParamGroups) -> list[dict[str, Any]]:
+        """Return the saved groups in the order of the live ones, with the names that those have."""
+        groups = []
+        for index, (group, settings) in enumerate(zip(live, self.settings, strict=True)):
+            slots = [Slot(index, position) for position in range(len(group["params"]))]
+            saved = {**settings, "params": [self.index_of[slot] for slot in slots]}
+            if "param_names" in group:
+                saved["param_names"] = list(group["param_names"])
+            if self.checksums:
+                saved[CHECKSUMS] = [self.checksums.get(slot) for slot in slots]
+            groups.append(saved)
+        return groups
+
+    def write_settings(self, live: ParamGroups) -> None:
+        """Give live groups the settings that they take."""
+        for group, settings in zip(live, self.settings, strict=True):
+            group.update(settings)
+
+
+def names_in_words(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def plain_groups(param_groups: ParamGroups) -> list[dict[str, Any]]:
+    """Param groups as torch saves them: tensors replaced by running indices, the rest copied."""
+    start, packed = 0, []
+    for group in param_groups:
+        count = len(group["params"])
+        plain = {
+            key: list(value) if key == "param_names" else deepcopy(plain_setting(value))
+            for key, value in group.items()
+            if key != "params"
+        }
+        packed.append({**plain, "params": list(range(start, start + count))})
+        start += count
+    return packed
+
+
+def carried(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A slot's state as it leaves by a state dict. Where there is a process group, torch's
+    functions for state dicts may gather or broadcast it, and neither NCCL nor gloo knows 16-bit
+    integers: these leave as copies of 32 bits, which are copied back without loss, also by
+    torch.distributed.checkpoint. (Read as 16-bit floats they would not: copies convert.)"""
+    if not dist.is_available() or not dist.is_initialized():
+        return dict(state)
+    return {
+        key: value.int() if isinstance(value, Tensor) and value.dtype == torch.int16 else value
+        for key, value in state.items()
+    }
+
+
+def with_params(group: Mapping[str, Any], positions: Sequence[int]) -> dict[str, Any]:
+    """A saved group with some of its parameters."""
+    some = dict(group)
+    for key in _PARALLEL:
+        if key in group:
+            some[key] = [group[key][position] for position in positions]
+    return some
+
+
+def check_is_state_dict(state_dict: Any) -> None:
+    """Raise unless this has the form of an optimizer's state dict, with an index for each
+    parameter.
+
+    Raises:
+        ValueError: saying what is missing, not of the kind expected, or there twice.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(
+            "a state dict is a dict with 'state' and 'param_groups', not a "
+            f"{type(state_dict).__name__}"
+        )
+    for key, kind in (("state", Mapping), ("param_groups", list)):
+        if not isinstance(state_dict.get(key), kind):
+            raise ValueError(
+                f"the state dict's {key!r} is {type(state_dict.get(key)).__name__}; was it made by "
+                "state_dict() of an optimizer?"
+            )
+    for index, group in enumerate(state_dict["param_groups"]):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
+            raise ValueError(f"param_groups[{index}] of the state dict has no list 'params'")
+        for key in _PARALLEL[1:]:
+            if key in group and len(group[key]) != len(group["params"]):
+                raise ValueError(
+                    f"param_groups[{index}] of the state dict has {len(group['params'])} params "
+                    f"and {len(group[key])} {key}"
+                )
+    groups = state_dict["param_groups"]
+    counts = Counter(entry for group in groups for entry in group["params"])
+    if twice := [str(entry) for entry, count in counts.items() if count > 1]:
+        raise ValueError(
+            f"parameter {names_in_words(twice)} is in the state dict's param_groups more than once"
+        )
+    unknown = state_dict["state"].keys() - {index for group in groups for index in group["params"]}
+    if unknown:
+        raise ValueError(
+            f"the state dict has state for {names_in_words(sorted(map(str, unknown)))}, which no "
+            "param group of it names"
+        )
+
+
+def match_groups(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupMatch:
+    """Match saved groups to live ones: by FQN if every group with parameters has names on both
+    sides and no two parameters share one, else by position.
+
+    Raises:
+        ValueError: naming the parameters that only one side has, the group whose size differs, or
+            the settings that differ between saved groups of which one is to be made.
+    """
+    if not all("param_names" in group for group in (*live, *saved) if group["params"]):
+        return _match_by_position(live, saved)
+    wanted = {slot: slot_name(live, slot) for slot, _ in iter_slots(live)}
+    named = [name for name, *_ in _saved_names(saved)]
+    if len({*wanted.values()}) < len(wanted) or len({*named}) < len(named):
+        _check_same_names(list(wanted.values()), named)
+        return _match_by_position(live, saved)
+    return match_by_name(live, saved, wanted)
+
+
+def _check_same_names(live: Sequence[str], saved: Sequence[str]) -> None:
+    """Raise ValueError unless parameters of one name, told apart by position, are in one order."""
+    pairs = zip(live, without_wrappers(live), without_wrappers(saved), strict=False)
+    if differing := [name for name, here, there in pairs if here != there]:
+        counts = Counter(saved) | Counter(live)
+        twice = [name for name, count in counts.items() if count > 1]
+        raise ValueError(
+            f"more than one parameter is called {names_in_words(twice)}, so parameters are matched "
+            f"by position, and the saved names differ from {differing[0]} on; build the groups in "
+            "the order in which they were saved, or give each parameter a name of its own"
+        )
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Copies: a tensor that were shared with the saved group would be written when that
+    one is."""
+    return {key: deepcopy(value) for key, value in group.items() if key not in _OWN}
+
+
+def _match_by_position(live: ParamGroups, saved: Sequence[dict[str, Any]]) -> GroupMatch:
+    live_sizes = [len(group["params"]) for group in live]
+    saved_sizes = [len(group["params"]) for group in saved]
+    if live_sizes != saved_sizes:
+        raise ValueError(
+            f"param groups do not match: this optimizer has groups of {live_sizes} parameters, "
+            f"the saved state has {saved_sizes}. Build both optimizers from "
+            "model.named_parameters(), and they are matched by name; read a state dict of torch, "
+            "apex, Megatron or DeepSpeed with mp_optim.apps.convert"
+        )
+    saved_ids = (index for group in saved for index in group["params"])
+    slots = (slot for slot, _ in iter_slots(live))
+    index_of = dict(zip(slots, saved_ids, strict=True))
+    settings = [_settings(group) for group in saved]
+    return GroupMatch(index_of, settings, _checksums(index_of, saved))
+
+
+def _checksums(index_of: Mapping[Slot, Any], saved: Sequence[dict[str, Any]]) -> dict[Slot, int]:
+    """Who renames parameters (``torch.distributed.checkpoint`` puts names for indices) may order
+    them anew and leave this list as it is, so that it says nothing."""
+    known: dict[int, int] = {}
+    for group in saved:
+        for index, value in zip(group["params"], group.get(CHECKSUMS, ()), strict=False):
+            if isinstance(index, int) and isinstance(value, int):
+                known[index] = value
+    return {slot: known[index] for slot, index in index_of.items() if index in known}
+
+
+def _saved_names(saved: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Any, int]]:
+    for group_index, group in enumerate(saved):
+        names = group.get("param_names", ())
+        for name, index in zip(names, group["params"], strict=True):
+            yield name, index, group_index
+
+
+def match_by_name(
+    live: ParamGroups, saved: Sequence[dict[str, Any]], wanted: Mapping[Slot, str]
+) -> GroupMatch:
+    """Match saved groups to live ones by the names of their parameters.
+
+    Args:
+        wanted: the name of each live slot, no two the same.
+
+    Raises:
+        ValueError: as :func:`match_groups`.
+    """
+    named = list(_saved_names(saved))
+    canonical = matched_names((name for name, *_ in named), wanted.values())
+    places = {canonical[name]: place for name, *place in named}
+    if len(places) < len(named):
+        counts = Counter(canonical[name] for name, *_ in named)
+        twice = [name for name, count in counts.items() if count > 1]
+        raise ValueError(f"{names_in_words(twice)} is in the saved param_groups more than once")
+    missing = sorted(set(wanted.values()) - places.keys())
+    unexpected = sorted(places.keys() - set(wanted.values()))
+    if missing or unexpected:
+        raise ValueError(
+            f"saved state does not fit this model: missing {missing}, unexpected {unexpected}"
+        )
+    settings = []
+    for index, group in enumerate(live):
+        slots = (Slot(index, position) for position in range(len(group["params"])))
+        sources = [places[wanted[slot]][1] for slot in slots]
+        settings.append(_merged(index, saved, list(dict.fromkeys(sources))))
+    index_of = {slot: places[name][0] for slot, name in wanted.items()}
+    return GroupMatch(index_of, settings, _checksums(index_of, saved))
+
+
+def _merged(index: int, saved: Sequence[dict[str, Any]], sources: Sequence[int]) -> dict[str, Any]:
+    """The settings that saved groups share, which become one live group.
+
+    Raises:
+        ValueError: they differ, naming the settings.
+    """
+    settings = [_settings(saved[source]) for source in sources]
+    if len(settings) < 2:
+        return settings[0] if settings else {}
+    differing = []
+    for key in dict.fromkeys(chain.from_iterable(settings)):
+        values = [_plain(some.get(key)) for some in settings]
+        if any(value != values[0] for value in values):
+            differing.append(f"{key} is {values}")
+    if differing:
+        raise ValueError(
+            f"param group {index} takes parameters from saved groups {sorted(sources)}: their "
+            f"hyperparameters cannot be merged ({'; '.join(differing)}); "
+            "group the parameters as they were saved"
+        )
+    return settings[0]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,603 @@
+"""Layouts: where a parameter of the model lies and how it is split over ranks, for rules that need
+it whole."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from mp_optim.core.param_attributes import (
+    FlatRanges,
+    is_tensor_parallel,
+    partition_blocks,
+    partition_dim,
+    shard_info,
+)
+from mp_optim.core.partition import Box, Partition, boxes
+from mp_optim.host.torch_types import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+Boxes = tuple[Box, ...]
+"""What a rank has of a matrix: rectangles, whose elements follow each other in its memory."""
+
+
+def numel_of(part: Boxes) -> int:
+    """Elements of a part."""
+    return sum(box.numel for box in part)
+
+
+def range_of(box: Box, first: int, stop: int) -> Boxes:
+    """Elements [first, stop) of a rectangle that is flattened by rows: the end of a row, whole
+    rows, the beginning of one."""
+    if first >= stop:
+        return ()
+    row, column = box.offsets
+    cuts = boxes(box.sizes, first, stop - first)
+    return tuple(Box((row + down, column + across), sizes) for (down, across), sizes in cuts)
+
+
+def parts_of_range(part: Boxes, first: int, stop: int, matrices: int) -> list[Boxes]:
+    """Of a stack of parts that is flattened, elements [first, stop): the part of each matrix."""
+    found: list[Boxes] = []
+    for _ in range(matrices):
+        boxes: list[Box] = []
+        for box in part:
+            boxes += range_of(box, max(first, 0), min(stop, box.numel))
+            first, stop = first - box.numel, stop - box.numel
+        found.append(tuple(boxes))
+    return found
+
+
+class Grid(NamedTuple):
+    """Ranks along several axes, numbered by rows."""
+
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Of a rank, one for each axis."""
+        found = []
+        for length in reversed(self.shape):
+            rank, place = divmod(rank, length)
+            found.append(place)
+        return tuple(reversed(found))
+
+    def block(self, *first: int) -> range:
+        """The ranks with these first coordinates."""
+        size = math.prod(self.shape[len(first) :])
+        begin = 0
+        for place, length in zip(first, self.shape, strict=False):
+            begin = begin * length + place
+        return range(begin * size, (begin + 1) * size)
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixParts:
+    """The matrices of one parameter, or those of a stack that some ranks have, and who has which
+    part.
+
+    Attributes:
+        grid: the ranks; each has a part of each matrix, which may be empty.
+        rows, columns: of a matrix.
+        parts: for each matrix the part of each rank, in the order of the grid.
+    """
+
+    grid: Grid
+    rows: int
+    columns: int
+    parts: tuple[tuple[Boxes, ...], ...]
+
+    @cached_property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """For each matrix the elements that each rank has of it."""
+        sizes_of = {parts: tuple(map(numel_of, parts)) for parts in set(self.parts)}
+        return tuple(sizes_of[parts] for parts in self.parts)
+
+    @cached_property
+    def _bounds(self) -> list[list[int]]:
+        by_rank = zip(*self.sizes, strict=True)
+        return [list(itertools.accumulate(sizes, initial=0)) for sizes in by_rank]
+
+    def bounds(self, rank: int) -> list[int]:
+        """Where a rank's part of each matrix begins among all its parts, and where the last one
+        ends."""
+        return self._bounds[rank] if self.parts else [0]
+
+
+@cache
+def parts_of_ranges(
+    shape: tuple[int, ...], owned: FlatRanges, dim: int, ranks: int, blocks: tuple[int, ...] = ()
+) -> MatrixParts:
+    """Of a parameter whose flattened elements ranks share.
+
+    Args:
+        shape: of what is flattened.
+        dim, ranks, blocks: tensor parallelism has cut matrices before, see
+            :func:`parts_of_blocks`.
+    """
+    *leading, rows, columns = shape
+    matrices, ranges = math.prod(leading), owned.ranges()
+    parts = _blocks(rows, columns, dim, ranks, blocks)
+    of_ranks = [
+        parts_of_range(part, start, stop, matrices) for start, stop in ranges for part in parts
+    ]
+    grid = Grid((len(ranges), ranks) if ranks > 1 else (len(ranges),))
+    rows, columns = (rows * ranks, columns) if dim == 0 else (rows, columns * ranks)
+    return MatrixParts(grid, rows, columns, tuple(zip(*of_ranks, strict=True)))
+
+
+@cache
+def parts_of_blocks(
+    shape: tuple[int, ...], dim: int, ranks: int, blocks: tuple[int, ...]
+) -> MatrixParts:
+    """Of a parameter that tensor parallelism cuts.
+
+    Args:
+        shape: of a rank's part.
+        dim: of the matrices: into equal parts along their rows (0) or columns (1).
+        blocks: what a rank has of each of the blocks along it, each of which is cut.
+    """
+    everything = FlatRanges((0, math.prod(shape)), 0, math.prod(shape))
+    parts = parts_of_ranges(shape, everything, dim, ranks, blocks)
+    return MatrixParts(Grid((ranks,)), parts.rows, parts.columns, parts.parts)
+
+
+def _blocks(rows: int, columns: int, dim: int, ranks: int, blocks: tuple[int, ...]) -> list[Boxes]:
+    """What each tensor-parallel rank has of a matrix, from the shape of what this one has."""
+    blocks = blocks or ((rows, columns)[dim],)
+    cuts = [Partition(dim, blocks, rank, ranks).cuts for rank in range(ranks)]
+    whole = [Box((0, 0), (rows, columns))]
+    if dim == 1 and len(blocks) > 1:  # in memory the blocks take turns, row by row
+        whole = [Box((row, 0), (1, columns)) for row in range(rows)]
+    return [tuple(cut for box in whole for _, cut in cuts_of_rank(box)) for cuts_of_rank in cuts]
+
+
+@cache
+def parts_on_mesh(
+    shape: tuple[int, ...],
+    cuts: tuple[Placement | None, ...],
+    axes: tuple[int, ...],
+    mesh: tuple[int, ...],
+    coordinate: tuple[int, ...],
+) -> MatrixParts | None:
+    """Of a parameter on a mesh of ranks; None if some part is no rectangle.
+
+    Args:
+        shape: of the whole parameter.
+        cuts: how it is split along each dimension of the mesh; None where ranks have copies.
+        axes: the dimensions of the mesh along which matrices are split.
+        mesh, coordinate: its shape, and the place of this rank in it.
+    """
+    last = len(shape) - 2
+    grid = Grid(tuple(mesh[axis] for axis in axes))
+    parts: list[Boxes] = []
+    for rank in range(grid.size):
+        place = list(coordinate)
+        for axis, index in zip(axes, grid.coordinates(rank), strict=True):
+            place[axis] = index
+        down, across = (_indices(shape[dim], dim, cuts, mesh, place) for dim in (last, last + 1))
+        if down is None or across is None:
+            return None
+        parts.append((Box((down.start, across.start), (len(down), len(across))),))
+    leading = [_indices(shape[dim], dim, cuts, mesh, coordinate) for dim in range(last)]
+    if None in leading:
+        return None
+    matrices = math.prod(len(indices) for indices in leading if indices is not None)
+    return MatrixParts(grid, shape[-2], shape[-1], (tuple(parts),) * matrices)
+
+
+def _indices(
+    length: int,
+    dim: int,
+    cuts: Sequence[Placement | None],
+    mesh: Sequence[int],
+    coordinate: Sequence[int],
+) -> range | None:
+    """Which indices along a dimension a rank of a mesh has; None if they are no range."""
+    left = torch.arange(length, device="cpu").view([1] * dim + [length])
+    for placement, ranks, place in zip(cuts, mesh, coordinate, strict=True):
+        if placement is not None and getattr(placement, "dim", None) == dim:
+            pieces = _pieces(placement, left, ranks)
+            left = pieces[place] if place < len(pieces) else left.narrow(dim, 0, 0)
+    if not left.numel():
+        return range(0)
+    first = int(left.min())
+    found = range(first, first + left.numel())
+    expected = torch.arange(found.start, found.stop, device="cpu")
+    return found if torch.equal(left.flatten(), expected) else None
+
+
+def _pieces(placement: Placement, index: Tensor, ranks: int) -> Sequence[Tensor]:
+    """What each rank along a dimension of a mesh has of what there is before it."""
+    from torch.distributed.tensor import Shard
+
+    if type(placement) is Shard:
+        return torch.chunk(index, ranks, placement.dim)
+    split = placement._split_tensor(index, ranks, with_padding=False)  # type: ignore[attr-defined]
+    pieces: Sequence[Tensor] = split[0]
+    return pieces
+
+
+@cache
+def _splitting_placements() -> tuple[type, ...]:
+    """Return the placement classes that give each rank a part.
+
+    FSDP2 makes a ``_StridedShard`` of a dimension that tensor parallelism has split already. In
+    some versions of torch its ``is_shard()`` returns False.
+    """
+    from torch.distributed.tensor import Shard, placement_types
+
+    return Shard, getattr(placement_types, "_StridedShard", Shard)
+
+
+def splits(placement: Placement, name: str = "a parameter") -> bool:
+    """Whether ranks hold different parts along a mesh dimension, rather than copies.
+
+    Raises:
+        ValueError: the placement is ``Partial``, of which no rank holds a value, or not one that is
+            known here; naming it.
+    """
+    if isinstance(placement, _splitting_placements()):
+        return True
+    from torch.distributed.tensor import Partial, Replicate
+
+    if isinstance(placement, Replicate):
+        return False
+    if isinstance(placement, Partial) or placement.is_partial():
+        raise ValueError(
+            f"{name}: placement {placement}: a Partial parameter has no value to step; "
+            "redistribute it to Shard or Replicate first"
+        )
+    raise ValueError(
+        f"{name}: placement {placement!r} ({type(placement).__name__}): how it splits a parameter "
+        "is not known here; redistribute it to Shard or Replicate first"
+    )
+
+
+def split_dims(param: Tensor, name: str = "a parameter") -> tuple[int, ...]:
+    """The dimensions of its mesh over which a DTensor is split; none for other tensors.
+
+    Raises:
+        ValueError: see :func:`splits`.
+    """
+    if not is_dtensor(param):
+        return ()
+    cuts = [splits(placement, name) for placement in param.placements]
+    return tuple(dim for dim, cut in enumerate(cuts) if cut)
+
+
+def is_split(param: Tensor) -> bool:
+    """Whether ranks hold different parts of a parameter."""
+    return bool(split_dims(param))
+
+
+def shard_groups_of(name: str, param: Tensor) -> tuple[ProcessGroup, ...]:
+    """Process groups over which a parameter is split, one for each such dimension of a DTensor's
+    mesh; of a part of a flat buffer, what its ``ShardInfo`` says.
+
+    Raises:
+        ValueError: see :func:`splits`.
+    """
+    if not is_dtensor(param):
+        return shard_info(param).shard_groups
+    return tuple(param.device_mesh.get_group(dim) for dim in split_dims(param, name))
+
+
+def ranks_of_copies(param: DTensor) -> tuple[ProcessGroup, ...]:
+    """Process groups over which there are copies of this rank's part of a parameter."""
+    mesh, cut = param.device_mesh, split_dims(param)
+    return tuple(
+        mesh.get_group(dim) for dim in range(mesh.ndim) if dim not in cut and mesh.size(dim) > 1
+    )
+
+
+def is_first_on_mesh(param: DTensor) -> bool:
+    """Whether this rank is the first of those that have its part of a parameter."""
+    place, cut = param.device_mesh.get_coordinate(), split_dims(param)
+    if place is None:
+        return False
+    return all(dim in cut or index == 0 for dim, index in enumerate(place))
+
+
+@dataclass(frozen=True)
+class ShardRegion:
+    """Which elements of a parameter a rank has.
+
+    Attributes:
+        shape: of the whole parameter.
+        offsets: of a box, index of its first element.
+        start: of a range of the row-major flattened parameter, its first element; ``offsets`` is
+            None then.
+    """
+
+    shape: torch.Size
+    offsets: tuple[int, ...] | None
+    start: int = 0
+
+
+def region_of(param: Tensor) -> ShardRegion:
+    """The part of a DTensor; of a flat range, whose ``ShardInfo`` says so; of any other
+    tensor, which is whole."""
+    if is_dtensor(param) and _is_box(param):
+        (chunk,) = param.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        return ShardRegion(param.shape, tuple(chunk.offsets))
+    info = shard_info(param)
+    if info.whole_shape is not None:
+        return ShardRegion(info.whole_shape, None, info.first_element)
+    return ShardRegion(param.shape, (0,) * param.dim())
+
+
+def first_element(param: Tensor) -> int:
+    """Where a tensor's first element is among those of the whole parameter, row-major."""
+    if not is_dtensor(param):
+        return shard_info(param).first_element
+    region = region_of(param)
+    if region.offsets is None:
+        return region.start
+    strides = torch.empty(region.shape, dtype=torch.uint8, device="meta").stride()
+    return sum(map(operator.mul, region.offsets, strides))
+
+
+def _is_box(param: DTensor) -> bool:
+    """Whether a rank has a part of a DTensor. One in a placement that cannot be stepped is none:
+    it is refused, by name, where its layout is first asked for."""
+    splitting = [isinstance(placement, _splitting_placements()) for placement in param.placements]
+    others = [placement.is_replicate() for placement in param.placements]
+    return any(splitting) and all(map(operator.or_, splitting, others))
+
+
+@dataclass(frozen=True)
+class FlatSplit:
+    """How a parameter is split that is flattened.
+
+    Attributes:
+        group: ranks that share its elements; owned: which of them.
+        partition_dim, blocks, tensor_parallel: how tensor parallelism has cut it before, if it has.
+    """
+
+    group: ProcessGroup
+    owned: FlatRanges
+    partition_dim: int | None = None
+    blocks: tuple[int, ...] = ()
+    tensor_parallel: ProcessGroup | None = None
+
+    def cut(self, shape: tuple[int, ...], blockwise: bool) -> tuple[int, int, tuple[int, ...]]:
+        """How tensor parallelism cuts the matrices of what is flattened: the dimension, of the two
+        of a matrix, the number of ranks, and what each has of each block; (0, 1, ()) if it does
+        not.
+
+        Args:
+            blockwise: its parts are matrices of their own.
+        """
+        dim, ranks = self.partition_dim, self.tensor_parallel
+        if blockwise or ranks is None or dim is None or dim < len(shape) - 2:
+            return 0, 1, ()
+        return dim - (len(shape) - 2), ranks.size(), self.blocks
+
+
+@dataclass(frozen=True)
+class ParamLayout:
+    """Where the model's own tensor lies.
+
+    Attributes:
+        device: of the tensor, wherever the parameter is stepped.
+        mesh: ranks it is split over; None if it is whole.
+        placements: how, for each dimension of the mesh.
+        shape, stride: of the whole; of a flat range that tensor parallelism cuts, too, of what is
+            flattened.
+        flat: of a flat range, who has the others.
+        blocks: of a plain part, what a rank has of each block along the dimension that is cut, if
+            they are several.
+        tensor_parallel: of a plain part or a flat range of one, the ranks that have the others.
+        cut_dim: the dimension, of the two of a matrix, along which they cut it.
+    """
+
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    placements: tuple[Placement, ...] = ()
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    flat: FlatSplit | None = None
+    blocks: tuple[int, ...] = ()
+    tensor_parallel: ProcessGroup | None = None
+    cut_dim: int | None = None
+
+    def _whole_matrices(self) -> list[Placement]:
+        """The placements with the last two dimensions not split; a split of the others remains."""
+        if not self.placements:
+            return []
+        from torch.distributed.tensor import Replicate
+
+        leading = len(self.shape) - 2
+        return [
+            p if splits(p) and getattr(p, "dim", leading) < leading else Replicate()
+            for p in self.placements
+        ]
+
+    @property
+    def splits_matrices(self) -> bool:
+        """Whether a rank has only a part of each matrix."""
+        return self.flat is not None or any(
+            p != keep for p, keep in zip(self.placements, self._whole_matrices(), strict=True)
+        )
+
+    def share(self, local: Tensor) -> int:
+        """Elements of the parameter for each rank that it is split over: the same number on all of
+        them, and on one that has all of it its own."""
+        if self.flat is not None:
+            return math.ceil(math.prod(self.shape) / self.flat.group.size())
+        if self.mesh is None:
+            return local.numel()
+        axes = [dim for dim, each in enumerate(self.placements) if splits(each)]
+        return math.ceil(math.prod(self.shape) / math.prod(map(self.mesh.size, axes)))
+
+    def gather(self, local: Tensor) -> Tensor:
+        """This rank's matrices whole, on the mesh's device. Collective."""
+        return self._move(local, self.placements, self._whole_matrices())
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's part of what :meth:`gather` gave; nothing is sent."""
+        return self._move(whole, self._whole_matrices(), self.placements)
+
+    def is_shared(self, blockwise: bool) -> bool:
+        """Whether matrices are split over ranks that make whole ones of them.
+
+        Args:
+            blockwise: the parts of a mesh's or of tensor-parallel ranks are matrices of their own.
+        """
+        return self.splits_matrices and (self.flat is not None or not blockwise)
+
+    def tensor_parallel_rows(self, rows: int) -> list[int]:
+        """Of a part that is cut along its rows, their numbers in the whole matrix.
+
+        Args:
+            rows: how many this rank has.
+        """
+        assert self.tensor_parallel is not None
+        blocks = self.blocks if self.flat is None else self.flat.blocks
+        parts = _blocks(rows, 1, 0, self.tensor_parallel.size(), blocks)
+        own = parts[self.tensor_parallel.rank()]
+        spans = (range(box.offsets[0], box.offsets[0] + box.sizes[0]) for box in own)
+        return list(itertools.chain.from_iterable(spans))
+
+    def matrix_parts(self, blockwise: bool) -> MatrixParts | None:
+        """Who has which part of the matrices that this rank has parts of; None if they are not
+        shared, or some part is no rectangle."""
+        if self.flat is not None:
+            cut = self.flat.cut(self.shape, blockwise)
+            return parts_of_ranges(self.shape, self.flat.owned, *cut)
+        if self.mesh is None or not self.is_shared(blockwise):
+            return None
+        if self.blocks:
+            return self._parts_of_blocks()
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        cuts = tuple(each if splits(each) else None for each in self.placements)
+        sides = tuple(self.mesh.shape), tuple(coordinate)
+        return parts_on_mesh(self.shape, cuts, self._axes(), *sides)
+
+    def _parts_of_blocks(self) -> MatrixParts:
+        assert self.mesh is not None
+        dim, ranks = getattr(self.placements[0], "dim", 0), self.mesh.size()
+        shape = list(self.shape)
+        shape[dim] //= ranks
+        dim -= len(shape) - 2
+        return parts_of_blocks(tuple(shape), dim, ranks, self.blocks)
+
+    def matrix_groups(self, blockwise: bool) -> tuple[ProcessGroup, ...]:
+        """The process groups that span the grid of :meth:`matrix_parts`."""
+        if self.flat is not None:
+            _, ranks, _ = self.flat.cut(self.shape, blockwise)
+            tensor_parallel = self.flat.tensor_parallel if ranks > 1 else None
+            groups = self.flat.group, tensor_parallel
+            return tuple(group for group in groups if group is not None)
+        assert self.mesh is not None
+        return tuple(map(self.mesh.get_group, self._axes()))
+
+    def _axes(self) -> tuple[int, ...]:
+        """Dimensions of the mesh along which matrices are split."""
+        pairs = zip(self.placements, self._whole_matrices(), strict=True)
+        return tuple(dim for dim, (now, keep) in enumerate(pairs) if now != keep)
+
+    def _move(
+        self,
+        local: Tensor,
+        source: tuple[Placement, ...] | list[Placement],
+        target: tuple[Placement, ...] | list[Placement],
+    ) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        assert self.mesh is not None
+        spread = DTensor.from_local(
+            local,
+            self.mesh,
+            source,
+            run_check=False,
+            shape=torch.Size(self.shape),
+            stride=self.stride,
+        )
+        moved = spread.redistribute(placements=target).to_local()
+        return getattr(moved, "wait", lambda: moved)().contiguous()
+
+
+def layout_of(param: Tensor, tensor_parallel: ProcessGroup | None = None) -> ParamLayout:
+    """The layout of a DTensor; of a plain tensor that Megatron's attributes say is one rank's part
+    (``tensor_model_parallel``, ``partition_dim``), or a flat range; of any other plain tensor,
+    which is whole.
+
+    Args:
+        tensor_parallel: the ranks that have the other parts of the second kind.
+    """
+    if is_dtensor(param):
+        return ParamLayout(
+            param.to_local().device,
+            param.device_mesh,
+            tuple(param.placements),
+            tuple(param.shape),
+            tuple(param.stride()),
+        )
+    others = tensor_parallel if is_tensor_parallel(param) else None
+    others = None if others is None or others.size() == 1 else others
+    info = shard_info(param)
+    if info.owned is not None and info.whole_shape is not None and len(info.whole_shape) > 1:
+        (group,) = info.shard_groups
+        cut = info.partition_dim if is_tensor_parallel(param) else None
+        flat = FlatSplit(group, info.owned, cut, info.partition_blocks, tensor_parallel)
+        whole = tuple(info.whole_shape)
+        at = _of_matrix(cut, whole, others)
+        return ParamLayout(param.device, shape=whole, flat=flat, tensor_parallel=others, cut_dim=at)
+    dim = partition_dim(param)
+    if others is None or dim is None:
+        at = _of_matrix(info.partition_dim, info.whole_shape or param.shape, others)
+        return _whole(param.device, others, at, info.partition_blocks)
+    from torch.distributed.tensor import Shard
+
+    shape, blocks = list(param.shape), partition_blocks(param)
+    shape[dim] *= others.size()
+    return ParamLayout(
+        param.device,
+        _mesh(others, param.device.type),
+        (Shard(dim),),
+        tuple(shape),
+        torch.empty(shape, dtype=torch.float32, device="meta").stride(),
+        blocks=blocks if len(blocks) > 1 else (),
+        tensor_parallel=others,
+        cut_dim=_of_matrix(dim, shape, others),
+    )
+
+
+def _of_matrix(dim: int | None, shape: Sequence[int], others: ProcessGroup | None) -> int | None:
+    """A dimension as one of the two of a matrix; None if it is none, or nobody has other parts."""
+    first = len(shape) - 2
+    return None if others is None or dim is None or dim < first else dim - first
+
+
+@cache
+def _whole(
+    device: torch.device,
+    tensor_parallel: ProcessGroup | None,
+    cut_dim: int | None,
+    blocks: tuple[int, ...],
+) -> ParamLayout:
+    return ParamLayout(device, blocks=blocks, tensor_parallel=tensor_parallel, cut_dim=cut_dim)
+
+
+@cache
+def _mesh(group: ProcessGroup, device_type: str) -> DeviceMesh:
+    return DeviceMesh.from_group(group, device_type)

@@ -1,0 +1,468 @@
+"""The memory of one rank: the very stack that would be built, built on the meta device and added
+up, for parameters of given names, shapes and dtypes that a layout spreads over ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.core import param_at
+from mp_optim.core.names import named_params
+from mp_optim.core.param_attributes import (
+    ShardInfo,
+    is_copied_in_tensor_parallel,
+    is_expert_param,
+    set_shard_info,
+)
+from mp_optim.core.quantized import FLOAT8_DTYPES
+from mp_optim.core.slot_state import AVERAGE, REMAINDER
+from mp_optim.core.tensor_layout import region_of
+from mp_optim.factory.build import build
+from mp_optim.host.host_memory import page_locked_bytes
+from mp_optim.mixed_precision import MegatronOptimizer, WrappedOptimizer
+from mp_optim.offload.hybrid_executor import PlacedExecutor, stepper_of
+from mp_optim.param_groups.overrides import ParamKey
+from mp_optim.zero.buckets import make_buckets
+
+# -- what is planned for --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter of the whole model.
+
+    Attributes:
+        name: FQN.
+        shape: of the whole parameter, before any sharding.
+        dtype: of the model's parameter.
+        is_expert: whether it belongs to a routed expert.
+        trainable: whether it gets gradients and state.
+        vector_like: whether tensor parallelism leaves it whole whatever its shape.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+    is_expert: bool = False
+    trainable: bool = True
+    vector_like: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return torch.Size(self.shape).numel()
+
+
+def specs_of(source: Any, dtype: torch.dtype | None = None) -> list[ParamSpec]:
+    """Parameters of a model; tied ones once, under their first name.
+
+    Args:
+        source: a module (on any device, also meta), a list of modules, a ``transformers`` config
+            (its model is built on the meta device), or parameter specs.
+        dtype: instead of the source's own; a config without one is taken as bfloat16.
+
+    Raises:
+        TypeError: the source is something else.
+    """
+    if hasattr(source, "to_diff_dict") and hasattr(source, "model_type"):
+        return specs_of(_meta_model(source, dtype))
+    items: list[Any] = [source] if isinstance(source, nn.Module) else []
+    if not items and isinstance(source, Iterable):
+        items = list(source)
+    if items and all(isinstance(item, ParamSpec) for item in items):
+        return items
+    if not items or not all(isinstance(item, nn.Module) for item in items):
+        raise TypeError(
+            f"source is a {type(source).__name__}: plan for a module, a list of modules, a "
+            "transformers config or a list of ParamSpec"
+        )
+    specs: dict[int, ParamSpec] = {}
+    for name, param in named_params(items):
+        specs.setdefault(
+            id(param),
+            ParamSpec(
+                name,
+                tuple(param.shape),
+                dtype or param.dtype,
+                is_expert_param(param, name),
+                param.requires_grad,
+                is_copied_in_tensor_parallel(param),
+            ),
+        )
+    return list(specs.values())
+
+
+def _meta_model(config: Any, dtype: torch.dtype | None) -> Any:
+    import transformers
+
+    dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+
+
+Sharding = Literal["no_shard", "fsdp2"]
+"""What is spread over the data-parallel ranks: nothing but what the config's distributed optimizer
+spreads, or parameters, gradients and state (FSDP2)."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel groups.
+
+    Attributes:
+        dp: data-parallel ranks of the dense parameters; the experts' are dp // ep.
+        tp: tensor-parallel ranks. Every matrix is split along its first dimension that tp
+            divides (Megatron splits some along the other one: the bytes are the same); vectors are
+            held by all.
+        ep: expert-parallel ranks, taken out of dp, as Megatron does.
+        sharding: what dp shards: "no_shard" nothing but what the config's distributed optimizer
+            does, "fsdp2" parameters, gradients and state.
+
+    Raises:
+        ValueError: a size that cannot be, naming it.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    ep: int = 1
+    sharding: Sharding = "no_shard"
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "ep"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: must be a whole number >= 1")
+        if self.dp % self.ep:
+            raise ValueError(f"ep={self.ep}: must divide dp={self.dp}")
+        if self.sharding not in get_args(Sharding):
+            raise ValueError(
+                f"sharding={self.sharding!r}: must be one of {list(get_args(Sharding))}"
+            )
+
+
+_EXPERT = re.compile(r"experts\.(\d+)\.")
+
+
+def _model_shard(specs: Sequence[ParamSpec], layout: Layout) -> list[ParamSpec]:
+    """The parameters that the first rank of a model copy holds, in the shapes it holds them in."""
+    numbers: dict[str, int] = {}  # of parameters that are one expert's own; not of stacks of all
+    for spec in specs:
+        if spec.is_expert and (match := _EXPERT.search(spec.name)):
+            numbers[spec.name] = int(match[1])
+    count = 1 + max(numbers.values(), default=-1)
+    held = []
+    for spec in specs:
+        shape, number = spec.shape, numbers.get(spec.name)
+        if number is not None and count % layout.ep:
+            raise ValueError(f"ep={layout.ep}: does not divide the {count} experts of {spec.name}")
+        if number is not None and number >= count // layout.ep:
+            continue
+        if spec.is_expert and number is None and layout.ep > 1:  # a stack of all experts
+            if not shape or shape[0] % layout.ep:
+                raise ValueError(
+                    f"ep={layout.ep}: does not divide the experts of {spec.name}, shape {shape}"
+                )
+            shape = (shape[0] // layout.ep, *shape[1:])
+        held.append(replace(spec, shape=_split(shape, layout.tp, spec.vector_like)))
+    return held
+
+
+def _split(shape: tuple[int, ...], tp: int, whole: bool) -> tuple[int, ...]:
+    if tp == 1 or whole or len(shape) < 2:
+        return shape
+    for dim in range(len(shape) - 2, len(shape)):  # of a stack, the matrices
+        if shape[dim] % tp == 0:
+            return (*shape[:dim], shape[dim] // tp, *shape[dim + 1 :])
+    return shape
+
+
+def _meta_param(spec: ParamSpec, layout: Layout) -> nn.Parameter:
+    """What the first data-parallel rank keeps of a parameter of :func:`_model_shard`."""
+    shape = spec.shape
+    if layout.sharding == "fsdp2" and shape:
+        ranks = layout.dp // layout.ep if spec.is_expert else layout.dp
+        shape = (math.ceil(shape[0] / ranks), *shape[1:])
+    values = torch.empty(shape, dtype=spec.dtype, device="meta")
+    param = nn.Parameter(values, requires_grad=spec.trainable)
+    set_shard_info(param, ShardInfo(whole_shape=torch.Size(spec.shape)))
+    if spec.dtype in FLOAT8_DTYPES:
+        param.fp8_scale = torch.empty((), dtype=torch.float32, device="meta")  # type: ignore[attr-defined]
+    return param
+
+
+# -- plans ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes in one kind of memory, by what they are for."""
+
+    model_params: int = 0
+    grads: int = 0
+    main_params: int = 0
+    moments: int = 0
+    averages: int = 0
+    staging: int = 0
+    double_buffers: int = 0  # the back buffer of offload/buckets.py
+
+    @property
+    def total(self) -> int:
+        """All of it, in bytes."""
+        return sum(dataclasses.astuple(self))
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that one rank needs, page-locked memory as it is charged. Activations, temporary
+    tensors, scales of float8 parameters and the accelerator's rounding are not in it.
+
+    Attributes:
+        accelerator: memory of the device that holds the model.
+        pinned_host: host memory, page-locked.
+        pageable_host: other host memory.
+        disk: of a file in ``optimizer_state_path``.
+        fraction: share of the optimizer on the host.
+        params: trainable elements of the whole model.
+    """
+
+    accelerator: Memory = field(default_factory=Memory)
+    pinned_host: Memory = field(default_factory=Memory)
+    pageable_host: Memory = field(default_factory=Memory)
+    disk: Memory = field(default_factory=Memory)
+    fraction: float = 0.0
+    params: int = 0
+
+    @property
+    def host_total(self) -> int:
+        """Host bytes, page-locked or not."""
+        return self.pinned_host.total + self.pageable_host.total
+
+    @property
+    def _places(self) -> tuple[Memory, ...]:
+        return self.accelerator, self.pinned_host, self.pageable_host, self.disk
+
+    @property
+    def background_save(self) -> int:
+        """Host bytes beside these that ``save(asynchronous=True)`` may hold while it lasts: at most
+        one copy of what it writes."""
+        return sum(
+            place.model_params + place.main_params + place.moments + place.averages
+            for place in self._places
+        )
+
+    def rows(self) -> list[tuple[str, int, int, int, int]]:
+        """(what for, accelerator, pinned host, pageable host, disk) in bytes, and the totals."""
+        names = [*(spec.name for spec in dataclasses.fields(Memory)), "total"]
+        return [(name.replace("_", " "), *map(attrgetter(name), self._places)) for name in names]
+
+    def __str__(self) -> str:
+        text = f"{'GiB per rank':16}{'accelerator':>14}{'pinned host':>14}{'pageable host':>15}"
+        text += f"{'disk':>10}" if self.disk.total else ""
+        for name, a, p, h, d in self.rows():
+            text += f"\n{name:16}{a / 2**30:14.3f}{p / 2**30:14.3f}{h / 2**30:15.3f}"
+            text += f"{d / 2**30:10.3f}" if self.disk.total else ""
+        saving = self.background_save / 2**30
+        return f"{text}\na save in the background: at most {saving:.3f} more on the host"
+
+
+def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> MemoryPlan:
+    """Bytes per rank of a model and its optimizer, allocating nothing.
+
+    Args:
+        source: a module (also on the meta device), a ``transformers`` config, or a list of
+            :class:`~mp_optim.factory.ParamSpec`.
+        config: what :func:`mp_optim.get_megatron_optimizer` would be given.
+        layout: how the model is spread; by default over one rank. With
+            ``use_distributed_optimizer`` its ``dp`` ranks share what the config says.
+
+    Raises:
+        ValueError, TypeError: whatever the config, the source or the layout would raise when built.
+    """
+    layout = layout or Layout()
+    dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
+    specs = specs_of(source) if isinstance(source, nn.Module) else specs_of(source, dtype)
+    mine = _model_shard(specs, layout)
+    if config.is_distributed and layout.sharding != "no_shard":
+        raise ValueError(
+            f"sharding={layout.sharding!r} with use_distributed_optimizer=True: only one of them "
+            "shards"
+        )
+    of_rank = plan_rank(
+        [(spec.name, _meta_param(spec, layout)) for spec in mine],
+        {spec.name for spec in mine if spec.is_expert},
+        config,
+        layout.dp,
+        layout.dp // layout.ep,
+    )
+    return replace(of_rank, params=sum(spec.numel for spec in specs if spec.trainable))
+
+
+NamedParams = list[tuple[str, nn.Parameter]]
+
+
+def plan_rank(
+    named: NamedParams,
+    experts: Collection[str],
+    config: OptimizerConfig,
+    ranks: int,
+    expert_ranks: int,
+    config_overrides: Mapping[ParamKey, Any] | None = None,
+) -> MemoryPlan:
+    """The same, of meta parameters as one rank holds them before data parallelism.
+
+    Args:
+        experts: names of those that are data-parallel over ``expert_ranks``, not ``ranks``.
+        config_overrides: as for :func:`mp_optim.get_megatron_optimizer`.
+    """
+    config.check()
+    if config.optimizer_offload_fraction == "auto":
+        raise ValueError(
+            "optimizer_offload_fraction='auto': a plan is of a number; smallest_fraction finds it"
+        )
+    if config.is_distributed:
+        stepped, model_params, grads = _sharded(named, experts, config, ranks, expert_ranks)
+    else:
+        stepped, model_params = named, sum(param.nbytes for _, param in named)
+        trained = [param for _, param in named if param.requires_grad]
+        # in the parameter's dtype, or in 16 bits if that has 8
+        grads = sum(param.numel() * max(param.itemsize, 2) for param in trained)
+    model = nn.Module()
+    model._parameters.update(stepped)  # names may have dots, which its methods refuse
+    optimizer = build(
+        with_defaults(config, _SHARDING),
+        [model],
+        config_overrides,
+        expert_predicate=lambda _, name: name in experts,
+    )
+    memory = memory_of(optimizer, config)
+    if config.release_gradients:
+        parts = [
+            each for each in optimizer.chained_optimizers if isinstance(each, WrappedOptimizer)
+        ]
+        steppers = [stepper_of(part.executor) for part in parts]
+        grads -= sum(each.host_part.released_bytes for each in steppers if each is not None)
+    return replace(
+        memory,
+        accelerator=replace(memory.accelerator, model_params=model_params, grads=grads),
+        fraction=float(config.optimizer_offload_fraction),
+        params=sum(param.numel() for _, param in named if param.requires_grad),
+    )
+
+
+_SHARDING = (
+    *("use_distributed_optimizer", "use_layer_wise_distributed_optimizer", "overlap_grad_reduce"),
+    *("data_parallel_sharding_strategy", "overlap_param_gather", "grad_reduce_in_fp32"),
+    *("grad_reduce_op", "reduce_scatter_with_fp32_accumulation", "bucket_size"),
+)
+"""Fields that the optimizer over what one rank owns does without."""
+
+
+def with_defaults(
+    config: OptimizerConfig, names: Collection[str], **others: Any
+) -> OptimizerConfig:
+    """The config with some fields as by default, and others as they are given."""
+    specs = [spec for spec in dataclasses.fields(config) if spec.name in names]
+    defaults: dict[str, Any] = {spec.name: spec.default for spec in specs}
+    return replace(config, **{**defaults, **others})
+
+
+def _sharded(
+    named: NamedParams,
+    experts: Collection[str],
+    config: OptimizerConfig,
+    ranks: int,
+    expert_ranks: int,
+) -> tuple[NamedParams, int, int]:
+    """What the first data-parallel rank of a distributed optimizer steps; and bytes of the model's
+    parameters there, and of gradients that stay between steps."""
+    trained = [(name, param) for name, param in named if param.requires_grad]
+    dense = [(name, param) for name, param in trained if name not in experts]
+    expert = [(name, param) for name, param in trained if name in experts]
+    buckets = [
+        *make_buckets(dense, config, 0, ranks),
+        *make_buckets(expert, config, 0, expert_ranks),
+    ]
+    owned = dict[str, torch.Size]()
+    if config.data_parallel_sharding_strategy != "no_shard":
+        entries = [entry for bucket in buckets for entry in bucket.entries]
+        owned = {entry.name: torch.Size([entry.stop - entry.start]) for entry in entries}
+    stepped: NamedParams = []
+    for name, param in named:
+        values = torch.empty(owned.get(name, param.shape), dtype=param.dtype, device="meta")
+        part = nn.Parameter(values, requires_grad=param.requires_grad)
+        set_shard_info(part, ShardInfo(whole_shape=region_of(param).shape))
+        stepped.append((name, part))
+    model_params = sum(param.nbytes for _, param in named if not param.requires_grad)
+    model_params += sum(bucket.params.nbytes for bucket in buckets)
+    grads = [bucket.owned_grads if bucket.grads is None else bucket.grads for bucket in buckets]
+    return stepped, model_params, sum(grad.nbytes for grad in grads)
+
+
+_WHAT = {REMAINDER: "main_params", AVERAGE: "averages"}
+"""What state is, if it is no moment."""
+
+
+def memory_of(optimizer: MegatronOptimizer, config: OptimizerConfig) -> MemoryPlan:
+    """Bytes of an optimizer's tensors; allocates its state if it had none."""
+    optimizer.init_state()
+    kinds = ("accelerator", "pinned_host", "pageable_host", "disk")
+    sizes: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
+    for member in optimizer.chained_optimizers:
+        assert isinstance(member, WrappedOptimizer)  # nothing is distributed here
+        for kind, what, size in (*_reserves(member, config), *_tensors(member, config)):
+            sizes[kind][what] += size
+    device, pinned, pageable, disk = (Memory(**of_kind) for of_kind in sizes.values())
+    return MemoryPlan(device, pinned, pageable, disk)
+
+
+def _reserves(member: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tuple[str, str, int]]:
+    """Where, what for, and how much memory is taken when stepping begins."""
+    if not isinstance(member.executor, PlacedExecutor):
+        return
+    held, pins_mains = member.executor.stepper.host_part.host_bytes(), config.pin_cpu_params
+    yield _taken("main_params", [member.executor.main_memory.capacity], pins_mains)
+    yield _taken("staging", held.staging, config.pin_cpu_grads)
+    yield _taken("double_buffers", held.back_mains, pins_mains)
+    yield _taken("double_buffers", held.back_state, False)
+    yield _taken("moments", held.moments, pins_mains)
+    yield _taken("averages", held.averages, pins_mains)
+    yield _taken("main_params", held.remainders, pins_mains)
+    yield _taken("staging", held.windows, pins_mains)
+    on_disk = member.executor.stepper.host_part.disk_bytes()
+    yield "disk", "main_params", on_disk.main_params
+    yield "disk", "moments", on_disk.moments
+    yield "disk", "averages", on_disk.averages
+    yield "accelerator", "staging", member.executor.stepper.host_part.device_bytes
+
+
+def _taken(what: str, pieces: Sequence[int], is_pinned: bool) -> tuple[str, str, int]:
+    if is_pinned:
+        return "pinned_host", what, sum(map(page_locked_bytes, pieces))
+    return "pageable_host", what, sum(pieces)
+
+
+def _tensors(member: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tuple[str, str, int]]:
+    """Where, what for, and bytes of main params on the accelerator and of all state."""
+    for slot in filter(member.has_state, member.slots()):
+        on_device = member.executor.place(slot) == "device"
+        is_reserved = not on_device and config.has_windows
+        if on_device and member.has_separate_main(slot):
+            main = param_at(member.executor.param_groups, slot)
+            yield "accelerator", "main_params", main.nbytes
+        for key, value in member.executor.state_of(slot).tensors().items():
+            if is_reserved and key != "step":
+                continue
+            is_here = on_device and key != "step"
+            where = "accelerator" if is_here else "pageable_host"
+            yield where, _WHAT.get(key, "moments"), value.nbytes

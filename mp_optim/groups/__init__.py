@@ -1,1 +1,0 @@
-"""Param groups: which parameters share hyperparameters, and how these change over steps."""

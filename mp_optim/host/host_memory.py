@@ -1,0 +1,326 @@
+"""Host memory for what is read and written in every step: on huge pages, small tensors contiguous,
+page-locked where a GPU copies it.
+
+A step streams through gigabytes. With pages of 4 KiB the processor looks up an address every 1,024
+FP32 values and its prefetchers stop at each page's end; with 2 MiB they rarely do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import math
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.host.accelerator import Accelerator, accelerator_of
+from mp_optim.host.calls import in_own_modes
+
+TensorSpec = tuple[torch.Size, torch.dtype]
+"""What a tensor is to be."""
+
+ALIGNMENT = 64
+"""Bytes: a cache line, and what wide vector loads like."""
+HUGE_FROM = 4 << 20
+"""Bytes from which memory is asked for in huge pages, of 2 MiB each."""
+
+
+def aligned_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes that ``numel`` elements take in a block."""
+    return math.ceil(numel * dtype.itemsize / ALIGNMENT) * ALIGNMENT
+
+
+@in_own_modes
+def zeros_host(num_bytes: int) -> Tensor:
+    """A 1-D uint8 tensor of pageable, zeroed host memory, in huge pages where they pay and the
+    system has them."""
+    if num_bytes < HUGE_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
+    memory, start = mapped(num_bytes)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=start)
+
+
+def mapped(num_bytes: int, alignment: int = 1) -> tuple[mmap.mmap, int]:
+    """Zeroed memory of its own, in huge pages where the system has them, and the byte of it from
+    which so many are for use."""
+    offset = next(_allocations) * _STAGGER % _HUGE_PAGE
+    offset -= offset % alignment
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    # NOTE: the system maps where it likes; address space up to a huge page's start costs no memory
+    memory = mmap.mmap(-1, _HUGE_PAGE + offset + num_bytes, flags=flags)
+    first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE, first, offset + num_bytes)
+    return memory, first + offset
+
+
+_HUGE_PAGE = 2 << 20
+_STAGGER = 17 * 1024 + ALIGNMENT
+"""Bytes by which allocations start later in a huge page than the one before: streams that run side
+by side at the same offsets of their pages meet in the same cache sets and memory banks."""
+_allocations = itertools.count()
+
+
+def touch(memory: Tensor) -> None:
+    """Have the system give all pages of 1-D uint8 memory now, not when they are first used.
+
+    One write a page, in pieces that torch does not share among threads.
+    """
+    for piece in torch.split(memory, _TOUCHED_AT_ONCE):
+        piece[::_PAGE].zero_()
+
+
+def touch_together(memory: Tensor) -> None:
+    """The same by as many threads as torch has. The runtime that locks pages would have the system
+    give them one by one in the caller's."""
+    pieces = torch.split(memory, _TOUCHED_AT_ONCE)
+    if len(pieces) == 1:
+        touch(memory)
+        return
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        list(threads.map(touch, pieces))
+
+
+_PAGE = 4096
+_TOUCHED_AT_ONCE = 64 << 20
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A tensor itself, where it is; a number, or several, as a tensor on the host.
+
+    ``torch.as_tensor`` would move both to the default device.
+    """
+    if isinstance(value, Tensor):
+        return value
+    return torch.tensor(
+        value, dtype=torch.float32 if isinstance(value, float) else None, device="cpu"
+    )
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether the host reads a tensor's memory as it is."""
+    return tensor.device.type == "cpu"
+
+
+def empty_host_tensor() -> Tensor:
+    """A tensor of no elements, where one has to stand."""
+    return torch.zeros(0, dtype=torch.float32, device="cpu")
+
+
+@in_own_modes
+def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A contiguous tensor of zeros that will be stepped through."""
+    if device.type != "cpu" or shape.numel() * dtype.itemsize < HUGE_FROM:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return zeros_host(shape.numel() * dtype.itemsize).view(dtype).view(shape)
+
+
+def cut(memory: Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor in a piece of 1-D uint8 memory.
+
+    It has a storage of its own over that piece, which keeps all of the memory alive; so
+    ``torch.save`` writes its bytes and no others, and takes neighbours of another dtype. And a
+    version counter: a write to one is no write to all.
+    """
+    if memory.device.type == "meta":
+        return torch.empty(shape, dtype=dtype, device="meta")
+    storage = memory.untyped_storage()
+    first = memory.storage_offset() + start
+    piece = storage[first : first + shape.numel() * dtype.itemsize]
+    tensor = torch.empty(0, dtype=dtype, device=memory.device)
+    return tensor.set_(piece, 0, shape, _contiguous_strides(shape))
+
+
+def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    strides, size = [], 1
+    for length in reversed(shape):
+        strides.append(size)
+        size *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+class Block:
+    """Host memory that tensors are cut from, one after the other, each once.
+
+    Args:
+        num_bytes: how many there are.
+        allocate: returns so many bytes as a 1-D uint8 tensor; called when the first tensor is cut.
+    """
+
+    def __init__(self, num_bytes: int, allocate: Callable[[int], Tensor] = zeros_host) -> None:
+        self.capacity = num_bytes
+        self._allocate = allocate
+        self._memory: Tensor | None = None
+        self._used = 0
+
+    @property
+    def left(self) -> int:
+        """Bytes not handed out yet."""
+        return self.capacity - self._used
+
+    def with_room(self, num_bytes: int) -> Block:
+        """This block if so many bytes are left, else a new one of that size."""
+        return self if num_bytes <= self.left else Block(num_bytes, self._allocate)
+
+    @in_own_modes
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """The next contiguous tensor, with the values that ``allocate`` left there.
+
+        Raises:
+            ValueError: there is not enough left.
+        """
+        size = aligned_bytes(shape.numel(), dtype)
+        if size > self.left:
+            raise ValueError(f"{size} bytes asked for, {self.left} left")
+        if self._memory is None:
+            self._memory = self._allocate(self.capacity)
+        tensor = cut(self._memory, self._used, shape, dtype)
+        self._used += size
+        return tensor
+
+    def reset(self) -> None:
+        """Hand everything out again. The caller makes sure that what was taken is not used."""
+        self._used = 0
+
+
+def zeros_beside(specs: Sequence[TensorSpec], allocate: Callable[[int], Tensor]) -> list[Tensor]:
+    """Zeroed tensors in one piece of memory, which ``allocate`` returns."""
+    size = sum(aligned_bytes(shape.numel(), dtype) for shape, dtype in specs)
+    block = Block(size, allocate)
+    return [block.take(shape, dtype).zero_() for shape, dtype in specs]
+
+
+def beside(specs: Sequence[TensorSpec]) -> list[Tensor] | None:
+    """Zeroed host tensors that are contiguous to each other, for many that are stepped together;
+    None if all of them are too little to be worth it."""
+    size = sum(aligned_bytes(shape.numel(), dtype) for shape, dtype in specs)
+    if size < HUGE_FROM or len(specs) < 2:
+        return None
+    block = Block(size)
+    return [block.take(shape, dtype) for shape, dtype in specs]
+
+
+# -- page-locked memory ---------------------------------------------------------------------------
+#
+# Of exact size: mapped on huge pages, then registered with the device's runtime. torch's allocator
+# of page-locked memory rounds every allocation up to a power of two and gives nothing back: 32.6
+# GiB of main params take 64.
+
+REGISTERED_FROM = 1 << 20
+"""Bytes from which an allocation is registered. Smaller ones are torch's, which keeps them for the
+next."""
+_SYSTEM_HAS_IT = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_DONTFORK")
+
+
+class PageLockError(RuntimeError):
+    """Why memory could not be registered."""
+
+
+def page_locked_bytes(num_bytes: int) -> int:
+    """Bytes that are taken for so many page-locked ones: whole pages if registered, as torch's
+    allocator rounds if not."""
+    if num_bytes < REGISTERED_FROM:
+        return power_of_two(num_bytes)
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def power_of_two(num_bytes: int) -> int:
+    """What torch's allocator of page-locked memory takes for so many bytes."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
+@in_own_modes
+def page_locked(num_bytes: int, device: torch.device) -> Tensor:
+    """A 1-D uint8 tensor of zeroed memory that the GPU ``device`` copies from and to by itself.
+
+    It is unregistered and unmapped when the last tensor over it goes. NOTE: torch's allocator waits
+    for copies of its own memory and does not know this one; the owner of a copy keeps both ends of
+    it. A forked child does not have the memory: its pages would otherwise be copied in the fork.
+
+    Args:
+        num_bytes: at least 1.
+
+    Raises:
+        PageLockError: the system, or a limit of it, does not allow it; nothing is left.
+    """
+    if not _SYSTEM_HAS_IT:
+        raise PageLockError("this system cannot map memory for it")
+    accelerator = accelerator_of(device)
+    if accelerator is None:
+        raise PageLockError(f"nothing here copies memory to {device.type} by itself")
+    while _dropped:
+        _release(*_dropped.pop())
+    memory, start = mapped(num_bytes, mmap.PAGESIZE)
+    with contextlib.suppress(OSError):  # a kernel without it
+        memory.madvise(mmap.MADV_DONTFORK)
+    values = (ctypes.c_char * num_bytes).from_buffer(memory, start)
+    address = ctypes.addressof(values)
+    touch_together(torch.frombuffer(values, dtype=torch.uint8))
+    _register(accelerator, address, num_bytes, device)
+    # NOTE: only _release unmaps it. In a forked child, where other memory may be there, and when
+    # the interpreter ends, where a copy may be under way, it stays as it is.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+    owner = os.getpid()
+    finalizer = weakref.finalize(values, _release, memory, address, accelerator, device, owner)
+    finalizer.atexit = False
+    return torch.frombuffer(values, dtype=torch.uint8)
+
+
+def _register(accelerator: Accelerator, address: int, num_bytes: int, device: torch.device) -> None:
+    try:
+        with accelerator.on(device):
+            refusal = accelerator.register(address, num_bytes)
+    except (AssertionError, AttributeError, RuntimeError) as error:
+        raise PageLockError(str(error).partition("\n")[0]) from error
+    if refusal is not None:
+        _forget_error(device)
+        raise PageLockError(refusal)
+
+
+_dropped: list[tuple[mmap.mmap, int, Accelerator, torch.device, int]] = []
+"""Memory that was dropped while the caller captured a CUDA graph; the next allocation releases
+it."""
+
+
+def _release(
+    memory: mmap.mmap, address: int, accelerator: Accelerator, device: torch.device, owner: int
+) -> None:
+    if os.getpid() != owner:
+        return
+    if accelerator.is_capturing():  # which a wait for the device would end
+        _dropped.append((memory, address, accelerator, device, owner))
+        return
+    with contextlib.suppress(AssertionError, RuntimeError), accelerator.on(device):
+        accelerator.synchronize()  # a caller may have started a copy of its own
+        if accelerator.unregister(address):
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(memory))
+        else:
+            _forget_error(device)  # and keep the memory
+
+
+def _forget_error(device: torch.device) -> None:
+    """The runtime keeps the error of a failed call, and torch would raise it after its next kernel:
+    have a kernel of no use raise it now."""
+    with contextlib.suppress(AssertionError, RuntimeError):
+        torch.zeros(1, dtype=torch.float32, device=device)
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one device have the same shape and values. A NaN is the same as any
+    other, where ``torch.equal`` says that nothing is."""
+    if torch.equal(one, other):
+        return True
+    if one.shape != other.shape:
+        return False
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())

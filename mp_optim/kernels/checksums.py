@@ -1,0 +1,85 @@
+"""What is measured of many tensors at once: a checksum of each one's bits, the same on every
+device, and the norm of all gradients of a step."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mp_optim.core import SlotUpdate
+from mp_optim.kernels import choose_backend
+from mp_optim.kernels.chunking import piece_elements
+from mp_optim.kernels.codecs import mix
+from mp_optim.kernels.native_library import native_library, thread_count
+from mp_optim.kernels.sums import Groups, reduce_over
+
+_WIDTH = 1024
+"""Elements of a row."""
+_PIECE = 1 << 22
+"""Elements that are widened to 64 bits at a time."""
+_PRIME = 0x01000193
+
+
+def checksums_of(tensors: Sequence[Tensor]) -> list[int]:
+    """32 bits for each of some tensors of 2-byte elements, in row-major order; waits for their
+    device once."""
+    sums = [sum_of_bits(tensor) for tensor in tensors]
+    if not sums:
+        return []
+    totals: list[int] = torch.stack([value.to(sums[0].device) for value in sums]).tolist()
+    return [
+        mix((value & 0xFFFFFFFF) ^ mix(tensor.numel() & 0xFFFFFFFF))
+        for value, tensor in zip(totals, tensors, strict=True)
+    ]
+
+
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """Return a checksum of a plain tensor's bits that depends on their places: int64, shape ().
+
+    Each 16 bits are multiplied with a number of their row of 1,024 and one of their column.
+    Elements of one byte count as 16 bits each.
+    """
+    if not tensor.numel():  # its strides may be 0
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    bits = tensor.detach().contiguous().view(-1)
+    bits = bits.view(torch.int16) if bits.itemsize > 1 else bits.view(torch.int8).short()
+    library = native_library()
+    if bits.is_cpu and library.handle is not None:
+        total = torch.zeros((), dtype=torch.int64, device="cpu")
+        if bits.numel():
+            to, threads = total.data_ptr(), thread_count()
+            library.call("mp_weighted_sum", bits.data_ptr(), bits.numel(), to, threads)
+        return total
+    columns = _weights(0, _WIDTH, tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    piece = min(piece_elements(tensor.device), _PIECE)
+    for start in range(0, bits.numel(), piece):
+        part = bits[start : start + piece]
+        rows = torch.nn.functional.pad(part, (0, -part.numel() % _WIDTH)).view(-1, _WIDTH)
+        by_row = (rows * columns).sum(1)
+        total += (by_row * _weights(start // _WIDTH, rows.shape[0], tensor.device)).sum()
+    return total
+
+
+def _weights(start: int, count: int, device: torch.device) -> Tensor:
+    """Odd numbers below 2^31, int64, shape (count,): a product with one loses nothing."""
+    index = torch.arange(start, start + count, dtype=torch.int64, device=device)
+    return (index * _PRIME + 0x9E3779B9) % 0x7FFFFFFF | 1
+
+
+def global_grad_norm(updates: Sequence[SlotUpdate]) -> float:
+    """L2 norm over gradients that may lie on several devices and be split over ranks, in FP64.
+    Collective if some are."""
+    alike: dict[tuple[torch.device, Groups], list[Tensor]] = defaultdict(list)
+    for update in updates:
+        alike[update.grad.device, update.shard_groups].append(update.grad)
+    total = 0.0
+    for (device, groups), grads in alike.items():
+        part = choose_backend("auto", device)[0].sum_of_squares(grads).sum()
+        reduce_over(groups, part, "agreeing on the gradient norm")
+        total += float(part)
+    return math.sqrt(total)

@@ -1,0 +1,194 @@
+"""Tensor lists in batches that are worked on while they are in cache, and the FP32 values of what a
+batch holds, however it is stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mp_optim.config.state_forms import BLOCK, blocks_of, packed_bytes
+from mp_optim.core.slot_state import AVERAGE, REMAINDER, SECOND, is_scale, scale_key
+from mp_optim.host.calls import tell_autograd
+from mp_optim.kernels.codecs import Noise, decode, encode_, is_packed, join, split_, store_average
+from mp_optim.kernels.kernel_args import TensorLists
+
+Lists = list[Tensor]
+
+
+def piece_elements(device: torch.device) -> int:
+    """Elements per batch, a power of two: what stays in a CPU core's cache, what fills an
+    accelerator."""
+    return 1 << 17 if device.type == "cpu" else 1 << 24
+
+
+def batches(lists: TensorLists, most: float = math.inf) -> Iterator[tuple[list[int], TensorLists]]:
+    """Flat views of at most ``most`` small tensors or of pieces of large ones, at most
+    :func:`piece_elements` together; before them, for each, the position of its tensor in ``lists``.
+
+    A tensor that fits into one batch is never cut, and a larger one is cut at multiples of
+    :func:`piece_elements`, so that a piece can be summed by itself (see ``sums``). Empty tensors
+    are skipped.
+    """
+    limit = piece_elements(lists.main[0].device) if lists.main else 1
+    cuts: list[_Cut] = []
+    filled = 0
+    for index, main in enumerate(lists.main):
+        for start in range(0, main.numel(), limit):
+            count = min(main.numel() - start, limit)
+            if filled + count > limit or len(cuts) == most:
+                yield _batch(lists, cuts)
+                cuts, filled = [], 0
+            cuts.append((index, start, count))
+            filled += count
+    if cuts:
+        yield _batch(lists, cuts)
+
+
+_Cut = tuple[int, int, int]
+"""A tensor's index, and which of its elements: the first, and how many."""
+
+
+def _batch(lists: TensorLists, cuts: Sequence[_Cut]) -> tuple[list[int], TensorLists]:
+    def flat(tensors: Sequence[Tensor]) -> Lists:
+        return [tensors[index].view(-1).narrow(0, start, count) for index, start, count in cuts]
+
+    owners, outputs, state = [index for index, _, _ in cuts], [], {}
+    for index, start, count in cuts:
+        output = lists.output[index]
+        outputs.append(None if output is None else output.view(-1).narrow(0, start, count))
+    for key, tensors in lists.state.items():
+        state[key] = [part_of_state(key, tensors[i], start, count) for i, start, count in cuts]
+    noise = lists.noise
+    if noise is not None:
+        noise = [replace(noise[i], start=noise[i].start + start) for i, start, _ in cuts]
+    cut = TensorLists(flat(lists.main), flat(lists.grad), state, outputs, noise)
+    return owners, replace(cut, average_weight=lists.average_weight, follows=lists.follows)
+
+
+def runs_of(sizes: Iterable[tuple[int, int]], most: int) -> Iterator[list[int]]:
+    """Indices in order, of at most so many elements together; what is larger by itself.
+
+    Args:
+        sizes: indices, each with its number of elements.
+    """
+    members: list[int] = []
+    room = most
+    for index, size in sizes:
+        if members and size > room:
+            yield members
+            members, room = [], most
+        members.append(index)
+        room -= size
+    if members:
+        yield members
+
+
+def first_moments(batch: TensorLists) -> list[Tensor]:
+    """The first moments of a batch, for kernels that cannot do without: zeros where none are kept,
+    as ``beta1`` is 0 then."""
+    if "exp_avg" in batch.state:
+        return batch.state["exp_avg"]
+    return [torch.zeros_like(second) for second in batch.state["exp_avg_sq"]]
+
+
+def part_of_state(key: str, tensor: Tensor, start: int, count: int) -> Tensor:
+    """What a state tensor of a slot holds for ``count`` elements from ``start`` on, 1-D.
+
+    Args:
+        start: a multiple of 256. count: that, too, or all elements that are left.
+    """
+    if is_scale(key):
+        return tensor.narrow(0, start // BLOCK, blocks_of(count))
+    if is_packed(key, tensor.dtype):
+        return tensor.narrow(0, start // 2, packed_bytes(count))
+    return tensor.view(-1).narrow(0, start, count)
+
+
+def write_outputs(lists: TensorLists) -> None:
+    """Copy main to output, rounding to nearest even into the output's dtype."""
+    pairs = [
+        (output, main)
+        for output, main in zip(lists.output, lists.main, strict=True)
+        if output is not None
+    ]
+    if pairs:
+        outputs = [output for output, _ in pairs]
+        torch._foreach_copy_(outputs, [main for _, main in pairs])
+
+
+def mark_written(lists: TensorLists) -> None:
+    """Tell autograd, which cannot see a kernel write."""
+    tell_autograd(model_tensors(lists))
+
+
+def model_tensors(lists: TensorLists) -> list[Tensor]:
+    """What autograd may know of what a kernel writes: outputs, and main params that have none and
+    may be the model's own. It never meets the others."""
+    outputs = lists.output
+    if not lists.main:  # a pass that writes no parameters
+        return []
+    return [m if o is None else o for m, o in zip(lists.main, outputs, strict=True)]
+
+
+# -- FP32 values, for rules in torch operations ---------------------------------------------------
+
+
+def read_moment(batch: TensorLists, name: str) -> Lists:
+    """FP32 values of a moment: the tensors themselves if they are FP32, else copies."""
+    scales = batch.state.get(scale_key(name), [None] * len(batch.main))
+    return [
+        decode(stored, scale, name == SECOND, main.numel())
+        for stored, scale, main in zip(batch.state[name], scales, batch.main, strict=True)
+    ]
+
+
+def write_moment(batch: TensorLists, name: str, values: Lists) -> None:
+    """Store FP32 values of a moment."""
+    scales = batch.state.get(scale_key(name), [None] * len(batch.main))
+    for value, stored, scale, noise in zip(
+        values, batch.state[name], scales, _noise(batch), strict=True
+    ):
+        encode_(value, stored, scale, name == SECOND, noise)
+
+
+def _noise(batch: TensorLists) -> Sequence[Noise | None]:
+    return [None] * len(batch.main) if batch.noise is None else batch.noise
+
+
+def read_mains(batch: TensorLists) -> Lists:
+    """FP32 main params: the tensors themselves, or copies joined with their remainders."""
+    rests = batch.state.get(REMAINDER, [None] * len(batch.main))
+    return [join(main, remainder) for main, remainder in zip(batch.main, rests, strict=True)]
+
+
+def write_mains(batch: TensorLists, values: Lists) -> None:
+    """Store FP32 main params, stepped in place in what :func:`read_mains` gave, and write
+    the outputs."""
+    rests = batch.state.get(REMAINDER, [None] * len(batch.main))
+    for value, main, rest, noise in zip(values, batch.main, rests, _noise(batch), strict=True):
+        if main.dtype != torch.float32:
+            split_(value, main, rest, noise)
+    write_outputs(batch)
+    take_averages(batch)
+
+
+def take_averages(batch: TensorLists) -> None:
+    """Let the averages take the new main params, as these are stored. Nothing to do where none are
+    kept."""
+    if AVERAGE not in batch.state:
+        return
+    weight = batch.average_weight
+    for main, average, noise in zip(
+        read_mains(batch), batch.state[AVERAGE], _noise(batch), strict=True
+    ):
+        if weight == 1.0:
+            store_average(main, average, noise)
+            continue
+        value = average.float()
+        distance = torch.sub(main, value).mul_(weight)
+        store_average(distance.add_(value), average, noise)

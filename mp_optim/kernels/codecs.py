@@ -1,0 +1,312 @@
+"""How optimizer state is stored in fewer bits than FP32, as pure functions. docs/numerics.md,
+"Compact states", is the same in words.
+
+A moment is stored as float32; as bfloat16; or, in blocks of 256 row-major elements with one FP32
+scale each, as float16, as 8-bit codes or, a first moment, as 4-bit codes of which a byte has two.
+Block formats hold a second moment by its square root. A main param is stored as float32, or as the
+bfloat16 model parameter plus an integer remainder of 16 bits (all of FP32) or 8 (24 bits of it), or
+alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from mp_optim.config.state_forms import BLOCK, FIRST_FORMS, PACKED, SECOND_FORMS, StateForm
+from mp_optim.core.slot_state import SECOND
+
+MOST_BFLOAT16 = 2.0**128 * (1.0 - 2.0**-8)
+"""The largest finite one."""
+MOST_IN_BLOCKS = 2.0**128 * (1.0 - 2.0**-11)
+"""What codes of any form stand for is finite up to there."""
+INFINITE_ROOT = 2.0**65
+"""What codes of it stand for, rounded however, has an infinite square."""
+
+_TINY = 2.0**-100
+_FOUR_BITS = 7  # the largest code
+_QUIET_NAN = 0x7FC0
+_INFINITY = 0x7F800000
+_GOLDEN = 0x9E3779B9
+_MASK = 0xFFFFFFFF
+_Bits = TypeVar("_Bits", int, Tensor)
+
+
+def state_form(name: str, dtype: torch.dtype) -> StateForm:
+    """The form of a moment whose stored tensor has this dtype."""
+    return _FORMS.get((name == SECOND, dtype)) or StateForm(str(dtype), dtype, 0)
+
+
+def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the stored tensor of a moment that was asked for as ``dtype``: a first moment's
+    uint8 tensor holds pairs of 4-bit codes."""
+    forms = SECOND_FORMS if name == SECOND else FIRST_FORMS
+    return next((form.dtype for form in forms if form.name == dtype), dtype)
+
+
+def is_packed(name: str, dtype: torch.dtype) -> bool:
+    """Whether the stored tensor of this name has 4-bit codes, two a byte: it is 1-D, whatever the
+    parameter's shape."""
+    return state_form(name, dtype).packed
+
+
+def is_blocked(dtype: torch.dtype) -> bool:
+    """Whether a moment of this dtype has one scale for each block."""
+    return dtype in _IN_BLOCKS
+
+
+_FORMS = {
+    (is_second, form.dtype): form
+    for is_second, forms in ((False, FIRST_FORMS), (True, SECOND_FORMS))
+    for form in forms
+}
+_IN_BLOCKS = {form.dtype for form in (*FIRST_FORMS, *SECOND_FORMS) if form.in_blocks}
+
+
+# -- random numbers -------------------------------------------------------------------------------
+
+
+def mix(x: _Bits) -> _Bits:
+    """The 32-bit finalizer of MurmurHash3 (Appleby 2011): a bijection without visible structure. Of
+    an int64 tensor, each of the 32-bit values in it."""
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
+    return x ^ (x >> 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Random bits for a run of elements of one tensor: a function of seed, stream and index, of
+    nothing else.
+
+    Attributes:
+        seed: 32 bits that differ from step to step.
+        stream: 32 bits of the hash of the parameter's name.
+        start: index of the run's first element, modulo 2^32; the parameter's own first element has
+            the index that the rest of the hash says.
+    """
+
+    seed: int
+    stream: int
+    start: int = 0
+
+    def words(self, count: int, device: torch.device) -> Tensor:
+        """32 random bits for each element, int64, shape (count,)."""
+        key = mix(self.seed ^ self.stream)
+        index = (
+            torch.arange(self.start, self.start + count, dtype=torch.int64, device=device) & _MASK
+        )
+        return mix((key + index * _GOLDEN) & _MASK)
+
+    @property
+    def own_stream(self) -> int:
+        """The stream whose random bits from element 0 on are those of this run, with this seed:
+        for kernels that count from 0."""
+        if not self.start:
+            return self.stream
+        x = (mix(self.seed ^ self.stream) + self.start * _GOLDEN) & _MASK
+        # what mix makes this of, by the inverses of its factors modulo 2^32
+        x = ((x ^ (x >> 16)) * 0x7ED1B41D) & _MASK
+        x = ((x ^ (x >> 13) ^ (x >> 26)) * 0xA5CB9243) & _MASK
+        return self.seed ^ x ^ (x >> 16)
+
+
+def _sixteen(noise: Noise, like: Tensor, second: bool) -> Tensor:
+    """The 16 bits that a moment of the shape of ``like`` is rounded with, int32: the upper ones for
+    the first."""
+    words = noise.words(like.numel(), like.device)
+    return (words & 0xFFFF if second else words >> 16).int()
+
+
+# -- moments --------------------------------------------------------------------------------------
+
+
+def decode(stored: Tensor, scale: Tensor | None, second: bool, numel: int | None = None) -> Tensor:
+    """FP32 values of a stored moment, shape (numel,); the tensor itself if it is FP32.
+
+    Args:
+        stored: 1-D. scale: FP32, shape (ceil(numel / 256),), for the block formats.
+        second: whether it is the second moment, of which blocks hold the square root.
+        numel: elements of the moment; by default those of ``stored``, which may be more than 4-bit
+            codes stand for.
+    """
+    if scale is None:
+        return stored.float()
+    four = stored.dtype == torch.uint8 and not second
+    codes = stored
+    if four:  # with those that fill up the last run, which are cut off
+        pairs = stored.int().view(-1, 1, PACKED // 2)
+        halves = torch.cat([pairs & 15, pairs >> 4], 1)
+        codes = ((halves ^ 8) - 8).view(-1)[:numel]
+    values = codes.float() * scale.repeat_interleave(BLOCK)[: codes.numel()]
+    return values * values if second else values
+
+
+def encode_(
+    value: Tensor, stored: Tensor, scale: Tensor | None, second: bool, noise: Noise | None = None
+) -> None:
+    """Store FP32 values, rounded to nearest even, or stochastically if there is noise.
+
+    Float16 is always rounded to nearest. What :func:`decode` made of a block format is stored as
+    the same bits. What is finite is stored as something finite. A second moment may be infinite, of
+    a large gradient: in blocks, too, it is so alone, and no NaN for its neighbours.
+    """
+    if value is stored or not value.numel():
+        return
+    if scale is not None:
+        if second:
+            value = value.double().sqrt_().clamp_(max=INFINITE_ROOT).float()
+        else:
+            value = _finite_within(value, MOST_IN_BLOCKS)
+        _encode_blocks(value, stored, scale, second, noise)
+        return
+    if stored.dtype == torch.bfloat16:
+        value = _finite_within(value, MOST_BFLOAT16)
+    if noise is not None and stored.dtype == torch.bfloat16:
+        stored.copy_(_dithered(value, _sixteen(noise, value, second)))
+    else:
+        stored.copy_(value)
+
+
+def _finite_within(value: Tensor, most: float) -> Tensor:
+    """FP32 values of which those that are finite are brought within a bound."""
+    return torch.where(value.isinf(), value, value.clamp(-most, most))
+
+
+def _encode_blocks(
+    x: Tensor, stored: Tensor, scale: Tensor, roots: bool, noise: Noise | None
+) -> None:
+    blocks = torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
+    top = blocks.abs().amax(1)
+    good = top.isfinite() & (top >= _TINY)
+    half, four = (stored.dtype == torch.float16, stored.dtype == torch.uint8 and not roots)
+    if half:
+        # The power of two that brings a block's largest value, rounded to 11 bits, into [2^14,
+        # 2^15), and its inverse: exact. Of the unrounded value, 2^15 could be a code, and storing
+        # what that stands for would take another scale.
+        exponent = ((top.view(torch.int32) + 0x1000) & 0x7F800000) - (14 << 23)
+        new_scale = exponent.view(torch.float32)
+        inverse = ((254 << 23) - exponent).view(torch.float32)
+    else:
+        new_scale, inverse = _code_scale(top, _FOUR_BITS if four else 255 if roots else 127)
+    scale.copy_(torch.where(good, new_scale, torch.where(top.isfinite(), 0.0, torch.nan)))
+    scaled = torch.where(
+        good[:, None], blocks * torch.where(good, inverse, 0.0)[:, None], 0.0
+    ).view(-1)[: x.numel()]
+    if four:
+        stored.copy_(_packed(_codes(scaled, -_FOUR_BITS, _FOUR_BITS, noise)))
+    else:
+        bounds = (0, 255) if roots else (-127, 127)
+        stored.copy_(scaled if half else _codes(scaled, *bounds, noise))
+    if roots:  # a root is never stored as 0: dividing by it would be a step of any length
+        codes = stored.view(torch.int16) if half else stored
+        codes.copy_(
+            torch.where(good.repeat_interleave(BLOCK)[: x.numel()], codes.clamp(min=1), codes)
+        )
+
+
+def _dithered(value: Tensor, sixteen: Tensor) -> Tensor:
+    """FP32 values whose lower 16 bits are cut off after random bits were added; inf and nan as they
+    are."""
+    bits = (value.view(torch.int32) + sixteen) & -0x10000
+    return torch.where(value.isfinite(), bits.view(torch.float32), value)
+
+
+def _code_scale(top: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """top / levels, rounded up to 16 significant bits so that every code times it is exact; and 1 /
+    it. In 4 bits it is cut off, so that the largest value's code is 7 however it is rounded, and
+    what codes stand for is stored with the same scale."""
+    quotient = top / torch.full_like(
+        top, levels
+    )  # by a plain number a GPU would multiply with its reciprocal
+    up = 0 if levels == _FOUR_BITS else 0xFF
+    scale = ((quotient.view(torch.int32) + up) & -0x100).view(torch.float32)
+    return scale, 1.0 / scale
+
+
+def _codes(scaled: Tensor, low: int, high: int, noise: Noise | None) -> Tensor:
+    """Whole numbers from ``low`` to ``high``; a second moment's are not negative."""
+    if noise is not None:
+        bits = _sixteen(noise, scaled, second=low == 0).float()
+        if high == _FOUR_BITS:  # never 0, so what a code stands for keeps that code
+            bits += 0.5
+        scaled = (scaled + bits * 2.0**-16).floor_()
+    return scaled.round().clamp_(low, high)
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """Whole numbers from -7 to 7, two a byte; the last run is filled up with zeros."""
+    runs = torch.nn.functional.pad(codes.int() & 15, (0, -codes.numel() % PACKED))
+    low, high = runs.view(-1, 2, PACKED // 2).unbind(1)
+    return (low | high << 4).reshape(-1)
+
+
+# -- averages -------------------------------------------------------------------------------------
+
+
+def store_average(value: Tensor, stored: Tensor, noise: Noise | None) -> None:
+    """Store FP32 averages: as they are, or in bfloat16 with random bits."""
+    if noise is None or stored.dtype == torch.float32:
+        stored.copy_(value)
+        return
+    words = noise.words(value.numel(), value.device)
+    sixteen = (mix(words ^ _GOLDEN) >> 16).int().view(value.shape)
+    stored.copy_(_dithered(value, sixteen))
+
+
+# -- main params ----------------------------------------------------------------------------------
+
+
+def join(param: Tensor, remainder: Tensor | None) -> Tensor:
+    """Return the FP32 main param of a bfloat16 parameter.
+
+    Args:
+        param: bfloat16.
+        remainder: of the same shape, or None for a parameter alone. A zero has no remainder, and
+            an infinity none that would make it NaN. A bfloat16 one is Kahan's compensation, which
+            only checkpoints of older versions have.
+    """
+    if remainder is None:
+        return param.float()
+    if remainder.dtype == torch.bfloat16:
+        whole = param.float()
+        return torch.where(whole != 0.0, whole + remainder.float(), whole)
+    high = param.view(torch.int16).int() << 16
+    low = remainder.int() << (8 if remainder.dtype == torch.int8 else 0)
+    magnitude = high & 0x7FFFFFFF
+    has_none = (magnitude == 0) | ((magnitude == _INFINITY) & (low > 0))
+    return torch.where(has_none, high, high + low).view(torch.float32)
+
+
+def split_(
+    value: Tensor, param: Tensor, remainder: Tensor | None, noise: Noise | None = None
+) -> None:
+    """Write an FP32 main param into parameter and remainder: the parameter is the value rounded to
+    nearest, ties away from zero. 16 bits hold the value itself; 8 bits its upper 24 bits, rounded
+    to nearest even or stochastically. A parameter alone is rounded to nearest, ties to even, or
+    stochastically.
+    """
+    if remainder is None:
+        if noise is not None:
+            words = noise.words(value.numel(), value.device)
+            sixteen = (mix(words ^ _GOLDEN) & 0xFFFF).int().view(value.shape)
+            value = _dithered(value, sixteen)
+        param.copy_(value)
+        return
+    bits = value.contiguous().view(torch.int32)
+    eight = remainder.dtype == torch.int8
+    if eight:
+        if noise is None:
+            added = 0x7F + ((bits >> 8) & 1)
+        else:
+            words = noise.words(bits.numel(), bits.device)
+            added = (mix(words ^ _GOLDEN) & 0xFF).int().view(bits.shape)
+        bits = torch.where(value.isfinite(), (bits + added) & -0x100, bits)
+    bits = torch.where(value.isnan(), _QUIET_NAN << 16, bits)
+    high = (bits + 0x8000) >> 16
+    low = bits - (high << 16)
+    param.view(torch.int16).copy_(high)
+    remainder.copy_(low >> 8 if eight else low)

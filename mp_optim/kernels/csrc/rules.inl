@@ -1,0 +1,401 @@
+// The rules over sixteen elements. One operation here is one operation of docs/numerics.md: IEEE, rounded once.
+// A rule changes p, m and v, and returns the root of the new v through `root`; what it does not use or keep is left alone.
+// Included inside a level's namespace, after drivers.inl.
+
+// Which memory a rule reads and writes. A rule without main params computes p from g, m and v and only writes the output.
+template <bool reads_grad, bool changes_main, bool has_first, bool has_second, bool changes_moments, bool has_main = true,
+          bool has_third = false>
+struct Touches {
+    static constexpr bool kGrad = reads_grad, kMain = changes_main, kFirst = has_first, kSecond = has_second,
+                          kMoments = changes_moments, kHasMain = has_main, kThird = has_third;
+
+    // Called with the updated p, m and v of the run's elements [i, i + 16).
+    MP_MEMBER void look(int64_t, f32x16, f32x16, f32x16) const {}
+};
+
+// A factor whose term is left out if it is zero: 0 * inf would be NaN.
+struct MaybeFactor {
+    f32x16 factor;
+    int present;
+
+    explicit MaybeFactor(float value) : factor(splat<f32x16>(value)), present(value != 0.0f) {
+        // The asm keeps the flag in a general register, so that a branch on it takes no vector compare.
+        __asm__("" : "+r"(present));
+    }
+};
+
+// g * multiplier, then + p * l2.
+MP_INLINE f32x16 gradient(f32x16 g, float multiplier, const MaybeFactor& l2, f32x16 p) {
+    g = g * multiplier;
+    if (l2.present) g = g + p * l2.factor;
+    return g;
+}
+
+// Lanes where one is positive and the other negative.
+MP_INLINE u32x16 are_opposed(f32x16 a, f32x16 b) {
+    return (as<u32x16>(a > 0.0f) & as<u32x16>(b < 0.0f)) | (as<u32x16>(a < 0.0f) & as<u32x16>(b > 0.0f));
+}
+
+// Lanes where both are positive, or both negative.
+MP_INLINE u32x16 are_alike(f32x16 a, f32x16 b) {
+    return (as<u32x16>(a > 0.0f) & as<u32x16>(b > 0.0f)) | (as<u32x16>(a < 0.0f) & as<u32x16>(b < 0.0f));
+}
+
+// Decay by a factor, if there is one; of a cautious one not where the step u takes p away from 0.
+struct Decay : MaybeFactor {
+    int is_cautious;
+
+    Decay(float value, float cautious) : MaybeFactor(value), is_cautious(cautious != 0.0f) {
+        __asm__("" : "+r"(is_cautious));
+    }
+};
+
+MP_INLINE f32x16 decayed(f32x16 p, f32x16 u, const Decay& decay) {
+    if (!decay.present) return p;
+    f32x16 part = p * decay.factor;
+    if (decay.is_cautious) part = as<f32x16>(as<u32x16>(part) & ~are_opposed(p, u));
+    return p - part;
+}
+
+// The step u, if it is cautious: what goes the way of the gradient times a scale, and the rest times 0.
+MP_INLINE f32x16 cautious(f32x16 u, f32x16 way, f32x16 g, const MaybeFactor& scale) {
+    if (scale.present) u = u * as<f32x16>(as<u32x16>(scale.factor) & are_alike(way, g));
+    return u;
+}
+
+template <class Scalars>
+MP_INLINE f32x16 denominator(f32x16 root, const Scalars& s) {
+    return root * s.inv_sqrt_bias2 + s.eps;
+}
+
+// Without a first moment beta1 is 0, and the gradient takes its place.
+template <bool has_first>
+struct AdamRule : Touches<true, true, has_first, true, true> {
+    MpAdam s;
+    MaybeFactor l2{s.l2}, caution{s.caution};
+    Decay decay{s.decay, s.cautious_wd};
+
+    explicit AdamRule(const MpAdam& scalars) : s(scalars) {}
+
+    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16& v, f32x16& root) const {
+        g = gradient(g, s.multiplier, l2, p);
+        m = has_first ? m * s.beta1 + g * s.one_minus_beta1 : g;
+        v = v * s.beta2 + (g * s.one_minus_beta2) * g;
+        root = square_root(v);
+        f32x16 u = cautious((m / denominator(root, s)) * s.step_size, m, g, caution);
+        p = decayed(p, u, decay) - u;
+    }
+
+    MP_MEMBER f32x16 way(f32x16 g, f32x16 m) const { return has_first ? m * s.beta1 + g * s.one_minus_beta1 : g; }
+};
+
+// g^2 over the new second moment, at most `limit`, in place of main params; nothing is kept. Where both overflow, of a
+// finite g, it is `limit`.
+struct ClipRule : Touches<true, false, false, true, false, false> {
+    static constexpr float kInfinity = __builtin_inff();
+    MpClip s;
+    float* ratios;
+
+    ClipRule(const MpClip& scalars, float* to) : s(scalars), ratios(to) {}
+
+    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16&, f32x16& v, f32x16&) const {
+        g = g * s.multiplier;
+        v = v * s.beta2 + (g * s.one_minus_beta2) * g;
+        f32x16 mean = v * s.inv_bias2;
+        mean = as<f32x16>(choose(as<u32x16>(mean < s.floor), splat<u32x16>(as<uint32_t>(s.floor)), as<u32x16>(mean)));
+        const u32x16 overflown = as<u32x16>(mean == kInfinity) & as<u32x16>(g * g == kInfinity) &
+                                 (as<u32x16>(g < kInfinity) & as<u32x16>(g > -kInfinity));
+        p = (g * g) / mean;
+        p = as<f32x16>(
+            choose(as<u32x16>(p > s.limit) | overflown, splat<u32x16>(as<uint32_t>(s.limit)), as<u32x16>(p)));
+    }
+
+    MP_MEMBER void look(int64_t i, f32x16 p, f32x16, f32x16) const { store(ratios + i, p); }
+};
+
+struct Sgd {
+    float multiplier, lr, momentum, one_minus_dampening, decay, nesterov, first;  // the last two are 0 or 1
+};
+
+template <bool has_buffer>
+struct SgdRule : Touches<true, true, has_buffer, false, has_buffer> {
+    Sgd s;
+    MaybeFactor decay{s.decay}, nesterov{s.nesterov}, starts{s.first};
+
+    explicit SgdRule(const Sgd& scalars) : s(scalars) {}
+
+    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& b, f32x16&, f32x16&) const {
+        g = gradient(g, s.multiplier, decay, p);
+        if (has_buffer) {
+            b = starts.present ? g : bounded(b * s.momentum + g * s.one_minus_dampening, is_finite(g));
+            g = nesterov.present ? g + b * s.momentum : b;
+        }
+        p = p - g * s.lr;
+    }
+};
+
+// -1, +0 or 1; NaN stays NaN.
+MP_INLINE f32x16 sign_of(f32x16 x) {
+    u32x16 bits = as<u32x16>(x);
+    u32x16 one = (bits & 0x80000000) | 0x3f800000;
+    u32x16 is_signed = as<u32x16>(x < 0.0f) | as<u32x16>(x > 0.0f), is_nan = as<u32x16>(x != x);
+    return as<f32x16>((is_signed & one) | (is_nan & bits));
+}
+
+struct Lion {
+    float multiplier, beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay, cautious_wd, caution;
+};
+
+struct LionRule : Touches<true, true, true, false, true> {
+    Lion s;
+    MaybeFactor caution{s.caution};
+    Decay decay{s.decay, s.cautious_wd};
+
+    explicit LionRule(const Lion& scalars) : s(scalars) {}
+
+    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16&, f32x16&) const {
+        g = g * s.multiplier;
+        const f32x16 blend = way(g, m), u = cautious(sign_of(blend) * s.lr, blend, g, caution);
+        p = decayed(p, u, decay) - u;
+        m = m * s.beta2 + g * s.one_minus_beta2;
+    }
+
+    MP_MEMBER f32x16 way(f32x16 g, f32x16 m) const { return m * s.beta1 + g * s.one_minus_beta1; }
+};
+
+struct Ademamix {
+    float multiplier, beta1, one_minus_beta1, beta2, one_minus_beta2, beta3, one_minus_beta3, alpha, eps, lr, inv_bias1,
+        inv_sqrt_bias2, decay, cautious_wd, caution;
+};
+
+// Without a first moment as in Adam.
+template <bool has_first>
+struct AdemamixRule : Touches<true, true, has_first, true, true, true, true> {
+    Ademamix s;
+    MaybeFactor caution{s.caution};
+    Decay decay{s.decay, s.cautious_wd};
+
+    explicit AdemamixRule(const Ademamix& scalars) : s(scalars) {}
+
+    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16& v, f32x16& root, f32x16& slow) const {
+        g = g * s.multiplier;
+        m = has_first ? m * s.beta1 + g * s.one_minus_beta1 : g;
+        slow = slow * s.beta3 + g * s.one_minus_beta3;
+        v = v * s.beta2 + (g * s.one_minus_beta2) * g;
+        root = square_root(v);
+        const f32x16 blend = blended(m, slow);
+        const f32x16 u = cautious((blend / denominator(root, s)) * s.lr, blend, g, caution);
+        p = decayed(p, u, decay) - u;
+    }
+
+    MP_MEMBER f32x16 blended(f32x16 m, f32x16 slow) const {
+        const u32x16 is_good = is_finite(m), is_slow_good = is_finite(slow);
+        f32x16 blend = bounded(m * s.inv_bias1, is_good) + bounded(slow * s.alpha, is_slow_good);
+        return bounded(blend, is_good & is_slow_good);
+    }
+
+    MP_MEMBER f32x16 way(f32x16 g, f32x16 m, f32x16 slow) const {
+        m = has_first ? m * s.beta1 + g * s.one_minus_beta1 : g;
+        return blended(m, slow * s.beta3 + g * s.one_minus_beta3);
+    }
+};
+
+struct LambMomentsRule : Touches<true, false, true, true, true> {
+    MpLamb s;
+    MaybeFactor l2{s.l2};
+
+    explicit LambMomentsRule(const MpLamb& scalars) : s(scalars) {}
+
+    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16& v, f32x16& root) const {
+        g = gradient(g, s.multiplier, l2, p);
+        m = bounded(m * s.beta1 + g * s.grad_weight, is_finite(g));
+        v = v * s.beta2 + (g * s.one_minus_beta2) * g;
+        root = square_root(v);
+    }
+};
+
+MP_INLINE f32x16 lamb_direction(f32x16 p, f32x16 m, f32x16 v, const MpLamb& s, const MaybeFactor& decay) {
+    f32x16 u = bounded(m * s.inv_bias1, is_finite(m)) / denominator(square_root(v), s);
+    if (decay.present) u = u + p * decay.factor;
+    return u;
+}
+
+// The direction as well, which is that of the moments as they are stored: if they are stored as they are.
+struct LambWholeRule : LambMomentsRule {
+    MaybeFactor decay{s.decay};
+    float *params, *updates;
+
+    LambWholeRule(const MpLamb& scalars, float* to_params, float* to_updates)
+        : LambMomentsRule(scalars), params(to_params), updates(to_updates) {}
+
+    MP_MEMBER void look(int64_t i, f32x16 p, f32x16 m, f32x16 v) const {
+        store(params + i, p);
+        store(updates + i, lamb_direction(p, m, v, s, decay));
+    }
+};
+
+struct LambApplyRule : Touches<false, true, true, true, false> {
+    MpLamb s;
+    float ratio;
+    MaybeFactor decay{s.decay};
+
+    LambApplyRule(const MpLamb& scalars, float its_ratio) : s(scalars), ratio(its_ratio) {}
+
+    MP_MEMBER void operator()(f32x16, f32x16& p, f32x16& m, f32x16& v, f32x16&) const {
+        p = p - lamb_direction(p, m, v, s, decay) * ratio;
+    }
+};
+
+// One of two values plus a multiple of their difference, as torch.lerp takes it: product and sum in FP64, rounded once.
+// A difference of finite values does not overflow.
+MP_INLINE f32x16 blended(f32x16 start, f32x16 end, float factor, bool from_end) {
+    return add_in_double(from_end ? end : start, bounded(end - start, is_finite(start) & is_finite(end)), factor);
+}
+
+struct MuonMomentumRule : Touches<true, true, true, false, true, false> {
+    MpMuon s;
+
+    explicit MuonMomentumRule(const MpMuon& scalars) : s(scalars) {}
+
+    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16&, f32x16&) const {
+        g = g * s.multiplier;
+        m = blended(m, g, s.average, s.average_from_end);
+        p = s.nesterov ? blended(g, m, s.ahead, s.ahead_from_end) : m;
+    }
+};
+
+struct MuonApplyRule : Touches<true, true, false, false, false> {
+    Decay decay;
+    float factor;
+
+    MuonApplyRule(float its_decay, bool cautious_wd, float its_factor) : decay(its_decay, cautious_wd), factor(its_factor) {}
+
+    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16&, f32x16&, f32x16&) const {
+        const f32x16 u = g * factor;
+        p = decayed(p, u, decay) - u;
+    }
+};
+
+// -- rules that step each element by itself -----------------------------------------------------------
+
+// Moments of these dtypes, with main params of any.
+template <int32_t first, int32_t second, class Rule>
+MP_INLINE bool run_special_moments(const Run& run, const Rule& rule) {
+    return run_special<MP_NONE, first, second>(run, rule) || run_special<MP_I16, first, second>(run, rule) ||
+           run_special<MP_I8, first, second>(run, rule);
+}
+
+static void adam(const Run& run, const MpAdam& s) {
+    if (!run.moment1.data) {
+        const AdamRule<false> rule(s);
+        if (!run_special<MP_NONE, MP_NONE, MP_F32>(run, rule) && !run_special_moments<MP_NONE, MP_BF16>(run, rule) &&
+            !run_special_moments<MP_NONE, MP_U8>(run, rule))
+            run_rule(run, rule);
+        return;
+    }
+    const AdamRule<true> rule(s);
+    if (!run_special<MP_NONE, MP_F32, MP_F32>(run, rule) && !run_special<MP_I16, MP_F32, MP_F32>(run, rule) &&
+        !run_special_moments<MP_BF16, MP_BF16>(run, rule) && !run_special_moments<MP_F16, MP_F16>(run, rule) &&
+        !run_special_moments<MP_I8, MP_U8>(run, rule) && !run_special_moments<MP_I4, MP_U8>(run, rule))
+        run_rule(run, rule);
+}
+
+static void sgd(const Run& run, const Sgd& s) {
+    if (run.moment1.data)
+        run_rule(run, SgdRule<true>(s));
+    else
+        run_rule(run, SgdRule<false>(s));
+}
+
+static void lion(const Run& run, const Lion& s) { run_rule(run, LionRule(s)); }
+
+static void ademamix(const Run& run, const Ademamix& s) {
+    if (!run.moment1.data) return run_rule(run, AdemamixRule<false>(s));
+    const AdemamixRule<true> rule(s);
+    if (!run_special<MP_NONE, MP_F32, MP_F32>(run, rule)) run_rule(run, rule);
+}
+
+// Makes 1 of elements whose step would go the way of their gradient, 0 of others, in place of main params; nothing is kept.
+template <class Rule>
+struct AgreementRule : Touches<true, false, Rule::kFirst, false, false, false, Rule::kThird> {
+    Rule rule;
+    float* found;
+
+    AgreementRule(const Rule& given, float* to) : rule(given), found(to) {}
+
+    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16&, f32x16&) const {
+        g = g * rule.s.multiplier;
+        p = ones(are_alike(rule.way(g, m), g));
+    }
+
+    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16&, f32x16&, f32x16& slow) const {
+        g = g * rule.s.multiplier;
+        p = ones(are_alike(rule.way(g, m, slow), g));
+    }
+
+    MP_MEMBER void look(int64_t i, f32x16 p, f32x16, f32x16) const { store(found + i, p); }
+
+private:
+    MP_INLINE f32x16 ones(u32x16 where) { return as<f32x16>(where & as<u32x16>(splat<f32x16>(1.0f))); }
+};
+
+// How many elements of a run agree.
+template <class Rule>
+MP_INLINE int64_t count_agreements(const Run& given, const Rule& rule) {
+    alignas(64) float found[kBlock];
+    int64_t count = 0;
+    Run run = given;
+    run.main = run.old_main = run.remainder = run.old_remainder = run.moment2 = run.old_moment2 = Stream{nullptr, MP_NONE};
+    run.output = run.average = run.old_average = Stream{nullptr, MP_NONE};
+    run.scale2 = nullptr, run.old_scale2 = nullptr;
+    for (int64_t start = 0; start < run.numel; start += kBlock) {
+        const int64_t n = run.numel - start < kBlock ? run.numel - start : kBlock;
+        run_rule(part_of(run, start, n), AgreementRule<Rule>(rule, found));
+        for (int64_t i = 0; i < n; ++i) count += found[i] != 0.0f;
+    }
+    return count;
+}
+
+template <class Scalars>
+MP_INLINE Scalars read_scalars(const float* from) {
+    Scalars scalars;
+    __builtin_memcpy(&scalars, from, sizeof(scalars));
+    return scalars;
+}
+
+static int64_t count_of_adam(const Run& run, const float* scalars) {
+    const MpAdam s = read_scalars<MpAdam>(scalars);
+    return run.moment1.data ? count_agreements(run, AdamRule<true>(s)) : count_agreements(run, AdamRule<false>(s));
+}
+
+static int64_t count_of_lion(const Run& run, const float* scalars) {
+    return count_agreements(run, LionRule(read_scalars<Lion>(scalars)));
+}
+
+static int64_t count_of_ademamix(const Run& run, const float* scalars) {
+    const Ademamix s = read_scalars<Ademamix>(scalars);
+    return run.moment1.data ? count_agreements(run, AdemamixRule<true>(s)) : count_agreements(run, AdemamixRule<false>(s));
+}
+
+// A row of kRules. `moments`: those it cannot do without; of the first one `or_none_at_0`, where the second scalar is 0.
+// `agreements` are counted before a cautious step.
+template <class Scalars, void (*step)(const Run&, const Scalars&), int moments, bool or_none_at_0 = false,
+          int64_t (*agreements)(const Run&, const float*) = nullptr>
+constexpr ElementRule row_of(const char* name) {
+    static_assert(sizeof(Scalars) % sizeof(float) == 0, "scalars are floats");
+    if constexpr (agreements != nullptr)
+        static_assert(__builtin_offsetof(Scalars, caution) + sizeof(float) == sizeof(Scalars),
+                      "mp_step replaces the last scalar of a cautious rule");
+    return {name, int32_t(sizeof(Scalars) / sizeof(float)),
+            [](const float* s) { return or_none_at_0 && s[1] == 0.0f ? moments & ~1 : moments; },
+            [](const Run& run, const float* s) { step(run, read_scalars<Scalars>(s)); }, agreements};
+}
+
+// Every rule that steps each element by itself. Its scalars are in the order of its class in kernels/element_rules.py.
+static const ElementRule kRules[] = {
+    row_of<MpAdam, adam, 1 | 2, true, count_of_adam>("adam"),
+    row_of<Sgd, sgd, 0>("sgd"),
+    row_of<Lion, lion, 1, false, count_of_lion>("lion"),
+    row_of<Ademamix, ademamix, 1 | 2 | 4, true, count_of_ademamix>("ademamix"),
+    {nullptr, 0, nullptr, nullptr, nullptr},
+};

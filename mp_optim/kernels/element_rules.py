@@ -1,0 +1,395 @@
+"""Rules that step each element by itself: the scalars of a step, and its text in torch operations.
+
+A rule's row in :mod:`mp_optim.config.rules` names its moments in the order in which kernels take
+them. Its scalars are the fields of a class here, in the order in which kernels take them: native's
+after the multiplier of the gradients, switches as 0 and 1, ``caution`` last, in whose place a
+parameter's own scale comes; Triton's without switches, which are compiled in, and at most twelve.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.kernels.chunking import Lists, read_mains, read_moment, write_mains, write_moment
+from mp_optim.kernels.kernel_args import (
+    LambScalars,
+    StableScalars,
+    StepInputs,
+    TensorLists,
+    bias_corrections,
+    cautions,
+    fp32,
+)
+
+Step = tuple[float, float]
+"""``step_size`` and ``decay`` of a parameter, FP32 values."""
+
+
+# -- scalars --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AdamScalars(StepInputs):
+    """Scalars of one Adam step: FP32 values formed in double."""
+
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    eps: float
+    step_size: float
+    inv_sqrt_bias2: float
+    decay: float
+    l2: float
+    _: KW_ONLY
+    cautious_wd: bool
+    caution: bool
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> AdamScalars:
+        """From a param group's ``lr``, ``betas``, ``eps``, ``weight_decay`` and flags, at step
+        ``step`` >= 1."""
+        beta1, beta2 = map(float, group["betas"])
+        lr = float(group["lr"])
+        bias1, bias2 = bias_corrections(group, beta1, beta2, step)
+        decay, decoupled = float(group["weight_decay"]), group["adam_w_mode"]
+        averages = beta1, 1 - beta1, beta2, 1 - beta2
+        step_of = group["eps"], lr / bias1, 1 / math.sqrt(bias2)
+        decays = (lr * decay, 0.0) if decoupled else (0.0, decay)
+        return cls(
+            *array("f", (*averages, *step_of, *decays)),
+            **cautions(group),
+            given_lr=lr,
+            given_decay=decay,
+            given_step=int(step),
+            bias_correction=bool(group["bias_correction"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SgdScalars:
+    """Scalars of one SGD step; ``first`` says that the momentum buffer starts with this
+    gradient."""
+
+    lr: float
+    momentum: float
+    one_minus_dampening: float
+    decay: float
+    nesterov: bool
+    first: bool
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> SgdScalars:
+        """From a param group, at step ``step`` >= 1."""
+        return cls(
+            fp32(float(group["lr"])),
+            fp32(group["momentum"]),
+            fp32(1 - group["dampening"]),
+            fp32(group["weight_decay"]),
+            group["nesterov"],
+            step == 1,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LionScalars:
+    """Scalars of one Lion step."""
+
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    lr: float
+    decay: float
+    _: KW_ONLY
+    cautious_wd: bool
+    caution: bool
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> LionScalars:
+        """From a param group; the same at every step."""
+        beta1, beta2 = map(float, group["betas"])
+        lr = float(group["lr"])
+        averages = beta1, 1 - beta1, beta2, 1 - beta2
+        decay = lr * float(group["weight_decay"])
+        return cls(*array("f", (*averages, lr, decay)), **cautions(group))
+
+
+@dataclass(frozen=True, slots=True)
+class AdemamixScalars:
+    """Scalars of one step of AdEMAMix."""
+
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    beta3: float
+    one_minus_beta3: float
+    alpha: float
+    eps: float
+    lr: float
+    inv_bias1: float
+    inv_sqrt_bias2: float
+    decay: float
+    _: KW_ONLY
+    cautious_wd: bool
+    caution: bool
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> AdemamixScalars:
+        """From a param group, at step ``step`` >= 1: ``alpha`` and the slow average's decay are
+        those that their warm-ups have reached."""
+        beta1, beta2, beta3 = map(float, group["betas"])
+        lr = float(group["lr"])
+        beta3 = slow_decay(beta1, beta3, _progress(group["beta3_warmup"], step))
+        averages = beta1, 1 - beta1, beta2, 1 - beta2, beta3, 1 - beta3
+        alpha = float(group["alpha"]) * _progress(group["alpha_warmup"], step)
+        corrections = 1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
+        decay = lr * float(group["weight_decay"])
+        numbers = *averages, alpha, group["eps"], lr, *corrections, decay
+        return cls(*array("f", numbers), **cautions(group))
+
+
+def _progress(steps: int | None, step: int) -> float:
+    """How much of a warm-up of so many steps is over, at most 1."""
+    return 1.0 if steps is None else min(1.0, step / steps)
+
+
+def slow_decay(start: float, end: float, progress: float) -> float:
+    """From the decay ``start`` to ``end``, linearly in 1 / log(decay), as half-lives go: the
+    schedule of the paper. A decay of 0 has a half-life of 0."""
+    if progress == 1.0 or end == 0.0:
+        return end
+    begun = 0.0 if start == 0.0 else (1.0 - progress) / math.log(start)
+    return math.exp(1.0 / (begun + progress / math.log(end)))
+
+
+RULE_SCALARS: dict[str, Any] = {
+    "adam": AdamScalars,
+    "sgd": SgdScalars,
+    "lion": LionScalars,
+    "ademamix": AdemamixScalars,
+    "lamb": LambScalars,
+    "stable_adamw": StableScalars,
+}
+"""What carries out a rule takes these, by rule."""
+
+
+# -- text -----------------------------------------------------------------------------------------
+#
+# Every operation is one IEEE operation in FP32, rounded once: see ``backends/reference.py``.
+
+_LARGEST = torch.finfo(torch.float32).max
+AnyAdam = AdamScalars | LambScalars | StableScalars | AdemamixScalars
+Cautious = AdamScalars | LionScalars | AdemamixScalars
+Scales = Sequence[float] | None
+"""For each tensor what cautious updates are multiplied with, FP32 numbers."""
+
+
+def gradients(batch: TensorLists, mains: Lists, multiplier: float, l2: float) -> Lists:
+    """FP32(g) * multiplier, then + l2 * p: new tensors of one batch's size."""
+    grads = [grad.to(torch.float32, copy=True) for grad in batch.grad]
+    if multiplier != 1.0:
+        torch._foreach_mul_(grads, multiplier)
+    if l2 != 0.0:
+        torch._foreach_add_(grads, torch._foreach_mul(mains, l2))
+    return grads
+
+
+def average(m: Lists, grads: Lists, keep: float, weight: float) -> None:
+    """m = m*keep + g*weight."""
+    torch._foreach_mul_(m, keep)
+    torch._foreach_add_(m, torch._foreach_mul(grads, weight))
+
+
+def bound(value: Tensor, *made_of: Tensor) -> None:
+    """What overflowed, of something finite, becomes FP32's largest number of its sign."""
+    overflown = value.isinf()
+    for part in made_of:
+        overflown.logical_and_(part.isfinite())
+    value.copy_(torch.where(overflown, value.clamp(-_LARGEST, _LARGEST), value))
+
+
+def bound_all(values: Sequence[Tensor], made_of: Lists) -> None:
+    """The same of many, each made of one."""
+    for value, part in zip(values, made_of, strict=True):
+        bound(value, part)
+
+
+def average_squares(v: Lists, grads: Lists, s: AnyAdam) -> None:
+    """v = v*b2 + (g*(1-b2))*g."""
+    squares = torch._foreach_mul(grads, s.one_minus_beta2)
+    torch._foreach_mul_(squares, grads)
+    torch._foreach_mul_(v, s.beta2)
+    torch._foreach_add_(v, squares)
+
+
+def denominators(v: Lists, s: AnyAdam) -> Lists:
+    """sqrt(v) * (1/sqrt(bias2)) + eps."""
+    roots = [value.double().sqrt_().float() for value in v]
+    torch._foreach_mul_(roots, s.inv_sqrt_bias2)
+    torch._foreach_add_(roots, s.eps)
+    return roots
+
+
+def descend(p: Lists, steps: Sequence[Tensor], decays: Sequence[float], cautious: bool) -> None:
+    """p = (p - decay*p) - step; without decay where that is 0, as 0 * inf is not 0.
+
+    Args:
+        cautious: decay an element only where the step does not take it away from 0 (Cautious
+            Weight Decay, Chen et al. 2025, arXiv:2510.12402: x - lr (u + wd * 1[u x >= 0] x)).
+    """
+    decayed = [each for each in zip(p, steps, decays, strict=True) if each[2] != 0.0]
+    if decayed:
+        mains, theirs, rates = map(list, zip(*decayed, strict=True))
+        parts = torch._foreach_mul(mains, rates)
+        for part, main, step in zip(parts, mains, theirs, strict=True) if cautious else ():
+            away = torch.where(step > 0.0, main < 0.0, (step < 0.0).logical_and_(main > 0.0))
+            part.masked_fill_(away, 0.0)
+        torch._foreach_sub_(mains, parts)
+    torch._foreach_sub_(p, list(steps))
+
+
+def agreeing(way: Tensor, grad: Tensor) -> Tensor:
+    """Where an update goes the way of its gradient: both positive, or both negative."""
+    return torch.where(grad > 0.0, way > 0.0, (grad < 0.0).logical_and_(way < 0.0))
+
+
+def _be_cautious(
+    steps: Sequence[Tensor], ways: Sequence[Tensor], grads: Lists, scales: Scales
+) -> None:
+    """Steps that go the way of their gradients are multiplied with their tensor's scale, others
+    with 0 (Cautious Optimizers, Liang et al. 2024, arXiv:2411.16085). No scales: not cautious."""
+    if scales is None:
+        return
+    for step, way, grad, scale in zip(steps, ways, grads, scales, strict=True):
+        step.mul_(agreeing(way, grad).to(torch.float32).mul_(scale))
+
+
+def adam_batch(
+    batch: TensorLists,
+    s: AdamScalars | StableScalars,
+    steps: Sequence[Step],
+    multiplier: float,
+    l2: float = 0.0,
+    scales: Scales = None,
+) -> None:
+    """Adam, with a ``step_size`` and a ``decay`` for each tensor."""
+    p, v = read_mains(batch), read_moment(batch, "exp_avg_sq")
+    m = grads = gradients(batch, p, multiplier, l2)
+    if "exp_avg" in batch.state:
+        m = read_moment(batch, "exp_avg")
+        average(m, grads, s.beta1, s.one_minus_beta1)
+    average_squares(v, grads, s)
+    sizes, decays = zip(*steps, strict=True)
+    updates = torch._foreach_div(m, denominators(v, s))
+    torch._foreach_mul_(updates, sizes)
+    _be_cautious(updates, m, grads, scales)
+    descend(p, updates, decays, s.cautious_wd)
+    if "exp_avg" in batch.state:
+        write_moment(batch, "exp_avg", m)
+    write_moment(batch, "exp_avg_sq", v)
+    write_mains(batch, p)
+
+
+def _adam(batch: TensorLists, s: AdamScalars, multiplier: float, scales: Scales = None) -> None:
+    adam_batch(batch, s, [(s.step_size, s.decay)] * len(batch.main), multiplier, s.l2, scales)
+
+
+def _sgd(batch: TensorLists, s: SgdScalars, multiplier: float, scales: Scales = None) -> None:
+    p = read_mains(batch)
+    grads = gradients(batch, p, multiplier, s.decay)
+    if "momentum_buffer" in batch.state:
+        buffers = read_moment(batch, "momentum_buffer")
+        if s.first:
+            torch._foreach_copy_(buffers, grads)
+        else:
+            average(buffers, grads, s.momentum, s.one_minus_dampening)
+            bound_all(buffers, grads)
+        if s.nesterov:
+            torch._foreach_add_(grads, torch._foreach_mul(buffers, s.momentum))
+        else:
+            torch._foreach_copy_(grads, buffers)
+        write_moment(batch, "momentum_buffer", buffers)
+    torch._foreach_mul_(grads, s.lr)
+    torch._foreach_sub_(p, grads)
+    write_mains(batch, p)
+
+
+def _lion(batch: TensorLists, s: LionScalars, multiplier: float, scales: Scales = None) -> None:
+    p, m = read_mains(batch), read_moment(batch, "exp_avg")
+    grads = gradients(batch, p, multiplier, 0.0)
+    blend = torch._foreach_mul(m, s.beta1)
+    torch._foreach_add_(blend, torch._foreach_mul(grads, s.one_minus_beta1))
+    steps = [torch.where(u.isnan(), u, u.sign()) for u in blend]
+    torch._foreach_mul_(steps, s.lr)
+    _be_cautious(steps, blend, grads, scales)
+    descend(p, steps, [s.decay] * len(p), s.cautious_wd)
+    average(m, grads, s.beta2, s.one_minus_beta2)
+    write_moment(batch, "exp_avg", m)
+    write_mains(batch, p)
+
+
+def _ademamix(
+    batch: TensorLists, s: AdemamixScalars, multiplier: float, scales: Scales = None
+) -> None:
+    p, v = read_mains(batch), read_moment(batch, "exp_avg_sq")
+    slow = read_moment(batch, "exp_avg_slow")
+    m = grads = gradients(batch, p, multiplier, 0.0)
+    if "exp_avg" in batch.state:
+        m = read_moment(batch, "exp_avg")
+        average(m, grads, s.beta1, s.one_minus_beta1)
+    average(slow, grads, s.beta3, s.one_minus_beta3)
+    average_squares(v, grads, s)
+    blend = _blended(m, slow, s)
+    steps = torch._foreach_div(blend, denominators(v, s))
+    torch._foreach_mul_(steps, s.lr)
+    _be_cautious(steps, blend, grads, scales)
+    descend(p, steps, [s.decay] * len(p), s.cautious_wd)
+    if "exp_avg" in batch.state:
+        write_moment(batch, "exp_avg", m)
+    write_moment(batch, "exp_avg_sq", v)
+    write_moment(batch, "exp_avg_slow", slow)
+    write_mains(batch, p)
+
+
+def _blended(m: Lists, slow: Lists, s: AdemamixScalars) -> Lists:
+    """m * (1/bias1) + slow * alpha; what overflows of finite averages is FP32's largest number."""
+    steps, far = list(torch._foreach_mul(m, s.inv_bias1)), torch._foreach_mul(slow, s.alpha)
+    bound_all(steps, m)
+    bound_all(far, slow)
+    torch._foreach_add_(steps, far)
+    for step, one, other in zip(steps, m, slow, strict=True):
+        bound(step, one, other)
+    return steps
+
+
+def agreements(batch: TensorLists, s: Cautious, multiplier: float) -> list[Tensor]:
+    """Of each tensor the number of elements whose step would go the way of their gradient; int64,
+    shape (). Writes nothing."""
+    grads = gradients(batch, [], multiplier, 0.0)
+    ways = grads
+    if "exp_avg" in batch.state:
+        ways = [moment.clone() for moment in read_moment(batch, "exp_avg")]
+        average(ways, grads, s.beta1, s.one_minus_beta1)
+    if isinstance(s, AdemamixScalars):
+        slow = [moment.clone() for moment in read_moment(batch, "exp_avg_slow")]
+        average(slow, grads, s.beta3, s.one_minus_beta3)
+        ways = _blended(ways, slow, s)
+    return [agreeing(way, grad).sum() for way, grad in zip(ways, grads, strict=True)]
+
+
+TEXTS: dict[str, Callable[..., None]] = {
+    "adam": _adam,
+    "sgd": _sgd,
+    "lion": _lion,
+    "ademamix": _ademamix,
+}
+"""A step of each rule, for a batch."""

@@ -1,0 +1,519 @@
+"""What a backend is handed: parallel lists of tensors, scalars rounded once from double, and which
+tensors go into one launch: those that share the dtypes of all their parts, and fit each other."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mp_optim.config.rules import CAUTIONS
+from mp_optim.config.state_forms import (
+    AVERAGE_FORMS,
+    FIRST_FORMS,
+    SECOND_FORMS,
+    blocks_of,
+    packed_bytes,
+)
+from mp_optim.core import CachedTensorList
+from mp_optim.core.slot_state import AVERAGE, REMAINDER, scale_key
+from mp_optim.kernels.codecs import Noise, is_blocked
+
+_LEAST_NORMAL = 2.0**-126
+MAIN = ""
+"""Key of main params among a slot's tensors."""
+
+
+def fp32(value: float) -> float:
+    """The double that is nearest to ``value`` among FP32 numbers."""
+    return ctypes.c_float(value).value
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLists:
+    """Parallel lists on one device, of contiguous tensors.
+
+    Attributes:
+        main: FP32; or bfloat16, with the rest of it in ``state[REMAINDER]`` if it is not all there
+            is. Empty for a pass that steps none.
+        grad: any floating dtype.
+        state: moments by name, stored as ``formats`` says, with ``state[scale_key(name)]`` for
+            those in blocks; ``state[AVERAGE]``, where averages are kept.
+        output: tensor that receives the updated parameter in its dtype, or None; bfloat16 where
+            main is.
+        source: where the present values of main (``MAIN``) and state are, if not in ``main`` and
+            ``state``, whose values then mean nothing. Only for backends that have ``reads_source``.
+        noise: for each tensor, to round state stochastically; None rounds to nearest.
+        average_weight: what new main params weigh in their averages, an FP32 number; at 1 the
+            averages become the main params.
+        prepared: where a backend may keep what it made of ``main``, ``state`` and ``output``, for
+            lists that have the same objects there; see :meth:`made_for`.
+        changed: bitmaps in which the elements of weights are marked that get another value
+            (``SlotUpdate.changed``); None if nobody asks. Only for backends that have
+            ``marks_changes``.
+        follows: ``output`` holds the model's weights, and the step continues from them where main
+            does not round to them. Only for backends that have ``follows_weights``.
+
+    A list that is a ``CachedTensorList`` may be the same one in every step.
+    """
+
+    main: list[Tensor]
+    grad: list[Tensor]
+    state: dict[str, list[Tensor]]
+    output: Sequence[Tensor | None]
+    noise: list[Noise] | None = None
+    source: Mapping[str, Sequence[Tensor]] | None = None
+    average_weight: float = 1.0
+    prepared: dict[str, Any] | None = None
+    changed: Sequence[Tensor] | None = None
+    follows: bool = False
+
+    @property
+    def made_for(self) -> tuple[Any, ...]:
+        """The lists that may be the same in every step. What is kept in ``prepared`` holds for
+        these objects alone."""
+        return self.main, *self.state.values(), self.output, self.changed
+
+    def take(self, indices: Sequence[int]) -> TensorLists:
+        """Some of the tensors."""
+
+        def some(values: Sequence[Any]) -> list[Any]:
+            return [values[index] for index in indices]
+
+        source = self.source
+        return TensorLists(
+            some(self.main) if self.main else [],
+            some(self.grad),
+            {key: some(tensors) for key, tensors in self.state.items()},
+            some(self.output),
+            None if self.noise is None else some(self.noise),
+            None if source is None else {key: some(each) for key, each in source.items()},
+            self.average_weight,
+            changed=None if self.changed is None else some(self.changed),
+            follows=self.follows,
+        )
+
+    def for_averages(self) -> TensorLists:
+        """The lists without what averages do not read; empty ones where none are kept."""
+        if AVERAGE not in self.state or not self.main:
+            return TensorLists([], [], {}, [])
+        averages = self.only(REMAINDER, AVERAGE)
+        return replace(
+            averages, output=[None] * len(self.main), source=None, changed=None, follows=False
+        )
+
+    def only(self, *keys: str) -> TensorLists:
+        """The lists with no state but that of some keys."""
+        state = {key: self.state[key] for key in keys if key in self.state}
+        source = self.source
+        if source is not None:
+            source = {key: source[key] for key in keys if key in source}
+        return replace(self, state=state, source=source)
+
+    def in_place(self) -> TensorLists:
+        """The lists with present values brought to where they are stepped."""
+        if self.source is None:
+            return self
+        for key, tensors in self.source.items():
+            if tensors:
+                torch._foreach_copy_(
+                    list(self.main if key == MAIN else self.state[key]), list(tensors)
+                )
+        return replace(self, source=None)
+
+
+def contiguous(tensors: CachedTensorList) -> CachedTensorList:
+    """The list itself if every tensor in it is contiguous, else one that is."""
+    if tensors.contiguous:
+        return tensors
+    return CachedTensorList(tensor.contiguous() for tensor in tensors)
+
+
+def contiguous_outputs(outputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """The list itself if every tensor in it is contiguous, else one with copies of those that are
+    not: a step that the device skips leaves them as they are."""
+    if isinstance(outputs, CachedTensorList) and outputs.contiguous:
+        return outputs
+    if all(map(Tensor.is_contiguous, [output for output in outputs if output is not None])):
+        return outputs
+    return [None if output is None else output.contiguous() for output in outputs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """What the scalars of a step were made from, for kernels that make their own. Apart from the
+    scalars themselves, so that those are what ``__slots__`` of a subclass lists."""
+
+    given_lr: float
+    given_decay: float
+    given_step: int
+    bias_correction: bool
+
+
+def cautions(group: Mapping[str, Any]) -> dict[str, bool]:
+    """``caution`` and ``cautious_wd`` of a param group; one that names neither has neither."""
+    return {name: bool(group.get(name)) for name in CAUTIONS}
+
+
+@dataclass(frozen=True, slots=True)
+class StableScalars:
+    """Scalars of one step of StableAdamW: those of Adam with decoupled decay, and beside them
+
+    Attributes:
+        floor: least second moment that a square is divided by.
+        limit: a power of two that no such quotient reaches, but by rounding of denormal numbers;
+            what stands for one whose square overflows.
+        rate, decay_rate: of a parameter that is not clipped, before they are rounded to
+            ``step_size`` and ``decay``.
+    """
+
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    eps: float
+    inv_bias2: float
+    inv_sqrt_bias2: float
+    floor: float
+    limit: float
+    step_size: float
+    decay: float
+    rate: float
+    decay_rate: float
+    cautious_wd: bool
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> StableScalars:
+        """From a param group, at step ``step`` >= 1."""
+        (beta1, beta2), lr = (float(b) for b in group["betas"]), float(group["lr"])
+        bias1, bias2 = bias_corrections(group, beta1, beta2, step)
+        rate, decay_rate = lr / bias1, lr * float(group["weight_decay"])
+        most = bias2 / (1 - beta2)  # v >= (1 - beta2) g^2, so g^2 / (v / bias2) is at most this
+        return cls(
+            fp32(beta1),
+            fp32(1 - beta1),
+            fp32(beta2),
+            fp32(1 - beta2),
+            fp32(group["eps"]),
+            fp32(1 / bias2),
+            fp32(1 / math.sqrt(bias2)),
+            fp32(max(float(group["eps"]) ** 2, _LEAST_NORMAL)),
+            2.0 ** math.frexp(most)[1],
+            fp32(rate),
+            fp32(decay_rate),
+            rate,
+            decay_rate,
+            bool(group.get("cautious_wd")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LambScalars(StepInputs):
+    """Scalars of one LAMB step."""
+
+    beta1: float
+    grad_weight: float
+    beta2: float
+    one_minus_beta2: float
+    eps: float
+    inv_bias1: float
+    inv_sqrt_bias2: float
+    decay: float
+    l2: float
+    lr: float
+    adapts: bool
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any], step: int) -> LambScalars:
+        """From a param group, at step ``step`` >= 1."""
+        beta1, beta2 = (float(b) for b in group["betas"])
+        bias1, bias2 = bias_corrections(group, beta1, beta2, step)
+        lr, decay, decoupled = (
+            float(group["lr"]),
+            float(group["weight_decay"]),
+            group["adam_w_mode"],
+        )
+        return cls(
+            fp32(beta1),
+            fp32(1 - beta1) if group["grad_averaging"] else 1.0,
+            fp32(beta2),
+            fp32(1 - beta2),
+            fp32(group["eps"]),
+            fp32(1 / bias1),
+            fp32(1 / math.sqrt(bias2)),
+            fp32(decay) if decoupled else 0.0,
+            0.0 if decoupled else fp32(decay),
+            lr,
+            bool(group["use_nvlamb"] or decay != 0.0),
+            given_lr=lr,
+            given_decay=decay,
+            given_step=int(step),
+            bias_correction=bool(group["bias_correction"]),
+        )
+
+    def ratio(self, param_square: float, update_square: float) -> float:
+        """lr * ||p|| / ||u|| where the rule adapts and both norms are positive, else lr."""
+        if not self.adapts or param_square == 0.0 or update_square == 0.0:
+            return fp32(self.lr)
+        return fp32(self.lr * math.sqrt(param_square) / math.sqrt(update_square))
+
+
+@dataclass(frozen=True, slots=True)
+class MuonScalars:
+    """Scalars of Muon's passes over elements.
+
+    Attributes:
+        average, ahead: what the difference of gradient and momentum is multiplied with, for the new
+            momentum, and for what is one step ahead of it.
+        decay: learning rate times weight decay.
+        average_from_end, ahead_from_end: whether the product is added to the second of the two that
+            the difference is of: gradient, or new momentum. So does ``torch.lerp`` with weights
+            from 0.5 on.
+    """
+
+    average: float
+    ahead: float
+    decay: float
+    average_from_end: bool
+    ahead_from_end: bool
+    nesterov: bool
+    cautious_wd: bool
+
+    @classmethod
+    def at(cls, group: Mapping[str, Any]) -> MuonScalars:
+        """From a param group; the same at every step."""
+        momentum = float(group["momentum"])
+        average, average_from_end = _lerp(1 - momentum)
+        ahead, ahead_from_end = _lerp(momentum)
+        decay = fp32(float(group["lr"]) * float(group["weight_decay"]))
+        from_end = average_from_end, ahead_from_end
+        return cls(
+            average, ahead, decay, *from_end, group["nesterov"], bool(group.get("cautious_wd"))
+        )
+
+
+def _lerp(weight: float) -> tuple[float, bool]:
+    from_end = weight >= 0.5
+    return fp32(fp32(weight) - 1.0) if from_end else fp32(weight), from_end
+
+
+def bias_corrections(
+    group: Mapping[str, Any], beta1: float, beta2: float, step: int
+) -> tuple[float, float]:
+    return (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
+
+
+# -- kinds of launches ---------------------------------------------------------------------------
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of gradients that kernels read."""
+_OUTPUTS: dict[tuple[torch.dtype | None, torch.dtype | None], tuple[torch.dtype | None, ...]] = {
+    (None, None): FLOATS,
+    (torch.float32, None): (None, *FLOATS),
+    (torch.bfloat16, torch.int16): (None, torch.bfloat16),
+    (torch.bfloat16, torch.int8): (None, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16): (None, torch.bfloat16),
+    (torch.bfloat16, None): (None, torch.bfloat16),
+}
+"""Dtypes of outputs, by those of main params and remainders."""
+
+
+_FIRST, _SECOND, _AVERAGES = (
+    {None, *(form.dtype for form in forms)} for forms in (FIRST_FORMS, SECOND_FORMS, AVERAGE_FORMS)
+)
+
+
+class LaunchDtypes(NamedTuple):
+    """Dtypes that the tensors of a launch share; None where there is no tensor."""
+
+    grad: torch.dtype
+    main: torch.dtype | None = None
+    remainder: torch.dtype | None = None
+    moment1: torch.dtype | None = None
+    moment2: torch.dtype | None = None
+    moment3: torch.dtype | None = None
+    output: torch.dtype | None = None
+    average: torch.dtype | None = None
+
+    @property
+    def compares_weights(self) -> bool:
+        """Whether kernels compare main params with weights of these dtypes."""
+        return self.main == torch.float32 and self.output in (torch.bfloat16, torch.float16)
+
+
+class AlikeLists(NamedTuple):
+    """Tensors of one kind: where they are in the lists, and the lists of them alone. A kind of
+    None: no kernel."""
+
+    indices: Sequence[int]
+    kind: LaunchDtypes | None
+    lists: TensorLists
+
+
+def kept_moments(lists: TensorLists, moments: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of a rule's moments, with "" in place of those that are not kept."""
+    return tuple([name if name in lists.state else "" for name in moments])
+
+
+def alike_lists(lists: TensorLists, moments: tuple[str, ...]) -> list[AlikeLists]:
+    """The lists by kind; the lists themselves if all tensors are of one.
+
+    Args:
+        moments: names of the first, second and third one, "" for one that is not kept.
+    """
+    if not lists.grad:
+        return []
+    names = [*moments, "", "", ""][:3]
+    columns: list[Sequence[Tensor | None] | None] = [
+        lists.grad,
+        lists.main or None,
+        lists.state.get(REMAINDER),
+        *[lists.state[name] if name else None for name in names],
+        lists.output,
+        lists.state.get(AVERAGE),
+    ]
+    dtypes = list(map(_dtypes, columns))
+    if set(map(len, dtypes)) == {1}:
+        kind = LaunchDtypes._make(chain.from_iterable(dtypes))
+        return [AlikeLists(range(len(lists.grad)), _supported(kind, lists, moments), lists)]
+    by_kind: dict[LaunchDtypes, list[int]] = {}
+    for index in range(len(lists.grad)):
+        tensors = [None if column is None else column[index] for column in columns]
+        kind = LaunchDtypes._make(None if each is None else each.dtype for each in tensors)
+        by_kind.setdefault(kind, []).append(index)
+    parts = []
+    for kind, indices in by_kind.items():
+        part = lists.take(indices)
+        parts.append(AlikeLists(indices, _supported(kind, part, moments), part))
+    return parts
+
+
+def _dtypes(column: Sequence[Tensor | None] | None) -> set[torch.dtype | None]:
+    if column is None:
+        return {None}
+    if isinstance(column, CachedTensorList):
+        return set(column.dtypes)
+    return {None if tensor is None else tensor.dtype for tensor in column}
+
+
+def _supported(
+    kind: LaunchDtypes, lists: TensorLists, moments: tuple[str, ...]
+) -> LaunchDtypes | None:
+    """The kind, if there are kernels for it, and scales and seeds are as they expect them."""
+    scaled = True
+    for name, dtype in zip(moments, (kind.moment1, kind.moment2, kind.moment3), strict=False):
+        scaled &= (scale_key(name) in lists.state) == (dtype is not None and is_blocked(dtype))
+    seeds = {item.seed for item in lists.noise or []}
+    rounds = kind.average != torch.bfloat16 or lists.noise is not None
+    known = (
+        kind.grad in FLOATS
+        and kind.moment1 in _FIRST
+        and kind.moment2 in _SECOND
+        and kind.moment3 in _FIRST
+        and kind.output in _OUTPUTS.get((kind.main, kind.remainder), ())
+        and kind.average in _AVERAGES
+    )
+    return kind if known and scaled and rounds and len(seeds) <= 1 else None
+
+
+def column_names(moments: tuple[str, ...]) -> dict[str, str]:
+    """What kernels call the tensors of a slot, by the keys that these have in ``TensorLists``.
+
+    Args:
+        moments: as of :func:`alike_lists`.
+    """
+    names = {MAIN: "main", REMAINDER: "remainder", AVERAGE: "average"}
+    for number, moment in enumerate(moments, start=1):
+        if moment:
+            names |= {moment: f"moment{number}", scale_key(moment): f"scale{number}"}
+    return names
+
+
+def columns_of(
+    lists: TensorLists, kind: LaunchDtypes, moments: tuple[str, ...]
+) -> dict[str, Sequence[Any]]:
+    """The lists of one kind that kernels read or write in place, by their names there."""
+    names = column_names(moments)
+    columns: dict[str, Sequence[Any]] = {"grad": lists.grad}
+    if lists.main:
+        columns["main"] = lists.main
+    columns |= {names[key]: tensors for key, tensors in lists.state.items() if key in names}
+    if kind.output is not None:
+        columns["output"] = lists.output
+    if lists.changed is not None:
+        columns["changed"] = lists.changed
+    return columns
+
+
+# -- whether they fit each other ------------------------------------------------------------------
+
+
+def check_fit(kind: LaunchDtypes, columns: Mapping[str, CachedTensorList]) -> None:
+    """Kernels read and write as many elements as they are told, wherever they are told. So each
+    list is looked at when its addresses are first used, whatever was thought of it before.
+
+    Args:
+        columns: by the names of :class:`LaunchDtypes`, ``scale1`` to ``scale3``, ``changed``, and
+            each of them with ``from_`` before it where present values lie elsewhere.
+
+    Raises:
+        ValueError: a tensor has not the elements or the dtype that the others of its slot ask for,
+            or its storage is smaller than it. Nothing was written.
+    """
+    sized = columns.get("main") or columns["grad"]
+    numbers = sized.sizes.tobytes()
+    for name, tensors in columns.items():
+        column = name.removeprefix("from_")
+        if column.startswith("scale"):
+            dtype, expected = torch.float32, _sizes(numbers, "blocks")
+        elif column == "changed":
+            dtype, expected = torch.uint8, _sizes(numbers, "bits")
+        else:
+            dtype, expected = getattr(kind, column), sized.sizes
+            if dtype == torch.uint8 and column in _PACKED:
+                expected = _sizes(numbers, "packed")
+        fits = tensors.own_sizes == expected and tensors.dtypes <= {dtype}
+        if not fits or not tensors.stored:
+            raise ValueError(_misfit(name, tensors, expected, dtype))
+
+
+_PACKED = ("moment1", "moment3")
+"""Columns whose bytes are two codes."""
+
+
+@lru_cache(maxsize=64)
+def _sizes(numbers: bytes, form: str) -> array[int]:
+    each = {"blocks": blocks_of, "packed": packed_bytes, "bits": bitmap_bytes}[form]
+    return array("q", map(each, array("q", numbers)))
+
+
+def bitmap_bytes(numel: int) -> int:
+    """Bytes of a bitmap of so many elements: whole words of 64 bits."""
+    return -(-numel // 64) * 8
+
+
+def _misfit(
+    name: str, tensors: Sequence[Tensor], expected: Sequence[int], dtype: torch.dtype
+) -> str:
+    """The first of the tensors that is another one than the kernels were to be told."""
+    for place, (tensor, size) in enumerate(zip(tensors, expected, strict=False)):
+        held = tensor.untyped_storage().nbytes()
+        is_misfit = (tensor.numel(), tensor.dtype) != (size, dtype)
+        if is_misfit or held < tensor.nbytes:
+            return (
+                f"tensor {place} of {len(tensors)} in column {name!r} of a kernel's call has "
+                f"{tensor.numel()} elements of {tensor.dtype} in a storage of {held} bytes, where "
+                f"its slot has {size} of {dtype}: it was given other memory or another form "
+                "(`tensor.data = ...`, `resize_`) that the optimizer was not told of, or its "
+                "parameter was; nothing was written. Put a new parameter into the param group, or "
+                "build the optimizer anew"
+            )
+    return f"column {name!r} of a kernel's call has {len(tensors)} tensors for {len(expected)}"

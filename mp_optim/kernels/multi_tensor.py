@@ -1,0 +1,405 @@
+"""Kernels of others: torch's fused ones, and the multi-tensor ones in the extensions of NVIDIA apex
+and Transformer Engine, without their optimizer classes, which key state by tensor and keep master
+weights outside the state dict. All are within the tolerance docs/numerics.md states of
+``reference``, not equal to it.
+
+The multi-tensor kernels check little of what they are handed (docs/upstream-defects.md): a launch
+goes out only after everything they take for granted was looked at here. Tensors are cut into pieces
+far below 2^31 elements, empty ones are left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.config.rules import RULES
+from mp_optim.core.slot_state import REMAINDER
+from mp_optim.host.accelerator import CUDA, current_device
+from mp_optim.kernels.chunking import (
+    batches,
+    first_moments,
+    mark_written,
+    piece_elements,
+    runs_of,
+    take_averages,
+    write_outputs,
+)
+from mp_optim.kernels.element_rules import AdamScalars, SgdScalars, gradients
+from mp_optim.kernels.kernel_args import (
+    FLOATS,
+    LambScalars,
+    LaunchDtypes,
+    TensorLists,
+    alike_lists,
+    kept_moments,
+)
+from mp_optim.kernels.reference import ReferenceBackend, Scales
+from mp_optim.kernels.sums import combine_pieces, sum_of_squares
+
+CHUNK_ELEMENTS = 2048 * 32
+"""Elements that one block of threads works on."""
+
+MOST_ELEMENTS = 2**31 - 1 - CHUNK_ELEMENTS
+"""Elements of a tensor that the kernels' 32-bit indices reach."""
+
+MOST_TENSORS = 1024
+"""Tensors per call: Transformer Engine keeps a handle for each, of which there are some 20,000."""
+
+KERNEL_DEVICE = CUDA.type
+"""Where the kernels run."""
+
+
+def check_launch(
+    name: str, lists: Sequence[Sequence[Tensor]], dtypes: Sequence[torch.dtype]
+) -> None:
+    """Refuse what a kernel would read or write wrongly without a word.
+
+    Args:
+        name: of the kernel. dtypes: of each list.
+
+    Raises:
+        ValueError: a list is empty, tensors are empty, too large, of different sizes, not
+            contiguous, of another dtype, or not on one device of the kernels' kind.
+    """
+    if not lists or not lists[0] or len({len(tensors) for tensors in lists}) != 1:
+        raise ValueError(
+            f"{name}: lists of {[len(tensors) for tensors in lists]} tensors; they must be alike "
+            "and not empty"
+        )
+    device, sizes = lists[0][0].device, [tensor.numel() for tensor in lists[0]]
+    for tensors, dtype in zip(lists, dtypes, strict=True):
+        for tensor, size in zip(tensors, sizes, strict=True):
+            if tensor.device != device or device.type != KERNEL_DEVICE:
+                raise ValueError(
+                    f"{name}: a tensor on {tensor.device} in a launch on {device}; the kernels run "
+                    f"on {KERNEL_DEVICE}"
+                )
+            if tensor.dtype != dtype:
+                raise ValueError(
+                    f"{name}: a tensor is {tensor.dtype}, the kernel takes {dtype} there"
+                )
+            if (
+                tensor.numel() != size
+                or not 0 < size <= MOST_ELEMENTS
+                or not tensor.is_contiguous()
+            ):
+                raise ValueError(
+                    f"{name}: a tensor of {tensor.numel()} elements beside one of {size}, "
+                    f"contiguous: {tensor.is_contiguous()}; at most {MOST_ELEMENTS} elements are "
+                    "reached"
+                )
+
+
+class MultiTensorBackend(ReferenceBackend):
+    """What both libraries do alike; ``reference`` does what no kernel of theirs can.
+
+    Args:
+        library: the module with the ``multi_tensor_*`` functions.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+
+    def takes(self, kind: LaunchDtypes) -> bool:
+        """Whether there are kernels for a kind; here: FP32 main params and state."""
+        state = {kind.main, kind.remainder, kind.moment1, kind.moment2, kind.moment3} - {None}
+        return state == {torch.float32}
+
+    def split(
+        self, rule: str, lists: TensorLists
+    ) -> Iterator[tuple[LaunchDtypes | None, TensorLists]]:
+        """Parts of the lists that are of one kind each; None for what goes to ``reference``."""
+        for _, kind, alike in alike_lists(lists, kept_moments(lists, RULES[rule].moment_names)):
+            is_taken = kind is not None and alike.noise is None and self.takes(kind)
+            yield (kind if is_taken else None), alike
+
+    def launch(
+        self,
+        name: str,
+        lists: Sequence[Sequence[Tensor]],
+        dtypes: Sequence[torch.dtype],
+        *arguments: Any,
+    ) -> Any:
+        """Call a kernel with a flag of its own, which no earlier launch can have set."""
+        check_launch(f"{self.name}: {name}", lists, dtypes)
+        device = lists[0][0].device
+        with current_device(device):
+            flag = torch.zeros(1, dtype=torch.int32, device=device)
+            tensors = [list(each) for each in lists]
+            return getattr(self.library, name)(CHUNK_ELEMENTS, flag, tensors, *arguments)
+
+    def scaled(self, grads: Sequence[Tensor], multiplier: float) -> list[Tensor]:
+        """FP32(g) * multiplier in memory of its own, of one batch's size."""
+        fresh = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+        dtypes = [grads[0].dtype, torch.float32]
+        self.launch("multi_tensor_scale", [grads, fresh], dtypes, multiplier)
+        return fresh
+
+    def step(
+        self,
+        rule: str,
+        lists: TensorLists,
+        scalars: Any,
+        multiplier: float,
+        scales: Scales | None = None,
+    ) -> None:
+        launches: dict[str, Callable[..., None]] = {"adam": self.adam, "sgd": self.sgd}
+        for kind, alike in self.split(rule, lists):
+            if kind is None or rule not in launches:
+                super().step(rule, alike, scalars, multiplier)
+                continue
+            for _, batch in batches(alike, MOST_TENSORS):
+                launches[rule](kind, batch, scalars, multiplier)
+                take_averages(batch)
+            mark_written(alike)
+
+    def adam(
+        self, kind: LaunchDtypes, batch: TensorLists, s: AdamScalars, multiplier: float
+    ) -> None:
+        """One batch of one kind."""
+        raise NotImplementedError
+
+    def sgd(self, kind: LaunchDtypes, batch: TensorLists, s: SgdScalars, multiplier: float) -> None:
+        """The kernel reads a buffer even without momentum, but writes none then: any list will
+        do."""
+        grads = batch.grad if kind.grad == torch.float32 else self.scaled(batch.grad, multiplier)
+        buffers = batch.state.get("momentum_buffer", grads)
+        numbers = s.decay, s.momentum, 1.0 - s.one_minus_dampening, s.lr
+        switches = bool(s.nesterov), bool(s.first), False
+        left = multiplier if grads is batch.grad else 1.0
+        lists, dtypes = [grads, batch.main, buffers], [torch.float32] * 3
+        self.launch("multi_tensor_sgd", lists, dtypes, *numbers, *switches, left)
+        write_outputs(batch)
+
+    def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        """FP32 norms of pieces, added up in FP64. What overflows FP32 is summed by ``reference``:
+        only an inf or nan among the values may make a sum that is not finite."""
+        if not tensors or any(tensor.dtype not in FLOATS for tensor in tensors):
+            return sum_of_squares(tensors)
+        flat = [tensor.contiguous() for tensor in tensors]
+        owners, pieces = [], []
+        for of_each, batch in batches(TensorLists(flat, flat, {}, [None] * len(flat))):
+            owners += of_each
+            pieces += batch.main
+        squares = torch.zeros(len(pieces), 1, dtype=torch.float64, device=tensors[0].device)
+        for dtype in dict.fromkeys(piece.dtype for piece in pieces):
+            indices = [index for index, piece in enumerate(pieces) if piece.dtype == dtype]
+            for start in range(0, len(indices), MOST_TENSORS):
+                together = indices[start : start + MOST_TENSORS]
+                norms = self.launch(
+                    "multi_tensor_l2norm", [[pieces[i] for i in together]], [dtype], True
+                )[1]
+                squares[torch.tensor(together, device=squares.device), 0] = norms.double().square()
+        sums = combine_pieces(owners, squares, len(tensors)).squeeze(1)
+        if not bool(sums.isfinite().all()):
+            for index in torch.nonzero(~sums.isfinite()).flatten().tolist():
+                sums[index] = sum_of_squares([tensors[index]])[0]
+        return sums
+
+
+def _adam_arguments(s: AdamScalars) -> tuple[Any, ...]:
+    """What both libraries' kernels make their own scalars of."""
+    switches = 0 if s.l2 else 1, int(s.bias_correction)
+    return s.given_lr, s.beta1, s.beta2, s.eps, s.given_step, *switches, s.given_decay
+
+
+# -- apex -----------------------------------------------------------------------------------------
+
+
+class ApexBackend(MultiTensorBackend):
+    """FP32 main params and moments. Gradients in 16 bits, or with a multiplier, go through FP32
+    batch by batch, as the kernels take gradients and parameters of one dtype."""
+
+    name = "apex"
+    limits = (
+        "float64 gradients, lion, and LAMB of parameters that are sharded or beyond 2^31 elements: "
+        "reference"
+    )
+
+    def adam(
+        self, kind: LaunchDtypes, batch: TensorLists, s: AdamScalars, multiplier: float
+    ) -> None:
+        plain = kind.grad == torch.float32 and multiplier == 1.0
+        grads = batch.grad if plain else self.scaled(batch.grad, multiplier)
+        lists = [grads, batch.main, first_moments(batch), batch.state["exp_avg_sq"]]
+        self.launch("multi_tensor_adam", lists, [torch.float32] * 4, *_adam_arguments(s))
+        write_outputs(batch)
+
+    def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> None:
+        for kind, alike in self.split("lamb", lists):
+            sizes = [main.numel() for main in alike.main]
+            fits = [kind is not None and size <= MOST_ELEMENTS for size in sizes]
+            taken = [(index, size) for index, size in enumerate(sizes) if fits[index] and size]
+            for indices in runs_of(taken, piece_elements(alike.main[0].device)):
+                self._lamb_launch(alike.take(indices), scalars, multiplier)
+            mark_written(alike)
+            if rest := [index for index, fit in enumerate(fits) if not fit]:
+                super().lamb(alike.take(rest), scalars, multiplier)
+
+    def _lamb_launch(self, batch: TensorLists, s: LambScalars, multiplier: float) -> None:
+        """The kernel writes the direction over the gradient, so it gets a copy. A clip limit of 0
+        would make all gradients 0; a norm of 0 turns the clip off."""
+        grads, state = self.scaled(batch.grad, multiplier), batch.state
+        lists = [grads, batch.main, state["exp_avg"], state["exp_avg_sq"]]
+        norm = torch.zeros(1, dtype=torch.float32, device=batch.main[0].device)
+        switches = int(s.grad_weight != 1.0), 0 if s.l2 else 1, norm, 1.0, s.adapts
+        numbers = s.given_lr, s.beta1, s.beta2, s.eps, s.given_step
+        arguments = (*numbers, int(s.bias_correction), s.given_decay, *switches)
+        self.launch("multi_tensor_lamb", lists, [torch.float32] * 4, *arguments)
+        write_outputs(batch)
+        take_averages(batch)
+
+
+# -- Transformer Engine ---------------------------------------------------------------------------
+
+_QUIET_NAN = 0x7FC0
+
+
+def load_transformer_engine() -> TransformerEngineBackend:
+    """Import the extension; its core library is loaded by the package.
+
+    Raises:
+        Exception: whatever a missing or broken installation raises (not only ImportError).
+    """
+    importlib.import_module("transformer_engine.pytorch")
+    return TransformerEngineBackend(importlib.import_module("transformer_engine_torch"))
+
+
+class TransformerEngineBackend(MultiTensorBackend):
+    """Moments both FP32 or both bfloat16; main params FP32, or bfloat16 with remainders of 16 bits.
+    Its Adam reads 16-bit gradients and writes the 16-bit parameter in the same pass; it checks
+    dtypes but neither devices nor strides."""
+
+    name = "transformer_engine"
+    limits = "float64 gradients, lamb and lion: reference"
+
+    def takes(self, kind: LaunchDtypes) -> bool:
+        if super().takes(kind):
+            return True
+        mains = (kind.main, kind.remainder)
+        has_mains = mains in ((torch.float32, None), (torch.bfloat16, torch.int16))
+        moments = {kind.moment1, kind.moment2} - {None}
+        is_adams = kind.moment2 is not None and kind.moment3 is None
+        return has_mains and is_adams and moments in ({torch.float32}, {torch.bfloat16})
+
+    def adam(
+        self, kind: LaunchDtypes, batch: TensorLists, s: AdamScalars, multiplier: float
+    ) -> None:
+        grads = batch.grad if multiplier == 1.0 else self.scaled(batch.grad, multiplier)
+        first, second = first_moments(batch), batch.state["exp_avg_sq"]
+        outputs = [output for output in batch.output if output is not None]
+        name, lists = "multi_tensor_adam", [grads, batch.main, first, second]
+        if REMAINDER in batch.state:
+            name, rests = "multi_tensor_adam_param_remainder", batch.state[REMAINDER]
+            high, low = _bits_of(batch.main, rests)
+            # a zero has no remainder here; the kernel would borrow from it and make a NaN
+            _give_back(low.masked_fill_((high & 0x7FFF) == 0, 0), rests)
+            lists = [*lists, rests]
+        elif outputs:
+            lists = [grads, outputs, first, second, batch.main]
+        self.launch(name, lists, [tensors[0].dtype for tensors in lists], *_adam_arguments(s))
+        if REMAINDER in batch.state:
+            # CUDA's NaN, 0x7fffffff, rounds to a bfloat16 zero. Nothing else leaves a negative
+            # remainder beside a zero.
+            high, low = _bits_of(batch.main, rests)
+            hidden = ((high & 0x7FFF) == 0) & (low < 0)
+            _give_back(high.masked_fill_(hidden, _QUIET_NAN).view(torch.bfloat16), batch.main)
+            _give_back(low.masked_fill_(hidden, 0), rests)
+            write_outputs(batch)
+
+
+def _bits_of(params: list[Tensor], rests: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Copies of all parameters, as the integers of their bits, and of all remainders, each as one
+    flat tensor of a batch's size: what is done to it takes as many launches for any number of
+    tensors."""
+    return torch.cat([param.view(torch.int16) for param in params]), torch.cat(rests)
+
+
+def _give_back(values: Tensor, tensors: list[Tensor]) -> None:
+    sizes = [tensor.numel() for tensor in tensors]
+    torch._foreach_copy_(tensors, values.split_with_sizes(sizes))
+
+
+# -- torch: fed with FP32 gradients batch by batch, so that no full copy is made ------------------
+
+
+class TorchBackend(ReferenceBackend):
+    """Adam by ``torch._fused_adam(w)_``, SGD by ``torch._fused_sgd_``; LAMB is reference's."""
+
+    name = "torch"
+
+    def step(
+        self,
+        rule: str,
+        lists: TensorLists,
+        scalars: Any,
+        multiplier: float,
+        scales: Scales | None = None,
+    ) -> None:
+        kernels: dict[str, Callable[..., None]] = {"adam": self._adam, "sgd": self._sgd}
+        if rule not in kernels:
+            super().step(rule, lists, scalars, multiplier)
+            return
+        for _, batch in batches(lists):
+            kernels[rule](batch, gradients(batch, [], multiplier, 0.0), scalars)
+            write_outputs(batch)
+            take_averages(batch)
+        mark_written(lists)
+
+    def _adam(self, batch: TensorLists, grads: list[Tensor], scalars: AdamScalars) -> None:
+        """Torch's kernels derive the bias corrections from a step count, and ours are in the
+        scalars.
+
+        At step infinity theirs are exactly 1; ours go into lr and eps:
+        ``(lr/bias1) * m / (sqrt(v)*c + eps) = (lr/bias1/c) * m / (sqrt(v) + eps/c)``.
+        """
+        kernel: Callable[..., Any] = (
+            torch._fused_adamw_ if scalars.l2 == 0.0 else torch._fused_adam_
+        )
+        lr = scalars.step_size / scalars.inv_sqrt_bias2
+        weight_decay = scalars.l2 if scalars.l2 != 0.0 else scalars.decay / lr if lr != 0.0 else 0.0
+        settled = torch.full((), math.inf, device=batch.main[0].device)
+        kernel(
+            batch.main,
+            grads,
+            first_moments(batch),
+            batch.state["exp_avg_sq"],
+            [],
+            [settled] * len(batch.main),
+            lr=lr,
+            beta1=scalars.beta1,
+            beta2=scalars.beta2,
+            weight_decay=weight_decay,
+            eps=scalars.eps / scalars.inv_sqrt_bias2,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    def _sgd(self, batch: TensorLists, grads: list[Tensor], scalars: SgdScalars) -> None:
+        torch._fused_sgd_(
+            batch.main,
+            grads,
+            batch.state.get("momentum_buffer", []),
+            weight_decay=scalars.decay,
+            momentum=scalars.momentum,
+            lr=scalars.lr,
+            dampening=1.0 - scalars.one_minus_dampening,
+            nesterov=scalars.nesterov,
+            maximize=False,
+            is_first_step=scalars.first,
+        )
+
+    def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        if not tensors:
+            return torch.zeros(0, dtype=torch.float64, device="cpu")
+        # Row-major, as staged copies of gradients are: torch adds up in the order of memory.
+        norms = torch._foreach_norm(
+            [tensor.contiguous() for tensor in tensors], 2, dtype=torch.float64
+        )
+        return torch.stack(list(norms)).square()

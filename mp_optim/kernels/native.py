@@ -1,0 +1,564 @@
+"""The rules by the compiled kernels of ``update/csrc``: one pass over every tensor of a call, on
+all host threads.
+
+Bit for bit what ``reference`` computes. What the kernels do not read, such as FP64 gradients, goes
+to it.
+
+How they go through memory (how far ahead they fetch, and whether what they do not read again goes
+past the caches) is a :class:`MemoryAccess`. No result depends on it. Makes of CPU differ in what
+is fastest: those in :data:`KNOWN` are looked
+up, on others the first large launch tries a few settings on memory of its own, once a process, and
+keeps the default unless another one is faster by more than :data:`MARGIN`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import platform
+import statistics
+import threading
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.config.rules import RULES
+from mp_optim.config.state_forms import (
+    BF16,
+    FIRST_FORMS,
+    FP16,
+    FP32,
+    NO_REMAINDER,
+    REMAINDER_FORMS,
+    SECOND_FORMS,
+)
+from mp_optim.core import CachedTensorList, all_same
+from mp_optim.core.slot_state import AVERAGE
+from mp_optim.core.tensors import continue_from
+from mp_optim.host.calls import tell_autograd
+from mp_optim.kernels import native_library as lib
+from mp_optim.kernels.chunking import mark_written, model_tensors
+from mp_optim.kernels.codecs import Noise
+from mp_optim.kernels.element_rules import Step
+from mp_optim.kernels.kernel_args import (
+    FLOATS,
+    LambScalars,
+    LaunchDtypes,
+    MuonScalars,
+    StableScalars,
+    TensorLists,
+    alike_lists,
+    check_fit,
+    column_names,
+    columns_of,
+    kept_moments,
+)
+from mp_optim.kernels.native_library import thread_count
+from mp_optim.kernels.reference import MOMENTUM, ReferenceBackend, Scales
+from mp_optim.kernels.sums import by_dtype
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_FORMS = {
+    "moment1": FIRST_FORMS,
+    "moment2": SECOND_FORMS,
+    "moment3": FIRST_FORMS,
+    "remainder": REMAINDER_FORMS,
+}
+_FLOATS = {form.dtype: form.native for form in (FP32, BF16, FP16)}
+_CODES = {
+    name: _FLOATS | {form.dtype: form.native for form in _FORMS.get(name, ())} | {None: 0}
+    for name in LaunchDtypes._fields
+}
+"""Numbers of dtypes in ``csrc/api.h``, by the tensors they are of."""
+
+
+class NativeTable:
+    """The C view of tensor lists; keeps what it points to alive.
+
+    Attributes:
+        numel: elements of each tensor.
+        made_for: of one that is kept for further launches (in ``TensorLists.prepared``), the lists
+            that it is of. written: their tensors that kernels write.
+    """
+
+    made_for: tuple[Any, ...] = ()
+    written: list[Tensor]
+
+    def __init__(
+        self,
+        kind: LaunchDtypes,
+        lists: Mapping[str, Sequence[Tensor]],
+        noise: Sequence[Noise] | None = None,
+        average_weight: float = 1.0,
+        follows: bool = False,
+    ) -> None:
+        steady = {name: CachedTensorList.of(tensors) for name, tensors in lists.items()}
+        check_fit(kind, steady)
+        self._arrays = {name: tensors.addresses for name, tensors in steady.items()}
+        sized = steady.get("main") or steady["grad"]
+        self._arrays["numel"] = self.numel = sized.sizes
+        if noise is not None:
+            self._arrays["stream"] = array("I", [item.own_stream for item in noise])
+        addresses = {name: values.buffer_info()[0] for name, values in self._arrays.items()}
+        dtypes = {f"{name}_dtype": _CODES[name][dtype] for name, dtype in kind._asdict().items()}
+        if kind.main == torch.bfloat16 and kind.remainder is None:
+            dtypes["remainder_dtype"] = NO_REMAINDER.native
+        dtypes["follows"] = int(follows)
+        seed = noise[0].seed if noise else 0
+        count = len(steady.get("grad") or steady["main"])
+        self.tensors = lib.MpTensors(
+            count=count, seed=seed, average_weight=average_weight, **addresses, **dtypes
+        )
+
+    @classmethod
+    def of_one(cls, tensors: CachedTensorList) -> NativeTable:
+        """The view of one list of whole tensors of one dtype, which is only read."""
+        table = cls.__new__(cls)
+        table.numel = tensors.sizes
+        table._arrays = {"grad": tensors.addresses, "numel": table.numel}
+        grad, numel = (values.buffer_info()[0] for values in table._arrays.values())
+        table.tensors = lib.MpTensors(
+            count=len(tensors),
+            grad=grad,
+            numel=numel,
+            grad_dtype=_CODES["grad"][tensors[0].dtype],
+            average_weight=1.0,
+        )
+        return table
+
+    def take(self, lists: TensorLists) -> bool:
+        """Take the gradients of the next launch of the lists that it was made for; whether kernels
+        may read them so, and all else is the same."""
+        grads = lists.grad
+        if (
+            lists.noise is not None
+            or lists.source is not None
+            or not isinstance(grads, CachedTensorList)
+            or [*map(_CODES["grad"].get, grads.dtypes)] != [self.tensors.grad_dtype]
+            or grads.own_sizes != self.numel
+            or not grads.stored
+        ):
+            return False
+        self._arrays["grad"] = grads.addresses
+        self.tensors.grad = grads.addresses.buffer_info()[0]
+        self.tensors.average_weight = lists.average_weight
+        return True
+
+
+@cache
+def access_choice() -> AccessChoice:
+    """How this process's kernels go through memory."""
+    return AccessChoice(lib.native_library())
+
+
+class NativeBackend(ReferenceBackend):
+    """Calls the library; ``reference`` does what it cannot."""
+
+    name = "native"
+    reads_source = True
+    """Whether present values may lie elsewhere than what is written."""
+    marks_changes = True
+    follows_weights = True
+
+    def __init__(self, library: lib.NativeLibrary) -> None:
+        self.library = library
+        self.access = access_choice()
+
+    def step(
+        self,
+        rule: str,
+        lists: TensorLists,
+        scalars: Any,
+        multiplier: float,
+        scales: Scales | None = None,
+    ) -> None:
+        given = _given(rule, scalars, multiplier)
+        kept: NativeTable | None = None
+        if lists.prepared and scales is None:
+            kept = lists.prepared.get(rule)
+        if kept is not None and all_same(kept.made_for, lists.made_for) and kept.take(lists):
+            self.library.call("mp_step", ctypes.byref(kept.tensors), *given, None, thread_count())
+            tell_autograd(kept.written)
+            return
+        moments = kept_moments(lists, RULES[rule].moment_names)
+        by_dtypes = alike_lists(lists, moments)
+        for indices, kind, alike in by_dtypes:
+            own = None if scales is None else array("f", [float(scales[at]) for at in indices])
+            if alike.follows and not (kind and kind.compares_weights):
+                continue_from(alike.main, alike.output, alike.changed)
+                alike = replace(alike, follows=False)
+            if kind is None:
+                super().step(rule, alike.in_place(), scalars, multiplier, own)
+                for bits in alike.changed or ():
+                    bits.fill_(0xFF)  # whatever changed is among all
+                continue
+            table = _table(alike, kind, moments)
+            self._call("mp_step", table, *given, None if own is None else own.buffer_info()[0])
+            mark_written(alike)
+            if len(by_dtypes) == 1 and lists.prepared is not None and own is None:
+                table.written = model_tensors(alike)
+                table.made_for = lists.made_for
+                lists.prepared[rule] = table
+
+    def agreements(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> Tensor:
+        moments = kept_moments(lists, RULES[rule].moment_names)
+        counts = torch.zeros(len(lists.grad), 1, dtype=torch.int64, device="cpu")
+        other = partial(super().agreements, rule, scalars=scalars, multiplier=multiplier)
+        given = _given(rule, scalars, multiplier)
+        return self._sums("mp_agreements", lists, moments, counts, given, other)
+
+    def _sums(
+        self,
+        name: str,
+        lists: TensorLists,
+        moments: tuple[str, ...],
+        sums: Tensor,
+        given: Sequence[Any],
+        by_reference: Callable[[TensorLists], Tensor],
+    ) -> Tensor:
+        """``sums``, with a row for each tensor, by the kernel of this name with what it is
+        ``given``."""
+        for indices, kind, alike in alike_lists(lists, moments):
+            if kind is None:
+                found = by_reference(alike.in_place())
+            else:
+                found = torch.empty_like(sums[: len(indices)])
+                table = _table(alike, kind._replace(output=None), moments)
+                self._call(name, table, *given, found.data_ptr())
+            sums[torch.tensor(list(indices), device="cpu")] = found
+        return sums
+
+    def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
+        values = values_of(lib.Muon, scalars, multiplier)
+        for _, kind, alike in alike_lists(lists, (MOMENTUM,)):
+            if kind is None:
+                super().muon_momentum(alike.in_place(), scalars, multiplier)
+            else:
+                self._call("mp_muon_momentum", _table(alike, kind, (MOMENTUM,)), values)
+                mark_written(alike)
+
+    def muon_apply(
+        self, lists: TensorLists, scalars: MuonScalars, factors: Sequence[float]
+    ) -> None:
+        for indices, kind, alike in alike_lists(lists, ()):
+            part_factors = array("f", [factors[index] for index in indices])
+            if kind is None:
+                super().muon_apply(alike.in_place(), scalars, part_factors)
+            else:
+                to = (scalars.decay, scalars.cautious_wd, part_factors.buffer_info()[0])
+                self._call("mp_muon_apply", _table(alike, kind, ()), *to)
+                mark_written(alike)
+
+    def muon_tables(
+        self, momenta: TensorLists, params: TensorLists
+    ) -> tuple[NativeTable, NativeTable] | None:
+        """What both passes read and write; None if kernels do not take all of it at once."""
+        tables = []
+        for lists, moments in ((momenta, (MOMENTUM,)), (params, ())):
+            (_, kind, alike), *others = alike_lists(lists, moments)
+            if kind is None or others:
+                return None
+            tables.append(_table(alike, kind, moments))
+        if not self.access.is_settled and sum(tables[0].numel) >= LARGE:
+            self.access.settle(thread_count())
+        return tables[0], tables[1]
+
+    def stable_adamw_sums(
+        self, lists: TensorLists, scalars: StableScalars, multiplier: float
+    ) -> Tensor:
+        sums = torch.zeros(len(lists.main), 3, dtype=torch.int64, device="cpu")
+        moments, given = kept_moments(lists, _MOMENTS), [values_of(lib.Clip, scalars, multiplier)]
+        other = partial(super().stable_adamw_sums, scalars=scalars, multiplier=multiplier)
+        return self._sums("mp_clip_sums", lists, moments, sums, given, other)
+
+    def stable_adamw_apply(
+        self, lists: TensorLists, scalars: StableScalars, steps: Sequence[Step], multiplier: float
+    ) -> None:
+        values = values_of(lib.Adam, scalars, multiplier)
+        moments = kept_moments(lists, _MOMENTS)
+        for indices, kind, alike in alike_lists(lists, moments):
+            own = [steps[index] for index in indices]
+            if kind is None:
+                super().stable_adamw_apply(alike.in_place(), scalars, own, multiplier)
+                continue
+            numbers = array("f", chain.from_iterable(own))
+            to = numbers.buffer_info()[0]
+            self._call("mp_clipped_adamw", _table(alike, kind, moments), values, to)
+            mark_written(alike)
+
+    def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
+        sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device="cpu")
+        given = [values_of(lib.Lamb, scalars, multiplier)]
+        other = partial(super().lamb_moments, scalars=scalars, multiplier=multiplier)
+        return self._sums("mp_lamb_moments", lists, _MOMENTS, sums, given, other)
+
+    def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
+        values = values_of(lib.Lamb, scalars, 1.0)
+        for indices, kind, alike in alike_lists(lists, _MOMENTS):
+            part_ratios = array("f", [ratios[index] for index in indices])
+            if kind is None:
+                super().lamb_apply(alike, scalars, part_ratios)
+            else:
+                here = replace(alike, source=None)  # the first pass brought it
+                table = _table(here, kind, _MOMENTS)
+                self._call("mp_lamb_apply", table, values, part_ratios.buffer_info()[0])
+                mark_written(alike)
+
+    def average(self, lists: TensorLists) -> None:
+        for _, kind, alike in alike_lists(lists.for_averages(), ()):
+            if kind is None:
+                super().average(alike)
+            else:
+                self._call("mp_average", _table(alike, kind, ()))
+                tell_autograd(list(alike.state[AVERAGE]))
+
+    def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        steady = CachedTensorList.of(tensors)
+        if len(steady.dtypes) != 1:
+            return by_dtype(steady, self.sum_of_squares)
+        if steady[0].dtype not in FLOATS:
+            return super().sum_of_squares(steady)
+        if not steady.contiguous:
+            steady = CachedTensorList(tensor.contiguous() for tensor in steady)
+        if steady.own_sizes != steady.sizes or not steady.stored:
+            check_fit(LaunchDtypes(steady[0].dtype), {"grad": steady})  # says what does not fit
+        sums = torch.empty(len(steady), dtype=torch.float64, device="cpu")
+        self._call("mp_measure", NativeTable.of_one(steady), sums.data_ptr(), None)
+        return sums
+
+    def _call(self, name: str, table: NativeTable, *arguments: Any) -> None:
+        threads = thread_count()
+        if not self.access.is_settled and sum(table.numel) >= LARGE:
+            self.access.settle(threads)
+        self.library.call(name, ctypes.byref(table.tensors), *arguments, threads)
+
+
+def _given(rule: str, scalars: Any, multiplier: float) -> tuple[bytes, Any, int]:
+    """A rule's name, and its scalars as the kernels take them."""
+    numbers = [multiplier, *map(getattr, repeat(scalars), scalars.__slots__)]
+    return rule.encode(), (ctypes.c_float * len(numbers))(*numbers), len(numbers)
+
+
+def values_of(structure: type[ctypes.Structure], scalars: Any, multiplier: float) -> Any:
+    """Those of a rule's scalars that a structure has fields for."""
+    known = {"multiplier": multiplier, "l2": 0.0, "caution": 0.0}
+    known |= {name: getattr(scalars, name) for name in scalars.__slots__}
+    return structure(**{name: known[name] for name, *_ in structure._fields_})
+
+
+def _table(lists: TensorLists, kind: LaunchDtypes, moments: tuple[str, ...]) -> NativeTable:
+    columns, names = columns_of(lists, kind, moments), column_names(moments)
+    for key, tensors in (lists.source or {}).items():
+        columns[f"from_{names[key]}"] = tensors
+    follows = lists.follows and kind.compares_weights  # not in a pass that writes no weights
+    return NativeTable(kind, columns, lists.noise, lists.average_weight, follows)
+
+
+ACCESS_VARIABLE = "MP_OPTIM_MEMORY_ACCESS"
+"""``trial``, ``default``, or settings such as ``prefetch=1024,streaming=0``; else as said above."""
+LARGE = 1 << 23
+"""Elements of a launch that is worth a trial, and of the trial: far more than caches hold."""
+MARGIN = 0.02
+_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class MemoryAccess:
+    """Settings of the kernels.
+
+    Attributes:
+        prefetch: elements from what an update uses to what it fetches; 0 leaves it to the CPU.
+        streaming: whether 16-bit params of large launches are written past the caches.
+        measure_prefetch: bytes from what a measurement reads to what it fetches; 0 as above.
+    """
+
+    prefetch: int = 512
+    streaming: bool = True
+    measure_prefetch: int = 8192
+
+    @classmethod
+    def parse(cls, text: str) -> MemoryAccess:
+        """The inverse of ``str``; what is left out is as by default.
+
+        Raises:
+            ValueError: a name is none of the fields, or a value no whole number from 0.
+        """
+        names = [spec.name for spec in dataclasses.fields(cls)]
+        settings: dict[str, int] = {}
+        for item in text.split(","):
+            name, _, value = item.strip().partition("=")
+            if name not in names or not value.isdecimal():
+                raise ValueError(
+                    f"{ACCESS_VARIABLE}={text!r}: {item.strip()!r} is none of trial, default, "
+                    + ", ".join(f"{known}=NUMBER" for known in names)
+                )
+            settings[name] = int(value)
+        streaming = bool(settings.pop("streaming", True))
+        return cls(**settings, streaming=streaming)
+
+    def __str__(self) -> str:
+        return (
+            f"prefetch={self.prefetch},streaming={int(self.streaming)},"
+            f"measure_prefetch={self.measure_prefetch}"
+        )
+
+
+KNOWN = {("GenuineIntel", "avx512"): MemoryAccess()}
+"""By maker of the CPU and level of instructions: measured with :func:`try_out` on 50 million
+elements, and nothing was faster by more than the margin."""
+
+
+_Access = lib.scalars("", "prefetch streaming measure_prefetch")
+"""``MpAccess``."""
+
+
+def set_access(library: lib.NativeLibrary, access: MemoryAccess) -> None:
+    """Use these settings from now on, in this process."""
+    values = _Access(access.prefetch, access.streaming, access.measure_prefetch)
+    library.call("mp_set_access", ctypes.byref(values))
+
+
+def get_access(library: lib.NativeLibrary) -> MemoryAccess:
+    """The settings in use."""
+    values = _Access()
+    library.call("mp_access", ctypes.byref(values))
+    return MemoryAccess(values.prefetch, bool(values.streaming), values.measure_prefetch)
+
+
+# -- the choice -----------------------------------------------------------------------------------
+
+
+class AccessChoice:
+    """Settles once what the kernels of a process use.
+
+    Attributes:
+        reason: why it is what it is, in words.
+        is_settled: whether nothing is left to find out.
+    """
+
+    def __init__(self, library: lib.NativeLibrary) -> None:
+        self._library = library
+        self._lock = threading.Lock()
+        self.is_settled = True
+        if library.handle is None:
+            self.reason = "no native kernels"
+        elif wanted := os.environ.get(ACCESS_VARIABLE, ""):
+            self.reason, self.is_settled = f"{ACCESS_VARIABLE}={wanted}", wanted != "trial"
+            if wanted not in ("trial", "default"):
+                set_access(library, MemoryAccess.parse(wanted))
+        else:
+            maker = cpu_maker()
+            known = KNOWN.get((maker, library.level))
+            self.reason = f"known for {maker} with {library.level}"
+            if known is None:
+                self.reason = f"default; {maker} with {library.level} is tried at the first step"
+                self.is_settled = False
+            else:
+                set_access(library, known)
+
+    def settle(self, threads: int) -> None:
+        """Try what is fastest here, with so many threads, unless that is settled.
+
+        Threads that come meanwhile wait; a process that has no memory for it keeps the default.
+        """
+        with self._lock:
+            if self.is_settled:
+                return
+            self.is_settled = True
+            try:
+                set_access(self._library, try_out(self._library, threads))
+                self.reason = f"tried on {cpu_maker()}"
+            except MemoryError:
+                self.reason = "default; there was no memory for a trial"
+
+    def describe(self) -> str:
+        """The settings in use and why."""
+        if self._library.handle is None:
+            return self.reason
+        return f"{get_access(self._library)} ({self.reason})"
+
+
+def cpu_maker() -> str:
+    """``GenuineIntel``, ``AuthenticAMD``, ``ARM 0x41``, or what the system says otherwise."""
+    path = Path("/proc/cpuinfo")
+    for line in path.read_text().splitlines() if path.exists() else ():
+        name, _, value = line.partition(":")
+        if name.strip() == "vendor_id":
+            return value.strip()
+        if name.strip() == "CPU implementer":
+            return f"ARM {value.strip()}"
+    return platform.processor() or platform.machine()
+
+
+# -- the trial ------------------------------------------------------------------------------------
+
+_TRIED: dict[str, tuple[Any, ...]] = {
+    "prefetch": (0, 256, 1024, 2048),
+    "streaming": (False,),
+    "measure_prefetch": (0, 2048),
+}
+
+
+def try_out(library: lib.NativeLibrary, threads: int, numel: int = LARGE) -> MemoryAccess:
+    """The fastest settings for Adam's update and for measuring, one field after the other.
+
+    Args:
+        numel: elements of the scratch memory, 16 bytes each.
+
+    Raises:
+        MemoryError: there is not that much.
+    """
+    try:  # an FP32 param and two moments, a bf16 gradient and a bf16 output
+        memory = [
+            torch.zeros(numel, dtype=dtype, device="cpu")
+            for dtype in (*[torch.float32] * 3, *[torch.bfloat16] * 2)
+        ]
+    except RuntimeError as error:  # torch's word for no memory
+        raise MemoryError(str(error)) from error
+    tables = [(ctypes.c_void_p * 1)(each.data_ptr()) for each in memory]
+    main, moment1, moment2, grad, output = map(ctypes.addressof, tables)
+    sizes, sums = (ctypes.c_int64 * 1)(numel), (ctypes.c_double * 1)()
+    read = {"count": 1, "numel": ctypes.addressof(sizes), "grad": grad, "grad_dtype": 2}
+    dtypes = {"main_dtype": 1, "moment1_dtype": 1, "moment2_dtype": 1, "output_dtype": 2}
+    columns = {"main": main, "moment1": moment1, "moment2": moment2, "output": output}
+    tensors = [ctypes.byref(lib.MpTensors(**each)) for each in (read | columns | dtypes, read)]
+    scalars = (ctypes.c_float * 12)(1.0, 0.9, 0.1, 0.999, 0.001, 1e-8)
+    adam = b"adam", scalars, len(scalars), None, threads
+    update = partial(library.call, "mp_step", tensors[0], *adam)
+    measure = partial(library.call, "mp_measure", tensors[1], sums, None, threads)
+    before, best = get_access(library), MemoryAccess()
+    try:
+        for name, values in _TRIED.items():
+            run = measure if name == "measure_prefetch" else update
+            contenders = [best, *(replace(best, **{name: value}) for value in values)]
+            best = _fastest(library, contenders, run)
+    finally:
+        set_access(library, before)
+    return best
+
+
+def _fastest(
+    library: lib.NativeLibrary, contenders: Sequence[MemoryAccess], run: Callable[[], None]
+) -> MemoryAccess:
+    """The best of several, tried in turn; the first one if none is better by :data:`MARGIN`."""
+    seconds: dict[MemoryAccess, list[float]] = {access: [] for access in contenders}
+    run()
+    for _ in range(_ROUNDS):
+        for access in contenders:
+            set_access(library, access)
+            started = time.perf_counter()
+            run()
+            seconds[access].append(time.perf_counter() - started)
+    medians = {access: statistics.median(times) for access, times in seconds.items()}
+    fastest = min(contenders, key=medians.__getitem__)
+    limit = (1.0 - MARGIN) * medians[contenders[0]]
+    return fastest if medians[fastest] < limit else contenders[0]

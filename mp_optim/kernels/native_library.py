@@ -1,0 +1,378 @@
+"""Loads the compiled kernels of ``update/csrc`` and says why not where there are none; and how many
+threads they run, on which cores. Nothing here knows a rule."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mp_optim.host.host_share import HostShare, host_share
+
+ENVIRONMENT = "MP_OPTIM_NATIVE"
+"""``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``;
+else the best one."""
+
+_ABI = 19
+_STATUS = {
+    1: "a null pointer, negative size or unknown dtype reached the kernels",
+    2: "out of memory",
+    3: "the kernels failed",
+}
+
+
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+_pointers, _sizes = partial(_fields, ctypes.c_void_p), partial(_fields, ctypes.c_int64)
+_floats, _ints = partial(_fields, ctypes.c_float), partial(_fields, ctypes.c_int32)
+
+
+def structure(*fields: list[tuple[str, Any]]) -> Any:
+    """A structure of ``csrc/api.h``, of fields in their order."""
+    return type("Structure", (ctypes.Structure,), {"_fields_": [*chain(*fields)]})
+
+
+def scalars(floats: str, integers: str = "") -> type[ctypes.Structure]:
+    """A structure of FP32 fields followed by int32 ones."""
+    made: type[ctypes.Structure] = structure(_floats(floats), _ints(integers))
+    return made
+
+
+MpTensors = structure(
+    _sizes("count"),
+    _pointers("numel main remainder grad moment1 moment2 scale1 scale2 output stream"),
+    _ints("main_dtype remainder_dtype grad_dtype moment1_dtype moment2_dtype output_dtype"),
+    [("seed", ctypes.c_uint32)],
+    _pointers("from_main from_remainder from_moment1 from_moment2 from_scale1 from_scale2"),
+    _pointers("average from_average"),
+    _ints("average_dtype"),
+    _floats("average_weight"),
+    _pointers("moment3 scale3 from_moment3 from_scale3"),
+    _ints("moment3_dtype"),
+    _pointers("changed"),
+    _ints("follows"),
+)
+"""Tables of pointers."""
+Adam = scalars(
+    "multiplier beta1 one_minus_beta1 beta2 one_minus_beta2 eps step_size inv_sqrt_bias2 decay l2 "
+    "cautious_wd caution"
+)
+Clip = scalars("multiplier beta2 one_minus_beta2 inv_bias2 floor limit")
+Lamb = scalars(
+    "multiplier beta1 grad_weight beta2 one_minus_beta2 eps inv_bias1 inv_sqrt_bias2 decay l2"
+)
+Muon = scalars("multiplier average ahead", "average_from_end ahead_from_end nesterov")
+Adafactor = scalars("keep weight squared_floor")
+Matrices = structure(
+    _pointers("values"),
+    _sizes("matrices rows columns matrix row column all_matrices all_rows all_columns"),
+)
+"""``MpMatrices``: a box of a stack of matrices."""
+Product = structure(
+    _pointers("factor x out room"),
+    _sizes("count rows columns chunk"),
+    _floats("alpha beta"),
+    _ints("x_is_turned out_is_turned"),
+)
+"""``MpProduct``: a batch of matrices, and what it is multiplied with."""
+Stack = structure(_pointers("x"), _sizes("count rows columns"))
+"""``MpStack``: matrices, each after the one before."""
+Steps = structure(
+    [("stack", Stack)],
+    _sizes("square_chunk gram_chunk left_chunk turned_gram_chunk turned_left_chunk"),
+)
+"""``MpSteps``: matrices that take Newton-Schulz steps."""
+MuonPasses = structure(
+    [("momenta", ctypes.POINTER(MpTensors)), ("params", ctypes.POINTER(MpTensors))],
+    [("scalars", ctypes.POINTER(Muon))],
+    _pointers("factors places"),
+    [("seconds", ctypes.POINTER(ctypes.c_double))],
+    _floats("decay"),
+    _ints("cautious_wd"),
+)
+"""``MpMuonPasses``: the passes before and after these steps."""
+
+_T, _P, _I = ctypes.POINTER(MpTensors), ctypes.c_void_p, ctypes.c_int32
+_M, _N, _F, _D = (ctypes.POINTER(Matrices), ctypes.c_int64, ctypes.c_float, ctypes.c_double)
+_SIGNATURES = {
+    "mp_step": [_T, ctypes.c_char_p, _P, _I, _P, _I],
+    "mp_agreements": [_T, ctypes.c_char_p, _P, _I, _P, _I],
+    "mp_clip_sums": [_T, ctypes.POINTER(Clip), _P, _I],
+    "mp_clipped_adamw": [_T, ctypes.POINTER(Adam), _P, _I],
+    "mp_lamb_moments": [_T, ctypes.POINTER(Lamb), _P, _I],
+    "mp_lamb_apply": [_T, ctypes.POINTER(Lamb), _P, _I],
+    "mp_muon_momentum": [_T, ctypes.POINTER(Muon), _I],
+    "mp_muon_apply": [_T, _F, _I, _P, _I],
+    "mp_normalize": [ctypes.POINTER(Stack), _N, _I],
+    "mp_average": [_T, _I],
+    "mp_measure": [_T, _P, _P, _I],
+    "mp_largest": [_P, _N, _P, _I],
+    "mp_total_digits": [_P, _N, _D, _P, _I],
+    "mp_matrix_digits": [_M, _D, _P, _P, _I],
+    "mp_turn_matrices": [_M, _P, _P, _F, _I],
+    "mp_turn_by_variance": [_P, _P, _N, ctypes.POINTER(Adafactor), _I],
+    "mp_descend": [_P, _P, _N, _F, _F, _I],
+    "mp_weighted_sum": [_P, _N, _P, _I],
+    "mp_has_products": [],
+    "mp_product_room": [ctypes.POINTER(Product), _I],
+    "mp_product": [ctypes.POINTER(Product), _I],
+    "mp_newton_schulz_room": [ctypes.POINTER(Steps), _N, _N, _I],
+    "mp_newton_schulz": [ctypes.POINTER(Steps), _N, _P, _N, _P, _I],
+    "mp_muon_step": [*(ctypes.POINTER(MuonPasses), ctypes.POINTER(Steps), _N), *(_P, _N, _P, _I)],
+    "mp_set_level": [ctypes.c_char_p],
+    "mp_set_cores": [_P, _I],
+    "mp_set_access": [_P],
+    "mp_access": [_P],
+}
+
+
+@dataclass
+class NativeLibrary:
+    """The kernels, or the reason why there are none.
+
+    Attributes:
+        handle: the loaded library, or None.
+        why: where it came from, or what is missing.
+    """
+
+    handle: ctypes.CDLL | None
+    why: str
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function that returns a status.
+
+        Raises:
+            RuntimeError, MemoryError: the status is not success.
+        """
+        status = getattr(self.handle, name)(*arguments)
+        if status:
+            raise (MemoryError if status == 2 else RuntimeError)(
+                f"{name}: {_STATUS.get(status, status)}"
+            )
+
+    @property
+    def level(self) -> str:
+        """Name of the instruction-set level in use."""
+        return "" if self.handle is None else self.handle.mp_level().decode()
+
+    @property
+    def levels(self) -> list[str]:
+        """Levels that this CPU has, best first."""
+        return [] if self.handle is None else self.handle.mp_levels().decode().split(",")
+
+    def set_level(self, name: str) -> None:
+        """Use another level from now on. Raises ValueError if this CPU does not have it."""
+        if self.handle is None or self.handle.mp_set_level(name.encode()):
+            raise ValueError(
+                f"{ENVIRONMENT}={name!r}: this machine has {self.levels or 'no native kernels'}"
+            )
+
+
+@cache
+def native_library() -> NativeLibrary:
+    """The library of this installation; loaded once.
+
+    Raises:
+        ValueError: the environment variable names a level that this CPU does not have.
+    """
+    wanted = os.environ.get(ENVIRONMENT, "")
+    if wanted == "off":
+        return NativeLibrary(None, f"{ENVIRONMENT}=off")
+    path = Path(__file__).with_name("_native.so")
+    if not path.exists():
+        return NativeLibrary(None, "the package was installed without a C++ compiler")
+    library = _load(path)
+    if wanted and library.handle is not None:
+        library.set_level(wanted)
+    return library
+
+
+def _load(path: Path) -> NativeLibrary:
+    try:
+        handle = ctypes.CDLL(str(path))
+        abi = handle.mp_abi()
+    except (OSError, AttributeError) as error:
+        return NativeLibrary(None, f"{path.name} cannot be loaded: {error}")
+    if abi != _ABI:
+        return NativeLibrary(
+            None, f"{path.name} has interface {abi}, this version needs {_ABI}; reinstall mp_optim"
+        )
+    for name, arguments in _SIGNATURES.items():
+        getattr(handle, name).argtypes = arguments
+        getattr(handle, name).restype = ctypes.c_int32
+    for name in ("mp_product_room", "mp_newton_schulz_room"):
+        getattr(handle, name).restype = ctypes.c_int64
+    handle.mp_set_parallel.argtypes, handle.mp_set_parallel.restype = ([ctypes.c_void_p], None)
+    # GNU's, as on Linux: the kernels' threads are those of torch
+    parallel = getattr(_gomp(), "GOMP_parallel", None)
+    address = ctypes.cast(parallel, ctypes.c_void_p).value if parallel else None
+    handle.mp_set_parallel(address)
+    handle.mp_level.restype = handle.mp_levels.restype = ctypes.c_char_p
+    return NativeLibrary(handle, path.name)
+
+
+def _gomp() -> ctypes.CDLL | None:
+    """GNU's OpenMP library, if torch has loaded it."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return None
+    loaded = {
+        line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if "libgomp" in line
+    }
+    torch_first = sorted(loaded, key=lambda path: ("torch" not in path, path))
+    return ctypes.CDLL(torch_first[0]) if torch_first else None
+
+
+def limit_openmp(threads: int) -> None:
+    """Threads of torch's own operations in the calling thread, and in no other, where torch uses
+    GNU's OpenMP."""
+    # torch sets a new thread's number when it first asks; after that the number stays
+    torch.get_num_threads()
+    set_threads = getattr(_gomp(), "omp_set_num_threads", None)
+    if set_threads is not None:
+        set_threads(ctypes.c_int(threads))
+
+
+# -- threads of the kernels, and their cores ------------------------------------------------------
+
+
+MOST_HOST_THREADS = 4096
+"""More than any machine has cores; beyond it the operating system refuses to start them."""
+_host_threads: int | None = None
+
+
+class _Here(threading.local):
+    """What a thread was told by :func:`set_thread_share`."""
+
+    threads: int | None = None
+
+
+_here = _Here()
+
+
+def set_host_threads(threads: int | None) -> None:
+    """Threads of the kernels in this process; None for this rank's share of the host, whatever
+    torch's number is (``torchrun`` sets it to 1).
+
+    Raises:
+        ValueError: not a whole number from 1 to :data:`MOST_HOST_THREADS`; what was set before
+            stays.
+    """
+    global _host_threads
+    _host_threads = None if threads is None else _checked(threads)
+
+
+def set_host_cores(cores: Sequence[int]) -> None:
+    """Pin the kernels' threads in this process to these cores, in turn; an empty list unpins them.
+
+    Raises:
+        ValueError: there are no native kernels to pin, or this process may not run on one of the
+            cores.
+    """
+    library = native_library()
+    if library.handle is None:
+        raise ValueError(
+            f"host_cores={tuple(cores)!r}: there are no native kernels to pin: {library.why}"
+        )
+    if cores:
+        _check_cores(cores)
+    library.call("mp_set_cores", (ctypes.c_int32 * len(cores))(*cores), len(cores))
+
+
+def set_thread_share(threads: int | None) -> None:
+    """Threads of the kernels that the calling thread runs; None as everywhere.
+
+    Raises:
+        ValueError: as :func:`set_host_threads`.
+    """
+    _here.threads = None if threads is None else _checked(threads)
+
+
+@contextmanager
+def other_level(library: NativeLibrary) -> Iterator[None]:
+    """The calling thread's kernels run in it alone, with the instructions of another level than the
+    one in use. Calls of other threads may begin with these meanwhile, too: the bits are the
+    same."""
+    level, levels, threads = library.level, library.levels, _here.threads
+    try:
+        library.set_level(levels[(levels.index(level) + 1) % len(levels)])
+        _here.threads = 1
+        yield
+    finally:
+        _here.threads = threads
+        library.set_level(level)
+
+
+def _checked(threads: Any) -> int:
+    """A number of threads that the kernels take: a plain int, whatever kind of whole number was
+    given."""
+    try:
+        number = 0 if isinstance(threads, bool) else operator.index(threads)
+    except TypeError:
+        number = 0
+    if not 1 <= number <= MOST_HOST_THREADS:
+        raise ValueError(
+            f"host_threads={threads!r}: must be a whole number from 1 to {MOST_HOST_THREADS}, or "
+            "None for this rank's share of the host's cores"
+        )
+    return number
+
+
+def _check_cores(cores: Sequence[int]) -> None:
+    given = f"host_cores={tuple(cores)!r}"
+    if not hasattr(os, "sched_getaffinity"):
+        raise ValueError(
+            f"{given}: threads cannot be pinned on this system; leave host_cores unset"
+        )
+    available = sorted(os.sched_getaffinity(0))
+    missing = [core for core in cores if core not in available]
+    if missing:
+        raise ValueError(
+            f"{given}: this process may not run on core {missing[0]}; it has {available}"
+        )
+
+
+def thread_count() -> int:
+    """Threads that the kernels may use now, in the calling thread."""
+    return _here.threads or _host_threads or host_share().threads
+
+
+def describe_threads() -> str:
+    """How many threads the kernels run here, why, and what keeps them from more."""
+    threads, share = thread_count(), host_share()
+    words = [f"host kernels: {threads} threads" if threads > 1 else "host kernels: 1 thread"]
+    if _host_threads is not None:
+        words.append(f"host_threads={_host_threads}; this rank's share is {share.threads}")
+    words.append(share.reason)
+    return "; ".join([*words, *starving(threads, share)])
+
+
+def starving(threads: int, share: HostShare) -> list[str]:
+    """Warnings about settings that leave cores of the rank's share idle, or crowd them."""
+    warnings = []
+    if threads < share.threads:
+        warnings.append(
+            f"warning: {share.threads - threads} cores of the share stay idle in the step; "
+            "unset host_threads"
+        )
+    if threads > len(share.cpus):
+        warnings.append(
+            f"warning: {threads} threads on {len(share.cpus)} cores wait for one another; "
+            "unset host_threads"
+        )
+    limit = os.environ.get("OMP_THREAD_LIMIT", "")
+    if limit.isdecimal() and 0 < int(limit) < threads:
+        warnings.append(f"warning: OMP_THREAD_LIMIT={limit} allows no more; unset it")
+    return warnings

@@ -1,0 +1,367 @@
+"""The numerics, in torch operations. docs/numerics.md says the same in words.
+
+Every operation below is one IEEE operation in FP32, rounded once; nothing here may be replaced by
+an operation that contracts (addcmul, addcdiv, lerp, ``alpha=``). Square roots go through FP64
+because torch's FP32 square root on the CPU is not correctly rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.config.rules import RULES
+from mp_optim.core.slot_state import scale_key
+from mp_optim.core.tensors import continue_from
+from mp_optim.kernels.chunking import (
+    Lists,
+    batches,
+    piece_elements,
+    read_mains,
+    read_moment,
+    take_averages,
+    write_mains,
+    write_moment,
+)
+from mp_optim.kernels.codecs import decode, encode_
+from mp_optim.kernels.element_rules import (
+    RULE_SCALARS,
+    TEXTS,
+    Step,
+    adam_batch,
+    agreements,
+    average,
+    average_squares,
+    bound,
+    bound_all,
+    denominators,
+    descend,
+    gradients,
+)
+from mp_optim.kernels.kernel_args import LambScalars, MuonScalars, StableScalars, TensorLists, fp32
+from mp_optim.kernels.sums import (
+    bounded_sum,
+    bounded_value,
+    combine_pieces,
+    sum_in_pairs,
+    sum_of_squares,
+)
+
+Multiplier = Any
+"""A float; or also a tensor, for backends that say so by ``takes_device_multipliers``."""
+Scales = Sequence[float] | Tensor
+"""What cautious updates are multiplied with, for each tensor an FP32 number."""
+
+
+def _directions(batch: TensorLists, mains: Lists, s: LambScalars) -> Lists:
+    """u = (m * (1/bias1)) / denominator + decay * p, of the moments as they are stored."""
+    m = read_moment(batch, "exp_avg")
+    u = torch._foreach_mul(m, s.inv_bias1)
+    bound_all(u, m)
+    torch._foreach_div_(u, denominators(read_moment(batch, "exp_avg_sq"), s))
+    if s.decay != 0.0:
+        torch._foreach_add_(u, torch._foreach_mul(mains, s.decay))
+    return list(u)
+
+
+class ReferenceBackend:
+    """What every other backend is measured against, and derived from: it does what they leave out.
+
+    Each method updates every tensor of the lists in place and writes the outputs, and what takes
+    the step lets the averages take the new main params, too (``TensorLists.average_weight``).
+
+    A new backend is such a class; its name, and the rules and states it has kernels for, in
+    :mod:`mp_optim.config.rules` (one that names none claims all); and how it is loaded, on which
+    devices, and whether ``auto`` may choose it, in :mod:`mp_optim.kernels.selection`.
+    ``auto`` takes only what has shown these bits in its self-test.
+    CONTRIBUTING.md lists the tests.
+    """
+
+    name = "reference"
+
+    takes_device_multipliers = False
+    """Whether a multiplier may also be an FP32 tensor on the tensors' device, shape (1,) or (2,):
+    the second element is not 0 if nothing is to be written. Such a step never waits for the
+    device."""
+
+    interpreted = False
+    """Whether its kernels are interpreted, which takes a thousand times as long."""
+
+    reads_source = False
+    """Whether it reads present values from ``TensorLists.source`` and writes new ones elsewhere, so
+    that a step into a back buffer needs no copy first."""
+
+    marks_changes = False
+    """Whether :meth:`step` sets the bits of ``TensorLists.changed``."""
+
+    follows_weights = False
+    """Whether :meth:`step` continues from the weights in ``TensorLists.output`` itself, where
+    ``follows`` asks for it."""
+
+    limits = ""
+    """What it hands to ``reference``, for reports; empty if nothing."""
+
+    # -- rules that step each element by itself ---------------------------------------------------
+
+    def step(
+        self,
+        rule: str,
+        lists: TensorLists,
+        scalars: Any,
+        multiplier: Multiplier,
+        scales: Scales | None = None,
+    ) -> None:
+        """Carry out a rule of :mod:`~mp_optim.kernels.element_rules`, with its scalars.
+
+        Args:
+            scales: of cautious updates (:meth:`caution_scales`).
+        """
+        for owners, batch in batches(lists):
+            if batch.follows:
+                continue_from(batch.main, batch.output)
+            own = None if scales is None else [float(scales[owner]) for owner in owners]
+            TEXTS[rule](batch, scalars, multiplier, own)
+
+    def agreements(
+        self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier
+    ) -> Tensor:
+        """For each tensor the number of elements whose step would go the way of their gradient:
+        int64, shape (n, 1), on the tensors' device. Writes nothing."""
+        device = lists.grad[0].device if lists.grad else torch.device("cpu")
+        counts = torch.zeros(len(lists.grad), 1, dtype=torch.int64, device=device)
+        for owners, batch in batches(lists):
+            found = agreements(batch, scalars, multiplier)
+            for owner, count in zip(owners, found, strict=True):
+                counts[owner] += count
+        return counts
+
+    def caution_scales(self, counts: Tensor, sizes: Sequence[int]) -> Scales:
+        """What agreeing steps are multiplied with: one over their share of the whole parameter,
+        which is taken as at least :data:`LEAST_SHARE`, rounded once to FP32.
+
+        Args:
+            counts: as of :meth:`agreements`, of whole parameters. sizes: elements of these.
+        """
+        pairs = zip(counts[:, 0].tolist(), sizes, strict=True)
+        return [fp32(1.0 / max(count / max(1, size), LEAST_SHARE)) for count, size in pairs]
+
+    def prove_at_first_use(self) -> None:
+        """Compare each form of a kernel with ``reference`` before the first step that needs it.
+        Only for backends that are chosen by ``by_form`` in ``selection``."""
+
+    def announce(self, lists: TensorLists, scalars: Any, device: torch.device) -> None:
+        """Parts of these lists are going to be stepped on a device, with these scalars."""
+
+    # -- StableAdamW ------------------------------------------------------------------------------
+
+    def stable_adamw(
+        self, lists: TensorLists, scalars: StableScalars, multiplier: Multiplier
+    ) -> None:
+        """The whole step, for tensors that are whole parameters."""
+        sums = self.stable_adamw_sums(lists, scalars, multiplier)
+        sizes = [main.numel() for main in lists.main]
+        self.stable_adamw_finish(lists, scalars, sums, sizes, multiplier)
+
+    def stable_adamw_sums(
+        self, lists: TensorLists, scalars: StableScalars, multiplier: Multiplier
+    ) -> Tensor:
+        """For each tensor the sum of g^2 over the new second moment, as whole numbers, and how many
+        of these are NaN (``exact_sums.bounded_sum``): int64, shape (n, 3), on the tensors'
+        device. Writes nothing."""
+        device = lists.main[0].device if lists.main else torch.device("cpu")
+        sums = torch.zeros(len(lists.main), 3, dtype=torch.int64, device=device)
+        for owners, batch in batches(lists):
+            grads = gradients(batch, [], multiplier, 0.0)
+            v = [value.clone() for value in read_moment(batch, "exp_avg_sq")]
+            average_squares(v, grads, scalars)
+            torch._foreach_mul_(v, scalars.inv_bias2)
+            for owner, grad, mean in zip(owners, grads, v, strict=True):
+                overflown = mean.isinf().logical_and_(grad.isfinite())
+                ratios = grad.mul_(grad).div_(mean.clamp_(min=scalars.floor))
+                overflown.logical_and_(ratios.isnan())  # inf over inf
+                ratios.masked_fill_(overflown, scalars.limit)
+                ratios.clamp_(max=scalars.limit)
+                sums[owner] += bounded_sum(ratios, scalars.limit)
+        return sums
+
+    def stable_adamw_finish(
+        self,
+        lists: TensorLists,
+        scalars: StableScalars,
+        sums: Tensor,
+        sizes: Sequence[int],
+        multiplier: Multiplier,
+    ) -> Sequence[bool] | Tensor | None:
+        """Take the step, from sums and numbers of elements of whole parameters; says which of them
+        are clipped, on the device where that is formed there, None if nothing is stepped."""
+        means = [
+            bounded_value(high, low, nans, scalars.limit) / max(1, size)
+            for (high, low, nans), size in zip(sums.tolist(), sizes, strict=True)
+        ]
+        clips = [1.0 if mean <= NOT_CLIPPED else math.sqrt(mean) for mean in means]
+        steps = [(fp32(scalars.rate / c), fp32(scalars.decay_rate / c)) for c in clips]
+        self.stable_adamw_apply(lists, scalars, steps, multiplier)
+        return [clip != 1.0 for clip in clips]
+
+    def stable_adamw_apply(
+        self, lists: TensorLists, scalars: StableScalars, steps: Sequence[Step], multiplier: float
+    ) -> None:
+        """AdamW with a ``step_size`` and a ``decay`` for each tensor."""
+        for owners, batch in batches(lists):
+            adam_batch(batch, scalars, [steps[owner] for owner in owners], multiplier)
+
+    # -- LAMB -------------------------------------------------------------------------------------
+
+    def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier) -> None:
+        """The whole step, for tensors that are whole parameters."""
+        self.lamb_finish(lists, scalars, self.lamb_moments(lists, scalars, multiplier), multiplier)
+
+    def lamb_moments(
+        self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier
+    ) -> Tensor:
+        """Update the moments; return FP64 (sum p^2, sum u^2) per tensor, shape (n, 2)."""
+        owners: list[int] = []
+        squares: list[Tensor] = []
+        for own, batch in batches(lists):
+            p, m = read_mains(batch), read_moment(batch, "exp_avg")
+            v = read_moment(batch, "exp_avg_sq")
+            grads = gradients(batch, p, multiplier, scalars.l2)
+            average(m, grads, scalars.beta1, scalars.grad_weight)
+            bound_all(m, grads)
+            average_squares(v, grads, scalars)
+            write_moment(batch, "exp_avg", m)
+            write_moment(batch, "exp_avg_sq", v)
+            sums = sum_of_squares([*p, *_directions(batch, p, scalars)])
+            owners += own
+            squares.append(sums.view(2, -1).T)
+        if not squares:
+            device = lists.main[0].device if lists.main else torch.device("cpu")
+            return torch.zeros(len(lists.main), 2, dtype=torch.float64, device=device)
+        return combine_pieces(owners, torch.cat(squares), len(lists.main))
+
+    def lamb_finish(
+        self, lists: TensorLists, scalars: LambScalars, sums: Tensor, multiplier: Multiplier
+    ) -> None:
+        """Take the step after :meth:`lamb_moments`, from sums of whole parameters, shape (n, 2)
+        FP64."""
+        self.lamb_apply(lists, scalars, [scalars.ratio(*row) for row in sums.tolist()])
+
+    def lamb_apply(self, lists: TensorLists, scalars: LambScalars, ratios: Sequence[float]) -> None:
+        """Take the step, each tensor with its own ratio (FP32 value)."""
+        for owners, batch in batches(lists):
+            p = read_mains(batch)
+            u = _directions(batch, p, scalars)
+            torch._foreach_mul_(u, [ratios[owner] for owner in owners])
+            torch._foreach_sub_(p, u)
+            write_mains(batch, p)
+
+    # -- Muon's passes over elements, before and after the products -------------------------------
+
+    def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
+        """Update the momenta. The lists have no main params; the outputs receive what is to be
+        orthogonalised."""
+        for index, output in enumerate(lists.output):
+            assert output is not None
+            output.copy_(_averaged(lists, index, scalars, multiplier).view(output.shape))
+
+    def muon_apply(
+        self, lists: TensorLists, scalars: MuonScalars, factors: Sequence[float]
+    ) -> None:
+        """Decay main params and subtract directions, which are ``lists.grad``, each times its
+        factor, an FP32 value."""
+        for index, factor in enumerate(factors):
+            one = lists.take([index])
+            (main,), (direction,) = read_mains(one), one.grad
+            descend([main], [direction.float() * factor], [scalars.decay], scalars.cautious_wd)
+            write_mains(one, [main])
+
+    # -- the rest ---------------------------------------------------------------------------------
+
+    def average(self, lists: TensorLists) -> None:
+        """Let the averages take the main params that are there, for rules in torch operations; the
+        methods of the other rules do so themselves. Nothing to do where none are kept."""
+        for _, batch in batches(lists.for_averages()):
+            take_averages(batch)
+
+    def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        """FP64, shape (n,)."""
+        return sum_of_squares(tensors)
+
+    def sum_in_pairs(self, values: Tensor) -> Tensor:
+        """The sum, shape (), of FP64 values, shape (n,), in the order of ``kernels/sums.py``."""
+        return sum_in_pairs(values)
+
+
+Backend = ReferenceBackend
+"""Any backend."""
+
+
+def step_with(
+    backend: Backend,
+    rule: str,
+    lists: TensorLists,
+    group: Mapping[str, Any],
+    step: int,
+    multiplier: Multiplier,
+) -> None:
+    """Let a backend carry out a rule for whole parameters, with scalars of a param group at step
+    ``step`` >= 1; a rule that reads sums by the method of its name."""
+    scalars = RULE_SCALARS[rule].at(group, step)
+    if rule in TEXTS and group.get("caution"):
+        counts = backend.agreements(rule, lists, scalars, multiplier)
+        scales = backend.caution_scales(counts, [main.numel() for main in lists.main])
+        backend.step(rule, lists, scalars, multiplier, scales)
+    elif rule in TEXTS:
+        backend.step(rule, lists, scalars, multiplier)
+    else:
+        method: Callable[..., None] = getattr(backend, rule)
+        method(lists, scalars, multiplier)
+
+
+MOMENTUM = RULES["muon"].moment_names[0]
+
+
+def _averaged(lists: TensorLists, index: int, scalars: MuonScalars, multiplier: float) -> Tensor:
+    """Update one momentum; returns what is to be orthogonalised, FP32, shape (n,)."""
+    grad = lists.grad[index].reshape(-1).float()
+    if multiplier != 1.0:
+        grad = grad * multiplier
+    scales = lists.state.get(scale_key(MOMENTUM))
+    stored, scale = (
+        lists.state[MOMENTUM][index].view(-1),
+        None if scales is None else scales[index],
+    )
+    momentum = decode(stored, scale, second=False, numel=grad.numel())
+    _blend(momentum, grad, scalars.average, scalars.average_from_end, out=momentum)
+    noise = None if lists.noise is None else lists.noise[index]
+    encode_(momentum, stored, scale, second=False, noise=noise)
+    if not scalars.nesterov:
+        return momentum
+    ahead = torch.empty_like(momentum)
+    _blend(grad, momentum, scalars.ahead, scalars.ahead_from_end, out=ahead)
+    return ahead
+
+
+def _blend(start: Tensor, end: Tensor, factor: float, from_end: bool, out: Tensor) -> None:
+    """One of two values plus a multiple of their difference, as ``torch.lerp`` takes it; of finite
+    values it is bounded.
+
+    Through FP64, in which the product is exact: a fused multiply-add, on devices and where there is
+    none. What is orthogonalised is rounded to bfloat16, which makes much of a last bit.
+    """
+    piece = piece_elements(out.device)
+    for at in range(0, out.numel(), piece):
+        left, right = start[at : at + piece], end[at : at + piece]
+        base, change = right if from_end else left, right - left
+        bound(change, left, right)
+        out[at : at + piece] = torch.add(base.double(), change.double(), alpha=factor)
+
+
+LEAST_SHARE = 1e-3
+"""Where fewer elements agree, their steps are multiplied by no more than if so many did."""
+NOT_CLIPPED = 1.0 + 2.0**-20
+"""Mean squares up to it count as 1, as all are at the first step, but for rounding."""

@@ -1,0 +1,290 @@
+"""Which backend serves a ``fused_backend`` on a device, and why. Each is loaded and proven once per
+process and device."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from mp_optim.config.rules import BACKENDS, CAPABILITIES, Capability
+from mp_optim.core import ParamGroups, iter_slots
+from mp_optim.host.accelerator import CUDA
+from mp_optim.host.calls import warn
+from mp_optim.kernels import multi_tensor
+from mp_optim.kernels.multi_tensor import TorchBackend
+from mp_optim.kernels.native import NativeBackend
+from mp_optim.kernels.native_library import ENVIRONMENT, native_library
+from mp_optim.kernels.reference import Backend, ReferenceBackend
+from mp_optim.kernels.self_test import (
+    BFLOAT16_MOMENTS,
+    REMAINDERS,
+    SelfTest,
+    prove,
+    prove_by_a_step,
+)
+
+_SAME_BITS = "auto: the bits are the same in every place"
+_BY_FORM = "each form of a kernel is compared with reference at its first use"
+_ON_HOST = ("native", "torch", "reference")
+_ON_ACCELERATOR = ("triton", "apex", "transformer_engine", "torch", "reference")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a backend comes from.
+
+    Attributes:
+        load: makes it, or says why it cannot be had; so does any exception.
+        devices: types of the devices it serves; all if None.
+        missing: what to say where the module it is made of is not installed.
+        is_proven: every release of it was held to ``reference``'s bits at every level of
+            instructions, and what it computes depends on nothing else of a machine: a step of each
+            rule is enough to see that this installation is one of these.
+        by_form: it compares each form of its kernels with ``reference`` at the first use of the
+            form, and steps as ``reference`` does where one differs.
+    """
+
+    load: Callable[[], Backend | str]
+    devices: Callable[[], tuple[str, ...]] | None = None
+    missing: Mapping[str, str] | None = None
+    is_proven: bool = False
+    by_form: bool = False
+
+
+def _native() -> Backend | str:
+    library = native_library()
+    return library.why if library.handle is None else NativeBackend(library)
+
+
+def _triton() -> Backend | str:
+    backend: Backend | None
+    backend, why = importlib.import_module("mp_optim.kernels.triton").triton_backend()
+    return backend or str(why)
+
+
+_SOURCES: dict[str, _Source] = {
+    "native": _Source(_native, lambda: ("cpu",), is_proven=True),
+    "reference": _Source(ReferenceBackend, is_proven=True),
+    "torch": _Source(TorchBackend),
+    "triton": _Source(
+        _triton,
+        lambda: ("cpu",) if os.environ.get("TRITON_INTERPRET") == "1" else (CUDA.type,),
+        {"mp_optim.kernels.triton": "not part of this version"},
+        by_form=True,
+    ),
+    "apex": _Source(
+        lambda: multi_tensor.ApexBackend(importlib.import_module("amp_C")),
+        lambda: (multi_tensor.KERNEL_DEVICE,),
+        {
+            "amp_C": (
+                "NVIDIA apex with its CUDA extensions is not installed "
+                "(apex on PyPI is another project)"
+            )
+        },
+    ),
+    "transformer_engine": _Source(
+        multi_tensor.load_transformer_engine,
+        lambda: (multi_tensor.KERNEL_DEVICE,),
+        {
+            "transformer_engine": "Transformer Engine is not installed",
+            "transformer_engine_torch": (
+                "Transformer Engine is installed without its PyTorch extension"
+            ),
+        },
+    ),
+}
+assert set(BACKENDS) == {"auto", *_SOURCES}
+
+
+def candidates(device: torch.device) -> tuple[str, ...]:
+    """What ``auto`` tries on a device, in order."""
+    return _ON_HOST if device.type == "cpu" else _ON_ACCELERATOR
+
+
+def forget() -> None:
+    """Forget all proofs, for a process in which a library was installed meanwhile."""
+    _proven.cache_clear()
+    choose_backend.cache_clear()
+
+
+def proof_of(name: str, device: torch.device, whole: bool = False) -> SelfTest:
+    """What is known about a backend on a device: it is loaded, and takes its first step, when this
+    is first asked.
+
+    Args:
+        whole: prove all of it here, also what was proven before it was released.
+    """
+    return (_proven(name, device, True) if whole else _backend_and_proof(name, device))[1]
+
+
+@cache
+def _proven(name: str, device: torch.device, whole: bool) -> tuple[Backend, SelfTest]:
+    """A backend and its proof; ``reference`` stands in for one that cannot be had."""
+    source, backend = _SOURCES[name], _loaded(name, device)
+    if isinstance(backend, str):
+        return ReferenceBackend(), SelfTest.unusable(name, device, backend)
+    if source.by_form and not whole:
+        backend.prove_at_first_use()
+        return backend, SelfTest(name, str(device), True, True, 0.0, 0.0, _BY_FORM)
+    return backend, (prove if whole else prove_by_a_step)(backend, device)
+
+
+def _backend_and_proof(name: str, device: torch.device) -> tuple[Backend, SelfTest]:
+    source = _SOURCES[name]
+    return _proven(name, device, not (source.is_proven or source.by_form))
+
+
+def _loaded(name: str, device: torch.device) -> Backend | str:
+    """A backend, or why it cannot be had for a device."""
+    source = _SOURCES[name]
+    try:
+        backend = source.load()
+    except Exception as error:
+        absent = str(error.name) if isinstance(error, ModuleNotFoundError) else ""
+        if source.missing and absent in source.missing:
+            return source.missing[absent]
+        return f"cannot be loaded: {type(error).__name__}: {str(error).strip() or 'no message'}"
+    if isinstance(backend, str) or source.devices is None or device.type in source.devices():
+        return backend
+    is_missing = device.type == "cpu" and not CUDA.is_available()
+    none = "; torch finds no CUDA device" if is_missing else ""
+    places = " and ".join(source.devices())
+    return f"its kernels run on {places}, not on {device.type}{none}"
+
+
+@cache
+def choose_backend(name: str, device: torch.device) -> tuple[Backend, str]:
+    """The backend for ``fused_backend=name`` on a device, and why.
+
+    ``auto`` takes the first of :func:`candidates` that has ``reference``'s bits there. A named
+    backend is taken where its kernels run; in the other place (host or accelerator) ``auto``
+    decides.
+
+    Raises:
+        ValueError: the name is unknown or not usable.
+    """
+    if name == "auto":
+        return _auto(device)
+    if name not in _SOURCES:
+        raise ValueError(f"fused_backend={name!r} is not available; choose from {list(BACKENDS)}")
+    where = _serving_device(name, device)
+    backend, proof = _backend_and_proof(name, where)
+    if not proof.usable:
+        raise ValueError(f"fused_backend={name!r} is not available: {proof.reason}; choose 'auto'")
+    if where != device:
+        other, _ = _auto(device)
+        same = (
+            "this has the same bits"
+            if proof.exact
+            else f"{name} has other bits, so placement shows in the results"
+        )
+        return other, f"{name} kernels run on {where.type}; {same}"
+    limits = backend.limits
+    return backend, "; ".join(
+        filter(None, (f"fused_backend={name!r}", "" if proof.exact else proof.reason, limits))
+    )
+
+
+def _serving_device(name: str, device: torch.device) -> torch.device:
+    """The device itself, or one that the backend is for."""
+    devices = _SOURCES[name].devices
+    if devices is None or device.type in devices():
+        return device
+    if devices() == ("cpu",):
+        return torch.device("cpu")
+    return CUDA.current() if CUDA.is_available() else device
+
+
+def _auto(device: torch.device) -> tuple[Backend, str]:
+    passed_over: list[str] = []
+    for name in candidates(device):
+        backend, proof = _backend_and_proof(name, device)
+        if proof.usable and proof.exact:
+            if isinstance(backend, NativeBackend):
+                return backend, f"{_SAME_BITS}; {backend.library.level}"
+            return backend, "; ".join([_SAME_BITS, *passed_over])
+        use = f" (choose fused_backend={name!r} to use it)" if proof.usable else ""
+        missing = "no native kernels: " if name == "native" else f"not {name}: "
+        passed_over.append(f"{missing}{proof.reason}{use}")
+    if device.type == CUDA.type and CUDA.is_available():
+        warn(
+            f"fused_backend='auto': no kernels of {device} have the bits of every other place "
+            f"({'; '.join(passed_over)}). Steps there are taken in torch's operations, one pass "
+            "over memory for each; fused_backend='reference' accepts it without this warning"
+        )
+    return ReferenceBackend(), "; ".join([_SAME_BITS, *passed_over])
+
+
+def check_serves(name: str, device: torch.device) -> None:
+    """Refuse a named backend for parameters that none of its kernels could reach.
+
+    Raises:
+        ValueError: naming the backend and the device.
+    """
+    if name in _SOURCES:
+        devices = _SOURCES[name].devices
+        if name != "native" and devices is not None and device.type not in (*devices(), "meta"):
+            choose_backend(
+                name, device
+            )  # where it is not usable at all, that is the better message
+            raise ValueError(
+                f"fused_backend={name!r}: the model's parameters are on {device.type}, its kernels "
+                f"run on {' and '.join(devices())}; move the model there, or choose 'auto'"
+            )
+
+
+def check_forms(name: str, device: torch.device, bfloat16_moments: bool, remainders: bool) -> None:
+    """Refuse forms of state that this installation of a named backend has no kernels for.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    lacks = {} if name not in _SOURCES else proof_of(name, _serving_device(name, device)).lacks
+    for field, form, wanted in (
+        ("exp_avg_dtype=torch.bfloat16", BFLOAT16_MOMENTS, bfloat16_moments),
+        ("store_param_remainders=True", REMAINDERS, remainders),
+    ):
+        if wanted and form in lacks:
+            raise ValueError(
+                f"{field}: this installation of fused_backend={name!r} has no kernels for it "
+                f"({lacks[form]}); install a newer one, or choose another backend"
+            )
+
+
+def rule_note(name: str, rule: str) -> str:
+    """What describes a rule that a backend hands to ``reference``; empty if it has kernels for
+    it."""
+    return (
+        ""
+        if rule in CAPABILITIES.get(name, Capability()).rules
+        else f"{name} has no kernels for {rule}"
+    )
+
+
+_HOST = torch.device("cpu")
+
+
+def warn_of_missing_kernels(fused_backend: str, rule: str, groups: ParamGroups) -> None:
+    """Warn, once in a process, if a rule that has native kernels steps groups on the host without
+    them, and neither ``fused_backend`` nor the environment asks for that."""
+    if not any(param.is_cpu for _, param in iter_slots(groups)):
+        return
+    chosen = choose_backend(fused_backend, _HOST)[0].name
+    is_asked_for = chosen == fused_backend or os.environ.get(ENVIRONMENT) == "off"
+    has_kernels = rule in CAPABILITIES["native"].rules
+    if chosen != "native" and has_kernels and not is_asked_for:
+        _warn_once(proof_of("native", _HOST).reason)
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    warn(
+        f"there are no native kernels ({reason}): steps on the host take five to six times as "
+        "long, with the same bits. Install a wheel of mp_optim, or install it again where there "
+        f"is a C++ compiler (g++ or clang++); {ENVIRONMENT}=off accepts it without this warning"
+    )

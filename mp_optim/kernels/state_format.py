@@ -1,0 +1,415 @@
+"""A slot's state as it is stored: which tensors there are under which keys, their FP32 form, and
+the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.config.combinations import check_state_forms
+from mp_optim.config.fields import check_field
+from mp_optim.config.rules import moment_of
+from mp_optim.config.state_forms import CODED, NO_REMAINDER, REMAINDERS, blocks_of, packed_bytes
+from mp_optim.core.shown_copies import Coded
+from mp_optim.core.slot_state import (
+    AVERAGE,
+    MASTER,
+    MOMENT2,
+    REMAINDER,
+    SECOND,
+    State,
+    as_master,
+    is_scale,
+    scale_key,
+)
+from mp_optim.host.host_memory import TensorSpec, same_values, zeros
+from mp_optim.kernels.codecs import (
+    decode,
+    encode_,
+    is_blocked,
+    is_packed,
+    join,
+    split_,
+    state_form,
+    stored_dtype,
+)
+from mp_optim.kernels.kernel_args import fp32
+
+
+@dataclass(frozen=True)
+class StatePrecision:
+    """How a rule stores its state.
+
+    Attributes:
+        exp_avg_dtype: of the first moment or momentum: float32, bfloat16, float16, uint8 or uint4
+            (see ``codecs``).
+        exp_avg_sq_dtype: of the second moment; the same but uint4.
+        fp32_state_below: elements from which on a parameter's moments are in 8 or 4 bits; those of
+            smaller ones are FP32.
+        store_param_remainders: step bfloat16 parameters as they are, beside a remainder that makes
+            them FP32.
+        param_remainder_bits: 16 for all of FP32, 8 for its upper 24 bits, 0 for the parameter
+            alone, rounded stochastically.
+        stochastic_rounding: of bfloat16, 8-bit and 4-bit state.
+        seed: of the random bits, 32 bits.
+        ema_decay: of the averages of main params; None keeps none.
+        ema_dtype: of these averages, float32 or bfloat16.
+
+    Raises:
+        ValueError: a value that there is no format for, naming it.
+    """
+
+    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    fp32_state_below: int = 0
+    store_param_remainders: bool = False
+    param_remainder_bits: int = 16
+    stochastic_rounding: bool = False
+    seed: int = 0
+    ema_decay: float | None = None
+    ema_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for name in ("param_remainder_bits", "ema_decay"):
+            check_field(name, getattr(self, name))
+        check_state_forms(self)
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed!r}: must be in [0, 2**32)")
+
+    def is_small(self, elements: int) -> bool:
+        """Whether a parameter of so many elements, as a whole, keeps FP32 instead of codes."""
+        return elements < self.fp32_state_below
+
+    def stored_dtype(self, moment: str, is_small: bool) -> torch.dtype:
+        """Dtype of the stored tensor of a moment."""
+        source = moment_of(moment).dtype_field
+        asked = torch.float32 if source is None else getattr(self, source)
+        if is_small and asked in CODED:
+            asked = torch.float32
+        return stored_dtype(moment, asked)
+
+    def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of the main param of a parameter."""
+        return dtype if dtype == torch.bfloat16 and self.store_param_remainders else torch.float32
+
+    def average_weight(self, step: int) -> float:
+        """What a new main param weighs in its average at step ``step`` >= 1; an FP32 number."""
+        if step == 1 or self.ema_decay is None:
+            return 1.0
+        return fp32(1.0 - self.ema_decay)
+
+    @property
+    def has_no_main_params(self) -> bool:
+        """Whether bfloat16 parameters are all there is of their main params."""
+        return self.store_param_remainders and self.param_remainder_bits == NO_REMAINDER.name
+
+    @property
+    def remainder_dtype(self) -> torch.dtype | None:
+        """Dtype of the remainders; None without."""
+        dtype: torch.dtype | None = REMAINDERS[self.param_remainder_bits].dtype
+        return dtype
+
+
+def moment_specs(name: str, shape: torch.Size, dtype: torch.dtype) -> dict[str, TensorSpec]:
+    """What a moment of a shape is stored in: a tensor of that shape, or of the bytes of its 4-bit
+    codes; and its scales if it has some."""
+    form, numel = state_form(name, dtype), shape.numel()
+    specs = {name: (torch.Size([packed_bytes(numel)]) if form.packed else shape, dtype)}
+    if form.in_blocks:
+        specs[scale_key(name)] = (torch.Size([blocks_of(numel)]), torch.float32)
+    return specs
+
+
+def full_precision(state: Mapping[str, Any], main: Tensor) -> State:
+    """A slot's state with everything in FP32, under the keys and in the shapes it would have if it
+    were stored so.
+
+    Args:
+        main: the main param as it is stepped.
+    """
+    full: State = {}
+    for key, value in state.items():
+        if key == REMAINDER:
+            full[MASTER] = join(main, value.to(main.device))  # it may be parked
+        elif scale_key(key) in state or value.dtype == torch.bfloat16:
+            full[key] = _decoded(state, key, main)
+        elif not is_scale(key):
+            full[key] = value
+    return full
+
+
+def unpacked(state: Mapping[str, Any], main: Tensor) -> State:
+    """A slot's state with 4-bit moments in FP32, in the main param's shape and without their
+    scales: what leaves the optimizer has shapes that any layout can read."""
+    packed = {
+        key
+        for key, value in state.items()
+        if isinstance(value, Tensor) and is_packed(key, value.dtype)
+    }
+    scales = set(map(scale_key, packed))
+    return {
+        key: _decoded(state, key, main) if key in packed else value
+        for key, value in state.items()
+        if key not in scales
+    }
+
+
+def coded(
+    key: str, stored: Tensor, scale: Tensor, shape: torch.Size, check: Callable[[Tensor], None]
+) -> Coded:
+    """Return a moment that is stored in blocks, as its FP32 values are read and written."""
+    second = key == SECOND
+
+    def read(stored: Tensor, scale: Tensor) -> Tensor:
+        return decode(stored.reshape(-1), scale, second, shape.numel()).view(shape)
+
+    def write(values: Tensor, stored: Tensor, scale: Tensor) -> None:
+        encode_(values.reshape(-1), stored.view(-1), scale, second)
+
+    return Coded(stored, scale, read, write, check)
+
+
+def check_moment(label: str, key: str, values: Tensor) -> None:
+    """Raise ValueError if a mean of squares has negative elements."""
+    if key in (SECOND, MOMENT2) and values.is_floating_point() and bool((values < 0).any()):
+        raise ValueError(f"{label}: has negative elements; it is a mean of squares")
+
+
+def fitted(
+    label: str, mine: Mapping[str, Any], main: Tensor, saved: Mapping[str, Any], convert: bool
+) -> State:
+    """Saved state in the form of ``mine``.
+
+    Remainders become a master param where the form differs; a master param takes the place of a
+    remainder.
+
+    Args:
+        label: names the slot in messages.
+        mine: the live state. main: the live main param. saved: state of any form for the same rule.
+        convert: also where that loses bits.
+
+    Raises:
+        ValueError: a value would lose bits.
+    """
+    if REMAINDER in saved:
+        saved = {**saved, REMAINDER: narrowed(label, saved[REMAINDER])}
+    saved = _without_scales_of_values(saved)
+    result = {key: value for key, value in saved.items() if not is_scale(key)}
+    for key, own in mine.items():
+        theirs, scale = saved.get(key), scale_key(key)
+        if key in (REMAINDER, "step") or not isinstance(theirs, Tensor):
+            continue
+        blocks, own_blocks = [
+            each[scale].shape if scale in each else None for each in (saved, mine)
+        ]
+        if theirs.dtype == own.dtype and blocks == own_blocks:
+            result |= {scale: saved[scale]} if scale in mine else {}
+        elif shape_of(key, theirs, main) == shape_of(key, own, main) and _can_be_read(
+            theirs, saved.get(scale), convert
+        ):
+            result |= _converted(f"{label}.{key}", key, mine, _decoded(saved, key, main), convert)
+    if REMAINDER in saved and (
+        REMAINDER not in mine or mine[REMAINDER].dtype != saved[REMAINDER].dtype
+    ):
+        remainder = result.pop(REMAINDER)
+        result[MASTER] = joined(label, main, remainder)
+        widths = (mine[REMAINDER].dtype if REMAINDER in mine else None, remainder.dtype)
+        narrows = widths == (torch.int8, torch.int16)
+        if narrows and not convert and bool((remainder & 0xFF).any()):
+            raise ValueError(_more_bits(label))  # whichever weights are there now
+    if MASTER in result and REMAINDER in mine:
+        result.pop(REMAINDER, None)
+        result[MASTER] = as_master(label, result[MASTER], convert)
+        _check_splits(label, mine[REMAINDER], result[MASTER], convert)
+    return _with_average(label, mine, main, result, convert)
+
+
+def _without_scales_of_values(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state without scales of FP32 tensors, which ``optimizer.state`` shows together."""
+    gone = {
+        scale_key(key)
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.dtype == torch.float32 and scale_key(key) in state
+    }
+    return {key: value for key, value in state.items() if key not in gone} if gone else state
+
+
+def _with_average(
+    label: str, mine: Mapping[str, Any], main: Tensor, state: State, convert: bool
+) -> State:
+    """A fitted state with an average where one is kept, which starts from the main param if none
+    was saved, and without one where none is kept."""
+    if AVERAGE in state and AVERAGE not in mine:
+        if not convert:
+            raise ValueError(
+                f"{label}: an average of the main param was saved, and none is kept here; set "
+                "ema_decay, or load with convert=True, which drops it"
+            )
+        return {key: value for key, value in state.items() if key != AVERAGE}
+    if AVERAGE not in mine or AVERAGE in state:
+        return state
+    value = state.get(MASTER, main)
+    if MASTER not in state and REMAINDER in state:
+        value = joined(label, main, state[REMAINDER])
+    return {**state, AVERAGE: value.to(mine[AVERAGE].dtype)}
+
+
+def _can_be_read(saved: Tensor, scale: Any, convert: bool) -> bool:
+    """Whether a saved moment has an FP32 form; what has none is left as it is, and refused as it
+    is."""
+    if saved.is_complex() or saved.is_meta:
+        return False
+    return (
+        scale is not None or convert or (saved.is_floating_point() and saved.dtype != torch.float64)
+    )
+
+
+def shape_of(key: str, stored: Tensor, main: Tensor) -> torch.Size:
+    """Return the shape of a stored moment's FP32 form: the main param's, if there are as many bytes
+    as its 4-bit codes take."""
+    fits = is_packed(key, stored.dtype) and stored.shape == (packed_bytes(main.numel()),)
+    return main.shape if fits else stored.shape
+
+
+def _decoded(state: Mapping[str, Any], key: str, main: Tensor) -> Tensor:
+    """FP32 values of a saved moment of a main param. It has a scale for each block; or, where it is
+    a part cut out of a larger tensor and so of that one's blocks, for each element, in a last
+    dimension of 1."""
+    stored, scale = state[key], state.get(scale_key(key))
+    shape = shape_of(key, stored, main)
+    if scale is not None and scale.dim() > 1:
+        values: Tensor = stored.float() * scale[..., 0]
+        return values * values if key == SECOND else values
+    numel = shape.numel()
+    if scale is not None and scale.numel() != blocks_of(numel):
+        raise ValueError(
+            f"{key} of shape {tuple(stored.shape)} has {scale.numel()} scales for its blocks, "
+            f"expected {blocks_of(numel)}; was it saved in another layout? Save with "
+            "full_precision=True"
+        )
+    return decode(stored.reshape(-1), scale, key == SECOND, numel).view(shape)
+
+
+def _converted(
+    label: str, key: str, mine: Mapping[str, Any], value: Tensor, convert: bool
+) -> State:
+    fresh = {
+        name: zeros(*spec, value.device)
+        for name, spec in moment_specs(key, value.shape, mine[key].dtype).items()
+    }
+    encode_(value.reshape(-1), fresh[key].view(-1), fresh.get(scale_key(key)), key == SECOND)
+    if not convert and not same_values(_decoded(fresh, key, value), value):
+        dtype = mine[key].dtype
+        words = "4-bit codes" if is_packed(key, dtype) else str(dtype)
+        raise ValueError(
+            f"{label}: saved with values that {words} cannot hold without loss; "
+            "load with convert=True, or configure this state as it was saved. (set_state_dict of "
+            "torch has no such argument: give the dict to optimizer.load_state_dict(..., "
+            "convert=True), after the model's)" + (_OTHER_BLOCKS if is_blocked(dtype) else "")
+        )
+    return fresh
+
+
+_OTHER_BLOCKS = (
+    ". (Codes share a scale in every 256 elements of what a rank holds: where it was saved so, "
+    "too, the ranks cut the parameter elsewhere)"
+)
+
+
+def joined(label: str, main: Tensor, remainder: Tensor) -> Tensor:
+    """The FP32 main param of a parameter and a saved remainder.
+
+    Raises:
+        ValueError: they do not belong together.
+    """
+    if main.dtype != torch.bfloat16 or main.shape != remainder.shape:
+        raise ValueError(
+            f"{label}.{REMAINDER}: saved {tuple(remainder.shape)} for a bfloat16 parameter; this "
+            f"one is {main.dtype} {tuple(main.shape)}. Save with full_precision=True instead"
+        )
+    return join(main, narrowed(label, remainder).to(main.device))
+
+
+def narrowed(label: str, remainder: Any) -> Any:
+    """A saved remainder of 32 bits, as state dicts hold it beside process groups, in 16.
+
+    Raises:
+        ValueError: it has more.
+    """
+    if not isinstance(remainder, Tensor) or remainder.dtype != torch.int32:
+        return remainder
+    narrow = remainder.short()
+    if not torch.equal(narrow.int(), remainder):
+        raise ValueError(f"{label}.{REMAINDER}: has values beyond 16 bits")
+    return narrow
+
+
+def _check_splits(label: str, remainder: Tensor, master: Tensor, convert: bool) -> None:
+    if convert or remainder.dtype == torch.int16 or remainder.shape != master.shape:
+        return
+    param, rest = (
+        torch.empty_like(master, dtype=torch.bfloat16),
+        torch.empty_like(master, dtype=remainder.dtype),
+    )
+    split_(master, param, rest)
+    if not same_values(join(param, rest), master):
+        raise ValueError(_more_bits(label))
+
+
+def _more_bits(label: str) -> str:
+    return (
+        f"{label}.{MASTER}: saved with more bits than a bfloat16 parameter and an 8-bit remainder "
+        "hold; load with convert=True, or set param_remainder_bits=16"
+    )
+
+
+# -- moments that a rule does without under some settings -----------------------------------------
+
+
+def without_unread(
+    label: str,
+    moment: str,
+    decided: str,
+    live: State,
+    shape: torch.Size,
+    saved: State,
+    convert: bool,
+) -> State:
+    """A saved state with a moment that nothing reads here as it is here: dropped where none is
+    kept, zeros where one is.
+
+    Args:
+        label: names the slot in messages.
+        decided: the setting that makes it needless, for messages.
+        shape: the moment's.
+        convert: drop it.
+
+    Raises:
+        ValueError: it would be dropped, and ``convert`` is false.
+    """
+    if moment in saved and moment not in live:
+        if not convert:
+            raise ValueError(
+                f"{label}: saved with {moment}, which is not kept here ({decided}); load with "
+                "convert=True, which drops it, or build the optimizer with settings that keep it"
+            )
+        dropped = (moment, scale_key(moment))
+        return {key: value for key, value in saved.items() if key not in dropped}
+    if saved and moment in live and moment not in saved:
+        device = live[moment].device
+        zeros = torch.zeros(shape, dtype=torch.float32, device=device)
+        return {**saved, moment: zeros}
+    return saved
+
+
+def stepped_without(label: str, moment: str, decided: str) -> ValueError:
+    """What to say of a stepped slot that lacks a moment: it would have to hold gradients that are
+    gone."""
+    return ValueError(
+        f"{label} was stepped without {moment}, which {decided} needs; set back what made it "
+        "needless, or give the group the new value from its first step on; nothing was stepped"
+    )

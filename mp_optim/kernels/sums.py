@@ -1,0 +1,368 @@
+"""Sums of squares, the same bits on any device and for any thread count: in FP64 in a fixed order,
+or without rounding.
+
+The fixed order: a tensor's elements, row-major, are cut into blocks of 1024, zero filled. A block
+is 8 rows of 128 squares; rows are added one after another, the 128 sums then by halving (``x[:64] +
+x[64:]`` and so on). Block sums are added in adjacent pairs, zero filled. So a block, or any aligned
+power-of-two run of blocks, can be summed by itself. Sums of a parameter's parts are reduced over
+the ranks that hold them.
+
+Sums without rounding have the same bits in any order, and so for any cut of a parameter. A square
+is cut into two whole numbers of 31 bits, counted from a power of two above the largest square of
+all, and each is added up as an integer. Squares below 2^-62 of the largest count as 0. Only the sum
+is rounded. Formulas: docs/numerics.md, "Exact sums".
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mp_optim.core import CachedTensorList
+from mp_optim.core.partition import box_views, boxes
+from mp_optim.core.tensor_layout import ShardRegion
+from mp_optim.kernels.chunking import piece_elements
+from mp_optim.process_groups.missing_ranks import naming_missing_ranks, start_collective, wait_for
+
+SUM_BLOCK = 1024
+_ROW = 128
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """FP64 sum of squares of each tensor, shape (n,), on the tensors' device.
+
+    Args:
+        tensors: any floating dtype, any strides, one device. Inf and nan propagate; an empty one
+            gives 0.
+    """
+    device = tensors[0].device if tensors else torch.device("cpu")
+    piece = piece_elements(device)
+    sums = torch.zeros(len(tensors), dtype=torch.float64, device=device)
+    small: dict[int, list[int]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        if tensor.numel() > piece:
+            sums[index] = _sum_large(tensor, piece)
+        elif tensor.numel():
+            small[_next_power(-(-tensor.numel() // SUM_BLOCK))].append(index)
+    for blocks, indices in small.items():
+        step = max(1, piece // (blocks * SUM_BLOCK))
+        for start in range(0, len(indices), step):
+            together = indices[start : start + step]
+            sums[torch.tensor(together, device=device)] = _sum_batch(
+                [tensors[i] for i in together], blocks
+            )
+    return sums
+
+
+def combine_pieces(owners: Sequence[int], pieces: Tensor, count: int) -> Tensor:
+    """Sums of ``count`` tensors from the sums of their aligned pieces, in the order of the module's
+    text.
+
+    Args:
+        owners: for each piece the tensor it was cut from; a tensor's pieces in order. A tensor
+            without pieces gives 0.
+        pieces: FP64, shape (len(owners), k): k sums for each piece, reduced independently.
+
+    Returns:
+        FP64, shape (count, k).
+    """
+    sums = torch.zeros(count, pieces.shape[-1], dtype=torch.float64, device=pieces.device)
+    cut: dict[int, list[int]] = defaultdict(list)
+    for position, owner in enumerate(owners):
+        cut[owner].append(position)
+    whole = {owner: where[0] for owner, where in cut.items() if len(where) == 1}
+    sums[_index(whole.keys(), sums)] = pieces[_index(whole.values(), sums)]
+    for owner, where in cut.items():
+        if len(where) > 1:
+            sums[owner] = sum_in_pairs(pieces[_index(where, sums)].T)
+    return sums
+
+
+def _index(values: Iterable[int], like: Tensor) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.long, device=like.device)
+
+
+def root(values: Tensor) -> Tensor:
+    """Correctly rounded square roots of FP64 values, where they are. On the CPU torch's are not:
+    one in 150 is off by a unit. On a GPU they are the instruction's."""
+    if values.device.type != "cpu":
+        return values.sqrt()
+    return torch.tensor(
+        [math.sqrt(value) for value in values.flatten().tolist()], dtype=torch.float64, device="cpu"
+    ).view_as(values)
+
+
+@lru_cache(maxsize=64)
+def index_on(device: torch.device, indices: tuple[int, ...]) -> Tensor:
+    """Int64 indices on a device, copied there once: a copy from ordinary host memory waits for the
+    device."""
+    return torch.tensor(indices, dtype=torch.long, device=device)
+
+
+def _next_power(value: int) -> int:
+    return 1 << (value - 1).bit_length()
+
+
+def _sum_batch(tensors: Sequence[Tensor], blocks: int) -> Tensor:
+    """Tensors of at most ``blocks`` (a power of two) blocks each."""
+    padded = torch.zeros(
+        len(tensors), blocks * SUM_BLOCK, dtype=torch.float64, device=tensors[0].device
+    )
+    for row, tensor in zip(padded.unbind(), tensors, strict=True):
+        row[: tensor.numel()].copy_(tensor.reshape(-1))
+    first, *others = padded.square_().view(len(tensors), blocks, SUM_BLOCK // _ROW, _ROW).unbind(-2)
+    total = first.clone()
+    for row in others:
+        total += row
+    while total.shape[-1] > 1:
+        half = total.shape[-1] // 2
+        total = total[..., :half] + total[..., half:]
+    return sum_in_pairs(total.squeeze(-1))
+
+
+def sum_in_pairs(values: Tensor) -> Tensor:
+    """Sums along the last dimension, whose values are added in adjacent pairs, zero filled."""
+    count = values.shape[-1]
+    sums = torch.nn.functional.pad(values, (0, _next_power(count) - count))
+    while sums.shape[-1] > 1:
+        sums = sums[..., 0::2] + sums[..., 1::2]
+    return sums.squeeze(-1)
+
+
+def by_dtype(tensors: CachedTensorList, sum_alike: Callable[[CachedTensorList], Tensor]) -> Tensor:
+    """Sums, shape (n,) FP64, of tensors on one device, by what takes those of one dtype."""
+    device = tensors[0].device if tensors else torch.device("cpu")
+    sums = torch.empty(len(tensors), dtype=torch.float64, device=device)
+    for dtype in tensors.dtypes:
+        indices = tuple(index for index, tensor in enumerate(tensors) if tensor.dtype == dtype)
+        alike = CachedTensorList(tensors[index] for index in indices)
+        sums.index_copy_(0, index_on(device, indices), sum_alike(alike))
+    return sums
+
+
+def _sum_large(tensor: Tensor, piece: int) -> Tensor:
+    parts = [
+        _sum_batch(
+            [_row_major(tensor, start, min(start + piece, tensor.numel()))], piece // SUM_BLOCK
+        )
+        for start in range(0, tensor.numel(), piece)
+    ]
+    return sum_in_pairs(torch.cat(parts))
+
+
+def _row_major(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Elements [start, stop) in row-major order; of a strided tensor no more than two extra rows
+    are copied."""
+    while tensor.shape[0] == 1 and tensor.dim() > 1:
+        tensor = tensor[0]
+    if tensor.is_contiguous():
+        return tensor.view(-1)[start:stop]
+    row = tensor[0].numel()
+    first = start // row
+    return tensor[first : -(-stop // row)].reshape(-1)[start - first * row : stop - first * row]
+
+
+Groups = tuple[ProcessGroup, ...]
+
+
+def reduce_over(
+    groups: Sequence[ProcessGroup],
+    value: Tensor,
+    doing: str,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> None:
+    """Reduce a value in place over the ranks of one group after the other.
+
+    Args:
+        doing: what to say of it if a rank is missing.
+    """
+    for group in groups:
+        with naming_missing_ranks(group)(doing):
+            work = start_collective(dist.all_reduce, value, op=op, group=group)
+            wait_for(work, group, value.device)
+
+
+def reduce_rows(rows: Tensor, shard_groups: Sequence[Groups], doing: str) -> None:
+    """Add up in place what ranks that hold parts of the same parameters have: one reduction for all
+    that are split alike.
+
+    Args:
+        rows: one for each parameter, of any shape.
+        shard_groups: for each the groups of ranks over which it is split.
+        doing: what to say of it if a rank is missing.
+    """
+    alike: dict[Groups, list[int]] = defaultdict(list)
+    for index, groups in enumerate(shard_groups):
+        alike[groups].append(index)
+    for groups, indices in alike.items():
+        if groups and len(indices) == len(shard_groups):
+            reduce_over(groups, rows, doing)
+        elif groups:
+            where = index_on(rows.device, tuple(indices))
+            part = rows[where]
+            reduce_over(groups, part, doing)
+            rows[where] = part
+
+
+_BITS = 31
+_LOW = (1 << _BITS) - 1
+_MOST = 1 << 21
+"""Elements whose digits FP64 adds up without rounding: 2^21 times 2^31 is below 2^53."""
+
+MatricesShape = tuple[int, int, int]
+
+
+class MatrixBlock(NamedTuple):
+    """A contiguous box of a stack of matrices.
+
+    Attributes:
+        values: shape (matrices, rows, columns).
+        matrix, row, column: index of its first element in the stack.
+    """
+
+    values: Tensor
+    matrix: int
+    row: int
+    column: int
+
+
+def matrices_shape(shape: Sequence[int]) -> MatricesShape:
+    """A parameter as a stack of matrices (matrices, rows, columns): its last two dimensions; one
+    row if it has less than two."""
+    if len(shape) < 2:
+        return 1, 1, math.prod(shape)
+    return math.prod(shape[:-2]), shape[-2], shape[-1]
+
+
+def matrix_blocks(region: ShardRegion, local: Tensor) -> list[MatrixBlock]:
+    """The elements that a rank has of a parameter, as views of its contiguous tensor."""
+    if not local.numel():
+        return []
+    if region.offsets is None:
+        flat = local.view(-1)
+        found = boxes(matrices_shape(region.shape), region.start, flat.numel())
+        return [MatrixBlock(values, *box.offsets) for box, values in box_views(flat, found)]
+    if local.dim() < 2:
+        return [MatrixBlock(local.view(1, 1, -1), 0, 0, region.offsets[0] if region.offsets else 0)]
+    return list(_boxed(local, region.offsets, region.shape, 0))
+
+
+def _boxed(
+    local: Tensor, offsets: tuple[int, ...], shape: torch.Size, matrix: int
+) -> Iterator[MatrixBlock]:
+    """The blocks of a box that begins at ``offsets``, in a tensor whose matrices are counted from
+    ``matrix``."""
+    rows, columns = local.shape[-2:]
+    if local.dim() == 2:
+        yield MatrixBlock(local[None], matrix, *offsets[-2:])
+        return
+    inner = math.prod(shape[1:-2])
+    if local.shape[1:-2] == shape[1:-2]:
+        yield MatrixBlock(local.view(-1, rows, columns), matrix + offsets[0] * inner, *offsets[-2:])
+        return
+    for index in range(local.shape[0]):
+        first = matrix + (offsets[0] + index) * inner
+        yield from _boxed(local[index], offsets[1:], shape[1:], first)
+
+
+def sum_piece_elements(device: torch.device) -> int:
+    """Elements of a piece: what stays in a CPU core's cache in FP64, what keeps an accelerator
+    busy."""
+    return 1 << 16 if device.type == "cpu" else _MOST
+
+
+def pieces_of(block: MatrixBlock) -> Iterator[MatrixBlock]:
+    """The block in pieces of at most :func:`sum_piece_elements`."""
+    _, rows, columns = block.values.shape
+    most = sum_piece_elements(block.values.device)
+    wide = min(columns, most)
+    high = min(rows, max(1, most // wide))
+    deep = max(1, most // (wide * high))
+    for values, matrix in _cut(block.values, 0, deep, block.matrix):
+        for part, row in _cut(values, 1, high, block.row):
+            for piece, column in _cut(part, 2, wide, block.column):
+                yield MatrixBlock(piece, matrix, row, column)
+
+
+def _cut(values: Tensor, dim: int, size: int, first: int) -> Iterator[tuple[Tensor, int]]:
+    for start in range(0, values.shape[dim], size):
+        count = min(size, values.shape[dim] - start)
+        yield values.narrow(dim, start, count), first + start
+
+
+def digits_of(values: Tensor, top: float) -> tuple[Tensor, Tensor]:
+    """Squares of FP32 values as two FP64 tensors of whole numbers below 2^31; nothing is
+    rounded."""
+    exponent = math.frexp(top)[1]
+    squares = values.double().mul_(2.0**-exponent).square_().mul_(2.0**_BITS)
+    high = squares.floor()
+    return high, squares.sub_(high).mul_(2.0**_BITS).floor_()
+
+
+def bounded_digits(values: Tensor, most: float) -> Tensor:
+    """Values from 0 to ``most``, a power of two, each rounded to a multiple of 2^-52 of that, as
+    two whole numbers, the first in units of 2^31; and whether they are NaN, which count as 0.
+    Int64, with a first dimension of three; may be added up."""
+    is_nan = values.isnan()
+    units = values.masked_fill(is_nan, 0.0).double().mul_(2.0**52 / most).round_().long()
+    return torch.stack([units >> _BITS, units.bitwise_and(_LOW), is_nan.long()])
+
+
+def bounded_sum(values: Tensor, most: float) -> Tensor:
+    """The sum of FP32 values in :func:`bounded_digits`, shape (3,); those of several parts may be
+    added up."""
+    return bounded_digits(values, most).flatten(1).sum(1)
+
+
+def bounded_value(high: int, low: int, nans: int, most: float) -> float:
+    """The sum that :func:`bounded_sum` gives, rounded once to FP64; NaN if a value is."""
+    units = float(high + (low >> _BITS)) * 2.0**_BITS + float(low & _LOW)
+    return math.nan if nans else units * (most * 2.0**-52)
+
+
+def bounded_values(sums: Tensor, most: float) -> Tensor:
+    """The same of many sums of :func:`bounded_digits`, without their first dimension."""
+    high, low, nans = sums.unbind()
+    units = (high + (low >> _BITS)).double().mul_(2.0**_BITS).add_(low.bitwise_and(_LOW).double())
+    return units.mul_(most * 2.0**-52).masked_fill_(nans > 0, math.nan)
+
+
+def digits_to_values(digits: Tensor, top: float) -> Tensor:
+    """Sums of digits as FP64 values, of the shape without the first dimension; NaN if ``top`` is
+    not finite."""
+    if not math.isfinite(top):
+        return torch.full(digits.shape[1:], math.nan, dtype=torch.float64, device=digits.device)
+    exponent = math.frexp(top)[1]
+    values = digits[0].double().mul_(2.0**_BITS).add_(digits[1].double())
+    return values.mul_(2.0 ** (2 * exponent - 2 * _BITS))
+
+
+def over_shards(
+    values: Sequence[Tensor], shard_groups: Sequence[Groups], largest_of: bool, doing: str
+) -> list[Tensor]:
+    """Values of split parameters from those of their parts: one reduction for all that are split
+    alike.
+
+    Args:
+        values: contiguous, of one dtype; those of parameters that are whole stay what they are.
+        largest_of: take the largest instead of the sum.
+        doing: what to say of it if a rank is missing.
+    """
+    op = dist.ReduceOp.MAX if largest_of else dist.ReduceOp.SUM
+    result = list(values)
+    for groups in dict.fromkeys(filter(None, shard_groups)):
+        members = [at for at, its_groups in enumerate(shard_groups) if its_groups == groups]
+        flat = torch.cat([values[at].reshape(-1) for at in members])
+        reduce_over(groups, flat, doing, op)
+        sizes = [values[at].numel() for at in members]
+        for at, piece in zip(members, torch.split(flat, sizes), strict=True):
+            result[at] = piece.view(values[at].shape)
+    return result

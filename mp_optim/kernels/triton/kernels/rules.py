@@ -1,0 +1,191 @@
+"""Rules that step each element by itself, each with what it does to a tile: a kernel is called like
+its rule, and its scalars come in the order of its class in ``kernels/element_rules.py``."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from mp_optim.kernels.triton.kernels.formats import (
+    bounded,
+    is_finite,
+    read_main,
+    read_moment,
+    write_main,
+    write_moment,
+)
+from mp_optim.kernels.triton.kernels.tiles import caution_of, cautious, decayed, each_tile, gradient
+
+
+class AdamNumbers(NamedTuple):
+    """The numbers of ``AdamScalars``."""
+
+    beta1: Any
+    one_minus_beta1: Any
+    beta2: Any
+    one_minus_beta2: Any
+    eps: Any
+    step_size: Any
+    inv_sqrt_bias2: Any
+    decay: Any
+    l2: Any
+
+
+class AdemamixNumbers(NamedTuple):
+    """The numbers of ``AdemamixScalars``."""
+
+    beta1: Any
+    one_minus_beta1: Any
+    beta2: Any
+    one_minus_beta2: Any
+    beta3: Any
+    one_minus_beta3: Any
+    alpha: Any
+    eps: Any
+    lr: Any
+    inv_bias1: Any
+    inv_sqrt_bias2: Any
+    decay: Any
+
+
+@triton.jit
+def denominator(v, eps, inv_sqrt_bias2):
+    """sqrt(v) * (1/sqrt(bias2)) + eps."""
+    return tl.sqrt_rn(v) * inv_sqrt_bias2 + eps
+
+
+@triton.jit
+def adam(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    each_tile(_adam_tile, chunk, caution_of(chunk, FLAGS), FLAGS, ROWS)
+
+
+@triton.jit
+def _adam_tile(tile, chunk, caution, FLAGS: tl.constexpr):
+    adam_step(tile, chunk, AdamNumbers(*chunk.scalars[:9]), caution, FLAGS)
+
+
+@triton.jit
+def adam_step(tile, chunk, s, caution, FLAGS: tl.constexpr):
+    """Step a tile by Adam with the numbers ``s``, an :class:`AdamNumbers`."""
+    p = read_main(chunk, tile, FLAGS.follows)
+    g = gradient(chunk, p, tile, s.l2, FLAGS.has_l2)
+    m = _first_average(tile, chunk, s.beta1, s.one_minus_beta1, g)
+    v = read_moment(chunk.second, tile, True)
+    v = v * s.beta2 + (g * s.one_minus_beta2) * g
+    u = tl.div_rn(m, denominator(v, s.eps, s.inv_sqrt_bias2)) * s.step_size
+    u = cautious(u, m, g, caution, FLAGS)
+    p = decayed(p, u, s.decay, FLAGS)
+    p = p - u
+    if chunk.first.stored is not None:
+        write_moment(m, chunk.first, tile, False)
+    write_moment(v, chunk.second, tile, True)
+    write_main(p, chunk, tile)
+
+
+@triton.jit
+def ademamix(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    each_tile(_ademamix_tile, chunk, caution_of(chunk, FLAGS), FLAGS, ROWS)
+
+
+@triton.jit
+def _ademamix_tile(tile, chunk, caution, FLAGS: tl.constexpr):
+    s = AdemamixNumbers(*chunk.scalars[:12])
+    p = read_main(chunk, tile, FLAGS.follows)
+    g = gradient(chunk, p, tile, s.decay, False)
+    m = _first_average(tile, chunk, s.beta1, s.one_minus_beta1, g)
+    slow = _slow_average(tile, chunk, s, g)
+    v = read_moment(chunk.second, tile, True)
+    v = v * s.beta2 + (g * s.one_minus_beta2) * g
+    blend = _blended(m, slow, s)
+    u = tl.div_rn(blend, denominator(v, s.eps, s.inv_sqrt_bias2)) * s.lr
+    u = cautious(u, blend, g, caution, FLAGS)
+    p = decayed(p, u, s.decay, FLAGS)
+    p = p - u
+    if chunk.first.stored is not None:
+        write_moment(m, chunk.first, tile, False)
+    write_moment(slow, chunk.third, tile, False)
+    write_moment(v, chunk.second, tile, True)
+    write_main(p, chunk, tile)
+
+
+@triton.jit
+def _first_average(tile, chunk, beta1, one_minus_beta1, g):
+    """Return the new first moment, or the gradient if none is kept."""
+    m = g
+    if chunk.first.stored is not None:
+        m = read_moment(chunk.first, tile, False)
+        m = m * beta1 + g * one_minus_beta1
+    return m
+
+
+@triton.jit
+def _slow_average(tile, chunk, s, g):
+    slow = read_moment(chunk.third, tile, False)
+    return slow * s.beta3 + g * s.one_minus_beta3
+
+
+@triton.jit
+def _blended(m, slow, s):
+    """m * (1/bias1) + slow * alpha, which does not overflow where both are finite."""
+    blend = bounded(m * s.inv_bias1, is_finite(m)) + bounded(slow * s.alpha, is_finite(slow))
+    return bounded(blend, is_finite(m) & is_finite(slow))
+
+
+@triton.jit
+def way_of(tile, chunk, g):
+    """Return the direction of a cautious step, whose signs count: the first moment, which every
+    rule averages by its first two scalars. AdEMAMix alone has a third moment: there it is the
+    blend of both."""
+    beta1, one_minus_beta1 = chunk.scalars[:2]
+    way = _first_average(tile, chunk, beta1, one_minus_beta1, g)
+    if chunk.third.stored is not None:
+        s = AdemamixNumbers(*chunk.scalars[:12])
+        way = _blended(way, _slow_average(tile, chunk, s, g), s)
+    return way
+
+
+@triton.jit
+def sgd(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    each_tile(_sgd_tile, chunk, None, FLAGS, ROWS)
+
+
+@triton.jit
+def _sgd_tile(tile, chunk, per_tensor, FLAGS: tl.constexpr):
+    lr, momentum, one_minus_dampening, decay = chunk.scalars[:4]
+    p = read_main(chunk, tile, FLAGS.follows)
+    g = gradient(chunk, p, tile, decay, FLAGS.has_decay)
+    if chunk.first.stored is not None:
+        if FLAGS.first:
+            b = g
+        else:
+            b = read_moment(chunk.first, tile, False)
+            b = bounded(b * momentum + g * one_minus_dampening, is_finite(g))
+        write_moment(b, chunk.first, tile, False)
+        if FLAGS.nesterov:
+            g = g + b * momentum
+        else:
+            g = b
+    p = p - g * lr
+    write_main(p, chunk, tile)
+
+
+@triton.jit
+def lion(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    each_tile(_lion_tile, chunk, caution_of(chunk, FLAGS), FLAGS, ROWS)
+
+
+@triton.jit
+def _lion_tile(tile, chunk, caution, FLAGS: tl.constexpr):
+    beta1, one_minus_beta1, beta2, one_minus_beta2, lr, decay = chunk.scalars[:6]
+    p = read_main(chunk, tile, FLAGS.follows)
+    g = gradient(chunk, p, tile, decay, False)
+    m = read_moment(chunk.first, tile, False)
+    blend = m * beta1 + g * one_minus_beta1
+    zero_or_nan = tl.where(blend == 0.0, 0.0, blend)
+    sign = tl.where(blend > 0.0, 1.0, tl.where(blend < 0.0, -1.0, zero_or_nan))
+    u = cautious(sign * lr, blend, g, caution, FLAGS)
+    p = decayed(p, u, decay, FLAGS)
+    p = p - u
+    m = m * beta2 + g * one_minus_beta2
+    write_moment(m, chunk.first, tile, False)
+    write_main(p, chunk, tile)

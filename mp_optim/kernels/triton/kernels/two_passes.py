@@ -1,0 +1,262 @@
+"""Rules that take two kernels. LAMB: moments and sums, then the step with a ratio for each tensor.
+Muon: before and after the products of matrices. StableAdamW: squared gradients over second moments,
+then AdamW with a step size and a decay for each tensor."""
+
+import triton
+import triton.language as tl
+
+from mp_optim.kernels.triton.kernels.formats import (
+    BLOCK,
+    Tile,
+    bounded,
+    is_finite,
+    narrowed,
+    put_tile,
+    read_main,
+    read_moment,
+    write_main,
+    write_moment,
+)
+from mp_optim.kernels.triton.kernels.rules import AdamNumbers, adam_step, denominator, way_of
+from mp_optim.kernels.triton.kernels.sums import lanes_added, pairs_added
+from mp_optim.kernels.triton.kernels.tiles import (
+    are_alike,
+    decayed,
+    each_tile,
+    even_count,
+    gradient,
+    located_in_tile,
+    words_of,
+)
+
+# -- LAMB -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def direction(p, m, v, scalars, FLAGS: tl.constexpr):
+    """u = (m * (1/bias1)) / denominator + decay * p."""
+    _, _, _, _, eps, inv_bias1, inv_sqrt_bias2, decay = scalars[:8]
+    u = tl.div_rn(bounded(m * inv_bias1, is_finite(m)), denominator(v, eps, inv_sqrt_bias2))
+    if FLAGS.has_decay:
+        u = u + p * decay
+    return u
+
+
+@triton.jit
+def rows_added(total, value, tile, ROWS: tl.constexpr):
+    """The sums so far, shape (ROWS, 128), plus the squares of two more rows of 128, one after the
+    other."""
+    if tile.masked:
+        value = tl.where(tile.inside, value, 0.0)
+    square = value.to(tl.float64)
+    square = square * square
+    upper, lower = tl.split(tl.permute(tl.reshape(square, (ROWS, 2, 128)), (0, 2, 1)))
+    return (total + upper) + lower
+
+
+@triton.jit
+def lamb_moments(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    """Update the moments; each program stores the sums of p^2 and u^2 of its chunk in ``made``."""
+    if chunk.count == CHUNK:
+        p_sum, u_sum = _moments_chunk(chunk, FLAGS, CHUNK // 1024, False)
+    else:
+        p_sum, u_sum = _moments_chunk(chunk, FLAGS, CHUNK // 1024, True)
+    tl.store(chunk.made + 2 * tl.program_id(0).to(tl.int64), p_sum)
+    tl.store(chunk.made + 2 * tl.program_id(0).to(tl.int64) + 1, u_sum)
+
+
+@triton.jit
+def _moments_chunk(chunk, FLAGS: tl.constexpr, BLOCKS: tl.constexpr, MASKED: tl.constexpr):
+    """Two rows of 128 of each block of 1024 at a time, so that its eight rows are added in
+    order."""
+    beta1, grad_weight, beta2, one_minus_beta2, _, _, _, _, l2 = chunk.scalars[:9]
+    p_sums = tl.zeros((BLOCKS, 128), tl.float64)
+    u_sums = tl.zeros((BLOCKS, 128), tl.float64)
+    for at in range(0, 1024, BLOCK):
+        blocks, offsets, inside = located_in_tile(at, chunk.count, BLOCKS, 1024, chunk.run)
+        words = words_of(chunk, offsets)
+        tile = Tile(blocks, offsets, chunk.count, inside, MASKED, words)
+        p = read_main(chunk, tile, FLAGS.follows)
+        g = gradient(chunk, p, tile, l2, FLAGS.has_l2)
+        m = read_moment(chunk.first, tile, False)
+        v = read_moment(chunk.second, tile, True)
+        m = bounded(m * beta1 + g * grad_weight, is_finite(g))
+        v = v * beta2 + (g * one_minus_beta2) * g
+        m = write_moment(m, chunk.first, tile, False)
+        v = write_moment(v, chunk.second, tile, True)
+        u = direction(p, m, v, chunk.scalars, FLAGS)
+        p_sums = rows_added(p_sums, p, tile, BLOCKS)
+        u_sums = rows_added(u_sums, u, tile, BLOCKS)
+    p_sum = pairs_added(lanes_added(p_sums, BLOCKS), BLOCKS)
+    return p_sum, pairs_added(lanes_added(u_sums, BLOCKS), BLOCKS)
+
+
+@triton.jit
+def lamb_apply(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    """Take the step, with the ratios that are ``made``."""
+    each_tile(_lamb_tile, chunk, tl.load(chunk.made + chunk.tensor), FLAGS, ROWS)
+
+
+@triton.jit
+def _lamb_tile(tile, chunk, ratio, FLAGS: tl.constexpr):
+    p = read_main(chunk, tile, FLAGS.follows)
+    m = read_moment(chunk.first, tile, False)
+    v = read_moment(chunk.second, tile, True)
+    u = direction(p, m, v, chunk.scalars, FLAGS)
+    p = p - u * ratio
+    write_main(p, chunk, tile)
+
+
+# -- Muon -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def blended(start, end, weight, FROM_END: tl.constexpr):
+    """One of two values plus a multiple of their difference, which does not overflow where both
+    are finite: product and sum in FP64, rounded once."""
+    change = bounded(end - start, is_finite(start) & is_finite(end))
+    change = change.to(tl.float64) * weight.to(tl.float64)
+    if FROM_END:
+        value = end.to(tl.float64) + change
+    else:
+        value = start.to(tl.float64) + change
+    return value.to(tl.float32)
+
+
+@triton.jit
+def muon_momentum(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    each_tile(_momentum_tile, chunk, None, FLAGS, ROWS)
+
+
+@triton.jit
+def _momentum_tile(tile, chunk, per_tensor, FLAGS: tl.constexpr):
+    average, ahead = chunk.scalars[:2]
+    g = gradient(chunk, None, tile, 0.0, False)
+    m = blended(read_moment(chunk.first, tile, False), g, average, FLAGS.average_from_end)
+    if FLAGS.nesterov:
+        u = blended(g, m, ahead, FLAGS.ahead_from_end)
+    else:
+        u = m
+    write_moment(m, chunk.first, tile, False)
+    raw = narrowed(u, chunk.output.dtype.element_ty)
+    put_tile(chunk.output, raw, tile)
+
+
+@triton.jit
+def muon_apply(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    """Take the step, with the factors that are ``made``."""
+    each_tile(_muon_tile, chunk, tl.load(chunk.made + chunk.tensor), FLAGS, ROWS)
+
+
+@triton.jit
+def _muon_tile(tile, chunk, factor, FLAGS: tl.constexpr):
+    p = read_main(chunk, tile, FLAGS.follows)
+    _, _, decay = chunk.scalars[:3]
+    u = gradient(chunk, p, tile, 0.0, False) * factor
+    p = decayed(p, u, decay, FLAGS)
+    p = p - u
+    write_main(p, chunk, tile)
+
+
+# -- StableAdamW ----------------------------------------------------------------------------------
+
+
+MAGIC = tl.constexpr(2.0**52)  # adding and subtracting it rounds FP64 to whole numbers
+
+
+@triton.jit
+def clip_sums(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    """Each program stores the sum of its chunk in ``made``, as two whole numbers, and how many
+    values are NaN."""
+    high, low, nans = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    whole = chunk.count // (ROWS * BLOCK) * (ROWS * BLOCK)
+    for at in range(0, whole, ROWS * BLOCK):
+        high, low, nans = _added(high, low, nans, at, chunk.count, chunk, ROWS, False)
+    even = even_count(chunk.count, chunk.aligned)
+    if chunk.aligned:
+        if whole < even:
+            high, low, nans = _added(high, low, nans, whole, even, chunk, ROWS, True)
+    if (whole < chunk.count) & (even == 0):
+        high, low, nans = _added(high, low, nans, whole, chunk.count, chunk, ROWS, True)
+    to = chunk.made + 3 * tl.program_id(0).to(tl.int64)
+    tl.store(to, high)
+    tl.store(to + 1, low)
+    tl.store(to + 2, nans)
+
+
+@triton.jit
+def _added(high, low, nans, at, count, chunk, ROWS: tl.constexpr, MASKED: tl.constexpr):
+    """The sums so far, and those of a tile that begins at ``at``."""
+    _, _, beta2, one_minus_beta2, _, inv_bias2, _, floor, limit = chunk.scalars[:9]
+    blocks, offsets, inside = located_in_tile(at, count, ROWS, BLOCK, chunk.run)
+    tile = Tile(blocks, offsets, count, inside, MASKED, None)
+    g = gradient(chunk, None, tile, 0.0, False)
+    v = read_moment(chunk.second, tile, True)
+    v = v * beta2 + (g * one_minus_beta2) * g
+    mean = v * inv_bias2
+    square = g * g
+    ratio = tl.div_rn(square, tl.where(mean < floor, floor, mean))
+    overflown = (mean == float("inf")) & (square == float("inf")) & (tl.abs(g) < float("inf"))
+    ratio = tl.where((ratio > limit) | overflown, limit, ratio)
+    is_nan = ratio != ratio
+    if MASKED:
+        is_nan = is_nan & inside
+        ratio = tl.where(inside, ratio, 0.0)
+    y = tl.where(is_nan, 0.0, ratio).to(tl.float64) * (MAGIC / limit.to(tl.float64))
+    units = ((y + MAGIC) - MAGIC).to(tl.int64)
+    return (
+        high + _total(units >> 31),
+        low + _total(units & 0x7FFFFFFF),
+        nans + _total(tl.where(is_nan, 1, 0)),
+    )
+
+
+@triton.jit
+def _total(x):
+    return tl.sum(tl.sum(x, axis=1), axis=0)
+
+
+@triton.jit
+def clipped_adamw(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    """Take the step, with the sizes and decays that are ``made``."""
+    step_size = tl.load(chunk.made + 2 * chunk.tensor)
+    decay = tl.load(chunk.made + 2 * chunk.tensor + 1)
+    each_tile(_step_tile, chunk, (step_size, decay), FLAGS, ROWS)
+
+
+@triton.jit
+def _step_tile(tile, chunk, own, FLAGS: tl.constexpr):
+    step_size, decay = own
+    beta1, one_minus_beta1, beta2, one_minus_beta2, eps, _, inv_sqrt_bias2 = chunk.scalars[:7]
+    s = AdamNumbers(beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, inv_sqrt_bias2,
+                    decay, 0.0)
+    adam_step(tile, chunk, s, None, FLAGS)
+
+
+# -- cautious updates -----------------------------------------------------------------------------
+
+
+@triton.jit
+def agreements(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    """Each program stores in ``made`` how many elements of its chunk a cautious step of an
+    element rule, with a third moment or without, keeps."""
+    count = tl.full((), 0, tl.int64)
+    whole = chunk.count // (ROWS * BLOCK) * (ROWS * BLOCK)
+    for at in range(0, whole, ROWS * BLOCK):
+        count = count + _agreeing(at, chunk.count, chunk, ROWS, False)
+    even = even_count(chunk.count, chunk.aligned)
+    if chunk.aligned:
+        if whole < even:
+            count = count + _agreeing(whole, even, chunk, ROWS, True)
+    if (whole < chunk.count) & (even == 0):
+        count = count + _agreeing(whole, chunk.count, chunk, ROWS, True)
+    tl.store(chunk.made + tl.program_id(0).to(tl.int64), count)
+
+
+@triton.jit
+def _agreeing(at, count, chunk, ROWS: tl.constexpr, MASKED: tl.constexpr):
+    """How many elements of a tile agree; those beyond its end are 0, which agrees with nothing."""
+    blocks, offsets, inside = located_in_tile(at, count, ROWS, BLOCK, chunk.run)
+    tile = Tile(blocks, offsets, count, inside, MASKED, None)
+    g = gradient(chunk, None, tile, 0.0, False)
+    return _total(tl.where(are_alike(way_of(tile, chunk, g), g), 1, 0)).to(tl.int64)

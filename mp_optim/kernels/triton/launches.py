@@ -1,0 +1,316 @@
+"""How a rule's kernel is launched: which tensors one launch takes, what it is told, and who steps
+what no kernel reads.
+
+The numbers that change from step to step (rates, bias corrections, seeds) are stored on the device,
+in one row for each call of a rule.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.compiler import CompiledKernel
+from triton.runtime import JITFunction, driver
+
+from mp_optim.core import CachedTensorList, all_same
+from mp_optim.host.accelerator import current_device
+from mp_optim.kernels.kernel_args import (
+    FLOATS,
+    AlikeLists,
+    LambScalars,
+    LaunchDtypes,
+    StableScalars,
+    TensorLists,
+    check_fit,
+)
+from mp_optim.kernels.reference import NOT_CLIPPED
+from mp_optim.kernels.sums import root, sum_of_squares
+from mp_optim.kernels.triton.kernels import sums
+from mp_optim.kernels.triton.kernels.tiles import Flags
+from mp_optim.kernels.triton.tables import RUN, Plan, Tables
+
+OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
+"""Of every launch."""
+WIDE = {**OPTIONS, "num_warps": 8}
+"""Of those whose tiles are large."""
+ROWS = 4
+"""Blocks of 256 elements in a tile: 8 elements for each of 128 threads. A multiprocessor has 70 to
+100 kB under way so, and what hides the latency of memory is below 50 (its share of the bandwidth
+times 800 ns)."""
+TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int16: tl.int16,
+    torch.int8: tl.int8,
+    torch.uint8: tl.uint8,
+    None: None,
+}
+SCALARS = 6
+"""Where the FP32 scalars of a rule begin in a row of int32 values, as their bits. Before them are
+the seed, what new main params weigh in their averages, and, in FP64, from :data:`RATE` on LAMB's
+lr, or StableAdamW's rate, and from :data:`DECAY_RATE` on StableAdamW's."""
+RATE, DECAY_RATE = 2, 4
+_MOST_SCALARS = 12
+_IN_DOUBLE = ("rate", "decay_rate")
+"""Fields of scalars that a row has in FP64."""
+WIDTH = SCALARS + _MOST_SCALARS
+"""Int32 values of a row."""
+
+
+def shape_of(rule: str, kind: LaunchDtypes) -> dict[str, Any]:
+    """Tile and threads of a rule's launch, chosen by what ptxas says: at most 128 registers, so
+    that a multiprocessor holds 16 warps, and no spills. The first kernel of LAMB, whose tile is
+    that of its sums, takes 180 in 4 warps; one with three moments 206. Four elements side by side
+    are 16 bytes of an FP32 tensor, eight where there is none."""
+    run = 4 if torch.float32 in kind else 8
+    is_wide = rule == "lamb_moments" or kind.moment3 is not None
+    return {"ROWS": ROWS, "RUN": run, **(WIDE if is_wide else OPTIONS)}
+
+
+def row_of(scalars: Any, seed: int, average_weight: float = 1.0) -> array[int]:
+    """A call's row: the scalars are those fields that are FP32 numbers, in their order.
+
+    Raises:
+        ValueError: there are more of these than a row has room for.
+    """
+    values = [getattr(scalars, name) for name in scalars.__slots__ if name not in _IN_DOUBLE]
+    rate = scalars.lr if isinstance(scalars, LambScalars) else 0.0
+    decay_rate = 0.0
+    if isinstance(scalars, StableScalars):
+        rate, decay_rate = scalars.rate, scalars.decay_rate
+    numbers = [value for value in values if not isinstance(value, bool)]
+    if len(numbers) > _MOST_SCALARS:
+        raise ValueError(
+            f"{type(scalars).__name__} has {len(numbers)} numbers, a row of kernels' numbers room "
+            f"for {_MOST_SCALARS}"
+        )
+    numbers += [0.0] * (_MOST_SCALARS - len(numbers))
+    layout = f"=ifdd{_MOST_SCALARS}f"
+    return array("i", struct.pack(layout, seed, average_weight, rate, decay_rate, *numbers))
+
+
+def row_for(lists: TensorLists, scalars: Any) -> array[int]:
+    """The row of a call with these lists."""
+    seed = lists.noise[0].seed if lists.noise else 0
+    # the int32 of the same bits
+    return row_of(scalars, seed - (seed >> 31 << 32), lists.average_weight)
+
+
+# -- kernels that Triton has compiled --------------------------------------------------------------
+
+MULTIPLE = 16
+"""Triton compiles one kernel for pointers that are multiples of it, and one for others."""
+
+
+@dataclass(frozen=True, eq=False)
+class KernelForm:
+    """A kernel with what is compiled into it.
+
+    Before each launch Triton works out, from every argument and constant, which of its compiled
+    kernels is asked for: some 50 microseconds of Python. So each is kept here by what it was
+    compiled for, and launched as it is from then on.
+
+    Attributes:
+        constants: the last arguments of the kernel, in their order.
+        options: of the compiler.
+        compiled: by device and by what Triton goes by beside constants: of pointers whether they
+            are there, and multiples of 16; of all else the type.
+    """
+
+    kernel: Any
+    constants: Mapping[str, Any]
+    options: Mapping[str, Any]
+    compiled: dict[tuple[Any, ...], CompiledKernel] = field(default_factory=dict)
+
+    def launch(self, programs: int, *arguments: Any) -> None:
+        """Launch so many programs on the current device, on its current stream."""
+        if not isinstance(self.kernel, JITFunction):  # it is interpreted
+            self.kernel[(programs,)](*arguments, **self.constants, **self.options)
+            return
+        key = (driver.active.get_current_device(), *map(_compiled_for, arguments))
+        known = self.compiled.get(key)
+        if known is not None:
+            known[(programs, 1, 1)](*arguments, *self.constants.values())
+            return
+        made = self.kernel[(programs,)](*arguments, **self.constants, **self.options)
+        if isinstance(made, CompiledKernel) and made.module is not None:  # it was launched
+            self.compiled[key] = made
+
+
+def _compiled_for(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % MULTIPLE == 0
+    return type(argument)
+
+
+# -- launches -------------------------------------------------------------------------------------
+
+
+CHUNK = 8192
+"""Elements a program steps: eight blocks of 1024, so that LAMB's sums of a chunk are those of
+``sums``."""
+
+MOST_LAUNCHES = 8
+"""Sets of addresses of gradients that are known for each rule and list of main params."""
+
+Multiplier = float | Tensor
+"""A number; or FP32 on the tensors' device, shape (1,) or (2,): what gradients are multiplied with,
+and a flag that is not 0 if nothing is to be written. What is on the device can be formed there,
+without the host waiting for it."""
+
+
+class KernelLaunch(NamedTuple):
+    """What a launch is of: a rule, and the programs of a part with the columns they read."""
+
+    rule: Any
+    flags: Flags
+    part: AlikeLists
+    plan: Plan
+    aligned: bool
+    columns: Sequence[Tensor | None]
+
+
+class Steady(NamedTuple):
+    """What a launch of a rule leaves in ``TensorLists.prepared`` for the next one.
+
+    Attributes:
+        made_for: the lists that it is of. part: they are of one kind.
+        sizes: elements of each gradient.
+        written: tensors that kernels write, and autograd knows.
+        launches: columns and plans, by addresses of gradients that were looked at.
+    """
+
+    made_for: tuple[Any, ...]
+    part: AlikeLists
+    sizes: array[int]
+    written: list[Tensor]
+    launches: dict[bytes, tuple[Sequence[Tensor | None], list[tuple[Plan, bool]]]]
+
+    def fits(self, lists: TensorLists) -> bool:
+        """Whether it is of these lists, and their gradients are like those that it was made
+        for."""
+        grads, kind = lists.grad, self.part.kind
+        return (
+            kind is not None
+            and isinstance(grads, CachedTensorList)
+            and lists.noise is None
+            and all_same(self.made_for, lists.made_for)
+            and grads.dtypes == {kind.grad}
+            and grads.own_sizes == self.sizes
+        )
+
+
+@cache
+def step_form(
+    kernel: Any,
+    rule: Any,
+    flags: Flags,
+    kind: LaunchDtypes,
+    on_device: bool,
+    aligned: bool,
+    chunk: int,
+) -> KernelForm:
+    """What is compiled for such launches."""
+    constants = {
+        "RULE": rule,
+        "FLAGS": flags,
+        "KIND": LaunchDtypes._make(map(TYPES.__getitem__, kind)),
+        "ON_DEVICE": on_device,
+        "ALIGNED": aligned,
+        "CHUNK": chunk,
+    }
+    shape = shape_of(rule.__name__, kind)
+    constants |= {name: shape.pop(name) for name in ("ROWS", "RUN")}
+    return KernelForm(kernel, constants, shape)
+
+
+def on_host(multiplier: Multiplier) -> float | None:
+    """The multiplier as a number, or None if nothing is to be written; waits for the device."""
+    if not isinstance(multiplier, Tensor):
+        return multiplier
+    value, *skip = multiplier.tolist()
+    return None if skip and skip[0] else float(value)
+
+
+# -- sums of squares: chunk by chunk, then in the order of kernels/sums.py -------------------------
+
+
+SUM_CHUNK, SUM_WARPS = 4096, 2
+"""Elements a program sums, and its warps: small programs, of which some read while others add."""
+
+
+def sum_alike(tables: Tables, tensors: CachedTensorList) -> Tensor:
+    """Sums of squares of tensors of one dtype."""
+    if tensors[0].dtype not in FLOATS:
+        return sum_of_squares(tensors)
+    if not tensors.contiguous:
+        tensors = CachedTensorList(tensor.contiguous() for tensor in tensors)
+    device = tensors[0].device
+    check_fit(LaunchDtypes(tensors[0].dtype), {"grad": tensors})
+    column = tables.column(tensors, device)
+    total = None
+    for plan, aligned in tables.plans(tensors, SUM_CHUNK, device, column.odd):
+        squares = torch.empty(plan.programs, 1, dtype=torch.float64, device=device)
+        if plan.programs:
+            constants = {"TYPE": TYPES[tensors[0].dtype], "ALIGNED": aligned, "CHUNK": SUM_CHUNK}
+            form = _sums_form(sums.chunk_sums, SUM_WARPS, **constants)
+            given = (plan.owners, plan.firsts, plan.sizes, column.values, squares)
+            with current_device(device):
+                form.launch(plan.programs, *given)
+        found = added(plan, squares)
+        total = found if total is None else total + found  # 0.0 without programs in a plan
+    assert total is not None
+    return total[:, 0]
+
+
+@cache
+def _sums_form(kernel: Any, warps: int, **constants: Any) -> KernelForm:
+    return KernelForm(kernel, constants, {**OPTIONS, "num_warps": warps})
+
+
+def added(plan: Plan, values: Tensor) -> Tensor:
+    """Add sums of chunks, shape (programs, columns), up to sums of tensors."""
+    for each in plan.rounds:
+        results = values.new_empty(each.programs, values.shape[1])
+        with current_device(values.device):
+            form = _sums_form(sums.run_sums, 4, COLUMNS=values.shape[1], RUN=RUN)
+            tables = (each.owners, each.firsts, each.starts, each.counts)
+            form.launch(each.programs, *tables, values, results)
+        values = results
+    return values
+
+
+# -- StableAdamW's steps of single parameters, formed on the device -------------------------------
+
+
+_LIMIT = SCALARS + 8
+"""Where the limit lies in a launch's numbers."""
+
+
+def clipped_steps(sums: Tensor, counts: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """FP32 ``step_size`` and ``decay`` of each parameter, shape (n, 2), and which are clipped.
+
+    Args:
+        sums: as ``stable_adamw_sums`` gives them.
+        counts: elements of whole parameters.
+        numbers: of the launch.
+    """
+    rate = numbers[RATE : RATE + 2].view(torch.float64)
+    decay_rate = numbers[DECAY_RATE : DECAY_RATE + 2].view(torch.float64)
+    limit = numbers[_LIMIT : _LIMIT + 1].view(torch.float32).double()
+    high, low, nans = sums.unbind(1)
+    high, low = high + (low >> 31), low & 0x7FFFFFFF
+    value = (high.double() * 2.0**31 + low.double()) * (limit * 2.0**-52)
+    mean = torch.where(nans == 0, value, math.nan) / counts.clamp(min=1).double()
+    clip = torch.where(mean <= NOT_CLIPPED, 1.0, root(mean))
+    return torch.stack([rate / clip, decay_rate / clip], 1).float(), clip != 1.0

@@ -1,0 +1,275 @@
+"""Tables of addresses and sizes on a device, copied there once for as long as they stay the
+same."""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mp_optim.core import CachedTensorList
+from mp_optim.host.accelerator import accelerator_of, is_capturing
+from mp_optim.kernels.kernel_args import (
+    AlikeLists,
+    LaunchDtypes,
+    TensorLists,
+    check_fit,
+    columns_of,
+)
+
+RUN = 1024
+"""Sums that one program adds up."""
+MOST_ROWS = 64
+"""Rows of numbers that are remembered: those of a step's calls, not of steps before."""
+
+_WIDE = LaunchDtypes._fields
+"""Columns that are read 16 bytes at a time where all addresses allow it: not the scales."""
+_COLUMNS = (
+    *("grad", "main", "remainder", "moment1", "moment2", "moment3"),
+    *("scale1", "scale2", "scale3", "output", "average"),
+)
+"""In the order in which kernels take them."""
+_DTYPES = {"Q": torch.int64, "q": torch.int64, "i": torch.int32, "I": torch.int32}
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Addresses on a device, and the places of those that are no multiples of 16."""
+
+    values: Tensor
+    odd: frozenset[int]
+
+
+class Plan:
+    """Which program works on which chunk of which tensor.
+
+    Attributes:
+        owners: int32, shape (programs,): the tensor of each program.
+        firsts: int32, shape (tensors,): each tensor's first program.
+        sizes: int64, shape (tensors,).
+        nbytes: device memory of the largest of these.
+    """
+
+    def __init__(self, tables: Tables, sizes: array[int], chunk: int, device: torch.device) -> None:
+        self._tables, self._device = tables, device
+        self._chunks = [-(-size // chunk) for size in sizes]
+        self.programs = sum(self._chunks)
+        self.owners, self.firsts = _shares(tables, self._chunks, device)
+        self.sizes = tables.values(sizes, device)
+        self.nbytes = self.owners.nbytes
+
+    @cached_property
+    def rounds(self) -> list[Round]:
+        """How each tensor's chunk sums become one sum: runs of RUN of them, until one is left."""
+        rounds: list[Round] = []
+        counts, starts = self._chunks, self.firsts
+        while not rounds or max(counts) > 1:
+            rounds.append(Round(self._tables, counts, starts, self._device))
+            counts, starts = rounds[-1].results, rounds[-1].firsts
+        return rounds
+
+
+class Round:
+    """One pass over sums that lie tensor by tensor in a row, from ``starts`` on: ``counts`` before,
+    ``results`` after it."""
+
+    def __init__(
+        self, tables: Tables, counts: Sequence[int], starts: Tensor, device: torch.device
+    ) -> None:
+        self.results = [max(1, -(-count // RUN)) for count in counts]
+        self.programs = sum(self.results)
+        self.owners, self.firsts = _shares(tables, self.results, device)
+        self.starts = starts
+        self.counts = tables.values(array("i", counts), device)
+
+
+def _shares(tables: Tables, counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    owners = torch.repeat_interleave(
+        torch.arange(len(counts), dtype=torch.int32, device="cpu"),
+        torch.tensor(counts, dtype=torch.int64, device="cpu"),
+    )
+    firsts = array("i", accumulate(counts, initial=0))[:-1]
+    return tables.upload(owners, device), tables.values(firsts, device)
+
+
+class Tables:
+    """Remembers what was copied to a device: by the list it came from, as long as that lives, and
+    by its content.
+
+    A table is ordered with the stream it was first used on: launches on other streams have to be
+    ordered after that one, as for any tensor.
+
+    Args:
+        remembered_bytes: device memory of tables remembered by content, beside what living lists
+            hold.
+    """
+
+    def __init__(self, remembered_bytes: int = 64 << 20) -> None:
+        self._most_bytes = remembered_bytes
+        self._of_list: dict[tuple[int, Hashable], tuple[weakref.ref[CachedTensorList], Any]] = {}
+        self._of_content: OrderedDict[Hashable, Any] = OrderedDict()
+        self._bytes = 0
+        self._rows: dict[tuple[bytes, torch.device], Tensor] = {}
+
+    def column(self, tensors: Sequence[Tensor], device: torch.device) -> Column:
+        """The addresses of tensors."""
+
+        def build(steady: CachedTensorList) -> Column:
+            addresses = steady.addresses
+            odd: list[int] = []
+            if any(map((15).__and__, addresses)):  # of many it is quick to see that none is
+                odd = [place for place, address in enumerate(addresses) if address % 16]
+            return Column(self.values(addresses, device), frozenset(odd))
+
+        return self._known(tensors, ("column", device), build)
+
+    def launch_of(
+        self, part: AlikeLists, moments: tuple[str, ...], chunk: int
+    ) -> tuple[list[Tensor | None], list[tuple[Plan, bool]]]:
+        """Addresses of the parts of all tensors, in the order in which kernels take them; and the
+        plans by whether all addresses of a tensor, but for its scales, are multiples of 16."""
+        lists, device = part.lists, part.lists.grad[0].device
+        assert part.kind is not None
+        found = columns_of(lists, part.kind, moments)
+        there = {name: CachedTensorList.of(tensors) for name, tensors in found.items()}
+        check_fit(part.kind, there)
+        columns = {name: self.column(each, device) for name, each in there.items()}
+        odd = frozenset[int]().union(
+            *(column.odd for name, column in columns.items() if name in _WIDE)
+        )
+        plans = self.plans(there.get("main") or there["grad"], chunk, device, odd)
+        return [columns[name].values if name in columns else None for name in _COLUMNS], plans
+
+    def streams(self, lists: TensorLists, device: torch.device) -> Tensor | None:
+        """Streams of random numbers on the device, each with the tensor's place in its own."""
+        if not lists.noise:
+            return None
+        pairs = array("I")
+        for noise in lists.noise:
+            pairs.extend((noise.stream, noise.start & 0xFFFFFFFF))
+        return self.values(pairs, device)
+
+    def plans(
+        self, tensors: Sequence[Tensor], chunk: int, device: torch.device, odd: frozenset[int]
+    ) -> list[tuple[Plan, bool]]:
+        """A plan for the tensors whose parts are all at multiples of 16, and one for those at the
+        places ``odd``, each with whether it is the former; one that has all tensors comes alone.
+        The other tensors of a plan have no programs there."""
+        if len(odd) in (0, len(tensors)):
+            return [(self.plan(tensors, chunk, device), not odd)]
+        even = frozenset(range(len(tensors))) - odd
+        return [
+            (self.plan(tensors, chunk, device, odd), True),
+            (self.plan(tensors, chunk, device, even), False),
+        ]
+
+    def plan(
+        self,
+        tensors: Sequence[Tensor],
+        chunk: int,
+        device: torch.device,
+        without: frozenset[int] = frozenset(),
+    ) -> Plan:
+        """The programs that work on tensors, but for those at some places, in chunks of ``chunk``
+        elements."""
+
+        def build(steady: CachedTensorList) -> Plan:
+            sizes = steady.sizes[:]
+            for place in without:
+                sizes[place] = 0
+            return self.plan_of(sizes, chunk, device)
+
+        return self._known(tensors, ("plan", chunk, device, without), build)
+
+    def plan_of(self, sizes: array[int], chunk: int, device: torch.device) -> Plan:
+        """The programs that work on tensors of these sizes."""
+        key = sizes.tobytes(), chunk, device
+        return self._remembered(key, lambda: Plan(self, sizes, chunk, device))
+
+    def values(self, values: array[int], device: torch.device) -> Tensor:
+        """A table of integers on the device."""
+        dtype = _DTYPES[values.typecode]
+        if not values:
+            return torch.empty(0, dtype=dtype, device=device)
+        return self._remembered(
+            (values.typecode, values.tobytes(), device),
+            lambda: self.upload(torch.frombuffer(values, dtype=dtype), device),
+        )
+
+    def row(self, row: array[int], device: torch.device) -> Tensor:
+        """The numbers of a call on the device: the same ones for all parts of what is stepped with
+        them, so that the first part's way is no other's.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured.
+        """
+        _refuse_capture(device)
+        key = (row.tobytes(), device)
+        known = self._rows.pop(key, None)
+        if known is None:
+            known = self.upload(torch.frombuffer(row, dtype=torch.int32), device)
+        self._rows[key] = known
+        if len(self._rows) > MOST_ROWS:
+            del self._rows[next(iter(self._rows))]
+        return known
+
+    def upload(self, table: Tensor, device: torch.device) -> Tensor:
+        """A copy of a table in host memory; nothing waits for it.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured.
+        """
+        if accelerator_of(device) is None:
+            return table.clone()
+        _refuse_capture(device)
+        return table.pin_memory().to(device, non_blocking=True)
+
+    def _known(
+        self, tensors: Sequence[Tensor], kind: Hashable, build: Callable[[CachedTensorList], _Value]
+    ) -> _Value:
+        """What was made of this very list, which holds still as long as it lives."""
+        if not isinstance(tensors, CachedTensorList):
+            return build(CachedTensorList(tensors))
+        key = (id(tensors), kind)
+        entry = self._of_list.get(key)
+        if entry is not None and entry[0]() is tensors:
+            known: _Value = entry[1]
+            return known
+        value = build(tensors)
+        self._of_list[key] = (weakref.ref(tensors, lambda _: self._forget(key)), value)
+        return value
+
+    def _forget(self, key: tuple[int, Hashable]) -> None:
+        entry = self._of_list.get(key)
+        if entry is not None and entry[0]() is None:
+            del self._of_list[key]  # else its id belongs to a new list already
+
+    def _remembered(self, key: Hashable, build: Callable[[], _Value]) -> _Value:
+        """What was made of this content; the least recently asked for is given up first."""
+        value: Any = self._of_content.pop(key, None)
+        if value is None:
+            value = build()
+            self._bytes += value.nbytes
+        self._of_content[key] = value
+        while self._bytes > self._most_bytes and len(self._of_content) > 1:
+            self._bytes -= self._of_content.popitem(last=False)[1].nbytes
+        known: _Value = value
+        return known
+
+
+def _refuse_capture(device: torch.device) -> None:
+    if is_capturing(device):
+        raise RuntimeError(
+            "step() while a CUDA graph is captured: a replay would repeat this step's learning "
+            "rate and bias corrections; capture forward and backward, and call step() after the "
+            "capture"
+        )

@@ -1,0 +1,215 @@
+"""ChangedWeights: which elements of a wrapper's parameters have other values than when they were
+last published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mp_optim.core import CachedTensorList, Slot, local_tensor
+from mp_optim.core.executor import Executor
+from mp_optim.core.quantized import bits_of
+from mp_optim.core.tensor_layout import region_of
+from mp_optim.core.weight_delta import bits_differ, bits_set
+from mp_optim.kernels.kernel_args import bitmap_bytes
+from mp_optim.kernels.written_weights import WrittenWeights
+from mp_optim.mixed_precision.slot_table import SlotTable
+
+
+class ChangedPart(NamedTuple):
+    """What a wrapper publishes of one parameter.
+
+    Attributes:
+        slot: which. shape: of the parameter, or of the part that plain tensor parallelism leaves.
+        indices: in that, row-major and flattened, ascending; None for all of it.
+        values: new ones. watched: elements that this rank has of it.
+    """
+
+    slot: Slot
+    shape: tuple[int, ...]
+    indices: Tensor | None
+    values: Tensor
+    watched: int
+
+
+class ChangedWeights:
+    """What is remembered of each parameter since the last publication. Of one whose steps are
+    marked by their kernels, a bitmap, and whether something else wrote it: then all of it counts as
+    changed. Of any other that is trained, its values then.
+
+    NOTE: an element's bit is set by the kernel that gives it another value
+    (``SlotUpdate.changed``). A parameter that was written by other code differs from its main
+    param, rounded, which :class:`MainParams` reports (:meth:`replaced`). One without a main param
+    of its own is known by a checksum, which is taken after each step and compared before the next.
+
+    Args:
+        table: the parameters, as they were last seen. executor: steps them.
+
+    Attributes:
+        is_lost: a publication was begun that nobody got, so the next one has everything.
+    """
+
+    def __init__(self, table: SlotTable, executor: Executor) -> None:
+        self._table, self._executor = table, executor
+        self._sums = WrittenWeights()
+        self._written: set[int] = set()
+        self._exposed: set[int] = set()
+        self._count = len(table.slots)
+        self._bits: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self.is_lost = False
+        self._bound: list[bool] = []
+        self._is_marked: list[bool] = []
+        self._column: tuple[Sequence[int], Sequence[Tensor | None]] = ((), ())
+        alone = self._alone(frozen=True)
+        self._sums.note(alone, list(map(self._weights, alone)))
+        self.look()
+
+    # -- in a step --------------------------------------------------------------------------------
+
+    def look(self, frozen: bool = True) -> None:
+        """Notice parameters that other code wrote, before a step or a publication.
+
+        Args:
+            frozen: compare parameters that are not trained, too.
+        """
+        table = self._table
+        self._written.update(range(self._count, len(table.slots)))  # a group was added
+        self._count = len(table.slots)
+        alone = self._alone(frozen or table.bound != self._bound)
+        weights = [self._weights(index) for index in alone]
+        changed = self._sums.changed(alone, weights)
+        self._written.update(alone[at] for at in changed)
+        self._sums.note([alone[at] for at in changed], [weights[at] for at in changed])
+        once = self._exposed.union(filter(self._sums.knows, range(self._count)))
+        once.difference_update(self._alone(frozen=True))  # shown, or frozen until now
+        for index in once:
+            if self._sums.changed([index], [self._weights(index)]):
+                self._written.add(index)
+            self._sums.forget(index)
+        self._exposed.clear()
+        if table.bound != self._bound:
+            bound = list(table.bound)
+            self._is_marked = list(map(self._executor.marks_changes, table.slots))
+            for index, is_bound in enumerate(bound):
+                if is_bound and not self._is_marked[index] and index not in self._written:
+                    self._remember(index)
+            self._bound = bound  # last: after a signal all of this is done again
+
+    def _remember(self, index: int) -> None:
+        if index not in self._values:
+            self._values[index] = self._flat(index).clone()
+
+    def column(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
+        """The bitmaps of some parameters that are going to be stepped; empty if there are none."""
+        if self._column[0] is not indices:
+            bits = [self._bits_of(index) for index in indices]
+            present = [each for each in bits if each is not None]
+            whole = len(present) == len(bits)
+            self._column = indices, CachedTensorList(present) if whole else bits if present else ()
+        return self._column[1]
+
+    def _bits_of(self, index: int) -> Tensor | None:
+        if not self._is_marked[index]:
+            return None
+        if index not in self._bits:
+            stepped = self._executor.stepped(self._table.slots[index])
+            count = bitmap_bytes(stepped.numel())
+            self._bits[index] = torch.zeros(count, dtype=torch.uint8, device=stepped.device)
+        return self._bits[index]
+
+    def _alone(self, frozen: bool) -> list[int]:
+        """Return the indices of parameters that have no main param to be compared with."""
+        table = self._table
+        every = enumerate(zip(table.bound, table.separate, strict=True))
+        return [index for index, (bound, apart) in every if not apart and (bound or frozen)]
+
+    def _weights(self, index: int) -> Tensor:
+        param = self._table.params[index]
+        return bits_of(param) if self._table.quantized[index] else local_tensor(param)
+
+    def written(self) -> None:
+        """Remember the parameters as a step left them, which marked the elements it changed."""
+        alone = self._alone(frozen=False)
+        self._sums.note(alone, list(map(self._weights, alone)))
+
+    def replaced(self, index: int) -> None:
+        """Count all of a parameter as changed: other code wrote it."""
+        self._written.add(index)
+
+    def exposed(self, index: int) -> None:
+        """Compare a parameter at the next look: other code may write it together with its main
+        param."""
+        if not self._sums.knows(index):  # those without a main param are known
+            self._exposed.add(index)
+            self._sums.note([index], [self._weights(index)])
+
+    # -- to publish -------------------------------------------------------------------------------
+
+    def changed(self, full: bool, is_first: Callable[[Slot], bool]) -> Iterator[ChangedPart]:
+        """What this rank publishes.
+
+        Args:
+            full: everything. is_first: whether it has no copy of what a rank before it has.
+        """
+        for index, slot in enumerate(self._table.slots):
+            if is_first(slot) and self._flat(index).numel():
+                elements = None if full else self._elements(index)
+                if elements is None or elements.numel():
+                    yield self._part(index, elements)
+
+    def _elements(self, index: int) -> Tensor | None:
+        if self.is_lost:
+            return None
+        flat, before = self._flat(index), self._values.get(index)
+        if before is not None and (before.shape, before.dtype) == (flat.shape, flat.dtype):
+            return bits_differ(before.to(flat.device), flat)
+        is_unknown = self._bound[index] and not self._is_marked[index]
+        if is_unknown or index in self._written:
+            return None
+        if index not in self._bits:
+            return torch.empty(0, dtype=torch.int64, device=flat.device)
+        elements = bits_set(self._bits[index])
+        return elements[elements < flat.numel()].to(flat.device)
+
+    def _part(self, index: int, elements: Tensor | None) -> ChangedPart:
+        """What is published of a parameter: copies of values, and where they are in it."""
+        param, flat = self._table.params[index], self._flat(index)
+        values = flat.clone() if elements is None else flat[elements]
+        region, where = region_of(param), elements
+        if flat.numel() < region.shape.numel():
+            where = torch.arange(flat.numel(), device=flat.device) if where is None else where
+            if region.offsets is None:
+                where = where + region.start
+            else:
+                held = local_tensor(param).shape
+                where = _index_in_whole(where, held, region.shape, region.offsets)
+        slot = self._table.slots[index]
+        return ChangedPart(slot, tuple(region.shape), where, values, flat.numel())
+
+    def published(self) -> None:
+        """What changed was taken note of: count from here."""
+        self._written.clear()
+        for bits in self._bits.values():
+            bits.zero_()
+        for index, is_bound in enumerate(self._bound):
+            if is_bound and not self._is_marked[index]:
+                self._values.pop(index, None)
+                self._remember(index)
+
+    def _flat(self, index: int) -> Tensor:
+        return local_tensor(self._table.params[index]).reshape(-1)
+
+
+def _index_in_whole(
+    index: Tensor, held: torch.Size, whole: torch.Size, offsets: Sequence[int]
+) -> Tensor:
+    """Row-major indices in a tensor, from those in a box of it."""
+    found, step = torch.zeros_like(index), 1
+    for size, full, first in zip(reversed(held), reversed(whole), reversed(offsets), strict=True):
+        found += (index % size + first) * step
+        index, step = index // size, step * full
+    return found

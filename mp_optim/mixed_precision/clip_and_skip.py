@@ -1,0 +1,537 @@
+"""Decide: from a few scalars to what happens with this step, on the host or on the device; and how
+steps are counted, also those that are skipped."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from types import MappingProxyType
+from typing import Any, NoReturn, overload
+
+import torch
+from torch import Tensor
+
+from mp_optim.core import DeviceMultiplier
+from mp_optim.host.calls import weak_method
+from mp_optim.host.transfer import Transfer, fetch, transfer_for
+from mp_optim.kernels.kernel_args import fp32
+from mp_optim.kernels.sums import index_on, root
+from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM, Measurement
+from mp_optim.mixed_precision.skip_rule import NUMBERS, Judgement, RollingRule
+
+_Values = tuple[bool, float | None, int | None]
+_Known = _Values | tuple[bool, float | None, int | None, str]
+
+
+class StepResult:
+    """What a step did; unpacks as Megatron's tuple ``(success, grad_norm, num_zeros_in_grad)``, and
+    is equal to it.
+
+    After a step that the host did not wait for, the first look at any value waits for the device;
+    :attr:`is_known` says whether it would. Immutable; a pickled one holds values.
+
+    Attributes:
+        success: whether parameters were updated.
+        grad_norm: global L2 norm of the unscaled gradients before clipping; None after an overflow.
+        num_zeros_in_grad: zero gradient elements if ``log_num_zeros_in_grad``, else None.
+        reason: why the step was skipped, in words; empty for one that was taken. Not in the tuple.
+    """
+
+    __slots__ = ("_read", "_reason", "_values")
+    _values: _Values | None
+    _reason: str
+    _read: Callable[[], _Known] | None
+
+    def __init__(
+        self,
+        success: bool,
+        grad_norm: float | None,
+        num_zeros_in_grad: int | None,
+        reason: str = "",
+    ) -> None:
+        object.__setattr__(self, "_values", (success, grad_norm, num_zeros_in_grad))
+        object.__setattr__(self, "_reason", reason)
+        object.__setattr__(self, "_read", None)
+
+    @classmethod
+    def later(cls, read: Callable[[], _Known]) -> StepResult:
+        """A result that asks ``read`` for its values, once, when it is looked at."""
+        result = cls.__new__(cls)
+        object.__setattr__(result, "_values", None)
+        object.__setattr__(result, "_read", read)
+        return result
+
+    @property
+    def is_known(self) -> bool:
+        """Whether looking does not wait for the device."""
+        return self._values is not None
+
+    def _tuple(self) -> _Values:
+        if self._values is None:
+            assert self._read is not None
+            StepResult.__init__(self, *self._read())
+        assert self._values is not None
+        return self._values
+
+    @property
+    def success(self) -> bool:
+        return self._tuple()[0]
+
+    @property
+    def grad_norm(self) -> float | None:
+        return self._tuple()[1]
+
+    @property
+    def num_zeros_in_grad(self) -> int | None:
+        return self._tuple()[2]
+
+    @property
+    def reason(self) -> str:
+        self._tuple()
+        return self._reason
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._tuple())
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Any, ...]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._tuple()[index]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, StepResult):
+            return self._tuple() == other._tuple()
+        return self._tuple() == other if isinstance(other, tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._tuple())
+
+    def __repr__(self) -> str:
+        success, norm, zeros = self._tuple()
+        why = f", reason={self._reason!r}" if self._reason else ""
+        values = f"success={success!r}, grad_norm={norm!r}, num_zeros_in_grad={zeros!r}"
+        return f"StepResult({values}{why})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StepResult, (*self._tuple(), self._reason)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"a StepResult cannot be changed ({name}={value!r})")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a StepResult cannot be changed (del {name})")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One step's decision.
+
+    Attributes:
+        multipliers: FP32 value for each norm group: inverse loss scale times clip coefficient.
+        skip: leave everything as it is.
+        found_inf: some gradient is not finite.
+        norms: unscaled norm of each norm group.
+        num_zeros: zero gradient elements, if counted.
+        disagrees: ranks that share split parameters would step them otherwise; nothing is stepped.
+        reason: why the step is skipped, in words; empty for one that is taken.
+        scaling: the inverse loss scale, and the grad scaler's trackers, as they were before this
+            step; empty without a scaler.
+        judgement: what the rolling rule said; None without one, or if the step was not finite.
+        is_spike: it is for that rule that the step is skipped.
+        param_sums: sum of squares of each parameter's gradient, still scaled, FP64 on the host, in
+            slot order; None if they are not kept.
+    """
+
+    multipliers: dict[str, float] = field(default_factory=dict)
+    skip: bool = False
+    found_inf: bool = False
+    norms: dict[str, float] = field(default_factory=dict)
+    num_zeros: int | None = None
+    disagrees: bool = False
+    reason: str = ""
+    scaling: tuple[float, ...] = ()
+    judgement: Judgement | None = None
+    is_spike: bool = False
+    param_sums: Tensor | None = field(default=None, compare=False)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The global norm, or None if it is not a number."""
+        return None if self.found_inf else self.norms.get(MAIN_NORM, 0.0)
+
+    @property
+    def cause(self) -> str:
+        """Of a skipped step, as metrics have it."""
+        if self.disagrees:
+            return "disagreement"
+        if self.is_spike:
+            return "spike"
+        return "not_finite" if self.found_inf else "over_threshold"
+
+    @property
+    def result(self) -> StepResult:
+        """What the caller of ``step`` gets."""
+        zeros = None if self.found_inf else self.num_zeros
+        return StepResult(not self.skip, self.grad_norm, zeros, self.reason)
+
+
+def not_finite(groups: Iterable[str], scaling: tuple[float, ...]) -> Verdict:
+    """The verdict on gradients of some norm groups that are not finite."""
+    reason = f"the gradients of norm group {', '.join(groups)} hold an inf or nan"
+    return Verdict(skip=True, found_inf=True, reason=reason, scaling=scaling)
+
+
+def finite(
+    multipliers: dict[str, float],
+    norms: dict[str, float],
+    threshold: float,
+    num_zeros: int | None,
+    scaling: tuple[float, ...],
+    judgement: Judgement | None = None,
+) -> Verdict:
+    """The verdict on finite gradients: the step is taken if the norm is not above a threshold, and
+    is no spike."""
+    norm, spike = norms.get(MAIN_NORM, 0.0), ""
+    over = norm > threshold
+    if over:
+        reason = f"the gradient norm is {norm:g}, over grad_norm_skip_threshold={threshold:g}"
+    else:
+        reason = spike = "" if judgement is None else judgement.reason(norm)
+    return Verdict(
+        multipliers,
+        bool(reason),
+        norms=norms,
+        num_zeros=num_zeros,
+        reason=reason,
+        scaling=scaling,
+        judgement=judgement,
+        is_spike=bool(spike),
+    )
+
+
+def decide(
+    measurement: Measurement,
+    scaled_by: Sequence[Tensor],
+    config: Any,
+    rule: RollingRule | None = None,
+) -> Verdict:
+    """The step's verdict, formed in double; reads the device once.
+
+    Args:
+        measurement: agreed sums of squares of the gradients as they are (still scaled).
+        scaled_by: reciprocal of the scale that was used in backward, shape (1,) FP64, and the grad
+            scaler's trackers; empty for 1.
+        config: reads ``clip_grad`` (<= 0: off) and ``grad_norm_skip_threshold``.
+        rule: judges the step, which was begun on the host; its window stays as it is.
+    """
+    optional = measurement.disagreement, measurement.zeros
+    scalars = [*measurement.sums.values(), *scaled_by]
+    scalars += [value for value in optional if value is not None]
+    read, params = _read(scalars, measurement.params) if scalars else ([], measurement.params)
+    values = iter(read)
+    sums = measurement.known or {name: next(values) for name in measurement.sums}
+    scaling = tuple(next(values) for _ in scaled_by)
+    inverse = scaling[0] if scaling else 1.0
+    if measurement.disagreement is not None and next(values) != 0.0:
+        return Verdict(skip=True, disagrees=True)
+    num_zeros = None if measurement.zeros is None else int(next(values))
+    if not all(map(math.isfinite, sums.values())):
+        bad = [name for name, value in sums.items() if not math.isfinite(value)]
+        return replace(not_finite(bad, scaling), param_sums=params)
+    norms = {name: math.sqrt(value) * inverse for name, value in sums.items()}
+    limit, multipliers = config.clip_grad, {}
+    for name, norm in norms.items():
+        # Megatron's and torch's definition
+        coefficient = min(1.0, limit / (norm + 1e-6)) if limit > 0.0 else 1.0
+        multipliers[name] = fp32(inverse * coefficient)
+    multipliers[EXCLUDED] = multipliers.get(MAIN_NORM, fp32(inverse))
+    judgement = None if rule is None else rule.judge_on_host(norms.get(MAIN_NORM, 0.0))
+    verdict = finite(
+        multipliers, norms, config.grad_norm_skip_threshold, num_zeros, scaling, judgement
+    )
+    return verdict if params is None else replace(verdict, param_sums=params)
+
+
+def _read(scalars: Sequence[Tensor], more: Tensor | None) -> tuple[list[float], Tensor | None]:
+    """Tensors of one element as numbers, and one of many on the host, by one transfer."""
+    device, parts = scalars[0].device, [*scalars, *([] if more is None else [more])]
+    read = torch.cat([value.to(device, torch.float64).reshape(-1) for value in parts]).cpu()
+    count = len(scalars)
+    return read[:count].tolist(), None if more is None else read[count:]
+
+
+# -- on the device --------------------------------------------------------------------------------
+#
+# The verdict as numbers that kernels read there, and that the host reads when it has to. Every
+# operation is one IEEE operation in FP64 (root, product, quotient, comparison) and one rounding to
+# FP32, so the bits are those of the host's.
+
+
+@dataclass(frozen=True)
+class VerdictNumbers:
+    """A verdict's numbers on the device.
+
+    Attributes:
+        names: norm groups, in the order of the rows.
+        controls: FP32, shape (names, 2): each group's multiplier, and 0 unless the step is to be
+            skipped.
+        overflow: bool, shape (): some gradient is not finite.
+        report: FP64, 1-D: overflow, skip (2 or 3 because ranks disagree), norms, multipliers before
+            they are rounded, the number of zeros if they were counted, the rolling rule's numbers
+            if there is one, what a verdict has as ``scaling``, and the sums of ``params``
+            parameters.
+        counts_zeros: whether they were counted.
+        threshold: the norm above which the step is skipped.
+        rule: the rolling rule, if there is one.
+        params: how many parameters' sums of squares are kept, 0 for none.
+    """
+
+    names: Sequence[str]
+    controls: Tensor
+    overflow: Tensor
+    report: Tensor
+    counts_zeros: bool
+    threshold: float
+    rule: RollingRule | None
+    params: int
+
+
+def decide_on_device(
+    measurement: Measurement,
+    scaled_by: Sequence[Tensor],
+    config: Any,
+    rule: RollingRule | None = None,
+) -> VerdictNumbers:
+    """The verdict on the device of the measurement's sums, of which there is at least one; nothing
+    waits. The step goes into the rule's window. Arguments as of
+    :func:`decide`, on the same device."""
+    names = list(measurement.sums)
+    sums = torch.stack(list(measurement.sums.values()))
+    scale = scaled_by[0].reshape(()) if scaled_by else None
+    norms = root(sums) if scale is None else root(sums) * scale
+    overflow = ~(sums.amax() < math.inf)  # sums of squares: none is below 0
+    skip, judged, clipped = overflow, norms[:0], norms
+    if MAIN_NORM in measurement.sums:
+        main, threshold = names.index(MAIN_NORM), config.grad_norm_skip_threshold
+        places = [main if name == EXCLUDED else place for place, name in enumerate(names)]
+        clipped = norms.index_select(0, index_on(norms.device, tuple(places)))
+        norm = norms[main]
+        if threshold < math.inf:
+            skip = overflow | (norm > threshold)
+        if rule is not None:
+            spike, judged = rule.judge(norm)
+            skip = skip | spike
+            rule.take(torch.where(overflow, math.nan, norm))
+    multipliers = clip_coefficients(clipped, config.clip_grad)
+    if scale is not None:
+        multipliers = multipliers * scale
+    flags = torch.stack([overflow, skip]).double()
+    if measurement.disagreement is not None:
+        flags[1] += 2.0 * (measurement.disagreement.to(sums.device) != 0.0)
+    counted = [measurement.zeros, judged, *scaled_by, measurement.params]
+    more = [value.double().reshape(-1) for value in counted if value is not None]
+    return VerdictNumbers(
+        names,
+        torch.stack([multipliers, flags[1].expand_as(multipliers)], dim=1).float(),
+        overflow,
+        torch.cat([flags, norms, multipliers, *more]),
+        measurement.zeros is not None,
+        config.grad_norm_skip_threshold,
+        rule if len(judged) else None,
+        0 if measurement.params is None else len(measurement.params),
+    )
+
+
+def clip_coefficients(norms: Tensor, limit: float) -> Tensor:
+    """``limit / (norm + 1e-6)`` where that is below 1, else 1; not a number where the norm is
+    none."""
+    if not limit > 0.0:
+        return torch.ones_like(norms)
+    # not `limit / ...`, which torch computes as a reciprocal times limit: two roundings
+    dividend = torch.tensor(limit, dtype=norms.dtype, device="cpu")
+    return (dividend / (norms + 1e-6)).clamp(max=1.0)
+
+
+class DeviceVerdict:
+    """A verdict that kernels on the device can follow, and whose copy to the host is on its way.
+
+    The copy starts with the object, so settling waits for the verdict, not for kernels that were
+    launched since.
+
+    Attributes:
+        multipliers: for each norm group, as in :class:`Verdict`.
+        found_inf: bool tensor on the device, shape ().
+        result: what the caller of ``step`` gets; looking at it settles.
+        skip, norms: not as far as the host knows; the kernels look at the flag beside each
+            multiplier.
+    """
+
+    skip = False
+    norms: Mapping[str, float] = MappingProxyType({})
+
+    def __init__(self, decided: VerdictNumbers) -> None:
+        # Multipliers and result refer to the copy alone: they must not keep what refers to them.
+        self._coming = coming = ComingVerdict(decided)
+        self.found_inf = decided.overflow
+        self.multipliers = {
+            name: DeviceMultiplier(row, lambda: coming.settle().skip)
+            for name, row in zip(decided.names, decided.controls.unbind(), strict=True)
+        }
+        self.result = StepResult.later(lambda: (*coming.settle().result, coming.settle().reason))
+
+    def settle(self) -> Verdict:
+        """The verdict in the host's numbers; waits until the device has formed it, once."""
+        return self._coming.settle()
+
+    def when_settled(self, tell: Callable[[Verdict], object]) -> None:
+        """Call ``tell`` once, as soon as the verdict was waited for; now if it was. Those who asked
+        first are told first.
+
+        Args:
+            tell: must not keep the optimizer alive, whose last verdict this is.
+        """
+        self._coming.when_settled(tell)
+
+
+class ComingVerdict:
+    """A verdict whose copy to the host is on its way."""
+
+    def __init__(self, decided: VerdictNumbers) -> None:
+        self._decided = decided
+        self._report = fetched(decided.report)
+        self._verdict: Verdict | None = None
+        self._told_to: list[Callable[[Verdict], object]] = []
+
+    def settle(self) -> Verdict:
+        """See :meth:`DeviceVerdict.settle`."""
+        if self._verdict is None:
+            self._verdict = _as_verdict(self._decided, self._report())
+            told_to, self._told_to = self._told_to, []
+            for tell in told_to:
+                tell(self._verdict)
+        return self._verdict
+
+    def when_settled(self, tell: Callable[[Verdict], object]) -> None:
+        """See :meth:`DeviceVerdict.when_settled`."""
+        if self._verdict is None:
+            self._told_to.append(tell)
+        else:
+            tell(self._verdict)
+
+
+def _as_verdict(decided: VerdictNumbers, read: Tensor) -> Verdict:
+    count = len(read) - decided.params
+    report, params = read[:count].tolist(), read[count:].clone() if decided.params else None
+    numbers, names = iter(report), decided.names
+    overflow, skip = bool(next(numbers)), next(numbers)
+    norms = {name: next(numbers) for name in names}
+    multipliers = {name: fp32(next(numbers)) for name in names}
+    num_zeros = int(next(numbers)) if decided.counts_zeros else None
+    judged = [next(numbers) for _ in range(NUMBERS if decided.rule else 0)]
+    scaling = tuple(numbers)
+    if skip > 1.0:
+        return Verdict(skip=True, disagrees=True, param_sums=params)
+    if overflow:  # the norm is finite where the sum of squares is
+        verdict = not_finite((n for n in names if not math.isfinite(norms[n])), scaling)
+    else:
+        judgement = decided.rule.judgement(judged) if decided.rule else None
+        verdict = finite(multipliers, norms, decided.threshold, num_zeros, scaling, judgement)
+    return replace(verdict, param_sums=params)
+
+
+@cache
+def _transfer(device: torch.device) -> Transfer:
+    return transfer_for(device)
+
+
+def fetched(values: Tensor) -> Callable[[], Tensor]:
+    """Start to copy a tensor to the host; the result waits for the copy and returns it."""
+    return fetch(_transfer(values.device), values)
+
+
+# -- counts ---------------------------------------------------------------------------------------
+#
+# A skipped step leaves no trace but in counts of skips. The counts, and who writes them:
+#
+# ``steps`` and ``skipped_steps`` of a stack, and the latter by cause: ``StepCounts``, here. Each
+# member of a composite has its own; ``metrics`` shows the first member's.
+#
+# A slot's ``step``, from which bias corrections and random numbers are made: ``GroupState.count``.
+#
+# - *The host decides*: ``apply_verdict`` (``mixed_precision/megatron_optimizer.py``) hands no
+# skipped
+#   step down, so nothing is counted.
+# - *The device decides*: ``RuleExecutor.step_slots`` counts the step as taken, and
+#   ``RuleState.settle`` takes it back before a count is read again, if ``DeviceVerdict.settle``
+#   says that it was skipped.
+# - *Speculation*: what is stepped during backward is not counted. ``Ahead.publish``
+#   (``offload/speculation.py``) calls ``GroupState.count`` as it swaps the buffers; a
+#   skipped step is never published. It never meets a verdict on the device: with a slot on the host
+#   ``PlacedExecutor.verdict_device`` is None, and the host decides.
+#
+# Besides: loss scale, growth and hysteresis are the grad scaler's, for which a step that was
+# skipped for a threshold is clean. Skips in a row are the ``StandstillWatch``'s, outcomes of
+# predictions ``Schedule``'s.
+
+
+class StepCounts:
+    """Steps of one optimizer, and those of them that were skipped.
+
+    Args:
+        refuse: raises what a step ends in on which ranks disagree.
+
+    Attributes:
+        members: of a stack's members, which take the same steps.
+        steps: all of them. skipped: those of them, by cause, that the host knows to be skipped.
+    """
+
+    def __init__(self, refuse: Callable[[], object]) -> None:
+        self._refuse = refuse
+        self._last: Verdict | DeviceVerdict = Verdict()
+        self.members: list[StepCounts] = []
+        self.steps = 0
+        self.skipped = Counter(not_finite=0, over_threshold=0, spike=0)
+
+    def record(self, verdict: Verdict | DeviceVerdict) -> None:
+        """Take a verdict as the last one, after the one before it is settled, and count its step;
+        whether it was skipped, as soon as the host knows."""
+        if isinstance(self._last, DeviceVerdict):
+            self.settle()
+        self._last = verdict
+        self.steps += 1
+        if isinstance(verdict, DeviceVerdict):
+            verdict.when_settled(weak_method(self._see))
+        elif verdict.skip:
+            self._see(verdict)
+        for member in self.members:
+            member.record(verdict)
+
+    def _see(self, verdict: Verdict) -> None:
+        if verdict.skip:
+            self.skipped[verdict.cause] += 1
+
+    def settle(self) -> Verdict:
+        """The last verdict, and its step in the counts; waits for the device, once.
+
+        Raises:
+            ValueError: the ranks disagreed, saying about what; nothing was stepped.
+        """
+        if isinstance(self._last, DeviceVerdict):
+            self._last = self._last.settle()
+            if self._last.disagrees:
+                self._refuse()
+        return self._last
+
+    def metrics(self) -> dict[str, float]:
+        """The counts by name."""
+        causes = {f"skipped_steps/{name}": n for name, n in self.skipped.items()}
+        skipped = sum(self.skipped.values())
+        return {"steps": self.steps, "skipped_steps": skipped, **causes}

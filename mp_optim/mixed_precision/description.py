@@ -1,0 +1,93 @@
+"""What the stack chose and why, as data that prints."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from mp_optim.core import ParamGroups, iter_slots, param_at
+from mp_optim.core.executor import Executor
+from mp_optim.kernels.native import access_choice
+from mp_optim.kernels.native_library import describe_threads
+from mp_optim.mixed_precision.slot_table import SlotTable
+from mp_optim.offload.hybrid_executor import stepper_of
+
+
+@dataclass(frozen=True)
+class DescriptionRow:
+    """Slots of one param group that share place and dtype.
+
+    Attributes:
+        group: index of the param group. place: ``device``, ``host`` or ``streamed``. model_dtype:
+            of the parameters.
+        slots: how many parameters. params: how many elements on this rank.
+        bytes: main params and optimizer state, not counting the model's own parameters.
+        backend: what steps them. why: how it was chosen.
+    """
+
+    group: int
+    place: str
+    model_dtype: str
+    slots: int
+    params: int
+    bytes: int
+    backend: str
+    why: str
+
+    def shifted(self, groups: int) -> DescriptionRow:
+        """The row with its group index moved behind ``groups`` others."""
+        return replace(self, group=self.group + groups)
+
+
+@dataclass(frozen=True)
+class Description:
+    """All rows, and notes on the whole; ``str()`` is a plain text table, and below it why each
+    place is stepped by what it is."""
+
+    rows: tuple[DescriptionRow, ...]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        shown = [f.name for f in fields(DescriptionRow) if f.name != "why"]
+        table = [shown]
+        for row in self.rows:
+            cells = (getattr(row, name) for name in shown)
+            table.append([f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in cells])
+        reasons = dict.fromkeys(f"{row.place}: {row.backend} ({row.why})" for row in self.rows)
+        return "\n".join([columns(table), *reasons, *self.notes])
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of a table as lines of text, with their cells below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def describe(groups: ParamGroups, executor: Executor, table: SlotTable) -> Description:
+    """Read the rows off a wrapper; allocates state if there was none.
+
+    Args:
+        groups: the model's parameters. executor: steps them. table: what is known of the slots.
+    """
+    counts: dict[DescriptionRow, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for index, (slot, param) in enumerate(iter_slots(groups)):
+        place, dtype = executor.place(slot), str(param.dtype).removeprefix("torch.")
+        backend, why = executor.carried_out_by(slot.group, place, param.device)
+        state = executor.state_of(slot).tensors() if table.bound[index] else {}
+        main = param_at(executor.param_groups, slot)
+        tensors = [*state.values(), *([main] if table.separate[index] else [])]
+        kind = DescriptionRow(slot.group, place, dtype, 0, 0, 0, backend, why)
+        row = counts[kind]
+        row[0] += 1
+        row[1] += main.numel()
+        row[2] += sum(tensor.nbytes for tensor in tensors)
+    rows = []
+    for kind, (slots, params, size) in counts.items():
+        rows.append(replace(kind, slots=slots, params=params, bytes=size))
+    stepper = stepper_of(executor)
+    notes = () if stepper is None else stepper.notes()
+    if any(row.backend == "native" for row in rows):
+        access = f"access to memory: {access_choice().describe()}"
+        notes = (*notes, describe_threads(), access)
+    return Description(tuple(rows), notes)

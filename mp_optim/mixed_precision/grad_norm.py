@@ -1,0 +1,341 @@
+"""Measure and agree: one read of every gradient, then one reduction of a few scalars.
+
+The result is a sum of squares per norm group, in FP64 and in a fixed order of additions, so it does
+not depend on threads, buckets or where parameters are stepped. An inf or nan anywhere makes its sum
+non-finite; there is no second pass to look for one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mp_optim.core import CachedTensorList, Multiplier
+from mp_optim.kernels import choose_backend
+from mp_optim.kernels.sums import Groups, index_on, reduce_over, reduce_rows, sum_in_pairs
+from mp_optim.process_groups.missing_ranks import all_gather
+
+MAIN_NORM = "main"
+EXCLUDED = "excluded"
+"""Norm group of gradients that another rank counts: checked for inf and nan, left out of the
+norm."""
+_AGREEING = "agreeing on the gradient norm"
+
+
+@dataclass(frozen=True)
+class NormKey:
+    """Which norm a gradient counts in, and over which process groups its parameter is split."""
+
+    group: str = MAIN_NORM
+    shard_groups: tuple[ProcessGroup, ...] = ()
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """FP64 scalars per norm group, and the number of zero gradient elements if it was counted.
+
+    Attributes:
+        disagreement: 0 if the ranks that share parameters would step them alike, else more; None
+            if there is nothing to compare.
+        params: sum of squares of each parameter's gradient, shape (slots,) FP64, 0 where there is
+            none; None if they are not kept.
+        known: the sums as numbers, instead of ``sums``, where the host alone has to know them.
+    """
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    zeros: Tensor | None = None
+    disagreement: Tensor | None = None
+    params: Tensor | None = None
+    known: Mapping[str, float] | None = None
+
+    def __add__(self, other: Measurement) -> Measurement:
+        sums = dict(self.sums)
+        for name, value in other.sums.items():
+            sums[name] = sums[name] + value.to(sums[name].device) if name in sums else value
+        given = [value for value in (self.params, other.params) if value is not None]
+        params = torch.cat([value.to(given[0].device) for value in given]) if given else None
+        zeros = _total([self.zeros, other.zeros])
+        return Measurement(sums, zeros, _total([self.disagreement, other.disagreement]), params)
+
+
+def _total(values: Sequence[Tensor | None]) -> Tensor | None:
+    given = [value for value in values if value is not None]
+    return sum((value.to(given[0].device) for value in given[1:]), given[0]) if given else None
+
+
+def measure(grads: Sequence[Tensor], fused_backend: str, device: torch.device) -> Tensor:
+    """Sum of squares of each of this step's local gradients, shape (n,) FP64 on ``device``; each is
+    read where it lies."""
+    if not isinstance(grads, CachedTensorList):
+        grads = CachedTensorList(grads)
+    if len(grads.devices) == 1:
+        backend, _ = choose_backend(fused_backend, grads[0].device)
+        return backend.sum_of_squares(grads).to(device)
+    sums = torch.zeros(len(grads), dtype=torch.float64, device=device)
+    for where in grads.devices:
+        here = [index for index, grad in enumerate(grads) if grad.device == where]
+        some = [grads[index] for index in here]
+        sums[index_on(device, tuple(here))] = measure(some, fused_backend, device)
+    return sums
+
+
+def total_by_key(
+    sums: Tensor, keys: Sequence[NormKey], all_keys: Sequence[NormKey], fused_backend: str
+) -> dict[NormKey, Tensor]:
+    """Total for each key, shape () FP64.
+
+    Args:
+        fused_backend: whose kernels add.
+        sums, keys: of this step's local gradients in slot order, and which norm each counts in.
+        all_keys: every key of the model, also those without a gradient now, so that all ranks
+            reduce alike.
+    """
+    add = choose_backend(fused_backend, sums.device)[0].sum_in_pairs
+    if len(all_keys) == 1:
+        return {all_keys[0]: add(sums)}
+    members: dict[NormKey, list[int]] = {key: [] for key in all_keys}
+    for index, key in enumerate(keys):
+        members[key].append(index)
+    return {key: add(sums[index_on(sums.device, tuple(some))]) for key, some in members.items()}
+
+
+_FEW = 256
+"""Numbers that the host adds up one by one; of more, torch adds many at once."""
+
+
+def pairwise_sum_on_host(values: Tensor) -> float:
+    """:func:`sum_in_pairs` of FP64 numbers on the host, as a number: the same additions."""
+    if values.numel() > _FEW:
+        return float(sum_in_pairs(values))
+    numbers: list[float] = values.tolist()
+    while len(numbers) > 1:
+        if len(numbers) % 2:
+            numbers.append(0.0)
+        numbers = list(map(operator.add, numbers[0::2], numbers[1::2]))
+    return numbers[0] if numbers else 0.0
+
+
+def count_zeros(
+    grads: Sequence[Tensor],
+    keys: Sequence[NormKey],
+    all_keys: Sequence[NormKey],
+    device: torch.device,
+) -> dict[NormKey, Tensor]:
+    """Zero elements of the gradients of each key, shape () FP64 on ``device``."""
+    zeros = {key: torch.zeros((), dtype=torch.float64, device=device) for key in all_keys}
+    counted: dict[NormKey, list[Tensor]] = {}
+    for grad, key in zip(grads, keys, strict=True):
+        if key.group != EXCLUDED:
+            counted.setdefault(key, []).append(grad)
+    for key, members in counted.items():
+        numel = sum(grad.numel() for grad in members)
+        others = [torch.count_nonzero(grad).to(device) for grad in members]
+        zeros[key] += numel - torch.stack(others).sum()
+    return zeros
+
+
+def agree(
+    local: dict[NormKey, Tensor],
+    zeros: dict[NormKey, Tensor] | None,
+    group: ProcessGroup | None,
+    names: Sequence[str],
+    numbers: Mapping[NormKey, int] | None = None,
+    copies: Mapping[NormKey, Iterable[ProcessGroup]] | None = None,
+    params: Tensor | None = None,
+) -> Measurement:
+    """Reduce the scalars over shard groups, then over ``group`` (None: this process alone).
+
+    Args:
+        names: the norm groups of all ranks of ``group``, in one order (see :func:`norm_groups`).
+        numbers: for some keys, a number that the ranks of their shard groups have to have in
+            common.
+        copies: for some keys, groups of ranks that have to have it in common with these.
+        params: as the measurement is to have them.
+
+    Raises:
+        ValueError: a gradient counts in a norm group that is not among ``names``.
+        MissingRanksError: a rank is gone or stuck, naming it.
+    """
+    device = next((value.device for value in local.values()), torch.device("cpu"))
+    rows = torch.zeros(len(names) + 2, dtype=torch.float64, device=device)
+    totals = dict(zip(names, rows.unbind(), strict=False))
+    off, counted = rows[-2], rows[-1]
+    compares = group is not None
+    for key, value in local.items():
+        if key.group not in totals:
+            raise ValueError(
+                f"grad_norm_group={key.group!r} appeared after the first step; the ranks know "
+                f"{list(names)}. Set it before the optimizer is built"
+            )
+        number = None if numbers is None else numbers.get(key)
+        if zeros is None and number is None and not key.shard_groups:
+            totals[key.group] += value  # nobody else has a part in it
+            continue
+        # Always two: a rank that counts zeros and one that does not reduce alike.
+        values = [value, torch.zeros_like(value) if zeros is None else zeros[key]]
+        packed, difference = _over_shards(key, values, number, list((copies or {}).get(key, ())))
+        if difference is not None:
+            off += difference
+            compares = True
+        totals[key.group] += packed[0]
+        counted += packed[1]
+    if group is not None:
+        reduce_over((group,), rows, _AGREEING)
+    return Measurement(
+        totals, None if zeros is None else counted, off if compares else None, params
+    )
+
+
+def _over_shards(
+    key: NormKey, values: Sequence[Tensor], number: int | None, copies: Sequence[ProcessGroup]
+) -> tuple[Tensor, Tensor | None]:
+    """Reduce scalars over a key's shard groups.
+
+    Args:
+        number: that these ranks, and those of ``copies``, have to have in common; None for none.
+
+    Returns:
+        The sums; and 0 if the number is the same on all, else more, or None if there is none.
+    """
+    ranks = math.prod(group.size() for group in (*key.shard_groups, *copies))
+    terms: tuple[int, ...] = ()
+    if number is not None:
+        # As much of it as FP64 adds exactly over so many ranks, and its square. The sums are those
+        # of equal numbers only if all are equal (Cauchy and Schwarz).
+        kept = number & ((1 << (53 - ranks.bit_length()) // 2) - 1)
+        terms = kept, kept * kept
+    packed = torch.stack([*values, *(torch.full_like(values[0], term) for term in terms)])
+    reduce_over(key.shard_groups, packed, _AGREEING)
+    if not terms:
+        return packed, None
+    reduce_over(copies, packed[-2:], _AGREEING)
+    total, squares = packed[-2:]
+    term, square = terms
+    return packed, (total - float(ranks * term)).abs() + (squares - float(ranks * square)).abs()
+
+
+def norm_groups(keys: Iterable[NormKey], group: ProcessGroup | None) -> list[str]:
+    """Names of the norm groups that any rank of ``group`` has, in one order on all of them.
+    Collective."""
+    names = {MAIN_NORM, EXCLUDED, *(key.group for key in keys)}
+    if group is not None:
+        names = set().union(*all_gather(group, "comparing the names of norm groups", names))
+    return sorted(names)
+
+
+def of_parameters(sums: Tensor, indices: Sequence[int], split_over: Sequence[Groups]) -> Tensor:
+    """Gradients' sums of squares as those of whole parameters, shape (slots,), 0 where there is no
+    gradient. Collective, once for each kind of split.
+
+    Args:
+        indices: in slot order, of the slots that have a gradient.
+        split_over: for every slot the groups of ranks over which its gradient is split.
+    """
+    if len(indices) == len(split_over):
+        of_slots = sums.clone()
+    else:
+        of_slots = sums.new_zeros(len(split_over))
+        of_slots[index_on(sums.device, tuple(indices))] = sums
+    reduce_rows(of_slots, split_over, "agreeing on the gradient norms of parameters")
+    return of_slots
+
+
+class UpdateWatch:
+    """Main params before a step, to be compared with what the step makes of them. Holds a copy of
+    them: 4 bytes a parameter of this rank, where they are stepped.
+
+    Args:
+        mains: the main params now, one of each slot.
+        split_over: for every slot the groups of ranks over which its parameter is split.
+        fused_backend: of the config. device: of the result.
+    """
+
+    def __init__(
+        self,
+        mains: Callable[[], list[Tensor]],
+        split_over: Sequence[Groups],
+        fused_backend: str,
+        device: torch.device,
+    ) -> None:
+        self._mains, self._split_over, self._device = mains, split_over, device
+        self._fused_backend = fused_backend
+        self._before = [main.detach().clone() for main in mains()]
+
+    def finish(self) -> Tensor:
+        """After the step: for each slot the sum of squares of its main param before, of what the
+        step added to it, and the number of elements; FP64, shape (slots, 3). Collective."""
+        weights = measure(self._before, self._fused_backend, self._device)
+        for before, now in zip(self._before, self._mains(), strict=True):
+            before.sub_(now.detach())
+        updates = measure(self._before, self._fused_backend, self._device)
+        counts = [tensor.numel() for tensor in self._before]
+        self._before.clear()
+        numel = index_on(self._device, tuple(counts)).double()
+        sums = torch.stack([weights, updates, numel], dim=1)
+        reduce_rows(sums, self._split_over, "adding up the updates of parameters")
+        return sums
+
+
+class StepGrads(ABC):
+    """Gradients that were collected for one step. They are let go with this object."""
+
+    @abstractmethod
+    def has_any(self) -> bool:
+        """Whether any parameter has a gradient."""
+
+    @abstractmethod
+    def sums(self, on_host: bool = False) -> Measurement:
+        """Sums of squares, agreed with the other ranks.
+
+        Args:
+            on_host: the verdict is formed there, so that sums may be given as numbers.
+        """
+
+    @abstractmethod
+    def watch_updates(self) -> list[UpdateWatch]:
+        """What is to be compared with the parameters after the step, member by member."""
+
+    @abstractmethod
+    def skip(self) -> None:
+        """The host's verdict is to step nothing."""
+
+    @abstractmethod
+    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
+        """Step the slots that have a gradient.
+
+        Args:
+            multipliers: by norm group.
+            grad_norm: after clipping, for rules that clip by it themselves; they need a number.
+        """
+
+
+class GradsOfMembers(StepGrads):
+    """The members' gradients: their measurements are one measurement, the verdict is for all."""
+
+    def __init__(self, members: Sequence[StepGrads]) -> None:
+        self._members = members
+
+    def has_any(self) -> bool:
+        return any(member.has_any() for member in self._members)
+
+    def sums(self, on_host: bool = False) -> Measurement:
+        return functools.reduce(operator.add, (member.sums() for member in self._members))
+
+    def watch_updates(self) -> list[UpdateWatch]:
+        return [watch for member in self._members for watch in member.watch_updates()]
+
+    def skip(self) -> None:
+        for member in self._members:
+            member.skip()
+
+    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
+        for member in self._members:
+            member.step(multipliers, grad_norm)

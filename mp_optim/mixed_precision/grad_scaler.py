@@ -1,0 +1,241 @@
+"""Loss scales for FP16. The state is a few device scalars; ``update`` never waits for the
+device."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.config.setting_checks import WHOLE, Allowed, check_setting
+from mp_optim.host.calls import in_own_modes
+from mp_optim.host.host_memory import as_tensor
+from mp_optim.kernels.kernel_args import fp32
+
+_LARGEST = 2.0**126
+"""The largest power of two whose reciprocal is a normal FP32 number."""
+
+
+_SCALER_STATE = {
+    "scale": Allowed(lambda scale: 0.0 < scale <= _LARGEST, "positive and at most 2**126"),
+    "growth_tracker": WHOLE,
+    "hysteresis_tracker": WHOLE,
+}
+"""What the state of a dynamic scale consists of, and may be."""
+_GROWTH = Allowed(lambda factor: factor > 1.0, "greater than 1")
+_BACKOFF = Allowed(lambda factor: 0.0 < factor < 1.0, "between 0 and 1")
+_STEPS = Allowed(lambda steps: steps >= 1 and int(steps) == steps, "a whole number >= 1")
+
+
+class MegatronGradScaler(ABC):
+    """A positive factor on the loss that keeps FP16 gradients in range."""
+
+    @in_own_modes
+    def __init__(self, initial_scale: float, device: torch.device | str = "cpu") -> None:
+        check_setting("initial_scale", initial_scale, _SCALER_STATE["scale"])
+        self._scale = torch.tensor([initial_scale], dtype=torch.float32, device=device)
+        self._asked = False
+        self._lent: weakref.ref[Tensor] | None = None
+
+    @property
+    def scale(self) -> Tensor:
+        """FP32, shape (1,), live: what the loss is multiplied with. A caller that asks is taken to
+        scale by it."""
+        self._asked = True
+        lent = None if self._lent is None else self._lent()
+        if lent is None:
+            lent = self._scale.detach()
+            self._lent = weakref.ref(lent)
+        return lent
+
+    @property
+    def present_scale(self) -> Tensor:
+        """The same, for those who only look."""
+        return self._scale
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether gradients of the coming step may be scaled: the caller asked for :attr:`scale`
+        since the last one, or kept what he got then."""
+        own = type(self).scale is MegatronGradScaler.scale
+        return self._asked or not own or (self._lent is not None and self._lent() is not None)
+
+    @property
+    def trackers(self) -> tuple[Tensor, ...]:
+        """What :meth:`scale_after` goes by besides the scale: live, of one element each, where the
+        scale lies."""
+        return ()
+
+    def scale_after(self, scale: float, trackers: Sequence[float], found_inf: bool) -> float | None:
+        """What :meth:`update` makes of a scale and of trackers that were read before; None if only
+        it knows. Asks nothing of the device."""
+        return None
+
+    def may_shrink(self, scale: float) -> bool:
+        """Whether an overflow with this scale is what it is there to find out, for it can still
+        shrink."""
+        return False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lent": None}
+
+    @property
+    def inv_scale(self) -> Tensor:
+        """FP64, shape (1,): what gradients are multiplied with."""
+        return self._scale.double().reciprocal()
+
+    @abstractmethod
+    def update(self, found_inf: bool | Tensor) -> None:
+        """Take note of one step. Call after the step's gradients were divided by :attr:`scale`. The
+        next step's have not been scaled yet: an implementation of yours calls this one."""
+        self._asked = False
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def check_state_dict(self, state_dict: Any) -> None:
+        """Raise ValueError unless :meth:`load_state_dict` can take this; write nothing."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class ConstantGradScaler(MegatronGradScaler):
+    """The scale stays what it is."""
+
+    def update(self, found_inf: bool | Tensor) -> None:
+        super().update(found_inf)
+
+    def scale_after(self, scale: float, trackers: Sequence[float], found_inf: bool) -> float | None:
+        return scale
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def check_state_dict(self, state_dict: Any) -> None:
+        """Anything will do: the scale stays what it is."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class DynamicGradScaler(MegatronGradScaler):
+    """Shrinks after ``hysteresis`` overflows in a row, grows after ``growth_interval`` clean steps
+    in a row.
+
+    Once the overflows in a row have used up the hysteresis, every further one shrinks the scale
+    until a clean step restores it. The scale never exceeds 2**126 and never falls below
+    ``min_scale``.
+
+    Args:
+        initial_scale: where the scale starts.
+        min_scale: floor of the scale.
+        growth_factor: the scale grows by this, > 1.
+        backoff_factor: the scale shrinks by this, in (0, 1).
+        growth_interval: clean steps in a row before it grows, >= 1.
+        hysteresis: overflows in a row before it shrinks, >= 1.
+        device: where the state lives; the model's device keeps ``update`` free of waits.
+
+    Raises:
+        ValueError: naming the argument that is out of range.
+    """
+
+    @in_own_modes
+    def __init__(
+        self,
+        initial_scale: float,
+        min_scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        hysteresis: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(initial_scale, device)
+        floor = Allowed(lambda least: 0.0 < least <= initial_scale, "in (0, initial_scale]")
+        check_setting("min_scale", min_scale, floor)
+        check_setting("growth_factor", growth_factor, _GROWTH)
+        check_setting("backoff_factor", backoff_factor, _BACKOFF)
+        check_setting("growth_interval", growth_interval, _STEPS)
+        check_setting("hysteresis", hysteresis, _STEPS)
+        self.min_scale = min_scale
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = int(growth_interval)
+        self.hysteresis = int(hysteresis)
+        self._growth_tracker = torch.zeros(1, dtype=torch.int32, device=device)
+        self._hysteresis_tracker = torch.full(
+            (1,), self.hysteresis, dtype=torch.int32, device=device
+        )
+
+    @property
+    def trackers(self) -> tuple[Tensor, ...]:
+        return self._growth_tracker, self._hysteresis_tracker
+
+    def scale_after(self, scale: float, trackers: Sequence[float], found_inf: bool) -> float | None:
+        if type(self).update is not DynamicGradScaler.update:
+            return None
+        clean, left = trackers
+        if found_inf and left <= 1:
+            scale *= self.backoff_factor
+        elif not found_inf and clean + 1 >= self.growth_interval:
+            scale *= self.growth_factor
+        return fp32(min(max(scale, self.min_scale), _LARGEST))
+
+    def may_shrink(self, scale: float) -> bool:
+        return scale > self.min_scale
+
+    def update(self, found_inf: bool | Tensor) -> None:
+        super().update(found_inf)
+        inf = torch.as_tensor(found_inf, device=self._scale.device).bool().reshape(1)
+        left = torch.where(inf, (self._hysteresis_tracker - 1).clamp(min=0), self.hysteresis)
+        clean = torch.where(inf, 0, self._growth_tracker + 1)
+        grows = clean >= self.growth_interval
+        scale = self._scale.double()
+        # a tensor for each: numbers alone would take the default dtype
+        changed = torch.where(
+            inf & (left == 0),
+            scale * self.backoff_factor,
+            torch.where(grows, scale * self.growth_factor, scale),
+        )
+        self._scale.copy_(changed.clamp(self.min_scale, _LARGEST))
+        self._hysteresis_tracker.copy_(left)
+        self._growth_tracker.copy_(torch.where(grows, 0, clean))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Clones of the three device scalars: ``scale``, ``growth_tracker``,
+        ``hysteresis_tracker``."""
+        return {key: live.clone() for key, live in self._live().items()}
+
+    def _live(self) -> dict[str, Tensor]:
+        trackers = self._growth_tracker, self._hysteresis_tracker
+        return dict(zip(_SCALER_STATE, (self._scale, *trackers), strict=True))
+
+    def check_state_dict(self, state_dict: Any) -> None:
+        lacks = ""
+        if not isinstance(state_dict, Mapping):
+            lacks = f"it is {state_dict!r}"
+        elif missing := sorted(_SCALER_STATE.keys() - state_dict.keys()):
+            lacks = f"it lacks {missing}"
+        if lacks:
+            raise ValueError(
+                f"grad_scaler: {lacks}; was it saved with a constant loss scale, or without one? "
+                "To go on with the present loss scale, load with convert=True"
+            )
+        for key, rule in _SCALER_STATE.items():
+            check_setting(f"grad_scaler.{key}", state_dict[key], rule)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.check_state_dict(state_dict)
+        for key, live in self._live().items():
+            live.copy_(as_tensor(state_dict[key]).reshape(1))
+
+
+def scaling_of(scaler: MegatronGradScaler | None) -> tuple[Tensor, ...]:
+    """What a verdict goes by: the reciprocal of a loss scale, shape (1,), and the scaler's
+    trackers; nothing where there is no scaler."""
+    return () if scaler is None else (scaler.inv_scale, *scaler.trackers)

@@ -1,0 +1,541 @@
+"""MainParams: every trainable parameter of the model beside the tensor that is stepped for it, kept
+in agreement.
+
+A wrapper's ``param_groups`` are live and hold the model's own parameters, so torch schedulers, DCP,
+accelerate and the HF Trainer find what they expect. The inner optimizer's hold main params. The two
+are connected by position only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mp_optim.core import (
+    ParamGroups,
+    Slot,
+    all_params,
+    check_shape,
+    follow,
+    iter_slots,
+    local_tensor,
+    param_at,
+    same_memory,
+    slot_name,
+    stream_of,
+)
+from mp_optim.core.executor import Executor
+from mp_optim.core.flat_shard import is_cut
+from mp_optim.core.param_attributes import (
+    check_attributes,
+    grad_norm_group,
+    is_shared,
+    is_tensor_parallel,
+    set_main_param,
+    shard_info,
+    shown_mains_of,
+)
+from mp_optim.core.quantized import (
+    bits_of,
+    check_quantized,
+    dequantized,
+    forget_initial_values,
+    holds,
+    is_quantized,
+    quantize_,
+)
+from mp_optim.core.slot_state import SlotState, State
+from mp_optim.core.tensor_layout import (
+    ParamLayout,
+    first_element,
+    is_first_on_mesh,
+    layout_of,
+    ranks_of_copies,
+    shard_groups_of,
+)
+from mp_optim.core.tensors import check_memory
+from mp_optim.host.calls import in_own_modes
+from mp_optim.host.leases import before_writing
+from mp_optim.host.torch_types import is_dtensor
+from mp_optim.kernels.checksums import checksums_of
+from mp_optim.kernels.written_weights import WrittenWeights
+from mp_optim.mixed_precision.changed_weights import ChangedPart, ChangedWeights
+from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM, NormKey
+from mp_optim.mixed_precision.param_state import (
+    Agreement,
+    ParamState,
+    UntrainedState,
+    View,
+    as_sharded,
+)
+from mp_optim.mixed_precision.slot_table import SlotTable
+from mp_optim.process_groups.process_groups import ProcessGroups
+
+
+class MainParams:
+    """The main params of a wrapper, and their state.
+
+    Args:
+        param_groups: the wrapper's live groups of the model's parameters.
+        executor: its groups hold main params afterwards.
+        process_groups: the ranks that share the model, by which duplicates are recognised.
+        check_param: raises if the dtype of a trainable parameter does not fit the wrapper; takes
+            its name and the parameter. It must not keep the wrapper alive.
+
+    Attributes:
+        table: what was last seen at every slot.
+        written: checksums of weights that steps do not compare with their main params.
+        agreement: what is not yet certain about loaded slots.
+        changes: what is to be published, if that is asked for.
+        reloaded: how often a main param took the value of a parameter that was written from
+            outside.
+
+    Raises:
+        TypeError, ValueError: a parameter cannot be stepped, naming it.
+    """
+
+    def __init__(
+        self,
+        param_groups: ParamGroups,
+        executor: Executor,
+        process_groups: ProcessGroups,
+        check_param: Callable[[str, Tensor], None],
+    ) -> None:
+        self._param_groups, self._executor = param_groups, executor
+        self.process_groups, self._check_param = process_groups, check_param
+        self.agreement = Agreement()
+        self._ready: dict[Slot, Tensor] = {}
+        """Parameters that have a main param in case they are trained."""
+        self._shown = shown_mains_of(self)
+        self.table = SlotTable()
+        self.written = WrittenWeights()
+        self.changes: ChangedWeights | None = None
+        self.reloaded = 0
+        for index in range(len(param_groups)):
+            self.bind_group(index)
+
+    # -- binding ----------------------------------------------------------------------------------
+
+    @in_own_modes
+    def bind_group(self, index: int) -> None:
+        """Give main params to the trainable parameters of a new group, the last one. What may be
+        refused comes first; the table has the group at the end."""
+        table, params = self.table, self._param_groups[index]["params"]
+        if index == len(self._param_groups) - 1:
+            self._check_memory()
+        coming = [
+            (Slot(index, position), local_tensor(param))
+            for position, param in enumerate(params)
+            if param.requires_grad and not is_quantized(param)
+        ]
+        for position, param in enumerate(params):
+            if param.is_inference():
+                raise TypeError(
+                    f"{self.name(Slot(index, position))} was made inside torch.inference_mode(), "
+                    "so nothing can train it; build the model outside of it"
+                )
+        self._executor.reserve_main_params(coming)
+        rows: list[tuple[Slot, Tensor, NormKey, ParamLayout, int]] = []
+        mains: dict[Slot, Tensor] = {}
+        for position, param in enumerate(params):
+            slot = Slot(index, position)
+            key, layout = self._norm_key(slot, param), self._layout(slot, param)
+            stream = stream_of(self.name(slot), first_element(param))
+            rows.append((slot, param, key, layout, stream))
+            if param.requires_grad:
+                mains[slot] = self._new_main(slot, param)
+        table.first.append(len(table.slots))
+        for row in rows:
+            table.add(*row)
+            if row[0] in mains:
+                self._trained(len(table.slots) - 1, mains[row[0]], row[1])
+
+    def bind_trained(self, indices: Iterable[int]) -> None:
+        """Give main params to parameters that were frozen when their group was added.
+
+        Args:
+            indices: in the table, of slots that have a gradient now.
+        """
+        coming = [index for index in indices if not self.table.bound[index]]
+        if coming:
+            self._check_memory()
+        for index in coming:
+            self._take_in(self.table.slots[index])
+
+    def _check_places(self, changed: list[int], params: list[Tensor]) -> None:
+        """A parameter that took another's place is no replacement: its state would be the
+        other's."""
+        slots = self.table.slots
+        places = {id(param): index for index, param in enumerate(self.table.seen.params)}
+        for index in changed:
+            before = places.get(id(params[index]), index)
+            if before != index:
+                now, was = self.name(slots[index]), self.name(slots[before])
+                raise ValueError(
+                    f"{now} is now the parameter that {was} was: parameters and "
+                    "groups cannot change places in param_groups, as state stays where it is; "
+                    "change the settings of groups instead, or build another optimizer"
+                )
+
+    def _check_memory(self) -> None:
+        """Raise ValueError if parameters that are trained share memory, naming them."""
+        check_memory(
+            (self.name(slot), param)
+            for slot, param in iter_slots(self._param_groups)
+            if param.requires_grad
+        )
+
+    @in_own_modes
+    def bind_trainable(self, slot: Slot | None) -> None:
+        """The same for one slot, or all, if its parameter is trainable by now."""
+        table = self.table
+        if all(table.bound):
+            return
+        indices = range(len(table.slots)) if slot is None else [table.index(slot)]
+        self.bind_trained(i for i in indices if table.params[i].requires_grad)
+
+    def _take_in(self, slot: Slot) -> None:
+        """A parameter that was never trainable is from now on one that was."""
+        main, param = self._prepare(slot), self.param(slot)
+        if self._separates(slot, main):
+            is_coded = is_quantized(param)
+            value = dequantized(param) if is_coded else local_tensor(param)
+            self._executor.set_main_param(slot, value)
+        del self._ready[slot]
+        self._trained(self.table.index(slot), main, param)
+
+    def _prepare(self, slot: Slot) -> Tensor:
+        """The main param of a slot that may be trained soon; nothing else knows of it."""
+        param = self.param(slot)
+        if self._ready.get(slot) is not param:
+            self._new_main(slot, param)
+            self._ready[slot] = param
+        return self._stepped(slot)
+
+    def _new_main(self, slot: Slot, param: Tensor) -> Tensor:
+        """What is to be stepped for a parameter from now on: itself, or a tensor of its own."""
+        self._check_param(self.name(slot), param)
+        check_attributes(self.name(slot), param)
+        check_quantized(self.name(slot), param)
+        local = dequantized(param) if is_quantized(param) else local_tensor(param)
+        return self._executor.new_main_param(slot, local)
+
+    def _separates(self, slot: Slot, main: Tensor) -> bool:
+        """Whether what is stepped for a slot is another tensor than the model's."""
+        return is_quantized(self.param(slot)) or not same_memory(main, self._local(slot))
+
+    def _trained(self, index: int, main: Tensor, param: Tensor) -> None:
+        """A parameter has a main param now, and state."""
+        forget_initial_values(param)
+        slot = self.table.slots[index]
+        set_main_param(self._shown, slot, param, main)
+        self.table.trained(index, self._separates(slot, main))
+
+    def _norm_key(self, slot: Slot, param: Tensor) -> NormKey:
+        ranks = self._tensor_parallel(slot)
+        is_copy = ranks is not None and not is_tensor_parallel(param) and ranks.rank() > 0
+        group = EXCLUDED if is_shared(param) or is_copy else grad_norm_group(param) or MAIN_NORM
+        return NormKey(group, shard_groups_of(self.name(slot), param))
+
+    def _layout(self, slot: Slot, param: Tensor) -> ParamLayout:
+        return layout_of(param, self._tensor_parallel(slot))
+
+    def split_over(self) -> list[tuple[ProcessGroup, ...]]:
+        """For each slot the groups of ranks over which its parameter is split."""
+        table = self.table
+        if table.split_over is None:
+            table.split_over = []
+            for slot, param, key in zip(table.slots, table.params, table.keys, strict=True):
+                ranks = self._tensor_parallel(slot)
+                also = () if ranks is None or not is_tensor_parallel(param) else (ranks,)
+                table.split_over.append((*key.shard_groups, *also))
+        return table.split_over
+
+    def _tensor_parallel(self, slot: Slot) -> ProcessGroup | None:
+        expert = self._param_groups[slot.group].get("is_expert_parallel", False)
+        return self.process_groups.expert_tp if expert else self.process_groups.tp
+
+    # -- what there is ----------------------------------------------------------------------------
+
+    def name(self, slot: Slot) -> str:
+        """A slot's FQN."""
+        return slot_name(self._param_groups, slot)
+
+    def param(self, slot: Slot) -> Tensor:
+        """The model's parameter at a slot, as it is now."""
+        return param_at(self._param_groups, slot)
+
+    def _local(self, slot: Slot) -> Tensor:
+        """The model's parameter, or what this rank has of it."""
+        return local_tensor(self.param(slot))
+
+    def _stepped(self, slot: Slot) -> Tensor:
+        return param_at(self._executor.param_groups, slot)
+
+    def is_separate(self, slot: Slot) -> bool:
+        """Whether a slot is stepped on a tensor other than the model's parameter."""
+        return self.table.separate[self.table.index(slot)]
+
+    def is_bound(self, slot: Slot) -> bool:
+        """Whether a slot has ever been trainable."""
+        return self.table.bound[self.table.index(slot)]
+
+    def main_param(self, slot: Slot) -> Tensor:
+        """The parameter itself if it is stepped itself; else its main param, in its layout."""
+        param = self.param(slot)
+        is_stepped_itself = param.dtype == torch.float32 and not self.is_separate(slot)
+        if is_stepped_itself or not self.is_bound(slot):
+            return param
+        self._hand_out(slot)
+        return as_sharded(self._executor.main_param(slot), param)
+
+    def sharers(self, slot: Slot) -> tuple[ProcessGroup, ...]:
+        """The groups of ranks that have other parts of a slot's parameter, or copies of what is
+        here."""
+        param, ranks = self.param(slot), self._tensor_parallel(slot)
+        if is_dtensor(param):
+            copies = ranks_of_copies(param)
+        else:
+            is_copy = ranks is not None and not is_tensor_parallel(param)
+            copies = (ranks,) if ranks is not None and is_copy else ()
+        return *self.table.keys[self.table.index(slot)].shard_groups, *copies
+
+    def is_first_copy(self, slot: Slot) -> bool:
+        """Whether no rank before this one has the elements that are here of a slot's parameter."""
+        param, groups = self.param(slot), self.process_groups
+        if is_dtensor(param):
+            return is_first_on_mesh(param)
+        parts, tp = shard_info(param).shard_groups, self._tensor_parallel(slot)
+        of_plain = (groups.dp, None if is_tensor_parallel(param) else tp)
+        copies = [ranks for ranks in of_plain if ranks is not None and ranks not in parts]
+        return all(ranks.rank() == 0 for ranks in copies)
+
+    def trained_slots(self) -> Iterator[Slot]:
+        """The slots that have ever been trainable."""
+        return filter(self.is_bound, self.table.slots)
+
+    def stored(self, slot: Slot) -> State:
+        """A slot's state in the wrapped optimizer."""
+        return self._executor.state_of(slot).tensors()
+
+    def stepped_value(self, slot: Slot) -> Tensor:
+        """The FP32 value of what is stepped for a slot."""
+        return self._executor.main_param(slot)
+
+    def set_stepped_value(self, slot: Slot, value: Tensor) -> None:
+        """Give a slot this FP32 value, of the shape of :meth:`stepped_value`, and the model's
+        parameter what follows from it."""
+        self._executor.set_main_param(slot, value)
+        self.write_model(slot)
+
+    def _hand_out(self, slot: Slot) -> None:
+        """The caller is given the main param or state of a slot, and may write to it."""
+        index = self.table.index(slot)
+        self.written.forget(index)
+        if self.changes is not None:
+            self.changes.exposed(index)
+
+    def write_model(self, slot: Slot) -> None:
+        """Give the model's parameter at a slot the value of what is stepped for it."""
+        param = self.param(slot)
+        if self.changes is not None:
+            self.changes.replaced(self.table.index(slot))
+        if is_quantized(param):
+            quantize_(param, self._executor.main_param(slot))
+        elif self.is_separate(slot):
+            local = local_tensor(param)
+            before_writing([local])
+            local.copy_(self._stepped(slot))
+
+    # -- following the model ----------------------------------------------------------------------
+
+    @in_own_modes
+    def follow(self, slot: Slot | None = None) -> None:
+        """Rebind model tensors that were replaced, then take the model's value wherever it is not
+        the rounded main param. Compare values: no count of writes sees ``param.data``.
+
+        Args:
+            slot: the slot to compare; by default every slot.
+
+        Raises:
+            TypeError: a tensor's dtype cannot be stepped, naming the parameter.
+            ValueError: its shape changed, or its memory is gone or another parameter's.
+        """
+        self.follow_tensors()
+        table = self.table
+        indices = range(len(table.slots)) if slot is None else (table.index(slot),)
+        staged = self._compared_by_sums()
+        self._take_values([i for i in indices if table.bound[i] and table.separate[i]], staged)
+
+    def follow_for_step(self) -> None:
+        """Rebind replaced tensors; take the model's value where the step itself does not compare
+        it with the main param."""
+        self.follow_tensors()
+        staged = self._compared_by_sums()
+        self._take_values(sorted(staged), staged)
+
+    def _compared_by_sums(self) -> set[int]:
+        """Return the indices of weights that are not on the device of their main params, or that
+        are quantized."""
+        table = self.table
+        coded = {index for index, is_coded in enumerate(table.quantized) if is_coded}
+        found = coded.union(map(table.index, self._executor.host_slots()))
+        return {index for index in found if table.bound[index] and table.separate[index]}
+
+    def stepped(self, indices: Sequence[int]) -> None:
+        """Remember the weights of slots as a step left them."""
+        chosen = self._compared_by_sums().intersection(indices)
+        self.written.note([*chosen], [self._bits(index) for index in chosen])
+
+    def _bits(self, index: int) -> Tensor:
+        param = self.table.params[index]
+        return bits_of(param) if self.table.quantized[index] else local_tensor(param)
+
+    def follow_tensors(self) -> None:
+        """Rebind model tensors that were replaced, moved or laid out anew since the last look."""
+        table, params = self.table, all_params(self._param_groups)
+        changed = table.seen.changed(params)
+        if not changed:
+            return
+        self._check_places(changed, params)
+        self._check_memory()
+        for index in changed:
+            slot, param = table.slots[index], params[index]
+            if table.bound[index]:
+                self._rebind(index, slot, param)
+            table.keys[index] = self._norm_key(slot, param)
+            table.layouts[index] = self._layout(slot, param)
+        table.look(params)
+
+    def _take_values(self, indices: Sequence[int], by_sums: set[int]) -> None:
+        """Let main params take the model's value where they do not round to it.
+
+        Args:
+            by_sums: of these indices compare the values only if the weight's checksum changed.
+        """
+        present = [index for index in indices if not self.table.params[index].is_meta]
+        summed = [index for index in present if index in by_sums]
+        changed = self.written.changed(summed, [self._bits(index) for index in summed])
+        chosen = {summed[index] for index in changed}.union(set(present) - by_sums)
+        for index in sorted(chosen):
+            slot, param = self.table.slots[index], self.table.params[index]
+            if self._follow(slot, self._stepped(slot), local_tensor(param), param):
+                self.reloaded += 1
+                self._executor.main_written(slot)
+                if self.changes is not None:
+                    self.changes.replaced(index)
+        again = [index for index in summed if index in chosen]
+        self.written.note(again, [self._bits(index) for index in again])
+
+    def _rebind(self, index: int, slot: Slot, param: Tensor) -> None:
+        main, local = self._stepped(slot), local_tensor(param)
+        self._check_param(self.name(slot), param)
+        check_shape(main, local, self.name(slot))
+        if is_quantized(param) != self.table.quantized[index]:
+            self._trained(index, self._new_main(slot, param), param)
+        elif self.table.separate[index]:
+            set_main_param(self._shown, slot, param, main)
+            self._stay_beside(slot, main, param)
+            self.written.forget(index)  # its value is compared next
+        elif param.dtype == main.dtype:
+            self._executor.param_groups[slot.group]["params"][slot.position] = local
+            set_main_param(self._shown, slot, param, local)
+        else:  # it was cast: now it needs a main param, or has no place here
+            self._trained(index, self._new_main(slot, param), param)
+
+    def _stay_beside(self, slot: Slot, main: Tensor, param: Tensor) -> None:
+        """What is stepped where its parameter lies goes with it to another device (``model.to``),
+        as state goes with what is stepped; but not if it waits on the host."""
+        executor, home = self._executor, self._executor.home(slot, param)
+        is_parked = id(main) in executor.step_mark.parked.homes
+        if main.device != home and home == local_tensor(param).device and not is_parked:
+            before_writing([main])
+            main.data = main.data.to(home)
+            executor.memory_moved(slot)
+
+    def _follow(self, slot: Slot, main: Tensor, local: Tensor, param: Tensor) -> bool:
+        """Make a main param agree with the model's; returns whether it took other values."""
+        if not is_quantized(param):
+            return follow(main, local, self.name(slot))
+        check_quantized(self.name(slot), param)
+        if holds(param, self._executor.main_param(slot)):
+            return False
+        self._executor.set_main_param(slot, dequantized(param))
+        return True
+
+    @in_own_modes
+    def reload(self, values: Mapping[str, Any]) -> None:
+        """Continue from the model's present values, as a step does. Drop remainders that were
+        loaded for other weights.
+
+        Args:
+            values: by FQN; a main param, and the model's parameter with it, takes its value.
+        """
+        self.follow()
+        table = self.table
+        for index, slot in enumerate(table.slots):
+            given = values.get(self.name(slot)) if table.bound[index] else None
+            if given is not None:
+                value = dequantized(given) if is_quantized(given) else local_tensor(given)
+                self.set_stepped_value(slot, value)
+            elif slot in self.agreement.expected:
+                self._executor.set_main_param(slot, self._local(slot))
+        self.agreement.expected.clear()
+
+    # -- what is published ------------------------------------------------------------------------
+
+    def track_changes(self, on: bool) -> None:
+        """Begin to remember which weights change, from nothing; or stop."""
+        self.changes = ChangedWeights(self.table, self._executor) if on else None
+
+    def changed_parts(self, full: bool) -> list[ChangedPart]:
+        """What changed, or everything, by slot; it goes on being remembered."""
+        assert self.changes is not None
+        self.follow()
+        self.changes.look(frozen=True)
+        return list(self.changes.changed(full, self.is_first_copy))
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def state_of(self, slot: Slot, view: View | None = None) -> SlotState:
+        """A slot's state as the wrapper shows it, or as a layer above it does.
+
+        Args:
+            view: that layer's.
+        """
+        if not self.is_bound(slot):
+
+            def prepared() -> SlotState:
+                separate = self._separates(slot, self._prepare(slot))
+                return self._trained_state(slot, separate, view)
+
+            view_of = view or View(self.param(slot))
+            return UntrainedState(view_of, prepared, partial(self._take_in, slot))
+        return self._trained_state(slot, self.is_separate(slot), view)
+
+    def _trained_state(self, slot: Slot, separate: bool, view: View | None = None) -> ParamState:
+        self._hand_out(slot)
+        param = self.param(slot)
+        view, name = view or View(param), self.name(slot)
+        return ParamState(self._executor, slot, name, param, separate, self.agreement, view)
+
+    def checksums(self) -> list[int | None]:
+        """See :meth:`~mp_optim.core.keyed_optimizer.SlotKeyedOptimizer.param_checksums`."""
+        slots = [
+            slot
+            for slot in filter(self.is_bound, self.table.slots)
+            if not is_cut(self.param(slot))
+            and self._trained_state(slot, self.is_separate(slot)).has_remainder()
+        ]
+        known = dict(zip(slots, checksums_of([self._local(slot) for slot in slots]), strict=True))
+        return [known.get(slot) for slot in self.table.slots]
+
+    def check_remainders(self, slot: Slot | None) -> None:
+        """Raise ValueError if a loaded remainder, of one slot or of all, lies beside a parameter
+        that it was not saved with, naming the parameters."""
+        self.agreement.check_expected(slot, self._local, self.name)

@@ -1,0 +1,288 @@
+"""What the precision wrappers remember of every slot, as columns: one pass over a list is cheap."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mp_optim.core import (
+    CachedTensorList,
+    Multiplier,
+    Slot,
+    SlotUpdates,
+    StepSlots,
+    are_plain,
+    current_grad,
+    have_grad_only,
+    local_grad,
+    local_tensor,
+)
+from mp_optim.core.quantized import FLOAT8_DTYPES, is_quantized
+from mp_optim.core.tensor_layout import ParamLayout
+from mp_optim.core.tensors import SeenParams, has_memory, lazy
+from mp_optim.mixed_precision.grad_norm import NormKey
+from mp_optim.mixed_precision.settings_agreement import SettingsAlike
+
+
+@dataclass(frozen=True)
+class SlotColumns:
+    """Some slots, and the columns of their :class:`~mp_optim.core.updates.SlotUpdates` that stay
+    from step to step.
+
+    Attributes:
+        indices: in the table. keys: which norm each counts in.
+        group: the norm group, if it is one for all of them.
+        params: their tensors, those of DTensors local.
+    """
+
+    indices: list[int]
+    keys: list[NormKey]
+    group: str | None
+    params: CachedTensorList
+    slots: StepSlots
+    outputs: Sequence[Tensor | None]
+    shard_groups: list[tuple[ProcessGroup, ...]]
+    streams: list[int]
+    layouts: list[ParamLayout]
+
+    def updates(
+        self,
+        grads: Sequence[Tensor],
+        multipliers: Sequence[Multiplier],
+        changed: Sequence[Tensor | None] = (),
+    ) -> SlotUpdates:
+        """The updates of these slots."""
+        outputs, stays = self.outputs, (self.shard_groups, self.streams, self.layouts)
+        return SlotUpdates(self.slots, grads, multipliers, outputs, *stays, changed)
+
+
+@dataclass
+class SlotTable:
+    """What was last seen at every slot, in slot order, as parallel lists: one pass over each is
+    cheap.
+
+    Attributes:
+        slots: which slot.
+        seen: the model tensors there, by which changes from outside are noticed.
+        separate: whether it is stepped on another tensor, its main param.
+        quantized: whether the model's tensor takes its values from the main param after a step, by
+            being quantised.
+        bound: whether it was trainable when its group was added or since, and so has state.
+        keys: which norm its gradient counts in.
+        streams: what tells its random numbers from others'.
+        layouts: where the model's tensor lies, and how it is split.
+        first: index of each group's first slot.
+        split_over: what :meth:`MainParams.split_over` found, for as long as nothing changes.
+    """
+
+    slots: list[Slot] = field(default_factory=list)
+    seen: SeenParams = field(default_factory=SeenParams)
+    separate: list[bool] = field(default_factory=list)
+    quantized: list[bool] = field(default_factory=list)
+    bound: list[bool] = field(default_factory=list)
+    keys: list[NormKey] = field(default_factory=list)
+    streams: list[int] = field(default_factory=list)
+    layouts: list[ParamLayout] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+    _last: SlotColumns | None = None
+    split_over: list[tuple[ProcessGroup, ...]] | None = None
+
+    def index(self, slot: Slot) -> int:
+        """Where a slot is in the lists."""
+        return self.first[slot.group] + slot.position
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The model tensor of each slot."""
+        return self.seen.params
+
+    @lazy
+    def common(self) -> SettingsAlike:
+        """What is said of all slots; put together once for as long as nothing changes."""
+        return SettingsAlike(self.slots, self.params, self.keys)
+
+    def add(
+        self, slot: Slot, param: Tensor, key: NormKey, layout: ParamLayout, stream: int
+    ) -> None:
+        """Take one more slot and the tensor there as seen; it has no main param yet."""
+        self.slots.append(slot)
+        self.seen.extend([param])
+        self.separate.append(False)
+        self.bound.append(False)
+        self.quantized.append(is_quantized(param))
+        self.keys.append(key)
+        self.layouts.append(layout)
+        self.streams.append(stream)
+        self._forget()
+
+    def trained(self, index: int, separate: bool) -> None:
+        """A slot has a main param now, and state."""
+        self.separate[index], self.bound[index] = separate, True
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what was put together from the columns."""
+        self._last = self.split_over = None
+        vars(self).pop("common", None)
+
+    def look(self, params: Sequence[Tensor]) -> None:
+        """Take what is there now as seen."""
+        self._forget()
+        self.seen.look(params)
+        self.quantized = list(map(is_quantized, params))
+
+    def grads(
+        self, name_of: Callable[[Slot], str], released: Mapping[int, Tensor]
+    ) -> tuple[SlotColumns, CachedTensorList]:
+        """The slots that have a gradient now, and their local gradients.
+
+        Args:
+            released: gradients that left their parameters, by index.
+
+        Raises:
+            TypeError: a gradient is sparse or not floating point, naming the parameter.
+            ValueError: it has no values, because its parameter is on the meta device, or another
+                shape than its parameter; or there is another one beside it that was released.
+        """
+        params, shapes = self.seen.params, self.seen.marks.shapes
+        simple = self.seen.plain and not released and have_grad_only(params)
+        present: list[Tensor | None] = list(map(_GRAD if simple else current_grad, params))
+        for index, grad in released.items():
+            if present[index] is not None:
+                raise ValueError(
+                    f"{name_of(self.slots[index])}: its gradient was released during backward, "
+                    "and there is another one that cannot be added to it (of another dtype, "
+                    "sparse, or put there by hand); set release_gradients=False"
+                )
+            present[index] = grad
+        is_whole = all(map(operator.is_not, present, itertools.repeat(None)))
+        if is_whole and (simple or released):
+            columns = self.select([*range(len(self.slots))])
+            grads = CachedTensorList(cast("list[Tensor]", present))
+        else:
+            indices = [index for index, grad in enumerate(present) if grad is not None]
+            if not indices:
+                self._refuse_meta([*range(len(params))], params, name_of)
+            columns = self.select(indices)
+            grads = CachedTensorList(grad for grad in present if grad is not None)
+            shapes = [shapes[index] for index in indices]
+        if simple:
+            grads.gradients_of(columns.params)
+        elif not are_plain(grads):
+            self._refuse_kinds(columns.indices, grads, name_of)
+            with_grad = [params[index] for index in columns.indices]
+            grads = CachedTensorList(map(local_grad, with_grad, grads))
+        self._check(columns.indices, shapes, grads, name_of)
+        return columns, grads
+
+    def _check(
+        self,
+        indices: Sequence[int],
+        shapes: list[torch.Size],
+        grads: CachedTensorList,
+        name_of: Callable[[Slot], str],
+    ) -> None:
+        """Raise unless gradients can be read, and have the shapes of their parameters: torch checks
+        the shape of a gradient when it is put there, and not when the parameter's or the gradient's
+        memory is exchanged after that."""
+        try:  # what has no strides has no answer to whether it is contiguous
+            strided = grads.contiguous or all(grad.layout == torch.strided for grad in grads)
+        except RuntimeError:
+            strided = False
+        if not (strided and grads.dtypes <= GRADIENT_DTYPES) or _META in grads.devices:
+            self._refuse_kinds(indices, grads, name_of)
+        present = list(map(Tensor.size, grads))
+        if present == shapes and grads.stored:
+            if "sizes" in vars(grads):  # those of the parameters, of which this is found true
+                vars(grads)["own_sizes"] = grads.sizes
+            return
+        for index, shape, grad in zip(indices, shapes, grads, strict=True):
+            if grad.shape != shape:
+                raise ValueError(
+                    f"{name_of(self.slots[index])}: the gradient has the shape "
+                    f"{tuple(grad.shape)} here, the parameter {tuple(shape)}: the memory of one "
+                    "of them was replaced after backward; call zero_grad(), and backward again"
+                )
+            if not has_memory(grad):
+                raise ValueError(
+                    f"{name_of(self.slots[index])}: the gradient's memory was freed "
+                    "(untyped_storage().resize_); call zero_grad(), and backward again"
+                )
+
+    def _refuse_kinds(
+        self, indices: Sequence[int], grads: Sequence[Tensor], name_of: Callable[[Slot], str]
+    ) -> None:
+        """Raise if some gradients are of a kind that cannot be read."""
+        self._refuse_meta(indices, grads, name_of)
+        for index, grad in zip(indices, grads, strict=True):
+            if grad.layout == torch.strided and grad.dtype in GRADIENT_DTYPES:
+                continue
+            name = name_of(self.slots[index])
+            if grad.dtype in FLOAT8_DTYPES:
+                raise TypeError(
+                    f"{name}: gradient is {grad.dtype}; set grad_dtype=torch.bfloat16 on the "
+                    "parameter"
+                )
+            raise TypeError(
+                f"{name}: gradient is {grad.dtype}, layout {grad.layout}; dense floating-point "
+                "gradients are supported (build the embedding with sparse=False)"
+            )
+
+    def _refuse_meta(
+        self, indices: Sequence[int], tensors: Sequence[Tensor], name_of: Callable[[Slot], str]
+    ) -> None:
+        for index, tensor in zip(indices, tensors, strict=True):
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{name_of(self.slots[index])} is on the meta device, without values: call "
+                    "model.to_empty(device=...) and initialise or load the weights, then build "
+                    "the optimizer"
+                )
+
+    def updates(self, grads: Mapping[Slot, Tensor], multiplier: float) -> SlotUpdates:
+        """The updates of some slots with these local gradients, in this order; without those whose
+        parameters have another shape by now, which the step refuses."""
+        indices = [self.index(slot) for slot in grads]
+        fitting = [each for each in indices if self.seen.has_shape(each, self.params[each])]
+        chosen = self._select(fitting)
+        present = [grads[slot] for slot in chosen.slots]
+        return chosen.updates(present, [multiplier] * len(present))
+
+    def select(self, indices: list[int]) -> SlotColumns:
+        """Some slots as they are now; the same object as in the last step, where they are the same
+        ones and nothing of them has changed."""
+        if self._last is None or self._last.indices != indices:
+            self._last = self._select(indices)
+        return self._last
+
+    def _select(self, indices: list[int]) -> SlotColumns:
+        params = [self.params[index] for index in indices]
+        writable = CachedTensorList(params if are_plain(params) else map(local_tensor, params))
+        written = [self.separate[index] and not self.quantized[index] for index in indices]
+        pairs = zip(writable, written, strict=True)
+        outputs = writable if all(written) else [param if yes else None for param, yes in pairs]
+        keys = [self.keys[index] for index in indices]
+        groups = {key.group for key in keys}
+        return SlotColumns(
+            indices,
+            keys,
+            groups.pop() if len(groups) == 1 else None,
+            writable,
+            StepSlots(self.slots[index] for index in indices),
+            outputs,
+            [key.shard_groups for key in keys],
+            [self.streams[index] for index in indices],
+            [self.layouts[index] for index in indices],
+        )
+
+
+GRADIENT_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+_META = torch.device("meta")
+_GRAD = operator.attrgetter("grad")

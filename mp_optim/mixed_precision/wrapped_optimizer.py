@@ -1,0 +1,504 @@
+"""WrappedOptimizer: one inner optimizer with main params, and its part of a step."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.core import (
+    CachedTensorList,
+    Multiplier,
+    Slot,
+    current_grad,
+    iter_slots,
+    local_tensor,
+    with_names,
+)
+from mp_optim.core.executor import Executor, Mode
+from mp_optim.core.identity import SharedSettings
+from mp_optim.core.interrupted_step import StepMark
+from mp_optim.core.quantized import FLOAT8_DTYPES, quantize_
+from mp_optim.core.slot_state import SlotState
+from mp_optim.core.tensors import lazy
+from mp_optim.mixed_precision.backward_overlap import BackwardOverlap, overlap_of
+from mp_optim.mixed_precision.description import Description, describe
+from mp_optim.mixed_precision.grad_norm import (
+    EXCLUDED,
+    MAIN_NORM,
+    Measurement,
+    NormKey,
+    StepGrads,
+    UpdateWatch,
+    agree,
+    count_zeros,
+    measure,
+    norm_groups,
+    of_parameters,
+    pairwise_sum_on_host,
+    total_by_key,
+)
+from mp_optim.mixed_precision.grad_scaler import MegatronGradScaler
+from mp_optim.mixed_precision.main_params import MainParams
+from mp_optim.mixed_precision.megatron_optimizer import MegatronOptimizer
+from mp_optim.mixed_precision.param_state import View
+from mp_optim.mixed_precision.slot_table import SlotColumns, SlotTable
+from mp_optim.offload.hybrid_executor import stepper_of
+from mp_optim.process_groups.process_groups import ProcessGroups
+from mp_optim.rules.rule_optimizer import SlotOptimizer, executor_of
+
+
+@dataclass(eq=False)
+class Engine:
+    """What a wrapper steps with.
+
+    Attributes:
+        optimizer: the inner one, as it was given. executor: steps for it.
+        table: what was last seen at every slot, as main params have it.
+        overlap: what may begin during backward; None if nothing may.
+        norm_names: of the norm groups that any rank has, if ranks have said so. has_compared:
+            whether ranks have compared their settings.
+        compared: lines that ranks which share parameters compare in each step, besides settings.
+    """
+
+    optimizer: torch.optim.Optimizer
+    executor: Executor
+    mains: MainParams
+    table: SlotTable
+    overlap: BackwardOverlap | None
+    norm_names: list[str] | None = None
+    has_compared: bool = False
+    compared: Sequence[str] = ()
+
+
+@dataclass(eq=False)
+class WrappedGrads(StepGrads):
+    """Gradients of a wrapper's parameters.
+
+    Attributes:
+        columns: of the slots that have a gradient. grads: these, local.
+    """
+
+    wrapper: WrappedOptimizer
+    engine: Engine
+    columns: SlotColumns
+    grads: CachedTensorList
+
+    def has_any(self) -> bool:
+        return bool(self.columns.indices)
+
+    def sums(self, on_host: bool = False) -> Measurement:
+        some, every = self.columns, self.engine.table.common.keys
+        return self.wrapper.agreed_sums(self.grads, some.keys, every, some.indices, on_host=on_host)
+
+    def watch_updates(self) -> list[UpdateWatch]:
+        engine, backend = self.engine, self.wrapper.config.fused_backend
+        table = engine.table
+
+        def mains() -> list[Tensor]:
+            return [local_tensor(engine.executor.main_param(slot)) for slot in table.slots]
+
+        split_over = engine.mains.split_over()
+        return [UpdateWatch(mains, split_over, backend, table.common.device)]
+
+    def skip(self) -> None:
+        if (overlap := self.engine.overlap) is not None:
+            overlap.skip()
+
+    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
+        executor, table = self.engine.executor, self.engine.table
+        some, changes = self.columns, self.engine.mains.changes
+        if some.group is None:
+            factors = [multipliers[key.group] for key in some.keys]
+        else:
+            factors = [multipliers[some.group]] * len(some.keys)
+        if changes is not None:
+            changes.look(frozen=False)
+        changed = () if changes is None else changes.column(some.indices)
+        updates = some.updates(self.grads, factors, changed)
+        executor.step_slots(executor.clipped(updates, grad_norm))
+        executor.report_audit()
+        if executor.writes_settings:
+            self.wrapper.share_settings()
+        if any(table.quantized):
+            self.wrapper.step_mark.touch()
+            for index in self.columns.indices:
+                if table.quantized[index]:
+                    main = executor.main_param(table.slots[index])
+                    quantize_(table.params[index], main)
+        self.engine.mains.stepped(some.indices)
+        if changes is not None:
+            changes.written()
+
+
+class WrappedOptimizer(MegatronOptimizer):
+    """Common part of the precision wrappers.
+
+    Args:
+        optimizer: any torch optimizer over the model's parameters. This package's own step in one
+            pass from the gradients as they are; a foreign one gets FP32 ``.grad``.
+        config: see :class:`mp_optim.OptimizerConfig`.
+        grad_scaler: loss scale, or None for 1.
+        init_state_fn: accepted for drop-in use; state is allocated by :meth:`init_state`.
+        process_groups: the ranks to agree with on the gradient norm.
+
+    Raises:
+        TypeError, ValueError: a parameter's dtype does not fit, naming it.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: OptimizerConfig,
+        grad_scaler: MegatronGradScaler | None = None,
+        init_state_fn: Any = None,
+        *,
+        process_groups: ProcessGroups | None = None,
+    ) -> None:
+        self.process_groups = process_groups or ProcessGroups()
+        executor = executor_of(optimizer)
+        groups = [with_names(group) for group in optimizer.param_groups]
+        super().__init__(groups, dict(optimizer.defaults), config, grad_scaler)
+        self._build_engine(optimizer, executor)
+
+    def _build_engine(self, optimizer: torch.optim.Optimizer, executor: Executor) -> None:
+        """Step by this optimizer, whose groups are those here: give main params to the parameters,
+        and put together what a step goes through."""
+        config = self.config
+        check_param = partial(self.check_param, config=config)
+        mains = MainParams(self.param_groups, executor, self.process_groups, check_param)
+        overlap = overlap_of(self, executor, mains.table, config)
+        self.engine = Engine(optimizer, executor, mains, mains.table, overlap)
+        self.groups_below, self._settings = executor.all_groups(), SharedSettings()
+        self.use_mark(self.step_mark)
+        self.share_settings()
+        if overlap is not None:
+            self.early_work.overlaps.append(overlap)
+            overlap.follow(self.get_parameters())
+
+    @lazy
+    def engine(self) -> Engine:
+        """What this wrapper steps with, built when it is first asked for.
+
+        Raises:
+            TypeError: a parameter's dtype cannot be trained, naming it.
+        """
+        self._build()
+        return self.engine
+
+    @property
+    def _is_built(self) -> bool:
+        """Whether there is something to step with."""
+        return "engine" in vars(self)
+
+    def _build(self) -> None:
+        """Build what steps, in a class whose constructor does not."""
+
+    @property
+    def executor(self) -> Executor:  # type: ignore[override]  # of one that may be built late
+        """What steps for the inner optimizer."""
+        return self.engine.executor
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.engine.optimizer
+
+    @staticmethod
+    @abstractmethod
+    def check_param(name: str, param: Tensor, config: OptimizerConfig) -> None:
+        """Raise if a trainable parameter's dtype does not fit this wrapper."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group here and in the wrapped optimizer, with main params where they are needed.
+
+        Names of parameters that are given without are looked up in the model the optimizer was
+        built for.
+
+        Raises:
+            ValueError: some parameter is not there, and the other groups have names.
+        """
+        if not self._is_built:
+            super().add_param_group(param_group)  # torch's constructor is adding the first groups
+            return
+        with self.added_whole():
+            self._add(param_group)
+
+    def _add(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(_with_model_names(self, param_group))
+        added, engine = self.param_groups[-1], self.engine
+        engine.optimizer.add_param_group(with_names(added))
+        inner_group = engine.executor.param_groups[-1]
+        engine.executor.check_settings(inner_group)  # torch's do not
+        for key, value in inner_group.items():
+            added.setdefault(key, value)
+        self.share_settings()
+        if engine.overlap is not None:  # backward may come before a step
+            engine.overlap.follow(self.get_parameters())
+        # some rank may have other norm groups and settings
+        engine.norm_names, engine.has_compared = None, False
+        engine.mains.bind_group(len(self.param_groups) - 1)
+
+    def forget_groups(self, count: int) -> None:
+        super().forget_groups(count)
+        self.executor.forget_groups(count)
+        if (overlap := self.engine.overlap) is not None:
+            overlap.follow(self.get_parameters())
+
+    # -- the step ---------------------------------------------------------------------------------
+
+    def collect_grads(self) -> StepGrads:
+        engine = self.engine
+        overlap, mains, table = engine.overlap, engine.mains, engine.table
+        if overlap is not None:
+            overlap.collect()  # again: what reduces gradients first has reported more of them
+        self.share_settings()
+        engine.executor.check_groups()
+        engine.executor.follow_memory()
+        mains.follow_for_step()
+        if mains.agreement.expected:
+            mains.follow()  # weights that were loaded after their remainders
+            mains.check_remainders(None)
+        released: Mapping[int, Tensor] = {}
+        if overlap is not None:
+            overlap.follow(table.params)
+            released = overlap.released
+        columns, grads = table.grads(self.slot_name, released)
+        if not all(table.bound):
+            mains.bind_trained(columns.indices)
+            columns = table.select(columns.indices)
+        return WrappedGrads(self, engine, columns, grads)
+
+    def agreed_sums(
+        self,
+        grads: Sequence[Tensor],
+        keys: Sequence[NormKey],
+        all_keys: Sequence[NormKey],
+        indices: Sequence[int],
+        *,
+        over: tuple[ProcessGroup, ...] = (),
+        on_host: bool = False,
+    ) -> Measurement:
+        """Measure gradients, and agree with the other ranks on the sums of squares. Collective.
+
+        Args:
+            grads, keys: local gradients, and which norm each counts in.
+            all_keys: every key of the model, also those without a gradient now, so that all ranks
+                reduce alike.
+            indices: of the slots of these gradients.
+            over: ranks over which the gradients are split although the parameters are not.
+            on_host: numbers may be returned.
+        """
+        config, engine = self.config, self.engine
+        common, overlap = engine.table.common, engine.overlap
+        device, ranks = common.device, self.process_groups.grad_stats
+        if not engine.has_compared:
+            common.check(config, self.param_groups)
+            engine.has_compared = True
+        if overlap is None:
+            each = measure(grads, config.fused_backend, device)
+        else:
+            each = overlap.measure(grads, device)
+        is_alone = ranks is None and len(all_keys) == 1 and not all_keys[0].shard_groups
+        are_more = config.log_num_zeros_in_grad or config.log_param_grad_norms
+        if on_host and is_alone and not are_more and each.device.type == "cpu":
+            name = all_keys[0].group
+            return Measurement(
+                known={EXCLUDED: 0.0, MAIN_NORM: 0.0, name: pairwise_sum_on_host(each)}
+            )
+        sums = total_by_key(each, keys, all_keys, config.fused_backend)
+        zeros = params = None
+        if config.log_num_zeros_in_grad:
+            zeros = count_zeros(grads, keys, all_keys, device)
+        if engine.norm_names is None or ranks is None:
+            engine.norm_names = norm_groups(all_keys, ranks)
+        numbers = common.numbers(config, self.param_groups, keys, all_keys, over, engine.compared)
+        if config.log_param_grad_norms:
+            split_over = [(*over, *split) for split in engine.mains.split_over()]
+            params = of_parameters(each, indices, split_over)
+        return agree(sums, zeros, ranks, engine.norm_names, numbers, common.copies, params)
+
+    def verdict_device(self) -> torch.device | None:
+        return self.engine.executor.verdict_device()
+
+    def all_mains(self) -> list[MainParams]:
+        return [self.engine.mains]
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        overlap = self.engine.overlap
+        released: Mapping[int, Tensor] = {} if overlap is None else overlap.released
+        if overlap is not None and released:
+            overlap.collect()
+        for index, (slot, param) in enumerate(iter_slots(self.param_groups)):
+            grad = current_grad(param)
+            grad = released.get(index) if grad is None else grad
+            if grad is not None:
+                yield self.slot_name(slot), local_tensor(grad)
+
+    # -- the optimizer below ----------------------------------------------------------------------
+
+    def switch_mode(self, mode: Mode) -> None:
+        with self.step_mark.step(self):
+            self.make_current()
+            self.share_settings()
+            self.step_mark.touch()
+            self.executor.switch_mode(mode)
+            self.share_settings()
+            mains = self.engine.mains
+            for slot in mains.trained_slots():
+                mains.write_model(slot)
+            self.share_settings()
+        self.averages.share(self.all_mains())
+
+    # -- main params and state --------------------------------------------------------------------
+
+    def follow_model(self, slot: Slot | None = None) -> None:
+        self.engine.mains.follow(slot)
+
+    def make_current(self, slot: Slot | None = None) -> None:
+        mains = self.engine.mains
+        mains.follow(slot)
+        mains.bind_trainable(slot)
+        mains.check_remainders(slot)
+
+    def state_of(self, slot: Slot, view: View | None = None) -> SlotState:
+        return self.engine.mains.state_of(slot, view)
+
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        self.executor.allocate_state([slot for slot in slots if self.has_state(slot)])
+
+    def main_param(self, slot: Slot) -> Tensor:
+        self.step_mark.check("main_param")
+        self.make_current(slot)
+        return self.engine.mains.main_param(slot)
+
+    def has_separate_main(self, slot: Slot) -> bool:
+        return self.engine.mains.is_separate(slot)
+
+    def has_state(self, slot: Slot) -> bool:
+        return self.engine.mains.is_bound(slot)
+
+    def norm_key(self, slot: Slot) -> NormKey:
+        table = self.engine.table
+        return table.keys[table.index(slot)]
+
+    def use_mark(self, mark: StepMark) -> None:
+        super().use_mark(mark)
+        if isinstance(self.optimizer, SlotOptimizer):
+            self.optimizer.step_mark = mark
+
+    # -- what is going on -------------------------------------------------------------------------
+
+    def describe(self) -> Description:
+        self.check_lists()
+        rows = describe(self.param_groups, self.executor, self.engine.table)
+        return Description(rows.rows, (*rows.notes, *self.choice_notes()))
+
+    def metrics(self) -> dict[str, float]:
+        stepper, verdict = stepper_of(self.executor), self.counts.settle()
+        norms = {
+            f"grad_norm/{name}": norm for name, norm in verdict.norms.items() if name != EXCLUDED
+        }
+        scaler = self.grad_scaler
+        return {
+            "grad_norm": float("nan") if verdict.grad_norm is None else verdict.grad_norm,
+            "loss_scale": 1.0 if scaler is None else float(scaler.present_scale),
+            "multiplier": verdict.multipliers.get(MAIN_NORM, 0.0),
+            "bytes_down": 0 if stepper is None else stepper.transfer_bytes.down,
+            "bytes_up": 0 if stepper is None else stepper.transfer_bytes.up,
+            **({} if stepper is None else stepper.metrics()),
+            **self.executor.metrics(),
+            **norms,
+            **self.counts.metrics(),
+            **self.health.metrics(),
+            "reloaded_params": self.engine.mains.reloaded,
+        }
+
+
+def _with_model_names(wrapper: WrappedOptimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """The group, with names for its parameters where the other groups have names."""
+    if wrapper.model_params is None or "params" not in group:
+        return group
+    params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    is_stub = not any(live["params"] for live in wrapper.param_groups)
+    named = "param_names" in group or any(isinstance(param, tuple) for param in params)
+    names = [] if named else wrapper.model_params.names_of(params)
+    if is_stub and None not in names:
+        for groups in (wrapper.param_groups, wrapper.executor.param_groups):
+            groups[0].setdefault("param_names", [])  # torch wants them in all groups or none
+    if named or not any("param_names" in live for live in wrapper.param_groups):
+        return {**group, "params": params}
+    if None in names:
+        lost = params[names.index(None)]
+        raise ValueError(
+            f"add_param_group: a parameter of shape {tuple(lost.shape)} is not in the model that "
+            "the optimizer was built for, so it has no name here; give (name, parameter) pairs, "
+            "such as list(module.named_parameters())"
+        )
+    return {**group, "params": list(zip(names, params, strict=True))}
+
+
+class Float16OptimizerWithFloat16Params(WrappedOptimizer):
+    """Keeps an FP32 main param for every 16-bit model param; FP32 params among them are stepped as
+    they are.
+
+    The wrapped optimizer's ``param_groups`` hold the main params afterwards, born where the layer
+    below steps them; this object's hold the model's own parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: OptimizerConfig,
+        grad_scaler: MegatronGradScaler | None = None,
+        init_state_fn: Any = None,
+        *,
+        process_groups: ProcessGroups | None = None,
+    ) -> None:
+        if config.fp16 and grad_scaler is None:
+            raise ValueError(
+                "grad_scaler=None with fp16=True: pass a ConstantGradScaler or DynamicGradScaler, "
+                "or let get_megatron_optimizer build one from the config"
+            )
+        super().__init__(
+            optimizer, config, grad_scaler, init_state_fn, process_groups=process_groups
+        )
+
+    @staticmethod
+    def check_param(name: str, param: Tensor, config: OptimizerConfig) -> None:
+        allowed = (torch.float16, torch.bfloat16, torch.float32, *FLOAT8_DTYPES)
+        if param.dtype not in allowed:
+            raise TypeError(
+                f"{name} is {param.dtype}: a Float16 optimizer takes float16, bfloat16, "
+                "float32 and float8 parameters; convert the model, or freeze the parameter"
+            )
+        if (param.dtype == torch.float16 and config.bf16) or (
+            param.dtype == torch.bfloat16 and config.fp16
+        ):
+            raise ValueError(
+                f"{name} is {param.dtype} but the config says bf16={config.bf16}, "
+                f"fp16={config.fp16}; set the flag that matches the model"
+            )
+
+
+class FP32Optimizer(WrappedOptimizer):
+    """Steps FP32 parameters; measuring, clipping and skipping are as in mixed precision."""
+
+    @staticmethod
+    def check_param(name: str, param: Tensor, config: OptimizerConfig) -> None:
+        if param.dtype == torch.float64:
+            raise TypeError(
+                f"{name} is float64: parameters are stepped in FP32; convert the "
+                "model with .float(), or freeze it"
+            )
+        if param.dtype != torch.float32:
+            raise TypeError(
+                f"{name} is {param.dtype}: FP32Optimizer takes float32 parameters; "
+                "set bf16=True or fp16=True in OptimizerConfig for a 16-bit model"
+            )

@@ -1,0 +1,1 @@
+"""Muon and NorMuon: orthogonalized updates of matrices, also of split ones."""

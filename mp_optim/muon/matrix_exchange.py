@@ -1,0 +1,436 @@
+"""Matrices that are split over ranks, each orthogonalised by its owner: parts travel to the owners
+and results back, all-to-all, a batch of matrices at a time.
+
+Along a grid of ranks that several process groups span, what travels goes along one axis after the
+other, so that the groups that a mesh has anyway are all that is needed.
+
+NOTE: batches overlap: while one is computed, the next one's parts come and the last one's results
+go. All ranks start the same communications in the same order, because all have the same plan
+(:func:`plan_exchange`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mp_optim.core.partition import box_views
+from mp_optim.core.tensor_layout import Boxes, MatrixParts, numel_of
+from mp_optim.process_groups.missing_ranks import naming_missing_ranks, start_collective, wait_for
+from mp_optim.rules.rule import Workspace
+
+Compute = Callable[[list[Tensor]], Sequence[Tensor]]
+_Pieces = dict[int, list[Tensor]]
+"""By a matrix's number in the plan: the flattened parts of a block of ranks, in their order."""
+
+_DOING = "exchanging parts of matrices with their owners"
+
+
+@dataclass
+class Exchange:
+    """One exchange of the parts of several parameters, between the same ranks.
+
+    Attributes:
+        plan: who owns which matrix.
+        params: who has which part.
+        groups: process groups that span the grid of these ranks.
+        sent: this rank's parts of the parameters, contiguous.
+        received: where this rank's parts of the results go, contiguous.
+        device: where parts travel and matrices are computed.
+        compute: makes results of whole matrices, in their shapes and in the dtype of ``received``.
+        bytes_sent: so far, to other ranks.
+    """
+
+    plan: ExchangePlan
+    params: Sequence[MatrixParts]
+    groups: Sequence[ProcessGroup]
+    sent: Sequence[Tensor]
+    received: Sequence[Tensor]
+    device: torch.device
+    compute: Compute
+    bytes_sent: int = 0
+
+    def __post_init__(self) -> None:
+        self._grid = self.params[0].grid
+        self._here = tuple(group.rank() for group in self.groups)  # this rank's place in the grid
+        (self._rank,) = self._grid.block(*self._here)
+        # the place in the grid of each matrix's owner
+        self._owners = list(map(self._grid.coordinates, self.plan.owners))
+        for param, part in zip(self.params, self.sent, strict=True):
+            if (there := param.bounds(self._rank)[-1]) != part.numel():
+                raise ValueError(
+                    f"a part of {len(param.parts)} matrices of {param.rows} x {param.columns} has "
+                    f"{part.numel()} elements; as they are split, it should have {there}"
+                )
+
+    def run(self) -> None:
+        """Collective of all ranks of the grid."""
+        waiting = map(self._steps, self.plan.batches)
+        under_way: list[Iterator[bool]] = []
+        while begun := [*itertools.islice(waiting, 1), *under_way]:
+            # the youngest first: its parts travel while an older one is computed
+            under_way = [batch for batch in begun if next(batch)]
+
+    def _steps(self, batch: Sequence[int]) -> Iterator[bool]:
+        """What becomes of a batch; says True where communication is under way, False at the
+        end."""
+        axes = range(len(self.groups))
+        pieces = {item: [self._of_item(self.sent, item)] for item in batch}
+        for axis in reversed(axes):
+            hop = self._to_owners(axis, batch, pieces)
+            self.bytes_sent += hop.bytes_sent
+            yield True
+            pieces = hop.arrived(self.device)
+        pieces = self._computed(pieces)
+        for axis in axes:
+            hop = self._from_owners(axis, batch, pieces)
+            self.bytes_sent += hop.bytes_sent
+            yield True
+            is_last = axis == axes[-1]
+            pieces = hop.arrived(self.received[0].device if is_last else self.device)
+        targets = [self._of_item(self.received, item) for item in pieces]
+        torch._foreach_copy_(targets, [flat for (flat,) in pieces.values()])
+        yield False
+
+    # -- products ---------------------------------------------------------------------------------
+
+    def _computed(self, pieces: _Pieces) -> _Pieces:
+        """The results of this rank's matrices, cut like their parts."""
+        if not pieces:
+            return {}
+        parts_of, wholes = {}, []
+        for item, flats in pieces.items():
+            index, matrix = self.plan.items[item]
+            param = self.params[index]
+            parts_of[item] = param.parts[matrix]
+            wholes.append(assembled((param.rows, param.columns), parts_of[item], flats))
+        results = self.compute(wholes)
+        return {
+            item: cut_matrix(whole, parts_of[item])
+            for item, whole in zip(pieces, results, strict=True)
+        }
+
+    def _of_item(self, tensors: Sequence[Tensor], item: int) -> Tensor:
+        """This rank's part of a matrix, in one of a list of parameters; flat."""
+        param, matrix = self.plan.items[item]
+        start, stop = self.params[param].bounds(self._rank)[matrix : matrix + 2]
+        return tensors[param].view(-1)[start:stop]
+
+    # -- on the way -------------------------------------------------------------------------------
+
+    def _to_owners(self, axis: int, batch: Sequence[int], pieces: _Pieces) -> _Hop:
+        """Each rank of a group gets the pieces of those matrices that it, or a rank that agrees
+        with it along this axis and later ones, owns."""
+        group, here = self.groups[axis], self._here
+        sent: list[list[Tensor]] = [[] for _ in range(group.size())]
+        for item in filter(pieces.__contains__, batch):
+            sent[self._owners[item][axis]] += pieces[item]
+        mine = [item for item in batch if self._owners[item][axis:] == here[axis:]]
+        blocks = [self._grid.block(*here[:axis], place) for place in range(group.size())]
+        coming = [self._sizes(mine, block) for block in blocks]
+        return _Hop(group, self.device, self.sent[0].dtype, sent, coming)
+
+    def _from_owners(self, axis: int, batch: Sequence[int], pieces: _Pieces) -> _Hop:
+        """The way back: each rank of a group gets the pieces of the ranks that agree with it along
+        this axis and earlier ones."""
+        group, here = self.groups[axis], self._here
+        sent: list[list[Tensor]] = [[] for _ in range(group.size())]
+        for item in filter(pieces.__contains__, batch):
+            block = len(pieces[item]) // group.size()
+            for place, of_rank in enumerate(sent):
+                of_rank += pieces[item][place * block : (place + 1) * block]
+        ranks = self._grid.block(*here[: axis + 1])
+        coming: list[list[tuple[int, int]]] = []
+        for place in range(group.size()):
+            owner = (place, *here[axis + 1 :])
+            theirs = [item for item in batch if self._owners[item][axis:] == owner]
+            coming.append(self._sizes(theirs, ranks))
+        return _Hop(group, self.device, self.received[0].dtype, sent, coming)
+
+    def _sizes(self, items: Sequence[int], ranks: range) -> list[tuple[int, int]]:
+        """What ranks have of matrices: for each part the matrix, and its number of elements."""
+        found = []
+        for item in items:
+            param, matrix = self.plan.items[item]
+            sizes = self.params[param].sizes[matrix]
+            found += [(item, sizes[rank]) for rank in ranks]
+        return found
+
+
+class _Hop:
+    """Pieces that travel along one axis, from its start on.
+
+    Args:
+        sent: pieces for each rank of the group.
+        coming: from each rank of the group, the pieces' matrices and sizes.
+
+    Attributes:
+        bytes_sent: to other ranks.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        dtype: torch.dtype,
+        sent: Sequence[Sequence[Tensor]],
+        coming: Sequence[Sequence[tuple[int, int]]],
+    ) -> None:
+        self._group, self._coming, width = group, coming, dtype.itemsize
+        self._guard = naming_missing_ranks(group)
+        pieces = [piece for of_rank in sent for piece in of_rank]
+        nothing = torch.empty(0, dtype=dtype, device=device)
+        packed = torch.cat(pieces) if pieces else nothing
+        self._packed = packed.to(device)  # kept: it is read until the end
+        counts = [sum(size for _, size in of_rank) for of_rank in coming]
+        sizes = [sum(map(Tensor.numel, of_rank)) * width for of_rank in sent]
+        self.bytes_sent = sum(sizes) - sizes[group.rank()]
+        if group.size() == 1:
+            self._buffer, self._work = self._packed, None
+            return
+        self._buffer = torch.empty(sum(counts), dtype=dtype, device=device)
+        with self._guard(_DOING):
+            self._work = start_collective(
+                dist.all_to_all_single,
+                self._buffer.view(torch.uint8),
+                self._packed.view(torch.uint8),
+                [count * width for count in counts],
+                sizes,
+                group=group,
+            )
+
+    def arrived(self, device: torch.device) -> _Pieces:
+        """The pieces of each matrix, by ranks, on a device."""
+        if self._work is not None:
+            with self._guard(_DOING):
+                wait_for(self._work, self._group, self._buffer.device)
+        self._packed = self._packed[:0]
+        entries = [entry for of_rank in self._coming for entry in of_rank]
+        flats = torch.split(self._buffer.to(device), [size for _, size in entries])
+        pieces: _Pieces = {}
+        for (item, _), flat in zip(entries, flats, strict=True):
+            pieces.setdefault(item, []).append(flat)
+        return pieces
+
+
+def assembled(shape: tuple[int, int], parts: Sequence[Boxes], flats: Sequence[Tensor]) -> Tensor:
+    """A whole matrix from flattened parts."""
+    if _are_in_order(parts, shape[1]):
+        return torch.cat(list(flats)).view(shape)
+    whole = flats[0].new_empty(shape)
+    for part, flat in zip(parts, flats, strict=True):
+        for box, values in box_views(flat, part):
+            box.of(whole).copy_(values)
+    return whole
+
+
+def cut_matrix(whole: Tensor, parts: Sequence[Boxes]) -> list[Tensor]:
+    """The flattened parts of a whole matrix: the inverse of :func:`assembled`."""
+    if _are_in_order(parts, whole.shape[1]):
+        return list(torch.split(whole.reshape(-1), list(map(numel_of, parts))))
+    flats = []
+    for part in parts:
+        boxes = [box.of(whole).reshape(-1) for box in part]
+        flats.append(torch.cat(boxes) if boxes else whole.new_empty(0))
+    return flats
+
+
+def _are_in_order(parts: Sequence[Boxes], columns: int) -> bool:
+    """Whether the parts follow each other as the rows of a matrix do."""
+    end = 0
+    for box in itertools.chain.from_iterable(parts):
+        (row, column), (high, wide) = box.offsets, box.sizes
+        if box.numel and (row * columns + column != end):
+            return False
+        if high > 1 and wide != columns:
+            return False
+        end += box.numel
+    return True
+
+
+# -- who owns which matrix: whole numbers in and out, so that every rank comes to the same plan ----
+
+BATCH_BYTES = 64 << 20
+"""Of whole matrices that a rank receives in one batch, unless one matrix is larger."""
+LEAST_BATCH_BYTES = 1 << 20
+"""What there is for a rank is cut into so large batches, at least, and otherwise into four: all but
+the first travel while another is computed."""
+_BATCHES = 4
+
+
+def newton_schulz_flops(rows: int, columns: int, steps: int, method: str = "standard") -> int:
+    """Floating-point operations of the products for one matrix, a multiplication and an addition
+    each counted.
+
+    Args:
+        method: see :func:`~mp_optim.muon.newton_schulz.orthogonalize_each`.
+    """
+    short, long = sorted((rows, columns))
+    if method == "gram" and long >= 2 * short:
+        made_anew = 1 + steps // 2
+        small = 2 * made_anew + 8 * (steps - made_anew)
+        return made_anew * 4 * short * short * long + small * short**3
+    return steps * (4 * short * short * long + 2 * short**3)
+
+
+def assign(costs: Sequence[int], held: Sequence[Sequence[int]], loads: Sequence[int]) -> list[int]:
+    """The owner of each matrix: the dearest matrix left goes to the rank with least to do (Graham's
+    LPT rule), among equals to the one that has most of it.
+
+    Args:
+        costs: of each matrix.
+        held: of each matrix, how many elements each rank has.
+        loads: what each rank has to do already.
+
+    Returns:
+        Ranks. The load of none exceeds that of another by more than the largest cost, unless it did
+        before.
+    """
+    loads, owners = list(loads), [0] * len(costs)
+    for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
+        sizes = held[item]
+        owner = min(range(len(loads)), key=lambda rank: (loads[rank], -sizes[rank], rank))
+        owners[item] = owner
+        loads[owner] += costs[item]
+    return owners
+
+
+def exchange_batches(
+    owners: Sequence[int], sizes: Sequence[int], ranks: int, limit: int
+) -> list[list[int]]:
+    """Matrices that travel together, so that every rank has something to compute in each batch.
+
+    Args:
+        sizes: of each matrix.
+        limit: what a rank owns in a batch is no larger, or is one matrix.
+    """
+    found: list[list[int]] = []
+    batch, filled = [0] * ranks, [0] * ranks
+    for item, (owner, size) in enumerate(zip(owners, sizes, strict=True)):
+        if filled[owner] and filled[owner] + size > limit:
+            batch[owner], filled[owner] = batch[owner] + 1, 0
+        filled[owner] += size
+        while len(found) <= batch[owner]:
+            found.append([])
+        found[batch[owner]].append(item)
+    return found
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """Who orthogonalises which matrix of several parameters.
+
+    Attributes:
+        items: the matrices, each as (parameter, matrix of its stack).
+        owners: of each, a rank of the grid. costs: of each, floating-point operations.
+        batches: which travel together, in the order of batches.
+    """
+
+    items: tuple[tuple[int, int], ...]
+    owners: tuple[int, ...]
+    costs: tuple[int, ...]
+    batches: tuple[tuple[int, ...], ...]
+
+
+@lru_cache(maxsize=64)
+def plan_exchange(
+    params: tuple[MatrixParts, ...], flops: tuple[int, ...], loads: tuple[int, ...], width: int
+) -> ExchangePlan:
+    """The owners of all matrices of parameters whose ranks are the same.
+
+    Args:
+        flops: floating-point operations of the products for each matrix of a parameter.
+        loads: what each rank has to do already, of the same kind.
+        width: bytes of an element that travels.
+    """
+    items = [
+        (index, matrix) for index, param in enumerate(params) for matrix in range(len(param.parts))
+    ]
+    costs = [flops[index] for index, _ in items]
+    held = [params[index].sizes[matrix] for index, matrix in items]
+    owners = assign(costs, held, loads)
+    sizes = [params[index].rows * params[index].columns * width for index, _ in items]
+    ranks = params[0].grid.size
+    share = sum(sizes) // (ranks * _BATCHES)
+    limit = min(max(share, LEAST_BATCH_BYTES), BATCH_BYTES)
+    together = exchange_batches(owners, sizes, ranks, limit)
+    return ExchangePlan(tuple(items), tuple(owners), tuple(costs), tuple(map(tuple, together)))
+
+
+class MatrixOwners(Workspace):
+    """What the ranks have to do in a step, over all of an optimizer's launches, so that a later one
+    goes on where an earlier one stopped.
+
+    NOTE: only launches with split matrices are told of here: all ranks that share those have them
+    in one order, and so the same numbers.
+
+    Attributes:
+        owned, known: matrices that this rank orthogonalised in the last step, and all that it had a
+            part of.
+        flops: of the owned ones.
+        bytes_sent: to other ranks.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[Hashable] = set()
+        self._loads: dict[tuple[str, ...], list[int]] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._seen.clear()
+        self._loads.clear()
+        self.owned = self.known = self.flops = self.bytes_sent = 0
+
+    def begin(self, keys: Iterable[Hashable]) -> None:
+        """A launch begins; a step does when one of its parameters comes again.
+
+        Args:
+            keys: of the parameters whose matrices are split.
+        """
+        keys = list(keys)
+        if not self._seen.isdisjoint(keys):
+            self._reset()
+        self._seen.update(keys)
+
+    def plan(
+        self,
+        params: Sequence[MatrixParts],
+        groups: Sequence[ProcessGroup],
+        flops: Sequence[int],
+        width: int,
+    ) -> ExchangePlan:
+        """Share out the matrices of parameters whose ranks are the same (:func:`plan_exchange`).
+
+        Args:
+            groups: that span the grid of these ranks.
+            flops, width: see :func:`plan_exchange`.
+        """
+        grid = params[0].grid
+        name = tuple(group.group_name for group in groups)
+        loads = self._loads.setdefault(name, [0] * grid.size)
+        planned = plan_exchange(tuple(params), tuple(flops), tuple(loads), width)
+        (here,) = grid.block(*(group.rank() for group in groups))
+        self.known += len(planned.items)
+        for owner, cost in zip(planned.owners, planned.costs, strict=True):
+            loads[owner] += cost
+            if owner == here:
+                self.owned += 1
+                self.flops += cost
+        return planned
+
+    def metrics(self) -> dict[str, float]:
+        """What this rank did for matrices that ranks share, in the last step."""
+        return {"muon_flops": self.flops, "bytes_exchanged": self.bytes_sent}
+
+    def __str__(self) -> str:
+        """As the end of a sentence; empty if no matrices are shared."""
+        if not self.known:
+            return ""
+        return f"; of {self.known} matrices split over ranks this one orthogonalises {self.owned}"

@@ -1,0 +1,455 @@
+"""From momenta to directions: how matrices are orthogonalised, which together, and where.
+
+NorMuon has a second moment of each neuron, a row of a matrix (Li et al. 2025, arXiv:2510.05491):
+rows of a direction come to one size, and its norm stays what it was. Sums are whole numbers, so
+that no layout shows in the bits. Formulas: docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mp_optim.config.rules import coefficients, scale_factor
+from mp_optim.core import SlotUpdates
+from mp_optim.core.tensor_layout import MatrixParts, ParamLayout, ShardRegion
+from mp_optim.kernels import Backend
+from mp_optim.kernels.chunking import runs_of
+from mp_optim.kernels.kernel_args import fp32
+from mp_optim.kernels.sums import (
+    Groups,
+    MatricesShape,
+    MatrixBlock,
+    bounded_digits,
+    bounded_values,
+    digits_to_values,
+    matrices_shape,
+    matrix_blocks,
+    over_shards,
+    root,
+)
+from mp_optim.muon.matrix_exchange import Exchange, MatrixOwners, newton_schulz_flops
+from mp_optim.muon.newton_schulz import Rooms, orthogonalize_each
+from mp_optim.rules.adafactor import ElementPasses, passes_by
+
+_DTYPES = {"medium": torch.bfloat16, "highest": torch.float32}
+_TOGETHER = 1 << 26
+"""Elements of parameters that are orthogonalised together: each needs its rounded momentum and its
+direction meanwhile."""
+_TOGETHER_ON_HOST = 15 << 20
+"""The same of what is orthogonalised on the host, by one process: there is nothing to be shared out
+evenly, and memory that is used again is at hand, where new memory would be cleared page by page."""
+
+
+class Direction(NamedTuple):
+    """What is subtracted from a parameter: ``fp32(values) * factor``, rounded once.
+
+    Attributes:
+        values: the parameter's shape, bfloat16 or float32, contiguous, on its device.
+        factor: an FP32 number.
+    """
+
+    values: Tensor
+    factor: float
+
+
+@dataclass(frozen=True)
+class Orthogonalization:
+    """The settings of a group that say how its matrices are orthogonalised and scaled.
+
+    Attributes:
+        polynomials, method: the Newton-Schulz steps, and how they are taken.
+        dtype: of the products.
+        scale_mode, lr: what a direction is multiplied with; ``lr`` has the extra factor in it.
+        blockwise: whether a rank's part is a matrix of its own.
+        parts: rows of the parts of each query group of a fused matrix; None if it is one.
+        head_rows: rows of each head, which is a matrix of its own; None if there are none.
+        is_normalized: whether rows are brought to one size, and scaled, afterwards.
+        beta2: of the moment that says by how much.
+    """
+
+    polynomials: tuple[tuple[float, float, float], ...]
+    method: str
+    dtype: torch.dtype
+    scale_mode: str
+    lr: float
+    blockwise: bool
+    parts: tuple[int, ...] | None
+    head_rows: int | None
+    is_normalized: bool
+    beta2: float
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> Orthogonalization:
+        """From a param group."""
+        return cls(
+            coefficients(group["coefficient_type"], group["num_ns_steps"]),
+            group["ns_method"],
+            _DTYPES[group["fp32_matmul_prec"]],
+            group["scale_mode"],
+            float(group["lr"]) * group["extra_scale_factor"],
+            group["tp_mode"] == "blockwise",
+            None if group["head_rows"] else group["qkv_split_shapes"],
+            group["head_rows"],
+            bool(group.get("moment2_method")),
+            float(group.get("beta2", 0.0)),
+        )
+
+    def factor(self, rows: int, columns: int) -> float:
+        """What an orthogonal matrix of this shape is multiplied with; an FP32 number."""
+        return fp32(self.lr * scale_factor(self.scale_mode, rows, columns))
+
+
+def runs(
+    params: Sequence[Tensor], layouts: Sequence[ParamLayout | None], blockwise: bool
+) -> Iterator[tuple[list[int], bool]]:
+    """Indices of parameters that are orthogonalised together, and whether each of them is whole and
+    its products are taken where it is stepped. Runs of those that are split over ranks are the same
+    on every rank that has a part of them, as they depend on whole shapes alone.
+
+    Args:
+        layouts: of the model's parameters, as many, or none at all.
+        blockwise: whether a rank's part is a matrix of its own.
+    """
+    split, elsewhere, here = [], [], []
+    for index, (param, layout) in enumerate(zip_longest(params, layouts)):
+        if layout is not None and layout.is_shared(blockwise):
+            split.append((index, layout.share(param)))
+        elif layout is not None and layout.device != param.device:
+            elsewhere.append((index, param.numel()))
+        else:
+            here.append((index, param.numel()))
+    for sizes in (split, elsewhere):
+        for members in runs_of(sizes, _TOGETHER):
+            yield members, False
+    most = _TOGETHER_ON_HOST if params[0].is_cpu else _TOGETHER
+    for members in runs_of(here, most):
+        yield members, True
+
+
+def runs_of_wholes(regions: Sequence[ShardRegion]) -> Iterator[tuple[list[int], bool]]:
+    """The same where a step reads sums over whole parameters: ranks that share some meet in each
+    run, those that have nothing of a matrix, too."""
+    for members in runs_of(enumerate(region.shape.numel() for region in regions), _TOGETHER):
+        yield members, False
+
+
+def directions(
+    rule: Orthogonalization,
+    rounded: Sequence[Tensor],
+    layouts: Sequence[ParamLayout | None],
+    owners: MatrixOwners,
+) -> list[Direction]:
+    """The direction of each parameter of a run, for this rank's part of it. Collective if some are
+    split over ranks.
+
+    Args:
+        rounded: momenta in ``rule.dtype``, of this rank's parts, contiguous, on the device they are
+            stepped on; overwritten.
+        layouts: of the model's parameters, where the products are taken; as many.
+        owners: who orthogonalises what is split.
+
+    Raises:
+        ValueError: the rows of a fused matrix are no multiple of those of its parts.
+    """
+    done: dict[int, Direction] = {}
+    split: dict[tuple[ProcessGroup, ...], dict[int, MatrixParts]] = {}
+    here: dict[torch.device, dict[int, Tensor]] = {}
+    for index, (part, layout) in enumerate(zip(rounded, layouts, strict=True)):
+        parts = None if layout is None else layout.matrix_parts(rule.blockwise)
+        if layout is None or parts is None:
+            whole = part
+            if layout is not None and layout.is_shared(rule.blockwise):
+                whole = layout.gather(part)
+            elif layout is not None:
+                whole = part.to(layout.device)
+            here.setdefault(whole.device, {})[index] = whole
+        else:
+            split.setdefault(layout.matrix_groups(rule.blockwise), {})[index] = parts
+    for wholes in here.values():
+        found = whole_directions(rule, list(wholes.values()))
+        for index, (values, factor) in zip(wholes, found, strict=True):
+            layout = layouts[index]
+            if layout is not None and layout.is_shared(rule.blockwise):
+                values = layout.own(values)
+            done[index] = Direction(values.to(rounded[index].device), factor)
+    for groups, parts_of in split.items():
+        some, layout = [rounded[index] for index in parts_of], layouts[next(iter(parts_of))]
+        assert layout is not None
+        found = _by_owners(rule, some, [*parts_of.values()], groups, layout.device, owners)
+        done.update(zip(parts_of, found, strict=True))
+    return [done[index] for index in range(len(rounded))]
+
+
+def _by_owners(
+    rule: Orthogonalization,
+    rounded: Sequence[Tensor],
+    parts: Sequence[MatrixParts],
+    groups: Sequence[ProcessGroup],
+    device: torch.device,
+    owners: MatrixOwners,
+) -> list[Direction]:
+    """The directions of parameters that the same ranks have parts of.
+
+    Args:
+        rounded: this rank's parts. parts: who has which. device: where they travel.
+    """
+    pieces = [pieces_of(rule, each.rows, each.columns) for each in parts]
+    steps, method = len(rule.polynomials), rule.method
+    flops = [sum(newton_schulz_flops(*one, steps, method) for one in each) for each in pieces]
+    # what comes back of a fused matrix is scaled already, and FP32
+    fused = rule.parts is not None and not rule.is_normalized
+    dtype = torch.float32 if fused else rule.dtype
+    factors = [1.0 if fused else rule.factor(*each[0]) for each in pieces]
+    values = [torch.empty_like(part, dtype=dtype) for part in rounded]
+    planned = owners.plan(parts, groups, flops, dtype.itemsize)
+
+    def compute(wholes: list[Tensor]) -> list[Tensor]:
+        return [direction.values for direction in whole_directions(rule, wholes)]
+
+    exchange = Exchange(planned, parts, groups, rounded, values, device, compute)
+    exchange.run()
+    owners.bytes_sent += exchange.bytes_sent
+    return list(map(Direction, values, factors))
+
+
+def pieces_of(rule: Orthogonalization, rows: int, columns: int) -> list[tuple[int, int]]:
+    """The shapes of what is orthogonalised by itself in a matrix.
+
+    Raises:
+        ValueError: the rows are no multiple of those of heads, or of a fused matrix's parts.
+    """
+    name, sizes = "rows", tuple[int, ...]((rows,))
+    if rule.head_rows is not None:
+        sizes, name = (rule.head_rows,), "head_rows"
+    elif rule.parts is not None:
+        sizes, name = rule.parts, "qkv_split_shapes"
+    count, left = divmod(rows, sum(sizes) or 1)
+    if left:
+        raise ValueError(f"{name}={sizes}: {rows} rows are not a multiple of {sum(sizes)}")
+    if name == "qkv_split_shapes":
+        return [(size * count, columns) for size in sizes]
+    return [(sizes[0], columns)] * max(count, 1)
+
+
+def whole_directions(
+    rule: Orthogonalization, wholes: Sequence[Tensor], rooms: Rooms | None = None
+) -> list[Direction]:
+    """The directions of whole matrices and stacks of them, where they lie; nothing is sent.
+
+    Args:
+        wholes: contiguous, in ``rule.dtype``, on one device; overwritten.
+        rooms: memory for what is in between, of their device and dtype.
+    """
+    if rule.head_rows is not None:
+        heads = heads_of(wholes, rule.head_rows)
+        found = orthogonalize_each(heads, rule.polynomials, rule.method)
+        return [
+            Direction(values.view(whole.shape), rule.factor(rule.head_rows, whole.size(-1)))
+            for values, whole in zip(found, wholes, strict=True)
+        ]
+    if rule.parts is not None:
+        return _by_parts(rule, wholes, rule.parts)
+    found = orthogonalize_each(wholes, rule.polynomials, rule.method, rooms)
+    factors = {shape: rule.factor(*shape) for shape in {each.shape[-2:] for each in found}}
+    return [Direction(each, factors[each.shape[-2:]]) for each in found]
+
+
+def heads_of(wholes: Sequence[Tensor], rows: int) -> list[Tensor]:
+    """Views of attention weights as stacks of heads; also of fused ones, whose parts are whole
+    heads one after the other.
+
+    Raises:
+        ValueError: the rows are no multiple of those of heads.
+    """
+    for whole in wholes:
+        if whole.size(-2) % rows:
+            raise ValueError(f"head_rows={rows}: {whole.size(-2)} rows are not a multiple of it")
+    return [whole.view(-1, rows, whole.size(-1)) for whole in wholes]
+
+
+def _by_parts(
+    rule: Orthogonalization, wholes: Sequence[Tensor], parts: tuple[int, ...]
+) -> list[Direction]:
+    """Of fused matrices, each part by itself; scaled already, and FP32, unless their rows are
+    going to be."""
+    pieces, targets = [], []
+    dtype = rule.dtype if rule.is_normalized else torch.float32
+    results = [torch.empty_like(whole, dtype=dtype) for whole in wholes]
+    for whole, result in zip(wholes, results, strict=True):
+        for piece, target in zip(_cut(whole, parts), _cut(result, parts), strict=True):
+            *stack, groups, rows, columns = piece.shape
+            pieces.append(piece.reshape(*stack, groups * rows, columns).contiguous())
+            targets.append(target)
+    found = orthogonalize_each(pieces, rule.polynomials, rule.method)
+    for values, target in zip(found, targets, strict=True):
+        target.copy_(values.view(target.shape))
+        if not rule.is_normalized:
+            target.mul_(rule.factor(*values.shape[-2:]))
+    return [Direction(result, 1.0) for result in results]
+
+
+def _cut(fused: Tensor, parts: tuple[int, ...]) -> Sequence[Tensor]:
+    """Views of the parts of fused matrices, shape (..., groups, rows, columns)."""
+    (*stack, rows, columns), size = fused.shape, sum(parts)
+    if rows % size:
+        raise ValueError(
+            f"qkv_split_shapes={parts}: {rows} rows are not a multiple of their sum {size}"
+        )
+    grouped = fused.view(*stack, rows // size, size, columns)
+    return torch.split(grouped, list(parts), dim=-2)
+
+
+_EPS = 1e-8
+"""Added to the root of the moment; dion's."""
+_DOING = "adding up the squares of NorMuon's rows"
+
+
+def normalized(
+    rule: Orthogonalization,
+    found: Sequence[Direction],
+    moments: Sequence[Tensor],
+    updates: SlotUpdates,
+    regions: Sequence[ShardRegion],
+    backend: Backend,
+) -> list[Direction]:
+    """Directions with rows of one size, scaled already, and FP32; updates the moments. Collective
+    if some are split over ranks.
+
+    Args:
+        found: unscaled, whatever their factors; may be overwritten.
+        moments: of all rows of each parameter, FP32, shape (..., rows, 1).
+        updates, regions: of a launch, as many.
+    """
+    layouts = updates.layouts or [None] * len(updates)
+    passes, shards = passes_by(backend), updates.shard_groups
+    params = [_Param.of(*each) for each in zip(found, moments, regions, layouts, strict=True)]
+    every = [param.ranks_over(own, 0, 1) for param, own in zip(params, shards, strict=True)]
+    largest = [passes.largest(param.values)[None] for param in params]
+    tops = [float(top) for top in over_shards(largest, every, largest_of=True, doing=_DOING)]
+    pairs = list(zip(params, tops, strict=True))
+    squares = [param.squares(passes, top) for param, top in pairs]
+    within = [param.ranks_over(own, 1) for param, own in zip(params, shards, strict=True)]
+    squares = over_shards(squares, within, largest_of=False, doing=_DOING)
+    sums = [
+        param.norms(rule, digits, top) for (param, top), digits in zip(pairs, squares, strict=True)
+    ]
+    others = [param.ranks_over((), 0) for param in params]
+    sums = over_shards(sums, others, largest_of=False, doing=_DOING)
+    for (param, top), norms in zip(pairs, sums, strict=True):
+        param.scale(rule, norms, top)
+    return [Direction(param.values, 1.0) for param in params]
+
+
+@dataclass
+class _Param:
+    """A parameter under way.
+
+    Attributes:
+        values: its direction, FP32; of what this rank has.
+        moment: of all rows that there are but for tensor parallelism, shape (matrices, rows).
+        shape: these matrices.
+        layout: how it is split. dim: along which plain tensor parallelism cuts matrices.
+        sizes: what is made of the moment: of each row, FP64.
+    """
+
+    values: Tensor
+    blocks: list[MatrixBlock]
+    moment: Tensor
+    shape: MatricesShape
+    layout: ParamLayout | None
+    dim: int | None
+    sizes: Tensor
+
+    @classmethod
+    def of(
+        cls, found: Direction, moment: Tensor, region: ShardRegion, layout: ParamLayout | None
+    ) -> _Param:
+        values, shape = found.values.float(), matrices_shape(region.shape)
+        dim = None if layout is None else layout.cut_dim
+        blocks, moment = matrix_blocks(region, values), moment.view(shape[:2])
+        return cls(values, blocks, moment, shape, layout, dim, moment)
+
+    def ranks_over(self, shards: Groups, *dims: int) -> Groups:
+        """Ranks that have other parts: those it is sharded over, and those of tensor parallelism if
+        it cuts matrices along one of some dimensions."""
+        if self.layout is None or self.layout.tensor_parallel is None or self.dim not in dims:
+            return shards
+        return (*shards, self.layout.tensor_parallel)
+
+    def _ranks(self, dim: int) -> int:
+        """How many ranks tensor parallelism cuts a dimension over."""
+        groups = self.ranks_over((), dim)
+        return groups[0].size() if groups else 1
+
+    def squares(self, passes: ElementPasses, top: float) -> Tensor:
+        """Digits of each row's sum of squares; of what this rank has."""
+        device = self.values.device
+        return passes.row_and_column_digits(self.blocks, top, self.shape, device)[0]
+
+    def norms(self, rule: Orthogonalization, digits: Tensor, top: float) -> Tensor:
+        """Update the moment. Squares of the norms of what is orthogonalised by itself, before and
+        after rows are divided by the moment's roots, in whole numbers that may be added up; int64,
+        shape (5, matrices, pieces).
+
+        Args:
+            digits: of each row's sum of squares.
+            top: the largest magnitude.
+        """
+        matrices, _, columns = self.shape
+        sums = digits_to_values(digits, top)
+        # NOTE: a GPU's division by a number is a product with its reciprocal, which has other bits.
+        count = sums.new_full((), max(columns * self._ranks(1), 1))
+        fresh = sums.div(count).mul_(1.0 - rule.beta2)
+        self.moment.copy_(self.moment.double().mul_(rule.beta2).add_(fresh))
+        self.sizes = root(self.moment.double()).add_(_EPS).reciprocal_()
+        after = bounded_digits(sums.mul_(self.sizes).mul_(self.sizes), self._most(rule))
+        of_rows = torch.cat([digits, after])
+        index, pieces = self._pieces(rule)
+        empty = of_rows.new_zeros(len(of_rows), matrices, len(pieces))
+        return empty.index_add_(2, index, of_rows)
+
+    def scale(self, rule: Orthogonalization, norms: Tensor, top: float) -> None:
+        """Make the direction what is subtracted from the parameter."""
+        before = root(digits_to_values(norms[:2], top))
+        after = root(bounded_values(norms[2:], self._most(rule)))
+        kept = torch.where(after == 0.0, after, before / after)
+        index, pieces = self._pieces(rule)
+        kept *= kept.new_tensor([rule.factor(*piece) for piece in pieces])
+        factors = kept.index_select(1, index).mul_(self.sizes).float()
+        for block in self.blocks:
+            deep, high, _ = block.values.shape
+            rows = factors[block.matrix : block.matrix + deep, block.row : block.row + high]
+            block.values.mul_(rows[:, :, None])
+
+    def _most(self, rule: Orthogonalization) -> float:
+        """A power of two that the square of no row exceeds once it is divided by the moment's root:
+        the moment is at least (1 - beta2) of its mean square."""
+        columns = max(self.shape[2] * self._ranks(1), 1)
+        return 2.0 ** math.frexp(columns / (1.0 - rule.beta2))[1]
+
+    def _pieces(self, rule: Orthogonalization) -> tuple[Tensor, list[tuple[int, int]]]:
+        """Of each row, which of the pieces it is of that are orthogonalised by themselves; and
+        their shapes."""
+        _, rows, columns = self.shape
+        pieces = pieces_of(rule, rows * self._ranks(0), columns * self._ranks(1))
+        numbers = torch.arange(rows, device="cpu")
+        if self.layout is not None and self.ranks_over((), 0):
+            own = self.layout.tensor_parallel_rows(rows)
+            numbers = torch.tensor(own, dtype=torch.long, device="cpu")
+        if rule.head_rows is not None:
+            index = numbers // rule.head_rows
+        elif rule.parts is not None:
+            order = torch.arange(len(rule.parts), device="cpu")
+            of_group = order.repeat_interleave(torch.tensor(rule.parts, device="cpu"))
+            index = of_group[numbers % sum(rule.parts)]
+        else:
+            index = torch.zeros_like(numbers)
+        return index.to(self.values.device), pieces

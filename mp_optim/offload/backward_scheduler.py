@@ -1,0 +1,490 @@
+"""When offloaded slots are stepped: what is begun during backward, what ``step()`` takes over, and
+what it does again.
+
+With ``offload_mode="sync"`` nothing is begun. With ``overlap`` gradients come down and are
+measured; with ``speculative`` they are also stepped, into a spare, as if nothing were going to be
+clipped or skipped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.config.setting_checks import RefusedSettings
+from mp_optim.core import Slot, SlotUpdates
+from mp_optim.core.executor import Place
+from mp_optim.host.calls import in_own_modes, warn
+from mp_optim.kernels import choose_backend
+from mp_optim.offload.backward_jobs import (
+    Arrivals,
+    BackwardJob,
+    EarlyBucket,
+    ReleasedGrads,
+    compare_again,
+)
+from mp_optim.offload.bucket_buffers import BucketStep, Staging
+from mp_optim.offload.double_buffer import BackLaunch
+from mp_optim.offload.grad_hooks import Claim, GradientSource
+from mp_optim.offload.host_part import HostPart
+from mp_optim.offload.timeline import WAIT_WORKER
+from mp_optim.offload.worker import Worker, WorkerError
+from mp_optim.rules.rule import Launch
+
+_HOST = torch.device("cpu")
+
+
+class Schedule:
+    """What is begun during backward; with ``sync`` nothing.
+
+    Args:
+        host_part: the slots, and where each is stepped.
+        bind_tensors: makes their executor have the tensors of now.
+
+    Attributes:
+        worker: the thread.
+        early: buckets that backward may begin, by place, in the order in which their gradients are
+            expected. buckets: all of them.
+        counts: how many buckets were published as they had been speculated on, how many were
+            stepped again, in how many steps speculation paused, and of how many buckets the
+            gradients were changed after backward.
+        released: gradients that are here only.
+        gradients: reports them. arrivals: what was seen of them.
+        is_last_microbatch: whether gradients that get ready are complete.
+        speculates: from the first gradient to the end of ``step()``, whether gradients are stepped
+            as soon as they are down. multiplier: with which; None before the first gradient.
+    """
+
+    def __init__(self, host_part: HostPart, bind_tensors: Callable[[], object]) -> None:
+        settings = host_part.settings
+        self.mode, self.is_early = host_part.how.mode, host_part.how.is_early
+        self.counts = Counter(
+            speculation_hits=0, speculation_redone=0, speculation_paused=0, speculation_stale=0
+        )
+        self.worker = Worker("mp_optim-host", capacity=64, set_up=settings.set_up)
+        self.released = ReleasedGrads(self.worker)
+        self.early: dict[Place, list[EarlyBucket]] = {}
+        self.buckets: list[EarlyBucket] = []
+        self.is_last_microbatch = True
+        self.gradients: GradientSource
+        self.speculates = False
+        self.multiplier: float | None = None
+        self._host_part, self._ahead = host_part, host_part.ahead
+        self._executor, self._bind_tensors = host_part.executor, bind_tensors
+        self._timeline = settings.timeline
+        self._reporting = threading.Lock()
+        self.arrivals = Arrivals()
+        self._bucket_of: dict[Slot, EarlyBucket] = {}
+        self._failure: WorkerError | None = None
+        self._is_collected = False
+
+    def cut(self) -> None:
+        """Have the buckets that the host part has now. Nothing may be begun."""
+        host_part, settings = self._host_part, self._host_part.settings
+        self._transfer = settings.transfer
+        self.early, largest = {}, 0
+        for place, comes_down in host_part.early_places.items():
+            buckets = host_part.buckets[place]
+            is_ahead = self.mode == "speculative" and buckets.has_outputs
+            self.early[place] = [
+                EarlyBucket(buckets, index, place, comes_down, is_ahead)
+                for index in range(len(buckets.members))
+            ]
+            for staging in buckets.staging:
+                largest = max(largest, staging.capacity // (1 + buckets.has_outputs))
+        self.buckets = list(itertools.chain(*self.early.values()))
+        self._bucket_of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
+        make = partial(Staging, settings.transfer, largest, settings.pin_staging)
+        self.released.landings = [(make(), None), (make(), None)]
+        self.released.previous = None
+
+    # -- during backward --------------------------------------------------------------------------
+
+    @property
+    def _may_compare(self) -> bool:
+        """Whether ``step()`` compares gradients whose writes are not counted with what came
+        down."""
+        return self._transfer.is_same_place or self.mode == "speculative"
+
+    @in_own_modes
+    def on_grad_ready(
+        self, slot: Slot, grad: Tensor, claim: Claim | None, writes_are_counted: bool
+    ) -> None:
+        """A gradient is complete; the step will be given the same one, or what the claim was
+        released to. Never raises: what goes wrong is reported by :meth:`collect`.
+
+        Args:
+            grad: this rank's.
+            writes_are_counted: torch counts every write to it, which it does not for the local
+                tensor of a DTensor.
+        """
+        if not self.is_early:
+            return
+        # NOTE: backward has a thread for each device that has parameters, and one for the CPU.
+        with self._reporting:
+            self.arrivals.note(slot, writes_are_counted)
+            self._take(slot, grad, claim)
+
+    def _take(self, slot: Slot, grad: Tensor, claim: Claim | None) -> None:
+        self._is_collected = False
+        if (bucket := self._bucket_of.get(slot)) is None:
+            self._try((slot,), lambda: None)  # nothing but what the iteration begins with
+            return
+        if bucket.job is not None and slot in bucket.job.versions:
+            # another micro-batch: what was begun is of no use, its memory stays the worker's
+            bucket.job.is_cancelled = True
+            bucket.job = None
+        if self._failure is not None:
+            return
+        if self.is_last_microbatch:
+            self.arrivals.order.setdefault(slot)
+        elif not self._host_part.releases:
+            return
+        if not (self._host_part.releases or bucket.comes_down):
+            self._try((slot,), lambda: None)
+            return
+        if slot in self.arrivals.uncounted and not (self._host_part.releases or self._may_compare):
+            return  # what came down now would come down again
+        released = self.released
+        if slot in released.held and slot in released.claims and slot in bucket.waiting:
+            # one waits to be added to what is held; further ones are added in their turn
+            self._try(bucket.slots, partial(self._begin, bucket))
+        if self._host_part.releases:
+            released.claim(slot, grad, claim)
+        bucket.waiting[slot] = grad
+        if bucket.waiting.keys() >= bucket.expected:
+            self._try(bucket.slots, partial(self._begin_up_to, bucket))
+
+    def _try(self, slots: Sequence[Slot], begin: Callable[[], None]) -> None:
+        """Begin work on some slots; what goes wrong is kept for :meth:`collect`."""
+        try:
+            self._begin_iteration()
+            begin()
+        except RefusedSettings:
+            return  # the step raises the same error, before anything is stepped
+        except WorkerError as error:
+            self._failure = error
+        except Exception as error:
+            if not self._host_part.releases and self._settings_are_refused():
+                return  # they came after the first of some micro-batches
+            what = f"{self._host_part.label(slots)}: work on the host"
+            self._failure = _not_begun(what, error)
+
+    def _settings_are_refused(self) -> bool:
+        """Whether those that work would have been begun with cannot be, or those of now."""
+        try:
+            self._executor.check_groups()
+            self.gradients.share_settings()
+            self._executor.check_groups()
+        except RefusedSettings:
+            return True
+        return False
+
+    def _begin_up_to(self, bucket: EarlyBucket) -> None:
+        """Hand a complete bucket to the worker, and before it those that backward has left behind:
+        they lack gradients that will not come."""
+        for earlier in self.early[bucket.place][: max(0, bucket.index - 1)]:
+            if earlier.waiting and earlier.job is None:
+                self._begin(earlier)
+        self._begin(bucket)
+
+    def _begin_iteration(self) -> None:
+        """Settle what holds from the first gradient on."""
+        if self.multiplier is not None:
+            return
+        self.gradients.share_settings()
+        self._executor.check_groups()
+        self._bind_tensors()
+        self.multiplier = self.gradients.predicted_multiplier()
+        is_on = self._ahead is not None and self._ahead.is_on
+        self.speculates = is_on and self.arrivals.is_order_known
+        if self._host_part.settings.state_file is None:
+            return
+        try:
+            self._host_part.begin_early(self.speculates)
+        except Exception as error:
+            self._failure = _not_begun("work on the disk", error)
+
+    def _begin(self, bucket: EarlyBucket) -> None:
+        """Hand what is ready of a bucket to the worker, or what can be released of that, and
+        release it."""
+        releases, released = self._host_part.releases, self.released
+        if releases:
+            grads = released.take_from(bucket)
+        else:
+            grads, bucket.waiting = dict(sorted(bucket.waiting.items())), {}
+        assert self.multiplier is not None  # _try comes first
+        updates = self.gradients.updates(grads, self.multiplier)
+        if not updates:
+            return
+        # NOTE: a cancelled job of this bucket may still run, and write to the same staging memory.
+        # Nothing is written here; jobs of one bucket run one after the other.
+        room = released.room_for(updates, bucket) if releases else bucket.room_for(updates)
+        launches: Sequence[BackLaunch] = ()
+        goes_ahead = self.speculates and bucket.is_ahead and room.in_place
+        if self._ahead is not None and goes_ahead and self.is_last_microbatch:
+            launches = self._ahead.predicted(bucket.index, room.staged)
+        # Elsewhere the host cannot compare what it has with what is there at the step.
+        with_bits = not (releases or self._transfer.is_same_place)
+        is_whole = len(updates) == len(bucket.slots)
+        job = BackwardJob(
+            bucket.label if is_whole else self._host_part.label(updates.slots),
+            room.memory,
+            updates,
+            room.staged,
+            self.arrivals.versions(updates, with_bits),
+            launches,
+            choose_backend(self.gradients.fused_backend, _HOST)[0].sum_of_squares,
+            self._timeline,
+            self.is_last_microbatch,
+            releases or len(launches) > 0 or any(grad.is_cpu for grad in grads.values()),
+            room.landing,
+            releases,
+            None if self._ahead is None else self._ahead.run,
+        )
+        if releases:
+            released.begin(job)
+        bucket.job, bucket.is_trusted = job, True
+        self.worker.submit(job)
+        if releases:
+            released.release(updates.slots, room.staged.grads)
+
+    # -- between backward and step ----------------------------------------------------------------
+
+    def collect(self) -> None:
+        """Wait for what was begun, between backward and the verdict. The step's time begins here.
+
+        NOTE: the caller waits for the worker. It cannot be later: the verdict reads the sums that
+        jobs leave, and staging memory and spares are the worker's until it is drained. It is not
+        earlier: whatever is done by now, backward has hidden.
+
+        Raises:
+            WorkerError: it failed. All of it is dropped; nothing was stepped.
+        """
+        if (file := self._host_part.settings.state_file) is not None:
+            file.check_owner()
+        self._timeline.begin_step()
+        if self._is_collected or not self.is_early:
+            return
+        try:
+            if self.released.lost:
+                raise WorkerError(self.released.lost)
+            self._finish_jobs()
+        except WorkerError as error:
+            self.released.lose(error)
+            self.discard()
+            if self.released.lost:
+                raise WorkerError(self.released.lost) from error
+            raise
+        self.arrivals.forget_sums()
+        for bucket in self.buckets:
+            self.arrivals.measured(bucket.job, self._transfer.is_same_place)
+        self._is_collected = True
+
+    def _finish_jobs(self) -> None:
+        """Have all done that was begun, and added what came last to what is held."""
+        if self._host_part.releases:
+            for bucket in filter(self.released.has_held, self.buckets):
+                self._try(bucket.slots, partial(self._begin, bucket))
+        if self._failure is not None:
+            raise self._failure
+        with self._timeline.stage(WAIT_WORKER):
+            self.worker.drain()
+        if self._host_part.releases:
+            self.released.finish()
+            for bucket in self.buckets:
+                if bucket.job is not None:
+                    bucket.job.gave_up_grads()
+
+    def distrust(self, slot: Slot) -> None:
+        """The caller gets live tensors of a slot, and may write to them without a trace."""
+        if (file := self._host_part.settings.state_file) is not None:
+            file.exposed()
+            self._host_part.drop_early()
+        if (bucket := self._bucket_of.get(slot)) is not None:
+            bucket.is_trusted = False
+
+    def forget_released(self) -> None:
+        """Released gradients are of no use any more."""
+        released = self.released
+        if not (released.held or released.claims or released.lost):
+            return
+        released.forget()
+        for bucket in self.buckets:
+            bucket.staging.is_kept = False
+        if self.multiplier is not None or self._failure is not None:
+            self.discard()
+
+    def discard(self) -> None:
+        """Drop what was begun; the step does it again."""
+        if self.released.held:
+            try:
+                self._finish_jobs()
+            except WorkerError as error:
+                self.released.lose(error)
+        # NOTE: a worker that is stuck keeps the memory that it may still write to, so the buckets
+        # get others.
+        if not self.worker.discard():
+            self._host_part.lost_memory()
+            self.cut()
+        self._failure = None
+        self.end_iteration()
+        self._timeline.end_step()
+
+    def skip(self) -> None:
+        """The step changes nothing, which no prediction says: drop what was begun."""
+        if self._ahead is not None:
+            self.counts["speculation_paused"] += self._ahead.record(False)
+        self.end_iteration()
+        self._timeline.end_step()
+
+    def check_prediction(self, updates: SlotUpdates) -> None:
+        """Take note of whether the step was the one that was predicted."""
+        if self._ahead is None or not updates:
+            return
+        predicted = self.multiplier
+        if predicted is None:
+            predicted = self.gradients.predicted_multiplier()
+        was_right = set(updates.multipliers) == {predicted}
+        self.counts["speculation_paused"] += self._ahead.record(was_right)
+
+    def end_iteration(self) -> None:
+        """What was begun is of no use any more. The worker is drained."""
+        for bucket in self.buckets:
+            bucket.waiting, bucket.job = {}, None
+        self.arrivals.forget_sums()
+        self.speculates, self.multiplier, self._is_collected = False, None, False
+        if self._host_part.window_lanes:
+            self._host_part.drop_early()
+
+    # -- in step ----------------------------------------------------------------------------------
+
+    def judge(self, steps: Sequence[BucketStep]) -> None:
+        """Find out what of the steps of the host's buckets came down during backward, and is the
+        same."""
+        if not self.is_early:
+            return
+        stale, buckets = 0, self.early["host"]
+        for step in steps:
+            bucket = buckets[step.bucket]
+            bucket.expected = frozenset(step.updates.slots)
+            if self.released.held:
+                step.downloaded = self.released.put_in_place(step.updates, step.staged)
+            job = self._job_of(bucket)
+            # Where its tensors did not fit these updates, others were made just now.
+            if job is None or job.staged.grads is not step.staged.grads:
+                continue
+            arrived, updates = self.arrivals, step.updates
+            if self._transfer.is_same_place and not job.releases:
+                step.is_downloaded = arrived.is_as_staged(job, updates)
+                stale += not step.is_downloaded and arrived.is_complete(job, updates)
+                continue
+            step.is_downloaded = arrived.is_fresh(job, updates)
+            may_be = not step.is_downloaded and not job.releases
+            step.was_written = may_be and arrived.is_complete(job, updates)
+        if stale:
+            self._count_changed(stale)
+
+    def gradients_on_host(
+        self, routes: Iterable[tuple[EarlyBucket, SlotUpdates]]
+    ) -> dict[Slot, Tensor]:
+        """Gradients that windows find in host memory: those that were released, and those that came
+        down and are the same.
+
+        Args:
+            routes: the step's updates by bucket.
+        """
+        found: dict[Slot, Tensor] = {}
+        for bucket, updates in routes:
+            bucket.expected = frozenset(updates.slots)
+            for slot, grad in zip(updates.slots, updates.grads, strict=True):
+                if self.released.is_held(slot, grad):
+                    found[slot] = grad
+            job = self._job_of(bucket)
+            # Gradients in host memory are read where they are, whoever wrote them since.
+            is_copied = job is not None and not (job.releases or self._transfer.is_same_place)
+            if job is not None and is_copied and self.arrivals.is_fresh(job, updates):
+                found.update(zip(updates.slots, job.staged.grads, strict=True))
+        return found
+
+    def _job_of(self, bucket: EarlyBucket) -> BackwardJob | None:
+        job = bucket.job
+        return None if job is None or not job.is_done else job
+
+    def _look_again(self, steps: Sequence[BucketStep], mark: Any) -> list[BucketStep]:
+        """Those of some buckets whose gradients were written and are what they were; see
+        :func:`compare_again`. The others are counted."""
+        written = [step for step in steps if step.was_written]
+        if not written:
+            return []
+        landings = [memory for memory, _ in self.released.landings]  # nothing is released then
+        with self._timeline.stage("compare"):
+            same = compare_again(written, landings, mark)
+        if changed := same.count(False):
+            self._count_changed(changed)
+        return list(itertools.compress(written, same))
+
+    def hits(
+        self,
+        steps: Sequence[BucketStep],
+        buckets: Sequence[EarlyBucket],
+        planned: Mapping[int, Sequence[Launch]],
+        mark: Any,
+    ) -> set[int]:
+        """The buckets whose spares hold this step; they are counted, and those that were stepped
+        from the same gradients to something else."""
+        hoped = []
+        for step in steps:
+            bucket = buckets[step.bucket]
+            if (job := bucket.job) is None or not job.stepped:
+                continue
+            now = planned[step.bucket]
+            is_same = len(job.back) == len(now) and all(map(BackLaunch.gives, job.back, now))
+            if bucket.is_trusted and is_same:
+                hoped.append(step)
+            else:
+                self.counts["speculation_redone"] += step.is_downloaded
+        found = {step.bucket for step in hoped if step.is_downloaded}
+        found |= {step.bucket for step in self._look_again(hoped, mark)}
+        self.counts["speculation_hits"] += len(found)
+        return found
+
+    def _count_changed(self, changed: int) -> None:
+        """The gradients of so many buckets are others than were worked on; said the first
+        time."""
+        self.counts["speculation_stale"] += changed
+        if self.counts["speculation_stale"] == changed:
+            warn(
+                f"offload_mode={self.mode!r}: gradients were changed after backward, so what was "
+                "begun on them is done again in step(). If torch's clip_grad_norm_ did it, leave "
+                "clipping to OptimizerConfig.clip_grad (HF Trainer: max_grad_norm=0; Lightning: "
+                "gradient_clip_val=None). metrics()['speculation_stale'] counts the buckets"
+            )
+
+    def notes_on_dtensors(self) -> Iterator[str]:
+        """What a user should know of gradients of DTensors."""
+        if self.arrivals.uncounted and not (
+            self._host_part.releases or self._transfer.is_same_place
+        ):
+            when = "in step(), too," if self._may_compare else "in step()"
+            yield (
+                f"host: gradients of DTensors (FSDP2) come down {when} because torch does not "
+                "count all writes to them; release_gradients=True brings them down in backward "
+                "alone"
+            )
+
+
+def _not_begun(what: str, error: Exception) -> WorkerError:
+    failure = WorkerError(
+        f"{what} during backward could not be begun: {error!r}. The optimizer is as it was before "
+        "this step"
+    )
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,259 @@
+"""Buckets of slots, and the host memory that their gradients come down into and their parameters go
+up from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.core import CachedTensorList, Slot, SlotUpdates, UpdateSelection, all_same
+from mp_optim.host.host_memory import Block, aligned_bytes
+from mp_optim.host.leases import before_writing, borrows
+from mp_optim.host.transfer import Transfer
+from mp_optim.offload.buckets import HostSlot, plan_staging
+from mp_optim.offload.timeline import WAIT_COPIES, StepTimeline, TransferBytes
+
+_Known = tuple[Sequence[int], torch.dtype, Sequence[Tensor | None]]
+
+
+class StagedTensors:
+    """Tensors in staging memory for one bucket's gradients and outputs.
+
+    Attributes:
+        updates: those it was made for, on the host.
+        down, up: bytes of each.
+    """
+
+    def __init__(self, updates: SlotUpdates, memory: Block) -> None:
+        self._known = _known(updates)
+        self._forms = _forms(updates)
+        memory.reset()
+        grads = CachedTensorList(memory.take(g.shape, g.dtype) for g in updates.grads)
+        outputs = [None if o is None else memory.take(o.shape, o.dtype) for o in updates.outputs]
+        present = _present(outputs)
+        whole = len(present) == len(outputs)
+        staged = CachedTensorList(present) if whole else outputs
+        self.updates = replace(updates, grads=grads, outputs=staged, is_staged=True)
+        self.down = sum(grad.nbytes for grad in grads)
+        self.up = sum(output.nbytes for output in present)
+
+    def fit(self, updates: SlotUpdates) -> bool:
+        """Whether these hold just such gradients and outputs."""
+        known = _known(updates)
+        if known is not None and self._known is not None and all_same(known, self._known):
+            return True
+        if self._forms != _forms(updates):
+            return False
+        self._known = known
+        return True
+
+    def put_into(self, updates: SlotUpdates) -> SlotUpdates:
+        """The updates with these tensors as gradients and outputs."""
+        staged = self.updates
+        return replace(updates, grads=staged.grads, outputs=staged.outputs, is_staged=True)
+
+
+def _known(updates: SlotUpdates) -> _Known | None:
+    """Lists by which gradients and outputs are known, without a look at each, to have the forms
+    of those before; gradients themselves are not kept. None if there are no such lists."""
+    grads, outputs = updates.grads, updates.outputs
+    if not isinstance(grads, CachedTensorList) or len(grads.dtypes) != 1:
+        return None
+    return grads.sizes, next(iter(grads.dtypes)), outputs
+
+
+def _forms(updates: SlotUpdates) -> list[tuple[torch.Size, torch.dtype] | None]:
+    tensors = [*updates.grads, *updates.outputs]
+    return [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def _present(tensors: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    if isinstance(tensors, CachedTensorList):
+        return tensors
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+class Staging:
+    """One piece of staging memory, for one bucket at a time.
+
+    NOTE: it belongs to the worker from the moment a job is submitted until the worker is drained,
+    and to the thread that calls ``step()`` otherwise. Copies that were started outlive both: the
+    owner calls :meth:`wait_until_free` before it writes to the memory. To let go of it needs no
+    wait: the transfer holds it until they are done.
+
+    Attributes:
+        staged: the tensors that each bucket has here now.
+        tickets: of copies that may be under way.
+        is_kept: some tensors here are the only copy of gradients that were released; they keep
+            their memory, and other tensors get other memory.
+    """
+
+    def __init__(self, transfer: Transfer, num_bytes: int, pin: bool) -> None:
+        self.transfer = transfer
+        self._allocate = partial(transfer.empty_host, pin=pin)
+        self._memory = Block(num_bytes, self._allocate)
+        self.staged: dict[int, StagedTensors] = {}
+        self.tickets: list[Any] = []
+        self.is_kept = False
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that it holds as soon as it is used."""
+        return self._memory.capacity
+
+    def tensors_for(self, bucket: int, updates: SlotUpdates) -> StagedTensors:
+        """Tensors for a bucket's updates, the same ones in every step; nothing is copied."""
+        staged = self.staged.get(bucket)
+        if staged is None or not staged.fit(updates):
+            tensors = [*updates.grads, *_present(updates.outputs)]
+            needed = sum(aligned_bytes(tensor.numel(), tensor.dtype) for tensor in tensors)
+            if needed > self.capacity or self.is_kept:
+                self._replace(max(needed, self.capacity))
+            staged = self.staged[bucket] = StagedTensors(updates, self._memory)
+        return staged
+
+    def landing_for(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors like these, from the beginning of the memory; nothing else is in it."""
+        needed = sum(aligned_bytes(grad.numel(), grad.dtype) for grad in grads)
+        if needed > self.capacity:
+            self._replace(needed)
+        self._memory.reset()
+        return [self._memory.take(grad.shape, grad.dtype) for grad in grads]
+
+    def _replace(self, num_bytes: int) -> None:
+        self.staged.clear()
+        self._memory, self.is_kept = Block(num_bytes, self._allocate), False
+
+    def wait_until_free(self) -> None:
+        """Wait until no copy reads or writes the memory any more."""
+        while self.tickets:
+            ticket = self.tickets.pop()
+            self.transfer.wait(ticket)
+
+    def download(self, grads: Sequence[Tensor], staged: Sequence[Tensor], after: Any = None) -> Any:
+        """Start to copy gradients to the host, as soon as the memory is free. Returns a ticket."""
+        self.wait_until_free()
+        ticket = self.transfer.download(staged, grads, after)
+        self.tickets.append(ticket)
+        return ticket
+
+
+# -- buckets --------------------------------------------------------------------------------------
+
+
+@dataclass
+class BucketStep:
+    """One bucket's part of a step.
+
+    Attributes:
+        updates: gradients and outputs where they are on the device.
+        staged: the same on the host.
+        is_downloaded: the gradients have been downloaded.
+        was_written: they were, but may have been written to since.
+        downloaded: indices of single ones that have been.
+    """
+
+    bucket: int
+    label: str
+    staging: Staging
+    updates: SlotUpdates
+    staged: SlotUpdates
+    is_downloaded: bool = False
+    was_written: bool = False
+    downloaded: frozenset[int] = frozenset()
+    ticket: Any = None
+
+    def start(self, after: Any) -> None:
+        """Start the download of the gradients, which are complete at a mark of the transfer."""
+        if self.is_downloaded:
+            return
+        grads, staged = self.updates.grads, self.staged.grads
+        if self.downloaded:
+            missing = [index for index in range(len(grads)) if index not in self.downloaded]
+            grads = [grads[index] for index in missing]
+            staged = [staged[index] for index in missing]
+        self.ticket = self.staging.download(grads, staged, after)
+
+    def wait(self, timeline: StepTimeline) -> None:
+        """Wait until the gradients are in staging memory.
+
+        NOTE: the host waits for this bucket's download. It cannot be later: the host reads the
+        gradients next. The download was started a bucket before, or in backward, and has run beside
+        the arithmetic since.
+        """
+        if not self.is_downloaded:
+            with timeline.stage(WAIT_COPIES):
+                self.staging.transfer.wait(self.ticket)
+
+    def upload(self) -> None:
+        """Start to copy the parameters to where they are wanted."""
+        wanted = _present(self.updates.outputs)
+        if borrows:
+            before_writing(wanted)
+        ticket = self.staging.transfer.upload(wanted, _present(self.staged.outputs))
+        self.staging.tickets.append(ticket)
+
+
+class Buckets:
+    """The slots of a place in buckets, and their staging memory.
+
+    Args:
+        slots: in the order in which their gradients are expected.
+        new_staging: makes staging memory of so many bytes.
+        has_outputs: parameters are staged, too.
+        label: of some slots, for errors and the timeline.
+
+    Attributes:
+        members: the slots of each bucket, in the order in which their gradients are expected.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        slots: Sequence[HostSlot],
+        most: int,
+        pipelined: bool,
+        new_staging: Callable[[int], Staging],
+        has_outputs: bool,
+        label: Callable[[Sequence[Slot]], str],
+    ) -> None:
+        self.members, pieces = plan_staging(mode, slots, most, pipelined, has_outputs)
+        numbered = enumerate(self.members)
+        self._bucket_of = {slot: bucket for bucket, slots in numbered for slot in slots}
+        self.staging = [new_staging(size) for size in pieces]
+        self.has_outputs = has_outputs
+        self.label = label
+        self._routes: tuple[Sequence[Slot], list[tuple[int, str, UpdateSelection]]] | None = None
+
+    def steps(self, updates: SlotUpdates, moved: TransferBytes) -> list[BucketStep]:
+        """The updates by bucket, in the plan's order; what they move is counted."""
+        has_own = len(self.staging) == len(self.members)
+        steps = []
+        for position, (bucket, label, selection) in enumerate(self.routes(updates.slots)):
+            of_bucket = selection.take(updates)
+            staging = self.staging[bucket if has_own else position % len(self.staging)]
+            tensors = staging.tensors_for(bucket, of_bucket)
+            moved.add(tensors.down, tensors.up)
+            staged = tensors.put_into(of_bucket)
+            steps.append(BucketStep(bucket, label, staging, of_bucket, staged))
+        return steps
+
+    def routes(self, slots: Sequence[Slot]) -> list[tuple[int, str, UpdateSelection]]:
+        """Bucket, label and members of each bucket that has some; the last ones are kept."""
+        if self._routes is not None and self._routes[0] is slots:
+            return self._routes[1]
+        members: dict[int, list[int]] = {}
+        for index in sorted(range(len(slots)), key=slots.__getitem__):
+            members.setdefault(self._bucket_of[slots[index]], []).append(index)
+        routes = []
+        for bucket, indices in sorted(members.items()):
+            chosen = [slots[index] for index in indices]
+            selection = UpdateSelection(indices, chosen, len(slots))
+            routes.append((bucket, self.label(chosen), selection))
+        self._routes = slots, routes
+        return routes

@@ -1,0 +1,632 @@
+"""Where each slot is stepped, on which tensor, and by which executor.
+
+Tensors in ``param_groups`` may be replaced at any time. The executors of the places are handed what
+is there before they step, and before their state is looked at: what sits in ``param_groups`` now,
+or a copy kept here. All of them, and what is above, have one name for a slot. A rule of this
+package steps the slots of all places; of other optimizers each place has its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.core import (
+    ParamGroups,
+    Slot,
+    SlotUpdates,
+    all_params,
+    all_same,
+    follow,
+    group_settings,
+    iter_slots,
+    local_tensor,
+    param_at,
+    same_memory,
+    slot_name,
+    with_names,
+)
+from mp_optim.core.executor import Executor, Mode, Place
+from mp_optim.core.interrupted_step import StepMark
+from mp_optim.core.param_attributes import shard_info
+from mp_optim.core.slot_state import SlotState, WithMainParam
+from mp_optim.core.tensor_layout import split_dims
+from mp_optim.host.calls import in_own_modes, weak_method
+from mp_optim.host.host_memory import Block, aligned_bytes
+from mp_optim.host.torch_types import is_dtensor
+from mp_optim.kernels.written_weights import WrittenWeights
+from mp_optim.offload.buckets import HostSlot, plan_offload
+from mp_optim.offload.grad_hooks import OwnGrads
+from mp_optim.offload.settings import HostStepSettings, OffloadedStep
+from mp_optim.offload.state_file import StateFile
+from mp_optim.offload.stepper import Stepper
+from mp_optim.rules.rule_optimizer import SlotOptimizer, executor_of
+
+Outputs = Sequence[Tensor | None]
+"""What receives each stepped value, if that is not what is stepped."""
+
+
+@dataclass
+class PlacedSlot:
+    """Where one slot is stepped.
+
+    Attributes:
+        place: where it is stepped.
+        share: elements a rank holds of it, rounded up: the same number on every rank.
+        model_dtype: of the model's parameter; its gradient is expected to have it, too.
+        is_stepped_itself: the tensor in ``param_groups`` is the one to step.
+        main: the copy that is stepped, if it is not the parameter itself.
+    """
+
+    place: Place
+    share: int
+    model_dtype: torch.dtype
+    is_stepped_itself: bool
+    main: Tensor | None = None
+
+
+class PlacedSlots:
+    """The slots of an optimizer in their places, and the tensors that are stepped.
+
+    Args:
+        param_groups: live groups.
+        executors: what steps the slots of each place.
+        offloaded: the place of what is not stepped where it lies.
+        copies: 16-bit parameters are stepped through FP32 copies. remainders: of a bfloat16
+            parameter that copy is a remainder beside it.
+
+    Attributes:
+        memory: of copies that are not on the device, in one piece for those of the first groups.
+        file: has them, if there is one.
+        exposed: called before an offloaded slot's tensors may be written.
+    """
+
+    memory: Block
+    file: StateFile | None
+    exposed: Callable[[Slot], object]
+
+    def __init__(
+        self,
+        param_groups: ParamGroups,
+        executors: Mapping[Place, Executor],
+        offloaded: Place,
+        copies: bool,
+        remainders: bool,
+    ) -> None:
+        self._param_groups, self._executors = param_groups, executors
+        self.offloaded, self._copies, self._remainders = offloaded, copies, remainders
+        self._groups: list[list[PlacedSlot]] = []
+        self._written = WrittenWeights()
+        self._bound: list[Tensor] | None = None
+        self._outputs: tuple[Sequence[Slot], Outputs, Outputs] | None = None
+
+    def __getitem__(self, slot: Slot) -> PlacedSlot:
+        return self._groups[slot.group][slot.position]
+
+    def is_offloaded(self, slot: Slot) -> bool:
+        """Whether a slot is not stepped where its parameter lies."""
+        return self[slot].place != "device"
+
+    def at(self, place: Place, group: int) -> list[int]:
+        """The positions of a group that are at a place."""
+        of_group = enumerate(self._groups[group])
+        return [position for position, placed in of_group if placed.place == place]
+
+    def assign(self, groups: Sequence[dict[str, Any]], fraction: float) -> None:
+        """Plan the places of new groups, together.
+
+        Args:
+            fraction: see :func:`~mp_optim.offload.buckets.plan_offload`.
+        """
+        params = [param for group in groups for param in group["params"]]
+        hosted = plan_offload([_share(p) if p.requires_grad else 0 for p in params], fraction)
+        start = 0
+        for group in groups:
+            placed = []
+            for index, param in enumerate(group["params"], start):
+                place: Place = self.offloaded if index in hosted else "device"
+                is_stepped_itself = self.stays(place, param.dtype, self._stepped_dtype(param.dtype))
+                placed.append(PlacedSlot(place, _share(param), param.dtype, is_stepped_itself))
+            start += len(placed)
+            self._groups.append(placed)
+        self.forget()
+
+    def forget_groups(self, count: int) -> None:
+        """Forget the groups after the first ``count``."""
+        del self._groups[count:]
+        self.forget()
+
+    def forget(self) -> None:
+        """Slots or their main params are others now."""
+        self._bound = self._outputs = None
+
+    def host_slots(self) -> list[HostSlot]:
+        """What is offloaded, in the order in which backward is expected to reach it: the last
+        first."""
+        slots = []
+        for slot, param in iter_slots(self._param_groups):
+            if self.is_offloaded(slot):
+                placed, numel = self[slot], local_tensor(param).numel()
+                dtype = placed.model_dtype
+                stays = self.stays(placed.place, dtype, self.main_dtype(dtype))
+                slots.append(HostSlot(slot, placed.share, numel, dtype, stays))
+        return slots[::-1]
+
+    # -- updates ----------------------------------------------------------------------------------
+
+    def with_outputs(self, updates: SlotUpdates) -> SlotUpdates:
+        """The updates with what receives each stepped value. Those of a wrapper name it already."""
+        known, slots, outputs = self._outputs, updates.slots, updates.outputs
+        if known is None or known[0] is not slots or known[1] is not outputs:
+            if not all(self[slot].is_stepped_itself for slot in slots):
+                outputs = list(map(self.output, slots, outputs))
+            known = self._outputs = slots, updates.outputs, outputs
+        return updates if known[2] is updates.outputs else replace(updates, outputs=known[2])
+
+    def output(self, slot: Slot, output: Tensor | None) -> Tensor | None:
+        """What receives the stepped value: the parameter, if the copy that is stepped was made
+        here."""
+        if self[slot].is_stepped_itself:
+            return output
+        return local_tensor(param_at(self._param_groups, slot))
+
+    # -- tensors ----------------------------------------------------------------------------------
+
+    def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of the main param of a parameter of a dtype."""
+        return dtype if self._remainders and dtype == torch.bfloat16 else torch.float32
+
+    def stays(self, place: Place, dtype: torch.dtype, stepped: torch.dtype) -> bool:
+        """Whether what is stepped for a parameter is the parameter itself, where it lies: on the
+        device, as a whole main param or as the upper part of one."""
+        return place != "host" and dtype == stepped
+
+    def _stepped_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype that a parameter of a dtype is stepped in if no wrapper asked for a main param."""
+        is_copied = self._copies and dtype in (torch.float16, torch.bfloat16)
+        return self.main_dtype(dtype) if is_copied else dtype
+
+    def bind(self) -> bool:
+        """Hand the tensors of now to what steps them; whether it is known where their memory
+        stays."""
+        params = all_params(self._param_groups)
+        if self._bound is not None and all_same(params, self._bound):
+            return True
+        stays, self._outputs = True, None
+        self._follow([slot for slot in self._copied() if self[slot].place == "host"])
+        for slot, param in iter_slots(self._param_groups):
+            executor, now = self._executors[self[slot].place], self._stepped(slot)
+            before = executor.stepped(slot)
+            stays_there = _is_own(before) and same_memory(before, now)
+            if before is not now and not stays_there:
+                executor.step_instead(slot, now)
+            # Only this package's own tensors are known to stay where they are, and unwritten.
+            stays = stays and _is_own(param)
+        self._bound = params if stays else None
+        return stays
+
+    def written(self) -> None:
+        """Remember offloaded parameters as a step left them."""
+        if self._bound is None:  # else this package's own tensors are stepped themselves
+            slots = [slot for slot in self._copied() if self[slot].place == "host"]
+            self._written.note(slots, list(map(self._local, slots)))
+
+    def _copied(self) -> list[Slot]:
+        """Slots that are stepped on copies made here."""
+        every = (slot for slot, _ in iter_slots(self._param_groups))
+        return [slot for slot in every if self[slot].main is not None]
+
+    def _local(self, slot: Slot) -> Tensor:
+        return local_tensor(param_at(self._param_groups, slot))
+
+    def _follow(self, slots: Sequence[Slot]) -> None:
+        """Let copies take the values of parameters that do not equal them, rounded."""
+        for index in self._written.changed(slots, list(map(self._local, slots))):
+            slot = slots[index]
+            main, name = self[slot].main, slot_name(self._param_groups, slot)
+            assert main is not None
+            if follow(main, self._local(slot), name) and self.is_offloaded(slot):
+                self.exposed(slot)
+
+    def current(self, slot: Slot) -> Executor:
+        """What steps a slot, with its tensor of now. The caller gets at live tensors by it."""
+        executor = self._executors[self[slot].place]
+        executor.step_instead(slot, self._stepped(slot))
+        if self[slot].main is not None:
+            self._follow([slot])
+            self._written.forget(slot)  # the caller may write to the copy
+        if self.is_offloaded(slot):
+            self.exposed(slot)
+        return executor
+
+    @in_own_modes
+    def copy(self, source: Tensor, place: Place, dtype: torch.dtype) -> Tensor:
+        """What is stepped for a tensor at a place."""
+        if place == "device":
+            return source.to(dtype)
+        if self.file is not None:
+            return self.file.take(source.shape, dtype).copy_(source)
+        block = self.memory.with_room(aligned_bytes(source.numel(), dtype))
+        return block.take(source.shape, dtype).copy_(source)
+
+    def _stepped(self, slot: Slot) -> Tensor:
+        """The tensor to step for a slot, following whatever sits in ``param_groups`` now."""
+        placed, param = self[slot], param_at(self._param_groups, slot)
+        if placed.is_stepped_itself:
+            return param if _is_own(param) else local_tensor(param)
+        local = local_tensor(param)
+        if placed.main is None:
+            placed.main = self.copy(local, placed.place, self._stepped_dtype(local.dtype))
+        return placed.main
+
+
+def _is_own(tensor: Tensor) -> bool:
+    """Whether a tensor to step is one of this package's, not a model's parameter."""
+    return type(tensor) is Tensor and not tensor.requires_grad
+
+
+def _share(param: Tensor) -> int:
+    """Elements of a parameter per rank that holds a part of it. Unlike the local size, no two ranks
+    differ in it."""
+    if not is_dtensor(param):
+        share = shard_info(param).offload_share
+        return param.numel() if share is None else share
+    ranks = math.prod(map(param.device_mesh.size, split_dims(param)))
+    return math.ceil(param.numel() / ranks)
+
+
+# -- what steps them ------------------------------------------------------------------------------
+
+
+class PlacedExecutor(Executor):
+    """Steps a fraction of its slots from host memory, by whatever steps them there, and the rest
+    where they lie.
+
+    Args:
+        param_groups: live groups, to which a face adds the first ones before :meth:`build`.
+        fraction: see :func:`~mp_optim.offload.buckets.plan_offload`.
+        how: where and when offloaded slots are stepped.
+        copies, remainders: see :class:`PlacedSlots`.
+
+    Attributes:
+        optimizers: by place. Where both have one class of this package it is the device's alone,
+            and steps the slots of both.
+        executors: what steps the slots of each place.
+        stepper: steps what is offloaded.
+        main_memory: what main params that are not on the device are in, but for a file.
+    """
+
+    def __init__(
+        self,
+        param_groups: ParamGroups,
+        fraction: float,
+        how: OffloadedStep,
+        copies: bool,
+        remainders: bool,
+    ) -> None:
+        super().__init__(param_groups)
+        self.fraction, self._how = fraction, how
+        self.optimizers: dict[Place, torch.optim.Optimizer] = {}
+        self.executors: dict[Place, Executor] = {}
+        self._distinct: list[Executor] = []  # all of these, each once
+        self._placed = PlacedSlots(
+            param_groups, self.executors, how.offloaded_place, copies, remainders
+        )
+
+    def build(
+        self,
+        classes: Mapping[Place, type[torch.optim.Optimizer]],
+        arguments: dict[str, Any],
+        settings: HostStepSettings,
+        share_settings: Callable[[], None],
+    ) -> None:
+        """Place the slots of the first groups, and build what steps them.
+
+        Args:
+            classes: of the optimizers of both places. arguments: for each of them.
+            share_settings: makes the groups here and in the parts alike, as long as nothing wraps
+                the optimizer. It must not keep the optimizer alive.
+        """
+        placed, offloaded = self._placed, self._how.offloaded_place
+        placed.assign(self.param_groups, self.fraction)
+        placed.file, size = settings.state_file, 0
+        for slot, param in iter_slots(self.param_groups):
+            dtype = self.main_dtype(param.dtype)
+            is_away = placed.is_offloaded(slot) and not placed.stays(offloaded, param.dtype, dtype)
+            if placed.file is None and is_away:
+                size += aligned_bytes(local_tensor(param).numel(), dtype)
+        empty_host = partial(settings.transfer.empty_host, pin=settings.pin_mains)
+        self.main_memory = placed.memory = Block(size, empty_host)
+        indices = range(len(self.param_groups))
+        for place, build in classes.items():
+            is_ours = issubclass(build, SlotOptimizer)
+            if is_ours and build is classes["device"] and self.executors:
+                self.executors[place] = self.executors["device"]
+                continue
+            groups = [self._group_of(index, place, is_ours) for index in indices]
+            self.optimizers[place] = build(groups, **arguments)
+            self.executors[place] = executor_of(self.optimizers[place])
+            self._distinct.append(self.executors[place])
+        self.writes_settings = any(executor.writes_settings for executor in self._distinct)
+        self._groups_are_known(indices)
+        part = self.executors[offloaded]
+        named = [(s, self.slot_name(s), p) for s, p in iter_slots(self.param_groups)]
+        self._how.check(part, named, placed.is_offloaded, settings)
+        self.stepper = Stepper(self._how, part, placed.host_slots(), placed.bind, settings)
+        # The schedule keeps `placed` by `placed.bind`, and its source of gradients.
+        schedule = self.stepper.schedule
+        placed.exposed = weak_method(schedule.distrust)
+        schedule.gradients = OwnGrads(
+            self.param_groups,
+            self.stepper.host_part.place_of,
+            weak_method(schedule.on_grad_ready),
+            placed.output,
+            share_settings,
+        )
+        self._watch()
+
+    # -- places and groups ------------------------------------------------------------------------
+
+    def place(self, slot: Slot) -> Place:
+        return self.stepper.host_part.place_of(slot)
+
+    def host_slots(self) -> Sequence[Slot]:
+        return [each.slot for each in self.stepper.host_part.by_place.get("host", ())]
+
+    def executor_at(self, place: Place) -> Executor:
+        """What steps the slots of a place."""
+        return self.executors["device" if place == "device" else self._how.offloaded_place]
+
+    def marks_changes(self, slot: Slot) -> bool:
+        self._placed.bind()
+        place, part = self.place(slot), self.stepper.host_part
+        # parts of slots, and steps that may be dropped, are not marked
+        is_whole = place == "device" or (not part.window_lanes and part.ahead is None)
+        return is_whole and self.executor_at(place).marks_changes(slot)
+
+    def carried_out_by(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
+        return self.executor_at(place).carried_out_by(group, place, device)
+
+    def _group_of(self, index: int, place: Place, is_ours: bool) -> dict[str, Any]:
+        """A group as the optimizer of a place is given it: one of this package has all slots, as
+        they are here, any other has those of its place."""
+        group = self.param_groups[index]
+        if is_ours:
+            return with_names(group)
+        positions = self._placed.at(place, index)
+        part = group_settings(group)
+        part["params"] = [local_tensor(group["params"][position]) for position in positions]
+        if names := group.get("param_names"):
+            part["fqns"] = [names[position] for position in positions]
+        return part
+
+    def _groups_are_known(self, indices: Sequence[int]) -> None:
+        """After new groups: say which slots are where; show the hyperparameters that were filled
+        in, so that they can be changed here.
+
+        Raises:
+            ValueError: the two classes' defaults differ, so that a parameter's rule would depend on
+                its place.
+        """
+        for index in indices:
+            for place, executor in self.executors.items():
+                if positions := self._placed.at(place, index):
+                    executor.has_only(index, positions)
+                    executor.step_together(index, [positions])
+            self._release_others(index)
+        _adopt_defaults(self.param_groups, [executor.param_groups for executor in self._distinct])
+        self.use_mark(self.step_mark)
+
+    def _release_others(self, index: int) -> None:
+        """An optimizer of this package has all slots of a group: those of the other place are
+        tensors without memory there, so that nothing keeps what is replaced."""
+        for place, optimizer in self.optimizers.items():
+            if len(self.optimizers) == 1 or not isinstance(optimizer, SlotOptimizer):
+                continue
+            params, here = optimizer.param_groups[index]["params"], self._placed.at(place, index)
+            for position in set(range(len(params))).difference(here):
+                with torch.no_grad():
+                    params[position] = torch.empty_like(params[position], device="meta")
+
+    def group_added(self) -> None:
+        """Its parameters are placed on their own, by the same fraction and policy."""
+        super().group_added()
+        if not self.executors:
+            return  # the first groups are planned together
+        index = len(self.param_groups) - 1
+        self._placed.assign([self.param_groups[index]], self.fraction)
+        for place, optimizer in self.optimizers.items():
+            is_ours = isinstance(optimizer, SlotOptimizer)
+            if is_ours and "param_names" in self.param_groups[0]:
+                # of an empty first group: torch wants names in all groups or none
+                optimizer.param_groups[0].setdefault("param_names", [])
+            optimizer.add_param_group(self._group_of(index, place, is_ours))
+        self._groups_are_known([index])
+        self._cut_buckets()
+
+    def forget_groups(self, count: int) -> None:
+        super().forget_groups(count)
+        if not self.executors:
+            return  # it is being built
+        self._placed.forget_groups(count)
+        for executor in self._distinct:
+            executor.forget_groups(count)
+        self._cut_buckets()
+
+    def _cut_buckets(self) -> None:
+        self.stepper.cut_buckets(self._placed.host_slots())
+        self._watch()
+
+    def all_groups(self) -> list[ParamGroups]:
+        below = (groups for executor in self._distinct for groups in executor.all_groups())
+        return [self.param_groups, *below]
+
+    def use_mark(self, mark: StepMark) -> None:
+        super().use_mark(mark)
+        for optimizer in self.optimizers.values():
+            if isinstance(optimizer, SlotOptimizer):
+                optimizer.use_mark(mark)
+        for executor in self._distinct:
+            executor.use_mark(mark)
+
+    def recover(self) -> None:
+        for executor in self._distinct:
+            executor.recover()
+        # With other back buffers: half a swap may have left two tensors with one memory.
+        self._cut_buckets()
+
+    def memory_moved(self, slot: Slot | None = None) -> None:
+        for executor in self._distinct:
+            executor.memory_moved(slot)
+
+    def follow_memory(self) -> None:
+        for executor in self._distinct:
+            executor.follow_memory()
+
+    def check_groups(self) -> None:
+        for executor in self._distinct:
+            executor.check_groups()
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        self.executors["device"].check_settings(group)
+
+    def metrics(self) -> dict[str, float]:
+        totals: Counter[str] = Counter()
+        for executor in self._distinct:
+            totals.update(executor.metrics())
+        return dict(totals)
+
+    @property
+    def has_modes(self) -> bool:
+        return any(executor.has_modes for executor in self._distinct)
+
+    def switch_mode(self, mode: Mode) -> None:
+        self._placed.bind()
+        for executor in self._distinct:
+            executor.switch_mode(mode)
+        for slot, param in iter_slots(self.param_groups):
+            if (main := self._placed[slot].main) is not None:
+                local_tensor(param).copy_(main)
+
+    # -- main params ------------------------------------------------------------------------------
+
+    def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self._placed.main_dtype(dtype)
+
+    def main_param(self, slot: Slot) -> Tensor:
+        return self._placed.current(slot).main_param(slot)
+
+    def set_main_param(self, slot: Slot, value: Tensor) -> None:
+        self._placed.current(slot).set_main_param(slot, value)
+
+    def main_written(self, slot: Slot) -> None:
+        self._placed.current(slot)
+
+    def reserve_main_params(self, coming: Sequence[tuple[Slot, Tensor]]) -> None:
+        super().reserve_main_params([pair for pair in coming if not self._is_away(*pair)])
+
+    def _is_away(self, slot: Slot, source: Tensor) -> bool:
+        """Whether the main param of a parameter is not where the parameter is."""
+        placed, dtype = self._placed, source.dtype
+        stays = placed.stays(placed[slot].place, dtype, self.main_dtype(dtype))
+        return placed.is_offloaded(slot) and not stays
+
+    def new_main_param(self, slot: Slot, source: Tensor) -> Tensor:
+        self._placed.forget()
+        # from now on the tensor in ``param_groups`` is the one to step
+        self._placed[slot].is_stepped_itself, self._placed[slot].main = True, None
+        if not self._is_away(slot, source):
+            return super().new_main_param(slot, source)
+        # born where it is kept: it never exists in FP32 on the device
+        main = self._placed.copy(source, self._placed[slot].place, self.main_dtype(source.dtype))
+        self.step_instead(slot, main)
+        return main
+
+    def reload(self) -> None:
+        """Take the parameters' present values into the copies kept here."""
+        for slot, param in iter_slots(self.param_groups):
+            if self._placed[slot].main is not None or param.dtype != torch.float32:
+                self.set_main_param(slot, local_tensor(param))
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        for place, executor in self.executors.items():
+            here = [slot for slot in slots if self._placed[slot].place == place]
+            for slot in here:
+                self._placed.current(slot)
+            executor.allocate_state(here)
+
+    def state_of(self, slot: Slot) -> SlotState:
+        state, main = self._placed.current(slot).state_of(slot), self._placed[slot].main
+        if main is None or main.dtype == param_at(self.param_groups, slot).dtype:
+            return state  # the parameter says as much as the copy
+        name = self.slot_name(slot)
+        missing = f"state of {name}: master_param ({main.dtype}) is missing"
+        return WithMainParam(state, name, main, missing)
+
+    # -- stepping ---------------------------------------------------------------------------------
+
+    def clipped(self, updates: SlotUpdates, grad_norm: float | None) -> SlotUpdates:
+        found = {
+            place: executor.clipped(updates, grad_norm)
+            for place, executor in self.executors.items()
+        }
+        if all(each is updates for each in found.values()):
+            return updates
+        places = (self._placed[slot].place for slot in updates.slots)
+        multipliers = [found[place].multipliers[index] for index, place in enumerate(places)]
+        return replace(updates, multipliers=multipliers)
+
+    def step_slots(self, updates: SlotUpdates) -> None:
+        if not self._placed.bind():
+            self._watch()
+        updates = self._placed.with_outputs(updates)
+        self.stepper.step_slots(updates, self.executors["device"])
+        self._placed.written()
+
+    def report_audit(self, wait: bool = False) -> None:
+        for executor in self._distinct:
+            executor.report_audit(wait)
+
+    def verdict_device(self) -> torch.device | None:
+        has_slots = bool(self.stepper.host_part.slots)
+        return None if has_slots else self.executors["device"].verdict_device()
+
+    def _watch(self) -> None:
+        """Notice gradients of the parameters of now, as long as nothing above reports them."""
+        source = self.stepper.schedule.gradients
+        if self.stepper.schedule.is_early and isinstance(source, OwnGrads):
+            source.follow()
+
+
+def stepper_of(executor: Executor) -> Stepper | None:
+    """What steps the offloaded slots of an executor, if it places any."""
+    return executor.stepper if isinstance(executor, PlacedExecutor) else None
+
+
+def _adopt_defaults(groups: ParamGroups, parts: Sequence[ParamGroups]) -> None:
+    """Show the hyperparameters that the parts filled in, so that they can be changed.
+
+    Raises:
+        ValueError: the two classes' defaults differ, so that a parameter's rule would depend on its
+            place.
+    """
+    device, host = group_settings(parts[0][-1]), group_settings(parts[-1][-1])
+    for key in (device.keys() & host.keys()) - groups[-1].keys():
+        if device[key] != host[key]:
+            raise ValueError(
+                f"{key} is {device[key]!r} by default on the device and {host[key]!r} on the "
+                f"host; pass {key}="
+            )
+    for part in parts:
+        for group, of_part in zip(groups, part, strict=True):
+            for key, value in group_settings(of_part).items():
+                group.setdefault(key, value)

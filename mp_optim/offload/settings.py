@@ -1,0 +1,190 @@
+"""How offloaded slots are stepped, and what cannot be stepped so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mp_optim.config.fields import check_field
+from mp_optim.config.rules import RULES
+from mp_optim.core import Slot, local_tensor, update_of
+from mp_optim.core.executor import Executor, Place
+from mp_optim.host.transfer import Transfer
+from mp_optim.offload.state_file import StateFile
+from mp_optim.offload.timeline import StepTimeline
+from mp_optim.rules.rule_executor import RuleExecutor
+
+NamedParam = tuple[Slot, str, Tensor]
+"""A slot, its name, and the parameter there."""
+
+
+@dataclass(frozen=True)
+class HostStepSettings:
+    """How the host's slots are stepped.
+
+    Attributes:
+        transfer: how tensors travel.
+        timeline: where the time goes is noted.
+        set_up: called once in the thread that works during backward.
+        bucket_bytes: staging bytes per bucket; one parameter larger than that is a bucket by
+            itself.
+        window_bytes: of main params and state that are where they are stepped at a time, of
+            windows.
+        pipelined: overlap copies in both directions with the arithmetic.
+        pin_staging, pin_mains: page-lock staging memory; the back buffer of main params, and
+            state in windows.
+        state_file: where main params and state rest, if not in memory.
+    """
+
+    transfer: Transfer
+    timeline: StepTimeline
+    set_up: Callable[[], None]
+    bucket_bytes: int
+    window_bytes: int
+    pipelined: bool
+    pin_staging: bool
+    pin_mains: bool
+    state_file: StateFile | None = None
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={self.bucket_bytes}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class OffloadedStep:
+    """Where and when offloaded slots are stepped.
+
+    Attributes:
+        place: ``host``, ``streamed``, or ``auto``: some on the host and some streamed.
+        mode: what is done during backward.
+        streamed_fraction: with ``auto``, the share of their elements that is streamed; None: it is
+            measured.
+
+    Raises:
+        ValueError: place or mode is unknown, or no share between 0 and 1.
+    """
+
+    place: str
+    mode: str
+    streamed_fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        check_field("offload_mode", self.mode)
+        check_field("offload_place", self.place)
+        check_field("offload_streamed_fraction", self.streamed_fraction)
+
+    @property
+    def is_early(self) -> bool:
+        """Whether anything is begun during backward."""
+        return self.mode != "sync"
+
+    @property
+    def offloaded_place(self) -> Place:
+        """By which the optimizer of the offloaded slots is known."""
+        return "streamed" if self.place == "streamed" else "host"
+
+    def classes(
+        self, host: type[torch.optim.Optimizer], device: type[torch.optim.Optimizer]
+    ) -> dict[Place, type[torch.optim.Optimizer]]:
+        """The optimizer class of the device, and that of what is offloaded.
+
+        Raises:
+            ValueError: slots cannot be stepped by either class where they may change.
+        """
+        if self.place == "auto" and host is not device:
+            raise ValueError(
+                f"offload_place='auto': a parameter is stepped on the host or streamed, by one "
+                f"class; {host.__name__} and {device.__name__} are two"
+            )
+        offloaded = device if self.place == "streamed" else host
+        return {"device": device, self.offloaded_place: offloaded}
+
+    def check(
+        self,
+        executor: Executor,
+        params: Sequence[NamedParam],
+        is_offloaded: Callable[[Slot], bool],
+        settings: HostStepSettings,
+    ) -> None:
+        """Raise unless an optimizer can step what is offloaded.
+
+        Args:
+            params: all of them. is_offloaded: whether a slot is.
+
+        Raises:
+            ValueError: naming the class, or the parameter.
+        """
+        here = [param for param in params if is_offloaded(param[0])]
+        if settings.state_file is not None:
+            _check_windows(executor, here, "optimizer_state_path", "leave it out")
+        elif self.place != "host":
+            _check_windows(executor, here, f"offload_place={self.place!r}", "use 'host'")
+        if self.mode == "speculative" and self.place != "streamed":
+            _check_speculative(executor, params)
+
+
+def _check_speculative(executor: Executor, params: Sequence[NamedParam]) -> None:
+    if not isinstance(executor, RuleExecutor):
+        raise ValueError(
+            f"offload_mode='speculative': {executor.label} cannot step into other memory than "
+            "it steps from; use one of this package's optimizers, or 'overlap'"
+        )
+    for name in _collective(executor, params):
+        raise ValueError(
+            f"offload_mode='speculative': {executor.label} steps {name}, which is "
+            "split over ranks, by a collective, which may not meet those of backward; use "
+            "'overlap'"
+        )
+
+
+def _check_windows(
+    executor: Executor, params: Sequence[NamedParam], asked: str, way_out: str
+) -> None:
+    if not isinstance(executor, RuleExecutor):
+        raise ValueError(
+            f"{asked}: {executor.label} cannot be stepped in windows; use one of this package's "
+            f"optimizers, or {way_out}"
+        )
+    if executor.rule.name not in RULES:
+        raise ValueError(
+            f"{asked}: {executor.label} cannot be stepped in windows (this package's rules "
+            f"can); {way_out}"
+        )
+    for name in _collective(executor, params):
+        raise ValueError(
+            f"{asked}: {executor.label} steps {name}, which is split over ranks, by a "
+            f"collective, and ranks may cut other windows; {way_out}"
+        )
+    devices = {local_tensor(param).device: name for _, name, param in params}
+    if len(devices) > 1:
+        raise ValueError(
+            f"{asked}: {' and '.join(devices.values())} lie on different devices "
+            f"({', '.join(map(str, devices))}); {way_out}"
+        )
+
+
+def _collective(executor: RuleExecutor, params: Sequence[NamedParam]) -> Iterable[str]:
+    return (
+        name
+        for slot, name, param in params
+        if executor.is_collective(update_of(slot, name, param, param))
+    )
+
+
+def only_accelerator(devices: Iterable[torch.device]) -> torch.device:
+    """The accelerator among the devices of parameters; the host if there is none.
+
+    Raises:
+        ValueError: there are several.
+    """
+    names = set(map(str, devices))
+    found = sorted(names - {"cpu", "meta"})
+    if len(found) > 1:
+        raise ValueError(
+            f"parameters lie on several accelerators {found}; build one optimizer per device"
+        )
+    return torch.device(found[0] if found else "meta" if names == {"meta"} else "cpu")

@@ -1,0 +1,207 @@
+"""Steps ahead of the verdict, into a spare, and whether that pays.
+
+A speculated step is right if the verdict's multiplier is the predicted one (inverse loss scale,
+clip coefficient 1) and nothing is skipped. A wrong one costs the time of a step that was hidden
+under backward and one more copy of the state; a right one saves the whole arithmetic of ``step()``.
+So speculating pays well below even odds, and stops only where it nearly always fails.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mp_optim.core import Slot, SlotUpdates, param_at
+from mp_optim.host.transfer import Transfer
+from mp_optim.kernels.kernel_args import MAIN
+from mp_optim.offload.backward_jobs import EarlyBucket
+from mp_optim.offload.bucket_buffers import BucketStep
+from mp_optim.offload.double_buffer import BackLaunch, DoubleBuffer, Key, MemoryMaker
+from mp_optim.offload.state_file import StateFile
+from mp_optim.offload.timeline import StepTimeline
+from mp_optim.rules.rule import Launch
+from mp_optim.rules.rule_executor import RuleExecutor
+
+WINDOW = 8
+"""Verdicts that are looked back on."""
+_PAUSE_BELOW, _RESUME_AT = 2, 4
+"""Speculation pauses if fewer than so many predictions in the window were right, and resumes as
+soon as so many would have been: while it pauses, verdicts are still compared."""
+
+
+def speculates_next(speculates: bool, verdicts: Collection[bool]) -> bool:
+    """Whether to speculate on the next step.
+
+    Args:
+        speculates: whether the last step was speculated on.
+        verdicts: for each verdict so far, latest last, whether the prediction was right. Fewer than
+            the window change nothing.
+    """
+    if len(verdicts) < WINDOW:
+        return speculates
+    return sum(list(verdicts)[-WINDOW:]) >= (_PAUSE_BELOW if speculates else _RESUME_AT)
+
+
+class Ahead:
+    """Steps buckets of the host part into their spares, and publishes what is there.
+
+    Args:
+        file: where main params and state rest, and the spare, too, if not in memory.
+        run: carries launches into the spare out, with a label; by default from memory.
+
+    Attributes:
+        is_on: speculation does not pause.
+    """
+
+    def __init__(
+        self,
+        executor: RuleExecutor,
+        timeline: StepTimeline,
+        file: StateFile | None,
+        run: Callable[[Sequence[BackLaunch], str], None] | None,
+    ) -> None:
+        self._run = run
+        self.is_on = True
+        self._executor, self._timeline = executor, timeline
+        self._in_file = None if file is None else DoubleBuffer(file)
+        self._buckets: Sequence[Sequence[Slot]] = ()
+        self._spares: Sequence[DoubleBuffer] = ()
+        self._outcomes: deque[bool] = deque(maxlen=WINDOW)
+
+    # -- spares -----------------------------------------------------------------------------------
+
+    def cut(self, buckets: Sequence[Sequence[Slot]], transfer: Transfer, pin: bool) -> None:
+        """Have a spare of each of these buckets from now on. Nothing may be begun."""
+        self._buckets = buckets
+        if self._in_file is not None:
+            self._spares = [self._in_file] * len(buckets)
+            return
+        maker = MemoryMaker(transfer)
+        self._spares = [DoubleBuffer(maker, pin) for _ in buckets]
+
+    def lost_memory(self) -> None:
+        """The worker may write for ever to a spare that it was given. Those in memory are cut
+        anew; a file has another part for it."""
+        if self._in_file is not None:
+            self._in_file.forget()
+
+    def reserved(self) -> list[tuple[int, int]]:
+        """Bytes of the back buffer of each bucket, for main params and for the rest, with room for
+        all of its slots; nothing if the spare is in a file."""
+        indices = range(len(self._spares) if self._in_file is None else 0)
+        return [self._reserve(index) for index in indices]
+
+    def _reserve(self, index: int) -> tuple[int, int]:
+        live: dict[Key, Tensor] = {}
+        for slot in self._buckets[index]:
+            tensors = {**self._executor.state_of(slot).tensors()}
+            tensors[MAIN] = param_at(self._executor.param_groups, slot)
+            for key in tensors.keys() - {"step"}:
+                live[slot.group, slot.position, key] = tensors[key]
+        return self._spares[index].reserve(live)
+
+    def restore(self) -> None:
+        """Have all slots be in the memory that they had before the first step, unless they rest in
+        a file, which keeps its spare. Nothing may be begun."""
+        if self._in_file is None:
+            for spare in self._spares:
+                spare.restore()
+            self._executor.memory_moved()
+
+    # -- launches ---------------------------------------------------------------------------------
+
+    def predicted(self, bucket: int, staged: SlotUpdates) -> Sequence[BackLaunch]:
+        """A bucket's launches into its spare as they are predicted; none if it cannot be stepped
+        during backward."""
+        if any(map(self._executor.is_collective, staged)):
+            return ()
+        return self._launches(bucket, self._executor.plan(staged))
+
+    def planned(self, steps: Sequence[BucketStep]) -> dict[int, list[Launch]]:
+        """What the step of each bucket is by now."""
+        return {step.bucket: self._executor.plan(step.staged) for step in steps}
+
+    def _launches(self, bucket: int, planned: Sequence[Launch]) -> Sequence[BackLaunch]:
+        """Launches of a bucket into its spare; none if it cannot be stepped there."""
+        if self._in_file is None:
+            self._reserve(bucket)
+        return self._spares[bucket].launches(planned)
+
+    def run(self, launches: Sequence[BackLaunch], label: str) -> None:
+        """Step into a spare. Nothing that is in use is written."""
+        if self._run is not None:
+            self._run(launches, label)
+            return
+        with self._timeline.stage("host_step", label):
+            for launch in launches:
+                self._executor.carry_out(launch.target)
+
+    # -- in step ----------------------------------------------------------------------------------
+
+    def fill(
+        self,
+        steps: Sequence[BucketStep],
+        buckets: Sequence[EarlyBucket],
+        planned: Mapping[int, Sequence[Launch]],
+        hits: Collection[int],
+        mark: Any,
+    ) -> dict[int, Sequence[BackLaunch]]:
+        """Make the spare of every bucket hold its step: where it does already (``hits``), that is
+        done. Launches by bucket; none for one that has to be stepped where it is.
+
+        Args:
+            mark: at which the gradients are complete.
+
+        Raises:
+            RuntimeError: a step failed; the optimizer is as it was.
+        """
+        launches: dict[int, Sequence[BackLaunch]] = {}
+        again = []
+        for step in steps:
+            bucket = buckets[step.bucket]
+            if step.bucket in hits and bucket.job is not None:
+                launches[step.bucket] = bucket.job.back
+                continue
+            launches[step.bucket] = self._launches(step.bucket, planned[step.bucket])
+            if launches[step.bucket]:
+                bucket.is_trusted = False  # what it holds is about to be written over
+                again.append(step)
+        for step in again:
+            step.start(mark)
+        for step in again:
+            self._step_again(step, launches[step.bucket])
+        return launches
+
+    def _step_again(self, step: BucketStep, launches: Sequence[BackLaunch]) -> None:
+        try:
+            step.wait(self._timeline)
+            self.run(launches, step.label)
+        except Exception as error:
+            raise RuntimeError(
+                f"{step.label}: the step on the host failed: {error!r}. The optimizer is as it was "
+                "before this step"
+            ) from error
+
+    def publish(self, step: BucketStep, launches: Sequence[BackLaunch]) -> None:
+        """Swap the spare with what is in use, and send the parameters up."""
+        if not launches:
+            return
+        self._executor.step_mark.touch()
+        with self._timeline.stage("publish", step.label):
+            for launch in launches:
+                self._spares[step.bucket].swap(launch.keys)
+                group, positions = launch.planned.group, launch.planned.positions
+                self._executor.rows.groups[group].replaced(positions)
+                self._executor.rows.groups[group].count(positions)
+            step.upload()
+
+    def record(self, was_right: bool) -> bool:
+        """Take note of whether the step was the one that was predicted; whether speculation paused
+        in it."""
+        paused = not self.is_on
+        self._outcomes.append(was_right)
+        self.is_on = speculates_next(self.is_on, self._outcomes)
+        return paused

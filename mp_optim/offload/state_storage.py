@@ -1,0 +1,336 @@
+"""Sources: where main params and state rest between steps, in host memory or in a file.
+
+A source lends the windows of a step (``lend``), one step at a time: ``fetch`` returns a window with
+its tensors in host memory, once they are there; ``store`` starts to take it back, and from then on
+nothing writes to its memory; ``finish`` waits until all are taken back. ``window_sizes`` says how
+many bytes of each window are in memory at a time, for slots that take so many, of which the largest
+part that cannot be cut takes ``smallest``, and a site that needs ``lag`` windows.
+
+Windows of a file are read ahead and written behind. The first ones can be read during backward:
+they are used if the step's are the same, and nothing has written to their tensors since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mp_optim.host.direct_file import DISK_BLOCK, Ticket
+from mp_optim.host.host_memory import ALIGNMENT, aligned_bytes
+from mp_optim.host.leases import before_writing
+from mp_optim.host.transfer import Transfer
+from mp_optim.offload.state_file import StateFile, blocks_bytes
+from mp_optim.offload.timeline import WAIT_DISK, StepTimeline
+from mp_optim.offload.window_plan import (
+    IN_FLIGHT,
+    SMALLEST_WINDOW,
+    Piece,
+    Tensors,
+    Window,
+    WindowForm,
+    view_of,
+)
+
+AHEAD, BEHIND = 1, 2
+"""Windows that are read before the next is needed; windows that may still be written."""
+
+Into = Callable[[Piece], Tensors]
+"""Where the main param and the state of a piece are taken back to, if not to where they were."""
+
+
+class MemorySource:
+    """Main params and state that rest in host memory, and the windows of a step: those are there
+    anyway."""
+
+    form = WindowForm()
+    read = written = 0
+    _windows: Sequence[Window] = ()
+
+    def window_sizes(self, sizes: Sequence[int], smallest: int, most: int, lag: int) -> list[int]:
+        """As allowed, and together about as much as there is, if that is less."""
+        total = sum(sizes)
+        if total <= most:
+            return [total]
+        third = -(-total // (IN_FLIGHT * ALIGNMENT)) * ALIGNMENT
+        return [min(most, max(third, smallest, SMALLEST_WINDOW))] * IN_FLIGHT
+
+    def host_bytes(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        return ()
+
+    def resize(self, sizes: Sequence[int]) -> None: ...
+
+    def forget(self) -> None: ...
+
+    def lend(self, windows: Sequence[Window]) -> MemorySource:
+        self._windows = windows
+        return self
+
+    def fetch(self, number: int) -> Window:
+        return self._windows[number]
+
+    def store(self, number: int) -> None: ...
+
+    def finish(self) -> None:
+        self._windows = ()
+
+    def begin_early(self) -> None: ...
+
+    def drop_early(self) -> None: ...
+
+
+@dataclass
+class _Extent:
+    """Neighbouring blocks of the file, and their memory."""
+
+    offset: int
+    memory_from: int
+    size: int
+
+
+class FileWindows:
+    """Windows of a file.
+
+    NOTE: no two windows have a block of the file in common, so one can be read while the one before
+    is written. A window's memory is read into again only after it was written.
+
+    Args:
+        windows: of the step; tensors that do not rest in the file are used where they are.
+        rooms: memory for one window each, at least :func:`windows_held` of them.
+        stages: see :class:`FileSource`.
+        into: where windows are written, if not to where they were read.
+        early: windows that were read during backward, into the same memory.
+
+    Attributes:
+        read, written: bytes of the file.
+    """
+
+    def __init__(
+        self,
+        file: StateFile,
+        windows: Sequence[Window],
+        rooms: Sequence[Tensor],
+        timeline: StepTimeline,
+        stages: bool,
+        into: Into | None = None,
+        early: FileWindows | None = None,
+    ) -> None:
+        self._file, self._windows, self._rooms = file, windows, rooms
+        self._timeline, self._stages, self._into = timeline, stages, into
+        self._early = early
+        self._begun: list[tuple[Window, list[_Extent]]] = []
+        self._versions: list[list[int]] = []  # how often tensors of early windows had been written
+        self._reads: dict[int, list[Ticket]] = {}
+        self._writes: dict[int, list[Ticket]] = {}
+        self.read = self.written = 0
+
+    def fetch(self, number: int) -> Window:
+        last = min(number + AHEAD, len(self._windows) - 1)
+        while len(self._begun) <= last:
+            self._begin(len(self._begun))
+        self._wait(self._reads.pop(number, ()))
+        return self._begun[number][0]
+
+    def read_early(self) -> None:
+        """Start to read as many windows as there is memory for."""
+        for number in range(min(len(self._rooms), len(self._windows))):
+            self._begin(number)
+            self._versions.append(_versions(self._windows[number]))
+
+    def store(self, number: int) -> None:
+        memory, (_, extents) = self._room(number), self._begun[number]
+        written = [piece.held for piece in self._windows[number]]
+        if self._into is not None:
+            written = [self._into(piece) for piece in self._windows[number]]
+            extents = _laid_out(self._windows[number], self._file, memory, written)[1]
+        for tensors in written:
+            before_writing(tensors.values())
+        tickets = self._writes.setdefault(number, [])
+        for extent in extents:
+            part = memory[extent.memory_from :][: extent.size]
+            tickets.append(self._file.write_from(part, extent.offset))
+            self.written += extent.size
+
+    def finish(self) -> None:
+        early, self._early = self._early, None
+        under_way = [*self._reads.values(), *self._writes.values()]
+        under_way += () if early is None else early._reads.values()
+        self._reads, self._writes = {}, {}
+        self._wait(itertools.chain.from_iterable(under_way))
+
+    def _begin(self, number: int) -> None:
+        """Start to read a window, once what was there before is in the file."""
+        self._wait(self._writes.pop(number - len(self._rooms), ()))
+        memory = self._room(number)
+        window, extents, used = _laid_out(self._windows[number], self._file, memory)
+        if self._stages:
+            window = _with_room(window, memory, used)
+        self._begun.append((window, extents))
+        self.read += sum(extent.size for extent in extents)
+        if (early := self._early) is not None and number in early._reads:
+            was_read, before = early._reads.pop(number), early._versions[number]
+            if early._begun[number][1] == extents and before == _versions(self._windows[number]):
+                self._reads[number] = was_read
+                return
+            self._wait(was_read)
+        tickets = self._reads.setdefault(number, [])
+        for extent in extents:
+            part = memory[extent.memory_from :][: extent.size]
+            tickets.append(self._file.read_into(part, extent.offset))
+
+    def _room(self, number: int) -> Tensor:
+        return self._rooms[number % len(self._rooms)]
+
+    def _wait(self, tickets: Iterable[Ticket]) -> None:
+        """Wait for all of them, whatever comes of each; then raise what one did."""
+        failed = []
+        with self._timeline.stage(WAIT_DISK):
+            for ticket in tickets:
+                try:
+                    ticket.wait()
+                except OSError as error:
+                    failed.append(error)
+        if failed:
+            raise failed[0]
+
+
+def _versions(window: Window) -> list[int]:
+    return [tensor._version for piece in window for tensor in piece.held.values()]
+
+
+def windows_held(lag: int) -> int:
+    """How many windows are in host memory at a time: one is written for each of ``BEHIND``, one
+    comes, and those before it are stepped or on their way back."""
+    return AHEAD + 1 + lag + BEHIND
+
+
+def _laid_out(
+    window: Window, file: StateFile, memory: Tensor, into: Sequence[Tensors] | None = None
+) -> tuple[Window, list[_Extent], int]:
+    """The window with tensors in a room's memory, in the order of the file; what of the file that
+    is, and how many bytes of the room.
+
+    Args:
+        into: the tensors that it is written to, if not those that it is read from.
+    """
+    found = []
+    for index, piece in enumerate(window):
+        for key, tensor in piece.held.items():
+            if (offset := file.offset_of(tensor)) is not None:
+                found.append((offset, index, key, tensor))
+    held = [dict(piece.held) for piece in window]
+    extents: list[_Extent] = []
+    used = 0
+    for offset, index, key, tensor in sorted(found, key=lambda each: each[0]):
+        held[index][key] = view_of(memory, used, (tensor.shape, tensor.dtype))
+        size = blocks_bytes(tensor.nbytes)
+        target = offset if into is None else file.offset_of(into[index][key])
+        assert target is not None  # a spare is only made of what rests in the file
+        if extents and extents[-1].offset + extents[-1].size == target:
+            extents[-1].size += size
+        else:
+            extents.append(_Extent(target, used, size))
+        used += size
+    pairs = zip(window, held, strict=True)
+    return [replace(piece, held=tensors) for piece, tensors in pairs], extents, used
+
+
+def _with_room(window: Window, memory: Tensor, used: int) -> Window:
+    """The window with memory for what comes along with it, behind the bytes that are used."""
+    pieces = []
+    for piece in window:
+        along = {}
+        for key, each in piece.along.items():
+            along[key] = view_of(memory, used, (each.shape, each.dtype))
+            used += aligned_bytes(each.numel(), each.dtype)
+        pieces.append(replace(piece, along=along))
+    return pieces
+
+
+class FileSource:
+    """Main params and state that rest in a file.
+
+    Args:
+        stages: what comes along with a window has room in its memory.
+    """
+
+    form = WindowForm(DISK_BLOCK)
+
+    def __init__(
+        self, file: StateFile, transfer: Transfer, pin: bool, timeline: StepTimeline, stages: bool
+    ) -> None:
+        self.file, self._transfer, self._pin, self._timeline = file, transfer, pin, timeline
+        self._stages = stages
+        self._sizes: list[int] = []
+        self._memory: Tensor | None = None
+        self._last: list[Window] = []
+        self._early: FileWindows | None = None
+
+    def window_sizes(self, sizes: Sequence[int], smallest: int, most: int, lag: int) -> list[int]:
+        """As allowed, and together about as much as there is, if that is less."""
+        count = windows_held(lag)
+        share = -(-sum(sizes) // count)
+        wanted = blocks_bytes(max(share, smallest, DISK_BLOCK))
+        return [min(most // DISK_BLOCK * DISK_BLOCK, wanted)] * count
+
+    def host_bytes(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """All windows, and what it takes to begin them with a block."""
+        return (sum(sizes) + DISK_BLOCK,)
+
+    def resize(self, sizes: Sequence[int]) -> None:
+        if list(sizes) != self._sizes:
+            self._memory = None
+            self.forget()
+            self._sizes = list(sizes)  # last: a signal in between leaves what is done again
+
+    def forget(self) -> None:
+        self._last = []
+
+    def _rooms(self) -> list[Tensor]:
+        """Memory for each window; kept from one step to the next."""
+        if self._memory is None:
+            (size,) = self.host_bytes(self._sizes)
+            self._memory = self._transfer.empty_host(size, self._pin)
+        begin = -self._memory.data_ptr() % DISK_BLOCK
+        return list(torch.split(self._memory[begin:][: sum(self._sizes)], self._sizes))
+
+    def lend(self, windows: Sequence[Window]) -> FileWindows:
+        self.file.check_owner()
+        self.file.settle()
+        self._last = []
+        for window in windows[: len(self._sizes)]:
+            self._last.append([replace(piece, along={}) for piece in window])
+        early, self._early = self._early, None
+        return self.lend_ahead(windows, early=early)
+
+    def lend_ahead(
+        self, windows: Sequence[Window], into: Into | None = None, early: FileWindows | None = None
+    ) -> FileWindows:
+        """Windows that are read before the step, or written to a spare; from any thread, while
+        nothing else is lent."""
+        rooms = self._rooms()
+        return FileWindows(self.file, windows, rooms, self._timeline, self._stages, into, early)
+
+    def begin_early(self) -> None:
+        """During backward, from the caller's thread: start to read what the step will probably
+        begin with."""
+        if self._early is None and self._last:
+            self.file.settle()
+            self._early = self.lend_ahead(self._last)
+            self._early.read_early()
+
+    def drop_early(self) -> None:
+        early, self._early = self._early, None
+        if early is not None:
+            # The step reads again, and reports what fails. A forked child has no such reads.
+            with contextlib.suppress(OSError, RuntimeError):
+                self.file.check_owner()
+                early.finish()
+
+
+Source = MemorySource | FileSource
+LentWindows = MemorySource | FileWindows

@@ -1,0 +1,488 @@
+"""Lanes: a source and a site. The slots of a lane are stepped window by window.
+
+A site is where the windows of one step are stepped. On the host that is where their source lent
+them; on the device it is a ring of memory, with the copies between that and the host.
+
+The caller has each window come by ``bring``, which returns its tensors where they are stepped;
+calls ``arrive`` before it uses them; steps them; and sends them back by ``send_back``, after all
+work that it has queued so far. Before a window is stepped, the one ``lag`` before it has to be back
+(``wait_for``): the next one takes its room. ``wait`` ends all copies. ``up`` and ``down`` are bytes
+that were copied between accelerator and host.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.core import Slot, SlotUpdates
+from mp_optim.core.executor import Place
+from mp_optim.core.slot_state import AVERAGE, REMAINDER
+from mp_optim.host.host_memory import TensorSpec, aligned_bytes
+from mp_optim.host.leases import before_writing
+from mp_optim.host.transfer import Transfer
+from mp_optim.kernels.kernel_args import MAIN
+from mp_optim.offload.buckets import DiskBytes, HostBytes, HostSlot
+from mp_optim.offload.double_buffer import BackLaunch
+from mp_optim.offload.settings import HostStepSettings
+from mp_optim.offload.state_file import blocks_bytes
+from mp_optim.offload.state_storage import FileSource, LentWindows, MemorySource, Source
+from mp_optim.offload.timeline import WAIT_COPIES, TransferBytes
+from mp_optim.offload.window_plan import (
+    GRAD,
+    IN_FLIGHT,
+    OUTPUT,
+    SMALLEST_WINDOW,
+    Tensors,
+    Window,
+    cut_windows,
+    held_by,
+    launches_of,
+    view_of,
+)
+from mp_optim.rules.rule import Launch
+from mp_optim.rules.rule_executor import RuleExecutor
+
+
+class WindowLane:
+    """Steps slots in windows that a source lends, on the host or on the device.
+
+    Args:
+        executor: of the slots.
+        place: where they are stepped.
+        label: of some slots, for errors and the timeline.
+
+    Attributes:
+        moved: bytes of steps, and of steps ahead, until the caller takes note.
+    """
+
+    def __init__(
+        self,
+        executor: RuleExecutor,
+        place: Place,
+        settings: HostStepSettings,
+        label: Callable[[Sequence[Slot]], str],
+    ) -> None:
+        self.place, self._executor, self._label = place, executor, label
+        self._is_host = place == "host"
+        self._stage = "host_step" if self._is_host else "stream_step"
+        self._lag = HostSite.lag if self._is_host else DeviceRing.lag
+        self._slots: Sequence[HostSlot] = ()
+        self._carries_grads = False
+        self.moved = TransferBytes()
+        self.use(settings)
+
+    def use(self, settings: HostStepSettings) -> None:
+        """Lend and copy by other settings from now on."""
+        self._transfer, self._timeline = settings.transfer, settings.timeline
+        self._most = settings.window_bytes
+        self._sizes: list[int] = []
+        self.source: Source = MemorySource()
+        if settings.state_file is not None:
+            self.source = FileSource(
+                settings.state_file,
+                self._transfer,
+                settings.pin_mains,
+                self._timeline,
+                self._is_host,
+            )
+
+    def cut(
+        self, slots: Sequence[HostSlot], may_come: Sequence[HostSlot], carries_grads: bool
+    ) -> None:
+        """Step these slots from now on.
+
+        Args:
+            may_come: those that may be stepped here, later.
+            carries_grads: gradients of streamed slots may wait on the host.
+
+        Raises:
+            ValueError: a part that cannot be cut is larger than a window.
+        """
+        self._slots, self._carries_grads, self._sizes = slots, carries_grads, []
+        self.source.forget()
+        if self._most < SMALLEST_WINDOW:
+            raise ValueError(
+                f"stream_window_bytes={self._most}: must be at least {SMALLEST_WINDOW}"
+            )
+        largest = max(may_come, key=self._smallest, default=None)
+        if largest is not None and (size := self._smallest(largest)) > self._most:
+            self._refuse(largest.slot, size)
+
+    def _refuse(self, slot: Slot, size: int) -> None:
+        group = self._executor.param_groups[slot.group]
+        rule, name = (
+            group.get("optimizer", self._executor.rule.name),
+            self._executor.slot_name(slot),
+        )
+        what = f"{rule} needs whole parameters, and {name}"
+        if self._may_cut(slot):
+            what = f"the smallest part of {name}"
+        raise ValueError(
+            f"stream_window_bytes={self._most}: {what} takes {size} bytes; set "
+            "stream_window_bytes to at least that"
+        )
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def _may_cut(self, slot: Slot) -> bool:
+        return self._executor.rule.is_elementwise(self._executor.param_groups[slot.group])
+
+    def _along_bytes(self, slot: HostSlot, numel: int) -> int:
+        """What comes along with some elements, at most: a gradient in FP32, and to the host an
+        output; room for them is planned on any device."""
+        if not (self._is_host or self._carries_grads):
+            return 0
+        size = aligned_bytes(numel, torch.float32)
+        return size + aligned_bytes(numel, slot.dtype) if self._is_host else size
+
+    def _slot_bytes(self, slot: HostSlot) -> int:
+        """What a slot takes in a window."""
+        size = self.source.form.forms_bytes(held_forms(self._executor, slot).values())
+        return size + self._along_bytes(slot, slot.numel)
+
+    def _smallest(self, slot: HostSlot) -> int:
+        """Bytes of the smallest part of a slot that can be stepped by itself."""
+        whole = self._slot_bytes(slot)
+        if not self._may_cut(slot.slot):
+            return whole
+        forms = held_forms(self._executor, slot).items()
+        elements, size = self.source.form.cuts({key: dtype for key, (_, dtype) in forms})
+        return min(whole, size + self._along_bytes(slot, elements))
+
+    def sizes_for(self, slots: Sequence[HostSlot]) -> list[int]:
+        """Bytes of each window that there is at a time, if these slots are stepped here."""
+        sizes = list(map(self._slot_bytes, slots))
+        least = max(map(self._smallest, slots), default=0)
+        return self.source.window_sizes(sizes, least, self._most, self._lag)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The same for the slots of now."""
+        self.resize()
+        return self._sizes
+
+    def resize(self) -> None:
+        """Find the sizes, in the caller's thread: the worker's finds them known."""
+        if not self._sizes:
+            sizes = self.sizes_for(self._slots)
+            self.source.resize(sizes)
+            self._sizes = sizes
+
+    def host_bytes(self, slots: Sequence[HostSlot]) -> tuple[int, ...]:
+        """The pieces of host memory that windows take then."""
+        return self.source.host_bytes(self.sizes_for(slots)) if slots else ()
+
+    def note(self) -> str:
+        """How the slots are stepped, in words."""
+        count, sizes = len(self._slots), self.sizes
+        if isinstance(self.source, MemorySource):
+            return (
+                f"streamed: {count} parameters are stepped on the device from host memory, in "
+                f"windows of {sizes[0]:,} bytes, {len(sizes)} at a time in step()"
+            )
+        size = sum(disk_bytes(self._executor, self._slots, 1))
+        return (
+            f"on disk: main params and state of {count} parameters, {size:,} bytes, lie in a file "
+            f"in {self.source.file.folder}, which has no name and is no checkpoint, and are "
+            f"stepped on the {'host' if self._is_host else 'device'} in windows of {sizes[0]:,} "
+            f"bytes, {len(sizes)} at a time in host memory"
+        )
+
+    # -- in step ----------------------------------------------------------------------------------
+
+    def steps(
+        self, updates: SlotUpdates, on_host: Collection[Slot], step_device: Callable[[], None]
+    ) -> Generator[float, None, None]:
+        """Step, window by window, at the caller's pace; all is stepped at the end.
+
+        Args:
+            on_host: slots whose gradients are in host memory.
+            step_device: called when the first window is on its way.
+
+        Yields:
+            Which share of the windows is stepped, or queued on the device; first 0.0, as soon as
+            ``step_device`` was called.
+        """
+        launches = self._executor.plan(updates)
+        may_cut = [self._executor.rule.is_elementwise(each.settings) for each in launches]
+        along = partial(self._along, on_host)
+        staying = {slot.slot for slot in self._slots if slot.stays}
+        windows = cut_windows(
+            *(launches, self.source.form, self.sizes[0], may_cut, along),
+            lambda launch, index: launch.updates.slots[index] in staying,
+        )
+        if not windows:
+            step_device()
+            return
+        site = self._site(windows, updates, on_host)
+        lent = self.source.lend(windows)
+        try:
+            yield from self._stream(launches, len(windows), lent, site, step_device)
+            for number in range(max(0, len(windows) - site.lag), len(windows)):
+                lent.store(number)
+        finally:
+            # NOTE: the host memory of the windows is read and written by the disk until here.
+            lent.finish()
+        for launch in launches:
+            launch.copy_back()
+            self._executor.rows.groups[launch.group].count(launch.positions)
+        self.moved.add(site.down, site.up, lent.read, lent.written)
+
+    def _along(self, on_host: Collection[Slot], launch: Launch, index: int) -> Tensors:
+        """What has to be copied to where a tensor of a launch is stepped, and from there."""
+        grad, output = launch.lists.grad[index], launch.lists.output[index]
+        is_down = launch.updates.slots[index] in on_host
+        if not self._is_host:
+            return {GRAD: grad} if is_down else {}
+        if self._transfer.is_same_place:
+            return {}
+        written = {} if output is None else {OUTPUT: output}
+        return written if is_down else {GRAD: grad, **written}
+
+    def _site(
+        self, windows: Sequence[Window], updates: SlotUpdates, on_host: Collection[Slot]
+    ) -> Site:
+        if self._is_host:
+            return HostSite(self._transfer, windows)
+        like = updates.grads[0]
+        if (slot := updates.slots[0]) in on_host:
+            output = updates.outputs[0]
+            like = self._executor.stepped(slot) if output is None else output
+        return DeviceRing(self._transfer, self.sizes[:IN_FLIGHT], like)
+
+    def _stream(
+        self,
+        launches: Sequence[Launch],
+        count: int,
+        lent: LentWindows,
+        site: Site,
+        step_device: Callable[[], None],
+    ) -> Iterator[float]:
+        """Step all windows, and what lies on the device while the first one comes."""
+        try:
+            coming = lent.fetch(0)
+            # NOTE: a copy that is queued behind a window's waits for all of it. So what queued
+            # steps read of the host goes up first; a window waits for no step.
+            if isinstance(site, HostSite):
+                resident = site.bring(coming)
+                step_device()
+            else:
+                step_device()
+                for launch in launches:
+                    self._executor.announce(launch, site.device)
+                resident = site.bring(coming)
+            yield 0.0
+            self._executor.step_mark.touch()
+            for number in range(count):
+                window, stepped = coming, resident
+                if (before := number - site.lag) >= 0:
+                    with self._timeline.stage(WAIT_COPIES):
+                        site.wait_for(before)
+                    lent.store(before)
+                site.arrive()
+                if number + 1 < count:
+                    coming = lent.fetch(number + 1)
+                    resident = site.bring(coming)
+                slots = [launches[p.launch].updates.slots[p.index] for p in window]
+                with self._timeline.stage(self._stage, self._label(slots)):
+                    for launch in launches_of(launches, window, stepped):
+                        self._executor.carry_out(launch)
+                site.send_back(number, window, stepped)
+                yield (number + 1) / count
+        finally:
+            # NOTE: the site's memory and the host's are read and written by copies until here.
+            with self._timeline.stage(WAIT_COPIES):
+                site.wait()
+
+    # -- ahead of the step ------------------------------------------------------------------------
+
+    def step_ahead(self, launches: Sequence[BackLaunch], label: str) -> None:
+        """Step launches of host slots, whose gradients and outputs are in host memory, from the
+        file into their spare there. From any thread, while nothing else is lent."""
+        assert isinstance(self.source, FileSource) and self._is_host
+        planned = [launch.planned for launch in launches]
+        may_cut = [self._executor.rule.is_elementwise(each.settings) for each in planned]
+        windows = cut_windows(planned, self.source.form, self.sizes[0], may_cut, lambda *_: {})
+        into = partial(held_by, [launch.target for launch in launches])
+        lent = self.source.lend_ahead(windows, into)
+        try:
+            for number in range(len(windows)):
+                window = lent.fetch(number)
+                with self._timeline.stage(self._stage, label):
+                    resident = [piece.held for piece in window]
+                    for launch in launches_of(planned, window, resident):
+                        self._executor.carry_out(launch)
+                lent.store(number)
+        finally:
+            lent.finish()
+        self.moved.add(read=lent.read, written=lent.written)
+
+
+# -- what state takes -----------------------------------------------------------------------------
+
+
+def held_forms(executor: RuleExecutor, slot: HostSlot) -> dict[str, TensorSpec]:
+    """What rests for a slot where windows are lent from: its state, and its main param unless that
+    is on the device."""
+    forms = executor.rows.specs(slot.slot)
+    if slot.stays:
+        del forms[MAIN]
+    return forms
+
+
+def state_bytes(executor: RuleExecutor, slots: Iterable[HostSlot]) -> HostBytes:
+    """Host memory of the state of some slots, each kind of it in one piece."""
+    sizes: Counter[str] = Counter()
+    for slot in slots:
+        for key, (shape, dtype) in held_forms(executor, slot).items():
+            sizes[key] += aligned_bytes(shape.numel(), dtype)
+    others = (MAIN, REMAINDER, AVERAGE)
+    return HostBytes(
+        (),
+        moments=tuple(size for key, size in sizes.items() if key not in others),
+        remainders=tuple(sizes[key] for key in (REMAINDER,) if key in sizes),
+        averages=tuple(sizes[key] for key in (AVERAGE,) if key in sizes),
+    )
+
+
+_KINDS = {MAIN: "main_params", REMAINDER: "main_params", AVERAGE: "averages"}
+
+
+def disk_bytes(executor: RuleExecutor, slots: Iterable[HostSlot], times: int) -> DiskBytes:
+    """What main params and state of some slots take in a file, so many times."""
+    sizes: Counter[str] = Counter()
+    for slot in slots:
+        for key, (shape, dtype) in held_forms(executor, slot).items():
+            size = blocks_bytes(shape.numel() * dtype.itemsize)
+            sizes[_KINDS.get(key, "moments")] += times * size
+    return DiskBytes(**sizes)
+
+
+class HostSite:
+    """Windows are stepped in the host memory that they were lent in; gradients come to them from
+    the device, and parameters go there.
+
+    Args:
+        windows: of the step, with what comes along where it is on the device.
+    """
+
+    lag = 1
+
+    def __init__(self, transfer: Transfer, windows: Sequence[Window]) -> None:
+        self._transfer, self._windows = transfer, windows
+        self._coming: list[Any] = []
+        self._going: dict[int, Any] = {}
+        self._brought = 0
+        self.up = self.down = 0
+
+    def bring(self, window: Window) -> list[Tensors]:
+        grads = _along(self._windows[self._brought], GRAD)
+        if grads:
+            ticket = self._transfer.download(_along(window, GRAD), grads)
+            self._coming.append(ticket)
+            self.down += sum(grad.nbytes for grad in grads)
+        self._brought += 1
+        return [{**piece.held, **piece.along} for piece in window]
+
+    def arrive(self) -> None:
+        while self._coming:
+            ticket = self._coming.pop()
+            self._transfer.wait(ticket)
+
+    def send_back(self, number: int, window: Window, resident: Sequence[Tensors]) -> None:
+        outputs = _along(self._windows[number], OUTPUT)
+        if outputs:
+            before_writing(outputs)
+            self._going[number] = self._transfer.upload(outputs, _along(window, OUTPUT))
+            self.up += sum(output.nbytes for output in outputs)
+
+    def wait_for(self, number: int) -> None:
+        if number in self._going:
+            self._transfer.wait(self._going.pop(number))
+
+    def wait(self) -> None:
+        self.arrive()
+        for number in list(self._going):
+            self.wait_for(number)
+
+
+def _along(window: Window, key: str) -> list[Tensor]:
+    return [piece.along[key] for piece in window if key in piece.along]
+
+
+class DeviceRing:
+    """Windows are stepped in memory of the device; a gradient that comes along waits on the host.
+
+    NOTE: an upload waits on the device for nothing that was queued since the ring was made: what
+    its room had before is on the host by then (``wait_for``). So it runs beside all steps. What
+    was brought down is on the host after :meth:`wait`.
+
+    Args:
+        sizes: bytes of each window's memory, which is given back with the ring.
+        like: a tensor on the device.
+
+    Attributes:
+        device: where windows are stepped.
+    """
+
+    lag = IN_FLIGHT - 1
+
+    def __init__(self, transfer: Transfer, sizes: Sequence[int], like: Tensor) -> None:
+        self._transfer = transfer
+        self._rooms = [like.new_empty(size, dtype=torch.uint8) for size in sizes]
+        self._tickets: list[list[Any]] = [[] for _ in sizes]  # of each room's copies
+        self.device, self._made = like.device, transfer.mark()
+        self._uploads = 0
+        self.up = self.down = 0
+
+    def bring(self, window: Window) -> list[Tensors]:
+        room = self._uploads % len(self._rooms)
+        self._uploads += 1
+        memory, used = self._rooms[room], 0
+        resident: list[Tensors] = []
+        for piece in window:
+            tensors = {}
+            for key, each in (*piece.held.items(), *piece.along.items()):
+                tensors[key] = view_of(memory, used, (each.shape, each.dtype))
+                used += aligned_bytes(each.numel(), each.dtype)
+            resident.append(tensors)
+        sources = _tensors([{**piece.held, **piece.along} for piece in window])
+        ticket = self._transfer.upload(_tensors(resident), sources, self._made)
+        self._tickets[room].append(ticket)
+        self.up += sum(tensor.nbytes for tensor in sources)
+        return resident
+
+    def arrive(self) -> None:
+        self._transfer.join()
+
+    def send_back(self, number: int, window: Window, resident: Sequence[Tensors]) -> None:
+        held = _tensors([piece.held for piece in window])
+        before_writing(held)
+        pairs = zip(window, resident, strict=True)
+        stepped = [tensors[key] for piece, tensors in pairs for key in piece.held]
+        ticket = self._transfer.download(held, stepped)
+        self._tickets[number % len(self._rooms)].append(ticket)
+        self.down += sum(tensor.nbytes for tensor in held)
+
+    def wait_for(self, number: int) -> None:
+        tickets = self._tickets[number % len(self._rooms)]
+        while tickets:
+            ticket = tickets.pop()
+            self._transfer.wait(ticket)
+
+    def wait(self) -> None:
+        for number in range(len(self._rooms)):
+            self.wait_for(number)
+
+
+def _tensors(of_pieces: Sequence[Tensors]) -> list[Tensor]:
+    return [tensor for tensors in of_pieces for tensor in tensors.values()]
+
+
+Site = HostSite | DeviceRing

@@ -1,0 +1,252 @@
+"""Windows: which parts of which launches are where they are stepped at a time. Plans, made of sizes
+alone.
+
+A window is filled in the order of the launches. A tensor that fits into one is never cut; a larger
+one is cut at blocks of 256 elements, if its rule allows that, and where its state rests in a file
+at multiples of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from mp_optim.config.state_forms import BLOCK, packed_bytes
+from mp_optim.core import CachedTensorList
+from mp_optim.core.slot_state import is_scale
+from mp_optim.host.host_memory import ALIGNMENT, TensorSpec, aligned_bytes
+from mp_optim.kernels.chunking import part_of_state
+from mp_optim.kernels.codecs import is_packed
+from mp_optim.kernels.kernel_args import MAIN, TensorLists
+from mp_optim.rules.rule import Launch
+
+GRAD, OUTPUT = "grad", "output"
+IN_FLIGHT = 3
+"""Windows on the device: one comes up, one is stepped, one goes down."""
+SMALLEST_WINDOW = 4096
+"""Bytes in which a block of 256 elements of every form of state has room."""
+
+Tensors = Mapping[str, Tensor]
+"""A main param, by ``MAIN``, and its state, by key; its gradient and its output, by ``GRAD`` and
+``OUTPUT``, if they have to be copied to where it is stepped."""
+Along = Callable[[Launch, int], Tensors]
+"""Gradient and output of a tensor of a launch, if they come along with its state."""
+Stays = Callable[[Launch, int], bool]
+"""Whether the main param of a tensor of a launch is where it is stepped, and no window has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some elements of one tensor of a launch.
+
+    Attributes:
+        launch, index: which launch of a step, and which tensor of its lists.
+        start, count: which elements; all of them if ``is_whole``.
+        held: main param, unless it is where it is stepped, and state of these elements, where they
+            rest.
+        along: their gradient and output, if those come along.
+        num_bytes: what it takes in a window.
+    """
+
+    launch: int
+    index: int
+    start: int
+    count: int
+    is_whole: bool
+    held: Tensors
+    along: Tensors
+    num_bytes: int
+
+
+Window = list[Piece]
+
+
+@dataclass(frozen=True)
+class WindowForm:
+    """How tensors lie in a window, and where they are cut.
+
+    Attributes:
+        unit: bytes of which main params and state take whole ones: a cache line where they rest in
+            memory; a block where they rest in a file, so that neighbours are one transfer.
+    """
+
+    unit: int = ALIGNMENT
+
+    def forms_bytes(self, forms: Iterable[TensorSpec]) -> int:
+        """What main params and state of these forms take."""
+        sizes = (shape.numel() * dtype.itemsize for shape, dtype in forms)
+        return sum(-(-size // self.unit) * self.unit for size in sizes)
+
+    def bytes_of(self, held: Tensors, along: Tensors) -> int:
+        """What they take in a window."""
+        size = self.forms_bytes((each.shape, each.dtype) for each in held.values())
+        return size + sum(aligned_bytes(each.numel(), each.dtype) for each in along.values())
+
+    def cuts(self, dtypes: Mapping[str, torch.dtype]) -> tuple[int, int]:
+        """A tensor with main param and state of these dtypes is cut at multiples of so many
+        elements, which take so many bytes: in a file, whole blocks for each. There may be none, of
+        a parameter that is stepped where it lies."""
+        sizes = [_block_bytes(key, dtype) for key, dtype in dtypes.items()]
+        count = max(1, self.unit // min(sizes, default=self.unit)) if self.unit > ALIGNMENT else 1
+        return count * BLOCK, count * sum(sizes)
+
+    def elements_that_fit(self, held: Tensors, along: Tensors, most: int) -> int:
+        """Of one tensor: so many that all of its state is cut, with room for the tensors' ends."""
+        elements, num_bytes = self.cuts({key: each.dtype for key, each in held.items()})
+        num_bytes += sum(elements * each.itemsize for each in along.values())
+        ends = self.unit * (len(held) + len(along)) if self.unit == ALIGNMENT else 0
+        return max(1, (most - ends) // num_bytes) * elements
+
+
+def _block_bytes(key: str, dtype: torch.dtype) -> int:
+    """What 256 elements take in a tensor of this name."""
+    if is_scale(key):
+        return dtype.itemsize
+    return packed_bytes(BLOCK) if is_packed(key, dtype) else dtype.itemsize * BLOCK
+
+
+def cut_windows(
+    launches: Sequence[Launch],
+    form: WindowForm,
+    most: int,
+    may_cut: Sequence[bool],
+    along: Along,
+    stays: Stays = lambda *_: False,
+) -> list[Window]:
+    """The windows of a step, of at most ``most`` bytes each.
+
+    Args:
+        may_cut: for each launch, whether a part of a tensor can be stepped by itself.
+        stays: of main params.
+
+    Raises:
+        ValueError: a tensor that may not be cut is larger than that, naming its bytes.
+    """
+    windows: list[Window] = []
+    filled = 0
+    for piece in _pieces(launches, form, most, may_cut, along, stays):
+        if not windows or filled + piece.num_bytes > most:
+            windows.append([])
+            filled = 0
+        windows[-1].append(piece)
+        filled += piece.num_bytes
+    return windows
+
+
+def _pieces(
+    launches: Sequence[Launch],
+    form: WindowForm,
+    most: int,
+    may_cut: Sequence[bool],
+    along: Along,
+    stays: Stays,
+) -> Iterator[Piece]:
+    for launch, planned in enumerate(launches):
+        for index, main in enumerate(planned.lists.main):
+            held, extra = _held(planned.lists, index), along(planned, index)
+            if stays(planned, index):
+                del held[MAIN]
+            size = form.bytes_of(held, extra)
+            if size <= most:
+                yield Piece(launch, index, 0, main.numel(), True, held, extra, size)
+                continue
+            if not may_cut[launch]:
+                raise ValueError(
+                    f"a whole parameter of {size} bytes does not fit into "
+                    f"stream_window_bytes={most}; nothing was stepped"
+                )
+            limit = form.elements_that_fit(held, extra, most)
+            for start in range(0, main.numel(), limit):
+                count = min(limit, main.numel() - start)
+                parts = cut_all(held, start, count), cut_all(extra, start, count)
+                size = form.bytes_of(*parts)
+                if size > most:
+                    raise ValueError(
+                        f"a part of {size} bytes, a gradient in {extra[GRAD].dtype} among them, "
+                        f"does not fit into stream_window_bytes={most}; nothing was stepped"
+                    )
+                yield Piece(launch, index, start, count, False, *parts, size)
+
+
+def _held(lists: TensorLists, index: int) -> dict[str, Tensor]:
+    state = {key: tensors[index] for key, tensors in lists.state.items()}
+    return {MAIN: lists.main[index], **state}
+
+
+def cut_all(tensors: Tensors, start: int, count: int) -> Tensors:
+    """Some elements of each."""
+    return {key: part_of_state(key, each, start, count) for key, each in tensors.items()}
+
+
+def held_by(launches: Sequence[Launch], piece: Piece) -> Tensors:
+    """Main param and state of a piece, if these were the launches that it is a part of."""
+    held = _held(launches[piece.launch].lists, piece.index)
+    return held if piece.is_whole else cut_all(held, piece.start, piece.count)
+
+
+def launches_of(
+    launches: Sequence[Launch], window: Window, resident: Sequence[Tensors]
+) -> Iterator[Launch]:
+    """The launches of a window.
+
+    Args:
+        resident: for each piece main param and state, and what came along, where they are stepped.
+    """
+    pairs = zip(window, resident, strict=True)
+    for launch, run in groupby(pairs, key=lambda pair: pair[0].launch):
+        yield _launch_of(launches[launch], list(run))
+
+
+def _launch_of(planned: Launch, members: Sequence[tuple[Piece, Tensors]]) -> Launch:
+    pieces = [piece for piece, _ in members]
+    lists, indices = planned.lists, [piece.index for piece in pieces]
+    grads = CachedTensorList(
+        _or_part(here.get(GRAD), lists.grad[p.index], p) for p, here in members
+    )
+    outputs = [
+        None if (output := lists.output[p.index]) is None else _or_part(here.get(OUTPUT), output, p)
+        for p, here in members
+    ]
+    mains = CachedTensorList(
+        _or_part(here.get(MAIN), lists.main[p.index], p) for p, here in members
+    )
+    state = {key: [tensors[key] for _, tensors in members] for key in lists.state}
+    noise = lists.noise and [
+        replace(lists.noise[p.index], start=lists.noise[p.index].start + p.start) for p in pieces
+    ]
+    return planned._replace(
+        positions=[planned.positions[index] for index in indices],
+        regions=[planned.regions[index] for index in indices],
+        device=mains[0].device,
+        updates=planned.updates.take(indices),
+        mains=mains,
+        outputs=outputs,
+        lists=TensorLists(
+            mains,
+            grads,
+            state,
+            outputs,
+            noise=noise,
+            average_weight=lists.average_weight,
+            follows=lists.follows and not any(OUTPUT in here for _, here in members),
+        ),
+        firsts=[piece.start for piece in pieces],
+    )
+
+
+def _or_part(came: Tensor | None, tensor: Tensor, piece: Piece) -> Tensor:
+    """What came along, or else the piece's part of the tensor itself."""
+    if came is not None:
+        return came
+    return tensor if piece.is_whole else part_of_state(MAIN, tensor, piece.start, piece.count)
+
+
+def view_of(memory: Tensor, start: int, form: TensorSpec) -> Tensor:
+    """A contiguous tensor in 1-D uint8 memory, which shares its storage."""
+    shape, dtype = form
+    size = shape.numel() * dtype.itemsize
+    return memory[start : start + size].view(dtype).view(shape)

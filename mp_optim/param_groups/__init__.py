@@ -1,0 +1,1 @@
+"""Param groups: hyperparameters by parameter, and their schedules."""

@@ -1,0 +1,295 @@
+"""Learning rate and weight decay as functions of the number of steps (or samples) done."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.host.calls import warn
+
+LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+WD_STYLES = ("constant", "linear", "cosine")
+
+
+def decay_factor(style: str, done: float) -> float:
+    """What is left of ``max - min`` after a share ``done`` in [0, 1] of the decay, or of WSD's
+    cooldown: 1 at 0, 0 at 1. ``exponential`` is 2*0.5**x - 1 (Megatron)."""
+    if style == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * done))
+    if style == "exponential":
+        return float(2.0 * 0.5**done - 1.0)
+    return 1.0 - (math.sqrt(done) if style == "minus_sqrt" else done)
+
+
+class OptimizerParamScheduler:
+    """Sets ``lr`` and ``weight_decay`` of every param group.
+
+    A group's own ``max_lr``, ``min_lr``, ``start_wd``, ``end_wd``, ``wd_mult`` and ``lr_mult`` win
+    over the arguments; groups of :func:`mp_optim.get_megatron_optimizer` have ``max_lr``, and
+    ``min_lr`` if the config says it. Tensor learning rates are filled in place. All ``*_steps`` are
+    in the unit that :meth:`step` is called with.
+
+    A state dict of the optimizer brings the saved limits of its groups. The two flags decide
+    between these limits and the limits at construction, whichever of optimizer and scheduler is
+    loaded, and in either order.
+
+    Args:
+        optimizer: anything with ``param_groups``.
+        init_lr: where warmup starts.
+        max_lr: top of the schedule.
+        min_lr: floor of the schedule.
+        lr_warmup_steps: end of the warmup.
+        lr_decay_steps: end of the whole schedule.
+        lr_decay_style: constant, linear, cosine, inverse-square-root or WSD.
+        start_wd: weight decay at the start.
+        end_wd: weight decay at the end of its ramp.
+        wd_incr_steps: length of the ramp.
+        wd_incr_style: shape of the ramp: constant, linear or cosine.
+        use_checkpoint_opt_param_scheduler: take the checkpoint's settings at load, with a warning
+            that names those that differ from this object's.
+        override_opt_param_scheduler: keep this object's settings, and the limits that each group
+            had when this object was built, at every load of the optimizer or the scheduler. The
+            load of the optimizer sets ``lr`` and ``weight_decay`` again at once.
+        wsd_decay_steps: length of WSD's cooldown.
+        lr_wsd_decay_style: shape of WSD's cooldown: linear, cosine, exponential or minus_sqrt.
+
+    Raises:
+        ValueError: naming the argument and its value.
+    """
+
+    _LIMITS = ("max_lr", "min_lr", "start_wd", "end_wd")
+    _SETTINGS = (
+        *("max_lr", "min_lr", "init_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style"),
+        *("start_wd", "end_wd", "wd_incr_steps", "wd_incr_style"),
+        *("wsd_decay_steps", "lr_wsd_decay_style"),
+    )
+
+    def __init__(
+        self,
+        optimizer: Any,
+        init_lr: float,
+        max_lr: float,
+        min_lr: float | None,
+        lr_warmup_steps: int,
+        lr_decay_steps: int,
+        lr_decay_style: str,
+        start_wd: float,
+        end_wd: float,
+        wd_incr_steps: int,
+        wd_incr_style: str,
+        use_checkpoint_opt_param_scheduler: bool = True,
+        override_opt_param_scheduler: bool = False,
+        wsd_decay_steps: int | None = None,
+        lr_wsd_decay_style: str | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.init_lr, self.max_lr, self.min_lr = init_lr, max_lr, min_lr or 0.0
+        self.lr_warmup_steps, self.lr_decay_steps = lr_warmup_steps, lr_decay_steps
+        self.lr_decay_style = lr_decay_style
+        self.start_wd, self.end_wd = start_wd, end_wd
+        self.wd_incr_steps, self.wd_incr_style = wd_incr_steps, wd_incr_style
+        self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
+        self.override_opt_param_scheduler = override_opt_param_scheduler
+        self.wsd_decay_steps, self.lr_wsd_decay_style = wsd_decay_steps, lr_wsd_decay_style
+        self._limits = self._limits_of_groups()
+        self.num_steps = 0
+        self._check()
+        tops = {group.get("max_lr", max_lr) for group in optimizer.param_groups}
+        if tops and max_lr not in tops:
+            warn(
+                f"max_lr={max_lr!r} has no effect: every param group has its own max_lr, "
+                f"{sorted(tops)}; set OptimizerConfig.lr, or the groups'"
+            )
+        self._watch_loads()
+        self.step(0)
+
+    def _check(self) -> None:
+        wsd, end = self.lr_decay_style == "WSD", self.lr_decay_steps
+        rules = {
+            "lr_decay_style": (self.lr_decay_style in LR_STYLES, f"one of {LR_STYLES}"),
+            "wd_incr_style": (self.wd_incr_style in WD_STYLES, f"one of {WD_STYLES}"),
+            "min_lr": (0.0 <= self.min_lr <= self.max_lr, f"in [0, max_lr={self.max_lr}]"),
+            "init_lr": (0.0 <= self.init_lr <= self.max_lr, f"in [0, max_lr={self.max_lr}]"),
+            "lr_decay_steps": (self.lr_decay_steps > 0, "> 0"),
+            "lr_warmup_steps": (0 <= self.lr_warmup_steps < end, f"in [0, lr_decay_steps={end})"),
+            "end_wd": (0.0 <= self.start_wd <= self.end_wd, ">= start_wd >= 0"),
+            "wd_incr_steps": (
+                self.wd_incr_style == "constant" or self.wd_incr_steps > 0,
+                "> 0 for a ramp",
+            ),
+            "wsd_decay_steps": (
+                not wsd or (self.wsd_decay_steps is not None and 0 < self.wsd_decay_steps <= end),
+                f"in (0, lr_decay_steps={end}] for WSD",
+            ),
+            "lr_wsd_decay_style": (
+                not wsd or self.lr_wsd_decay_style in WSD_STYLES,
+                f"one of {WSD_STYLES} for WSD",
+            ),
+        }
+        for name, (good, rule) in rules.items():
+            if not good:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be {rule}")
+        if self.wd_incr_style == "constant" and self.start_wd != self.end_wd:
+            raise ValueError(
+                f"end_wd={self.end_wd!r}: must equal start_wd={self.start_wd!r} for wd_incr_style="
+                "'constant'"
+            )
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """The learning rate of a group at ``num_steps``."""
+        top: float = param_group.get("max_lr", self.max_lr)
+        floor: float = param_group.get("min_lr", self.min_lr)
+        done, warmup, end = self.num_steps, self.lr_warmup_steps, self.lr_decay_steps
+        if warmup > 0 and done <= warmup:
+            start = min(self.init_lr, top)
+            return start + (top - start) * done / warmup
+        if self.lr_decay_style == "constant":
+            return top
+        if done > end:
+            return floor
+        if self.lr_decay_style == "inverse-square-root":
+            return max(floor, top * math.sqrt(max(warmup, 1)) / math.sqrt(max(done, 1)))
+        if self.lr_decay_style == "WSD":
+            length = self.wsd_decay_steps or end
+            since = max(0, done - (end - length))
+            left = decay_factor(self.lr_wsd_decay_style or "linear", since / length)
+        else:
+            left = decay_factor(self.lr_decay_style, (done - warmup) / (end - warmup))
+        return floor + (top - floor) * left
+
+    def get_wd(self, param_group: dict[str, Any] | None = None) -> float:
+        """The weight decay of a group at ``num_steps``, before ``wd_mult``."""
+        group = param_group or {}
+        start, end = group.get("start_wd", self.start_wd), group.get("end_wd", self.end_wd)
+        if self.wd_incr_style == "constant" or self.num_steps >= self.wd_incr_steps:
+            return float(end)
+        left = decay_factor(self.wd_incr_style, self.num_steps / self.wd_incr_steps)
+        return float(end - (end - start) * left)
+
+    def step(self, increment: int = 1) -> None:
+        """Count ``increment`` more steps and set every group's ``lr`` and ``weight_decay``."""
+        self.num_steps += increment
+        for group in self.optimizer.param_groups:
+            lr = self.get_lr(group) * group.get("lr_mult", 1.0)
+            if isinstance(group["lr"], Tensor):
+                with torch.no_grad():
+                    group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+            group["weight_decay"] = self.get_wd(group) * group.get("wd_mult", 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+        return {name: getattr(self, name) for name in (*self._SETTINGS, "num_steps")}
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise what :meth:`load_state_dict` would raise; change nothing."""
+        if self.override_opt_param_scheduler or self.use_checkpoint_opt_param_scheduler:
+            return
+        for name in self._SETTINGS:
+            saved = state_dict.get(name, getattr(self, name))
+            if saved != getattr(self, name):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} here, {saved!r} in the checkpoint; set "
+                    "use_checkpoint_opt_param_scheduler or override_opt_param_scheduler"
+                )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where the saved scheduler was and set the groups at once. Loading twice is
+        loading once.
+
+        Without ``override_opt_param_scheduler``, a group whose limit equals this object's gets the
+        loaded limit. A warning names settings that change, and groups that keep limits of their
+        own.
+
+        Raises:
+            ValueError: the settings differ, and neither flag is set.
+        """
+        self.check_state_dict(state_dict)
+        self.num_steps = state_dict["num_steps"]
+        if self.override_opt_param_scheduler:
+            self._restore_limits()
+        else:
+            self._take_settings(state_dict)
+        self.step(0)
+
+    def _take_settings(self, state_dict: dict[str, Any]) -> None:
+        before = {name: getattr(self, name) for name in self._SETTINGS}
+        changed = {
+            name: state_dict[name]
+            for name, value in before.items()
+            if state_dict.get(name, value) != value
+        }
+        for name, value in changed.items():
+            setattr(self, name, value)
+        kept: list[str] = []
+        for index, group in enumerate(self.optimizer.param_groups):
+            for name in self._LIMITS:
+                if name not in group or group[name] == getattr(self, name):
+                    continue
+                if name in changed and group[name] == before[name]:
+                    group[name] = changed[name]
+                elif name in changed:
+                    kept.append(f"{name}={group[name]!r} of param group {index}")
+        if changed:
+            words = [f"{name}={value!r} ({before[name]!r} here)" for name, value in changed.items()]
+            own = f", and these groups keep limits of their own: {', '.join(kept)}" if kept else ""
+            warn(
+                f"the checkpoint's schedule counts: {', '.join(words)}{own}; set "
+                "override_opt_param_scheduler=True to keep this scheduler's settings"
+            )
+
+    # -- loads of the optimizer ---------------------------------------------------------------
+
+    def _limits_of_groups(self) -> list[dict[str, Any]]:
+        groups = self.optimizer.param_groups
+        return [{name: group[name] for name in self._LIMITS if name in group} for group in groups]
+
+    def _restore_limits(self) -> None:
+        """Give each group the limits that it had when this object was built."""
+        for group, limits in zip(self.optimizer.param_groups, self._limits, strict=False):
+            for name in self._LIMITS:
+                group.pop(name, None)
+            group.update(limits)
+
+    def _watch_loads(self) -> None:
+        """Register :meth:`_after_load` with the optimizer, or with the one that it wraps."""
+        hooked = self.optimizer
+        while not hasattr(hooked, "_optimizer_load_state_dict_post_hooks"):
+            hooked = getattr(hooked, "optimizer", None)
+            if hooked is None:
+                return
+        this = weakref.ref(self)  # a strong reference would be a cycle with the optimizer
+
+        def after_load(_: Any) -> None:
+            if (scheduler := this()) is not None:
+                scheduler._after_load()
+
+        handle = hooked.register_load_state_dict_post_hook(after_load)
+        weakref.finalize(self, handle.remove)
+
+    def _after_load(self) -> None:
+        """Restore this object's limits, or warn that the loaded ones count."""
+        if self.override_opt_param_scheduler:
+            self._restore_limits()
+            self.step(0)
+            return
+        differ = [
+            f"{name}={limits.get(name)!r} of param group {index} ({own.get(name)!r} here)"
+            for index, (limits, own) in enumerate(
+                zip(self._limits_of_groups(), self._limits, strict=False)
+            )
+            for name in self._LIMITS
+            if limits.get(name) not in (own.get(name), getattr(self, name))
+        ]
+        if differ:
+            warn(
+                f"the loaded param groups bring limits that the schedule reads: {differ[0]}"
+                f"{f' and {len(differ) - 1} more' if len(differ) > 1 else ''}; set "
+                "override_opt_param_scheduler=True to keep those of this run"
+            )

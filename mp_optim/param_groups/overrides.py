@@ -1,0 +1,418 @@
+"""Param groups: which parameters share hyperparameters, decided by declared overrides; and the
+settings that groups and overrides may have.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypedDict
+
+from torch import Tensor, nn
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.config.rules import RULES
+from mp_optim.config.setting_checks import LARGEST, SCHEDULED, as_number, nearest
+from mp_optim.core.names import named_params
+from mp_optim.core.param_attributes import is_expert_param
+from mp_optim.param_groups.tables import MuonAssignment, Tables
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ParamPredicate:
+    """A named test of a parameter; two with one name are the same."""
+
+    name: str
+    fn: Callable[[Tensor], bool] = field(compare=False)
+
+
+@dataclass(frozen=True)
+class ParamWithNamePredicate:
+    """A named test of a parameter and its FQN; two with one name are the same."""
+
+    name: str
+    fn: Callable[[Tensor, str], bool] = field(compare=False)
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+@dataclass(frozen=True)
+class ParamKey:
+    """Which parameters an override is for: those that any of the conditions matches.
+
+    Attributes:
+        name: shell patterns of FQNs.
+        attr: names of attributes that must be truthy.
+        predicate: tests of a parameter.
+        with_name_predicate: tests of a parameter and its FQN.
+    """
+
+    name: str | tuple[str, ...] = ()
+    attr: str | tuple[str, ...] = ()
+    predicate: ParamPredicate | tuple[ParamPredicate, ...] = ()
+    with_name_predicate: ParamWithNamePredicate | tuple[ParamWithNamePredicate, ...] = ()
+
+    def matches(self, param: Tensor, param_name: str) -> bool:
+        """Whether any condition holds."""
+        if any(fnmatch.fnmatchcase(param_name, pattern) for pattern in _tuple(self.name)):
+            return True
+        if any(bool(getattr(param, attr, False)) for attr in _tuple(self.attr)):
+            return True
+        if any(test.fn(param) for test in _tuple(self.predicate)):
+            return True
+        return any(test.fn(param, param_name) for test in _tuple(self.with_name_predicate))
+
+
+class ParamGroupOverride(TypedDict, total=False):
+    """Settings of the parameters a :class:`ParamKey` matches; any hyperparameter of the rule may be
+    among them."""
+
+    max_lr: float
+    min_lr: float
+    start_wd: float
+    end_wd: float
+    wd_mult: float
+    lr_mult: float
+    eps: float
+    betas: tuple[float, ...]
+    momentum: float
+    optimizer: str
+    """With muon: which of muon and ``muon_scalar_optimizer`` steps the parameters."""
+    qkv_split_shapes: tuple[int, ...]
+    head_rows: int | None
+
+
+Overrides = Mapping[ParamKey, ParamGroupOverride]
+
+
+def _key(name: str, fn: Callable[[Tensor, str], bool]) -> ParamKey:
+    return ParamKey(with_name_predicate=ParamWithNamePredicate(name, fn))
+
+
+@dataclass(frozen=True)
+class _TableTest:
+    """A test of a parameter that depends on whether it is an embedding or output layer.
+
+    Attributes:
+        test: of a parameter, and whether it is one.
+        tables: the model's; attributes and names alone decide until the factory sets it.
+    """
+
+    test: Callable[[Tensor, bool], bool]
+    tables: Tables = field(default_factory=Tables)
+
+    def __call__(self, param: Tensor, name: str) -> bool:
+        return self.test(param, self.tables.why(param, name) is not None)
+
+
+def _is_table(param: Tensor, is_table: bool) -> bool:
+    return is_table
+
+
+def _is_hidden(param: Tensor, is_table: bool) -> bool:
+    return param.ndim >= 2 and not is_table
+
+
+def _is_vector_like(param: Tensor, is_table: bool) -> bool:
+    return not _is_hidden(param, is_table)
+
+
+def _with_tables(key: ParamKey, tables: Tables) -> ParamKey:
+    """A key whose tests know the embeddings and output layers of a model."""
+    tests = tuple(
+        replace(test, fn=replace(test.fn, tables=tables))
+        if isinstance(test.fn, _TableTest)
+        else test
+        for test in _tuple(key.with_name_predicate)
+    )
+    return replace(key, with_name_predicate=tests)
+
+
+def _limits(max_lr: float, min_lr: float | None) -> ParamGroupOverride:
+    return {"max_lr": max_lr} if min_lr is None else {"max_lr": max_lr, "min_lr": min_lr}
+
+
+_QK_LAYERNORMS = (".q_layernorm.", ".k_layernorm.", ".q_norm.", ".k_norm.")
+
+
+def _no_weight_decay(param: Tensor, name: str, spared: Sequence[str] = ()) -> bool:
+    is_spared = any(part in f".{name}" for part in spared)
+    return (name.endswith(".bias") or name == "bias" or param.ndim <= 1) and not is_spared
+
+
+def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
+    """No weight decay for biases and 1-D parameters; ``decoupled_lr`` for embedding and output
+    parameters.
+
+    Embedding and output parameters are those with a truthy ``is_embedding_or_output_parameter``. If
+    the attribute is absent, the factory decides by their modules: ``nn.Embedding`` and kin, tied
+    parameters, Hugging Face's ``get_output_embeddings()``; and by the names that model families
+    have for their output layers.
+    """
+    undecayed = (
+        _key("no_weight_decay_but_qk", partial(_no_weight_decay, spared=_QK_LAYERNORMS))
+        if config.apply_wd_to_qk_layernorm
+        else _key("no_weight_decay", _no_weight_decay)
+    )
+    overrides: dict[ParamKey, ParamGroupOverride] = {undecayed: {"wd_mult": 0.0}}
+    if config.decoupled_lr is not None:
+        floor = config.decoupled_min_lr
+        if floor is None and config.min_lr is not None:
+            floor = min(config.min_lr, config.decoupled_lr)
+        decoupled = _limits(config.decoupled_lr, floor)
+        overrides[_key("embedding_or_output", _TableTest(_is_table))] = decoupled
+    return overrides
+
+
+def get_mup_config_overrides(
+    config: OptimizerConfig, mup_width_mult: float, optimizer_type: str = "adam"
+) -> dict[ParamKey, ParamGroupOverride]:
+    """Learning rates that transfer across width (Yang et al. 2022, table 8).
+
+    Adam: hidden matrices get ``lr / width`` and ``eps / width``. SGD: vector-like parameters and
+    embeddings get ``lr * width``. With ``optimizer="muon"`` hidden matrices are Muon's, whose scale
+    modes take care of width: nothing is overridden.
+
+    Args:
+        mup_width_mult: width of this model over the width the rates were tuned at, > 0.
+        optimizer_type: whose rule, adam or sgd.
+    """
+    if not mup_width_mult > 0.0:
+        raise ValueError(f"mup_width_mult={mup_width_mult!r}: must be > 0")
+    if optimizer_type not in ("adam", "sgd"):
+        raise ValueError(f"optimizer_type={optimizer_type!r}: must be 'adam' or 'sgd'")
+    lr = _required_lr(config)
+    if config.optimizer == "muon":
+        return {}
+
+    factor = mup_width_mult if optimizer_type == "sgd" else 1 / mup_width_mult
+    limits = _limits(lr * factor, None if config.min_lr is None else config.min_lr * factor)
+    if optimizer_type == "sgd":
+        return {_key("mup_vector_like", _TableTest(_is_vector_like)): limits}
+    eps = config.adam_eps / mup_width_mult
+    return {_key("mup_hidden", _TableTest(_is_hidden)): {**limits, "eps": eps}}
+
+
+def check_config_overrides_consistency(
+    config: OptimizerConfig, config_overrides: Overrides | None
+) -> None:
+    """Raise ValueError if an override sets what only the whole stack can have."""
+    rules = {config.optimizer, config.elementwise_rule}
+    for override in (config_overrides or {}).values():
+        for name, value in override.items():
+            if name == "optimizer" and value in rules:
+                continue
+            if name in OF_THE_STACK and value != getattr(config, name):
+                raise ValueError(
+                    f"override {name}={value!r} differs from the config's "
+                    f"{getattr(config, name)!r}; it is one setting for the whole stack"
+                )
+
+
+def _trained(model_chunks: Sequence[nn.Module]) -> list[tuple[str, Tensor]]:
+    return [(name, param) for name, param in named_params(model_chunks) if param.requires_grad]
+
+
+def _required_lr(config: OptimizerConfig) -> float:
+    if config.lr is None:
+        raise ValueError("lr=None: set OptimizerConfig.lr")
+    return config.lr
+
+
+def _combined(
+    param: Tensor, name: str, overrides: Mapping[ParamKey, Mapping[str, Any]]
+) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, override in overrides.items():
+        if not key.matches(param, name):
+            continue
+        for setting, value in override.items():
+            if result.setdefault(setting, value) != value:
+                raise ValueError(
+                    f"{name}: overrides disagree on {setting}: {result[setting]!r} and {value!r}"
+                )
+    return result
+
+
+def get_param_groups(
+    model_chunks: Sequence[nn.Module],
+    config: OptimizerConfig,
+    config_overrides: Overrides | None = None,
+    expert_predicate: Callable[[Tensor, str], bool] | None = None,
+) -> list[dict[str, Any]]:
+    """One group per combination of overrides and expert or not; dense first, then in order of
+    appearance.
+
+    Frozen parameters are left out; tied ones appear once, under their first name.
+
+    Returns:
+        Groups with ``params``, ``param_names``, ``lr``, ``max_lr``, ``min_lr``, ``weight_decay``,
+        ``wd_mult``, ``lr_mult``, ``is_expert_parallel``, ``is_decoupled_lr`` and what overrides
+        add.
+
+    Raises:
+        ValueError: lr is missing, or two overrides disagree. TypeError: a complex parameter, by
+            name.
+    """
+    lr = _required_lr(config)
+    check_config_overrides_consistency(config, config_overrides)
+    tables = Tables(model_chunks)
+    overrides = {
+        _with_tables(key, tables): checked_override(config, override)
+        for key, override in (config_overrides or {}).items()
+    }
+    expert = expert_predicate or is_expert_param
+    muon = MuonAssignment(model_chunks, config, tables) if config.optimizer == "muon" else None
+    members: dict[tuple[bool, tuple[Any, ...]], list[tuple[str, Tensor]]] = {}
+    trained = _trained(model_chunks)
+    for name, param in trained:
+        if param.is_complex() or not param.is_floating_point():
+            raise TypeError(
+                f"{name} is {param.dtype}: only real floating-point parameters can be trained; "
+                "freeze it"
+            )
+        override = _combined(param, name, overrides)
+        is_expert = bool(expert(param, name))
+        if muon is not None:
+            override = muon.settings(param, name, is_expert, override)
+        key = (is_expert, tuple(sorted(override.items())))
+        members.setdefault(key, []).append((name, param))
+    for unmatched in overrides:
+        if (unmatched.name or unmatched.attr) and not any(
+            unmatched.matches(param, name) for name, param in trained
+        ):
+            _log.warning("override %s matches no trainable parameter", unmatched)
+    ordered = sorted(members.items(), key=lambda item: item[0][0])
+    return [
+        _group(config, lr, is_expert, dict(override), named)
+        for (is_expert, override), named in ordered
+    ]
+
+
+def _group(
+    config: OptimizerConfig,
+    lr: float,
+    is_expert: bool,
+    override: dict[str, Any],
+    named: list[tuple[str, Tensor]],
+) -> dict[str, Any]:
+    floor = {} if config.min_lr is None else {"min_lr": config.min_lr}
+    settings = {"wd_mult": 1.0, "lr_mult": 1.0, "max_lr": lr, **floor, **override}
+    decoupled = config.decoupled_lr is not None and settings["max_lr"] == config.decoupled_lr != lr
+    return {
+        "params": [param for _, param in named],
+        "param_names": [name for name, _ in named],
+        "lr": settings["max_lr"] * settings["lr_mult"],
+        "weight_decay": config.weight_decay * settings["wd_mult"],
+        "is_expert_parallel": is_expert,
+        "is_decoupled_lr": decoupled,
+        **settings,
+    }
+
+
+def check_claims(
+    model_chunks: Sequence[nn.Module], param_groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise ValueError unless every trainable parameter is in exactly one group; names the first
+    that is not."""
+    claims: Counter[int] = Counter()
+    for group in param_groups:
+        claims.update(id(item[1] if isinstance(item, tuple) else item) for item in group["params"])
+    for name, param in _trained(model_chunks):
+        if (count := claims[id(param)]) != 1:
+            raise ValueError(
+                f"{name} is in {count} param groups; put every trainable parameter in exactly one, "
+                "or freeze it with requires_grad_(False)"
+            )
+
+
+# -- settings -------------------------------------------------------------------------------------
+
+
+OF_THE_STACK = ("optimizer", "optimizer_cpu_offload", "fp16", "bf16")
+"""What one stack has one of."""
+_INSTEAD = {"lr": "max_lr", "weight_decay": "wd_mult, start_wd and end_wd"}
+"""What schedules set, and what of an override they set it from."""
+_SETTINGS_OF_ANY = (
+    *("params", "param_names", "is_expert_parallel", "is_decoupled_lr", "optimizer"),
+    *SCHEDULED,
+)
+_AS_ELSEWHERE = {
+    "learning_rate": "lr",
+    **dict.fromkeys(("wd", "decay"), "weight_decay"),
+    **dict.fromkeys(("beta1", "beta2", "adam_betas"), "betas"),
+    **dict.fromkeys(("epsilon", "adam_eps"), "eps"),
+}
+_RATES = [name for name in SCHEDULED if name != "initial_lr"]
+_LIMITS: dict[str, tuple[float, str]] = {
+    **dict.fromkeys((*_RATES, "eps"), (LARGEST, f"a number from 0 to {LARGEST:g}")),
+    "momentum": (1.0, "a number from 0 to 1"),
+}
+
+
+def checked_override(config: OptimizerConfig, override: Mapping[str, Any]) -> dict[str, Any]:
+    """An override with lists as tuples.
+
+    Raises:
+        ValueError: a setting is unknown or would do nothing.
+    """
+    known = [*_RATES, *RULES[config.optimizer].overrides, *OF_THE_STACK]
+    for name, value in override.items():
+        if name in _INSTEAD:
+            raise ValueError(
+                f"override {name}={value!r}: schedules set {name}; use {_INSTEAD[name]}"
+            )
+        if name not in known:
+            raise ValueError(
+                f"override {name}={value!r}: no setting of a param group of "
+                f"{config.optimizer!r}{nearest(name, known)}"
+            )
+    check_group_settings("override", override, config.optimizer)
+    top = override.get("max_lr", config.lr)
+    floor = override.get("min_lr", config.min_lr)
+    if top is not None and floor is not None and floor > top:
+        raise ValueError(f"override max_lr={top!r}: below min_lr={floor!r}; override min_lr too")
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in override.items()
+    }
+
+
+def check_group_settings(where: str, group: Mapping[str, Any], rule: str) -> None:
+    """Raise if a setting of a param group is misspelt or out of range. Keys of the caller's own,
+    which resemble none of ours, are left alone.
+
+    Raises:
+        ValueError: naming the group and the key.
+    """
+    known = [*_SETTINGS_OF_ANY, *RULES[rule].overrides]
+    for name, value in group.items():
+        hint = nearest(name, known, 0.8)
+        if name in _AS_ELSEWHERE:
+            hint = f"; did you mean {_AS_ELSEWHERE[name]!r}?"
+        if name not in known and hint:
+            raise ValueError(f"{where}: {name}={value!r} is no setting of a param group{hint}")
+        most, words = _LIMITS.get(name, (math.inf, ""))
+        is_pair = isinstance(RULES[rule].settings.get(name), tuple)  # the rule checks it
+        if name in _LIMITS and not (is_pair or isinstance(value, Tensor) or _within(value, most)):
+            raise ValueError(f"{where}: {name}={value!r} must be {words}")
+        count = 3 if len(RULES[rule].settings.get("betas", ())) == 3 else 2
+        if name == "betas" and not (
+            isinstance(value, (tuple, list))
+            and len(value) == count
+            and all(_within(beta, math.nextafter(1.0, 0.0)) for beta in value)
+        ):
+            number = "three" if count == 3 else "two"
+            raise ValueError(f"{where}: betas={value!r} must be {number} numbers in [0, 1)")
+
+
+def _within(value: Any, most: float) -> bool:
+    return not isinstance(value, Tensor) and 0.0 <= as_number(value) <= most

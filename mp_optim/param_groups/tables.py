@@ -1,0 +1,304 @@
+"""Which parameters of a model are embeddings, output layers or hidden matrices, and so which of
+them Muon orthogonalizes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import GeneratorType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.core import param_attributes
+from mp_optim.core.names import named_params
+from mp_optim.host.calls import warn
+
+# -- embeddings and output layers -----------------------------------------------------------------
+
+_TABLE_WORDS = {"emb", "embs", "embed", "embeds", "embedding", "embeddings"}
+_TABLE_NAMES = {"wte", "wpe", "relative_attention_bias"}
+_ANYWHERE = {"embed_tokens", "word_embeddings", "lm_head", "output_layer", "embed_out", "to_logits"}
+"""Parts of an FQN that are an embedding or output layer wherever they stand."""
+_OUTSIDE_BLOCKS = (
+    *("shared", "output", "head", "head.fc", "score", "qa_outputs"),
+    *("classifier", "classifier.dense", "classifier.out_proj"),
+)
+"""Ends of an FQN that are one where no part of the FQN is a number, as those of blocks are."""
+
+
+def _by_name(name: str, *, is_table: bool) -> bool:
+    """Whether the usual model families call an embedding or output layer so.
+
+    Args:
+        is_table: False of a parameter whose module is known and is no lookup table.
+    """
+    parts = name.split(".")
+    if _ANYWHERE & set(parts):
+        return True
+    path = [part for part in parts if part not in ("weight", "bias") and not part.isdigit()]
+    is_in_block = any(part.isdigit() for part in parts)
+    called = ".".join(path)
+    if not is_in_block and any(f".{called}".endswith(f".{end}") for end in _OUTSIDE_BLOCKS):
+        return True
+    last = path[-1] if path else ""
+    return is_table and (last in _TABLE_NAMES or bool(_TABLE_WORDS & set(last.split("_"))))
+
+
+def _is_lookup(module: nn.Module) -> bool:
+    """Whether a module's own parameters are rows that are looked up."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return True
+    return "Embedding" in type(module).__name__ and not _is_product(module)
+
+
+def _is_product(module: nn.Module) -> bool:
+    classes = (base.__name__ for base in type(module).__mro__)
+    return any("Linear" in name or name.startswith("Conv") for name in classes)
+
+
+class Tables:
+    """The embeddings and output layers among the parameters of some modules.
+
+    Megatron's attribute ``is_embedding_or_output_parameter`` decides where it is set. Else the
+    module that holds a parameter decides, or one that it is tied to: ``nn.Embedding`` and kin, and
+    the module that Hugging Face's ``get_output_embeddings()`` returns. Else the name does.
+
+    Args:
+        chunks: the modules; without any, attributes and names alone decide.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module] = ()) -> None:
+        self._names: dict[int, str] = {}
+        for chunk in chunks:
+            self._names = {id(param): name for name, param in named_params([chunk])} | self._names
+        self._why: dict[int, str] = {}
+        self._products: set[int] = set()
+        for module in (module for chunk in chunks for module in chunk.modules()):
+            own = [id(param) for param in module.parameters(recurse=False)]
+            if own and _is_lookup(module):
+                self._why.update(dict.fromkeys(own, f"in {type(module).__name__}"))
+            elif own and _is_product(module):
+                self._products.update(own)
+            output = _output_of(module)
+            for param in () if output is None else output.parameters(recurse=False):
+                self._why.setdefault(id(param), "in the output layer")
+
+    def knows(self, param: Tensor) -> bool:
+        """Whether the modules hold a parameter."""
+        return id(param) in self._names
+
+    def name_of(self, param: Tensor, default: str) -> str:
+        """A parameter's FQN in the modules."""
+        return self._names.get(id(param), default)
+
+    def why(self, param: Tensor, name: str) -> str | None:
+        """Why a parameter counts as an embedding or output layer; None if it is neither."""
+        marked = param_attributes.marked_embedding_or_output(param)
+        if marked is not None:
+            return "is_embedding_or_output_parameter" if marked else None
+        if reason := self._why.get(id(param)):
+            return reason
+        is_table = id(param) not in self._products
+        return "by name" if _by_name(self.name_of(param, name), is_table=is_table) else None
+
+
+def _output_of(module: nn.Module) -> nn.Module | None:
+    try:
+        output = getattr(module, "get_output_embeddings", lambda: None)()
+    except (AttributeError, NotImplementedError):  # a base class without a head
+        return None
+    return output if isinstance(output, nn.Module) else None
+
+
+def module_of(params: Any) -> nn.Module | None:
+    """The module whose ``named_parameters()`` or ``parameters()`` is given; None of any other
+    iterable, and of one that has begun."""
+    if (
+        not isinstance(params, GeneratorType)
+        or inspect.getgeneratorstate(params) != inspect.GEN_CREATED
+    ):
+        return None
+    if params.gi_code.co_name not in ("named_parameters", "parameters"):
+        return None
+    owner = inspect.getgeneratorlocals(params).get("self")
+    return owner if isinstance(owner, nn.Module) else None
+
+
+# -- Muon -----------------------------------------------------------------------------------------
+
+_BY_HEADS = ("linear_qkv", "q_proj", "k_proj", "v_proj")
+
+
+def _whole_shape(param: Tensor) -> torch.Size:
+    """The shape of what a tensor may be a flat part of."""
+    whole = param_attributes.shard_info(param).whole_shape
+    return param.shape if whole is None else whole
+
+
+def is_hidden_matrix(param: Tensor, name: str, is_expert: bool, tables: Tables) -> bool:
+    """Whether Muon steps a parameter unless an override says otherwise: a matrix, or an expert's
+    stack of matrices, that is neither an embedding nor an output layer, and whose ``use_muon`` is
+    not false."""
+    dims = len(_whole_shape(param))
+    return (
+        (dims == 2 or (dims == 3 and is_expert))
+        and param_attributes.is_for_muon(param)
+        and tables.why(param, name) is None
+    )
+
+
+_TABLE_ROWS, _TABLE_RATIO = 1024, 8
+"""A matrix outside of numbered blocks that has at least so many rows, and so many times its
+columns, may be an embedding or output layer with an unusual name."""
+
+
+def warn_of_table_shape(param: Tensor, name: str) -> None:
+    """Warn if a matrix of Muon's has the shape of an embedding or output layer."""
+    shape = _whole_shape(param)
+    is_tall = len(shape) == 2 and shape[0] >= max(_TABLE_ROWS, _TABLE_RATIO * shape[1])
+    if is_tall and not any(part.isdigit() for part in name.split(".")):
+        warn(
+            f"Muon orthogonalizes {name}: its shape {tuple(shape)} is that of an embedding or "
+            "output layer, and neither its module nor its name is; if it is one, set "
+            'optimizer="adam" in its group, or in an override of get_megatron_optimizer'
+        )
+
+
+def choice_notes(param_groups: Iterable[Mapping[str, Any]], tables: Tables) -> tuple[str, ...]:
+    """Lines that list the matrices that Muon orthogonalizes, and those that it does not, with the
+    reasons."""
+    by_muon: Counter[str] = Counter()
+    others: dict[str, Counter[str]] = {}
+    for group in param_groups:
+        rule = group.get("optimizer", "muon")
+        for name, param in _named(group):
+            if rule == "muon":
+                by_muon[_pattern(name)] += 1
+            elif len(_whole_shape(param)) > 1:
+                reason = tables.why(param, name) or "by its group, use_muon, or its dimensions"
+                others.setdefault(rule, Counter())[f"{_pattern(name)} ({reason})"] += 1
+    lines = [f"orthogonalized by Muon: {_listed(by_muon)}"]
+    lines += [f"matrices stepped by {rule}: {_listed(names)}" for rule, names in others.items()]
+    return tuple(lines)
+
+
+def _named(group: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    names = group.get("param_names") or [f"unnamed {tuple(p.shape)}" for p in group["params"]]
+    return zip(names, group["params"], strict=True)
+
+
+def _pattern(name: str) -> str:
+    """A name that layers share, with a star for each number."""
+    return re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)
+
+
+def _listed(names: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in names.items()) or "none"
+
+
+class MuonAssignment:
+    """The choice, for each parameter of a model, of the rule that steps it, and of how a fused QKV
+    weight is cut.
+
+    Args:
+        model_chunks: the modules that hold the parameters.
+        tables: the embeddings and output layers of these modules.
+    """
+
+    def __init__(
+        self, model_chunks: Sequence[nn.Module], config: OptimizerConfig, tables: Tables
+    ) -> None:
+        self._config, self._tables = config, tables
+        self._sizes: dict[int, Any] = {}
+        for chunk in model_chunks:
+            sizes = getattr(chunk, "config", None)
+            self._sizes |= dict.fromkeys(map(id, chunk.parameters()), sizes)
+
+    def settings(
+        self, param: Tensor, name: str, is_expert: bool, override: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The overrides of a parameter with ``optimizer`` among them, ``qkv_split_shapes`` where it
+        is fused, and ``head_rows`` where its heads are split.
+
+        Raises:
+            ValueError: it is fused, and neither model nor override says how; or it is no matrix and
+                an override says ``muon``.
+        """
+        is_hidden = is_hidden_matrix(param, name, is_expert, self._tables)
+        own = "muon" if is_hidden else self._config.muon_scalar_optimizer
+        chosen = override.get("optimizer", own)
+        if chosen != "muon":
+            return {**override, "optimizer": chosen}
+        if "optimizer" not in override:
+            warn_of_table_shape(param, self._tables.name_of(param, name))
+        shape = _whole_shape(param)
+        if len(shape) < 2:
+            raise ValueError(
+                f"{name} has shape {tuple(shape)}: override optimizer='muon' is for matrices"
+            )
+        heads = override.get("head_rows", self._head_rows(param, name))
+        if heads is not None:
+            _check_rows(param, name, "head_rows", heads, heads)
+            return {**override, "optimizer": chosen, "head_rows": heads}
+        parts = override.get("qkv_split_shapes", self._qkv_parts(param, name))
+        if parts is None:
+            return {**override, "optimizer": chosen}
+        _check_rows(param, name, "the sum of qkv_split_shapes", parts, sum(parts))
+        return {**override, "optimizer": chosen, "qkv_split_shapes": parts}
+
+    def _head_rows(self, param: Tensor, name: str) -> int | None:
+        """Rows of each head, of the names that Megatron and Hugging Face give such weights."""
+        if not self._config.muon_split_heads:
+            return None
+        is_attention = name.removesuffix(".weight").split(".")[-1] in _BY_HEADS
+        if not is_attention and not param_attributes.is_qkv(param):
+            return None
+        sizes = self._sizes.get(id(param))
+        for size in ("kv_channels", "head_dim"):
+            if rows := getattr(sizes, size, None):
+                return int(rows)
+        hidden, heads = (
+            getattr(sizes, size, None) for size in ("hidden_size", "num_attention_heads")
+        )
+        if hidden and heads:
+            return int(hidden // heads)
+        raise ValueError(
+            f"{name} is an attention weight and muon_split_heads=True, but the model's config does "
+            "not say how many rows a head has (kv_channels, head_dim, or hidden_size and "
+            "num_attention_heads); override head_rows, with None for a weight without heads"
+        )
+
+    def _qkv_parts(self, param: Tensor, name: str) -> tuple[int, ...] | None:
+        """Megatron's rows per query group: queries, a gate where the model's attention has one,
+        keys, values."""
+        fused = param_attributes.is_qkv(param) or name.endswith("linear_qkv.weight")
+        if not self._config.muon_split_qkv or not fused:
+            return None
+        if (parts := param_attributes.qkv_split_shapes(param)) is not None:
+            return parts
+        sizes = self._sizes.get(id(param))
+        heads, groups, width = (
+            getattr(sizes, field, None)
+            for field in ("num_attention_heads", "num_query_groups", "kv_channels")
+        )
+        if not heads or not groups or not width:
+            raise ValueError(
+                f"{name} is a fused QKV weight and muon_split_qkv=True, but the model's config "
+                "does not say how it is laid out (num_attention_heads, num_query_groups, "
+                "kv_channels); override qkv_split_shapes=(rows of Q, of K, of V in each group), or "
+                "set muon_split_qkv=False"
+            )
+        queries = heads // groups * width
+        gate = (queries,) if getattr(sizes, "attention_output_gate", False) else ()
+        return (queries, *gate, width, width)
+
+
+def _check_rows(param: Tensor, name: str, what: str, value: Any, rows: int) -> None:
+    if (height := _whole_shape(param)[-2]) % rows:
+        raise ValueError(f"{name} has {height} rows, which is no multiple of {what}={value}")

@@ -1,1 +1,0 @@
-"""The other processes of the job: whom to agree with, and who is missing."""

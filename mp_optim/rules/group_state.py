@@ -1,0 +1,183 @@
+"""State of one param group: counts of steps and state tensors of each slot, and lists of them that
+are kept from one step to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.core import CachedTensorList
+from mp_optim.core.tensor_layout import region_of
+from mp_optim.core.tensors import SeenParams
+
+
+class SteppedTogether:
+    """Slots of a group that are mostly stepped at a time, and what is kept of that for the next
+    time: those of one place, or of one bucket there.
+
+    Attributes:
+        positions: of the slots, in order. known: the last list that was compared with them.
+        watched: all state tensors of the slots, in the memory that they had at the last step; empty
+            if that is not known. forms: how they were laid out when they were last checked.
+        count: how often each of them was stepped, if it is known to be the same for all.
+        mains: what is stepped. seen: how it was laid out then, if it is a model's parameters: whose
+            memory others may move (``param.data = ...``), and so it is not held.
+        lists: state tensors by key.
+        launch: what the executor made for them, without gradients, as long as all that it was made
+            from stays: ``outputs`` as they were given, the settings that were ``checked``, and the
+            ``moments`` that are kept under them.
+    """
+
+    def __init__(self, positions: Iterable[int]) -> None:
+        self.positions = list(positions)
+        self.count: float | None = None
+        self.known: Sequence[int] | None = None
+        self.forms: list[tuple[object, ...]] = []
+        self.replaced()
+
+    def replaced(self) -> None:
+        """Forget tensors: some are others now, or have other memory, and what is kept here keeps
+        the memory alive that they had."""
+        self.watched = CachedTensorList()
+        self.lists: dict[str, CachedTensorList] = {}
+        self.mains: CachedTensorList | None = None
+        self.seen: SeenParams | None = None
+        self.launch: Any = None
+        self.outputs: Sequence[Tensor | None] = ()
+        self.checked: dict[str, Any] | None = None
+        self.moments: tuple[tuple[str, ...], ...] = ()
+
+
+class GroupState:
+    """State of one param group.
+
+    Attributes:
+        regions: which elements of a parameter each slot is.
+        steps: FP32, shape (slots,), on the CPU: how often each slot was stepped. A slot's ``step``
+            is a view of it.
+        slots: state tensors of each slot; empty until they are read.
+        mains, shapes: the tensor each slot's state was last found to fit, and its shape then.
+        is_shown: whether callers were given state, and so may give it other memory.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        count = len(params)
+        self.regions = [region_of(param) for param in params]
+        self.steps = torch.zeros(count, dtype=torch.float32, device="cpu")
+        self.slots: list[dict[str, Tensor]] = [{} for _ in range(count)]
+        self.mains: list[Tensor | None] = [None] * count
+        self.shapes: list[torch.Size | None] = [None] * count
+        self.is_shown = False
+        self._version = self.steps._version
+        self._together: list[SteppedTogether] = []  # of each slot
+        self.step_together([])
+
+    def step_together(self, sets: Iterable[Sequence[int]]) -> None:
+        """The slots at each of these positions are mostly stepped at a time, and so are those that
+        are left."""
+        found: dict[int, SteppedTogether] = {}
+        for positions in sets:
+            found |= dict.fromkeys(positions, SteppedTogether(positions))
+        every = range(len(self.slots))
+        rest = SteppedTogether(position for position in every if position not in found)
+        self._together = [found.get(position, rest) for position in every]
+        self._sets = list(dict.fromkeys(self._together))
+
+    def together(self, positions: Sequence[int]) -> SteppedTogether | None:
+        """What is kept for slots that are mostly stepped at a time, if these are all of them."""
+        kept = self._together[positions[0]]
+        if positions is not kept.known and positions == kept.positions:
+            kept.known = positions
+        return kept if positions is kept.known else None
+
+    def sets_of(self, positions: Iterable[int] | None = None) -> Iterable[SteppedTogether]:
+        """Return the sets that some slots are stepped with, or all sets."""
+        every = self._together
+        if positions is None:
+            return self._sets
+        return dict.fromkeys(map(every.__getitem__, positions))
+
+    def show(self, position: int) -> None:
+        """Watch the memory of state from now on: a caller is given the state of a slot."""
+        self.is_shown = True
+        self._watched_of(self._together[position])
+
+    def has_moved(self, kept: SteppedTogether) -> bool:
+        """Return whether state of a set has other memory than at the last step, or another form."""
+        if kept.watched:
+            return kept.watched.has_moved()
+        return self.forms_of(kept) != kept.forms
+
+    def _watched_of(self, kept: SteppedTogether) -> CachedTensorList:
+        if not kept.watched:
+            kept.watched = CachedTensorList(
+                value for position in kept.positions for value in self.slots[position].values()
+            ).hold()
+        return kept.watched
+
+    def forms_of(self, kept: SteppedTogether) -> list[tuple[object, ...]]:
+        """Return the layout of all state tensors of a set, and the addresses of counts."""
+        return [
+            (t.shape, t.dtype, t.device, t.is_contiguous(), t.dim() or t.data_ptr())
+            for t in self._watched_of(kept)
+        ]
+
+    def tensors(self, name: str, positions: Sequence[int]) -> list[Tensor]:
+        """State tensors of that name; the same list every time for what is stepped together."""
+        kept = self.together(positions)
+        if kept is None:
+            return [self.slots[position][name] for position in positions]
+        if name not in kept.lists:
+            tensors = CachedTensorList(self.slots[position][name] for position in positions)
+            kept.lists[name] = tensors.hold()
+        return kept.lists[name]
+
+    def replaced(self, positions: Iterable[int] | None = None) -> None:
+        """Forget lists of tensors: at some positions, or anywhere, there are others now."""
+        for kept in self.sets_of(positions):
+            kept.replaced()
+
+    def was_stepped(self, position: int) -> bool:
+        """Whether a slot was ever stepped."""
+        # unlike item(), tolist() is no question to a device
+        return bool(self.steps[position : position + 1].tolist()[0] > 0)
+
+    def count(self, positions: Sequence[int], by: int = 1) -> None:
+        """Add a step to the given slots; -1 takes it back."""
+        kept = self.together(positions)
+        if kept is None or self.steps._version != self._version:
+            self._forget_counts()
+        elif kept.count is not None:
+            kept.count += by
+        if len(positions) == len(self.slots):
+            self.steps += by
+        else:
+            self.steps[torch.tensor(positions, device="cpu")] += by
+        self._version = self.steps._version
+
+    def counts(self, positions: Sequence[int], kept: SteppedTogether | None) -> list[float]:
+        """How often each of the given slots was stepped; of those that are mostly stepped at a time
+        a single number if it is the same for all.
+
+        Args:
+            kept: for these positions (:meth:`together`).
+        """
+        if self.steps._version != self._version:
+            self._forget_counts()
+        if kept is not None and kept.count is not None:
+            return [kept.count]
+        of_all: list[float] = self.steps.tolist()
+        counts = [of_all[position] for position in positions]
+        if kept is not None and len(set(counts)) == 1:
+            kept.count = counts[0]
+            return counts[:1]
+        return counts
+
+    def _forget_counts(self) -> None:
+        """They were written: slots' ``step`` are views of them, so torch counts who writes them."""
+        self._version = self.steps._version
+        for kept in self.sets_of():
+            kept.count = None

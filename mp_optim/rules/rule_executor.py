@@ -1,0 +1,580 @@
+"""RuleExecutor: steps slots by a rule of this package, many in a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mp_optim.config.fields import check_field
+from mp_optim.config.rules import CAUTIONS, audit_refusal, caution_refusal, refusal
+from mp_optim.config.setting_checks import RefusedSettings
+from mp_optim.core import (
+    CachedTensorList,
+    DeviceMultiplier,
+    Multiplier,
+    ParamGroups,
+    Slot,
+    SlotUpdate,
+    SlotUpdates,
+    StepSlots,
+    UpdateSelection,
+    all_same,
+    group_settings,
+    slot_name,
+    stream_of,
+)
+from mp_optim.core.executor import Executor, Place
+from mp_optim.core.interrupted_step import StepMark
+from mp_optim.core.slot_state import REMAINDER, STEP, SlotState
+from mp_optim.core.tensors import continue_from
+from mp_optim.host.calls import in_own_modes, writes_counted
+from mp_optim.host.leases import before_writing, borrows
+from mp_optim.kernels import Backend, check_forms, choose_backend, rule_note
+from mp_optim.kernels.codecs import Noise, join, mix, split_
+from mp_optim.kernels.kernel_args import TensorLists, contiguous, contiguous_outputs
+from mp_optim.kernels.reference import Scales
+from mp_optim.kernels.state_format import StatePrecision
+from mp_optim.rules.audit import Audit, Audited, AuditError
+from mp_optim.rules.group_state import GroupState, SteppedTogether
+from mp_optim.rules.rule import Launch, Rule
+from mp_optim.rules.rule_state import RuleSlotState, RuleState
+
+_HOST = torch.device("cpu")
+_Shared = tuple[torch.device, torch.dtype, float, Multiplier, tuple[str, ...]]
+"""What updates of one group have in common that go into one launch: device, dtype, count of steps,
+multiplier, and keys of the moments and of their scales."""
+
+
+class GroupSlots(NamedTuple):
+    """The slots of a step that are in one group: which of the updates, and at which positions."""
+
+    group: int
+    members: UpdateSelection
+    positions: list[int]
+
+
+class RuleExecutor(Executor):
+    """Steps FP32 tensors, and bfloat16 ones beside remainders, by a rule.
+
+    Args:
+        rule: without state. precision: how what it keeps is stored.
+        backend, audit_rate, audit_action: of the config (``fused_backend``).
+
+    Attributes:
+        rows: what is kept for the slots.
+        workspace: what the rule notes from launch to launch.
+        audit: repeats samples of what is stepped; None if there is no audit.
+
+    Raises:
+        ValueError: the backend is not usable, has no kernels for the rule, or does not store state
+            so; or rule or backend cannot be audited.
+    """
+
+    def __init__(
+        self,
+        param_groups: ParamGroups,
+        rule: Rule,
+        precision: StatePrecision,
+        backend: str,
+        audit_rate: float = 0.0,
+        audit_action: str = "warn",
+    ) -> None:
+        super().__init__(param_groups)
+        choose_backend(backend, _HOST)
+        check_backend(backend, rule.kernels, precision)
+        self.rule, self.workspace, self._backend = rule, rule.new_workspace(), backend
+        self.rows = RuleState(rule, precision, param_groups)
+        self.audit = None
+        if check_field("audit_rate", audit_rate):
+            check_audited(audit_rate, rule.name, backend)
+            action = check_field("audit_action", audit_action)
+            name_of = partial(slot_name, param_groups)
+            self.audit = Audit(audit_rate, action, name_of, partial(_marks, self.rows))
+        self._plan_key = object()  # another one makes the plans kept in StepSlots stale
+        self._plain: Backend | None = None  # one that has kernels for the rule
+        self._checked: dict[int, dict[str, Any]] = {}
+        self._values: dict[int, list[Any]] = {}
+
+    # -- groups and settings ----------------------------------------------------------------------
+
+    def step_together(self, group: int, sets: Sequence[Sequence[int]]) -> None:
+        self._plan_key = object()
+        self.rows.groups[group].step_together(sets)
+
+    def group_added(self) -> None:
+        super().group_added()
+        group = self.param_groups[-1]
+        self.check_settings(group)
+        self.rows.groups.append(GroupState(group["params"]))
+
+    def forget_groups(self, count: int) -> None:
+        super().forget_groups(count)
+        del self.rows.groups[count:]
+        self._plan_key = object()
+        for index in [index for index in self._checked if index >= count]:
+            del self._checked[index]
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        self.rule.check_settings(group)
+        for name in CAUTIONS:
+            if group.get(name) and (why := caution_refusal(self._backend)):
+                raise ValueError(f"{name}=True: {why}")
+        self.rule.check_shapes(group, self.rows.whole_shapes(group["params"]))
+
+    def check_groups(self) -> None:
+        """See the base class; looks again only at what was changed."""
+        for index, group in enumerate(self.param_groups):
+            values = list(group.values())
+            if index in self._checked and all_same(values, self._values[index]):
+                continue
+            now = group_settings(group)
+            if any(isinstance(value, Tensor) for value in now.values()):
+                self._checked.pop(index, None)  # it can be written in place
+            elif self._checked.get(index) == now:
+                self._values[index] = values
+                continue
+            try:
+                self.check_settings(group)
+            except (TypeError, ValueError) as error:
+                text = f"param_groups[{index}]: {error}; nothing was stepped"
+                raise RefusedSettings(text) from error
+            if not any(isinstance(value, Tensor) for value in now.values()):
+                self._checked[index], self._values[index] = now, values
+
+    def is_collective(self, update: SlotUpdate) -> bool:
+        """Whether stepping a slot is a collective of the ranks that hold its parts."""
+        return self.rule.is_collective(self.param_groups[update.slot.group], update)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def clipped(self, updates: SlotUpdates, grad_norm: float | None) -> SlotUpdates:
+        if not self.rule.clips or grad_norm is None:
+            return updates
+        groups = [slot.group for slot in updates.slots]
+        of_slots = list(zip(groups, updates.multipliers, strict=True))
+        known: dict[tuple[int, Multiplier], Multiplier] = {}
+        for group, value in set(of_slots):
+            known[group, value] = value
+            if not isinstance(value, DeviceMultiplier):
+                settings = self.param_groups[group]
+                known[group, value] = self.rule.effective_multiplier(settings, value, grad_norm)
+        return replace(updates, multipliers=list(map(known.__getitem__, of_slots)))
+
+    def step_slots(self, updates: SlotUpdates) -> None:
+        rows = self.rows
+        if rows.unsettled:
+            rows.settle()
+        # All launches are formed before the first is carried out: what does not fit is found while
+        # nothing is stepped.
+        planned = [
+            (of_group, self._plan_group(of_group, chosen, group))
+            for of_group, chosen, group in self._shares_of(updates)
+        ]
+        self.step_mark.touch()
+        for (index, _, positions), launches in planned:
+            for launch in launches:
+                self.carry_out(launch)
+            rows.groups[index].count(positions)
+            if isinstance(multiplier := launches[0].multiplier, DeviceMultiplier):
+                rows.unsettled.append((rows.groups[index], positions, multiplier))
+
+    def plan(self, updates: SlotUpdates) -> list[Launch]:
+        """What :meth:`step_slots` would do now, with settings of its own: later changes of a group
+        do not reach it.
+
+        Nothing is stepped or counted; state is allocated.
+        """
+        self.follow_memory()
+        self.check_groups()  # NOTE: backward plans with settings that came after its first check
+        self.rows.settle()
+        return [
+            planned
+            for of_group, chosen, group in self._shares_of(updates)
+            for planned in self._plan_group(of_group, chosen, settings_now(group))
+        ]
+
+    def use_mark(self, mark: StepMark) -> None:
+        super().use_mark(mark)
+        self.rows.parked = mark.parked
+
+    def recover(self) -> None:
+        self.rows.recover()
+        if self.audit is not None:
+            self.audit.forget()
+
+    def _shares_of(
+        self, columns: SlotUpdates
+    ) -> Iterator[tuple[GroupSlots, SlotUpdates, dict[str, Any]]]:
+        """The updates by group, with the group."""
+        slots = columns.slots
+        key, shares = slots.plan if isinstance(slots, StepSlots) else (None, [])
+        is_known = key is self._plan_key
+        if not is_known:
+            shares = _by_group(slots)
+            if isinstance(slots, StepSlots):
+                slots.plan = self._plan_key, shares
+        for of_group in shares:
+            chosen = columns
+            if len(shares) > 1:  # a selection keeps outputs alive, so only one that comes again
+                members = of_group.members
+                chosen = members.take(columns) if is_known else columns.take(members.indices)
+            yield of_group, chosen, self.param_groups[of_group.group]
+
+    def _plan_group(
+        self, of_group: GroupSlots, updates: SlotUpdates, settings: dict[str, Any]
+    ) -> list[Launch]:
+        index, positions, rows = of_group.group, of_group.positions, self.rows
+        kept = rows.groups[index].together(positions)
+        mains = rows.mains(index, positions, kept)
+        counts = rows.groups[index].counts(positions, kept)
+        is_common = len(set(updates.multipliers)) == 1 and len(set(counts)) == 1
+        multiplier = updates.multipliers[0]
+        if is_common and kept is not None:
+            reused = self._reuse_launch(kept, mains, updates, settings, int(counts[0]) + 1)
+            if reused is not None:
+                return [reused]
+        names = rows.moment_keys(index, positions)
+        if is_common and all(len(each) == 1 for each in (mains.devices, mains.dtypes, set(names))):
+            shared = mains[0].device, mains[0].dtype, counts[0], multiplier, names[0]
+            planned = self._planned(index, shared, updates, positions, mains, settings)
+            if kept is not None:
+                self._keep(kept, planned, updates.outputs, settings)
+            return [planned]
+        if len(counts) < len(positions):
+            counts = counts * len(positions)
+        devices, dtypes = ([main.device for main in mains], [main.dtype for main in mains])
+        of_each = list(zip(devices, dtypes, counts, updates.multipliers, names, strict=True))
+        several = []
+        for shared in dict.fromkeys(of_each):
+            members = [i for i, other in enumerate(of_each) if other == shared]
+            chosen, of_launch = updates.take(members), [positions[member] for member in members]
+            some = CachedTensorList(map(mains.__getitem__, members))
+            several.append(self._planned(index, shared, chosen, of_launch, some, settings))
+        return several
+
+    def _reuse_launch(
+        self,
+        kept: SteppedTogether,
+        mains: CachedTensorList,
+        updates: SlotUpdates,
+        settings: dict[str, Any],
+        step: int,
+    ) -> Launch | None:
+        """Reuse the last launch of these slots if main params, outputs, settings and change bitmaps
+        are the same objects: only gradients, step, multiplier and random bits differ.
+
+        Args:
+            settings: of the group. A plan for another thread has a copy, and is never reused.
+            step: of these parameters, from 1 on.
+
+        Returns:
+            None if anything was replaced.
+
+        NOTE: ``mains`` is the same list only while main params and state keep their memory
+        (:meth:`follow_memory`). Checked settings are the same object while they are equal
+        (:meth:`check_groups`). If they are not, as with a learning rate schedule, a launch depends
+        on them only by the names of the moments.
+        """
+        last: Launch | None = kept.launch
+        if (
+            last is None
+            or last.mains is not mains
+            or last.settings is not settings
+            or kept.outputs is not updates.outputs
+            or last.updates.changed is not updates.changed
+        ):
+            return None
+        checked = self._checked.get(last.group)
+        is_same = checked is not None and checked is kept.checked
+        if not is_same and self._moments(settings) != kept.moments:
+            return None
+        precision, grads = self.rows.precision, updates.grads
+        if not isinstance(grads, CachedTensorList) or not grads.contiguous:
+            grads = contiguous(CachedTensorList.of(grads))
+        lists = replace(
+            last.lists,
+            grad=grads,
+            noise=self._noise(step, updates),
+            average_weight=precision.average_weight(step),
+        )
+        multiplier = updates.multipliers[0]
+        return last._replace(step=step, multiplier=multiplier, updates=updates, lists=lists)
+
+    def _moments(self, settings: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
+        return self.rule.moments(settings), self.rule.unread_moments(settings)
+
+    def _keep(
+        self,
+        kept: SteppedTogether,
+        planned: Launch,
+        outputs: Sequence[Tensor | None],
+        settings: dict[str, Any],
+    ) -> None:
+        """Keep a launch for the next step, if all that it is made of but gradients may stay: not
+        copies of what is not contiguous, nor tensors whose memory others may move."""
+        lists, mains, live = planned.lists, planned.mains, self.param_groups[planned.group]
+        stays = lists.main is mains and lists.output is planned.outputs
+        if mains is kept.mains and stays and settings is live:
+            updates = replace(planned.updates, grads=())
+            kept.launch = planned._replace(updates=updates, lists=replace(lists, grad=[]))
+            kept.outputs, kept.moments = outputs, self._moments(settings)
+            kept.checked = self._checked.get(planned.group)
+
+    def _planned(
+        self,
+        index: int,
+        shared: _Shared,
+        updates: SlotUpdates,
+        positions: list[int],
+        mains: CachedTensorList,
+        settings: dict[str, Any],
+    ) -> Launch:
+        outputs, rows = updates.outputs, self.rows
+        device, dtype, count, multiplier, moments = shared
+        step, regions = int(count) + 1, rows.groups[index].regions
+        if not isinstance(outputs, CachedTensorList):
+            outputs = list(outputs)
+        lists = TensorLists(
+            main=contiguous(mains),
+            grad=contiguous(CachedTensorList.of(updates.grads)),
+            state={
+                key: rows.state_tensors(index, key, positions)
+                for key in rows.stored_keys(moments, dtype)
+            },
+            output=contiguous_outputs(outputs),
+            noise=self._noise(step, updates),
+            average_weight=rows.precision.average_weight(step),
+            prepared={},
+            changed=updates.bitmaps,
+            follows=not updates.is_staged and any(output is not None for output in outputs),
+        )
+        return Launch(
+            group=index,
+            positions=positions,
+            settings=settings,
+            regions=[regions[position] for position in positions],
+            device=device,
+            step=step,
+            multiplier=multiplier,
+            updates=updates,
+            mains=mains,
+            outputs=outputs,
+            lists=lists,
+            workspace=self.workspace,
+        )
+
+    def _noise(self, step: int, updates: SlotUpdates) -> list[Noise] | None:
+        """Random bits that depend on seed, step and parameter alone."""
+        precision = self.rows.precision
+        if not precision.stochastic_rounding:
+            return None
+        seed = mix(precision.seed ^ mix(step))
+        streams = [
+            stream_of(self.slot_name(slot)) if stream is None else stream
+            for slot, stream in zip(updates.slots, updates.streams, strict=True)
+        ]
+        return [Noise(seed, stream & 0xFFFFFFFF, stream >> 32) for stream in streams]
+
+    def announce(self, launch: Launch, device: torch.device) -> None:
+        """Have the numbers of a launch be on the device where parts of it are going to be carried
+        out."""
+        backend, _ = self.backend_for(device)
+        self.rule.announce(launch.settings, launch.step, launch.lists, backend, device)
+
+    def carry_out(self, launch: Launch) -> None:
+        """Step the tensors of a launch. Reads nothing of this object that a step changes, so any
+        thread may do it."""
+        if borrows:
+            lists = launch.lists
+            before_writing(launch.mains, lists.main, *lists.state.values())
+        backend, _ = self.backend_for(launch.device)
+        if launch.lists.source is not None and not backend.reads_source:
+            launch = launch._replace(lists=launch.lists.in_place())
+        if launch.lists.follows and not (self.rule.hands_weights and backend.follows_weights):
+            continue_from(
+                launch.lists.main,
+                launch.lists.output,
+                launch.lists.changed,
+                may_read=not backend.takes_device_multipliers,
+            )
+            launch = launch._replace(lists=replace(launch.lists, follows=False))
+        if self.audit is not None:
+            begin = partial(self._begin_audit, launch, backend.name)
+            launch = launch._replace(begin_audit=begin)
+        self.rule.apply(launch, backend)
+        if launch.lists.main is not launch.mains or launch.lists.output is not launch.outputs:
+            launch.copy_back()
+
+    # -- audits -----------------------------------------------------------------------------------
+
+    def _begin_audit(
+        self,
+        launch: Launch,
+        backend: str,
+        rule: str,
+        lists: TensorLists,
+        scalars: Any,
+        multiplier: float | Tensor,
+        scales: Scales | None,
+    ) -> Callable[[], None] | None:
+        assert self.audit is not None
+        slots = launch.updates.slots
+        firsts = launch.firsts or [0] * len(slots)
+        audited = Audited(
+            rule=rule,
+            lists=lists,
+            scalars=scalars,
+            multiplier=multiplier,
+            scales=scales,
+            slots=slots,
+            firsts=firsts,
+            step=launch.step,
+            device=launch.device,
+            backend=backend,
+        )
+        return self.audit.begin(audited)
+
+    def report_audit(self, wait: bool = False) -> None:
+        if self.audit is None:
+            return
+        try:
+            self.audit.report(wait)
+        except AuditError as error:  # where state is read, too: there is no step to break off
+            self.step_mark.break_off(error)
+            raise
+
+    # -- backends ---------------------------------------------------------------------------------
+
+    def backend_for(self, device: torch.device) -> tuple[Backend, str]:
+        """What carries the rule out on a device, and why."""
+        backend, why = choose_backend(self._backend, device)
+        if backend is self._plain:
+            return backend, why
+        if note := rule_note(backend.name, self.rule.kernels):
+            return choose_backend("reference", device)[0], f"{why}; {note}"
+        self._plain = backend
+        return backend, why
+
+    def carried_out_by(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
+        found = self.backend_for(_HOST if place == "host" else device)
+        return self.rule.carried_out_by(*found, self.param_groups[group], self.workspace)
+
+    def verdict_device(self) -> torch.device | None:
+        first = next((group["params"][0] for group in self.param_groups if group["params"]), None)
+        if self.rule.needs_numbers or first is None:
+            return None
+        if not self.backend_for(first.device)[0].takes_device_multipliers:
+            return None  # thousands of parameters need not be asked
+        if any(group.get("max_grad_norm") for group in self.param_groups):
+            return None
+        devices = {param.device for group in self.param_groups for param in group["params"]}
+        return devices.pop() if len(devices) == 1 else None
+
+    def marks_changes(self, slot: Slot) -> bool:
+        device = self.stepped(slot).device
+        return self.rule.marks_changes and self.backend_for(device)[0].marks_changes
+
+    def metrics(self) -> dict[str, float]:
+        audited = {} if self.audit is None else self.audit.metrics()
+        return {**self.workspace.metrics(), **audited}
+
+    # -- state and main params --------------------------------------------------------------------
+
+    def state_of(self, slot: Slot) -> SlotState:
+        self.report_audit(wait=True)
+        self.rows.groups[slot.group].show(slot.position)
+        return RuleSlotState(self.rows, slot, self)
+
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        self.rows.settle()
+        self.rows.allocate_state(slots)
+
+    def memory_moved(self, slot: Slot | None = None) -> None:
+        self._plan_key = object()
+        self.rows.replaced(slot)
+
+    def follow_memory(self) -> None:
+        self.rows.follow_memory()
+
+    def main_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.rows.precision.main_dtype(dtype)
+
+    @in_own_modes
+    def main_param(self, slot: Slot) -> Tensor:
+        main = self.rows.stepped(slot)
+        if self.rows.is_split(main.dtype):
+            return join(main, _beside(main, self.rows.uncounted_live(slot).get(REMAINDER)))
+        return self.stepped(slot)
+
+    def set_main_param(self, slot: Slot, value: Tensor) -> None:
+        main, state = self.rows.stepped(slot), self.rows.live(slot)
+        before_writing([main], state.values())
+        if self.rows.is_split(main.dtype):
+            beside = _beside(main, state.get(REMAINDER))
+            split_(value.to(main.device, torch.float32), main, beside)
+            if beside is not None:
+                state[REMAINDER].copy_(beside)
+        else:
+            main.copy_(value)
+
+
+def _beside(main: Tensor, remainder: Tensor | None) -> Tensor | None:
+    """What is beside a parameter where it is; it may be parked."""
+    return None if remainder is None else remainder.to(main.device)
+
+
+def check_backend(backend: str, kernels: str, how: StatePrecision) -> None:
+    """Raise ValueError, naming the field, if a backend has no kernels for a rule, or does not store
+    state so."""
+    refused = refusal(
+        backend,
+        kernels,
+        (how.exp_avg_dtype, how.exp_avg_sq_dtype),
+        how.param_remainder_bits if how.store_param_remainders else None,
+        how.stochastic_rounding,
+    )
+    if refused is not None:
+        field, reason = refused
+        value = backend if field == "fused_backend" else getattr(how, field)
+        raise ValueError(f"{field}={value!r}: {reason}")
+    check_forms(backend, _HOST, how.exp_avg_dtype == torch.bfloat16, how.store_param_remainders)
+
+
+def check_audited(rate: float, rule: str, backend: str) -> None:
+    """Raise ValueError, naming the field, if steps of a rule by a backend cannot be audited."""
+    if (why := audit_refusal(rule, backend)) is not None:
+        raise ValueError(f"audit_rate={rate!r}: {why}")
+
+
+def settings_now(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's settings as plain values that stay what they are."""
+    return {
+        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in group_settings(group).items()
+    }
+
+
+def _by_group(slots: Sequence[Slot]) -> list[GroupSlots]:
+    """The shares of all groups that occur, in the order in which they do."""
+    members: dict[int, list[int]] = {}
+    for index, slot in enumerate(slots):
+        members.setdefault(slot.group, []).append(index)
+    shares = []
+    for group, indices in members.items():
+        own = [slots[index] for index in indices]
+        selection = UpdateSelection(indices, own, len(slots))
+        shares.append(GroupSlots(group, selection, [slot.position for slot in own]))
+    return shares
+
+
+def _marks(rows: RuleState, slot: Slot) -> list[tuple[int, int | None]]:
+    """Return values that differ after main param or state were written outside of a launch, or
+    moved."""
+    state = rows.groups[slot.group].slots[slot.position]
+    tensors = [rows.stepped(slot), *(state[key] for key in state if key != STEP)]
+    return [(tensor.data_ptr(), writes_counted(tensor)) for tensor in tensors]

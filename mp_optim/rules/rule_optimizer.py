@@ -1,0 +1,488 @@
+"""Torch optimizers over an executor: what users hold, and hand to a wrapper.
+
+The executor is a rule's, or of any torch optimizer: that gets FP32 ``.grad`` the long way, and
+keeps its own state.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from mp_optim.config.setting_checks import check_schedule
+from mp_optim.core import (
+    CachedTensorList,
+    DeviceMultiplier,
+    Slot,
+    SlotUpdate,
+    SlotUpdates,
+    all_params,
+    are_plain,
+    current_grads,
+    iter_slots,
+    local_grad,
+    update_of,
+)
+from mp_optim.core.executor import Executor, Mode, Place
+from mp_optim.core.keyed_optimizer import Closure, SlotKeyedOptimizer
+from mp_optim.core.slot_state import STEP, SlotState, State, check_state, check_step
+from mp_optim.core.tensors import SeenParams, check_memory, continue_from
+from mp_optim.host.calls import in_own_modes
+from mp_optim.host.host_memory import as_tensor
+from mp_optim.host.leases import before_writing, borrows
+from mp_optim.kernels.checksums import global_grad_norm
+from mp_optim.kernels.selection import warn_of_missing_kernels
+from mp_optim.kernels.state_format import StatePrecision
+from mp_optim.rules.rule import Rule
+from mp_optim.rules.rule_executor import RuleExecutor
+
+E = TypeVar("E", bound=Executor)
+_NAMES = ("param_names", "fqns")
+
+
+class _LastStep(NamedTuple):
+    """What the last step's updates were made of: which parameters had a gradient, their names, and
+    where they were."""
+
+    indices: list[int]
+    names: list[list[str]]
+    seen: SeenParams
+    updates: SlotUpdates
+
+
+class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
+    """The face of an executor: adds groups, steps from the parameters' gradients, shows state.
+
+    Args:
+        executor: new, without groups.
+
+    Attributes:
+        executor: does the work. A wrapper takes it over and steps it itself; this optimizer's
+            groups then hold main params.
+    """
+
+    executor: E
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], executor: E) -> None:
+        self.executor = executor
+        executor.label = type(self).__name__
+        self._live_groups, self._sizes = executor.param_groups, executor.sizes
+        self._last = _LastStep([], [], SeenParams(), SlotUpdates.of([]))
+        super().__init__(params, defaults)
+        self.use_mark(self.step_mark)
+
+    # -- groups -----------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group.
+
+        Raises:
+            ValueError: a setting is out of range, or parameters share memory, naming them.
+        """
+        with self.added_whole():
+            super().add_param_group(param_group)
+            check_memory(
+                (self.slot_name(slot), param)
+                for slot, param in iter_slots(self.param_groups)
+                if param.requires_grad
+            )
+            in_own_modes(self.executor.group_added)()
+
+    def lists_are_known(self) -> None:
+        """The executor knows how many parameters each group has."""
+
+    def forget_groups(self, count: int) -> None:
+        self.executor.forget_groups(count)
+        self._settings.forget_groups(count)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Step every parameter that has a gradient; returns the closure's loss if one is given.
+
+        Raises:
+            TypeError: a parameter is not FP32, or a gradient is sparse or complex, naming it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_all()
+        return loss
+
+    @in_own_modes
+    def _step_all(self) -> None:
+        self.check_lists()
+        updates = self._updates()
+        clips = any(group.get("max_grad_norm", 0.0) for group in self.param_groups)
+        grad_norm = global_grad_norm(updates) if clips else None
+        self.step_slots(updates, grad_norm=grad_norm)
+
+    def _updates(self) -> SlotUpdates:
+        """The updates of a step. What they say beside gradients stays that of the last step, in the
+        same objects, while the parameters with gradients are where they were."""
+        every = all_params(self.param_groups)
+        present = current_grads(every)
+        indices = [index for index, grad in enumerate(present) if grad is not None]
+        grads = [grad for grad in present if grad is not None]
+        self._check_grads(indices, grads)
+        params = [every[index] for index in indices]
+        names = [list(group.get(key, ())) for group in self.param_groups for key in _NAMES]
+        last = self._last
+        if indices != last.indices or names != last.names or last.seen.moved(params):
+            slots = self._slots_at(indices)
+            updates = SlotUpdates.of(
+                [
+                    update_of(slot, self.slot_name(slot), param, grad)
+                    for slot, param, grad in zip(slots, params, grads, strict=True)
+                ]
+            )
+            last = self._last = _LastStep(indices, names, SeenParams(params), updates)
+        if not (last.seen.plain and are_plain(grads)):
+            grads = list(map(local_grad, params, grads))
+        return replace(last.updates, grads=CachedTensorList(grads))
+
+    def _check_grads(self, indices: Sequence[int], grads: Sequence[Tensor]) -> None:
+        if {grad.layout for grad in grads} <= {torch.strided} and all(
+            map(Tensor.is_floating_point, grads)
+        ):
+            return
+        for slot, grad in zip(self._slots_at(indices), grads, strict=True):
+            if grad.layout != torch.strided or not grad.is_floating_point():
+                raise TypeError(
+                    f"{self.slot_name(slot)}: gradient is {grad.dtype}, layout {grad.layout}; "
+                    "dense floating-point gradients are supported"
+                )
+
+    def _slots_at(self, indices: Sequence[int]) -> list[Slot]:
+        slots = [slot for slot, _ in iter_slots(self.param_groups)]
+        return [slots[index] for index in indices]
+
+    @in_own_modes
+    def step_slots(self, updates: Sequence[SlotUpdate], *, grad_norm: float | None = None) -> None:
+        """Step the given slots, and only those.
+
+        Args:
+            updates, grad_norm: see :meth:`~mp_optim.core.executor.Executor.step_slots` and
+                :meth:`~mp_optim.core.executor.Executor.clipped`.
+        """
+        self.share_settings()
+        self.executor.check_groups()
+        self.executor.follow_memory()
+        with self.step_mark.step(self):
+            self.executor.step_slots(self.executor.clipped(SlotUpdates.of(updates), grad_norm))
+            self.executor.report_audit()
+        if self.executor.writes_settings:
+            self.share_settings()
+
+    # -- what is going on -------------------------------------------------------------------------
+
+    def main_param(self, slot: Slot) -> Tensor:
+        """The FP32 main param of a slot: what is stepped, or a copy if that is stored in parts."""
+        return self.executor.main_param(slot)
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers about the last step."""
+        return self.executor.metrics()
+
+
+class RuleOptimizer(SlotOptimizer[RuleExecutor]):
+    """Steps FP32 tensors, and bfloat16 ones beside remainders, by a rule of this package.
+
+    Args:
+        settings: hyperparameters, for groups that do not have their own.
+        backend: ``fused_backend`` of the config.
+        precision: fields of :class:`~mp_optim.kernels.state_format.StatePrecision`: how state is
+            stored; ``audit_rate`` and ``audit_action`` of the config may be among them.
+
+    Raises:
+        ValueError: the backend is not usable, has no kernels for the rule, or does not store state
+            so.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        params: Iterable[Any],
+        settings: dict[str, Any],
+        backend: str,
+        precision: Mapping[str, Any],
+    ) -> None:
+        kept = dict(precision)
+        audit = kept.pop("audit_rate", 0.0), kept.pop("audit_action", "warn")
+        executor = RuleExecutor([], rule, StatePrecision(**kept), backend, *audit)
+        super().__init__(params, settings, executor)
+        warn_of_missing_kernels(backend, rule.kernels, self.param_groups)
+
+
+class ForeignExecutor(Executor):
+    """Slots over an optimizer that is keyed by tensors: its state moves along when a tensor is
+    replaced.
+
+    Args:
+        optimizer: not of this package; its groups are the executor's.
+    """
+
+    writes_settings = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups)
+        self.optimizer, self.label = optimizer, type(optimizer).__name__
+        self.sizes = [len(group["params"]) for group in self.param_groups]
+        self._bound = [list(group["params"]) for group in self.param_groups]
+        self._own_positions: dict[int, dict[int, int]] = {}
+
+    def has_only(self, group: int, positions: Sequence[int]) -> None:
+        self._own_positions[group] = {given: own for own, given in enumerate(positions)}
+
+    def _own(self, slot: Slot) -> Slot:
+        """A slot as the optimizer's groups have it."""
+        positions = self._own_positions.get(slot.group)
+        return slot if positions is None else Slot(slot.group, positions[slot.position])
+
+    def slot_name(self, slot: Slot) -> str:
+        return super().slot_name(self._own(slot))
+
+    def stepped(self, slot: Slot) -> Tensor:
+        return super().stepped(self._own(slot))
+
+    def step_instead(self, slot: Slot, tensor: Tensor) -> None:
+        super().step_instead(self._own(slot), tensor)
+
+    @property
+    def has_modes(self) -> bool:
+        return all(callable(getattr(self.optimizer, mode, None)) for mode in ("train", "eval"))
+
+    def switch_mode(self, mode: Mode) -> None:
+        self._rebind()
+        self._announce()
+        if self.has_modes:
+            getattr(self.optimizer, mode)()
+
+    def _announce(self) -> None:
+        """Everything may be written now."""
+        if borrows:
+            for param, state in self.optimizer.state.items():
+                before_writing([param], dict(_flat(state)).values())
+
+    def _rebind(self) -> None:
+        """Move the state of replaced tensors. All are taken out first: tensors may have swapped
+        slots."""
+        while len(self._bound) < len(self.param_groups):
+            self._bound.append(list(self.param_groups[len(self._bound)]["params"]))
+        moved: list[tuple[Tensor, Any]] = []
+        for slot, param in iter_slots(self.param_groups):
+            before = self._bound[slot.group][slot.position]
+            if before is not param:
+                if before in self.optimizer.state:
+                    moved.append((param, self.optimizer.state.pop(before)))
+                self._bound[slot.group][slot.position] = param
+        self.optimizer.state.update(moved)
+
+    def _param(self, slot: Slot) -> Tensor:
+        """The tensor at a slot, with the optimizer's state under it."""
+        param, own = self.stepped(slot), self._own(slot)
+        if len(self._bound) <= own.group or self._bound[own.group][own.position] is not param:
+            self._rebind()
+        return param
+
+    def forget_groups(self, count: int) -> None:
+        super().forget_groups(count)
+        del self._bound[count:]
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        check_schedule(group)
+
+    def carried_out_by(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:
+        return self.label, "given by the caller; gets FP32 gradients"
+
+    def state_of(self, slot: Slot) -> SlotState:
+        param = self._param(slot)
+        group = self.param_groups[slot.group]
+        return ForeignSlotState(self.optimizer, self.slot_name(slot), param, group)
+
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        """Nothing: the optimizer does so when it steps a parameter for the first time.
+
+        Raises:
+            TypeError: it keeps what no state dict here can hold, so that training could not be
+                resumed, naming it.
+        """
+        self._rebind()  # torch's state_dict knows present tensors only
+        kept: list[Any] = [*self.optimizer.state_dict().keys() - {"state", "param_groups"}]
+        kept += [key for key in self.optimizer.state if not isinstance(key, Tensor)]
+        if slots and kept:
+            raise TypeError(
+                f"{type(self.optimizer).__name__} keeps {sorted(map(str, kept))} beside the state "
+                "of its parameters, which no state dict or checkpoint here holds: it can train "
+                "here, but not be saved"
+            )
+        for slot in slots:
+            for key, value in self.optimizer.state.get(self._param(slot), {}).items():
+                if (other := _other_than_tensors(value)) is not None:
+                    raise TypeError(
+                        f"state of {self.slot_name(slot)}: {type(self.optimizer).__name__} keeps "
+                        f"a {type(other).__name__} under {key!r}. State dicts and checkpoints hold "
+                        "tensors, numbers and lists of them: this optimizer can train here, but "
+                        "not be saved"
+                    )
+
+    @in_own_modes
+    def step_slots(self, updates: SlotUpdates) -> None:
+        self._rebind()
+        for _, param in iter_slots(self.param_groups):
+            param.grad = None
+        updates = SlotUpdates.of(updates)
+        mains = [self.stepped(update.slot) for update in updates]
+        if not updates.is_staged:
+            continue_from(mains, updates.outputs)
+        for update, main in zip(updates, mains, strict=True):
+            assert not isinstance(update.multiplier, DeviceMultiplier)  # no verdict_device here
+            wide = torch.promote_types(main.dtype, torch.float32)
+            main.grad = update.grad.to(wide, copy=True).mul_(update.multiplier).to(main.dtype)
+        self.step_mark.touch()
+        self._announce()
+        self.optimizer.step()
+        for update, main in zip(updates, mains, strict=True):
+            main.grad = None
+            if update.output is not None:
+                update.output.copy_(main)
+
+
+class ForeignSlotState(SlotState):
+    """A slot's state in an optimizer that is keyed by tensors, under the tensor at the slot."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, name: str, param: Tensor, group: dict[str, Any]
+    ) -> None:
+        self._optimizer, self._name = optimizer, name
+        self._param, self._group = param, group
+
+    def tensors(self) -> State:
+        """The foreign state's tensors, and its numbers as tensors; empty before the first step.
+        What is in a list has a key of its own, ``key[0]``."""
+        return dict(_flat(self._optimizer.state.get(self._param, {})))
+
+    def is_required(self) -> bool:
+        """Never: a foreign optimizer allocates state when it steps a parameter for the first
+        time."""
+        return False
+
+    def takes_any(self) -> bool:
+        return not self.tensors()
+
+    def check(self, state: State) -> None:
+        """State that the foreign optimizer has not allocated yet fits anything, and a slot it has
+        never stepped has none."""
+        live = self.tensors()
+        if state and live:
+            check_state(self._name, live, state)
+        elif "step" in state:
+            check_step(self._name, state["step"])
+
+    def check_values(self, key: str, values: Tensor) -> None:
+        if key == STEP:
+            check_step(self._name, values)
+
+    def load(self, state: State) -> None:
+        self.check(state)
+        if not state:
+            self._optimizer.state.pop(self._param, None)
+            return
+        live = self._optimizer.state.get(self._param, {})
+        leaves = dict(_leaves(live))
+        loaded: dict[str, Any] = {}
+        for key, value in state.items():
+            present = leaves.get(key, _present_form(key, value))
+            loaded[key] = self._in_form_of(present, key, value)
+        self._optimizer.state[self._param] = {**live, **_nested(loaded)}
+
+    def reset(self) -> None:
+        self._optimizer.state.pop(self._param, None)
+
+    def _in_form_of(self, live: Any, key: str, saved: Any) -> Any:
+        """A copy of a saved value: a number where the foreign optimizer keeps a number, an empty
+        list where it keeps one, a tensor on the parameter's device where it keeps a tensor."""
+        if isinstance(live, list):
+            return []
+        step_on_device = self._group.get("fused") or self._group.get("capturable")
+        stays = not isinstance(saved, Tensor) or (key == "step" and not step_on_device)
+        if stays:
+            copy = as_tensor(saved).detach().clone()
+        else:
+            copy = saved.detach().to(self._param.device, copy=True)
+        return copy if isinstance(live, Tensor) else type(live)(copy.item())
+
+
+_ITEM = re.compile(r"(?P<list>.+)\[(?P<index>\d+)\]")
+
+
+def _other_than_tensors(value: Any) -> Any:
+    """What is neither a tensor nor a number, of a value or of what is in a list; None if there is
+    no such thing."""
+    if isinstance(value, list | tuple):
+        others = (_other_than_tensors(item) for item in value)
+        return next((other for other in others if other is not None), None)
+    return None if value is None or isinstance(value, Tensor | int | float) else value
+
+
+def _leaves(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Tensors, numbers and empty lists, and what is in lists, by key."""
+    for key, value in state.items():
+        if isinstance(value, list | tuple) and value:
+            yield from _leaves({f"{key}[{index}]": item for index, item in enumerate(value)})
+        elif isinstance(value, Tensor | int | float | list):
+            yield key, value
+
+
+def _flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The same, all as tensors. An empty list is a tensor of bytes without elements."""
+    for key, value in _leaves(state):
+        if isinstance(value, Tensor):
+            yield key, value
+        elif isinstance(value, list):
+            yield key, torch.empty(0, dtype=torch.uint8, device="cpu")
+        else:
+            yield key, torch.tensor(value, dtype=torch.float64, device="cpu")
+
+
+def _present_form(key: str, saved: Any) -> Any:
+    """What a foreign optimizer, which has not allocated its state yet, would keep where this was
+    saved: :func:`_flat` the other way round. Torch's own ``step`` is a tensor,
+    of torch's default dtype if that is float64 and else float32."""
+    is_torchs = key == "step" and torch.get_default_dtype() == torch.float64
+    if not isinstance(saved, Tensor) or is_torchs:
+        return saved
+    if saved.dtype == torch.uint8 and saved.shape == (0,):
+        return []
+    if saved.dtype == torch.float64 and saved.dim() == 0:
+        return int(saved) if saved == saved.round() else float(saved)
+    return saved
+
+
+def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """State with its lists, from what is in them."""
+    nested: dict[str, Any] = {}
+    lists: dict[str, dict[int, Any]] = {}
+    for key, value in leaves.items():
+        if item := _ITEM.fullmatch(key):
+            lists.setdefault(item["list"], {})[int(item["index"])] = value
+        else:
+            nested[key] = value
+    if lists:
+        in_order = {key: sorted(items.items()) for key, items in lists.items()}
+        nested |= _nested({key: [item for _, item in items] for key, items in in_order.items()})
+    return nested
+
+
+def executor_of(optimizer: torch.optim.Optimizer) -> Executor:
+    """What steps for an optimizer of this package; a new executor for any other."""
+    if isinstance(optimizer, SlotOptimizer):
+        executor: Executor = optimizer.executor
+        return executor
+    return ForeignExecutor(optimizer)

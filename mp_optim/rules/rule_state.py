@@ -1,0 +1,539 @@
+"""What a rule keeps: counts of steps and state tensors of each slot; and a slot's state as it is
+shown, checked and loaded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.config.rules import moment_of
+from mp_optim.core import (
+    CachedTensorList,
+    DeviceMultiplier,
+    ParamGroups,
+    Slot,
+    all_same,
+    are_plain,
+    local_tensor,
+    slot_name,
+)
+from mp_optim.core.executor import Executor
+from mp_optim.core.interrupted_step import ParkedTensors
+from mp_optim.core.shown_copies import Coded
+from mp_optim.core.slot_state import (
+    AVERAGE,
+    MASTER,
+    MOMENT2,
+    REMAINDER,
+    SECOND,
+    STEP,
+    SlotState,
+    State,
+    check_fits,
+    check_state,
+    check_step,
+    scale_key,
+)
+from mp_optim.core.tensor_layout import region_of
+from mp_optim.core.tensors import SeenParams
+from mp_optim.host.calls import in_own_modes
+from mp_optim.host.host_memory import TensorSpec, as_tensor, beside, zeros
+from mp_optim.host.leases import before_writing
+from mp_optim.kernels.codecs import is_blocked
+from mp_optim.kernels.kernel_args import MAIN
+from mp_optim.kernels.state_format import (
+    StatePrecision,
+    check_moment,
+    coded,
+    fitted,
+    full_precision,
+    moment_specs,
+    shape_of,
+    stepped_without,
+    unpacked,
+    without_unread,
+)
+from mp_optim.rules.group_state import GroupState, SteppedTogether
+from mp_optim.rules.rule import Rule
+
+Allocate = Callable[[Sequence[TensorSpec]], list[Tensor]]
+"""Makes zeroed tensors of some forms."""
+
+
+class RuleState:
+    """What is kept for the slots of a rule: per slot ``step`` (0-d FP32 on the CPU), its moments,
+    with ``<moment>_scale`` if they are stored in blocks (as 4-bit codes they are 1-D, two codes a
+    byte), ``remainder`` if there is one, and ``averaged_param`` if averages are kept (which begins
+    with the first step).
+
+    Args:
+        rule: says what is kept.
+        precision: how it is stored.
+        param_groups: live groups of what is stepped.
+
+    Attributes:
+        groups: what is kept for each of them.
+        allocators: make state of some slots on the host.
+        unsettled: slots whose steps are counted, though a multiplier may say, on the device, that
+            they were skipped; :meth:`settle` takes those back.
+        parked: tensors that are elsewhere than what is stepped, and stay there until they are asked
+            back.
+    """
+
+    def __init__(self, rule: Rule, precision: StatePrecision, param_groups: ParamGroups) -> None:
+        self.rule, self.precision, self.param_groups = rule, precision, param_groups
+        self.groups: list[GroupState] = []
+        self.allocators: dict[Slot, Allocate] = {}
+        self.unsettled: list[tuple[GroupState, list[int], DeviceMultiplier]] = []
+        self.parked = ParkedTensors()
+
+    def name(self, slot: Slot) -> str:
+        """FQN of a slot."""
+        return slot_name(self.param_groups, slot)
+
+    def whole_shapes(self, params: list[Tensor]) -> Iterator[torch.Size]:
+        """Shapes of what a group's tensors are parts of."""
+        for group, known in zip(self.param_groups, self.groups, strict=False):
+            if group["params"] is params:
+                yield from (region.shape for region in known.regions)
+                return
+        yield from (region_of(param).shape for param in params)
+
+    # -- counts of steps --------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Take back the counts of steps of which only the device knew, until now, that they were
+        skipped."""
+        unsettled, self.unsettled = self.unsettled, []
+        for group_state, positions, multiplier in unsettled:
+            if multiplier.skipped():
+                group_state.count(positions, -1)
+
+    def recover(self) -> None:
+        """A step was broken off: what it counted is loaded anew."""
+        self.unsettled = []
+        self.replaced()
+
+    def replaced(self, slot: Slot | None = None) -> None:
+        """Tensors of a slot, or of any, were given other memory."""
+        if slot is not None:
+            group_state = self.groups[slot.group]
+            group_state.mains[slot.position] = None  # state has yet to follow it
+            group_state.replaced([slot.position])
+            return
+        for group_state in self.groups:
+            group_state.replaced()
+
+    # -- state ------------------------------------------------------------------------------------
+
+    @in_own_modes
+    def live(self, slot: Slot) -> State:
+        """A slot's tensors, allocated where the slot is stepped now, with its count."""
+        self.settle()
+        return self.uncounted_live(slot)
+
+    def uncounted_live(self, slot: Slot) -> State:
+        """The same, but that a step which the device skips may still be counted."""
+        group_state, group = self.groups[slot.group], self.param_groups[slot.group]
+        state = group_state.slots[slot.position]
+        tensor = group["params"][slot.position]
+        main = local_tensor(tensor)
+        self._follow_count(slot)
+        missing = self._missing(slot, main)
+        allocate, home = self.allocators.get(slot), self._home(slot, main)
+        if missing and allocate is not None and home.type == "cpu":
+            tensors = allocate(list(missing.values()))
+        else:
+            tensors = [zeros(*spec, home) for spec in missing.values()]
+        away = [
+            value
+            for key, value in state.items()
+            if key != STEP and value.device != home and id(value) not in self.parked.homes
+        ]
+        before_writing(away)
+        for value in away:  # it stays the same tensor, for those that were given it
+            value.data = value.data.to(home)
+        if missing or away:
+            state.update(zip(missing, tensors, strict=True))
+            group_state.replaced([slot.position])
+        if not self.is_split(main.dtype):
+            state.pop(REMAINDER, None)  # the parameter was bfloat16 once
+        if (
+            group_state.mains[slot.position] is not tensor
+            or group_state.shapes[slot.position] != main.shape
+        ):
+            group_state.mains[slot.position] = tensor
+            group_state.shapes[slot.position] = main.shape
+            group_state.replaced([slot.position])
+        return state
+
+    def kept_moments(self, slot: Slot) -> tuple[str, ...]:
+        """Names of the moments that are kept for a slot."""
+        whole = self.groups[slot.group].regions[slot.position].shape
+        names = self._names(slot.group, slot.position)
+        return tuple(
+            name for name in names if moment_of(name).local_shape(whole, whole) is not None
+        )
+
+    def _names(self, index: int, position: int) -> tuple[str, ...]:
+        """Names of a slot's moments, of whatever shape the parameter is."""
+        group = self.param_groups[index]
+        names = self.rule.moments(group)
+        state = self.groups[index].slots[position]
+        present = [name for name in self.rule.unread_moments(group) if name in state]
+        return (*present, *names) if present else names
+
+    def _home(self, slot: Slot, main: Tensor) -> torch.device:
+        """Where state of a main param rests: beside it, or in memory that windows are lent from."""
+        is_lent = slot in self.allocators and main.device.type != "meta"
+        return torch.device("cpu") if is_lent else main.device
+
+    def specs(self, slot: Slot) -> dict[str, TensorSpec]:
+        """Of all tensors that are stepped for a slot: its main param, by ``MAIN``, and its
+        state."""
+        param = self.stepped(slot)
+        main = param.shape, self.precision.main_dtype(param.dtype)
+        return {MAIN: main, **self._state_specs(slot, main)}
+
+    def _missing(self, slot: Slot, main: Tensor) -> dict[str, TensorSpec]:
+        """State that a main param lacks."""
+        state = self.groups[slot.group].slots[slot.position]
+        specs = self._state_specs(slot, (main.shape, main.dtype))
+        missing = {key: spec for key, spec in specs.items() if key not in state}
+        if missing and self.groups[slot.group].was_stepped(slot.position):
+            # the moment of a stepped slot would have to hold gradients that are gone
+            moments = self._names(slot.group, slot.position)
+            late = {key for name in moments for key in (name, scale_key(name))}
+            missing = {key: spec for key, spec in missing.items() if key not in late}
+        return missing
+
+    def deciding_setting(self, group: dict[str, Any]) -> str:
+        """The setting that decides which moments are kept, for messages."""
+        name = self.rule.deciding_setting(group)
+        return f"{name}={group[name]!r}" if name in group else self.rule.name
+
+    def _state_specs(
+        self, slot: Slot, main: TensorSpec, check: bool = True
+    ) -> dict[str, TensorSpec]:
+        """State of a main param.
+
+        Args:
+            check: raise ValueError if a tensor that is there has another shape.
+        """
+        main_shape, dtype = main
+        state = self.groups[slot.group].slots[slot.position]
+        whole = self.groups[slot.group].regions[slot.position].shape
+        is_small = self.precision.is_small(whole.numel())
+        specs: dict[str, TensorSpec] = {}
+        for name in self._names(slot.group, slot.position):
+            shape = moment_of(name).local_shape(main_shape, whole)
+            if shape is None:
+                continue
+            specs |= moment_specs(name, shape, self.precision.stored_dtype(name, is_small))
+        rest = self.precision.remainder_dtype if self.is_split(dtype) else None
+        if rest is not None:
+            specs[REMAINDER] = (main_shape, rest)
+        if self.precision.ema_decay is not None:
+            specs[AVERAGE] = (main_shape, self.precision.ema_dtype)
+        for key, (spec, _) in specs.items():
+            if check and key in state and state[key].shape != spec:
+                raise ValueError(
+                    f"{self.name(slot)}: the parameter's shape is now {tuple(main_shape)}, "
+                    f"its {key} has {tuple(state[key].shape)}; a replacement must keep the shape"
+                )
+        return specs
+
+    @in_own_modes
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        """Host tensors of one name lie one after the other, if together they are large."""
+        missing: dict[tuple[str, Allocate | None], list[tuple[Slot, TensorSpec]]] = defaultdict(
+            list
+        )
+        for slot in slots:
+            main = self.stepped(slot)
+            if self._home(slot, main).type == "cpu":
+                for key, spec in self._missing(slot, main).items():
+                    missing[key, self.allocators.get(slot)].append((slot, spec))
+        for (key, allocate), wanted in missing.items():
+            specs = [spec for _, spec in wanted]
+            tensors = beside(specs) if allocate is None else allocate(specs)
+            for (slot, _), tensor in zip(wanted, tensors or (), strict=False):
+                group_state = self.groups[slot.group]
+                group_state.slots[slot.position].setdefault(
+                    "step", group_state.steps[slot.position]
+                )
+                group_state.slots[slot.position][key] = tensor
+                group_state.replaced([slot.position])
+        for slot in slots:
+            self.uncounted_live(slot)
+
+    def mains(
+        self, index: int, positions: Sequence[int], kept: SteppedTogether | None
+    ) -> CachedTensorList:
+        """The plain tensors to step at some positions of a group, with state that fits them.
+
+        Args:
+            kept: for these positions (:meth:`GroupState.together`).
+        """
+        params, group_state = self.param_groups[index]["params"], self.groups[index]
+        tensors, fitting = list(params), group_state.mains
+        shapes = group_state.shapes
+        if kept is None or len(positions) < len(params):
+            tensors = [params[position] for position in positions]
+            fitting = [group_state.mains[position] for position in positions]
+            shapes = [group_state.shapes[position] for position in positions]
+        same = all_same(tensors, fitting)
+        if kept is not None and kept.mains is not None and same:
+            moved = kept.seen is not None and kept.seen.moved(tensors)
+            if not moved:
+                return kept.mains
+        mains = CachedTensorList(tensors if are_plain(tensors) else map(local_tensor, tensors))
+        if not (same and list(map(Tensor.size, mains)) == shapes):
+            self.allocate_state([Slot(index, position) for position in positions])
+        for dtype in mains.dtypes:
+            if dtype != self.precision.main_dtype(dtype):
+                position = next(
+                    p for p, main in zip(positions, mains, strict=True) if main.dtype == dtype
+                )
+                raise TypeError(
+                    f"{self.name(Slot(index, position))} is {dtype}: {self.rule.name} steps "
+                    "float32, and bfloat16 with store_param_remainders=True; wrap it in "
+                    "Float16OptimizerWithFloat16Params, or use get_megatron_optimizer"
+                )
+        if kept is not None and are_plain(tensors):
+            is_own = set(map(type, tensors)) == {Tensor}
+            kept.mains = mains.hold() if is_own else mains
+            kept.seen = None if is_own else SeenParams(tensors)
+        return mains
+
+    # -- memory that callers replaced -------------------------------------------------------------
+
+    def follow_memory(self) -> None:
+        """Step main params and state in the memory that they have now, where callers gave them
+        other memory (``tensor.data = ...``, ``set_``, ``swap_tensors``).
+
+        Raises:
+            ValueError: state has another shape or dtype now, naming slot and key. It has its former
+                memory again, if that is known.
+        """
+        for index, group_state in enumerate(self.groups):
+            for kept in group_state.sets_of():
+                has_moved = kept.mains is not None and kept.mains.has_moved()
+                if kept.mains is not None and has_moved:
+                    self._bring_home(kept.mains)
+                if group_state.is_shown and group_state.has_moved(kept):
+                    has_moved = True
+                    for position in kept.positions:
+                        self._check_memory(Slot(index, position), kept)
+                    kept.watched = CachedTensorList()
+                    kept.forms = group_state.forms_of(kept)
+                if has_moved:
+                    kept.replaced()
+
+    def _bring_home(self, mains: CachedTensorList) -> None:
+        """Have main params be on the device where they were stepped, if they are not parked."""
+        for main, before in zip(mains, mains.held, strict=False):
+            if main.device != before.device and id(main) not in self.parked.homes:
+                before_writing([main])
+                main.data = main.data.to(before.device)
+
+    def _check_memory(self, slot: Slot, kept: SteppedTogether) -> None:
+        """Check the state of a slot after its tensors may have been given other memory.
+
+        Args:
+            kept: lists with the memory that the tensors had.
+        """
+        main, state = self.stepped(slot), self.groups[slot.group].slots[slot.position]
+        if not state:
+            return  # it was never stepped
+        specs = self._state_specs(slot, (main.shape, main.dtype), check=False)
+        for key, value in state.items():
+            form = value.shape, value.dtype
+            if key != STEP and form != specs.get(key, form):
+                for each in (kept.watched, *kept.lists.values()):
+                    memory = each.memory_of(value)
+                    if memory is not None and (memory.shape, memory.dtype) == specs[key]:
+                        value.data = memory
+                (given, given_dtype), (shape, dtype) = form, specs[key]
+                raise ValueError(
+                    f"optimizer.state: {self.name(slot)}.{key} was given memory of shape "
+                    f"{tuple(given)} and {given_dtype}, and is kept as {tuple(shape)} and {dtype}; "
+                    "give it memory of that form"
+                )
+            if not value.is_contiguous():
+                value.data = value.data.contiguous()
+        self.uncounted_live(slot)
+
+    def _follow_count(self, slot: Slot) -> None:
+        """Take the number from a slot's ``step`` that was given memory of its own."""
+        group_state = self.groups[slot.group]
+        mine = group_state.steps[slot.position]
+        shown = group_state.slots[slot.position].setdefault(STEP, mine)
+        if shown.data_ptr() != mine.data_ptr():
+            check_step(self.name(slot), shown)
+            mine.copy_(shown)
+            shown.data = mine
+
+    def moment_keys(self, index: int, positions: Sequence[int]) -> Sequence[tuple[str, ...]]:
+        """Keys of the moments at some positions of a group, and of their scales."""
+        kept, regions = self._kept_names(index, positions), self.groups[index].regions
+        small = [False] * len(positions)
+        if self.precision.fp32_state_below:
+            is_small = self.precision.is_small
+            small = [is_small(regions[position].shape.numel()) for position in positions]
+        specs = list(zip(kept, small, strict=True))
+        keys = {spec: self._with_scales(*spec) for spec in dict.fromkeys(specs)}
+        return list(map(keys.__getitem__, specs))
+
+    def _with_scales(self, names: tuple[str, ...], is_small: bool) -> tuple[str, ...]:
+        dtypes = (self.precision.stored_dtype(name, is_small) for name in names)
+        pairs = zip(names, dtypes, strict=True)
+        return (*names, *(scale_key(name) for name, dtype in pairs if is_blocked(dtype)))
+
+    def _kept_names(self, index: int, positions: Sequence[int]) -> Sequence[tuple[str, ...]]:
+        """Names of the moments that are kept at some positions of a group."""
+        group = self.param_groups[index]
+        names = self.rule.moments(group)
+        if all(moment_of(name).shape is None for name in names):
+            if self.rule.unread_moments(group):
+                return [self._names(index, position) for position in positions]
+            return [names] * len(positions)
+        return [self.kept_moments(Slot(index, position)) for position in positions]
+
+    def state_tensors(self, index: int, key: str, positions: Sequence[int]) -> list[Tensor]:
+        """State of that name at some positions of a group."""
+        group_state = self.groups[index]
+        try:
+            return group_state.tensors(key, positions)
+        except KeyError:  # settings that need it are new
+            self.allocate_state([Slot(index, position) for position in positions])
+        for position in positions:
+            if key not in group_state.slots[position]:
+                decided = self.deciding_setting(self.param_groups[index])
+                name = self.name(Slot(index, position))
+                raise stepped_without(f"param_groups[{index}]: {name}", key, decided)
+        return group_state.tensors(key, positions)
+
+    def stored_keys(self, moments: tuple[str, ...], dtype: torch.dtype) -> list[str]:
+        """Keys of the state tensors that are stepped along with main params of a dtype.
+
+        Args:
+            moments: of :meth:`moment_keys`.
+        """
+        is_beside = dtype != torch.float32 and self.precision.remainder_dtype is not None
+        remainder = [REMAINDER] if is_beside else []
+        average = [] if self.precision.ema_decay is None else [AVERAGE]
+        return [*moments, *remainder, *average]
+
+    # -- main params ----------------------------------------------------------------------------
+
+    def stepped(self, slot: Slot) -> Tensor:
+        """The plain tensor that is stepped for a slot."""
+        return local_tensor(self.param_groups[slot.group]["params"][slot.position])
+
+    def is_split(self, dtype: torch.dtype) -> bool:
+        """Whether a stepped tensor of this dtype is the upper half of a main param."""
+        return dtype != torch.float32 and self.precision.main_dtype(dtype) == dtype
+
+
+class RuleSlotState(SlotState):
+    """A slot's state in the rule's rows.
+
+    Args:
+        executor: whose rows they are.
+    """
+
+    def __init__(self, rows: RuleState, slot: Slot, executor: Executor) -> None:
+        self._rows, self._slot, self._executor = rows, slot, executor
+        self._name = rows.name(slot)
+
+    @cached_property
+    def _live(self) -> State:
+        return self._rows.live(self._slot)
+
+    def tensors(self) -> State:
+        return dict(self._live)
+
+    def shown(self) -> State:
+        return unpacked(self._live, self._rows.stepped(self._slot))
+
+    def full_precision(self) -> State:
+        return full_precision(self._live, self._rows.stepped(self._slot))
+
+    def is_lone(self) -> bool:
+        rows = self._rows
+        return rows.precision.has_no_main_params and rows.is_split(rows.stepped(self._slot).dtype)
+
+    def coded(self) -> dict[str, Coded]:
+        live, main = self._live, self._rows.stepped(self._slot)
+        found = {}
+        for key in [key for key in live if scale_key(key) in live]:
+            check = partial(check_moment, f"{self._name}.{key}", key)
+            shape = shape_of(key, live[key], main)
+            found[key] = coded(key, live[key], live[scale_key(key)], shape, check)
+        return found
+
+    def fit(self, saved: State, convert: bool) -> State:
+        stepped = self._rows.stepped(self._slot)
+        live, group = self._live, self._rows.param_groups[self._slot.group]
+        if saved and STEP not in saved and not self._rows.rule.reads_steps(group):
+            # torch counts none; there is state, so it was stepped
+            saved = {key: value for key, value in saved.items() if value is not None}
+            saved[STEP] = 1.0
+        for moment in self._rows.rule.unread_moments(group):
+            decided = self._rows.deciding_setting(group)
+            shape = stepped.shape
+            saved = without_unread(self._name, moment, decided, live, shape, saved, convert)
+        return fitted(self._name, live, stepped, saved, convert)
+
+    def check(self, state: State) -> None:
+        rest, main = self._without_main(self._packed(state))
+        if main is not None:
+            check_fits(f"{self._name}.{MASTER}", self._executor.main_param(self._slot), main)
+        check_state(self._name, self._live, rest)
+        for key in rest.keys() & {SECOND, MOMENT2}:
+            self.check_values(key, rest[key])
+
+    def check_values(self, key: str, values: Tensor) -> None:
+        if key == STEP:
+            check_step(self._name, values)
+        check_moment(f"{self._name}.{key}", key, values)
+
+    def load(self, state: State) -> None:
+        state = self._packed(state)
+        self.check(state)
+        rest, main = self._without_main(state)
+        before_writing(self._live.values())
+        for key, tensor in self._live.items():
+            tensor.copy_(as_tensor(rest[key]))
+        if main is not None:
+            self._executor.set_main_param(self._slot, main)
+
+    def reset(self) -> None:
+        before_writing(self._live.values())
+        for key, tensor in self._live.items():
+            if key != REMAINDER:  # it belongs to the main param
+                tensor.zero_()
+
+    def _packed(self, state: State) -> State:
+        """A state to load with codes, where it has the FP32 values they stand for, and remainders
+        in their own width."""
+        for key, tensor in self._live.items():
+            dtype = getattr(state.get(key), "dtype", None)
+            has_values = scale_key(key) in self._live and dtype == torch.float32
+            if has_values or (key == REMAINDER and dtype == torch.int32 != tensor.dtype):
+                return self.fit(state, convert=False)
+        return state
+
+    def _without_main(self, state: State) -> tuple[State, Tensor | None]:
+        """A state to load, and the FP32 main param in it that stands for a remainder."""
+        live = self._live
+        if MASTER not in state or REMAINDER not in live:
+            return state, None
+        rest = {key: value for key, value in state.items() if key != MASTER}
+        return {**rest, REMAINDER: live[REMAINDER]}, state[MASTER]

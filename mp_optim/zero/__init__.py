@@ -1,0 +1,1 @@
+"""ZeRO: flat buckets, gradient reduction, parameter gathering, composites of optimizers."""

@@ -1,0 +1,319 @@
+"""Which rank owns which elements, and the flat memory that parameters and gradients look into.
+
+Parameters are laid one after another, row-major, into buckets; a bucket is cut into as many shards
+as there are ranks, equal ones or between parameters, and a rank owns one of them. Every parameter
+and every shard starts at a multiple of :data:`SHARD_ALIGNMENT` elements.
+
+The buffers are new memory, made without autograd and detached from it: nothing is flattened from
+tensors that autograd knows, and a group of one parameter shares no memory with what the model had
+before.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.core import check_shape
+from mp_optim.core.quantized import is_quantized
+from mp_optim.core.tensors import check_memory
+from mp_optim.host.calls import in_own_modes
+from mp_optim.host.torch_types import is_dtensor
+
+SHARD_ALIGNMENT = 256
+"""Elements: a block of the compact state formats, and at least a cache line of any dtype. So blocks
+of a fragment are blocks of the whole parameter, and vector loads are aligned."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamRange:
+    """One parameter in a bucket: its index in the list that was planned, its first element's place,
+    its size."""
+
+    param: int
+    start: int
+    numel: int
+
+    @property
+    def elements(self) -> slice:
+        """Where it lies in the bucket."""
+        return slice(self.start, self.start + self.numel)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBucketPlan:
+    """Where parameters lie in one bucket.
+
+    Attributes:
+        placed: the parameters, in the order of their places; they do not overlap.
+        bounds: where each rank's shard begins, and where the last one ends.
+    """
+
+    placed: tuple[ParamRange, ...]
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def even(cls, placed: Sequence[ParamRange], shard: int, ranks: int) -> FlatBucketPlan:
+        """Shards of one size."""
+        return cls(tuple(placed), tuple(range(0, shard * ranks + 1, shard)))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the bucket, padding included."""
+        return self.bounds[-1]
+
+    def owned(self, rank: int) -> tuple[int, int]:
+        """First element of a rank's shard, and the one after its last."""
+        return self.bounds[rank], self.bounds[rank + 1]
+
+    def fragment(self, item: ParamRange, rank: int) -> tuple[int, int]:
+        """What a rank owns of a parameter, as [start, stop) within the parameter; (0, 0) if
+        nothing."""
+        first, last = self.owned(rank)
+        start, stop = max(first - item.start, 0), min(last - item.start, item.numel)
+        return (start, stop) if start < stop else (0, 0)
+
+    def is_whole(self, item: ParamRange) -> bool:
+        """Whether one rank's shard has all of a parameter."""
+        ranks = range(len(self.bounds) - 1)
+        return any(self.fragment(item, rank) == (0, item.numel) for rank in ranks)
+
+
+def aligned(numel: int) -> int:
+    """``numel`` rounded up to a multiple of :data:`SHARD_ALIGNMENT`."""
+    return -(-numel // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
+
+
+def plan_flat(
+    sizes: Sequence[int], ranks: int, bucket_size: int | None = None
+) -> list[FlatBucketPlan]:
+    """Buckets whose shards may begin and end anywhere in a parameter.
+
+    Parameters are taken from the last to the first, because backward produces their gradients in
+    that order.
+
+    Args:
+        sizes: elements of each parameter. One without elements lies in no bucket.
+        ranks: how many ranks share the buckets.
+        bucket_size: a bucket is closed as soon as it holds so many elements; None makes one bucket.
+
+    Raises:
+        ValueError: ``ranks`` or ``bucket_size`` is less than 1.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks}: must be at least 1")
+    if bucket_size is not None and bucket_size < 1:
+        raise ValueError(f"bucket_size={bucket_size}: must be at least 1 element")
+    buckets: list[FlatBucketPlan] = []
+    placed: list[ParamRange] = []
+    filled = 0
+    present = [index for index in reversed(range(len(sizes))) if sizes[index]]
+    for index in present:
+        placed.append(ParamRange(index, filled, sizes[index]))
+        filled += aligned(sizes[index])
+        if index == present[-1] or (bucket_size is not None and filled >= bucket_size):
+            buckets.append(FlatBucketPlan.even(placed, aligned(-(-filled // ranks)), ranks))
+            placed, filled = [], 0
+    return buckets
+
+
+def plan_whole(sizes: Sequence[int], ranks: int) -> list[FlatBucketPlan]:
+    """One bucket in which every parameter lies in a single shard, for rules that need whole
+    matrices.
+
+    The largest parameter left goes to the rank that holds least (Graham's LPT rule: the fullest
+    shard is at most 4/3 of the best possible). Shards are as large as what is in them: one of an
+    embedding beside those of small layers costs the others nothing.
+
+    Args:
+        sizes: elements of each parameter. One without elements lies in no shard.
+        ranks: how many ranks share the bucket.
+    """
+    loads, members = [0] * ranks, [[0] * 0 for _ in range(ranks)]
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        if sizes[index]:
+            rank = min(range(ranks), key=lambda rank: (loads[rank], rank))
+            loads[rank] += aligned(sizes[index])
+            members[rank].append(index)
+    placed = []
+    bounds = (0, *itertools.accumulate(loads))
+    for start, indices in zip(bounds, members, strict=False):
+        for index in sorted(indices, reverse=True):
+            placed.append(ParamRange(index, start, sizes[index]))
+            start += aligned(sizes[index])
+    return [FlatBucketPlan(tuple(placed), bounds)] if placed else []
+
+
+@dataclass(slots=True)
+class Entry:
+    """One parameter in a bucket.
+
+    Attributes:
+        name: its FQN. param: the model's tensor, which looks into the bucket.
+        placed: where. start, stop: what this rank owns of it, in elements of the parameter.
+        data: the view that is the parameter's data.
+    """
+
+    name: str
+    param: Tensor
+    placed: ParamRange
+    start: int
+    stop: int
+    data: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class FlatBucket:
+    """Parameters of one dtype and device that are reduced and gathered together.
+
+    Attributes:
+        plan: where they lie.
+        rank: whose shard is owned here.
+        params: flat, ``plan.numel`` elements; the model's parameters look into it.
+        grad_dtype: dtype in which gradients are kept and travel.
+        grads: this rank's own gradients, flat; None while there are none to keep (ZeRO-2).
+        owned_grads: the owned shard of the reduced gradients; part of ``grads`` unless those come
+            and go.
+        entries: the parameters.
+    """
+
+    plan: FlatBucketPlan
+    rank: int
+    params: Tensor
+    grad_dtype: torch.dtype
+    grads: Tensor | None
+    owned_grads: Tensor = field(init=False)
+    entries: list[Entry] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        first, last = self.plan.owned(self.rank)
+        if self.grads is None:
+            self.owned_grads = self._zero_grads(last - first)
+        else:
+            self.owned_grads = self.grads[first:last]
+
+    def _zero_grads(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=self.grad_dtype, device=self.params.device)
+
+    def add(self, name: str, param: Tensor, placed: ParamRange) -> Entry:
+        """Take in one more parameter, whose place is part of the plan."""
+        data = self.params[placed.elements].view(param.shape)
+        fragment = self.plan.fragment(placed, self.rank)
+        self.entries.append(Entry(name, param, placed, *fragment, data))
+        return self.entries[-1]
+
+    def local_grads(self) -> Tensor:
+        """This rank's own gradients; zeros where none has arrived."""
+        if self.grads is None:
+            self.grads = self._zero_grads(self.plan.numel)
+        return self.grads
+
+    def local_grad(self, entry: Entry) -> Tensor:
+        """The gradient of one parameter, in its shape."""
+        return self.local_grads()[entry.placed.elements].view(entry.data.shape)
+
+    def owned_grad(self, entry: Entry) -> Tensor:
+        """The owned elements of one parameter's reduced gradient, 1-D."""
+        count = entry.stop - entry.start
+        first = entry.placed.start + entry.start - self.plan.owned(self.rank)[0] if count else 0
+        return self.owned_grads[first : first + count]
+
+    def adopt(self, entry: Entry, param: Tensor) -> None:
+        """Take a tensor's values, and make it look into the bucket.
+
+        Raises:
+            ValueError: it does not fit the place.
+        """
+        wanted = entry.data.shape, entry.data.dtype, entry.data.device
+        if (param.shape, param.dtype, param.device) != wanted:
+            raise ValueError(
+                f"{entry.name} was replaced by a tensor of {tuple(param.shape)}, {param.dtype}, "
+                f"{param.device}; its place in the bucket is for {tuple(entry.data.shape)}, "
+                f"{entry.data.dtype}, {entry.data.device}: build the optimizer again"
+            )
+        check_shape(entry.data, param, entry.name)
+        with torch.no_grad():
+            values = param.detach()
+            if values.untyped_storage()._cdata == entry.data.untyped_storage()._cdata:
+                values = values.clone()  # another view of the bucket: transposed, say
+            entry.data.copy_(values)
+        param.data = entry.data
+        entry.param = param
+
+
+def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse what cannot become a view of a flat buffer, naming the parameter and what to do.
+
+    Raises:
+        ValueError: a parameter is a DTensor, in 8 bits, has strides that are not row-major, or
+            shares memory with another one.
+    """
+    named = list(named)
+    for name, param in named:
+        if is_dtensor(param):
+            raise ValueError(
+                f"{name} is a DTensor: FSDP2 shards it already; build the optimizer with "
+                "use_distributed_optimizer=False"
+            )
+        if is_quantized(param):
+            raise ValueError(
+                f"{name} is a {type(param).__name__} of {param.dtype}: buffers hold 16 and 32 "
+                "bits; keep it in bfloat16, or build the optimizer with "
+                "use_distributed_optimizer=False"
+            )
+        if not param.is_contiguous():
+            raise ValueError(
+                f"{name} has shape {tuple(param.shape)} and strides {param.stride()}: buffers hold "
+                "parameters in row-major order and would change its memory format; do it yourself "
+                "with param.data = param.data.contiguous() "
+                "(model.to(memory_format=torch.contiguous_format)), or freeze the parameter"
+            )
+    check_memory(named)
+
+
+def make_buckets(
+    named: Sequence[tuple[str, Tensor]], config: OptimizerConfig, rank: int, ranks: int
+) -> list[FlatBucket]:
+    """Buckets for parameters, which look into them afterwards; one set of buckets for each dtype
+    and device.
+
+    Args:
+        named: trainable parameters, each once.
+        config: how gradients are kept, and where buckets end.
+        rank, ranks: place in the data-parallel group, and its size.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
+    for name, param in named:
+        kinds.setdefault((param.dtype, param.device), []).append((name, param))
+    buckets = []
+    for members in kinds.values():
+        sizes = [param.numel() for _, param in members]
+        if config.use_layer_wise_distributed_optimizer:
+            plans = plan_whole(sizes, ranks)
+        else:
+            bucket_size = config.bucket_size or max(40_000_000, 1_000_000 * ranks)
+            plans = plan_flat(sizes, ranks, bucket_size)
+        buckets += [_filled(plan, members, rank, config) for plan in plans]
+    return buckets
+
+
+@in_own_modes
+def _filled(
+    plan: FlatBucketPlan, named: Sequence[tuple[str, Tensor]], rank: int, config: OptimizerConfig
+) -> FlatBucket:
+    _, like = named[plan.placed[0].param]
+    dtype = torch.float32 if config.grad_reduce_in_fp32 else like.dtype
+    params = torch.zeros(plan.numel, dtype=like.dtype, device=like.device)
+    grads = None
+    if config.data_parallel_sharding_strategy != "optim_grads":
+        grads = torch.zeros(plan.numel, dtype=dtype, device=like.device)
+    bucket = FlatBucket(plan, rank, params, dtype, grads)
+    for item in plan.placed:
+        name, param = named[item.param]
+        bucket.adopt(bucket.add(name, param, item), param)
+    return bucket

@@ -1,0 +1,347 @@
+"""Several optimizers as one. What is asked about a slot is asked of the member that has it; what is
+asked about all is asked of all.
+
+:class:`ChainedOptimizer` is the dense and the expert optimizer of a MoE. They share one gradient
+norm, one verdict and one loss scale, so a step either happens for all parameters or for none, and
+no member can drift to a scale of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.core import Slot, iter_slots
+from mp_optim.core.executor import Mode
+from mp_optim.core.interrupted_step import StepMark
+from mp_optim.core.slot_state import SlotState
+from mp_optim.mixed_precision import MegatronGradScaler, MegatronOptimizer
+from mp_optim.mixed_precision.description import Description, DescriptionRow
+from mp_optim.mixed_precision.grad_norm import GradsOfMembers, NormKey, StepGrads
+from mp_optim.mixed_precision.main_params import MainParams
+from mp_optim.zero.grad_reducer import GradReducer, reduce_in_one_order
+from mp_optim.zero.transport import Reducer
+
+_SUMMED = (
+    "bytes_|muon_flops$|update_clipped_params$|reloaded_params$|.*_ms$|"
+    "speculation_(hits|redone|stale)$"
+)
+"""Metrics that are added up over the members."""
+
+
+class CompositeOptimizer(MegatronOptimizer):
+    """Members that step together: one measurement, one verdict, one loss scale.
+
+    Subclasses provide :meth:`locate`, and :meth:`take_members` when they have them.
+
+    Attributes:
+        members: in slot order.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        config: OptimizerConfig,
+        grad_scaler: MegatronGradScaler | None,
+    ) -> None:
+        self.members: list[MegatronOptimizer] = []
+        super().__init__(params, defaults, config, grad_scaler)
+
+    def take_members(self, members: Sequence[MegatronOptimizer]) -> None:
+        """Consist of these from now on: they share this optimizer's loss scale and step mark."""
+        self.members.extend(members)
+        for member in self.members:
+            member.grad_scaler, member.skip_rule = self.grad_scaler, self.skip_rule
+            member.health.skip_rule = self.skip_rule
+            self.counts.members.append(member.counts)
+            self.early_work.overlaps += member.early_work.overlaps
+            self.averages.shares += member.averages.shares
+        self.use_mark(self.step_mark)
+
+    @abstractmethod
+    def locate(self, slot: Slot) -> tuple[MegatronOptimizer, Slot]:
+        """The member that has a slot, and which of that member's slots it is."""
+
+    @property
+    def grad_reducer(self) -> Reducer | None:
+        """What reduces the gradients, of one that shares them out itself."""
+        return None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The inner optimizer, if there is only one member.
+
+        Raises:
+            AttributeError: with several members; use ``chained_optimizers``.
+        """
+        if len(self.members) == 1:
+            return self.members[0].optimizer
+        raise AttributeError(
+            "a chain of several optimizers has no single inner one; use .chained_optimizers"
+        )
+
+    # -- asked about a slot -----------------------------------------------------------------------
+
+    def state_of(self, slot: Slot) -> SlotState:
+        member, member_slot = self.locate(slot)
+        return member.state_of(member_slot)
+
+    def home(self, slot: Slot) -> torch.device:
+        member, member_slot = self.locate(slot)
+        return member.home(member_slot)
+
+    def main_param(self, slot: Slot) -> Tensor:
+        member, member_slot = self.locate(slot)
+        return member.main_param(member_slot)
+
+    def norm_key(self, slot: Slot) -> NormKey:
+        member, member_slot = self.locate(slot)
+        return member.norm_key(member_slot)
+
+    def has_separate_main(self, slot: Slot) -> bool:
+        member, member_slot = self.locate(slot)
+        return member.has_separate_main(member_slot)
+
+    def has_state(self, slot: Slot) -> bool:
+        member, member_slot = self.locate(slot)
+        return member.has_state(member_slot)
+
+    # -- asked about some slots, or all -----------------------------------------------------------
+
+    def follow_model(self, slot: Slot | None = None) -> None:
+        for member, member_slot in self._located(slot):
+            member.follow_model(member_slot)
+
+    def make_current(self, slot: Slot | None = None) -> None:
+        for member, member_slot in self._located(slot):
+            member.make_current(member_slot)
+
+    def allocate_state(self, slots: Sequence[Slot]) -> None:
+        located = [self.locate(slot) for slot in slots]
+        for member in self.members:
+            member.allocate_state(
+                [member_slot for owner, member_slot in located if owner is member]
+            )
+
+    # -- asked of all members ---------------------------------------------------------------------
+
+    def collect_grads(self) -> StepGrads:
+        return GradsOfMembers([member.collect_grads() for member in self.members])
+
+    def verdict_device(self) -> torch.device | None:
+        devices = {
+            member.verdict_device() for member in self.members if not member.is_stub_optimizer
+        }
+        return devices.pop() if len(devices) == 1 else None
+
+    def all_mains(self) -> list[MainParams]:
+        return [mains for member in self.members for mains in member.all_mains()]
+
+    def param_checksums(self) -> list[int | None]:
+        return [checksum for member in self.members for checksum in member.param_checksums()]
+
+    def own_gradient(self) -> tuple[object, int] | None:
+        of_members = (member.own_gradient() for member in self.members)
+        return next((own for own in of_members if own is not None), None)
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for member in self.members:
+            yield from member.named_gradients()
+
+    def check_settings(self, group: dict[str, Any]) -> None:
+        self.members[0].check_settings(group)  # the same rule in all
+
+    def share_settings(self) -> None:
+        for member in self.members:
+            member.share_settings()  # their groups are these
+
+    @property
+    def has_modes(self) -> bool:
+        return any(member.has_modes for member in self.members)
+
+    def switch_mode(self, mode: Mode) -> None:
+        with self.step_mark.step(self):
+            self.finish_param_sync()
+            self.make_current()
+            self.share_settings()
+            self.step_mark.touch()
+            for member in self.members:
+                member.switch_mode(mode)
+            self.share_settings()
+        self.averages.share(self.all_mains())
+
+    def use_mark(self, mark: StepMark) -> None:
+        self.step_mark = mark
+        for member in self.members:
+            member.use_mark(mark)
+
+    def recover(self) -> None:
+        for member in self.members:
+            member.recover()
+
+    def sharers(self) -> Iterator[tuple[str, tuple[ProcessGroup, ...]]]:
+        for member in self.members:
+            yield from member.sharers()
+
+    def take_model_params(self, values: Mapping[str, Any]) -> None:
+        for member in self.members:
+            member.take_model_params(values)
+
+    def memory_moved(self, slot: Slot | None = None) -> None:
+        for member, member_slot in self._located(slot):
+            member.memory_moved(member_slot)
+
+    # -- communication ----------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """The members' ``no_sync``."""
+        with ExitStack() as stack:
+            for member in self.members:
+                stack.enter_context(member.no_sync())
+            yield
+
+    def finish_grad_sync(self) -> None:
+        for member in self.members:
+            member.finish_grad_sync()
+
+    def finish_param_sync(self) -> None:
+        for member in self.members:
+            member.finish_param_sync()
+
+    # -- what is going on -------------------------------------------------------------------------
+
+    def describe(self) -> Description:
+        """The members' rows, with the groups numbered as they are here."""
+        rows: list[DescriptionRow] = []
+        notes: list[str] = []
+        first_group = 0
+        for member in self.members:
+            described = member.describe()
+            rows += [row.shifted(first_group) for row in described.rows]
+            notes += described.notes
+            first_group += len(member.param_groups)
+        return Description(tuple(rows), tuple(notes))
+
+    def metrics(self) -> dict[str, float]:
+        """The first member's; bytes, times and counts added up over all."""
+        metrics = [member.metrics() for member in self.members]
+        names = dict.fromkeys(name for of_member in metrics for name in of_member)
+        added = [name for name in names if re.match(_SUMMED, name)]
+        totals: dict[str, float] = dict.fromkeys(added, 0)
+        for name in added:
+            totals[name] = sum(of_member.get(name, 0) for of_member in metrics)
+        return {**metrics[0], **totals, **self.health.metrics()}
+
+    def _located(self, slot: Slot | None) -> Sequence[tuple[MegatronOptimizer, Slot | None]]:
+        """The member that has a slot, and which it is there; all members for None."""
+        return [(member, None) for member in self.members] if slot is None else [self.locate(slot)]
+
+
+class ChainedOptimizer(CompositeOptimizer):
+    """Several :class:`MegatronOptimizer` that step together.
+
+    ``param_groups`` are the members' own dicts, one after the other: a change here is a change
+    there.
+
+    Args:
+        chained_optimizers: at least one, all built with equal configs. The first one's loss scaler
+            becomes the scaler of all.
+
+    Raises:
+        ValueError: no members, or members whose configs differ.
+    """
+
+    def __init__(self, chained_optimizers: Sequence[MegatronOptimizer]) -> None:
+        if not chained_optimizers:
+            raise ValueError("chained_optimizers is empty; pass at least one optimizer")
+        first = chained_optimizers[0]
+        if any(member.config != first.config for member in chained_optimizers):
+            raise ValueError(
+                "the chained optimizers' configs differ; build all parts with one OptimizerConfig"
+            )
+        groups = [group for member in chained_optimizers for group in member.param_groups]
+        super().__init__(groups, dict(first.defaults), first.config, first.grad_scaler)
+        self.take_members(chained_optimizers)
+        composites = [member for member in self.members if isinstance(member, CompositeOptimizer)]
+        reducers = [member.grad_reducer for member in composites]
+        ours = [reducer for reducer in reducers if isinstance(reducer, GradReducer)]
+        self._between_passes: Callable[[], AbstractContextManager[None]] = nullcontext
+        if len(ours) > 1:  # the same order on all ranks
+            again = self.config.data_parallel_sharding_strategy == "optim_grads"
+            self._between_passes = reduce_in_one_order(ours, again=again).between_passes
+
+    @property
+    def chained_optimizers(self) -> list[MegatronOptimizer]:
+        return self.members
+
+    def locate(self, slot: Slot) -> tuple[MegatronOptimizer, Slot]:
+        index = slot.group
+        for member in self.members:
+            if index < len(member.param_groups):
+                return member, Slot(index, slot.position)
+            index -= len(member.param_groups)
+        raise IndexError(f"{slot} is not in the chain")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the last member of its kind (``is_expert_parallel`` or not).
+
+        Raises:
+            ValueError: a parameter is in some member already, naming it.
+        """
+        if not self.members:  # torch's constructor is adding the members' own groups
+            self.param_groups.append(param_group)
+            self.lists_are_known()
+            return
+        self.check_lists()
+        given = param_group["params"]
+        params = [given] if isinstance(given, Tensor) else list(given)
+        self._refuse_known(params)
+        kind = bool(param_group.get("is_expert_parallel", False))
+        alike = []
+        for member in self.members:
+            kinds = [group.get("is_expert_parallel", False) for group in member.param_groups]
+            if any(kinds) == kind:
+                alike.append(member)
+        (alike or self.members)[-1].add_param_group({**param_group, "params": params})
+        self.param_groups[:] = [group for member in self.members for group in member.param_groups]
+        self.lists_are_known()
+
+    def _refuse_known(self, params: Sequence[Any]) -> None:
+        """Each member looks at its own groups alone."""
+        added = {id(param[1] if isinstance(param, tuple) else param) for param in params}
+        for slot, param in iter_slots(self.param_groups):
+            if id(param) in added:
+                raise ValueError(
+                    f"add_param_group: {self.slot_name(slot)} is in param group {slot.group} "
+                    "already; give a group only parameters that are in none"
+                )
+
+    def check_lists(self) -> None:
+        """Also give the members groups that were put in the place of theirs here."""
+        super().check_lists()
+        groups = iter(self.param_groups)
+        for member in self.members:
+            member.param_groups[:] = islice(groups, len(member.param_groups))
+
+    def collect_grads(self) -> StepGrads:
+        with self._between_passes():
+            return super().collect_grads()
+
+    def finish_grad_sync(self) -> None:
+        with self._between_passes():
+            super().finish_grad_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for member in self.members:
+            member.zero_grad(set_to_none)

@@ -1,0 +1,380 @@
+"""The model's parameters in flat buckets, and what this rank owns of each: a plain tensor to step,
+and the form in which its state is shown and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed import ProcessGroup
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.config.rules import RULES, is_elementwise
+from mp_optim.core import (
+    ParamGroups,
+    Slot,
+    all_params,
+    group_settings,
+    iter_slots,
+    same_memory,
+    slot_name,
+)
+from mp_optim.core.flat_shard import FlatShard
+from mp_optim.core.param_attributes import (
+    FlatRanges,
+    ShardInfo,
+    is_laid_out_whole,
+    norm_attributes,
+    partition_blocks,
+    partition_dim,
+    set_main_grad,
+    set_norm_attributes,
+    set_shard_info,
+)
+from mp_optim.core.slot_state import State, is_scale
+from mp_optim.core.tensors import SeenParams
+from mp_optim.mixed_precision.param_state import View
+from mp_optim.zero.buckets import SHARD_ALIGNMENT, Entry
+from mp_optim.zero.transport import make_transport
+
+torch.serialization.add_safe_globals([FlatShard])
+
+
+@dataclass(frozen=True, slots=True)
+class ParamShard:
+    """The owned elements of one parameter.
+
+    Attributes:
+        name: FQN of the parameter. shape: its shape.
+        start, stop: owned elements, [start, stop) of the row-major flattened parameter.
+        tensor: these elements, a view of the bucket: 1-D, or where parameters stay whole, of the
+            parameter's shape if all of it is stepped here, and of no rows if nothing is.
+        grad: where their reduced gradient is; None if the parameter was frozen.
+        shown_whole: every rank steps all of the parameter, so state is shown as plain tensors of
+            its shape.
+    """
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+    tensor: Tensor
+    grad: Tensor | None
+    shown_whole: bool
+
+    def expose(self, key: str, value: Any) -> Any:
+        """A state tensor as a part of the whole parameter's; scalars and scales of blocks
+        unchanged."""
+        if self.shown_whole or key == "step" or not isinstance(value, Tensor):
+            return value
+        own = self.tensor
+        if not is_elementwise(key) or (value.numel(), value.dim()) != (own.numel(), own.dim()):
+            return value
+        return FlatShard(value.detach().reshape(-1), self.shape, self.start)
+
+    def localize(self, key: str, value: Any) -> Any:
+        """The owned part of a saved state tensor: of a shard of just these elements, or of the
+        whole parameter.
+
+        Raises:
+            ValueError: it is a shard of other elements.
+        """
+        if isinstance(value, FlatShard):
+            stop = value.start + value.local.numel()
+            if (value.start, stop, value.shape) != (self.start, self.stop, self.shape):
+                raise ValueError(
+                    f"{self.name}.{key}: saved elements [{value.start}, {stop}) of "
+                    f"{tuple(value.shape)}, this rank owns [{self.start}, {self.stop}) of "
+                    f"{tuple(self.shape)}; load other layouts with mp_optim.checkpoint"
+                )
+            return value.local.view(self.tensor.shape)
+        if key == "step" or not isinstance(value, Tensor) or not is_elementwise(key):
+            return value
+        if is_scale(key):
+            return self._local_scale(value)
+        if value.shape == self.shape and value.shape != self.tensor.shape:
+            return value.reshape(-1)[self.start : self.stop].view(self.tensor.shape)
+        return value
+
+    def _local_scale(self, scale: Tensor) -> Tensor:
+        """Of a scale for each element, or for each block of the whole parameter, the owned part."""
+        if scale.dim() > 1:
+            return scale.reshape(*self.tensor.shape, 1)
+        if scale.shape != (-(-self.shape.numel() // SHARD_ALIGNMENT),):
+            return scale
+        return scale[self.start // SHARD_ALIGNMENT : -(-self.stop // SHARD_ALIGNMENT)]
+
+
+class ShardView(View):
+    """State of what this rank owns, shown as a part of the whole parameter's.
+
+    Args:
+        param: the model's parameter. shard: what this rank owns of it.
+    """
+
+    def __init__(self, param: Tensor, shard: ParamShard) -> None:
+        super().__init__(param)
+        self._shard = shard
+
+    @property
+    def is_as_stored(self) -> bool:
+        return self._shard.shown_whole
+
+    @property
+    def is_whole(self) -> bool:
+        return self._shard.shown_whole
+
+    def show(self, state: State) -> State:
+        return {key: self._shard.expose(key, value) for key, value in state.items()}
+
+    def take(self, state: State) -> State:
+        return super().take({key: self._shard.localize(key, value) for key, value in state.items()})
+
+    def refusal(self) -> str:
+        if self._shard.grad is not None or not self.param.numel():
+            return ""
+        return (
+            f"state of {self._shard.name}: it was frozen when the optimizer was built, so it "
+            "is in no bucket, and no rank keeps its state; build the optimizer while it can be "
+            "trained, and freeze it then, or load with convert=True, which drops its state"
+        )
+
+    def written(self) -> None:
+        """Of a parameter that ranks share out, what this rank owns; the rest comes with the next
+        step."""
+        increment_version(self.param)
+
+
+def in_forward_order(
+    param_groups: ParamGroups, chunks: Sequence[nn.Module]
+) -> list[tuple[int, Slot, Tensor]]:
+    """Trained parameters in the order in which forward is expected to use them, with their places
+    in the model."""
+    params = (param for chunk in chunks for param in chunk.parameters())
+    places = {id(param): place for place, param in enumerate(params)}
+    trained = [
+        (places.get(id(param), 0), slot, param)
+        for slot, param in iter_slots(param_groups)
+        if param.requires_grad
+    ]
+    return sorted(trained, key=lambda item: item[:2])
+
+
+class ShardedParams:
+    """Moves the parameters into buckets, on construction; later keeps the two in agreement.
+
+    Args:
+        param_groups: the optimizer's live groups of the model's parameters.
+        group: the ranks that share out the buckets.
+        chunks, divisor: see :class:`~mp_optim.DistributedOptimizer`.
+        guard: names the ranks that are missing.
+
+    Attributes:
+        buckets: of the trained parameters. reducer, gatherer: move what is in them between the
+            ranks.
+        shards: what this rank owns, in slot order. tensors: of each bucket.
+        steps_everything: every rank steps all parameters, rather than what it owns.
+        frozen: slots that were trained when the buckets were made, and are not now.
+        bytes: that were reduced and gathered in the last step.
+    """
+
+    def __init__(
+        self,
+        param_groups: ParamGroups,
+        config: OptimizerConfig,
+        group: ProcessGroup,
+        chunks: Sequence[nn.Module],
+        divisor: int | None,
+        guard: Callable[[str], Any],
+    ) -> None:
+        self._param_groups, self._config, self._group = param_groups, config, group
+        self.steps_everything = config.data_parallel_sharding_strategy == "no_shard"
+        self.frozen: list[Slot] = []
+        self.bytes = {"bytes_reduced": 0, "bytes_gathered": 0}
+        self._entries: dict[Slot, tuple[int, Entry]] = {}
+        trained = in_forward_order(param_groups, chunks)
+        named = [(slot_name(param_groups, slot), param) for _, slot, param in trained]
+        places = [place for place, *_ in trained]
+        self.buckets, self.reducer, self.gatherer = make_transport(
+            named, places, config, group, chunks, divisor or group.size(), guard
+        )
+        slot_of = {id(param): slot for _, slot, param in trained}
+        for index, bucket in enumerate(self.buckets):
+            for entry in bucket.entries:
+                self._entries[slot_of[id(entry.param)]] = index, entry
+        self.shards = {slot: self._shard(slot, param) for slot, param in iter_slots(param_groups)}
+        self._index = {slot: index for index, slot in enumerate(self.shards)}
+        self.tensors: list[list[Tensor]] = [[] for _ in self.buckets]
+        for slot, (index, _) in self._entries.items():
+            self.tensors[index].append(self.shards[slot].tensor)
+        self._seen = SeenParams(all_params(param_groups))
+
+    def _shard(self, slot: Slot, param: Tensor) -> ParamShard:
+        """What this rank steps of a parameter, as a leaf tensor with a version counter of its own.
+
+        It has the parameter's shape where the rule finds all of it, and as many dimensions where it
+        is nothing; else it is flat.
+        """
+        name = slot_name(self._param_groups, slot)
+        keeps_shape = self.steps_everything or self._config.use_layer_wise_distributed_optimizer
+        start, tensor = 0, torch.empty(0, dtype=param.dtype, device=param.device)
+        owned, ranges = None, None
+        if slot in self._entries:  # not frozen, nor without elements
+            index, entry = self._entries[slot]
+            bucket, stop = self.buckets[index], param.numel()
+            # Megatron may have kept it in the part of one rank, which steps it alone
+            in_one_part = is_laid_out_whole(param) and bucket.plan.is_whole(entry.placed)
+            keeps_shape = keeps_shape or in_one_part
+            if not self.steps_everything:
+                start, stop = entry.start, entry.stop
+            first = entry.placed.start + start
+            tensor = bucket.params.data[first : first + stop - start]
+            if not keeps_shape:
+                ranges = FlatRanges(bucket.plan.bounds, entry.placed.start, entry.placed.numel)
+            owned = bucket.local_grad(entry) if self.steps_everything else bucket.owned_grad(entry)
+        stop = start + tensor.numel()
+        if keeps_shape or not param.numel():
+            tensor = _shaped(tensor, param)
+        tensor.requires_grad_(param.requires_grad)
+        if owned is None and param.requires_grad:
+            owned = tensor.detach().clone()
+        grad = None if owned is None else owned.view(tensor.shape)
+        set_main_grad(tensor, grad)
+        # ranks meet in the communication of such a rule, so all of them place it alike
+        config, reads = self._config, RULES[self._config.optimizer].reads
+        adds_up = reads == "sums" or config.caution or config.muon_moment2_method is not None
+        placed_alike = adds_up or (reads == "matrices" and not keeps_shape)
+        info = ShardInfo(
+            start,
+            () if self.steps_everything else (self._group,),
+            param.shape,
+            param.numel() if placed_alike else None,
+            partition_dim(param),
+            partition_blocks(param),
+            ranges,
+        )
+        _set_attributes(tensor, param, info)
+        return ParamShard(name, param.shape, start, stop, tensor, grad, self.steps_everything)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The param groups, with what this rank owns in place of the parameters."""
+        shards, groups = iter(self.shards.values()), []
+        for group in self._param_groups:
+            tensors = [next(shards).tensor for _ in group["params"]]
+            names = group.get("param_names")
+            params = list(zip(names, tensors, strict=True)) if names else tensors
+            groups.append({**group_settings(group), "params": params})
+        return groups
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    def hand_out_grads(self) -> list[Slot]:
+        """Let the owned tensors have the reduced gradients where the parameter is trained now;
+        returns the slots.
+
+        Raises:
+            RuntimeError: a parameter is trained that is in no bucket, naming it.
+        """
+        trained: list[Slot] = []
+        self.frozen = []
+        for slot, param in iter_slots(self._param_groups):
+            shard = self.shards[slot]
+            if param.requires_grad and shard.grad is None:
+                raise RuntimeError(
+                    f"{shard.name} was frozen when the optimizer was built and "
+                    "is in no bucket; build the optimizer again to train it"
+                )
+            set_main_grad(shard.tensor, shard.grad if param.requires_grad else None)
+            if param.requires_grad:
+                trained.append(slot)
+            elif shard.grad is not None:
+                self.frozen.append(slot)
+        return trained
+
+    def owned_grad(self, slot: Slot) -> Tensor | None:
+        """The reduced gradient of the elements that this rank owns, also where it steps all; None
+        of a parameter that is in no bucket."""
+        if slot not in self._entries:
+            return None
+        index, entry = self._entries[slot]
+        return self.buckets[index].owned_grad(entry)
+
+    # -- parameters -------------------------------------------------------------------------------
+
+    def is_followed(self, slot: Slot) -> bool:
+        """Whether a slot's parameter is as it was last seen."""
+        param = self._param_groups[slot.group]["params"][slot.position]
+        return self._seen.is_same(self._index[slot], param)
+
+    def follow(self) -> bool:
+        """Take parameters that were replaced, moved or written into their buckets; returns whether
+        there were any. Until :meth:`look` they count as changed."""
+        params, slots = all_params(self._param_groups), list(self.shards)
+        changed = self._seen.changed(params)
+        for index in changed:
+            if slots[index] in self._entries:
+                self._follow_param(slots[index], params[index])
+        return bool(changed)
+
+    def _follow_param(self, slot: Slot, param: Tensor) -> None:
+        index, entry = self._entries[slot]
+        is_replaced = param is not entry.param
+        if is_replaced or not same_memory(param, entry.data):
+            self.buckets[index].adopt(entry, param)
+        if is_replaced:
+            self.reducer.watch(index, entry)
+            self.gatherer.look()
+        increment_version(self.shards[slot].tensor)
+
+    def look(self) -> None:
+        """Take the parameters as they are now as seen."""
+        self._seen.look(all_params(self._param_groups))
+
+    def share(self) -> None:
+        """Bring the other ranks' parts of the parameters here, and wait: what ranks own was written
+        by something else than a step."""
+        if not self.steps_everything:
+            self.gatherer.start()
+            self.gatherer.finish()
+        self._written()
+
+    def _written(self) -> None:
+        increment_version([entry.param for _, entry in self._entries.values()])
+        self.look()
+
+    def gather(self, is_stepped: bool) -> None:
+        """After a step: bring the other ranks' parts of the parameters here.
+
+        Args:
+            is_stepped: whether anything was written.
+        """
+        reducer, gatherer = self.reducer, self.gatherer
+        gathered = reducer.grad_bytes_gathered
+        if is_stepped:
+            if not self.steps_everything:
+                gatherer.start()
+                gathered += gatherer.bytes_gathered
+            self._written()
+        self.bytes = {"bytes_reduced": reducer.bytes_reduced, "bytes_gathered": gathered}
+
+
+def _shaped(flat: Tensor, param: Tensor) -> Tensor:
+    """A flat tensor in the parameter's shape if it is all of it; of no rows if it is nothing, so
+    that what reads matrices finds one."""
+    if flat.numel() == param.numel():
+        return flat.view(param.shape)
+    return flat if flat.numel() or not param.dim() else flat.view(0, *param.shape[1:])
+
+
+def _set_attributes(tensor: Tensor, param: Tensor, info: ShardInfo) -> None:
+    """Say of an owned tensor which part it is, and what the parameter says of its norm."""
+    set_shard_info(tensor, info)
+    attributes = norm_attributes(param)
+    if tensor.shape != param.shape:  # a flat part has not the parameter's dimensions
+        for of_shape in ("partition_dim", "partition_stride", "partition_sizes"):
+            attributes.pop(of_shape, None)
+    set_norm_attributes(tensor, attributes)

@@ -1,0 +1,366 @@
+"""How gradients get to the ranks that own them and parameters back: buckets of our own, or those of
+Megatron's DistributedDataParallel.
+
+Its buffers are flat already, its hooks reduce and gather; here they are taken as they are. It is
+recognised by attributes, so that Megatron need not be installed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.host.calls import weak_method
+from mp_optim.host.leases import before_writing
+from mp_optim.process_groups.missing_ranks import wait_for_all
+from mp_optim.zero.buckets import (
+    Entry,
+    FlatBucket,
+    FlatBucketPlan,
+    ParamRange,
+    check_shardable,
+    make_buckets,
+)
+from mp_optim.zero.grad_reducer import GradReducer, all_gather, broadcast
+
+_BUFFERS = ("buffers", "expert_parallel_buffers")
+_DDP_DECIDES = (
+    "overlap_grad_reduce",
+    "grad_reduce_in_fp32",
+    "reduce_scatter_with_fp32_accumulation",
+    "bucket_size",
+    "use_layer_wise_distributed_optimizer",
+)
+
+
+def _leave(
+    handles: Sequence[Any], under_way: dict[int, Any], group: ProcessGroup, device: torch.device
+) -> None:
+    """Take hooks from modules, and wait for parameters that no hook would wait for any more."""
+    for handle in handles:
+        handle.remove()
+    for works in under_way.values():
+        wait_for_all(works, group, device)
+
+
+class ParamGatherer:
+    """Gathers the buckets' parameters.
+
+    Args:
+        modules: with these, gathering overlaps with the next forward: each module waits for its own
+            parameters, and for those of children that are never called (``nn.ParameterDict``,
+            ``nn.ParameterList``).
+        guard: context in which communication happens; gives failures a name.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[FlatBucket],
+        group: ProcessGroup,
+        modules: Sequence[nn.Module],
+        guard: Callable[[str], Any],
+    ) -> None:
+        self._buckets, self._group, self._guard = buckets, group, guard
+        self._under_way: dict[int, Any] = {}
+        self._waited_for: set[int] | None = None
+        self._bucket_of: dict[int, int] = {}
+        self._overlaps = bool(modules)
+        self.bytes_gathered = 0
+        self.look()
+        handles: list[Any] = []
+        for module in {id(m): m for root in modules for m in root.modules()}.values():
+            handles.append(module.register_forward_pre_hook(weak_method(self._before_forward)))
+        for root in modules:
+            hook = weak_method(self._before_state_dict)
+            handles.append(root.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+        device = buckets[0].params.device if buckets else torch.device("cpu")
+        leave = weakref.finalize(self, _leave, handles, self._under_way, group, device)
+        leave.atexit = False
+
+    def look(self) -> None:
+        """Take note of the tensors that are parameters now."""
+        self._bucket_of = {
+            id(entry.param): index
+            for index, bucket in enumerate(self._buckets)
+            for entry in bucket.entries
+        }
+
+    def start(self) -> None:
+        """Gather everything; with overlap, :meth:`finish` or the next forward waits for it.
+        Collective."""
+        self.finish()
+        self.bytes_gathered = 0
+        for index in reversed(range(len(self._buckets))):  # in the order of forward
+            bucket = self._buckets[index]
+            self.bytes_gathered += bucket.params.nbytes
+            before_writing([bucket.params])
+            with self._guard("gathering parameters"):
+                self._under_way[index] = all_gather(bucket.params, bucket.plan.bounds, self._group)
+        if self._overlaps:
+            self._waited_for = set()
+        else:
+            self.finish()
+
+    def finish(self) -> None:
+        """All parameters are complete on return."""
+        for index in list(self._under_way):
+            self._wait(index)
+        self._waited_for = None
+
+    def _wait(self, index: int) -> None:
+        works = self._under_way.pop(index, [])
+        with self._guard("gathering parameters"):
+            wait_for_all(works, self._group, self._buckets[index].params.device)
+
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        if self._waited_for is None:
+            return
+        for param in _own(module):
+            index = self._bucket_of.get(id(param))
+            if index is not None:
+                self._waited_for.add(id(param))
+                self._wait(index)
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self.finish()
+
+    def check_use(self, entry: Entry) -> None:
+        """A parameter got a gradient, so forward has used it: make sure that forward waited for it.
+
+        Raises:
+            RuntimeError: it did not, and may have used old values.
+        """
+        if self._waited_for is not None and id(entry.param) not in self._waited_for:
+            raise RuntimeError(
+                f"{entry.name} was used without calling the module that holds it, so nothing "
+                "waited for its new values: set overlap_param_gather=False, or call "
+                "optimizer.finish_param_sync() before forward"
+            )
+
+
+def _own(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters of a module and of its children that have no forward of their own."""
+    yield from (param for param in module._parameters.values() if param is not None)
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            yield from _own(child)
+
+
+# -- Megatron's buckets
+
+
+def is_megatron_ddp(chunk: nn.Module) -> bool:
+    """Whether a module has Megatron's parameter and gradient buffers (``buffers`` of other modules
+    is a method)."""
+    return isinstance(getattr(chunk, "buffers", None), list) and hasattr(chunk, "start_param_sync")
+
+
+class MegatronHooks:
+    """Gradients and parameters as the modules' own hooks reduce and gather them:
+    ``finish_grad_sync`` is the training loop's to call. Parameters are gathered after the step
+    where the modules' forward does not."""
+
+    def __init__(self, chunks: Sequence[Any], buckets: Sequence[FlatBucket]) -> None:
+        self._chunks, self._buckets = chunks, buckets
+        self.bytes_gathered = self.grad_bytes_gathered = self.rounds = 0
+        self.has_gradients = True  # Megatron's hooks tell no one
+        self.on_reduced: Callable[[int], None] | None = None
+
+    @property
+    def taken(self) -> int:
+        """How often the buckets were written to."""
+        return sum(bucket.local_grads()._version for bucket in self._buckets)
+
+    @property
+    def bytes_reduced(self) -> int:
+        """Bytes of the buckets."""
+        return sum(bucket.local_grads().nbytes for bucket in self._buckets)
+
+    def watch(self, index: int, entry: Entry) -> None:
+        """Raises RuntimeError: the modules' hooks are on the parameter that was there before."""
+        raise RuntimeError(
+            f"{entry.name} was replaced after Megatron's DistributedDataParallel put its hooks on "
+            "it; wrap the model again"
+        )
+
+    def look(self) -> None:
+        """Nothing to take note of."""
+
+    def start(self) -> None:
+        """Gather now, unless the modules' forward hooks do."""
+        self.bytes_gathered = sum(bucket.params.nbytes for bucket in self._buckets)
+        for chunk in self._chunks:
+            if not chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync()
+
+    def finish(self) -> None:
+        """Nothing under way that is known here: gradients are reduced by the time of the step."""
+
+    def zero(self) -> None:
+        """Clear the buffers."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """The modules' own."""
+        stack = ExitStack()
+        for chunk in self._chunks:
+            stack.enter_context(chunk.no_sync())
+        return stack
+
+
+def _buckets_of(
+    chunks: Sequence[nn.Module], named: Sequence[tuple[str, Tensor]], group: ProcessGroup
+) -> list[FlatBucket]:
+    """The buckets that hold some parameters of Megatron's modules.
+
+    Raises:
+        ValueError: a parameter is in no buffer, a buffer is not cut for these ranks, or its
+            optimizer is not to be distributed; naming it.
+    """
+    name_of = {id(param): name for name, param in named}
+    buckets: list[FlatBucket] = []
+    bucketed: set[int] = set()
+    for chunk in chunks:
+        if not getattr(chunk.ddp_config, "use_distributed_optimizer", False):
+            raise ValueError(
+                "the model's ddp_config has use_distributed_optimizer=False, its buffers are not "
+                "cut for ranks; set it as in OptimizerConfig"
+            )
+        kinds = (getattr(chunk, kind, None) or [] for kind in _BUFFERS)
+        for buffer in chain.from_iterable(kinds):
+            for megatron_bucket in buffer.buckets:
+                members = [param for param in megatron_bucket.params_list if id(param) in name_of]
+                if members:
+                    buckets.append(_bucket(buffer, megatron_bucket, members, name_of, group))
+                    bucketed.update(map(id, members))
+    missing = [name for key, name in name_of.items() if key not in bucketed]
+    if missing:
+        raise ValueError(
+            f"{missing[0]} is in no buffer of the model's DistributedDataParallel; wrap the module "
+            "that holds it, or freeze it"
+        )
+    return buckets
+
+
+def _bucket(
+    buffer: Any,
+    megatron_bucket: Any,
+    members: Sequence[Tensor],
+    name_of: Mapping[int, str],
+    group: ProcessGroup,
+) -> FlatBucket:
+    ranks, rank = group.size(), group.rank()
+    if megatron_bucket.param_data is None:
+        raise ValueError(
+            f"{name_of[id(members[0])]}: its buffer holds gradients alone and is not laid out by "
+            "rank; with Muon set --use-layer-wise-param-layout, or leave out "
+            "--use-distributed-optimizer"
+        )
+    if buffer.data_parallel_group.size() != ranks or megatron_bucket.param_data.numel() % ranks:
+        raise ValueError(
+            f"{name_of[id(members[0])]}: its buffer is cut for {buffer.data_parallel_group.size()} "
+            f"ranks, process_groups has {ranks}; pass the groups that the model was wrapped with"
+        )
+    placed = []
+    for index, param in enumerate(members):
+        start = buffer.param_index_map[param][0] - megatron_bucket.offset
+        placed.append(ParamRange(index, start, param.numel()))
+    plan = FlatBucketPlan.even(placed, megatron_bucket.param_data.numel() // ranks, ranks)
+    grads = megatron_bucket.grad_data
+    bucket = FlatBucket(plan, rank, megatron_bucket.param_data, grads.dtype, grads)
+    for item, param in zip(placed, members, strict=True):
+        entry = bucket.add(name_of[id(param)], param, item)
+        if entry.data.data_ptr() != param.data_ptr():
+            raise ValueError(
+                f"{name_of[id(param)]} does not look into its buffer any more; wrap the model again"
+            )
+    return bucket
+
+
+# -- either
+
+
+Reducer = GradReducer | MegatronHooks
+Transport = tuple[list[FlatBucket], Reducer, ParamGatherer | MegatronHooks]
+"""Buckets, what reduces the gradients in them, and what gathers the parameters."""
+
+
+def make_transport(
+    named: Sequence[tuple[str, Tensor]],
+    places: Sequence[int],
+    config: OptimizerConfig,
+    group: ProcessGroup,
+    chunks: Sequence[nn.Module],
+    divisor: int,
+    guard: Callable[[str], Any],
+) -> Transport:
+    """Put trainable parameters into buckets. Collective.
+
+    Args:
+        named: in the order in which forward uses them. places: their numbers in that order, in the
+            whole model.
+        chunks: modules that hold them.
+        divisor: what averages are divided by.
+        guard: context in which communication happens.
+
+    Raises:
+        ValueError: a parameter or the config does not fit.
+    """
+    if any(map(is_megatron_ddp, chunks)):
+        return _megatrons(named, config, group, chunks)
+    check_shardable(named)
+    buckets = make_buckets(named, config, group.rank(), group.size())
+    with guard("sending the first rank's parameters to the others"):
+        for bucket in buckets:
+            broadcast(bucket.params, group)
+    gatherer = ParamGatherer(buckets, group, chunks if config.overlap_param_gather else [], guard)
+    place_of = {id(param): place for (_, param), place in zip(named, places, strict=True)}
+    first_used = [min(place_of[id(entry.param)] for entry in bucket.entries) for bucket in buckets]
+    reducer = GradReducer(buckets, first_used, config, group, divisor, guard, gatherer.check_use)
+    return buckets, reducer, gatherer
+
+
+def _megatrons(
+    named: Sequence[tuple[str, Tensor]],
+    config: OptimizerConfig,
+    group: ProcessGroup,
+    chunks: Sequence[nn.Module],
+) -> Transport:
+    defaults = {"overlap_grad_reduce": False, "bucket_size": None}
+    for name in _DDP_DECIDES:
+        if getattr(config, name) != defaults.get(name, False):
+            raise ValueError(
+                f"{name}={getattr(config, name)!r}: the model is wrapped in Megatron's "
+                "DistributedDataParallel, whose ddp_config decides that; leave it at its default "
+                "here"
+            )
+    if config.data_parallel_sharding_strategy != "optim" or config.grad_reduce_op != "avg":
+        raise ValueError(
+            f"data_parallel_sharding_strategy={config.data_parallel_sharding_strategy!r}, "
+            f"grad_reduce_op={config.grad_reduce_op!r}: Megatron's DistributedDataParallel keeps "
+            "gradients and scales them itself; leave both at their defaults, or pass the bare "
+            "module"
+        )
+    for chunk in chunks:
+        if not is_megatron_ddp(chunk):
+            raise ValueError(
+                f"some model chunks are wrapped in Megatron's DistributedDataParallel, a "
+                f"{type(chunk).__name__} is not; wrap all or none"
+            )
+        if chunk.ddp_config.overlap_param_gather != config.overlap_param_gather:  # type: ignore[union-attr]
+            raise ValueError(
+                f"overlap_param_gather={config.overlap_param_gather!r} differs from the model's "
+                "ddp_config; set both alike"
+            )
+    buckets = _buckets_of(chunks, named, group)
+    hooks = MegatronHooks(chunks, buckets)
+    return buckets, hooks, hooks

@@ -1,0 +1,346 @@
+"""DistributedOptimizer: data-parallel ranks share out main params, state and (ZeRO-2) gradients.
+
+The model's parameters look into flat buckets. What a rank owns of each is a plain tensor, and an
+ordinary precision wrapper over these tensors, in the same groups and at the same positions, does
+all the work of a step: it measures (reducing over the ranks), decides, places and steps. This
+module gets gradients to it and parameters back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.core import (
+    Multiplier,
+    ParamGroups,
+    Slot,
+    group_settings,
+    iter_slots,
+    param_at,
+    slot_name,
+    with_names,
+)
+from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer
+from mp_optim.core.param_attributes import (
+    main_param_of,
+    norm_attributes,
+    set_main_param,
+    shown_mains_of,
+)
+from mp_optim.core.slot_state import MASTER, SlotState
+from mp_optim.host.calls import in_own_modes
+from mp_optim.mixed_precision import MegatronGradScaler, MegatronOptimizer
+from mp_optim.mixed_precision.grad_norm import GradsOfMembers, Measurement, NormKey, StepGrads
+from mp_optim.mixed_precision.settings_agreement import of_config, of_groups
+from mp_optim.mixed_precision.wrapped_optimizer import WrappedOptimizer
+from mp_optim.process_groups.agreement import check_agreement
+from mp_optim.process_groups.missing_ranks import naming_missing_ranks
+from mp_optim.process_groups.process_groups import ProcessGroups
+from mp_optim.zero.composite import CompositeOptimizer
+from mp_optim.zero.sharded_params import ShardedParams, ShardView, in_forward_order
+from mp_optim.zero.transport import Reducer
+
+Build = Callable[[list[dict[str, Any]]], WrappedOptimizer]
+
+_OURS = "an optimizer"
+"""What ranks share that are compared."""
+
+
+class DistributedOptimizer(CompositeOptimizer):
+    """ZeRO over the ranks of ``process_groups.dp``. Collective: all of them build it, step it and
+    zero it alike. They start from the first one's parameters.
+
+    ``state`` and ``state_dict`` show what this rank owns, as flat shards of the natural shape
+    (:class:`~mp_optim.core.flat_shard.FlatShard`), or plain tensors where every rank has
+    everything. Gradients of parameters that no rank used are zeros.
+
+    Args:
+        param_groups: groups of the model's parameters, with ``param_names``.
+        config: ``data_parallel_sharding_strategy`` and what is said there about reducing and
+            gathering.
+        grad_scaler: loss scale, or None for 1.
+        build: makes the precision wrapper from groups of the owned tensors.
+        process_groups: ``dp`` is required.
+        model_chunks: modules that hold the parameters; in their order gradients are expected, and
+            before their forwards gathered parameters are waited for.
+        divisor: what sums of gradients are divided by with ``grad_reduce_op="avg"``; by default the
+            ranks of ``dp``.
+
+    Attributes:
+        shards: the wrapper of the owned tensors, its only member.
+
+    Raises:
+        ValueError: a parameter cannot become part of a flat buffer, or the ranks disagree about
+            model, groups or config; naming the parameter, or the rank and the difference.
+    """
+
+    def __init__(
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        config: OptimizerConfig,
+        grad_scaler: MegatronGradScaler | None = None,
+        *,
+        build: Build,
+        process_groups: ProcessGroups,
+        model_chunks: Sequence[nn.Module] = (),
+        divisor: int | None = None,
+    ) -> None:
+        if process_groups.dp is None:
+            raise ValueError(
+                "process_groups.dp is None: a DistributedOptimizer needs the data-parallel ranks"
+            )
+        self.process_groups = process_groups
+        self._group: ProcessGroup = process_groups.dp
+        self._guard = naming_missing_ranks(self._group)
+        super().__init__([with_names(group) for group in param_groups], {}, config, grad_scaler)
+        in_forward = [slot for _, slot, _ in in_forward_order(self.param_groups, model_chunks)]
+        lines = _of_construction(config, self.param_groups, in_forward)
+        doing = "comparing the ranks' models and configs"
+        check_agreement((self._group,), lines, self.device, doing, _OURS)
+        self._model = ShardedParams(
+            self.param_groups, config, self._group, model_chunks, divisor, self._guard
+        )
+        self.shards = build(self._model.groups())
+        self.groups_below = [self.shards.param_groups, *self.shards.groups_below]
+        self.take_members([self.shards])
+        self.averages.shares.append(self._model.share)
+        _show_settings(self, sharded=not self._model.steps_everything)
+        # a listener makes backward wait for earlier reductions
+        if self.early_work.steppers:
+            shards, tensors = self.shards, self._model.tensors  # the reducer must not keep `self`
+            self.grad_reducer.on_reduced = lambda bucket: shards.gradients_ready(tensors[bucket])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only before the buckets are made.
+
+        Raises:
+            ValueError: they are.
+        """
+        if self.members:
+            raise ValueError(
+                "a DistributedOptimizer's buckets are made once: build a new optimizer for all "
+                "groups, and give it this one's state with mp_optim.checkpoint"
+            )
+        super().add_param_group(param_group)
+
+    def share_settings(self) -> None:
+        SlotKeyedOptimizer.share_settings(self)  # the shards have groups of their own
+
+    def locate(self, slot: Slot) -> tuple[MegatronOptimizer, Slot]:
+        return self.shards, slot
+
+    # -- communication ----------------------------------------------------------------------------
+
+    @property
+    def grad_reducer(self) -> Reducer:
+        """What reduces the gradients."""
+        return self._model.reducer
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here add up this rank's own gradients and reduce nothing; for all but
+        the last of a step. With ``optim_grads`` the buckets are kept whole until the next
+        reduction; passes outside of here are reduced each."""
+        with self.grad_reducer.no_sync():
+            yield
+
+    def finish_grad_sync(self) -> None:
+        self.follow_model()
+        self.grad_reducer.finish()
+
+    def finish_param_sync(self) -> None:
+        self._model.gatherer.finish()
+
+    def own_gradient(self) -> tuple[object, int] | None:
+        reducer = self.grad_reducer
+        by_hand = sum(param.grad is not None for param in self.get_parameters())
+        if not (reducer.has_gradients or by_hand):
+            return None
+        # ZeRO-2 keeps none that could be asked
+        return reducer, reducer.taken + by_hand
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, and ``main_grad`` and what was reduced."""
+        super().zero_grad(set_to_none=True)
+        self.grad_reducer.zero()
+
+    # -- the step ---------------------------------------------------------------------------------
+
+    def collect_grads(self) -> StepGrads:
+        """Reduce the gradients. Settings are compared with the other ranks in the reduction of the
+        norm."""
+        self.finish_grad_sync()
+        trained = self._model.hand_out_grads()
+        step, rounds = self.counts.steps + 1, self.grad_reducer.rounds
+        engine = self.shards.engine
+        engine.compared = _of_step(self.param_groups, step, rounds, self._model.frozen)
+        self.share_settings()
+        owned = self.shards.collect_grads()
+        return ReducedGrads(self, trained, owned)
+
+    def norm_key(self, slot: Slot) -> NormKey:
+        key = super().norm_key(slot)
+        if not self._model.steps_everything:
+            return key
+        return NormKey(key.group, (self._group,))  # each measures what it would own
+
+    # -- parameters and state: what this rank owns ------------------------------------------------
+
+    @in_own_modes
+    def follow_model(self, slot: Slot | None = None) -> None:
+        self.finish_param_sync()
+        if slot is not None and self._model.is_followed(slot):
+            self.shards.follow_model(slot)
+        elif self._model.follow():
+            # copies on the host follow now: state may be read before the next step
+            self.shards.follow_model()
+            self._model.look()
+
+    def make_current(self, slot: Slot | None = None) -> None:
+        self.follow_model(slot)
+        super().make_current(slot)
+
+    def state_of(self, slot: Slot) -> SlotState:
+        view = ShardView(param_at(self.param_groups, slot), self._model.shards[slot])
+        return self.shards.state_of(slot, view)
+
+    def main_param(self, slot: Slot) -> Tensor:
+        self.step_mark.check("main_param")
+        self.follow_model(slot)
+        main, param = super().main_param(slot), param_at(self.param_groups, slot)
+        if not param.requires_grad:
+            return param
+        shown: Tensor = self._model.shards[slot].expose(MASTER, main.detach())
+        return shown
+
+    def param_checksums(self) -> list[int | None]:
+        if self._model.steps_everything:
+            return super().param_checksums()
+        return [None] * len(self._model.shards)  # a checksum is of the whole parameter
+
+    def sharers(self) -> Iterator[tuple[str, tuple[ProcessGroup, ...]]]:
+        for name, groups in super().sharers():
+            yield name, tuple(dict.fromkeys((self._group, *groups)))
+
+    @in_own_modes
+    def take_model_params(self, values: Mapping[str, Any]) -> None:
+        self.follow_model()
+        local = {
+            shard.name: shard.localize(MASTER, values[shard.name])
+            for shard in self._model.shards.values()
+            if shard.name in values
+        }
+        super().take_model_params(local)
+        self._model.look()
+
+    # -- what is going on -------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """As of every optimizer; and bytes of gradients and parameters that were reduced and
+        gathered in the last step, counted once each, whatever way they took."""
+        return {**super().metrics(), **self._model.bytes}
+
+
+class ReducedGrads(GradsOfMembers):
+    """What a rank owns of the reduced gradients.
+
+    Args:
+        trained: slots with a gradient. owned: the wrapper's gradients of the owned tensors.
+    """
+
+    def __init__(
+        self, optimizer: DistributedOptimizer, trained: Sequence[Slot], owned: StepGrads
+    ) -> None:
+        super().__init__([owned])
+        self._optimizer, self._trained = optimizer, trained
+        self._model = optimizer._model
+
+    def has_any(self) -> bool:
+        """Whether any came from a backward pass of this rank; the others are zeros."""
+        return self._optimizer.grad_reducer.has_gradients
+
+    def sums(self, on_host: bool = False) -> Measurement:
+        return self._owned_sums() if self._model.steps_everything else super().sums()
+
+    def _owned_sums(self) -> Measurement:
+        """Where each rank steps everything, it measures what it would own, so that the sum is made
+        of the same parts as with sharding."""
+        optimizer = self._optimizer
+        keys = {slot: optimizer.norm_key(slot) for slot in optimizer.slots()}
+        nothing = torch.empty(0, dtype=torch.float32, device=optimizer.device)
+        owned = [self._model.owned_grad(slot) for slot in self._trained]
+        grads = [nothing if grad is None else grad for grad in owned]
+        distinct = list(dict.fromkeys(keys.values()))
+        where = {slot: index for index, slot in enumerate(keys)}
+        indices = [where[slot] for slot in self._trained]
+        of_grads, over = [keys[slot] for slot in self._trained], (optimizer._group,)
+        return optimizer.shards.agreed_sums(grads, of_grads, distinct, indices, over=over)
+
+    def skip(self) -> None:
+        super().skip()
+        self._optimizer.share_settings()
+        self._model.gather(False)
+
+    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
+        super().step(multipliers, grad_norm)
+        self._optimizer.share_settings()
+        self._optimizer.step_mark.touch()
+        self._model.gather(True)
+
+
+def _of_construction(
+    config: OptimizerConfig, groups: ParamGroups, in_forward: Sequence[Slot]
+) -> list[str]:
+    """Config, parameters and settings.
+
+    Args:
+        in_forward: the trained ones, in the order in which forward is expected to use them.
+    """
+    lines = of_config(config)
+    for slot, param in iter_slots(groups):
+        marks = norm_attributes(param)
+        said = {name: str(mark) for name, mark in marks.items() if mark}
+        lines.append(
+            f"group {slot.group} position {slot.position}: {slot_name(groups, slot)} "
+            f"{tuple(param.shape)} {param.dtype} "
+            f"{'trained' if param.requires_grad else 'frozen'}{said or ''}"
+        )
+    for place, slot in enumerate(in_forward):
+        lines.append(f"place {place} in forward: {slot_name(groups, slot)}")
+    return lines + of_groups(groups)
+
+
+def _of_step(groups: ParamGroups, step: int, rounds: int, frozen: Sequence[Slot]) -> list[str]:
+    """Return the lines that ranks compare in each step, besides settings.
+
+    Args:
+        step: its number.
+        rounds: backward passes that were reduced for it.
+        frozen: parameters that were trained when the optimizer was built, and are not now.
+    """
+    names = (slot_name(groups, slot) for slot in frozen)
+    said = (f"{name} was frozen since the optimizer was built" for name in names)
+    passes = f"gradients of {rounds} backward passes reduced since zero_grad()"
+    return [f"step {step}", *said, passes]
+
+
+def _show_settings(optimizer: DistributedOptimizer, sharded: bool) -> None:
+    """Show the hyperparameters that the rule filled in, and the main params where Megatron does."""
+    shards = optimizer.shards
+    optimizer.defaults.update(shards.defaults)
+    shown = shown_mains_of(optimizer)
+    groups = zip(optimizer.param_groups, shards.param_groups, strict=True)
+    for index, (group, of_shards) in enumerate(groups):
+        for key, value in group_settings(of_shards).items():
+            group.setdefault(key, value)
+        params = zip(group["params"], of_shards["params"], strict=True)
+        for position, (param, tensor) in enumerate(params):
+            if (main := main_param_of(tensor)) is not None:
+                set_main_param(shown, Slot(index, position), param, main, sharded=sharded)

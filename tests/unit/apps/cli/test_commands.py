@@ -1,0 +1,300 @@
+"""``mp-optim``: every command from its arguments to what a shell sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mp_optim import checkpoint
+from mp_optim.apps.cli.command import COMMANDS, main, status_of
+from support.launch import run_forked_program
+from support.models import build, train
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return path
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    with pytest.raises(SystemExit) as left:
+        main([*command, "--help"])
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    overview = " ".join(help_of(capsys).split())
+    for name, what in COMMANDS.items():
+        assert f" {name} {what}" in overview
+        assert f"usage: mp-optim {name}" in help_of(capsys, name)
+
+
+def test_help_names_units_and_choices(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    plan = help_of(capsys, "plan")
+    assert "--gpu-memory GIB" in plan and "--sharding {no_shard,fsdp2}" in plan
+    assert "what dp shards" in plan and ":data:" not in plan
+    lines = [line.strip() for line in help_of(capsys, "convert").splitlines()]
+    assert sum(line.startswith("$ mp-optim convert") for line in lines) == 2
+
+
+def test_what_is_not_a_command_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["plam"])
+    assert left.value.code == 2 and "choose from" in capsys.readouterr().err
+
+
+def written(folder: Path, content: bytes) -> Path:
+    path = folder / "file"
+    path.write_bytes(content)
+    return path
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What a command says that cannot do its work: one sentence."""
+    assert main([str(argument) for argument in arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("mp-optim: ") and error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize("command", [("list",), ("verify",), ("diff", "there")])
+def test_a_checkpoint_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    sentence = said(capsys, "inspect", *command, "nowhere")
+    assert "no complete checkpoint under" in sentence
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "No such file"),
+        (b"", "is not a whole file of torch.save"),
+        (b"not a zip", "is not a whole file of torch.save"),
+        (pickle.dumps(Path("/")), "is not a whole file of torch.save"),
+        ([1, 2], "does not hold what --source-format torch means"),
+        ({"state": 3}, "no state dict of an optimizer"),
+    ],
+)
+def test_a_source_that_is_no_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: object, words: str
+) -> None:
+    source, target = tmp_path / "file", tmp_path / "out"
+    if isinstance(content, bytes):
+        source.write_bytes(content)
+    elif content is not None:
+        torch.save(content, source)
+    arguments = ("--source-format", "torch", "--source", source, "--target", target)
+    sentence = said(capsys, "convert", *arguments)
+    assert words in sentence and str(source) in sentence and not target.exists()
+
+
+def test_a_file_of_another_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ("--source", written(tmp_path, b"text"), "--target", tmp_path / "out")
+    for form in ("mp_optim", "torch"):
+        sentence = said(capsys, "convert", "--source-format", form, *files)
+        assert "is not a whole file of torch.save" in sentence
+    for form in ("checkpoint", "deepspeed"):
+        assert "there is no " in said(capsys, "convert", "--source-format", form, *files)
+
+
+def test_a_key_that_is_not_in_the_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"model": 1, "optim": 2}, tmp_path / "file")
+    files = ("--source", tmp_path / "file", "--target", tmp_path / "out")
+    arguments = ("--source-format", "torch", *files, "--key", "optimizer")
+    assert "it has ['model', 'optim']" in said(capsys, "convert", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("lr: [1", "is not YAML"),
+        ("- lr", "must hold fields of OptimizerConfig"),
+        ("weight_decy: 1.0", "weight_decay"),
+    ],
+)
+def test_settings_that_cannot_be_read(
+    config: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
+) -> None:
+    settings = config.with_name("optimizer.yaml")
+    settings.write_text(text)
+    assert words in said(capsys, "plan", "--model", config, "--optimizer", settings)
+
+
+def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    sentence = said(capsys, "plan", "--model", "nowhere")
+    assert "--model nowhere: no such file or folder" in sentence
+
+
+def test_a_model_that_transformers_does_not_know(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "nosuch"}')
+    assert "model type `nosuch`" in said(capsys, "plan", "--model", path)
+
+
+def test_settings_of_another_kind_of_file_are_named(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    binary = written(config.parent, b"\x7fELF\xd0\x00")
+    text = said(capsys, "plan", "--model", config, "--optimizer", binary)
+    assert f"--optimizer {binary} is not YAML" in text
+
+
+def test_a_failed_import_of_a_model_tells_its_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers raises ModuleNotFoundError without a name, whatever the cause is."""
+
+    def command() -> int:
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as error:
+            raise ModuleNotFoundError("Could not import module 'Qwen3ForCausalLM'.") from error
+
+    assert status_of(command) == 1
+    text = capsys.readouterr().err
+    assert "Qwen3ForCausalLM" in text and "torchvision::nms" in text and "None" not in text
+
+
+def test_a_closed_pipe_ends_a_command_silently() -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reader)
+        os.dup2(writer, 1)
+        os.dup2(writer, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        os._exit(main(["conform", "--list"]))
+    os.close(reader)
+    os.close(writer)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 141
+
+
+def test_a_plan_is_printed_and_written(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = config.with_name("plan")
+    memory = ("--gpu-memory", "1", "--host-memory", "2")
+    assert main(["plan", "--model", str(config), *memory, "--output", str(output)]) == 0
+    text = capsys.readouterr().out
+    assert "GiB per rank" in text and "is the smallest that fits 1 GiB" in text
+    assert "FP32: optimizer_offload_fraction=0 (offload=0) is" in text
+    assert "accelerator, GiB" in (output / "plan.md").read_text()
+    assert (output / "plan.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "form"),
+    [
+        (["--state", "8bit"], "8-bit moments"),
+        (["--state", "8bit", "--main-params", "remainder16"], "8-bit moments, remainders"),
+        (["--main-params", "remainder8"], "FP32 moments, 8-bit remainders"),
+        (["--state", "4bit", "--release-gradients"], "4-bit and 8-bit moments"),
+    ],
+)
+def test_a_plan_in_words_of_the_classes(
+    config: Path, capsys: pytest.CaptureFixture[str], words: list[str], form: str
+) -> None:
+    """As ``mp_optim.AdamW(..., state=..., main_params=...)`` would be."""
+    model = ("plan", "--model", str(config), "--gpu-memory", "1")
+    assert main([*model, *words, "--fractions", "0", "1"]) == 0
+    text = capsys.readouterr().out
+    lines = [line for line in text.splitlines() if line.startswith("│")]
+    assert [line.split("│")[1].strip() for line in lines] == [form] * 2
+    assert f"{form}: optimizer_offload_fraction=0 " in text
+
+
+def test_a_file_and_words_beside_it_are_refused(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = config.with_name("optimizer.yaml")
+    settings.write_text("lr: 1.0e-4\nbf16: true\noffload_mode: overlap\n")
+    files = ("plan", "--model", config, "--optimizer", settings)
+    assert "leave away state" in said(capsys, *files, "--state", "8bit")
+    assert main(list(map(str, files))) == 0  # the lines of the table have their shares
+
+
+def test_names_are_whole_in_a_pipe_and_latest_may_lie_below(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = build("bf16", 0.5)
+    for step in ("step-1", "step-2"):
+        train(model, optimizer, 1)
+        checkpoint.save(tmp_path / step, model, optimizer)
+    (tmp_path / "latest").write_text("step-2")
+    assert main(["inspect", "list", str(tmp_path)]) == 0
+    listed = capsys.readouterr().out
+    assert "step-2" in listed and "…" not in listed
+    names = [line.split()[1] for line in listed.splitlines() if ".exp_avg." in line]
+    assert len(names) == len(set(names)) == len(list(model.parameters()))
+    assert main(["inspect", "diff", str(tmp_path / "step-1"), str(tmp_path)]) == 1
+    assert set(names) <= set(capsys.readouterr().out.split())
+    arguments = ("--source-format", "checkpoint", "--source", str(tmp_path))
+    assert main(["convert", *arguments, "--target", str(tmp_path / "out")]) == 0
+    checkpoint.load(tmp_path, model, optimizer)
+
+
+HELP = """
+import sys
+from mp_optim.apps.cli.command import COMMANDS, main
+for name in COMMANDS:
+    try:
+        main([name, "--help"])
+    except SystemExit:
+        pass
+print("imported:", sorted({"matplotlib", "rich", "transformers", "yaml"} & set(sys.modules)))
+"""
+
+
+def test_help_imports_nothing_heavy() -> None:
+    assert run_forked_program("-c", HELP).endswith("imported: []\n")
+
+
+BARE = """
+import sys
+for name in ("matplotlib", "rich", "transformers", "yaml"):
+    sys.modules[name] = None
+from mp_optim.apps.cli.command import COMMANDS, main
+sys.stderr = sys.stdout
+for name in COMMANDS:
+    try:
+        main([name, "--help"])
+    except SystemExit as left:
+        print(name, left.code)
+print("doctor", main(["doctor"]))
+print("plan", main(["plan", "--model", sys.argv[1]]))
+print("plan", main(["plan", "--model", sys.argv[1], "--optimizer", sys.argv[1]]))
+"""
+
+
+def test_without_the_extra_help_and_the_doctor_work_and_others_say_what_to_install(
+    config: Path,
+) -> None:
+    # whose proof takes half of the time
+    text = run_forked_program("-c", BARE, str(config), TRITON_INTERPRET="0")
+    for name in COMMANDS:
+        assert f"\n{name} 0\n" in text and f"usage: mp-optim {name}" in text
+    assert "A config for this machine" in text
+    for module, package in (("transformers", "transformers"), ("yaml", "pyyaml")):
+        assert f"needs {module}: pip install {package}\nplan 1\n" in text

@@ -1,0 +1,108 @@
+"""``mp-optim doctor`` on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from mp_optim import OptimizerConfig
+from mp_optim.apps.cli import doctor
+from mp_optim.config.rules import BACKENDS
+from mp_optim.kernels.native_library import native_library
+from support.launch import run_forked_program
+
+
+def run_without_triton(**environment: str) -> str:
+    """Without the steps of Triton's interpreter, which take half of the time."""
+    command = ("-m", "mp_optim.apps.cli", "doctor")
+    return run_forked_program(*command, timeout=120, TRITON_INTERPRET="0", **environment)
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    """What it says here."""
+    return run_forked_program("-m", "mp_optim.apps.cli", "doctor", timeout=120)
+
+
+def row_of(text: str, backend: str) -> list[str]:
+    table = text.split("same bits as reference  rules")[1].splitlines()
+    return next(line.split() for line in table if line.split()[:1] == [backend])
+
+
+def test_it_shows_every_backend_and_a_config_that_works(text: str) -> None:
+    for name in BACKENDS[1:]:
+        usable, exact = row_of(text, name)[2:4]
+        assert (usable, exact) in {("yes", "yes"), ("yes", "no"), ("no", "-")}
+    assert row_of(text, "reference")[2:4] == ["yes", "yes"]
+    for fact in (
+        "torch ",
+        "native kernels",
+        "threads of torch",
+        "pinned memory",
+        "fused_backend='auto' takes",
+    ):
+        assert fact in text
+    names: dict[str, Any] = {}
+    exec(text.split("A config for this machine:")[1], names)
+    assert isinstance(names["config"], OptimizerConfig)
+
+
+@pytest.mark.skipif(native_library().handle is None, reason="no native kernels here")
+def test_it_shows_the_instruction_set(text: str) -> None:
+    assert f"native kernels {native_library().level} of" in " ".join(text.split())
+    assert row_of(text, "native")[2:4] == ["yes", "yes"]
+
+
+def test_it_says_why_there_are_no_native_kernels() -> None:
+    text = run_without_triton(MP_OPTIM_NATIVE="off")
+    assert row_of(text, "native")[2:] == [
+        "no",
+        "-",
+        "adam,",
+        "lamb,",
+        "sgd,",
+        "lion,",
+        "stable_adamw,",
+        "ademamix,",
+        "adafactor",
+        "MP_OPTIM_NATIVE=off",
+    ]
+    assert "none: MP_OPTIM_NATIVE=off" in text and "cpu  reference  auto:" in text
+
+
+def test_it_says_how_many_threads_the_host_kernels_run_and_why() -> None:
+    text = " ".join(run_without_triton(LOCAL_WORLD_SIZE="2", LOCAL_RANK="1").split())
+    cores = len(os.sched_getaffinity(0))
+    assert f"of {cores} cores, which 2 local ranks share" in text
+    assert (
+        "OMP_THREAD_LIMIT=1 allows no more"
+        in " ".join(run_without_triton(OMP_THREAD_LIMIT="1", LOCAL_WORLD_SIZE="1").split())
+        or cores == 1
+    )
+
+
+def test_it_prints_with_rich_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert doctor.main([]) == 0
+    assert "OptimizerConfig" in capsys.readouterr().out
+
+
+def test_it_says_of_a_build_for_amd_that_nothing_was_run_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "ROCm" not in str(doctor._software())
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    (row,) = (row for row in doctor._software() if row[0] == "ROCm of torch")
+    assert row[1].startswith("6.4.1; ") and "never run" in row[1]
+
+
+@pytest.mark.gpu
+def test_it_knows_the_gpu(text: str) -> None:
+    assert torch.cuda.get_device_name(0) in text and "cuda:0  " in text

@@ -1,0 +1,360 @@
+"""``mp-optim fit``: what is said fits, by how much, and lines that run as they are printed."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from mp_optim.apps.cli.command import main
+from mp_optim.apps.fit import command as fit
+from mp_optim.apps.fit.activations import Moment, Timeline, build_hf
+from mp_optim.apps.fit.fit import Blocks, Candidate, Estimate, Limits, search, step_seconds
+from mp_optim.factory.memory_plan import Layout, Memory, MemoryPlan, plan, specs_of
+
+GIB = 2**30
+LLAMA = {
+    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64},
+    **{"intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2},
+    "vocab_size": 256,
+}
+PUBLISHED = {
+    **{
+        "meta-llama/Llama-3.2-1B": 1_235_814_400,
+        "meta-llama/Llama-2-7b-hf": 6_738_415_616,
+        "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    },
+    **{"meta-llama/Llama-3.1-70B": 70_553_706_496, "mistralai/Mistral-7B-v0.3": 7_248_023_552},
+    **{
+        "mistralai/Mistral-Small-24B-Base-2501": 23_572_403_200,
+        "Qwen/Qwen2.5-7B": 7_615_616_512,
+        "Qwen/Qwen3-0.6B": 596_049_920,
+        "Qwen/Qwen3-4B": 4_022_468_096,
+        "Qwen/Qwen3-8B": 8_190_735_360,
+        "Qwen/Qwen3-14B": 14_768_307_200,
+        "Qwen/Qwen3-32B": 32_762_123_264,
+        "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    },
+    **{"Qwen/Qwen3-235B-A22B": 235_093_634_560, "allenai/OLMoE-1B-7B-0924": 6_919_161_856},
+    **{
+        "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
+        "deepseek-ai/DeepSeek-V2-Lite": 15_706_484_224,
+    },
+}
+"""Parameters, as the models' cards have them."""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return path
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any]]:
+    words = ["fit", "--json", "--seq", "128", *map(str, arguments)]
+    status = main(words)
+    return status, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED])
+def test_shipped_models_have_the_parameters_of_their_cards(name: str) -> None:
+    model = build_hf(transformers.AutoConfig.for_model(**fit.shipped()[name]))
+    assert sum(param.numel() for param in model.parameters()) == PUBLISHED[name]
+
+
+def test_what_fits_stays_on_the_accelerator(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, said = answer(capsys, "--model", config, "--gpu", "4GB", "--ram", "8GB")
+    assert status == 0 and said["fits"] and said["settings"] == {}
+    assert not said["checkpointing"] and said["loss"] == "model"
+    assert said["host"] < 4096  # step counters
+    moments = said["moments"]
+    assert said["peak"]["bytes"] == max(sum(of.values()) for of in moments.values())
+    params = sum(
+        spec.numel for spec in specs_of(build_hf(transformers.AutoConfig.for_model(**LLAMA)))
+    )
+    assert moments["step"]["parameters"] == moments["step"]["gradients"] == 2 * params
+    assert moments["step"]["moments and averages"] == 8 * params
+
+
+def test_what_does_not_fit_says_what_is_missing(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--model", config, "--gpu", "1GB", "--ram", "8GB")
+    status, said = answer(capsys, *arguments)
+    assert status == 3 and not said["fits"] and list(said["missing"]) == ["accelerator"]
+    main(["fit", "--seq", "128", *map(str, arguments)])
+    assert re.match(r"does not fit: .* lacks 0\.\d\d GiB of accelerator", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        (1060, "fits: .* enough for an estimate that is 5% too low"),
+        (1020, r"fits if the estimate is at most 2\.0% too low \(it may be 5%\): "),
+        (980, "does not fit: the closest of all settings lacks .* of accelerator"),
+    ],
+)
+def test_verdict_names_the_error_that_it_bears(limit: int, words: str) -> None:
+    candidate = Candidate({}, fit.config_of("adam", {}))
+    found = Estimate(candidate, False, "model", MemoryPlan(Memory()), {"step": {"all": 1000}})
+    assert re.match(words, fit.verdict(found, Limits(limit, 0, 0, 0, 0)))
+
+
+def test_settings_that_bear_the_error_come_before_tight_ones() -> None:
+    """FP32 state takes 16 bytes a parameter: with 16.5 of them it fits, and 5 % more does not."""
+    assert found_with(17, 64).candidate.words == {}
+    tight = searched(lambda *_: NO_ACTIVATIONS, device=16 * PARAMS + PARAMS // 2)
+    assert tight.candidate.words == {"state": "bf16", "main_params": "remainder16"}
+
+
+def test_adapters_alone_have_gradients(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--model", config, "--gpu", "4GB", "--ram", "8GB")
+    _, said = answer(capsys, *arguments, "--lora", 4)
+    _, whole = answer(capsys, *arguments)
+    step = said["moments"]["step"]
+    assert step["gradients"] < whole["moments"]["step"]["gradients"]
+    assert step["moments and averages"] == 2 * step["gradients"]  # both in FP32
+    assert "LoraConfig(r=4" in said["recipes"]["Python"]
+
+
+def test_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        textwrap.dedent("""
+            import torch
+
+            def build():
+                with torch.device("meta"):
+                    model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+                return model, lambda model: model(
+                    torch.zeros(8, 64, dtype=torch.bfloat16, device="cpu")
+                ).sum()
+        """)
+    )
+    status, said = answer(capsys, "--model", f"{path}:build", "--gpu", "2GB", "--ram", "8GB")
+    assert status == 0 and said["recipes"] == {}
+    assert main(["fit", "--model", f"{path}:other", "--gpu", "2GB", "--ram", "8GB"]) == 1
+    assert "has no other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpu", "ram", "main_params", "kept"),
+    [
+        ("5.1GiB", "4.5GB", "exact", {}),
+        ("5.1GiB", "3.5GB", "remainder8", {}),
+        ("3.1GiB", "6.5GB", "exact", {"offload_mode": "overlap", "release_gradients": True}),
+    ],
+)
+def test_fit_streams_state_where_the_host_is_the_bound(
+    gpu: str,
+    ram: str,
+    main_params: str,
+    kept: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A model of 2**30 parameters: 2 bytes each for parameters and for gradients on the
+    accelerator, 3 windows of 256 MiB, and 4 (or 3) bytes each on the host, 2 more for gradients
+    that are released; stepping on the host takes 6 (or 5) of it, and 10 with these."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        textwrap.dedent("""
+            import torch
+
+            def build():
+                with torch.device("meta"):
+                    like = {"bias": False, "dtype": torch.bfloat16}
+                    layers = [torch.nn.Linear(4096, 4096, **like) for _ in range(64)]
+                model = torch.nn.Sequential(*layers)
+                return model, lambda model: model(
+                    torch.zeros(8, 4096, dtype=torch.bfloat16, device="cpu")
+                ).sum()
+        """)
+    )
+    machine = ("--gpu", gpu, "--ram", ram, "--reserve", "0GB", "--host-reserve", "0GB")
+    form = ("--main-params", main_params)
+    status, said = answer(capsys, "--model", f"{path}:build", *machine, *form)
+    assert status == 0 and said["certain"]
+    stored = {"exact": "remainder16", "remainder8": "remainder8"}[main_params]
+    streamed = {"state": "8bit", "offload": 1.0, "offload_place": "streamed"}
+    assert said["settings"] == {**streamed, "main_params": stored, **kept}
+
+
+OK = ("--model", "meta-llama/Llama-3.2-1B", "--gpu", "1GB", "--ram", "1GB")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((*OK, "--model", "Llama-3-8B"), "nearest are meta-llama/Llama-3.1-8B, .*config.json"),
+        ((*OK, "--model", "nothing"), "no shipped model has this name; give its config.json"),
+        ((*OK, "--model", "nothing.py:build"), "no such Python file"),
+        ((*OK, "--seq", "0"), "--seq 0: must be at least 1"),
+        ((*OK, "--seq", "-5"), "--seq -5: must be at least 1"),
+        ((*OK, "--batch", "0"), "--batch 0: must be at least 1"),
+        ((*OK, "--gpus", "0"), "--gpus 0: must be at least 1"),
+        ((*OK, "--accumulation", "0"), "--accumulation 0: must be at least 1"),
+        ((*OK, "--lora", "-1"), "--lora -1: must be a rank"),
+        ((*OK, "--rates", *"00000"), "--rates .*: each must be more than 0 GB/s"),
+    ],
+)
+def test_fit_refuses_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    assert main(["fit", *arguments]) == 1
+    assert re.search(words, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("command", [("plan",), ("fit", "--gpu", "1GB", "--ram", "1GB")])
+def test_a_config_that_cannot_be_is_named(
+    command: tuple[str, ...], config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for wrong, reason in (({"hidden_size": 65}, "not a multiple of"), ({"hidden_size": -64}, "")):
+        config.write_text(json.dumps({**LLAMA, **wrong}))
+        assert main([*command, "--model", str(config)]) == 1
+        said = capsys.readouterr().err
+        assert f"--model {config}: transformers cannot build it: " in said and reason in said
+
+
+def test_a_tuned_model_has_the_shape_of_its_base() -> None:
+    assert fit.named("Qwen2.5-7B-Instruct") == ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B-Instruct")
+    assert fit.named("Mixtral-8x7B-Instruct-v0.1")[0] == "mistralai/Mixtral-8x7B-v0.1"
+    assert fit.named("mine/Llama-2-7b-chat-hf") == (
+        *("meta-llama/Llama-2-7b-hf", "mine/Llama-2-7b-chat-hf"),
+    )
+    assert fit.named("Qwen3-8B") == ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B")
+
+
+def test_sizes() -> None:
+    assert fit.bytes_of("gpu", "24GB") == fit.bytes_of("gpu", "24 gib") == 24 * GIB
+    assert fit.bytes_of("disk", "1.5TB", decimal=True) == 1_500_000_000_000
+    assert fit.bytes_of("disk", "1GiB", decimal=True) == GIB
+    for wrong in ("24 parrots", "-1GB", "1.2.3GB", ".", ""):
+        with pytest.raises(ValueError, match=f"--gpu {re.escape(wrong)}: write a size"):
+            fit.bytes_of("gpu", wrong)
+
+
+# -- the search -----------------------------------------------------------------------------------
+
+
+def small() -> nn.Module:
+    """Sixteen matrices, since whole parameters are offloaded."""
+    with torch.device("meta"):
+        layers = [nn.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(16)]
+    return nn.Sequential(*layers)
+
+
+PARAMS = 1024 * 1024
+NO_ACTIVATIONS = Timeline([Moment("backward", 0, 0, 2 * PARAMS)], grads=2 * PARAMS)
+
+
+def found_with(device: int, host: int, disk: int = 0, **options: Any) -> Estimate:
+    """What the command would choose for a model, with so many bytes a parameter."""
+    chosen = fit.Options(model="", gpu="", ram="", **({"disk": "1GB"} if disk else {}), **options)
+    limits = Limits(device * PARAMS, host * PARAMS, disk * PARAMS, 0, 0)
+    specs = specs_of(small())
+    return search(
+        fit.candidates(chosen),
+        lambda candidate: plan(specs, candidate.config, candidate.layout),
+        lambda checkpointing, loss: NO_ACTIVATIONS,
+        ways=[(False, "model")],
+        limits=limits,
+        blocks=Blocks(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "disk", "words"),
+    [
+        (17, 64, 0, {}),
+        (11, 64, 0, {"state": "bf16", "main_params": "remainder16"}),
+        (9, 64, 0, {"state": "8bit", "main_params": "remainder16"}),
+        (6, 64, 0, {"offload": 0.75}),
+        (4, 64, 0, {"offload": 1.0}),
+    ],
+)
+def test_settings_are_tried_in_the_order_of_the_page(
+    device: int, host: int, disk: int, words: dict[str, Any]
+) -> None:
+    found = found_with(device, host, disk)
+    assert found.missing(Limits(device * PARAMS, host * PARAMS, 0, 0, 0)) == {}
+    assert words.items() <= dict(found.candidate.words).items()
+    assert bool(words) == bool(found.candidate.words)
+
+
+def test_the_disk_is_tried_last_and_only_if_there_is_one() -> None:
+    words = [dict(each.words) for each in fit.candidates(fit.Options("", "", "", disk="1TB"))]
+    assert words[-1]["optimizer_state_path"] and words[-1]["release_gradients"]
+    without = [dict(each.words) for each in fit.candidates(fit.Options("", "", ""))]
+    assert words[:-1] == without and words[0] == {}
+
+
+def test_ranks_share_before_bits_are_saved() -> None:
+    tried = list(fit.candidates(fit.Options("", "", "", gpus=4)))
+    assert tried[1].config.is_distributed and not tried[1].words
+    assert tried[2].layout == Layout(dp=4, sharding="fsdp2") and not tried[2].words
+    assert tried[3].words["state"] == "bf16"
+
+
+def test_fit_tries_inexact_main_params_only_when_asked() -> None:
+    for main_params in ("exact", "remainder8", "none"):
+        options = fit.Options("", "", "", main_params=main_params)  # type: ignore[arg-type]
+        kept = {each.words.get("main_params", "exact") for each in fit.candidates(options)}
+        assert kept == {main_params} | ({"remainder16"} if main_params == "exact" else set())
+
+
+def test_checkpointing_comes_before_fewer_bits() -> None:
+    """Within a candidate the first of the ways that fits is the answer."""
+
+    def traced(checkpointing: bool, loss: str) -> Timeline:
+        size = 100 if checkpointing else 10 * PARAMS
+        return Timeline([Moment("forward", size, 0, 0)], grads=2 * PARAMS)
+
+    found = searched(traced, device=17 * PARAMS)
+    assert found.checkpointing and found.candidate.words == {} and found.loss == "model"
+
+
+def test_nothing_is_traced_where_the_plan_alone_is_too_much() -> None:
+    seen = []
+
+    def traced(checkpointing: bool, loss: str) -> Timeline:
+        seen.append((checkpointing, loss))
+        return Timeline([Moment("forward", 100, 0, 0)], grads=2 * PARAMS)
+
+    found = searched(traced, device=1000)
+    assert found.missing(Limits(1000, GIB)) and found.candidate.words
+    assert seen == [(True, "fused")]
+
+
+def searched(traced: Any, device: int) -> Estimate:
+    specs = specs_of(small())
+    return search(
+        fit.candidates(fit.Options("", "", "")),
+        lambda candidate: plan(specs, candidate.config, candidate.layout),
+        traced,
+        ways=[(False, "model"), (True, "model"), (True, "fused")],
+        limits=Limits(device, GIB, 0, 0, 0),
+        blocks=Blocks(),
+    )
+
+
+def test_a_step_takes_longer_the_more_of_it_is_elsewhere() -> None:
+    def seconds(words: dict[str, Any]) -> float:
+        candidate = Candidate(words, fit.config_of("adam", words))
+        of_rank = plan(specs_of(small()), candidate.config)
+        timed = step_seconds(Estimate(candidate, False, "model", of_rank, {}), fit.Rates())
+        assert timed.seconds is not None
+        return timed.seconds
+
+    on_device, half, all_of_it = ({}, {"offload": 0.5}, {"offload": 1.0})
+    assert 0 < seconds(on_device) < seconds(half) < seconds(all_of_it)

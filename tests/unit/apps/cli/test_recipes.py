@@ -1,0 +1,266 @@
+"""Programs that ``mp-optim fit`` prints run as they are printed, and hold the memory it counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import transformers
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.transformer import TransformerConfig
+from tokenizers import Tokenizer, models
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import mp_optim
+from mp_optim.apps.cli.command import main
+from mp_optim.apps.fit import command as fit
+from mp_optim.apps.fit.chunked_loss import can_chunk, chunk_loss
+from mp_optim.apps.fit.fit import Candidate, Estimate
+from mp_optim.apps.fit.recipes import Recipe, python_lines, recipes
+from mp_optim.factory.memory_plan import Memory, MemoryPlan
+
+LLAMA = {
+    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64},
+    **{"intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2},
+    "vocab_size": 256,
+}
+
+
+def words_of(main_params: Any) -> list[dict[str, Any]]:
+    """The settings that the command tries, of the fractions only the first and the last."""
+    options = fit.Options("", "", "", disk="1TB", main_params=main_params)
+    tried = [dict(each.words) for each in fit.candidates(options)]
+    return [words for words in tried if words.get("offload") not in (0.5, 0.75)]
+
+
+WORDS = [*words_of("exact"), words_of("remainder8")[-2]]
+RECIPE = Recipe("here", "AutoModelForCausalLM", 1, 64)
+EXPERTS = {**LLAMA, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+EXPERTS |= {"num_key_value_heads": 4, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {**EXPERTS, "architectures": ["MixtralForCausalLM"], "num_local_experts": 4},
+    "qwen3_moe": {
+        **{**EXPERTS, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4},
+        **{"head_dim": 16, "mlp_only_layers": [0]},
+    },
+    "deepseek_v3": {
+        **{**EXPERTS, "architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 4},
+        **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16},
+        **{"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    },
+}
+
+
+def estimate_of(words: dict[str, Any], path: Path) -> Estimate:
+    if "optimizer_state_path" in words:
+        words = {**words, "optimizer_state_path": str(path)}
+    candidate = Candidate(words, fit.config_of("adam", words))
+    return Estimate(candidate, True, "model", MemoryPlan(Memory()), {"step": {}})
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    main(["fit", "--json", *map(str, arguments)])
+    said: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return said
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def save_model(settings: dict[str, Any]) -> None:
+    """A model and a tokenizer in the folder ``here``, as a hub would give them."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**settings)
+    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained("here")
+    words = Tokenizer(models.WordLevel({str(n): n for n in range(256)}, "0"))
+    tokens = {"pad_token": "0", "eos_token": "1"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **tokens).save_pretrained("here")
+
+
+def run(lines: str, **names: Any) -> dict[str, Any]:
+    exec(lines, names)
+    return names
+
+
+def learns(names: dict[str, Any]) -> bool:
+    """Whether two steps of the program's model and optimizer change it."""
+    model, optimizer = names["model"], names["optimizer"]
+    before = model.lm_head.weight.detach().clone()
+    tokens = torch.arange(64, dtype=torch.long, device="cpu").view(1, 64)
+    for _ in range(2):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return not torch.equal(model.lm_head.weight, before)
+
+
+@pytest.mark.parametrize("words", WORDS, ids=str)
+def test_python_lines_train_with_each_setting(words: dict[str, Any], folder: Path) -> None:
+    save_model(LLAMA)
+    names = run(python_lines(estimate_of(words, folder), RECIPE))
+    assert learns(names) and isinstance(names["optimizer"], mp_optim.AdamW)
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_python_lines_train_mixtures_of_experts(
+    kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model({**MIXTURES[kind], "model_type": kind})
+    said = answer(capsys, *("--model", "here", "--gpu", "1.01GiB", "--ram", "8GB", "--seq", 128))
+    names = run(said["recipes"]["Python"])
+    assert said["fits"] and learns(names)
+    params = sum(param.nbytes for param in names["model"].parameters())
+    assert said["moments"]["step"]["parameters"] == params
+
+
+def peak_of(call: Callable[[], Any]) -> int:
+    """Bytes that the host's allocator gave out at most during a call, beyond those before it."""
+    # mkldnn's own memory depends on the CPU.
+    memory = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with torch.backends.mkldnn.flags(enabled=False), memory as profiler:
+        call()
+    held = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+WIDE = {**LLAMA, "hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 1024}
+
+
+@pytest.mark.parametrize("loss", ["model", "chunked"])
+@pytest.mark.parametrize("checkpointing", ["off", "on"])
+def test_programs_hold_the_memory_of_the_answer(
+    checkpointing: str, loss: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Within 1 %, for the Python lines as they are; once for the Trainer's, too."""
+    save_model(WIDE)
+    ways = ("--checkpointing", checkpointing, "--loss", loss)
+    machine = ("--gpu", "4GB", "--ram", "8GB", "--seq", 1024, "--batch", 1)
+    said = answer(capsys, "--model", "here", *machine, *ways)
+    kinds = ("gradients", "activations", "logits and loss")
+    expected = sum(said["moments"]["backward"].get(kind, 0) for kind in kinds)
+    names = run(said["recipes"]["Python"])
+    model, tokens = names["model"], torch.arange(1024, device="cpu").view(1, 1024)
+
+    def step() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+    step()  # tensors that are made once exist now
+    model.zero_grad()
+    assert peak_of(step) == pytest.approx(expected, rel=0.01)
+    if ways != ("--checkpointing", "on", "--loss", "chunked"):
+        return
+
+    rows = [{"input_ids": list(range(1024)), "labels": list(range(1024))}] * 2
+    lines = said["recipes"]["Hugging Face Trainer"]
+    trainer = run(on_host(lines), data=datasets.Dataset.from_list(rows))["trainer"]
+    train, peaks = trainer.training_step, []
+
+    def training_step(*args: Any) -> Any:
+        losses: list[Any] = []
+        peaks.append(peak_of(lambda: losses.append(train(*args))))
+        return losses[0]
+
+    trainer.training_step = training_step
+    trainer.train()
+    assert peaks[-1] == pytest.approx(expected, rel=0.01)
+
+
+def on_host(lines: str) -> str:
+    """A Trainer's lines without reports to services, on the CPU."""
+    return lines.replace("output_dir=", "report_to=[], use_cpu=True, output_dir=")
+
+
+def test_programs_of_one_answer_run_as_printed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(LLAMA)
+    machine = ("--gpu", "0.95MiB", "--reserve", "0GB", "--ram", "8GB", "--seq", 128)
+    said = answer(capsys, "--model", "here", *machine, "--checkpointing", "on")
+    assert said["settings"]["offload"] == 0.75
+    printed = said["recipes"]
+    tokens = [{"input_ids": list(range(64)), "labels": list(range(64))}] * 2
+    assert learns(run(printed["Python"]))
+    for trainer in ("Hugging Face Trainer", "TRL"):
+        program = run(on_host(printed[trainer]), data=datasets.Dataset.from_list(tokens))
+        assert program["trainer"].train().training_loss > 0
+        assert isinstance(program["trainer"].optimizer.optimizer, mp_optim.AdamW)
+        assert printed[trainer].endswith("\nlog_own_norm(trainer)")
+    parts = [nn.Linear(4, 4, dtype=torch.bfloat16)]
+    assert run(printed["torchtitan"])["config"].build(model_parts=parts).optimizers
+    _has_known_words(printed["Megatron-LM"])
+
+
+def test_chunked_loss_is_the_models_own() -> None:
+    """Loss and gradients in training, logits and loss in evaluation, all of it after a restore."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**WIDE)
+    plain, chunked = (transformers.LlamaForCausalLM(config).train() for _ in range(2))
+    chunked.load_state_dict(plain.state_dict())
+    restore = chunk_loss(chunked, rows=50)
+    tokens = torch.randint(0, 1024, (2, 130), device="cpu")
+    labels = tokens.clone()
+    labels[0, :20] = -100
+    for more in ({}, {"num_items_in_batch": torch.tensor(77, device="cpu")}):
+        losses = [model(input_ids=tokens, labels=labels, **more).loss for model in (plain, chunked)]
+        grads = [
+            torch.autograd.grad(loss, [*model.parameters()])
+            for loss, model in zip(losses, (plain, chunked), strict=True)
+        ]
+        torch.testing.assert_close(losses[1], losses[0])
+        torch.testing.assert_close(grads[1], grads[0])
+    for model in (plain.eval(), chunked.eval()):
+        found = model(input_ids=tokens, labels=labels)
+        torch.testing.assert_close(found.logits, plain(input_ids=tokens).logits, rtol=0, atol=0)
+    restore()
+    assert chunked.train()(input_ids=tokens).logits.shape[-1] == 1024
+
+
+def test_chunked_loss_refuses_models_that_scale_their_logits() -> None:
+    config = transformers.Gemma2Config(num_hidden_layers=1, hidden_size=32, vocab_size=64)
+    with torch.device("meta"):
+        model = transformers.Gemma2ForCausalLM(config)
+    assert not can_chunk(model)
+    with pytest.raises(ValueError, match=r"model=Gemma2ForCausalLM: .*the model's own loss"):
+        chunk_loss(model)
+
+
+def _has_known_words(line: str) -> None:
+    """Of Megatron's configs all but two, which are of its training loop."""
+    assert "-m mp_optim.megatron pretrain_gpt.py --bf16 " in line
+    names = {name.replace("-", "_") for name in re.findall(r" --([a-z0-9-]+)", line)}
+    configs = (MegatronOptimizerConfig, TransformerConfig)
+    known = {field.name for config in configs for field in dataclasses.fields(config)}
+    assert names - known == {"nproc_per_node", "seq_length", "micro_batch_size"}
+    assert "--use-precision-aware-optimizer --exp-avg-dtype fp8" in line
+    assert "--optimizer-cpu-offload --optimizer-offload-fraction 0.75" in line
+
+
+def test_megatron_has_no_words_for_gradients_that_leave(folder: Path) -> None:
+    text = recipes(estimate_of(words_of("exact")[-2], folder), RECIPE)["Megatron-LM"]
+    assert text.startswith("# none: ")
+
+
+def test_megatron_line_sets_fields_without_arguments(folder: Path) -> None:
+    words = {"state": "8bit", "main_params": "remainder8", "offload": 1.0}
+    words["offload_place"] = "streamed"
+    line = recipes(estimate_of(words, folder), RECIPE)["Megatron-LM"]
+    assert " -m mp_optim.megatron --set " in line and line.index("--set") < line.index("pretrain")
+    fields = dict(re.findall(r"--set (\w+)=(\w+)", line))
+    config = fit.config_of("adam", words)
+    assert fields == {name: str(getattr(config, name)) for name in fields}
+    assert set(fields) == {"offload_place", "param_remainder_bits"}

@@ -1,0 +1,44 @@
+"""Each way to write AdamW wrong is named by the check that is for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from mp_optim.apps.conform import CHECKS, Subject
+from mp_optim.apps.conform.runner import FAILS, OTHER, PASSES, outcome_of
+from support.plain_adamw import MUTANTS, built
+
+NAMED_BY = sorted({check for check, _, _ in MUTANTS.values()})
+
+
+@pytest.mark.parametrize("name", NAMED_BY)
+def test_what_is_right_passes(name: str) -> None:
+    assert outcome_of(name, built()) == (PASSES, "")
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_is_named(mutant: str) -> None:
+    status, finding = outcome_of(MUTANTS[mutant][0], built(mutant))
+    assert status == FAILS and finding
+
+
+def test_there_are_enough() -> None:
+    assert len(MUTANTS) >= 40 and set(NAMED_BY) <= set(CHECKS)
+
+
+def test_what_the_right_one_fails_is_what_it_never_promised() -> None:
+    """Parameters of 16 bits are stepped in 16 bits, and shapes of state are not looked at."""
+    checks = Subject("support.plain_adamw.PlainAdamW", rule="adamw").checks()
+    here = [c for c in checks if c.ranks == 1 and c.name != "a_compiled_step_is_the_same"]
+    outcomes = {check.name: outcome_of(check.name, built())[0] for check in here}
+    assert {name for name, status in outcomes.items() if status not in (PASSES, OTHER)} == {
+        "a_loaded_state_is_a_copy",
+        "a_pickle_goes_on",  # its class is in no module
+        "a_state_of_other_shapes_is_refused",
+        "asking_for_state_is_no_step",
+        "bfloat16_keeps_its_second_moment",
+        "bfloat16_weights_move_at_1e_6",
+        "complex_parameters_step_as_pairs",
+        "float16_parameters_work_under_a_grad_scaler",
+        "float16_steps_are_finite",
+    }

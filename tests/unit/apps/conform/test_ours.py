@@ -1,0 +1,90 @@
+"""What is asked of others is asked of ours: every check, of every level."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from mp_optim.apps.conform import CHECKS, Subject, run
+from mp_optim.apps.conform.runner import FAILS, PASSES, REFUSES, outcome_of
+
+FORMS: dict[str, dict[str, object]] = {
+    "Adam": {},
+    "AdamW": {},
+    "Lion": {},
+    "SGD": {"momentum": 0.9},
+    "Muon": {},
+    "LAMB": {},
+    "Adafactor": {},
+    "AdEMAMix": {},
+    "StableAdamW": {},
+}
+REFUSED = {
+    "groups_may_be_reordered",
+    "groups_may_be_merged",
+    "a_group_may_be_removed",
+    "float64_is_stepped_as_such",
+    "complex_parameters_step_as_pairs",
+}
+"""What docs/conformance.md says that these classes refuse, each by an error that names the cure."""
+SLOW = {"a_compiled_step_is_the_same"}
+
+
+def outcomes(subject: Subject, names: set[str]) -> dict[str, tuple[str, str]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        make = subject.maker()
+        return {name: outcome_of(name, make) for name in CHECKS if name in names}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_ours_conform(name: str) -> None:
+    subject = Subject(f"mp_optim.{name}", FORMS[name])
+    alone = {check.name for check in subject.checks() if check.ranks == 1}
+    found = outcomes(subject, alone - SLOW)
+    assert {name: why for name, (status, why) in found.items() if status == FAILS} == {}
+    refused = {name for name, (status, _) in found.items() if status == REFUSES}
+    assert refused <= REFUSED and {"groups_may_be_merged", "a_group_may_be_removed"} <= refused
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"state": "8bit", "main_params": "remainder16"},
+        {"offload": 1.0},
+        {"offload": 1.0, "offload_mode": "speculative"},
+        {"state": "bf16", "stochastic_rounding": True, "ema_decay": 0.9},
+    ],
+    ids=str,
+)
+def test_every_form_resumes_and_follows(settings: dict[str, object]) -> None:
+    """Of other forms of state and other places, what is about tensors, groups and resuming."""
+    subject = Subject("mp_optim.AdamW", settings)
+    names = {check.name for check in subject.checks() if not check.rules and check.ranks == 1}
+    found = outcomes(subject, names - SLOW)
+    assert {name: why for name, (status, why) in found.items() if status == FAILS} == {}
+
+
+def test_megatrons_stack_conforms() -> None:
+    """But for what it answers in words of its own, or promises otherwise."""
+    subject = Subject("support.whole_stack.half_on_the_host", rule="adamw")
+    names = {check.name for check in subject.checks() if check.ranks == 1}
+    found = outcomes(subject, names - SLOW)
+    assert {name for name, (status, _) in found.items() if status == FAILS} == {
+        "a_group_may_be_added_later",  # asks for the names of parameters that its model has not
+        "a_group_added_later_steps_as_new",
+        "no_parameters_are_refused",  # a rank may have none
+        "a_deepcopy_goes_on",  # refused: state is copied by state dicts
+        "a_pickle_goes_on",
+    }
+    refused = {name for name, (status, _) in found.items() if status == REFUSES}
+    other = {"lr_may_be_a_tensor", "float16_steps_are_finite"}
+    assert refused - REFUSED - {"float16_parameters_work_under_a_grad_scaler"} == other
+
+
+def test_ours_conform_on_two_ranks() -> None:
+    subject = Subject("mp_optim.AdamW")
+    names = [check.name for check in subject.checks() if check.ranks == 2]
+    found = {outcome.name: outcome.status for outcome in run(subject, [*names, *SLOW])}
+    assert found == dict.fromkeys([*SLOW, *names], PASSES)

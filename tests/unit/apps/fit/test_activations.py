@@ -1,0 +1,215 @@
+"""The memory of a forward and a backward over fake tensors is that of the same over real ones, as
+torch's own profiler counts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from mp_optim.apps.fit.activations import (
+    Batch,
+    Timeline,
+    allocated_bytes,
+    as_fake,
+    build_hf,
+    checkpoint_blocks,
+    hf_loss,
+    trace,
+    trace_repeating,
+    track,
+)
+
+SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+DECODER = {**SIZES, "intermediate_size": 256, "num_key_value_heads": 2, "vocab_size": 1024}
+MOE = {**DECODER, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"model_type": "llama", **DECODER},
+    "moe": {"model_type": "qwen3_moe", **MOE, "head_dim": 32},
+    "vision": {
+        **{"model_type": "vit", "architectures": ["ViTForImageClassification"]},
+        **{**SIZES, **NO_DROPOUT, "intermediate_size": 256, "image_size": 96, "patch_size": 8},
+    },
+    "encoder": {
+        **{"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+        **{**SIZES, **NO_DROPOUT, "intermediate_size": 256, "vocab_size": 1024},
+    },
+    "lora": {"model_type": "llama", **DECODER},
+}
+BATCH = Batch(seq=256, size=4)
+
+
+def exact(size: int) -> int:
+    return size
+
+
+def built(name: str, checkpointing: bool, depth: int = 2) -> Any:
+    settings = {**MODELS[name], "num_hidden_layers": depth}
+    config = transformers.AutoConfig.for_model(**settings)
+    model = build_hf(config, lora=8 if name == "lora" else 0)
+    if checkpointing:
+        checkpoint_blocks(model)
+    return model
+
+
+def traced(model: Any) -> Timeline:
+    with as_fake(model):
+        return track(model, hf_loss(BATCH), rounded=exact)
+
+
+def allocated(model: Any) -> tuple[int, int]:
+    """Bytes at the peak, and those that stay, by what the host's allocator tells the profiler."""
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    with torch.no_grad():
+        for value in (*model.parameters(), *model.buffers()):
+            value.zero_()
+    loss_of = hf_loss(BATCH)
+    with torch.backends.mkldnn.flags(enabled=False):  # how much it takes for itself is the CPU's
+        loss_of(model).backward()  # what is made once is there now
+        model.zero_grad()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            loss_of(model).backward()
+    held = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak, held
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_peak_is_that_of_real_allocations(name: str, checkpointing: bool) -> None:
+    timeline = traced(built(name, checkpointing))
+    peak = timeline.peak()
+    real, grads = allocated(built(name, checkpointing))
+    assert timeline.grads == pytest.approx(grads, rel=1e-3)
+    assert peak.activations + peak.grads == pytest.approx(real, rel=0.02)
+
+
+def test_tensors_over_the_vocabulary_are_told_from_others() -> None:
+    model = built("dense", False)
+    timeline = trace(model, as_fake(model), hf_loss(BATCH), vocabulary=DECODER["vocab_size"])
+    peak = timeline.peak()
+    tokens = BATCH.seq * BATCH.size
+    assert peak.phase == "backward" and peak.logits >= 2 * 4 * tokens * DECODER["vocab_size"]
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+def test_fused_attention_stores_no_dropout_mask(checkpointing: bool) -> None:
+    """As the kernels of GPUs, which torch's CPU attention with dropout does not stand for."""
+    sizes = {"n_embd": 128, "n_layer": 2, "n_head": 4, "vocab_size": 1024}
+    configs = [transformers.GPT2Config(attn_pdrop=rate, **sizes) for rate in (0.1, 0.0)]
+    models = [build_hf(config) for config in configs]
+    for model in models:
+        checkpoint_blocks(model, checkpointing)
+    assert traced(models[0]).peak() == traced(models[1]).peak()
+
+
+def test_gradients_that_leave_are_not_held() -> None:
+    model = built("dense", True)
+    timeline = trace(model, as_fake(model), hf_loss(BATCH))
+    assert timeline.grads > 0
+    assert timeline.peak(lambda made: 0).activations == max(m.activations for m in timeline.moments)
+    held = timeline.peak(lambda made: timeline.grads)
+    assert held.grads == timeline.grads
+
+
+@dataclass
+class Traces:
+    """Traces a model, and keeps how many blocks it had then."""
+
+    model: Any
+    loss_of: Callable[[nn.Module], Tensor]
+    vocabulary: int | None = None
+    depths: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.fake = as_fake(self.model)
+
+    def __call__(self) -> Timeline:
+        lists = [each for each in self.model.modules() if isinstance(each, nn.ModuleList)]
+        self.depths.append(max(map(len, lists)))
+        return trace(self.model, self.fake, self.loss_of, vocabulary=self.vocabulary)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_deep_model_is_known_from_shallow_ones(name: str, checkpointing: bool) -> None:
+    """To the byte, at every moment."""
+    traces = Traces(built(name, checkpointing, depth=6), hf_loss(BATCH), DECODER["vocab_size"])
+    assert trace_repeating(traces.model, traces) == traces()
+    assert traces.depths == [2, 3, 6]
+
+
+class Blocks(nn.Module):
+    """Layers of these widths, and a loss of the last output or of all of them together."""
+
+    def __init__(self, *widths: int, over_all: bool = False) -> None:
+        super().__init__()
+        self.over_all = over_all
+        with torch.device("meta"):
+            layers = [
+                nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32))
+                for width in widths
+            ]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, value: Tensor) -> Tensor:
+        outputs = [value]
+        for layer in self.layers:
+            outputs.append(outputs[-1] + layer(outputs[-1]))
+        return torch.stack(outputs).std() if self.over_all else outputs[-1].std()
+
+
+@pytest.mark.parametrize(
+    ("model", "depths"),
+    [
+        (Blocks(*[64] * 9), [2, 3]),
+        (Blocks(48, 16, *[64] * 8), [4, 5]),  # the first two are others
+        (Blocks(*[64, 16] * 7, 64), [5, 7]),  # two kinds by turns, and half a turn
+        (Blocks(*range(16, 26)), [10]),  # none is like another
+        (Blocks(*[64] * 9, over_all=True), [2, 3, 9]),  # one more is not more of the same
+        (Blocks(*[64] * 4), [4]),  # nothing to spare
+    ],
+    ids=["alike", "head", "turns", "unlike", "over all", "shallow"],
+)
+def test_only_blocks_that_are_alike_are_left_out(model: Blocks, depths: list[int]) -> None:
+    def loss_of(model: nn.Module) -> Tensor:
+        return model(torch.ones(16, 32, dtype=torch.float32, device="cpu"))  # type: ignore[no-any-return]
+
+    traces = Traces(model, loss_of)
+    known = trace_repeating(model, traces)
+    assert traces.depths == depths
+    assert known == traces() and traces.depths[-1] == len(model.layers)
+
+
+def test_a_model_may_be_traced_as_it_lies() -> None:
+    """A module and a loss of one's own."""
+    with torch.device("meta"):
+        model = nn.Linear(64, 32, bias=False, dtype=torch.float32)
+
+    def loss_of(model: nn.Module) -> Tensor:
+        return model(torch.ones(16, 64, dtype=torch.float32, device="cpu")).square().mean()
+
+    timeline = trace(model, as_fake(model), loss_of)
+    assert timeline.grads == 64 * 32 * 4
+    assert timeline.saved >= 16 * 64 * 4 + 16 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("size", "taken"),
+    [(1, 512), (512, 512), (513, 1024), (10 << 20, 10 << 20), ((10 << 20) + 1, 12 << 20)],
+)
+def test_the_allocator_gives_whole_pieces(size: int, taken: int) -> None:
+    assert allocated_bytes(size) == taken

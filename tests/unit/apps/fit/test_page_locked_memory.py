@@ -1,0 +1,162 @@
+"""Host memory as allocators charge it: a plan says what a run is charged, and the docs how much
+less that is than torch's allocator would take."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.factory.memory_plan import plan
+from mp_optim.host.host_memory import page_locked_bytes, power_of_two
+from mp_optim.host.transfer import Transfer
+from mp_optim.offload import hybrid
+from support.offload import MODES, hybrids
+
+DOCS = Path(__file__).parents[4] / "docs" / "hosts.md"
+PRECISIONS = {
+    "fp32": {"bf16": False},
+    "bf16": {"bf16": True},
+    "remainder": {
+        "bf16": True,
+        "use_precision_aware_optimizer": True,
+        "store_param_remainders": True,
+    },
+    "8-bit": {
+        "bf16": True,
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "uint8",
+        "exp_avg_sq_dtype": "uint8",
+    },
+}
+
+
+class ChargingTransfer(Transfer):
+    """Charges each piece of memory that is alive: page-locked ones from 1 MiB by pages of 4 KiB,
+    smaller ones by powers of two."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[StorageWeakRef, bool, int]] = []
+
+    def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
+        piece, charge = super().empty_host(num_bytes, pin), num_bytes
+        if pin and num_bytes >= 1 << 20:
+            charge = math.ceil(num_bytes / 4096) * 4096
+        elif pin:
+            charge = 2 ** math.ceil(math.log2(num_bytes))
+        storage = StorageWeakRef(piece.untyped_storage())
+        self._pieces.append((storage, pin, charge))
+        return piece
+
+    def charged(self, pin: bool) -> int:
+        return sum(
+            charge
+            for storage, is_pinned, charge in self._pieces
+            if is_pinned == pin and not storage.expired()
+        )
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("width", [700, 1500])
+@pytest.mark.parametrize("pins", [True, False])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_plan_says_what_a_run_is_charged(
+    mode: str, precision: str, pins: bool, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = OptimizerConfig(
+        lr=1e-3,
+        clip_grad=0.0,
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction=1.0,
+        offload_mode=mode,
+        pin_cpu_grads=pins,
+        pin_cpu_params=pins,
+        **PRECISIONS[precision],
+    )
+    layers = [nn.Linear(1111, width), nn.Linear(width, width), nn.Linear(width, 1)]
+    model = nn.Sequential(*layers)
+    model = model.bfloat16() if config.bf16 else model
+    planned, transfer = plan(model, config), ChargingTransfer()
+    monkeypatch.setattr(hybrid, "transfer_for", lambda device: transfer)
+    optimizer = get_megatron_optimizer(config, model)
+    for _ in range(3):
+        x = torch.ones(1, 1111, dtype=layers[0].weight.dtype)
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert transfer.charged(True) == pytest.approx(planned.pinned_host.total, rel=0.01)
+    pageable = planned.pageable_host.double_buffers
+    if not pins:
+        of_state = sum(
+            value.nbytes
+            for state in optimizer.state_dict()["state"].values()
+            for key, value in state.items()
+            if key == "remainder"
+        )
+        pageable += planned.pageable_host.staging
+        pageable += planned.pageable_host.main_params - of_state
+    assert transfer.charged(False) == pytest.approx(pageable, rel=0.01)
+    assert (transfer.charged(True) > 0) == pins
+
+
+# -- the table in the docs ------------------------------------------------------------------------
+
+ELEMENTS = (7e9, 8.75e9, 13e9)
+
+
+def sizes_of(elements: int) -> Iterator[int]:
+    """Elements of each matrix of a transformer with so many: 4 of attention, 3 of the MLP, 4096 and
+    11008 wide."""
+    for size in itertools.cycle([4096 * 4096] * 4 + [4096 * 11008] * 3):
+        yield min(size, elements)
+        elements -= size
+        if elements <= 0:
+            return
+
+
+def pieces_of(elements: int) -> dict[str, list[int]]:
+    """Pieces of page-locked memory of ``offload_mode="speculative"``, all parameters in bfloat16 on
+    the host."""
+    config = OptimizerConfig(
+        lr=1e-3,
+        bf16=True,
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction=1.0,
+        offload_mode="speculative",
+    )
+    kind = {"dtype": torch.bfloat16, "device": "meta"}
+    params = [nn.Parameter(torch.empty(size, **kind)) for size in sizes_of(elements)]
+    (inner,) = hybrids(get_megatron_optimizer(config, nn.ParameterList(params)))
+    held = inner.stepper.host_part.host_bytes()
+    return {
+        "main params": [inner.executor.main_memory.capacity],
+        "staging": list(held.staging),
+        "back buffer of main params": list(held.back_mains),
+    }
+
+
+def table() -> list[str]:
+    lines = [
+        "| host elements | piece | asked for, GiB | torch's allocator, GiB | registered, GiB |",
+        "|---|---|---|---|---|",
+    ]
+    for elements in ELEMENTS:
+        for what, pieces in pieces_of(int(elements)).items():
+            rounded, ours = map(power_of_two, pieces), map(page_locked_bytes, pieces)
+            gib = [f"{sum(of) / 2**30:.2f}" for of in (pieces, rounded, ours)]
+            cells = f"{elements / 1e9:g}e9", what, *gib
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def test_the_table_in_the_docs_is_what_is_charged() -> None:
+    expected = "\n".join(table())
+    assert expected in DOCS.read_text(), expected

@@ -1,0 +1,103 @@
+"""Where results differ from Megatron's own in more than the last bits: which side does what.
+
+In its program on a CPU, FP16 with a constant scale and Lion are Megatron's to the last bit once its
+norm is summed in FP64 and its AdamW is ours, and once its Lion is given its own betas and every
+parameter. Here is the same without a checkout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mp_optim import FusedAdam
+from support import numpy_rules
+from support.models import TinyMoE, same_bits, tokens_of
+
+core = pytest.importorskip("megatron.core.optimizer")
+from mp_optim.apps import megatron  # noqa: E402
+
+SCALE, LIMIT = 128.0, 0.02
+
+
+@dataclasses.dataclass
+class Newest(core.OptimizerConfig):  # type: ignore[misc, name-defined]
+    """With what versions after core 0.16 have."""
+
+    lion_beta1: float = 0.95
+    lion_beta2: float = 0.98
+
+
+class MegatronsOrder:
+    """FP16 with a constant scale as Megatron's ``Float16OptimizerWithFloat16Params`` does it:
+    gradients become FP32, are unscaled, are clipped, one after the other; the norm in FP64."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.params = list(model.parameters())
+        self.mains = [nn.Parameter(param.detach().float()) for param in self.params]
+        self.inner = FusedAdam(self.mains, lr=1e-2, weight_decay=0.0)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss * SCALE
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+    def step(self) -> tuple[bool, float, None]:
+        grads = [param.grad.float() * (1.0 / SCALE) for param in self.params]
+        norm = sum(grad.double().square().sum() for grad in grads).sqrt().item()
+        assert norm > LIMIT
+        grads = [grad * (LIMIT / (norm + 1e-6)) for grad in grads]
+        for main, grad in zip(self.mains, grads, strict=True):
+            main.grad = grad
+        self.inner.step()
+        for param, main in zip(self.params, self.mains, strict=True):
+            param.detach().copy_(main.detach())
+        return True, norm, None
+
+
+def losses_of(model: nn.Module, optimizer: Any) -> list[float]:
+    losses = []
+    for step in range(30):
+        optimizer.zero_grad()
+        loss = model(tokens_of(step))
+        optimizer.scale_loss(loss).backward()
+        assert optimizer.step()[0]
+        losses.append(loss.item())
+    return losses
+
+
+def test_unscaling_and_clipping_one_after_the_other_has_the_same_bits() -> None:
+    """A power of two is exact, so one multiplier is as good as two."""
+    model, other = TinyMoE(torch.float16), TinyMoE(torch.float16)
+    config = core.OptimizerConfig(
+        lr=1e-2, weight_decay=0.0, fp16=True, loss_scale=SCALE, clip_grad=LIMIT
+    )
+    ours = losses_of(model, megatron.get_megatron_optimizer(config, [model], {}))
+    assert ours == losses_of(other, MegatronsOrder(other))
+    for one, another in zip(model.parameters(), other.parameters(), strict=True):
+        assert same_bits(one, another)
+
+
+def test_lion_takes_its_own_betas_for_every_parameter() -> None:
+    """Megatron's own with ``--optimizer lion``: those of Adam, for matrices alone."""
+    weight = nn.Parameter(torch.linspace(-1.0, 1.0, 12).reshape(3, 4))
+    weight.is_embedding_or_output_parameter = True
+    model = nn.Module()
+    model.register_parameter("weight", weight)
+    config = Newest(optimizer="lion", lr=1e-2, weight_decay=0.1, adam_beta1=0.1, adam_beta2=0.2)
+    config.clip_grad = 0.0
+    with pytest.warns(UserWarning, match="lion_beta1"):
+        optimizer = megatron.get_megatron_optimizer(config, [model])
+    settings = {"lr": 1e-2, "betas": (0.95, 0.98), "weight_decay": 0.1}
+    p, m = weight.detach().numpy().copy(), torch.zeros(3, 4).numpy()
+    for step in range(1, 6):
+        weight.grad = torch.cos(torch.arange(12.0) * step).reshape(3, 4)
+        optimizer.step()
+        p, m = numpy_rules.lion(p, weight.grad.numpy(), m, settings, 1.0)
+        assert same_bits(weight.detach(), torch.from_numpy(p))

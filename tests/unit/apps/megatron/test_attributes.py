@@ -1,0 +1,107 @@
+"""What Megatron's optimizer reads beside its config is listed, and answered as the list says."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+from pathlib import Path
+
+import megatron_attributes as tool
+import pytest
+from torch import nn
+
+import mp_optim
+from mp_optim import OptimizerConfig, ParamKey, get_megatron_optimizer
+from mp_optim.core.param_attributes import REFUSED
+
+PACKAGE = Path(mp_optim.__file__).parent
+ANSWERS = tool.answers()
+
+
+def sources() -> list[Path]:
+    """The installed Megatron, and a checkout that ``MEGATRON_SRC`` names."""
+    checkout = os.environ.get("MEGATRON_SRC")
+    spec = importlib.util.find_spec("megatron")
+    installed = list(spec.submodule_search_locations or ()) if spec else []
+    named = [Path(checkout)] if checkout else []
+    return [*named, *(Path(folder).parent for folder in installed)]
+
+
+@pytest.mark.skipif(not sources(), reason="no Megatron is here")
+def test_everything_that_megatron_reads_is_listed() -> None:
+    for source in sources():
+        if (source / "megatron" / "core" / "optimizer").is_dir():
+            assert not tool.unlisted(tool.read_in(source)), source
+
+
+def test_the_table_of_the_document_is_the_present_one() -> None:
+    document = tool.DOCUMENT.read_text()
+    assert tool.with_table(document) == document, "run tools/megatron_attributes.py --write"
+
+
+def words_of_the_package() -> set[str]:
+    """Strings and attributes in its code."""
+    words = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                words.add(node.value)
+            elif isinstance(node, ast.Attribute):
+                words.add(node.attr)
+    return words
+
+
+def names(owner: str, kind: str) -> set[str]:
+    return {name for name, answer in ANSWERS[owner].items() if answer.kind == kind}
+
+
+@pytest.mark.parametrize("owner", ANSWERS)
+def test_what_is_listed_as_read_is_read(owner: str) -> None:
+    by_torch = {"_local_tensor"}  # as to_local()
+    assert not names(owner, "read") - words_of_the_package() - by_torch
+
+
+def test_what_is_listed_as_refused_of_a_parameter_is_refused() -> None:
+    """That they are, at every door, is in ``tests/unit/core``."""
+    assert names("parameter", "refused") == REFUSED.keys()
+
+
+@pytest.mark.parametrize("name", sorted(names("group", "refused")))
+def test_what_is_listed_as_refused_of_a_group_is_refused(name: str) -> None:
+    overrides = {ParamKey(name="*"): {name: True}}
+    with pytest.raises(ValueError, match=rf"override {name}=True"):
+        get_megatron_optimizer(OptimizerConfig(lr=1e-2), nn.Linear(2, 2), overrides)
+
+
+ASKED = {
+    "param.telepathy": "parameter.telepathy",
+    "getattr(param, 'telepathy', False)": "parameter.telepathy",
+    "hasattr(model_param, 'telepathy')": "parameter.telepathy",
+    "setattr(main_param, TELEPATHY, 1)": "parameter.telepathy",
+    "[getattr(p, each) for each in ('use_muon', 'telepathy')]": "parameter.telepathy",
+    "getattr(params[0], 'telepathy')": "parameter.telepathy",
+    "bucket.params_list[0].telepathy": "parameter.telepathy",
+    "param_group['telepathy']": "group.telepathy",
+    "group.get('telepathy', 1.0)": "group.telepathy",
+    "'telepathy' in param_group": "group.telepathy",
+    "opt.param_groups[0]['telepathy']": "group.telepathy",
+    "model_chunks[0].telepathy": "model.telepathy",
+    "getattr(model_cfg, 'telepathy', None)": "model.telepathy",
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_whatever_is_asked_anew_is_noticed(asked: str, tmp_path: Path) -> None:
+    core = tmp_path / "megatron" / "core"
+    for file in ("optimizer/new.py", "transformer/module.py"):
+        (core / file).parent.mkdir(parents=True, exist_ok=True)
+        (core / file).write_text("")
+    (core / "tensor_parallel").mkdir()
+    elsewhere = "def param_is_new(param):\n    return param.shared\n"
+    (core / "tensor_parallel" / "layers.py").write_text(elsewhere)
+    (core / "optimizer_param_scheduler.py").write_text("")
+    assert tool.unlisted(tool.read_in(tmp_path)) == []
+    (core / "optimizer" / "new.py").write_text(f"TELEPATHY = 'telepathy'\n{asked}\n")
+    assert tool.unlisted(tool.read_in(tmp_path)) == [ASKED[asked]]
+    assert "shared" in tool.read_in(tmp_path)["parameter"]

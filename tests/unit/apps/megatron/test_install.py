@@ -1,0 +1,345 @@
+"""One line that gives Megatron's callers our optimizer, with Megatron-core itself."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mp_optim import OptimizerConfig
+from support.launch import run_forked_program
+from support.models import TinyMoE, tokens_of
+
+core = pytest.importorskip("megatron.core.optimizer")
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+
+from mp_optim.apps import megatron  # noqa: E402
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    megatron.install()
+    try:
+        yield
+    finally:
+        megatron.uninstall()
+
+
+def build(**settings: Any) -> tuple[nn.Module, Any]:
+    """As Megatron's training does it: its config, through the name it has imported."""
+    model = TinyMoE(torch.bfloat16)
+    config = core.OptimizerConfig(**{"lr": 1e-2, "bf16": True, **settings})
+    return model, core.get_megatron_optimizer(config, [model])
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = model(tokens_of(step))
+        optimizer.scale_loss(loss).backward()
+        success, norm, zeros = optimizer.step()
+        assert success and norm > 0.0 and zeros is None
+        losses.append(loss.item())
+    return losses
+
+
+def test_who_imported_the_name_before_or_asks_for_it_later_gets_ours() -> None:
+    theirs = core.get_megatron_optimizer
+    program = ModuleType("a_training_program")
+    program.get_megatron_optimizer = theirs  # type: ignore[attr-defined]
+    sys.modules[program.__name__] = program
+    try:
+        megatron.install()
+        megatron.install()
+        ours = megatron.get_megatron_optimizer
+        assert core.get_megatron_optimizer is program.get_megatron_optimizer is ours
+        megatron.uninstall()
+        assert core.get_megatron_optimizer is program.get_megatron_optimizer is theirs
+    finally:
+        megatron.uninstall()
+        del sys.modules[program.__name__]
+
+
+def test_a_megatron_whose_factory_takes_something_new_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def newer(config: Any, model_chunks: Any, buckets_of_tomorrow: Any) -> None: ...
+
+    newer.__module__ = core.__name__
+
+    monkeypatch.setattr(core, "get_megatron_optimizer", newer)
+    with pytest.raises(RuntimeError, match=r"takes buckets_of_tomorrow, which"):
+        megatron.install()
+    assert core.get_megatron_optimizer is newer
+
+
+def test_nothing_of_it_is_imported_without_being_asked_for() -> None:
+    program = "import sys, mp_optim; print(any('megatron.' in m for m in sys.modules))"
+    assert run_forked_program("-c", program).split() == ["False"]
+
+
+@pytest.mark.usefixtures("installed")
+def test_it_trains_as_the_same_settings_of_ours_do() -> None:
+    from mp_optim import get_megatron_optimizer
+
+    model, optimizer = build(clip_grad=0.5, weight_decay=0.1)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    other = TinyMoE(torch.bfloat16)
+    config = OptimizerConfig(lr=1e-2, bf16=True, clip_grad=0.5, weight_decay=0.1)
+    plain = get_megatron_optimizer(config, other)
+    assert train(model, optimizer, range(8)) == train(other, plain, range(8))
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_a_training_loop_asks_around_a_step() -> None:
+    model, optimizer = build()
+    parts = optimizer.chained_optimizers
+    assert len(parts) == 2
+    assert not optimizer.is_stub_optimizer
+    assert optimizer.get_loss_scale().item() == 1.0
+    assert all(group["default_config"] for group in optimizer.param_groups)
+    scheduler = scheduler_of(optimizer)
+    rates = []
+    for step in range(4):
+        train(model, optimizer, range(step, step + 1))
+        scheduler.step(increment=1)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == pytest.approx(5e-3) and max(rates) == rates[1] == 1e-2
+    optimizer.prepare_model_params_for_param_sync()
+    optimizer.reload_model_params()
+    plain = optimizer.step
+    optimizer.step = lambda: (True, 1.0, None)
+    assert optimizer.step() == (True, 1.0, None)
+    del optimizer.step
+    assert optimizer.step == plain
+
+
+def inner_of(optimizer: Any) -> list[Any]:
+    """The inner optimizers, as verl and ms-swift find them."""
+    is_chain = isinstance(optimizer, core.ChainedOptimizer)
+    return [part.optimizer for part in (optimizer.chained_optimizers if is_chain else [optimizer])]
+
+
+def state_of(optimizer: Any) -> Any:
+    """The state, as NeMo RL finds it."""
+    is_chain = isinstance(optimizer, core.ChainedOptimizer)
+    return optimizer.state if is_chain else optimizer._get_state()
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_factory_returns_a_chained_optimizer_of_megatron_with_and_without_experts(
+    has_experts: bool,
+) -> None:
+    model = TinyMoE(torch.bfloat16)
+    if not has_experts:
+        for param in model.parameters():
+            param.allreduce = True
+    config = core.OptimizerConfig(lr=1e-2, bf16=True, params_dtype=torch.bfloat16)
+    optimizer = core.get_megatron_optimizer(config, [model])
+    train(model, optimizer, range(1))
+    parts = optimizer.chained_optimizers
+    assert len(parts) == 1 + has_experts and optimizer.model_chunks == [model]
+    count = len(list(model.parameters()))
+    assert sum(len(inner.state) for inner in inner_of(optimizer)) == count
+    assert len(state_of(optimizer)) == count == sum(len(state_of(part)) for part in parts)
+    assert isinstance(optimizer, core.MegatronOptimizer)
+    assert not any(isinstance(part, core.ChainedOptimizer) for part in parts)
+    public = {name for name in dir(core.ChainedOptimizer) if not name.startswith("_")}
+    assert [name for name in public if not hasattr(optimizer, name) and name != "optimizer"] == []
+
+
+def scheduler_of(optimizer: Any, **settings: Any) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(
+        optimizer,
+        **{
+            "init_lr": 0.0,
+            "max_lr": 1e-2,
+            "min_lr": 1e-3,
+            "lr_warmup_steps": 2,
+            "lr_decay_steps": 10,
+            "lr_decay_style": "cosine",
+            "start_wd": 0.1,
+            "end_wd": 0.1,
+            "wd_incr_steps": 10,
+            "wd_incr_style": "constant",
+            **settings,
+        },
+    )
+
+
+def scheduled(optimizer: Any, model: nn.Module) -> tuple[list[Any], list[float]]:
+    scheduler = scheduler_of(optimizer)
+    rates, losses = [], []
+    for step in range(5):
+        scheduler.step(increment=1)
+        losses += train(model, optimizer, range(step, step + 1))
+        rates.append([group["lr"] for group in optimizer.param_groups])
+    return rates, losses
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"optimizer": "sgd"},
+        {"optimizer": "muon"},
+        {"decoupled_lr": 5e-3, "decoupled_min_lr": 1e-3},
+        {"min_lr": 1e-3},
+    ],
+    ids=str,
+)
+def test_a_rate_that_the_config_leaves_open_is_the_schedulers(settings: dict[str, Any]) -> None:
+    """And no step is taken before there is one."""
+    model, optimizer = build(lr=None, **settings)
+    assert any(group["lr"] is None for group in optimizer.param_groups)
+    before = [param.detach().clone() for param in model.parameters()]
+    model(tokens_of(0)).backward()
+    with pytest.raises(ValueError, match=r"lr=None: no learning rate has been set"):
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+    (other, given) = build(lr=1e-2, **settings)
+    assert scheduled(optimizer, model) == scheduled(given, other)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_state_dict_goes_on_in_another_process_to_the_bit(tmp_path: Path) -> None:
+    model, optimizer = build()
+    train(model, optimizer, range(4))
+    saved = {
+        "model": copy.deepcopy(model.state_dict()),
+        "optimizer": copy.deepcopy(optimizer.state_dict(is_loading=False)),
+    }
+    torch.save(saved, tmp_path / "saved.pt")
+    expected = train(model, optimizer, range(4, 8))
+    again, resumed = build()
+    loaded = torch.load(tmp_path / "saved.pt", weights_only=True)
+    again.load_state_dict(loaded["model"])
+    resumed.load_state_dict(loaded["optimizer"])
+    assert train(again, resumed, range(4, 8)) == expected
+
+
+@pytest.mark.usefixtures("installed")
+def test_process_groups_are_those_of_megatron() -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        parallel_state.initialize_model_parallel()
+        _, optimizer = build()
+        dense, experts = optimizer.chained_optimizers
+        assert dense.process_groups.grad_stats is parallel_state.get_model_parallel_group()
+        assert experts.process_groups.grad_stats is not None
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("missing", ["dp", "expt_dp", "mp", "tp_ep_pp"])
+def test_a_collection_without_a_group_that_is_needed_is_refused(missing: str) -> None:
+    groups = dict.fromkeys({"dp", "expt_dp", "mp", "tp_ep_pp"} - {missing})
+    config = core.OptimizerConfig(lr=1e-2)
+    with pytest.raises(ValueError, match=rf"^{missing} process group is required"):
+        megatron.get_megatron_optimizer(
+            config, [nn.Linear(2, 2)], pg_collection=SimpleNamespace(**groups)
+        )
+
+
+def test_overrides_that_megatron_makes_for_every_model_need_not_match() -> None:
+    """One without biases; what a caller adds and mistypes is still named."""
+    config = core.OptimizerConfig(lr=1e-2)
+    overrides = core.get_standard_config_overrides(config)
+    model = nn.Linear(2, 2, bias=False)
+    megatron.get_megatron_optimizer(config, [model], overrides)
+    overrides[core.ParamKey(name="*.wieght")] = {"wd_mult": 0.0}
+    with pytest.raises(ValueError, match=r"wieght.* matches no parameter"):
+        megatron.get_megatron_optimizer(config, [model], overrides)
+
+
+# -- the config -----------------------------------------------------------------------------------
+
+
+def test_every_field_that_is_left_alone_is_accepted() -> None:
+    for optimizer in ("adam", "sgd"):
+        theirs = core.OptimizerConfig(optimizer=optimizer, lr=1e-3, fp16=True)
+        ours = megatron.config_from_megatron(theirs)
+        assert (ours.optimizer, ours.lr, ours.fp16) == (optimizer, 1e-3, True)
+
+
+def test_what_does_nothing_for_this_optimizer_is_left_out() -> None:
+    theirs = core.OptimizerConfig(optimizer="sgd", lr=1e-3, adam_beta2=0.5, muon_num_ns_steps=9)
+    ours = megatron.config_from_megatron(theirs)
+    assert ours == OptimizerConfig(optimizer="sgd", lr=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("overlap_param_gather_with_optimizer_step", True, "overlap_param_gather=True"),
+        ("reuse_grad_buf_for_mxfp8_param_ag", True, "not sharded"),
+    ],
+)
+def test_what_there_is_none_of_is_refused_by_name(field: str, value: Any, said: str) -> None:
+    theirs = core.OptimizerConfig(lr=1e-3, **{field: value})
+    with pytest.raises(ValueError, match=rf"{field}=True of Megatron's.*{said}"):
+        megatron.config_from_megatron(theirs)
+
+
+def test_a_constant_loss_scale_is_taken_with_bf16_as_megatron_takes_it() -> None:
+    theirs = core.OptimizerConfig(lr=1e-3, bf16=True, loss_scale=128.0)
+    ours = megatron.config_from_megatron(theirs)
+    assert ours.loss_scale == 128.0
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_constant_loss_scale_changes_no_step_of_bf16() -> None:
+    """A power of two: exact where nothing overflows."""
+    (model, optimizer), (other, scaled) = build(), build(loss_scale=128.0)
+    assert scaled.get_loss_scale().item() == 128.0
+    assert train(model, optimizer, range(4)) == train(other, scaled, range(4))
+
+
+def test_a_program_is_run_with_it(tmp_path: Path) -> None:
+    script = tmp_path / "pretrain.py"
+    script.write_text(
+        "import sys\n"
+        "from megatron.core.optimizer import get_megatron_optimizer\n"
+        "print(get_megatron_optimizer.__module__, __name__, sys.argv[1:])\n"
+    )
+    said = run_forked_program("-m", "mp_optim.megatron", str(script), "--bf16")
+    assert said.split() == ["mp_optim.apps.megatron.install", "__main__", "['--bf16']"]
+
+
+def test_settings_that_megatron_has_no_word_for(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_OFFLOADED)
+    fields = ("--set", "offload_mode=overlap", "--set", "offload_bucket_bytes=4096")
+    said = run_forked_program("-m", "mp_optim.megatron", *fields, str(script))
+    assert said.split() == ["overlap", "4096", "host"]
+
+
+_OFFLOADED = """
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+config = OptimizerConfig(
+    lr=0.1, bf16=True, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0
+)
+model = torch.nn.Linear(2, 2).bfloat16()
+optimizer = get_megatron_optimizer(config, [model], {})
+ours = optimizer.stack.config
+print(ours.offload_mode, ours.offload_bucket_bytes, optimizer.describe().rows[0].place)
+"""
+
+
+def test_a_setting_that_there_is_none_of_is_named() -> None:
+    with pytest.raises(TypeError, match=r"install\(offload_modus=...\)"):
+        megatron.install(offload_modus="overlap")

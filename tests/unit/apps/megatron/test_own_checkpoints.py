@@ -1,0 +1,75 @@
+"""Our own checkpoints of Megatron's models: one goes through every layout and stays what it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mp_optim import checkpoint
+from support.launch import run_ranks
+from support.models import TinyMoE, tokens_of
+
+core = pytest.importorskip("megatron.core.optimizer")
+from mp_optim.apps import megatron  # noqa: E402
+
+LAYOUTS = [
+    "one",
+    "tp 2, zero",
+    "pp 2, ep 2",
+    "tp 4",
+    "pp 2, virtual, zero",
+    "tp 2, ep 2",
+    "one again, zero",
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("layouts")
+    run_ranks("megatron_layouts", 4, str(folder))
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parameters_are_the_parts_that_megatron_says(ranks: list[Any], layout: str) -> None:
+    for rank in ranks:
+        count, wrong, *_ = rank[layout]
+        assert count > 10 and not wrong
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_saved_there_is_what_was_loaded(ranks: list[Any], layout: str) -> None:
+    assert [rank[layout][2] for rank in ranks] == [[]] * 4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_goes_on_to_the_bit(ranks: list[Any], layout: str) -> None:
+    assert [rank[layout][3] for rank in ranks] == [True] * 4
+
+
+def test_what_megatron_calls_an_optimizer_saves_and_loads_too(tmp_path: Path) -> None:
+    def build() -> tuple[Any, Any]:
+        model = TinyMoE(torch.bfloat16)
+        config = core.OptimizerConfig(lr=1e-2, bf16=True)
+        return model, megatron.get_megatron_optimizer(config, [model])
+
+    def train(model: Any, optimizer: Any, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            optimizer.zero_grad()
+            loss = model(tokens_of(step))
+            optimizer.scale_loss(loss).backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    model, optimizer = build()
+    train(model, optimizer, range(3))
+    checkpoint.save(tmp_path, [model], optimizer)
+    again = build()
+    checkpoint.load(tmp_path, [again[0]], again[1], convert=False)
+    assert train(*again, range(3, 6)) == train(model, optimizer, range(3, 6))

@@ -1,0 +1,135 @@
+"""Parts of Megatron's optimizer that programs replace are called, or refused by name."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import megatron_patches as tool
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+core = pytest.importorskip("megatron.core.optimizer")
+
+from mp_optim.apps import megatron  # noqa: E402
+
+HOME = "megatron.core.optimizer"
+LISTED = tool.listed()
+
+
+@pytest.fixture(autouse=True)
+def uninstalled() -> Iterator[None]:
+    yield
+    megatron.uninstall()
+
+
+def build() -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return core.get_megatron_optimizer(core.OptimizerConfig(lr=1e-2), [model])
+
+
+def own(*arguments: Any, **settings: Any) -> None:
+    """A program's replacement."""
+
+
+class OwnAdam(torch.optim.SGD):
+    """A program's replacement."""
+
+
+def put(patch: pytest.MonkeyPatch, part: str) -> None:
+    """Replace a part by its full name; skip if this Megatron has none."""
+    path, _, name = part.rpartition(".")
+    try:
+        owner = importlib.import_module(path)
+    except ModuleNotFoundError:
+        path, _, kind = path.rpartition(".")
+        owner = getattr(importlib.import_module(path), kind, None)
+    if not hasattr(owner, name):
+        pytest.skip(f"no {part}")
+    patch.setattr(owner, name, own if "Adam" not in name else OwnAdam)
+
+
+@pytest.mark.parametrize("part", [part for part in LISTED if LISTED[part] == "refused"])
+def test_install_and_build_refuse_a_replaced_part_by_name(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = rf"{part.rpartition('.')[2]} is .*test_patches\.(own|OwnAdam)"
+    is_factory = part.endswith(("get_megatron_optimizer", "get_megatron_muon_optimizer"))
+    if not is_factory:
+        megatron.install()
+        with monkeypatch.context() as patch:
+            put(patch, part)
+            with pytest.raises(RuntimeError, match=said):
+                build()
+        assert build().param_groups
+        megatron.uninstall()
+    put(monkeypatch, part)
+    with pytest.raises(RuntimeError, match=said):
+        megatron.install()
+
+
+def test_build_takes_the_groups_of_a_program_that_replaces_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    megatron.install()
+    theirs = core._get_param_groups
+
+    def with_rates(chunks: Any, *arguments: Any) -> list[dict[str, Any]]:
+        groups = theirs(chunks, *arguments)
+        return [{**group, "max_lr": 3e-5 if group["wd_mult"] else 7e-5} for group in groups]
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        monkeypatch.setattr(core, "_get_param_groups", with_rates)
+        optimizer = build()
+        rates = {group["wd_mult"]: group["lr"] for group in optimizer.param_groups}
+        assert rates == {1.0: 3e-5, 0.0: 7e-5}
+        names = [name for group in optimizer.param_groups for name in group["param_names"]]
+        assert sorted(names) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+        model = nn.Linear(4, 4)
+        config = core.OptimizerConfig(optimizer="muon", lr=1e-2)
+        with pytest.raises(
+            RuntimeError, match=r"_get_param_groups is .*with_rates.*--optimizer muon"
+        ):
+            core.get_megatron_optimizer(config, [model])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_install_reaches_a_program_that_imported_the_factory_under_another_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = ModuleType("a_program")
+    program.build_native = theirs = core.get_megatron_optimizer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, program.__name__, program)
+    megatron.install()
+    assert program.build_native is megatron.get_megatron_optimizer
+    megatron.uninstall()
+    assert program.build_native is theirs
+
+
+REPLACING = {
+    "import megatron.core.optimizer as o\no.Adam = Own": "Adam",
+    "def f():\n from megatron.core import optimizer\n optimizer.Adam = Own": "Adam",
+    "from megatron.core.optimizer import optimizer as o\no.NORMS = (1,)": "optimizer.NORMS",
+    "from megatron.core.optimizer.optimizer import Base as B\nB.step = own": "optimizer.Base.step",
+    "import megatron.core.optimizer\nmegatron.core.optimizer.Adam = Own": "Adam",
+    "import megatron.core.optimizer as o\nsetattr(o, 'Adam', Own)": "Adam",
+    "import megatron.core.optimizer as o\nmock.patch.object(o, 'Adam', Own)": "Adam",
+    "pm.register_patch('megatron.core.optimizer.optimizer.Base.step', own)": "optimizer.Base.step",
+    "from megatron.core import optimizer\nmine.optimizer.Adam = Own": "",
+    "optimizer.Adam = Own": "",
+}
+
+
+@pytest.mark.parametrize("program", REPLACING)
+def test_tool_finds_replaced_parts_in_whatever_form(program: str) -> None:
+    part = REPLACING[program]
+    assert list(tool.replaced_by(ast.parse(program))) == ([f"{HOME}.{part}"] if part else [])
+    assert set(LISTED.values()) <= set(tool.ANSWERS)

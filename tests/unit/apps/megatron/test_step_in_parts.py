@@ -1,0 +1,263 @@
+"""What Megatron's callers ask between backward and the next forward, instead of ``step``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from support.models import TinyMoE, same_bits, tokens_of
+
+core = pytest.importorskip("megatron.core.optimizer")
+from mp_optim.apps import megatron  # noqa: E402
+
+LIMIT = 0.02
+"""Below the norms here, so that every step is clipped."""
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def build(**settings: Any) -> tuple[nn.Module, Any]:
+    settings = {"lr": 1e-2, "clip_grad": LIMIT, **settings}
+    half = "fp16" if settings.get("fp16") else "bf16"
+    model = TinyMoE(DTYPES[half])
+    config = core.OptimizerConfig(**{half: True, **settings})
+    return model, megatron.get_megatron_optimizer(config, [model])
+
+
+def backward(model: nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    optimizer.scale_loss(model(tokens_of(step))).backward()
+
+
+def by_parts(optimizer: Any) -> tuple[bool, float | None]:
+    """A step as Megatron's ``ChainedOptimizer`` takes it."""
+    if optimizer.prepare_grads():
+        return False, None
+    norm = optimizer.clip_grad_norm(optimizer.config.clip_grad)
+    return optimizer.step_with_ready_grads(), norm
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"clip_grad": 0.0},
+        {"fp16": True, "initial_loss_scale": 2.0**40, "hysteresis": 1},
+        {"fp16": True, "loss_scale": 128.0},
+        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+    ],
+    ids=["clipped", "unclipped", "overflows", "constant_scale", "offloaded"],
+)
+def test_in_parts_or_at_once_a_step_has_the_same_bits(settings: dict[str, Any]) -> None:
+    (whole, at_once), (cut, in_parts) = build(**settings), build(**settings)
+    for step in range(20):
+        backward(whole, at_once, step)
+        backward(cut, in_parts, step)
+        success, norm, _ = at_once.step()
+        assert norm is None or norm > LIMIT
+        assert by_parts(in_parts) == (success, norm)
+        assert at_once.get_loss_scale().item() == in_parts.get_loss_scale().item()
+    for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
+        assert same_bits(one, other)
+    assert at_once.metrics()["skipped_steps"] == in_parts.metrics()["skipped_steps"]
+
+
+@pytest.mark.parametrize("half", ["fp16", "bf16"])
+def test_in_parts_a_distributed_step_has_the_same_bits(half: str) -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        settings = {half: True, "use_distributed_optimizer": True}
+        (whole, at_once), (cut, in_parts) = build(**settings), build(**settings)
+        for step in range(4):
+            backward(whole, at_once, step)
+            backward(cut, in_parts, step)
+            success, norm, _ = at_once.step()
+            assert by_parts(in_parts) == (success, norm)
+            assert len(in_parts.get_grads_for_grad_norm()) == len([*cut.parameters()])
+        for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
+            assert same_bits(one, other)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_norm_and_zeros_are_those_of_the_step() -> None:
+    model, optimizer = build(log_num_zeros_in_grad=True)
+    backward(model, optimizer, 0)
+    assert not optimizer.prepare_grads()
+    asked = optimizer.get_grad_norm(), optimizer.count_zeros()
+    assert (True, *asked) == optimizer.step()
+
+
+def test_gradients_of_the_norm_are_unscaled() -> None:
+    model = TinyMoE(torch.float16)
+    model.bias.shared = True  # counted where it is first
+    config = core.OptimizerConfig(lr=1e-2, fp16=True, loss_scale=128.0)
+    optimizer = megatron.get_megatron_optimizer(config, [model])
+    backward(model, optimizer, 0)
+    grads = optimizer.get_grads_for_grad_norm()
+    assert len(grads) == len(list(model.parameters())) - 1
+    assert {grad.dtype for grad in grads} == {torch.float32}
+    assert same_bits(grads[0], model.embed.grad.float() / 128.0)
+    norm = math.sqrt(sum(grad.double().square().sum().item() for grad in grads))
+    assert optimizer.step()[1] == pytest.approx(norm, rel=1e-12)
+
+
+def test_parameters_with_a_norm_of_their_own() -> None:
+    model = TinyMoE(torch.bfloat16)
+    model.dense.grad_norm_group = "mtp"
+    config = core.OptimizerConfig(lr=1e-2, bf16=True)
+    optimizer = megatron.get_megatron_optimizer(config, [model])
+    backward(model, optimizer, 0)
+    own = model.dense.grad.double().norm().item()
+    assert optimizer.has_grad_norm_group("mtp")
+    assert not optimizer.has_grad_norm_group("other")
+    assert len(optimizer.get_grads_for_grad_norm("mtp")) == 1
+    optimizer.step()
+    assert optimizer.grad_norms_by_group == {"mtp": pytest.approx(own, rel=1e-12)}
+
+
+def asks(name: str) -> Callable[[Any], Any]:
+    return lambda optimizer: getattr(optimizer, name)()
+
+
+@pytest.mark.parametrize("name", ["get_grad_norm", "step_with_ready_grads"])
+def test_what_is_asked_before_gradients_are_prepared_is_refused(name: str) -> None:
+    _, optimizer = build()
+    with pytest.raises(RuntimeError, match=rf"^{name}: no gradients are prepared"):
+        asks(name)(optimizer)
+
+
+def test_gradients_that_are_not_finite_leave_nothing_to_step_with() -> None:
+    model, optimizer = build()
+    backward(model, optimizer, 0)
+    model.dense.grad.fill_(math.inf)
+    before = model.dense.detach().clone()
+    assert optimizer.prepare_grads()
+    with pytest.raises(RuntimeError, match="no gradients are prepared"):
+        optimizer.step_with_ready_grads()
+    assert same_bits(before, model.dense)
+
+
+def test_what_a_step_refuses_is_refused_when_gradients_are_prepared() -> None:
+    model, optimizer = build()
+    backward(model, optimizer, 0)
+    before = model.dense.detach().clone()
+    taken = optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(ValueError, match="editing the lists"):
+        optimizer.prepare_grads()
+    assert same_bits(before, model.dense)
+    optimizer.param_groups[0]["params"].append(taken)
+    assert by_parts(optimizer)[0]
+
+
+def test_a_step_that_nobody_clipped_is_refused() -> None:
+    model, optimizer = build(clip_grad=1e-3)
+    backward(model, optimizer, 0)
+    before = model.dense.detach().clone()
+    optimizer.prepare_grads()
+    with pytest.raises(RuntimeError, match="nobody called clip_grad_norm"):
+        optimizer.step_with_ready_grads()
+    assert same_bits(before, model.dense)
+    optimizer.clip_grad_norm(0.0)
+    assert optimizer.step_with_ready_grads()
+    assert not same_bits(before, model.dense)
+
+
+def test_zeros_that_were_not_counted_are_refused() -> None:
+    model, optimizer = build()
+    backward(model, optimizer, 0)
+    optimizer.prepare_grads()
+    with pytest.raises(ValueError, match="log_num_zeros_in_grad=False"):
+        optimizer.count_zeros()
+
+
+# -- the rest of what they ask --------------------------------------------------------------------
+
+
+def test_parts_are_parts_and_stay_the_same_objects() -> None:
+    """Megatron walks down ``chained_optimizers`` for as long as there are some."""
+    _, optimizer = build()
+    parts = optimizer.chained_optimizers
+    assert len(parts) == 2 and parts[0] is optimizer.chained_optimizers[0]
+    assert not any(hasattr(part, "chained_optimizers") for part in parts)
+
+
+def test_main_params_are_reloaded_from_a_checkpoint_in_full_precision() -> None:
+    model, optimizer = build()
+    exact = {
+        f"module.{name}": param.detach().float() * (1 + 2**-12)
+        for name, param in model.named_parameters()
+    }
+    optimizer.reload_model_params(state_dict={"model": exact, "iteration": 3})
+    mains = dict(optimizer.named_main_params())
+    assert same_bits(mains["dense"], exact["module.dense"])
+    with torch.no_grad():
+        model.dense.mul_(0.5)
+    optimizer.reload_model_params()
+    mains = dict(optimizer.named_main_params())
+    assert same_bits(mains["dense"], model.dense.detach().float())
+
+
+def test_the_ranks_that_agree_on_the_norm() -> None:
+    _, optimizer = build()
+    assert optimizer.get_grad_stats_parallel_group() is None  # one process
+
+
+def test_the_logged_rate_is_found() -> None:
+    model = TinyMoE(torch.bfloat16)
+    model.embed.is_embedding_or_output_parameter = True
+    config = core.OptimizerConfig(lr=1e-2, decoupled_lr=5e-3, bf16=True)
+    optimizer = megatron.get_megatron_optimizer(config, [model])
+    assert {group["max_lr"] for group in optimizer.param_groups} == {1e-2, 5e-3}
+    rate = megatron.get_canonical_lr_for_logging(optimizer.param_groups)
+    assert rate == optimizer.config.lr
+
+
+def test_a_mimo_model_is_refused() -> None:
+    mimo = type("MimoModel", (nn.Linear,), {})(2, 2)
+    with pytest.raises(ValueError, match="clipped by a norm from outside"):
+        megatron.get_megatron_optimizer(core.OptimizerConfig(lr=1.0), [mimo])
+
+
+def test_main_params_are_one_line_away() -> None:
+    """``param_groups`` hold the model's parameters; Megatron's hold these."""
+    model, optimizer = build()
+    assert optimizer.get_parameters() == [
+        param for group in optimizer.param_groups for param in group["params"]
+    ]
+    assert {*optimizer.get_parameters()} <= {*model.parameters()}
+    mains = [getattr(param, "main_param", param) for param in optimizer.get_parameters()]
+    assert {main.dtype for main in mains} == {torch.float32}
+    inner = [
+        param
+        for part in optimizer.chained_optimizers
+        for group in part.optimizer.param_groups
+        for param in group["params"]
+    ]
+    assert [main.data_ptr() for main in mains] == [p.data_ptr() for p in inner]
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "speculative"])
+def test_gradients_written_between_two_parts_are_those_that_are_stepped(mode: str) -> None:
+    """Measured before, and perhaps down on the host since backward."""
+    model, optimizer = build(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
+    try:
+        megatron.install(offload_mode=mode)
+        other, early = build(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
+    finally:
+        megatron.uninstall()
+    for step in range(4):
+        for one, its in ((model, optimizer), (other, early)):
+            backward(one, its, step)
+            its.prepare_grads()
+            its.clip_grad_norm(0.0)
+            for param in one.parameters():
+                param.grad.neg_()
+            assert its.step_with_ready_grads()
+        for param, expected in zip(other.parameters(), model.parameters(), strict=True):
+            assert same_bits(param, expected)

@@ -1,0 +1,315 @@
+"""A step that is broken off, by a signal at any moment or by an error, is finished, undone, or not
+gone on from."""
+
+from __future__ import annotations
+
+import copy
+import random
+import signal
+import time
+import traceback
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mp_optim import FusedAdam, HybridDeviceOptimizer, checkpoint, get_megatron_optimizer
+from mp_optim.core.interrupted_step import BrokenOffError
+from mp_optim.kernels.native import NativeBackend
+from mp_optim.kernels.reference import ReferenceBackend
+from mp_optim.mixed_precision.main_params import MainParams
+from support.models import DTYPES, TinyMoE, config_for, is_expert, same_bits
+
+STACKS: dict[str, dict[str, Any]] = {
+    "in place": {},
+    "reference": {"fused_backend": "reference"},
+    "fp16": {"precision": "fp16", "initial_loss_scale": 2.0**20, "fraction": 0.5},
+    "fp32": {"precision": "fp32"},
+    "sync": {"fraction": 0.6},
+    "overlap": {"fraction": 0.6, "offload_mode": "overlap"},
+    "speculative": {"fraction": 0.6, "offload_mode": "speculative", "clip_grad": 0.0},
+    "clipped": {"fraction": 1.0, "offload_mode": "speculative", "clip_grad": 0.05},
+    "remainders": {
+        "precision": "bf16-8bit",
+        "fraction": 1.0,
+        "offload_mode": "speculative",
+        "clip_grad": 0.0,
+    },
+}
+STEPS = 40
+
+
+def built(settings: dict[str, Any]) -> tuple[nn.Module, Any]:
+    settings = dict(settings)
+    precision, fraction = (settings.pop("precision", "bf16"), settings.pop("fraction", 0.0))
+    model = TinyMoE(DTYPES[precision.split("-")[0]])
+    config = config_for(precision, fraction, **settings)
+    return model, get_megatron_optimizer(config, model, expert_predicate=is_expert)
+
+
+def backward(model: nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(step)
+    scale = 1e4 if step % 7 == 3 else 1.0  # in fp16 an overflow
+    loss = sum(
+        (param.float() * torch.randn(param.shape, generator=generator)).sum()
+        for param in model.parameters()
+    )
+    optimizer.scale_loss(loss * scale).backward()
+
+
+def everything(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """Copies of what a step changes."""
+    state = optimizer.state_dict()
+    tensors = [value for slot in state["state"].values() for value in slot.values()]
+    tensors += [*model.state_dict().values(), *state.get("grad_scaler", {}).values()]
+    return [value.detach().clone() for value in tensors]
+
+
+def alike(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(same_bits, a, b))
+
+
+@pytest.fixture
+def interruptible():
+    """A timer's signal does what Ctrl-C does; not while coverage, if it measures, holds its own
+    lock."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if any("coverage" in one.f_code.co_filename for one, _ in traceback.walk_stack(frame)):
+            signal.setitimer(signal.ITIMER_REAL, 1e-4)
+        else:
+            signal.default_int_handler(number, frame)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def interrupted_step(optimizer: Any, seconds: float) -> bool:
+    """A step with a signal after a while; whether it came before the step's end."""
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        optimizer.step()
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # a signal in a finalizer is nobody's
+def test_after_a_signal_the_step_is_finished_or_undone_or_the_next_use_says_so(stack):
+    """Beside one that is never interrupted."""
+    model, optimizer = built(STACKS[stack])
+    other, steady = built(STACKS[stack])
+    moments, outcomes = (random.Random(0), {"not hit": 0, "undone": 0, "finished": 0, "told": 0})
+    for step in range(STEPS):
+        before, weights = (copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict()))
+        was = everything(model, optimizer)
+        for one, its in ((model, optimizer), (other, steady)):
+            backward(one, its, step)
+        began = time.perf_counter()
+        steady.step()
+        seconds = max(1e-5, 1.2 * (time.perf_counter() - began) * moments.random())
+        hit, outcome = interrupted_step(optimizer, seconds), "not hit"
+        try:
+            now = everything(model, optimizer)
+        except BrokenOffError as error:
+            assert "load_state_dict" in str(error)
+            with pytest.raises(BrokenOffError):
+                optimizer.step()
+            outcome = "told"
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(before)
+            assert alike(everything(model, optimizer), was)
+        else:
+            if alike(now, was) and hit:
+                outcome = "undone"
+            else:
+                outcome = "finished" if hit else outcome
+                assert alike(now, everything(other, steady)), (step, hit)
+        if outcome in ("undone", "told"):
+            backward(model, optimizer, step)
+            optimizer.step()
+        outcomes[outcome] += 1
+        assert alike(everything(model, optimizer), everything(other, steady)), (step, outcome)
+    assert outcomes["undone"] + outcomes["told"] > STEPS / 8, outcomes
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """Have a kernel raise at its n-th call."""
+    calls = iter(range(1000))
+    for backend in (NativeBackend, ReferenceBackend):
+
+        def step(self: Any, *args: Any, original: Any = backend.step) -> None:
+            original(self, *args)
+            if next(calls) == call:
+                raise RuntimeError("the kernels failed")
+
+        monkeypatch.setattr(backend, "step", step)
+
+
+@pytest.mark.parametrize("stack", ["in place", "sync", "overlap", "fp32"])
+@pytest.mark.parametrize("call", [0, 1])
+def test_a_kernel_that_raises_in_place_is_not_gone_on_from(stack, call, monkeypatch, tmp_path):
+    model, optimizer = built(STACKS[stack])
+    backward(model, optimizer, 0)
+    optimizer.step()
+    checkpoint.save(tmp_path, model, optimizer)
+    was = everything(model, optimizer)
+    with monkeypatch.context() as patch:
+        failing(patch, call)
+        backward(model, optimizer, 1)
+        with pytest.raises(RuntimeError, match="the kernels failed"):
+            optimizer.step()
+    for use in (
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: checkpoint.save(tmp_path, model, optimizer),
+        lambda: list(optimizer.named_main_params()),
+    ):
+        with pytest.raises(
+            BrokenOffError, match=r"broken off half-way by RuntimeError.*the kernels failed.*Load"
+        ):
+            use()
+    checkpoint.load(tmp_path, model, optimizer)
+    assert alike(everything(model, optimizer), was)
+    backward(model, optimizer, 1)
+    assert optimizer.step().success
+
+
+@pytest.mark.parametrize(
+    "make",
+    [FusedAdam, lambda params: HybridDeviceOptimizer(params, offload_fraction=0.5)],
+    ids=["FusedAdam", "Hybrid"],
+)
+def test_optimizers_by_themselves_are_not_gone_on_from(make, monkeypatch):
+    params = [nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.ones(7))]
+    optimizer = make([{"params": [param], "lr": 1e-3} for param in params])
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    state, values = (
+        copy.deepcopy(optimizer.state_dict()),
+        [param.detach().clone() for param in params],
+    )
+    with monkeypatch.context() as patch:
+        failing(patch, 1)
+        with pytest.raises(RuntimeError, match="the kernels failed"):
+            optimizer.step()
+    with pytest.raises(BrokenOffError):
+        optimizer.step()
+    with torch.no_grad():
+        for param, value in zip(params, values, strict=True):
+            param.copy_(value)
+    optimizer.load_state_dict(state)
+    optimizer.step()
+
+
+def test_a_load_that_is_broken_off_is_not_gone_on_from(monkeypatch):
+    model, optimizer = built(STACKS["sync"])
+    backward(model, optimizer, 0)
+    optimizer.step()
+    state, calls = copy.deepcopy(optimizer.state_dict()), iter(range(1000))
+    original = type(optimizer).load_slot_state
+
+    def third(*args: Any) -> None:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(optimizer), "load_slot_state", third)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.load_state_dict(state)
+    with pytest.raises(BrokenOffError):
+        optimizer.step()
+    optimizer.load_state_dict(state)
+    backward(model, optimizer, 1)
+    assert optimizer.step().success
+
+
+NONSENSE = [
+    ("lr", "x"),
+    ("lr", float("nan")),
+    ("lr", float("inf")),
+    ("lr", -1.0),
+    ("betas", 3),
+    ("betas", (0.9, 2.0)),
+    ("eps", None),
+    ("weight_decay", torch.ones(2)),
+    ("lr", torch.tensor(float("nan"))),
+]
+
+
+@pytest.mark.parametrize("stack", ["in place", "sync", "overlap", "speculative", "reference"])
+def test_a_wrong_setting_of_any_group_is_found_before_anything_is_stepped(stack):
+    model, optimizer = built(STACKS[stack])
+    for step in range(2):
+        backward(model, optimizer, step)
+        optimizer.step()
+    for group in range(len(optimizer.param_groups)):
+        for name, value in NONSENSE:
+            good = optimizer.param_groups[group][name]
+            was = everything(model, optimizer)
+            optimizer.param_groups[group][name] = value
+            backward(model, optimizer, 2)
+            with pytest.raises((ValueError, RuntimeError), match=f"{name}="):
+                optimizer.step()
+            optimizer.param_groups[group][name] = good
+            assert alike(everything(model, optimizer), was), (group, name, value)
+    backward(model, optimizer, 2)
+    assert optimizer.step().success
+
+
+def test_a_tensor_setting_that_was_written_in_place_is_looked_at_again():
+    model, optimizer = built(STACKS["in place"])
+    rate = torch.tensor(1e-3)
+    optimizer.param_groups[-1]["lr"] = rate
+    backward(model, optimizer, 0)
+    optimizer.step()
+    rate.fill_(-1.0)
+    backward(model, optimizer, 1)
+    with pytest.raises(
+        ValueError,
+        match=r"param_groups\[\d\]: lr=.*must be a finite number >= 0.*nothing was stepped",
+    ):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("stack", ["in place", "fp32", "speculative", "remainders"])
+def test_rows_that_were_scaled_in_part_are_not_gone_on_from(stack, monkeypatch, tmp_path):
+    model, optimizer = built(STACKS[stack])
+    backward(model, optimizer, 0)
+    optimizer.step()
+    checkpoint.save(tmp_path, model, optimizer)
+    was, calls = everything(model, optimizer), iter(range(1000))
+    halves = {name: torch.full(main.shape[:1], 0.5) for name, main in optimizer.named_main_params()}
+
+    def second(*args: Any, original: Any = MainParams.set_stepped_value) -> None:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MainParams, "set_stepped_value", second)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.scale_rows_(halves)
+    for use in (
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: checkpoint.save(tmp_path, model, optimizer),
+        lambda: optimizer.scale_rows_(halves),
+    ):
+        with pytest.raises(BrokenOffError, match=r"scaling.*by KeyboardInterrupt"):
+            use()
+    checkpoint.load(tmp_path, model, optimizer)
+    assert alike(everything(model, optimizer), was)
+    optimizer.scale_rows_(halves)

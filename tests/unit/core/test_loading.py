@@ -1,0 +1,89 @@
+"""Loading state by slot: everything is checked before anything is written, and fitted once."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from mp_optim import FusedAdam
+from mp_optim.core import Slot
+from mp_optim.core.slot_state import SlotState, WithMainParam
+from support.models import build, train
+
+
+def stepped(*sizes: int) -> FusedAdam:
+    params = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
+    optimizer = FusedAdam(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return optimizer
+
+
+class Counting(WithMainParam):
+    """A state that counts what is asked of it."""
+
+    def __init__(self, below: SlotState, calls: Counter[str]) -> None:
+        super().__init__(below, "a slot", None, "")
+        self.calls = calls
+
+    def fit(self, saved, convert):
+        self.calls["fit"] += 1
+        return super().fit(saved, convert)
+
+    def check(self, state):
+        assert not self.calls["load"]
+        self.calls["check"] += 1
+        super().check(state)
+
+    def load(self, state):
+        self.calls["load"] += 1
+        super().load(state)
+
+
+class CountingAdam(FusedAdam):
+    """An optimizer that shows its state through :class:`Counting`."""
+
+    calls: Counter[str]
+
+    def state_of(self, slot: Slot) -> SlotState:
+        return Counting(super().state_of(slot), self.calls)
+
+
+def test_each_state_is_fitted_checked_and_loaded_once():
+    saved = stepped(5, 7).state_dict()
+    optimizer = CountingAdam([torch.nn.Parameter(torch.ones(size)) for size in (5, 7)])
+    optimizer.calls = Counter()
+    optimizer.load_state_dict(saved)
+    assert optimizer.calls == {"fit": 2, "check": 2, "load": 2}
+
+
+def test_what_does_not_fit_is_refused_before_any_slot_is_loaded():
+    saved = stepped(5, 7).state_dict()
+    saved["state"][1]["exp_avg"] = torch.zeros(8)
+    optimizer = CountingAdam([torch.nn.Parameter(torch.ones(size)) for size in (5, 7)])
+    optimizer.calls = Counter()
+    with pytest.raises(ValueError, match=r"exp_avg: saved shape \(8,\), expected \(7,\)"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.calls["load"] == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-8bit", "bf16-remainder"])
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+def test_a_state_object_shows_what_the_optimizer_shows(precision, fraction):
+    """Whatever layers are around it: a main param, another place, a chain of parts."""
+    model, optimizer = build(precision, fraction)
+    train(model, optimizer, 2)
+    for slot in optimizer.slots():
+        state = optimizer.state_of(slot)
+        shown, full = optimizer.slot_state(slot), optimizer.full_slot_state(slot)
+        assert state.is_required() and state.tensors().keys() == shown.keys()
+        assert all(torch.equal(state.tensors()[key], shown[key]) for key in shown)
+        assert state.full_precision().keys() == full.keys()
+        assert all(value.dtype == torch.float32 for value in full.values())
+        fitted = state.fit(state.tensors(), False)
+        state.check(fitted)
+        before = {key: value.clone() for key, value in shown.items()}
+        state.load(fitted)
+        after = optimizer.slot_state(slot)
+        assert all(torch.equal(after[key], value) for key, value in before.items())

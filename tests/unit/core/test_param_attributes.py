@@ -1,0 +1,87 @@
+"""Attributes of parameters that ask for what there is none of: refused at every front door."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mp_optim
+from mp_optim import (
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    FusedAdam,
+    OptimizerConfig,
+    ProcessGroups,
+    get_megatron_optimizer,
+)
+from mp_optim.core.param_attributes import REFUSED
+
+CONFIG = OptimizerConfig(lr=1e-2)
+
+
+def _wrapper(wrapper: Any, **settings: Any) -> Callable[[nn.Module], Any]:
+    def build(model: nn.Module) -> Any:
+        config = OptimizerConfig(lr=1e-2, **settings)
+        return wrapper(FusedAdam(model.parameters(), lr=1e-2), config)
+
+    return build
+
+
+def _stepped(optimizer: Any, model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+DOORS: dict[str, Callable[[nn.Module], Any]] = {
+    "factory": lambda model: get_megatron_optimizer(CONFIG, model),
+    "distributed": lambda model: get_megatron_optimizer(
+        OptimizerConfig(lr=1e-2, use_distributed_optimizer=True), model
+    ),
+    "groups": lambda model: get_megatron_optimizer(
+        CONFIG, model, param_groups=[{"params": list(model.parameters())}]
+    ),
+    "fp32": _wrapper(FP32Optimizer),
+    "bf16": _wrapper(Float16OptimizerWithFloat16Params, bf16=True),
+    "adamw": lambda model: _stepped(mp_optim.AdamW(model.named_parameters()), model),
+    "muon": lambda model: _stepped(mp_optim.Muon(model.named_parameters()), model),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("attribute", REFUSED)
+def test_a_refused_attribute_is_named_at_every_door(attribute: str, door: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if door == "bf16":
+        model.bfloat16()
+    setattr(model[1].weight, attribute, False)
+    DOORS[door](model)
+    again = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(model[0].weight.dtype)
+    setattr(again[1].weight, attribute, True)
+    before = [param.detach().clone() for param in again.parameters()]
+    with pytest.raises(ValueError, match=rf"{attribute}=True on ") as refusal:
+        DOORS[door](again)
+    assert REFUSED[attribute] in str(refusal.value)
+    assert all(map(torch.equal, again.parameters(), before))
+
+
+@pytest.mark.parametrize("name", ["gtp_remat", "expt_gtp_remat"])
+def test_ranks_of_generalised_tensor_parallelism_are_refused(name: str) -> None:
+    groups = {"gtp_remat": None, "expt_gtp_remat": SimpleNamespace(size=lambda: 1)}
+    ProcessGroups.from_attributes(SimpleNamespace(**groups))
+    groups[name] = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(ValueError, match=rf"^{name} has 2 ranks: .*weight-shards"):
+        ProcessGroups.from_attributes(SimpleNamespace(**groups))

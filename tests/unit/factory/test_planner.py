@@ -1,0 +1,384 @@
+"""The planner's bytes are those of the tensors that a stack then has."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from mp_optim import OptimizerConfig, ParamKey, get_megatron_optimizer
+from mp_optim.factory.memory_plan import Layout, ParamSpec, memory_of, plan, specs_of
+from mp_optim.factory.offload_fraction import (
+    FORMS,
+    form_of,
+    smallest_fraction,
+    sweep,
+    with_fraction,
+)
+from mp_optim.kernels.native_library import describe_threads, set_host_threads
+
+GIB = 2**30
+
+
+class Bag(nn.Module):
+    """Parameters of any shapes, some of them experts', some frozen."""
+
+    def __init__(self, specs: list[ParamSpec]) -> None:
+        super().__init__()
+        for index, spec in enumerate(specs):
+            param = nn.Parameter(
+                torch.zeros(spec.shape, dtype=spec.dtype), requires_grad=spec.trainable
+            )
+            if spec.is_expert:
+                param.allreduce = False
+            self.register_parameter(f"p{index}", param)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[list[ParamSpec], OptimizerConfig]:
+    kind = draw(st.sampled_from(["bf16", "fp16", "fp32"]))
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
+    shapes = draw(
+        st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=8)
+    )
+    dtypes = [
+        half if kind == "fp32" else draw(st.sampled_from([half, half, torch.float32]))
+        for _ in shapes
+    ]
+    specs = [
+        ParamSpec(
+            f"p{index}",
+            shape,
+            dtype,
+            draw(st.booleans()),
+            index == 0 or draw(st.integers(0, 4)) > 0,
+        )
+        for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    ]
+    rule = draw(st.sampled_from(["adam", "lamb", "lion", "sgd"]))
+    settings_of: dict[str, object] = {
+        "optimizer": rule,
+        "lr": 1e-3,
+        "bf16": kind == "bf16",
+        "fp16": kind == "fp16",
+    }
+    if draw(st.booleans()) and kind != "fp32":
+        moment = st.sampled_from(["float32", "bfloat16", "float16", "uint8"])
+        settings_of |= {
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": draw(st.one_of(moment, st.just("uint4"))),
+        }
+        if rule in ("adam", "lamb"):
+            settings_of["exp_avg_sq_dtype"] = draw(moment)
+        if {"uint8", "uint4"} & {settings_of["exp_avg_dtype"], settings_of.get("exp_avg_sq_dtype")}:
+            settings_of["fp32_state_below"] = draw(st.sampled_from([0, 5, 1000]))
+        if kind == "bf16":
+            settings_of |= draw(
+                st.sampled_from(
+                    [{}, {"param_remainder_bits": 8}, {"store_param_remainders": False}]
+                )
+            )
+    if draw(st.booleans()):
+        settings_of["ema_decay"] = 0.9
+    config = OptimizerConfig(**settings_of)
+    fraction = draw(st.sampled_from([0.0, 0.3, 0.5, 1.0]))
+    return specs, with_fraction(config, fraction)
+
+
+@given(models())
+@settings(max_examples=40, deadline=None)
+def test_planned_bytes_are_those_of_the_real_tensors(
+    case: tuple[list[ParamSpec], OptimizerConfig],
+) -> None:
+    specs, config = case
+    model = Bag(specs)
+    optimizer = get_megatron_optimizer(config, model)
+    for param in model.parameters():
+        if param.requires_grad:
+            param.grad = torch.zeros_like(param)
+    optimizer.get_loss_scale()  # says that they are scaled
+    optimizer.step()
+    real, planned = memory_of(optimizer, config), plan(model, config)
+    without = dataclasses.replace(planned.accelerator, model_params=0, grads=0)
+    assert without == real.accelerator
+    assert planned.pinned_host == real.pinned_host and planned.pageable_host == real.pageable_host
+    assert planned.disk.total == 0
+    assert planned.accelerator.model_params == sum(param.nbytes for param in model.parameters())
+    assert planned.accelerator.grads == sum(
+        param.nbytes for param in model.parameters() if param.requires_grad
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_plan_of_a_module_of_its_specs_and_of_the_module_on_meta_is_one(
+    dtype: torch.dtype,
+) -> None:
+    halves = dtype == torch.bfloat16
+    config = OptimizerConfig(lr=1e-3, bf16=halves)
+    model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4)).to(dtype)
+    expected = plan(model, config)
+    assert plan(specs_of(model), config) == expected
+    assert plan(model.to("meta"), config) == expected
+    assert expected.accelerator.main_params == 4 * halves * sum(
+        param.numel() for param in model.parameters()
+    )
+
+
+def test_layouts_divide_what_they_should() -> None:
+    config = OptimizerConfig(lr=1e-3, bf16=True)
+    specs = [
+        ParamSpec("dense.weight", (64, 32)),
+        ParamSpec("norm.weight", (64,)),
+        ParamSpec("mlp.experts.down", (8, 16, 32), is_expert=True),
+    ]
+
+    def params(**sizes: object) -> int:
+        return plan(specs, config, Layout(**sizes)).accelerator.model_params // 2  # type: ignore[arg-type]
+
+    assert params() == 64 * 32 + 64 + 8 * 16 * 32
+    assert params(tp=2) == 32 * 32 + 64 + 8 * 8 * 32
+    assert params(dp=4, ep=4) == 64 * 32 + 64 + 2 * 16 * 32
+    assert params(dp=4, sharding="fsdp2") == 16 * 32 + 16 + 2 * 16 * 32
+    assert params(dp=4, ep=4, sharding="fsdp2") == 16 * 32 + 16 + 2 * 16 * 32
+
+
+def test_a_matrix_is_divided_unless_it_says_that_ranks_have_copies() -> None:
+    names = ("says nothing", "is cut", "is copied")
+    model = nn.ParameterDict({name: nn.Parameter(torch.ones(8, 8)) for name in names})
+    for name in names[1:]:
+        model[name].tensor_model_parallel = name == "is cut"
+    found = plan(model, OptimizerConfig(lr=1e-3), Layout(tp=2)).accelerator
+    assert found.model_params == 4 * (32 + 32 + 64)
+
+
+def test_experts_by_number_are_divided_too() -> None:
+    config = OptimizerConfig(lr=1e-3, bf16=True)
+    specs = [ParamSpec(f"mlp.experts.{index}.w", (4, 4), is_expert=True) for index in range(8)]
+    assert plan(specs, config, Layout(dp=4, ep=4)).accelerator.model_params == 2 * 2 * 16
+    with pytest.raises(ValueError, match="ep=3: does not divide the 8 experts"):
+        plan(specs, config, Layout(dp=3, ep=3))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"dp": 0}, "dp=0"),
+        ({"dp": 4, "ep": 3}, "ep=3: must divide dp=4"),
+        ({"sharding": "zero"}, "sharding='zero'"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(sizes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layout(**sizes)  # type: ignore[arg-type]
+
+
+def test_the_smallest_fraction_fits_and_the_next_smaller_does_not() -> None:
+    specs = [ParamSpec(f"layer{index}.weight", (128, 128)) for index in range(64)]
+    config = OptimizerConfig(lr=1e-3, bf16=True)
+    limit = 10 * 2**20
+    found = smallest_fraction(specs, config, gpu_memory=limit)
+    assert found.accelerator.total <= limit
+    assert plan(specs, with_fraction(config, found.fraction - 1 / 64)).accelerator.total > limit
+    assert smallest_fraction(specs, config, gpu_memory=GIB).fraction == 0.0
+    with pytest.raises(ValueError, match="shard the model over more ranks"):
+        smallest_fraction(specs, config, gpu_memory=2**20)
+    with pytest.raises(
+        ValueError, match=r"host_memory=1000 bytes: .* takes [0-9.]+ (bytes|GiB) of the host"
+    ):
+        smallest_fraction(specs, config, gpu_memory=limit, host_memory=1000)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_a_save_in_the_background_may_hold_a_copy_of_what_it_writes(fraction: float) -> None:
+    model = nn.Linear(1000, 500, bias=False, dtype=torch.bfloat16)
+    for decay, each in ((None, 2 + 4 + 8), (0.9, 2 + 4 + 8 + 4)):
+        config = OptimizerConfig(
+            lr=1e-3,
+            bf16=True,
+            ema_decay=decay,
+            optimizer_cpu_offload=fraction > 0,
+            optimizer_offload_fraction=fraction,
+        )
+        assert plan(model, config).background_save // 500_000 == each
+        assert "a save in the background: at most 0.00" in str(plan(model, config))
+
+
+SEVEN_BILLION = [ParamSpec(f"layer{index}.weight", (4096, 4096)) for index in range(402)]
+
+
+@pytest.mark.parametrize("limit", [24, 12])
+def test_what_does_not_fit_is_told_in_gib_with_what_would(limit: int) -> None:
+    """7 billion parameters on a card of 24 GiB, and on one of 12."""
+    config = OptimizerConfig(lr=1e-5, bf16=True)
+    with pytest.raises(ValueError, match="on the host the accelerator still") as caught:
+        smallest_fraction(SEVEN_BILLION, config, gpu_memory=limit * GIB)
+    said = str(caught.value)
+    released = dataclasses.replace(
+        config,
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction=1.0,
+        offload_mode="overlap",
+        release_gradients=True,
+    )
+    needs = plan(SEVEN_BILLION, released).accelerator.total / GIB
+    assert f"gpu_memory={limit}.00 GiB" in said and "needs 25.12 GiB" in said
+    verdict = "which fits" if needs <= limit else "which is still too much"
+    assert f"release_gradients=True with offload_mode='overlap'): {needs:.2f}" in said
+    assert verdict in said and "LoRA" in said and "quantize_weights" in said
+    if needs <= limit:
+        assert smallest_fraction(SEVEN_BILLION, released, gpu_memory=limit * GIB)
+
+
+@pytest.mark.parametrize(
+    ("settings", "forms"),
+    [
+        ({}, [*FORMS]),
+        (FORMS["8-bit moments, remainders"], [*FORMS]),
+        (
+            {
+                **FORMS["8-bit moments, remainders"],
+                "exp_avg_dtype": "uint4",
+                "param_remainder_bits": 8,
+            },
+            ["4-bit and 8-bit moments, 8-bit remainders", *FORMS],
+        ),
+        ({"optimizer": "adafactor"}, ["FP32"]),
+    ],
+)
+def test_lines_of_a_sweep_are_named_by_what_they_are(
+    settings: dict[str, object], forms: list[str]
+) -> None:
+    specs = [ParamSpec("weight", (1024, 1024))]
+    config = OptimizerConfig.from_dict({"lr": 1e-3, "bf16": True, **settings})
+    rows = sweep(specs, config, fractions=(0.0,))
+    assert [row.form for row in rows] == forms
+    (own,) = [row.plan for row in rows if row.form == form_of(config)]
+    assert own == plan(specs, config)
+    sizes = {row.form: row.plan.accelerator.moments for row in rows}
+    if len(rows) > 1:
+        assert (sizes["FP32"], sizes["bf16 moments, remainders"]) == (2**23, 2**22)
+
+
+def test_a_sweep_is_in_order_and_falls_with_the_fraction() -> None:
+    specs = [ParamSpec(f"layer{index}.weight", (64, 64)) for index in range(8)]
+    rows = sweep(specs, OptimizerConfig(lr=1e-3, bf16=True), fractions=(0.0, 0.5, 1.0))
+    assert [row.plan.fraction for row in rows] == [0.0, 0.5, 1.0] * 3
+    sizes = [row.plan.accelerator.total for row in rows]
+    assert sizes[0] > sizes[1] > sizes[2] == sizes[5] == sizes[8] and sizes[0] > sizes[3] > sizes[6]
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(TypeError, match="source is a int"):
+        specs_of(3)
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_back_buffers_of_main_params_are_pinned_as_they_are(pins: bool) -> None:
+    config = OptimizerConfig(
+        lr=1e-3,
+        bf16=True,
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction=1.0,
+        offload_mode="speculative",
+        pin_cpu_params=pins,
+    )
+    found = plan(nn.Linear(32, 32, bias=False).bfloat16(), config)
+    pinned, pageable = (found.pinned_host.double_buffers, found.pageable_host.double_buffers)
+    assert (pinned, pageable) == ((4096, 8192) if pins else (0, 12288))
+
+
+# -- optimizer_offload_fraction="auto" ------------------------------------------------------------
+
+
+def auto(**settings: object) -> OptimizerConfig:
+    return OptimizerConfig(
+        lr=1e-3,
+        bf16=True,
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction="auto",
+        **settings,
+    )
+
+
+def linears(count: int = 16) -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(count))).bfloat16()
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.4])
+def test_auto_keeps_as_much_on_the_accelerator_as_fits(share: float) -> None:
+    everything = plan(linears(), OptimizerConfig(lr=1e-3, bf16=True)).accelerator
+    limit = (
+        everything.model_params
+        + everything.grads
+        + int(share * (everything.total - everything.model_params - everything.grads))
+    )
+    optimizer = get_megatron_optimizer(auto(gpu_memory=limit), linears())
+    chosen = optimizer.config
+    assert chosen.optimizer_cpu_offload == (share < 1.0)
+    used = plan(linears(), chosen)
+    assert used.accelerator.total <= limit
+    if share < 1.0:
+        less = with_fraction(chosen, chosen.optimizer_offload_fraction - 1 / 64)
+        assert plan(linears(), less).accelerator.total > limit
+    real = memory_of(optimizer, chosen)
+    assert dataclasses.replace(used.accelerator, model_params=0, grads=0) == real.accelerator
+
+
+def test_auto_heeds_overrides_attributes_and_chunks() -> None:
+    chunks = [linears(3), linears(2)]
+    for chunk in chunks:
+        chunk[1].weight.allreduce = False
+    overrides = {ParamKey(name="0.1.weight"): {"wd_mult": 0.5}}
+    optimizer = get_megatron_optimizer(auto(gpu_memory=20_000), chunks, overrides)
+    assert 0 < optimizer.config.optimizer_offload_fraction < 1
+    assert optimizer.config.gpu_memory is None
+
+
+def test_auto_keeps_the_mode_where_it_offloads_and_drops_it_where_not() -> None:
+    less = get_megatron_optimizer(auto(gpu_memory=100_000, offload_mode="overlap"), linears())
+    assert less.config.offload_mode == "overlap" and less.config.optimizer_offload_fraction > 0
+    none = get_megatron_optimizer(auto(gpu_memory=10**9, offload_mode="overlap"), linears())
+    assert none.config.offload_mode == "sync" and not none.config.optimizer_cpu_offload
+
+
+def test_auto_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="mp_optim"):
+        optimizer = get_megatron_optimizer(auto(gpu_memory=200_000), linears())
+    assert f"'auto': {optimizer.config.optimizer_offload_fraction:g}, the least" in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO", logger="mp_optim"):
+        assert not get_megatron_optimizer(auto(), linears()).config.optimizer_cpu_offload
+    assert "the model is on the host" in caplog.text
+
+
+def test_auto_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(
+        ValueError, match=r"gpu_memory=1000 bytes: with the whole optimizer.*'1000GiB'"
+    ):
+        get_megatron_optimizer(auto(gpu_memory=1000), linears())
+    with pytest.raises(ValueError, match="param_groups="):
+        get_megatron_optimizer(
+            auto(), linears(), param_groups=[{"params": list(linears().parameters())}]
+        )
+    with pytest.raises(ValueError, match="a plan is of a number"):
+        plan(linears(), auto())
+    with pytest.raises(ValueError, match="gpu_memory=1000: has no effect"):
+        OptimizerConfig(lr=1e-3, gpu_memory=1000)
+    with pytest.raises(
+        ValueError, match="optimizer_offload_fraction='half': must be between 0 and 1, or 'auto'"
+    ):
+        OptimizerConfig(lr=1e-3, optimizer_cpu_offload=True, optimizer_offload_fraction="half")
+
+
+def test_a_plan_leaves_the_threads_of_the_process_alone() -> None:
+    """It may be of another machine, with cores that are not here."""
+    there = OptimizerConfig(lr=0.1, host_threads=3, host_cores=(100_000,))
+    set_host_threads(2)
+    plan([ParamSpec("w", (4, 4), torch.float32)], there)
+    assert "host_threads=2;" in describe_threads()

@@ -1,0 +1,96 @@
+"""One module speaks to the accelerator."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import MagicMock, call
+
+import pytest
+import torch
+
+import mp_optim
+from mp_optim.host import accelerator
+from mp_optim.host.accelerator import CUDA, KINDS, Accelerator
+
+PACKAGE = Path(mp_optim.__file__).parent
+
+
+def names_of_cuda(path: Path) -> Iterator[int]:
+    """Lines that name a part of torch which belongs to one kind of accelerator."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if (isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda") or (
+            isinstance(node, ast.ImportFrom) and str(node.module).startswith("torch.cuda")
+        ):
+            yield node.lineno
+
+
+def test_no_other_module_names_torch_cuda() -> None:
+    named = {
+        str(path.relative_to(PACKAGE)): lines
+        for path in PACKAGE.rglob("*.py")
+        if (lines := list(names_of_cuda(path)))
+    }
+    assert named.pop("host/accelerator.py")
+    assert named == {}
+
+
+def test_the_host_is_no_accelerator(monkeypatch) -> None:
+    monkeypatch.setattr(accelerator.CUDA, "is_capturing", lambda: True)
+    cpu, cuda, meta = (accelerator.torch.device(name) for name in ("cpu", "cuda", "meta"))
+    assert accelerator.accelerator_of(cuda) is accelerator.CUDA
+    assert accelerator.accelerator_of(cpu) is accelerator.accelerator_of(meta) is None
+    assert accelerator.is_capturing(cuda) and not accelerator.is_capturing(cpu)
+    with accelerator.current_device(cpu):
+        pass
+
+
+def test_cuda_is_called_by_its_own_names(monkeypatch) -> None:
+    cuda, device = MagicMock(), torch.device("cuda", 1)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    stream = CUDA.stream(device)
+    with CUDA.on(device), CUDA.queue_on(stream):
+        CUDA.event(sleeps=True)
+    CUDA.is_capturing()
+    assert [each for each in cuda.mock_calls if "__" not in str(each)] == [
+        call.Stream(device),
+        call.device(device),
+        call.stream(stream),
+        call.Event(blocking=True),
+        call.is_current_stream_capturing(),
+    ]
+
+
+class OneThread:
+    """``torch.accelerator`` of two devices."""
+
+    def __init__(self) -> None:
+        self.streams = [MagicMock(device=torch.device("xpu", index)) for index in range(2)]
+        self.device = 0
+
+    def current_accelerator(self) -> torch.device:
+        return torch.device("xpu")
+
+    def current_stream(self, device: torch.device | None = None) -> MagicMock:
+        return self.streams[self.device if device is None else device.index]
+
+    def set_stream(self, stream: MagicMock) -> None:
+        self.device = stream.device.index
+        self.streams[self.device] = stream
+
+
+def test_any_kind_that_torch_knows_has_devices_and_streams(monkeypatch) -> None:
+    one, module = OneThread(), MagicMock()
+    monkeypatch.setattr(torch, "accelerator", one)
+    monkeypatch.setattr(torch, "get_device_module", {"xpu": module}.get)
+    kind, before = Accelerator("xpu", "XPU"), list(one.streams)
+    assert kind.is_available() and not Accelerator("mps", "MPS").is_available()
+    side = MagicMock(device=torch.device("xpu", 1))
+    with pytest.raises(KeyError), kind.queue_on(side):
+        assert kind.current() == torch.device("xpu", 1) and kind.current_stream() is side
+        with kind.on(torch.device("xpu", 0)):
+            assert kind.current() == torch.device("xpu", 0)
+        assert kind.current_stream() is side
+        raise KeyError
+    assert one.streams == before and one.device == 0
+    monkeypatch.setitem(KINDS, "xpu", kind)
+    assert accelerator.accelerator_of(torch.device("xpu")) is kind and not kind.is_capturing()

@@ -1,0 +1,34 @@
+"""Calls in threads that stay: what they return or raise, and that one which never returns holds up
+no other."""
+
+import threading
+
+import pytest
+
+from mp_optim.host.calls import in_background
+
+
+def failing() -> None:
+    raise ValueError("told")
+
+
+def test_a_call_returns_or_raises_and_its_thread_serves_the_next():
+    threads = set()
+    for number in range(50):
+        result, thread = in_background(
+            lambda number=number: (number, threading.get_ident())
+        ).result(timeout=30)
+        assert result == number
+        threads.add(thread)
+    assert len(threads) <= 3  # one may be asked before the one that just answered is back
+    with pytest.raises(ValueError, match="told"):
+        in_background(failing).result(timeout=30)
+
+
+def test_a_call_that_does_not_return_holds_up_no_other():
+    gate = threading.Event()
+    stuck = in_background(gate.wait)
+    assert in_background(lambda: "done").result(timeout=30) == "done"
+    assert not stuck.done()
+    gate.set()
+    assert stuck.result(timeout=30)

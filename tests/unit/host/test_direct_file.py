@@ -1,0 +1,288 @@
+"""State in a file past the page cache: any bytes in any order, and what is said where a disk
+cannot."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import shutil
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mp_optim.host.direct_file import DISK_BLOCK, DirectFile
+from support.launch import end_forked_program, run_forked_program
+
+PIECE = 16 * DISK_BLOCK
+SIZE = 3 * PIECE + 5 * DISK_BLOCK + 77
+
+
+def random_bytes(size: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+
+
+def aligned(size: int, shift: int = 0) -> torch.Tensor:
+    """Memory that begins so many bytes after a block does."""
+    memory = torch.zeros(size + 2 * DISK_BLOCK, dtype=torch.uint8)
+    begin = -memory.data_ptr() % DISK_BLOCK + shift
+    return memory[begin : begin + size]
+
+
+def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without O_DIRECT."""
+    system_open = os.open
+
+    def opened(path: object, flags: int, *rest: object, **more: object) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return system_open(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", opened)
+
+
+NEAR = st.sampled_from([0, DISK_BLOCK, PIECE, 2 * PIECE])
+ADDRESSES = st.one_of(
+    st.builds(lambda base, more: max(base + more, 0), NEAR, st.integers(-70, 70)),
+    st.integers(0, SIZE),
+)
+WRITES = st.lists(st.tuples(ADDRESSES, ADDRESSES, st.sampled_from([0, 1, 512, 4095])), max_size=5)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(writes=WRITES)
+def test_any_bytes_from_any_memory_come_back(tmp_path, direct, writes):
+    """Against a plain string of bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not direct:
+            refuse_direct(patch)
+        file = DirectFile(tmp_path, SIZE, piece_bytes=PIECE)
+    assert direct or not file.direct
+    expected = torch.zeros(SIZE, dtype=torch.uint8)
+    with closing(file):
+        for seed, (one, other, shift) in enumerate(writes):
+            begin, end = min(one, other, SIZE), min(max(one, other), SIZE)
+            source = aligned(end - begin, shift)
+            source.copy_(random_bytes(end - begin, seed))
+            expected[begin:end] = source
+            file.write_from(source, begin).wait()
+            back = aligned(end - begin, 4096 - shift)
+            file.read_into(back, begin).wait()
+            assert torch.equal(back, source)
+        whole = torch.empty(SIZE, dtype=torch.uint8)
+        file.read_into(whole, 0).wait()
+    assert torch.equal(whole, expected)
+
+
+def test_several_windows_are_under_way_at_once(tmp_path):
+    """Neighbours that share a block, three at a time, written and read in turn."""
+    window = PIECE // 4 + 33
+    data = random_bytes(12 * window)
+    parts = data.split(window)
+    with closing(DirectFile(tmp_path, data.numel(), piece_bytes=PIECE)) as file:
+        for first in range(0, 12, 3):
+            tickets = [file.write_from(parts[i], i * window) for i in range(first, first + 3)]
+            if first:
+                back = torch.empty(window, dtype=torch.uint8)
+                file.read_into(back, (first - 1) * window).wait()
+                assert torch.equal(back, parts[first - 1])
+            for ticket in tickets:
+                ticket.wait()
+                assert ticket.done()
+        whole = torch.empty_like(data)
+        file.read_into(whole, 0).wait()
+    assert torch.equal(whole, data)
+
+
+def _a_block(move, file, views, offset):
+    return move(file, [views[0][:DISK_BLOCK]], offset)
+
+
+def _no_whole_block(move, file, views, offset):
+    """Says less than was done."""
+    return min(move(file, views, offset), 1000)
+
+
+@pytest.mark.parametrize("less", [_a_block, _no_whole_block])
+def test_a_system_that_does_less_than_asked_is_asked_again(tmp_path, monkeypatch, less):
+    for name in ("preadv", "pwritev"):
+        monkeypatch.setattr(os, name, functools.partial(less, getattr(os, name)))
+    data, back = aligned(4 * DISK_BLOCK), aligned(4 * DISK_BLOCK)
+    data.copy_(random_bytes(4 * DISK_BLOCK))
+    with closing(DirectFile(tmp_path, 4 * DISK_BLOCK)) as file:
+        file.write_from(data, 0).wait()
+        file.read_into(back, 0).wait()
+    assert torch.equal(back, data)
+
+
+def test_a_file_that_was_cut_is_said_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "preadv", lambda file, views, offset: 0)
+    with closing(DirectFile(tmp_path, 100)) as file:
+        ticket = file.read_into(torch.empty(10), 7)
+        with pytest.raises(OSError, match=r"reading bytes 7 to 47 of .* ends early"):
+            ticket.wait()
+
+
+def test_tensors_of_any_dtype_are_bytes(tmp_path):
+    values = torch.randn(5000)
+    with closing(DirectFile(tmp_path, 20_004)) as file:
+        file.write_from(values, 4).wait()
+        back = torch.empty(5000)
+        file.read_into(back, 4).wait()
+        assert torch.equal(back, values)
+
+
+def bytes_from_the_disk() -> int:
+    text = Path("/proc/self/io").read_text()
+    return int(text.split("\nread_bytes:")[1].split()[0])
+
+
+def test_what_was_just_written_is_read_from_the_disk(tmp_path):
+    """A page cache would have it."""
+    window = aligned(PIECE)
+    with closing(DirectFile(tmp_path, PIECE)) as file:
+        if not file.direct or _in_memory(tmp_path):
+            pytest.skip("needs a disk that takes O_DIRECT")
+        file.write_from(window, 0).wait()
+        before = bytes_from_the_disk()
+        file.read_into(window, 0).wait()
+        assert bytes_from_the_disk() - before >= PIECE
+
+
+def _in_memory(folder: Path) -> bool:
+    mounted = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    mounts = {path: kind for path, kind in mounted if folder.is_relative_to(path)}
+    return mounts[max(mounts, key=len)] in ("tmpfs", "ramfs")
+
+
+def test_a_file_system_without_direct_access_is_said_so(tmp_path, monkeypatch):
+    refuse_direct(monkeypatch)
+    with closing(DirectFile(tmp_path, 10)) as file:
+        assert not file.direct
+        assert file.why == f"the file system of {tmp_path} refuses O_DIRECT"
+        assert "buffered (the file system" in repr(file)
+
+
+def test_memory_of_a_transfer_that_nobody_waits_for_stays(tmp_path):
+    """One thread does one after the other."""
+    data = random_bytes(64 * PIECE)
+    with closing(DirectFile(tmp_path, 64 * PIECE, threads=1, piece_bytes=PIECE)) as file:
+        file.write_from(data.clone(), 0)
+        back = torch.empty_like(data)
+        file.read_into(back, 0).wait()
+    assert torch.equal(back, data)
+
+
+def test_nothing_is_left_by_a_process_that_is_killed(tmp_path):
+    program = (
+        "import os, signal, sys, torch\n"
+        "from mp_optim.host.direct_file import DirectFile\n"
+        "file = DirectFile(sys.argv[1], 1 << 24)\n"
+        "file.write_from(torch.ones(1 << 24, dtype=torch.uint8), 0)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert end_forked_program("-c", program, str(tmp_path)).returncode == -9
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_goes_away_takes_nothing_with_it(tmp_path):
+    folder = tmp_path / "state"
+    folder.mkdir()
+    data = random_bytes(PIECE + 5)
+    with closing(DirectFile(folder, data.numel())) as file:
+        file.write_from(data, 0).wait()
+        shutil.rmtree(folder)
+        back = torch.empty_like(data)
+        file.read_into(back, 0).wait()
+        assert torch.equal(back, data)
+    with pytest.raises(FileNotFoundError, match="make it, or choose another") as error:
+        DirectFile(folder, 10)
+    assert str(folder) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        ("/sys/kernel", "may not write there; choose another folder"),
+        (sys.executable, "this is no folder; choose another"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused(folder, said):
+    with pytest.raises(OSError, match=said) as error:
+        DirectFile(folder, 10)
+    assert folder in str(error.value)
+
+
+def test_a_read_only_file_system_is_refused(tmp_path, monkeypatch):
+    def refuse(path: object, flags: int, *rest: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(OSError, match="is read-only; choose another folder"):
+        DirectFile(tmp_path, 10)
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path):
+    with pytest.raises(OSError, match=r"asked for, \d+ free; free space") as error:
+        DirectFile(tmp_path, 1 << 50)
+    assert error.value.errno == errno.ENOSPC and str(tmp_path) in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+LIMITED = """
+import resource, sys, torch
+from mp_optim.host.direct_file import DirectFile
+limit = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+limit(1 << 20)
+try:
+    DirectFile(sys.argv[1], 1 << 24)
+except OSError as error:
+    print("making:", error)
+limit(resource.RLIM_INFINITY)
+file = DirectFile(sys.argv[1], 1 << 24)
+limit(1 << 20)
+ticket = file.write_from(torch.ones(1 << 24, dtype=torch.uint8), 0)
+try:
+    ticket.wait()
+except OSError as error:
+    print("writing:", error, ticket.done())
+file.read_into(torch.empty(1 << 20), 0).wait()
+file.close()
+"""
+
+
+def test_a_limit_on_files_is_said_when_made_and_when_written(tmp_path):
+    """And the file goes on."""
+    making, writing = run_forked_program("-c", LIMITED, str(tmp_path)).splitlines()
+    for line in (making, writing):
+        assert "File too large" in line and "ulimit -f" in line and str(tmp_path) in line
+    assert writing.startswith("writing: [Errno 27] writing bytes ")
+    assert writing.endswith("True")
+
+
+@pytest.mark.parametrize(
+    ("memory", "offset", "said"),
+    [
+        (torch.zeros(8), -1, "bytes -1 to 31 of 100"),
+        (torch.zeros(8), 69, "bytes 69 to 101 of 100"),
+        (torch.zeros(4, 4).t()[:2], 0, "a contiguous tensor on the host"),
+        (torch.zeros(4, device="meta"), 0, "a contiguous tensor on the host"),
+    ],
+)
+def test_windows_outside_of_the_file_and_other_tensors_are_refused(tmp_path, memory, offset, said):
+    with closing(DirectFile(tmp_path, 100)) as file:
+        for begin in (file.read_into, file.write_from):
+            with pytest.raises(ValueError, match=said):
+                begin(memory, offset)

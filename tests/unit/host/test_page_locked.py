@@ -1,0 +1,217 @@
+"""Page-locked memory of exact size, with the kernel's own lock in place of CUDA's."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import sys
+import textwrap
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+from mp_optim.host import host_memory
+from mp_optim.host.host_memory import (
+    REGISTERED_FROM,
+    PageLockError,
+    cut,
+    page_locked,
+    page_locked_bytes,
+    power_of_two,
+)
+from support.cuda_runtime import (
+    LockingCuda,
+    LockingRuntime,
+    can_lock,
+    is_mapped,
+    locked_bytes,
+    locking_runtime,
+    missing_pages,
+)
+from support.launch import end_forked_program
+
+CUDA = torch.device("cuda", 1)
+SIZE = 33 * 10**6
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux") or not can_lock(SIZE),
+    reason="needs a system that locks pages for this process",
+)
+
+
+@pytest.fixture
+def runtime() -> Iterator[LockingRuntime]:
+    with locking_runtime() as runtime:
+        yield runtime
+
+
+@pytest.mark.parametrize("size", [1, mmap.PAGESIZE, REGISTERED_FROM + 1, SIZE])
+def test_just_the_pages_of_it_are_locked(runtime: LockingRuntime, size: int) -> None:
+    before = locked_bytes()
+    memory = page_locked(size, CUDA)
+    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    assert locked_bytes() - before == pages
+    assert size < REGISTERED_FROM or page_locked_bytes(size) == pages
+    assert memory.shape == (size,) and memory.dtype == torch.uint8 and not memory.any()
+    assert memory.fill_(7).sum() == 7 * size
+    del memory
+    assert locked_bytes() == before
+
+
+@pytest.mark.parametrize("at_once", [1 << 20, 64 << 20])
+def test_pages_are_there_before_they_are_registered(
+    runtime: LockingRuntime, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """Else the runtime has the system give them, in the caller's thread."""
+    monkeypatch.setattr(host_memory, "_TOUCHED_AT_ONCE", at_once)
+    register, missing = runtime.cudaHostRegister, []
+
+    def looked_at(address: int, num_bytes: int, flags: int) -> int:
+        missing.append(missing_pages(address, num_bytes))
+        return register(address, num_bytes, flags)
+
+    monkeypatch.setattr(runtime, "cudaHostRegister", looked_at)
+    memory = page_locked(SIZE, CUDA)
+    assert missing == [0] and not memory.any()
+
+
+def test_it_is_unregistered_once_and_before_it_is_unmapped(runtime: LockingRuntime) -> None:
+    memory = page_locked(SIZE, CUDA)
+    address = memory.data_ptr()
+    part = cut(memory, 4096, torch.Size([5]), torch.float32)
+    del memory
+    gc.collect()
+    assert runtime.registered == {address: SIZE} and part.sum() == 0
+    del part
+    gc.collect()
+    assert runtime.calls == [
+        ("register", address, 1),
+        ("synchronize", 0, 1),
+        ("unregister", address, 1),
+    ]
+    assert not is_mapped(address)
+
+
+def test_what_is_dropped_in_a_capture_is_released_after_it(runtime: LockingRuntime) -> None:
+    """A collection of garbage may come at any time; a wait for the device would end the capture."""
+    memory = page_locked(SIZE, CUDA)
+    address = memory.data_ptr()
+    runtime.is_capturing = True
+    del memory
+    gc.collect()
+    assert runtime.registered == {address: SIZE}
+    runtime.is_capturing = False
+    other = page_locked(SIZE, CUDA)
+    assert list(runtime.registered) == [other.data_ptr()]
+
+
+def test_allocations_start_at_different_places_of_their_huge_pages(runtime: LockingRuntime) -> None:
+    blocks = [page_locked(SIZE // 8, CUDA).fill_(value) for value in range(5)]
+    assert [block.unique().tolist() for block in blocks] == [[0], [1], [2], [3], [4]]
+    assert len({block.data_ptr() % (2 << 20) for block in blocks}) == 5
+
+
+def test_memory_that_cannot_be_unregistered_stays_mapped(runtime: LockingRuntime) -> None:
+    memory = page_locked(SIZE, CUDA)
+    address, runtime.status = memory.data_ptr(), 1
+    del memory
+    assert runtime.calls[-1] == ("unregister", address, 1) and is_mapped(address)
+
+
+@pytest.mark.parametrize("error", [AssertionError("not compiled\nmore"), RuntimeError("no driver")])
+def test_without_a_runtime_it_says_why(error: Exception) -> None:
+    text = str(error).partition("\n")[0]
+    with (
+        locking_runtime(),
+        mock.patch.object(LockingCuda, "_runtime", side_effect=error),
+        pytest.raises(PageLockError, match=f"^{text}$"),
+    ):
+        page_locked(SIZE, CUDA)
+
+
+def test_a_runtime_that_refuses_leaves_nothing(runtime: LockingRuntime) -> None:
+    runtime.status = 2
+    with (
+        mock.patch.object(host_memory.torch, "zeros", side_effect=RuntimeError) as kernel,
+        pytest.raises(PageLockError, match=r"^cudaHostRegister: error 2$"),
+    ):
+        page_locked(SIZE, CUDA)
+    kernel.assert_called_once_with(1, dtype=torch.float32, device=CUDA)  # raises it
+    gc.collect()
+    ((what, address, _),) = runtime.calls
+    assert what == "register" and not is_mapped(address)
+
+
+def test_a_system_without_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_SYSTEM_HAS_IT", False)
+    with pytest.raises(PageLockError, match="cannot map memory"):
+        page_locked(SIZE, CUDA)
+
+
+def test_a_forked_child_neither_has_nor_unregisters_it(runtime: LockingRuntime) -> None:
+    memory = page_locked(SIZE, CUDA)
+    address = memory.data_ptr()
+    child = os.fork()
+    if child == 0:
+        has_it = is_mapped(address)
+        del memory
+        gc.collect()
+        os._exit(has_it + 2 * len(runtime.calls[1:]))
+    assert os.waitpid(child, 0)[1] == 0
+    memory.fill_(3)
+    assert runtime.registered == {address: SIZE}
+
+
+IN_CHILD = """
+    import atexit
+    atexit.register(lambda: print([what for what, _, _ in runtime.calls]))  # the last to run
+    import ctypes, gc, mmap, os
+    import torch
+    from mp_optim.host.host_memory import page_locked
+    from support.cuda_runtime import is_mapped, locking_runtime
+
+    context = locking_runtime()
+    runtime = context.__enter__()
+    memory = page_locked({size}, torch.device("cuda", 0))
+    address = memory.data_ptr()
+    {then}
+"""
+
+
+def run(then: str) -> str:
+    script = textwrap.dedent(IN_CHILD.format(size=SIZE, then=then))
+    done = end_forked_program("-c", script, timeout=120)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return done.stdout.strip()
+
+
+def test_memory_that_is_alive_when_the_interpreter_ends_is_left_to_the_driver() -> None:
+    assert run("pass") == "['register']"
+
+
+def test_what_a_child_maps_where_it_was_stays() -> None:
+    """The child does not have the memory, so other memory may come to lie there."""
+    then = "; ".join(
+        [
+            "child = os.fork()",
+            "libc = ctypes.CDLL(None)",
+            "libc.mmap.restype = ctypes.c_void_p",
+            "size, fixed = ctypes.c_size_t(4096), 0x10 | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS",
+            "child or libc.mmap(ctypes.c_void_p(address), size, 3, fixed, -1, 0)",
+            "child or vars().pop('memory')",
+            "child or gc.collect()",
+            "child or os._exit(not is_mapped(address))",
+            "assert os.waitpid(child, 0)[1] == 0",
+        ]
+    )
+    assert run(then) == "['register']"
+
+
+def test_what_allocators_take() -> None:
+    sizes = [0, 1, 2, 3, 64, 65, REGISTERED_FROM - 1]
+    assert [power_of_two(size) for size in sizes] == [0, 1, 2, 4, 64, 128, REGISTERED_FROM]
+    assert [page_locked_bytes(size) for size in sizes] == list(map(power_of_two, sizes))
+    assert page_locked_bytes(35 << 30) == 35 << 30 and power_of_two(35 << 30) == 64 << 30

@@ -1,0 +1,39 @@
+"""Libraries that are not here, as stand-ins."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from mp_optim.kernels import multi_tensor, selection
+from support.standins import amp_c, te
+from support.standins.gpu import GPU, Gpu
+
+# What is remembered of backends: a proof of Triton's by its interpreter takes two seconds.
+_prove = selection._proven.__wrapped__
+_of_faultless = cache(_prove)
+
+
+@pytest.fixture
+def standins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    """Apex and Transformer Engine as installed, on a pretended GPU whose memory is the CPU's.
+    Nothing is proven of them yet; what was proven without them holds again afterwards."""
+    GPU.reset()
+    monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "cpu")
+    monkeypatch.setitem(sys.modules, "amp_C", amp_c.module())
+    for name, module in te.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(selection, "_proven", cache(_prove))
+    selection.choose_backend.cache_clear()
+    yield GPU
+    selection.choose_backend.cache_clear()
+
+
+@pytest.fixture
+def faultless_standins(standins: Gpu, monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """Those of tests that change nothing about them: proven once."""
+    monkeypatch.setattr(selection, "_proven", _of_faultless)
+    return standins

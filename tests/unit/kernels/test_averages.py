@@ -1,0 +1,75 @@
+"""Averages of main params, taken by every backend and rule."""
+
+import pytest
+import torch
+from torch import nn
+
+from mp_optim.core.slot_state import AVERAGE
+from mp_optim.factory.rule_registry import CLASSES
+from support.kernels import NEED_KERNELS, needs_kernels
+from support.models import same_bits
+
+BACKENDS = {
+    "reference": tuple(CLASSES),
+    "native": ("adam", "lamb", "sgd", "lion", "adafactor", "stable_adamw", "ademamix"),
+    "torch": ("adam", "sgd"),
+    "apex": ("adam", "lamb", "sgd"),
+    "transformer_engine": ("adam", "sgd"),
+}
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param(name, marks=NEED_KERNELS if name == "native" else []) for name in BACKENDS],
+)
+def test_every_rule_and_backend_keeps_to_the_formula_to_the_bit(backend, standins):
+    """average + (1 - decay) * (main - average), each operation rounded to FP32; at the first step
+    the main param."""
+    weight = torch.tensor(1 - 0.9, dtype=torch.float64).float()
+    forms = [{}]
+    if backend in ("reference", "native"):
+        forms.append({"store_param_remainders": True, "param_remainder_bits": 8})
+    for rule in BACKENDS[backend]:
+        for form in forms:
+            dtype = torch.bfloat16 if form else torch.float32
+            params = [torch.randn(shape) for shape in ((37, 5), (2, 9001), (5, 4, 3))]
+            params = [nn.Parameter(param.to(dtype)) for param in params]
+            optimizer = CLASSES[rule](params, lr=1e-2, backend=backend, ema_decay=0.9, **form)
+            expected = None
+            for _ in range(3):
+                for param in params:
+                    param.grad = torch.randn_like(param)
+                optimizer.step()
+                now = [optimizer.main_param(slot).detach() for slot in optimizer.slots()]
+                expected = [
+                    main.clone() if before is None else before + (main - before) * weight
+                    for main, before in zip(now, expected or [None] * 3, strict=True)
+                ]
+                found = [optimizer.state[param][AVERAGE] for param in params]
+                assert all(map(same_bits, found, expected)), (rule, form)
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", [{}, {"store_param_remainders": True}], ids=str)
+def test_averages_in_bfloat16_have_the_same_bits_by_native_kernels(form):
+    """Of tensors that are larger than what a thread works on, or end in the middle of it."""
+    found = {}
+    for backend in ("reference", "native"):
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if form else torch.float32
+        params = [nn.Parameter(torch.randn(n).to(dtype)) for n in (100_003, 7, 8192)]
+        optimizer = CLASSES["adam"](
+            params,
+            lr=1e-2,
+            backend=backend,
+            ema_decay=0.9,
+            ema_dtype=torch.bfloat16,
+            stochastic_rounding=True,
+            **form,
+        )
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.randn_like(param)
+            optimizer.step()
+        found[backend] = [optimizer.state[param][AVERAGE] for param in params]
+    assert all(map(same_bits, found["native"], found["reference"]))

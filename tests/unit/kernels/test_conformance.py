@@ -1,0 +1,491 @@
+"""Every backend that is present, against ``reference``: the same bits where it promises them, else
+within what docs/numerics.md states. Apex and Transformer Engine are stand-ins on a CPU and the
+libraries themselves on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mp_optim.config.rules import CAPABILITIES, KERNEL_RULES, Capability
+from mp_optim.core import Slot, SlotUpdate
+from mp_optim.core.slot_state import REMAINDER
+from mp_optim.kernels import Backend, choose_backend, proof_of
+from mp_optim.kernels.codecs import join
+from mp_optim.kernels.kernel_args import TensorLists
+from mp_optim.kernels.native_library import native_library
+from mp_optim.kernels.reference import ReferenceBackend, step_with
+from mp_optim.kernels.self_test import Deviation
+from mp_optim.rules.elementwise import FusedAdam, FusedLion, FusedSGD
+from mp_optim.rules.whole_param import FusedLAMB
+
+NAMES = (
+    *("reference", "native", "torch"),
+    pytest.param("triton", marks=pytest.mark.repeats),  # test_triton.py covers it
+    *("apex", "transformer_engine"),
+)
+EXACT = {"reference", "native", "triton"}
+OUTPUTS = (None, torch.bfloat16, torch.float16, torch.float32)
+GRADS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SIZES = (0, 1, 7, 257, 3000, 0)
+INTERPRETED_SIZES = (0, 3000, 257, 0)
+BASE: dict[str, Any] = {
+    "lr": 0.01,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "bias_correction": True,
+    "adam_w_mode": True,
+    "grad_averaging": True,
+    "use_nvlamb": False,
+    "momentum": 0.9,
+    "dampening": 0.0,
+    "nesterov": False,
+    "alpha": 5.0,
+    "alpha_warmup": 10,
+    "beta3_warmup": 10,
+}
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "adam": [
+        {},
+        {"adam_w_mode": False},
+        {"bias_correction": False},
+        {"weight_decay": 0.0, "betas": (0.0, 0.95)},
+    ],
+    "lamb": [
+        {},
+        {"adam_w_mode": False},
+        {"weight_decay": 0.0},
+        {"weight_decay": 0.0, "use_nvlamb": True},
+        {"grad_averaging": False, "bias_correction": False},
+    ],
+    "stable_adamw": [{}],
+    "sgd": [{}, {"momentum": 0.0}, {"nesterov": True, "weight_decay": 0.0}, {"dampening": 0.5}],
+    "lion": [{}, {"weight_decay": 0.0}],
+    "ademamix": [
+        {},
+        {"weight_decay": 0.0, "betas": (0.0, 0.95, 0.99)},
+        {"alpha": 0.0, "beta3_warmup": None},
+    ],
+}
+STATE = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "lamb": ("exp_avg", "exp_avg_sq"),
+    "stable_adamw": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "sgd": ("momentum_buffer",),
+    "ademamix": ("exp_avg", "exp_avg_sq", "exp_avg_slow"),
+}
+
+
+class Candidate(NamedTuple):
+    name: str
+    backend: Backend
+    device: torch.device
+    exact: bool
+
+    @property
+    def is_interpreted(self) -> bool:
+        """A launch takes the longer the more tensors it has, a hundredth of a second each."""
+        return self.name == "triton" and self.device.type == "cpu"
+
+    def check(self, found: Deviation) -> None:
+        assert found.same if self.exact else found.tolerable, (self.name, found)
+
+    def claims(self, rule: str) -> bool:
+        return rule in CAPABILITIES.get(self.name, Capability()).rules
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@pytest.fixture(params=NAMES)
+def candidate(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Candidate]:
+    name = request.param
+    if device.type == "cpu" and name in ("apex", "transformer_engine"):
+        request.getfixturevalue("faultless_standins")
+    if name == "native" and (device.type != "cpu" or native_library().handle is None):
+        pytest.skip("no native kernels here")
+    if name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton's interpreter is not turned on (TRITON_INTERPRET=1)")
+    proof = proof_of(name, device)
+    if not proof.usable:
+        pytest.skip(f"{name} is not usable: {proof.reason}")
+    yield Candidate(name, choose_backend(name, device)[0], device, name in EXACT)
+
+
+@functools.cache
+def drawn(count: int, seed: int) -> Tensor:
+    """FP32 values of eight magnitudes. Most tests begin with the same ones."""
+    x = torch.randn(count, generator=torch.Generator().manual_seed(seed))
+    return x * torch.exp2(-8 * torch.rand(count, generator=torch.Generator().manual_seed(seed + 1)))
+
+
+def numbers(
+    count: int, seed: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    return drawn(count, seed).to(device, dtype, copy=True)
+
+
+def lists_of(
+    rule: str,
+    device: torch.device,
+    grad: torch.dtype = torch.float32,
+    output: torch.dtype | None = None,
+    sizes: Sequence[int] = SIZES,
+    settings: dict[str, Any] | None = None,
+) -> TensorLists:
+    """Lists with state of an earlier step."""
+    group = settings or BASE
+    keys = STATE[rule] if rule != "sgd" or group.get("momentum") else ()
+    if rule == "adam" and group["betas"][0] == 0.0:
+        keys = ("exp_avg_sq",)
+    state = {key: [numbers(n, 50 + i, device) * 0.1 for i, n in enumerate(sizes)] for key in keys}
+    if "exp_avg_sq" in state:
+        state["exp_avg_sq"] = [x.square() for x in state["exp_avg_sq"]]
+    return TensorLists(
+        [numbers(n, i, device) for i, n in enumerate(sizes)],
+        [numbers(n, 100 + i, device, grad) for i, n in enumerate(sizes)],
+        state,
+        [None if output is None else torch.zeros(n, device=device, dtype=output) for n in sizes],
+    )
+
+
+def take_step(
+    backend: Backend,
+    rule: str,
+    lists: TensorLists,
+    group: dict[str, Any],
+    step: int,
+    multiplier: float,
+) -> None:
+    if rule == "ademamix" and len(group["betas"]) == 2:
+        group = {**group, "betas": (*group["betas"], 0.9999)}
+    step_with(backend, rule, lists, group, step, multiplier)
+
+
+EVERY_SETTING = [(rule, settings) for rule in KERNEL_RULES for settings in SETTINGS[rule]]
+each_setting = pytest.mark.parametrize(("rule", "settings"), EVERY_SETTING, ids=str)
+
+
+def written(main: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return weights of a main param that other code wrote in places, and the main param that a
+    step has to continue from."""
+    weights, at = main.to(dtype), torch.arange(main.numel(), device=main.device)
+    for value, residue in zip((0.5, -0.0, math.inf, math.nan), (1, 3, 5, 6), strict=True):
+        weights[at % 7 == residue] = value
+    weights[at % 11 == 0] = main.to(dtype)[at % 11 == 0]
+    equal = (weights == main.to(dtype)) & (weights.signbit() == main.signbit())
+    return weights, torch.where(equal, main, weights.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("cls", [FusedAdam, FusedSGD, FusedLion, FusedLAMB])
+def test_backend_continues_from_weights_that_other_code_wrote(
+    candidate: Candidate, cls: Any, dtype: torch.dtype
+) -> None:
+    rule = cls.__name__.removeprefix("Fused").lower()
+    if candidate.name != "reference" and not candidate.claims(rule):
+        pytest.skip(f"{candidate.name} has no kernels for {rule}")
+    sizes = INTERPRETED_SIZES if candidate.is_interpreted else SIZES
+    mains = [numbers(n, i, candidate.device) for i, n in enumerate(sizes)]
+    pairs = [written(main, dtype) for main in mains]
+    results = []
+    for name, params in ((candidate.name, mains), ("reference", [merged for _, merged in pairs])):
+        params = [nn.Parameter(param.clone()) for param in params]
+        optimizer = cls(params, lr=0.01, weight_decay=0.1, backend=name)
+        outputs = [weights.clone() for weights, _ in pairs]
+        updates = [
+            SlotUpdate(Slot(0, i), numbers(p.numel(), 9 + i, candidate.device), 0.5, outputs[i])
+            for i, p in enumerate(params)
+        ]
+        optimizer.step_slots(updates)
+        results.append([param.detach() for param in params])
+        assert all(
+            same_bits(out, p.detach().to(dtype)) for out, p in zip(outputs, params, strict=True)
+        )
+    found = Deviation()
+    for ours, theirs in zip(*results, strict=True):
+        found.params(*(each.nan_to_num(7.0, 7.0, 7.0) for each in (ours, theirs)), 0.01)
+    candidate.check(found)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+@each_setting
+def test_every_rule_and_dtype(candidate: Candidate, rule: str, settings: dict[str, Any]) -> None:
+    """By Triton's interpreter half of the dtypes for each setting of a rule, in turn."""
+    turn = EVERY_SETTING.index((rule, settings))
+    for at, grad in enumerate(GRADS):
+        outputs = OUTPUTS[at % 2 :: 2]
+        if candidate.is_interpreted:
+            outputs = outputs[(at // 2 + turn) % 2 :][:1]
+        for output in outputs:
+            check_two_steps(candidate, rule, settings, grad, output)
+
+
+@pytest.mark.slow
+@pytest.mark.repeats
+@each_setting
+@pytest.mark.parametrize("candidate", ["triton"], indirect=True)
+def test_every_rule_and_dtype_by_triton(
+    candidate: Candidate, rule: str, settings: dict[str, Any]
+) -> None:
+    for at, grad in enumerate(GRADS):
+        for output in OUTPUTS[at % 2 :: 2]:
+            check_two_steps(candidate, rule, settings, grad, output, SIZES)
+
+
+def check_two_steps(
+    candidate: Candidate,
+    rule: str,
+    settings: dict[str, Any],
+    grad: torch.dtype,
+    output: torch.dtype | None,
+    sizes: Sequence[int] | None = None,
+) -> None:
+    group = BASE | settings
+    sizes = sizes or (INTERPRETED_SIZES if candidate.is_interpreted else SIZES)
+    multiplier = 1.0 if output == torch.bfloat16 else float(torch.tensor(0.37))
+    ours, theirs = (lists_of(rule, candidate.device, grad, output, sizes, group) for _ in range(2))
+    before = [g.clone() for g in ours.grad]
+    for step in (1, 2):
+        take_step(candidate.backend, rule, ours, group, step, multiplier)
+        take_step(ReferenceBackend(), rule, theirs, group, step, multiplier)
+    found = Deviation()
+    found.lists(ours, theirs, group["lr"])
+    assert found.same if not candidate.claims(rule) else True, (
+        "what it has no kernels for is reference's"
+    )
+    candidate.check(found)
+    assert all(torch.equal(a, b) for a, b in zip(ours.grad, before, strict=True)), (
+        "gradients are read only"
+    )
+    start = lists_of(rule, candidate.device, sizes=sizes)
+    largest = sizes.index(max(sizes))
+    assert not torch.equal(ours.main[largest], start.main[largest])
+
+
+@pytest.mark.parametrize("output", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", KERNEL_RULES)
+def test_values_halfway_between_two_are_written_as_the_even_one(
+    candidate: Candidate, rule: str, output: torch.dtype
+) -> None:
+    """Random ones hardly ever are. Nothing is moved here."""
+    if not candidate.exact:
+        pytest.skip("promises no bits")
+    lists = lists_of(rule, candidate.device, output=output, sizes=(600,))
+    below = lists.main[0].to(output)
+    above = torch.nextafter(below, torch.full_like(below, math.inf))
+    halfway = (below.float() + above.float()) / 2
+    lists.main[0].copy_(halfway)
+    for tensors in (lists.grad, *lists.state.values()):
+        tensors[0].zero_()
+    take_step(candidate.backend, rule, lists, BASE | {"weight_decay": 0.0}, 1, 1.0)
+    assert torch.equal(lists.main[0], halfway)
+    assert torch.equal(lists.output[0], halfway.to(output))
+    assert halfway.to(output).eq(below).any() and halfway.to(output).eq(above).any()
+
+
+@pytest.mark.parametrize("remainder", [False, True])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_state_in_fewer_bits(candidate: Candidate, moments: torch.dtype, remainder: bool) -> None:
+    """One step from the same state; what is left are single roundings of bfloat16."""
+    if candidate.name not in ("reference", "native", "transformer_engine", "triton"):
+        pytest.skip("does not claim it, or has a suite of its own for it")
+    results = []
+    for backend in (candidate.backend, ReferenceBackend()):
+        lists = lists_of("adam", candidate.device, torch.bfloat16, torch.bfloat16)
+        state = {key: [x.to(moments) for x in tensors] for key, tensors in lists.state.items()}
+        mains = [x.bfloat16() for x in lists.main] if remainder else lists.main
+        if remainder:
+            state[REMAINDER] = [
+                (numbers(x.numel(), 9, candidate.device) * 1e4).to(torch.int16) for x in mains
+            ]
+        lists = TensorLists(mains, lists.grad, state, lists.output)
+        take_step(backend, "adam", lists, BASE, 3, 1.0)
+        results.append(lists)
+    ours, theirs = results
+    found = Deviation()
+    for i in range(len(SIZES)):
+        p, q = (
+            join(x.main[i], x.state[REMAINDER][i]) if remainder else x.main[i]
+            for x in (ours, theirs)
+        )
+        found.params(p, q, BASE["lr"])
+        for key in STATE["adam"]:
+            found.others(
+                ours.state[key][i],
+                theirs.state[key][i],
+                2.0**-7 if moments == torch.bfloat16 else 1e-4,
+            )
+        found.others(ours.output[i], theirs.output[i], 2.0**-7)
+    candidate.check(found)
+
+
+@pytest.mark.parametrize("rule", KERNEL_RULES)
+def test_nothing_and_tensors_of_no_elements(candidate: Candidate, rule: str) -> None:
+    for sizes in ((), (0,), (0, 0), (5, 0), (0, 5)):
+        ours, theirs = (lists_of(rule, candidate.device, sizes=sizes) for _ in range(2))
+        take_step(candidate.backend, rule, ours, BASE, 1, 1.0)
+        take_step(ReferenceBackend(), rule, theirs, BASE, 1, 1.0)
+        found = Deviation()
+        found.lists(ours, theirs, BASE["lr"])
+        candidate.check(found)
+    assert candidate.backend.sum_of_squares([]).numel() == 0
+    assert candidate.backend.sum_of_squares([torch.zeros(0, device=candidate.device)]).tolist() == [
+        0.0
+    ]
+
+
+@pytest.mark.parametrize("rule", ["adam", "lamb", "sgd"])
+@pytest.mark.parametrize(
+    "sizes", [(300_001, 5), tuple(1 + i % 3 for i in range(4100))], ids=["large", "many"]
+)
+def test_large_and_many_tensors(candidate: Candidate, rule: str, sizes: tuple[int, ...]) -> None:
+    if candidate.name == "reference" or not candidate.claims(rule):
+        pytest.skip("is reference")
+    if candidate.name == "triton" and candidate.device.type == "cpu":
+        sizes = sizes[:40]  # a program each, and the interpreter takes long for one
+    ours, theirs = (
+        lists_of(rule, candidate.device, torch.bfloat16, torch.bfloat16, sizes) for _ in range(2)
+    )
+    take_step(candidate.backend, rule, ours, BASE, 2, 0.5)
+    take_step(ReferenceBackend(), rule, theirs, BASE, 2, 0.5)
+    found = Deviation()
+    for a, b in zip(ours.main, theirs.main, strict=True):
+        found.params(a, b, BASE["lr"])
+    candidate.check(found)
+    found.others(
+        candidate.backend.sum_of_squares(ours.grad), ReferenceBackend().sum_of_squares(theirs.grad)
+    )
+    candidate.check(found)
+
+
+def test_sums_of_squares(candidate: Candidate) -> None:
+    """Any dtype, any strides; finite values have a finite sum, and others have not."""
+    x = numbers(3000, 1, candidate.device)
+    tensors = [
+        x,
+        x.bfloat16(),
+        x.half(),
+        x.double(),
+        x.view(30, 100).t(),
+        x.view(30, 100)[::2],
+        x[:0],
+    ]
+    for some in (tensors, tensors[:3] + tensors[4:], [tensors[1], tensors[1]]):
+        ours, theirs = (
+            candidate.backend.sum_of_squares(some),
+            ReferenceBackend().sum_of_squares(some),
+        )
+        assert ours.dtype == torch.float64
+        assert ours.tolist() == (
+            theirs.tolist() if candidate.exact else pytest.approx(theirs.tolist(), rel=1e-5)
+        )
+    huge, bad, nan = (
+        torch.full((5,), 1e30),
+        torch.tensor([1.0, -math.inf]),
+        torch.tensor([math.nan, 1.0]),
+    )
+    found = candidate.backend.sum_of_squares(
+        [t.to(candidate.device) for t in (huge, bad, x.cpu(), nan)]
+    ).tolist()
+    assert found[0] == pytest.approx(5e60, rel=1e-5)
+    assert found[1] == math.inf and math.isfinite(found[2]) and math.isnan(found[3])
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("rule", ["adam", "lamb", "sgd"])
+def test_gradients_that_are_not_finite_spread(candidate: Candidate, rule: str, bad: float) -> None:
+    """Whoever steps with one sees it: no kernel may skip on its own account."""
+    ours, theirs = (
+        lists_of(rule, candidate.device, torch.bfloat16, sizes=(9, 300)) for _ in range(2)
+    )
+    for lists, backend in ((ours, candidate.backend), (theirs, ReferenceBackend())):
+        lists.grad[0][2] = bad
+        take_step(backend, rule, lists, BASE, 2, 0.5)
+        take_step(backend, rule, lists, BASE, 3, 0.5)
+    assert ours.main[0].isnan().tolist() == theirs.main[0].isnan().tolist()
+    assert ours.main[0].isfinite().tolist() == theirs.main[0].isfinite().tolist()
+    found = Deviation()
+    found.params(ours.main[1], theirs.main[1], BASE["lr"])
+    candidate.check(found)
+
+
+RULE_CLASSES = {"adam": FusedAdam, "lamb": FusedLAMB, "sgd": FusedSGD, "lion": FusedLion}
+
+
+@pytest.mark.parametrize("rule", RULE_CLASSES)
+def test_optimizers_with_strides_missing_gradients_and_outputs(
+    candidate: Candidate, rule: str
+) -> None:
+    """Through a whole optimizer: strided tensors, one without gradient, one without elements,
+    16-bit outputs."""
+    if not candidate.claims(rule) and candidate.name != "torch":
+        pytest.skip("refused at construction")
+    results = []
+    cls: Any = RULE_CLASSES[rule]
+    extra = {"momentum": 0.9} if cls is FusedSGD else {}
+    for name in (candidate.name, "reference"):
+        params = [
+            numbers(120, 1, candidate.device).view(10, 12).t(),
+            numbers(33, 2, candidate.device),
+            numbers(0, 3, candidate.device),
+            numbers(64, 4, candidate.device),
+        ]
+        outputs = [
+            torch.zeros(10, 12, device=candidate.device, dtype=torch.bfloat16).t(),
+            None,
+            None,
+            torch.zeros(64, device=candidate.device, dtype=torch.bfloat16),
+        ]
+        optimizer = cls(params, lr=0.01, weight_decay=0.1, backend=name, **extra)
+        before = params[1].clone()
+        for step in range(2):
+            grads = [
+                numbers(120, 7 + step, candidate.device).view(12, 10),
+                None,
+                params[2],
+                numbers(128, 8 + step, candidate.device, torch.bfloat16)[::2],
+            ]
+            optimizer.step_slots(
+                [
+                    SlotUpdate(Slot(0, i), g, 0.5, outputs[i])
+                    for i, g in enumerate(grads)
+                    if g is not None
+                ]
+            )
+        assert torch.equal(params[1], before) and optimizer.slot_state(Slot(0, 1))["step"] == 0
+        assert torch.equal(outputs[0], params[0].bfloat16()) and torch.equal(
+            outputs[3], params[3].bfloat16()
+        )
+        results.append(params)
+    found = Deviation()
+    for ours, theirs in zip(*results, strict=True):
+        found.params(ours, theirs, 0.01)
+    candidate.check(found)
+
+
+@pytest.mark.parametrize("output", [torch.bfloat16, None])
+def test_writes_are_seen_by_autograd(candidate: Candidate, output: torch.dtype | None) -> None:
+    """Those of the model's own tensors, which a graph may hold; a main param beside an output is in
+    none."""
+    lists = lists_of("adam", candidate.device, torch.bfloat16, output, sizes=(40, 7))
+    models = lists.main if output is None else lists.output
+    for step in (1, 2):
+        before = [tensor._version for tensor in models]
+        take_step(candidate.backend, "adam", lists, BASE, step, 1.0)
+        after = [tensor._version for tensor in models]
+        assert all(now > then for now, then in zip(after, before, strict=True))

@@ -1,0 +1,94 @@
+"""Forms of kernels are compared with the reference when a step first needs them, and no others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mp_optim
+from mp_optim.kernels import choose_backend, selection
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are not interpreted"
+)
+CPU = torch.device("cpu")
+CLASSES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
+    "adamw": (mp_optim.AdamW, {}, ["adam"]),
+    "adamw, 8bit": (
+        mp_optim.AdamW,
+        {"state": "8bit", "main_params": "remainder16", "stochastic_rounding": True},
+        ["adam"],
+    ),
+    "cautious adamw": (mp_optim.AdamW, {"caution": True}, ["agreements", "adam"]),
+    "stable_adamw": (mp_optim.StableAdamW, {}, ["clip_sums", "clipped_adamw"]),
+    "lamb": (mp_optim.LAMB, {}, ["lamb_moments", "lamb_apply"]),
+    "muon": (mp_optim.Muon, {}, ["muon_momentum", "muon_apply"]),
+    "sgd": (mp_optim.SGD, {"momentum": 0.9}, ["sgd", "sgd"]),  # its first step is another form
+}
+
+
+@pytest.fixture
+def triton() -> Iterator[Any]:
+    """Triton's backend, of whose forms nothing is known yet."""
+    pytest.importorskip("triton")
+    backend, _ = choose_backend("triton", CPU)
+    before, backend.proofs = backend.proofs, type(backend.proofs)()
+    backend.prove_at_first_use()
+    yield backend
+    backend.proofs = before
+
+
+def test_triton_proves_sums_of_squares_when_a_norm_is_measured(triton: Any) -> None:
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.float32):
+        grads = [torch.ones(100, dtype=dtype)]
+        assert float(triton.sum_of_squares(grads)) == 100.0
+    forms = [form[:2] for form in triton.proofs.taken]
+    assert forms == [("sum_of_squares", torch.bfloat16), ("sum_of_squares", torch.float32)]
+
+
+def trained(name: str, backend: str) -> list[Tensor]:
+    cls, settings, _ = CLASSES[name]
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(16, 40).bfloat16()) for _ in range(2)]
+    named = [(f"w{index}", param) for index, param in enumerate(params)]
+    optimizer = cls(named, lr=1e-2, backend=backend, **settings)
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.randn(16, 40).bfloat16()
+        optimizer.step()
+    return [param.detach() for param in params]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_triton_proves_the_forms_that_a_stack_uses_and_no_others(triton: Any, name: str) -> None:
+    found, expected = trained(name, "triton"), trained(name, "reference")
+    passes = [form[0] for form in triton.proofs.taken if form[0] != "sum_of_squares"]
+    assert passes == CLASSES[name][2]
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("trouble", ["wrong", "raises"])
+def test_triton_steps_as_reference_when_a_form_is_wrong(
+    triton: Any, trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch_part(*arguments: Any) -> None:
+        if trouble == "raises":
+            raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(triton, "launch_part", launch_part)  # launches nothing
+    with pytest.warns(UserWarning, match=r"triton on cpu, adam: .*(other bits|newer driver)"):
+        found = trained("adamw", "triton")
+    assert all(map(torch.equal, found, trained("adamw", "reference")))
+
+
+def test_a_choice_of_triton_proves_nothing_until_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(selection, "prove", None)
+    monkeypatch.setattr(selection, "prove_by_a_step", None)
+    _, proof = selection._proven.__wrapped__("triton", CPU, False)
+    assert proof.exact and "first use" in proof.reason

@@ -1,0 +1,375 @@
+"""Compact forms of state: exact where docs/numerics.md says so, bounded where it does not, never a
+trap."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mp_optim.config.state_forms import BLOCK, UINT4
+from mp_optim.core import Slot, SlotUpdate
+from mp_optim.kernels import chunking as batching
+from mp_optim.kernels.codecs import SECOND, Noise, decode, encode_, join, split_
+from mp_optim.kernels.state_format import StatePrecision, moment_specs
+from mp_optim.rules.elementwise import FusedAdam, FusedLion, FusedSGD
+from mp_optim.rules.whole_param import FusedLAMB
+from support import numpy_rules as oracle
+
+BLOCKED = [
+    (torch.float16, False),
+    (torch.float16, True),
+    (torch.int8, False),
+    (torch.uint8, True),
+    (torch.uint8, False),  # two codes of 4 bits
+]
+BITS = [torch.int16, torch.int8]
+seeds = st.integers(0, 2**20)
+
+
+def patterns(seed: int, n: int = 4096) -> Tensor:
+    """FP32 values of any bit pattern."""
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randint(-(2**31), 2**31, (n,), generator=generator, dtype=torch.int64)
+        .int()
+        .view(torch.float32)
+    )
+
+
+def values(seed: int, n: int, decades: float = 3.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, generator=generator) * 10 ** (
+        decades * torch.randn(n, generator=generator)
+    )
+
+
+def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    param, remainder = (
+        torch.empty_like(value, dtype=torch.bfloat16),
+        torch.empty_like(value, dtype=dtype),
+    )
+    split_(value, param, remainder)
+    return param, remainder
+
+
+def stored(
+    value: Tensor, dtype: torch.dtype, second: bool, noise: Noise | None = None
+) -> tuple[Tensor, Tensor]:
+    name = SECOND if second else "exp_avg"
+    forms = moment_specs(name, value.shape, dtype)
+    codes, scale = (torch.empty(shape, dtype=kind) for shape, kind in forms.values())
+    encode_(value, codes, scale, second, noise)
+    return codes, scale
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return bool(((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all())
+
+
+@given(seeds)
+@settings(max_examples=50, deadline=None)
+def test_sixteen_bits_hold_every_fp32_value_whose_bfloat16_is_not_zero(seed: int) -> None:
+    value = patterns(seed)
+    param, remainder = split(value, torch.int16)
+    assert same(join(param, remainder), torch.where(param == 0, param.float(), value))
+    assert bool((param.isnan() == value.isnan()).all())
+
+
+@given(seeds)
+@settings(max_examples=50, deadline=None)
+def test_remainders_equal_numpy(seed: int) -> None:
+    value = patterns(seed)
+    for dtype in BITS:
+        param, remainder = split(value, dtype)
+        high, low = oracle.split(value.numpy(), 16 if dtype == torch.int16 else 8)
+        assert np.array_equal(param.view(torch.int16).numpy(), high) and np.array_equal(
+            remainder.numpy(), low
+        )
+        assert same(join(param, remainder), torch.from_numpy(oracle.join(high, low)))
+
+
+def test_eight_bits_hold_the_upper_24() -> None:
+    value = values(0, 10_000)
+    param, remainder = split(value, torch.int8)
+    assert bool(((join(param, remainder) - value).abs() <= value.abs() * 2.0**-16).all())
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(split(join(param, remainder), torch.int8), (param, remainder), strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_a_parameter_written_by_somebody_else_is_never_far_from_its_main_param(
+    dtype: torch.dtype,
+) -> None:
+    """Remainders of other values: half a unit of the last bit at most, and nothing at zero."""
+    _, remainder = split(values(1, 4096), dtype)
+    written = torch.cat([torch.zeros(2048), values(2, 2048)]).bfloat16()
+    found = join(written, remainder)
+    assert torch.equal(found[:2048], torch.zeros(2048))
+    assert bool(((found - written.float()).abs() <= written.float().abs() * 2.0**-8).all())
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_join_keeps_a_written_zero_and_infinity_whatever_the_remainder(dtype: torch.dtype) -> None:
+    for written in (0.0, -0.0, math.inf, -math.inf):
+        param = torch.full((256,), written).bfloat16()
+        found = join(param, torch.arange(-128, 128).to(dtype))
+        assert torch.equal(found.bfloat16().view(torch.int16), param.view(torch.int16))
+
+
+@pytest.mark.parametrize(("dtype", "second"), BLOCKED)
+@given(seed=seeds, n=st.integers(1, 1500), decades=st.floats(0.0, 12.0))
+@settings(max_examples=30, deadline=None)
+def test_what_was_decoded_is_stored_as_the_same_bits(
+    dtype: torch.dtype, second: bool, seed: int, n: int, decades: float
+) -> None:
+    value = values(seed, n, decades)
+    codes, scale = stored(value.square().clamp(max=1e30) if second else value, dtype, second)
+    decoded = decode(codes, scale, second, n)
+    if not second or bool((decoded >= 2.0**-126).all()):
+        again, scale_again = stored(decoded, dtype, second)
+        assert torch.equal(again, codes) and same(scale_again, scale)
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_a_block_whose_largest_value_rounds_up_to_a_power_of_two(second: bool) -> None:
+    """Its codes stay below that power, so that what they stand for is stored with the same scale,
+    and no small value beside it loses a bit."""
+    root = torch.full((256,), 1.2345e-7 * 2.0**16)
+    root[7] = 2.0**16 - 2.0**-6
+    codes, scale = stored(root.square() if second else root, torch.float16, second)
+    again, scale_again = stored(decode(codes, scale, second), torch.float16, second)
+    assert scale.item() == 4.0 and codes[7] == 2.0**14
+    assert torch.equal(again, codes) and torch.equal(scale_again, scale)
+
+
+@pytest.mark.parametrize(("dtype", "second"), BLOCKED)
+@given(seed=seeds, n=st.integers(1, 1500))
+@settings(max_examples=30, deadline=None)
+def test_codes_equal_numpy_and_err_by_half_a_step(
+    dtype: torch.dtype, second: bool, seed: int, n: int
+) -> None:
+    value = values(seed, n).square() if second else values(seed, n)
+    codes, scale = stored(value, dtype, second)
+    four = dtype == torch.uint8 and not second
+    kind = "half" if dtype == torch.float16 else "four" if four else "codes"
+    theirs, their_scale = oracle.quantise(value.numpy(), kind, second)
+    theirs = oracle.packed(theirs) if four else theirs
+    assert np.array_equal(scale.numpy(), their_scale) and np.array_equal(codes.numpy(), theirs)
+    x = value.sqrt() if second else value
+    steps = scale.repeat_interleave(BLOCK)[:n]
+    decoded = decode(codes, scale, second, n)
+    error = ((decoded.sqrt() if second else decoded) - x).abs()
+    if dtype == torch.float16:  # 11 bits, or half of the smallest step
+        assert bool((error <= torch.maximum(x.abs() * 2.0**-11, steps * 2.0**-24)).all())
+    else:  # half a step; a root below half a step becomes one
+        assert bool((error <= steps * (1.0 if second else 0.5) * (1 + 1e-5)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.uint8])
+@pytest.mark.parametrize("noise", [None, Noise(1, 2)])
+def test_what_is_finite_is_stored_as_something_finite(
+    dtype: torch.dtype, noise: Noise | None
+) -> None:
+    large = (3.39e38, 3.4e38, torch.finfo(torch.float32).max)
+    value = values(0, 3 * BLOCK)
+    value[5::BLOCK], value[7::BLOCK] = torch.tensor(large), -torch.tensor(large)
+    forms = moment_specs("exp_avg", value.shape, dtype)
+    codes, *scales = (torch.empty(shape, dtype=kind) for shape, kind in forms.values())
+    scale = scales[0] if scales else None
+    encode_(value, codes, scale, False, noise)
+    found = decode(codes, scale, False, value.numel())
+    assert found.isfinite().all()
+    assert found[5::BLOCK].tolist() == pytest.approx(large, rel=2.0**-6)
+    assert found[7::BLOCK].tolist() == pytest.approx([-x for x in large], rel=2.0**-6)
+    again, *_ = encoded = codes.clone(), *(each.clone() for each in scales)
+    encode_(found, again, encoded[1] if scales else None, False)
+    if noise is None:
+        assert all(map(torch.equal, encoded, (codes, *scales)))
+
+
+@pytest.mark.parametrize(("dtype", "second"), BLOCKED)
+def test_blocks_that_are_not_ordinary(dtype: torch.dtype, second: bool) -> None:
+    value = torch.full((5 * BLOCK + 3,), 1.0)
+    value[5], value[BLOCK + 5] = math.inf, math.nan
+    value[2 * BLOCK : 3 * BLOCK] = 0.0
+    value[3 * BLOCK : 4 * BLOCK] = 0.0 if second else 1e-33
+    value[4 * BLOCK + 1 :] = 1e-25 if second else 1e-12
+    codes, scale = stored(value, dtype, second)
+    decoded = decode(codes, scale, second, value.numel())
+    if second:  # of a large gradient: of its element alone
+        assert decoded[5] == math.inf and decoded[:BLOCK].isinf().sum() == 1
+    assert bool(decoded[BLOCK if second else 0 : 2 * BLOCK].isnan().all())
+    assert not decoded[2 * BLOCK : 4 * BLOCK].any()
+    per_byte = 2 if dtype == torch.uint8 and not second else 1
+    assert not codes[(BLOCK if second else 0) // per_byte : 4 * BLOCK // per_byte].any()
+    assert float(decoded[4 * BLOCK]) == pytest.approx(1.0, rel=2.0**-13)
+    if second:  # a root far below its block's largest is small, but not zero
+        assert bool((decoded[4 * BLOCK + 1 :] > 0.0).all())
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**48))
+def test_random_bits_of_a_part_are_those_of_a_stream_of_its_own(
+    seed: int, stream: int, start: int
+) -> None:
+    part, device = Noise(seed, stream, start), torch.device("cpu")
+    whole = Noise(seed, part.own_stream)
+    assert torch.equal(part.words(300, device), whole.words(300, device))
+
+
+def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
+    value = torch.full(
+        (200_000,), 1.0 + 2.0**-9
+    )  # an eighth of the way between two bfloat16 numbers
+    rounded = torch.empty_like(value, dtype=torch.bfloat16)
+    encode_(value, rounded, None, False, Noise(1, 2))
+    # The mean of n draws is off by a few times sqrt(p (1 - p) / n) steps.
+    assert float((rounded == 1.0).double().mean()) == pytest.approx(0.75, abs=0.01)
+    again = torch.empty_like(rounded)
+    encode_(value[1000:], again[1000:], None, False, Noise(1, 2, 1000))
+    assert torch.equal(again[1000:], rounded[1000:])
+    for other in (Noise(2, 2), Noise(1, 3)):
+        encode_(value, again, None, False, other)
+        assert not torch.equal(again, rounded)
+    x = torch.linspace(-1.0, 1.0, 100_001)
+    codes, scale = stored(x, torch.int8, False, Noise(1, 2))
+    steps = scale.repeat_interleave(BLOCK)[: len(x)]
+    error = (decode(codes, scale, False) - x) / steps
+    assert float(error.abs().max()) <= 1.0 + 1e-3 and abs(float(error.double().mean())) < 0.01
+
+
+@given(seed=seeds, n=st.integers(1, 1500), decades=st.floats(0.0, 2.0))
+@settings(max_examples=20, deadline=None)
+@example(seed=0, n=1 << 20, decades=0.0)
+def test_stochastic_four_bit_codes_stand_for_values_that_are_stored_as_the_same_codes(
+    seed: int, n: int, decades: float
+) -> None:
+    """In a million elements the random bits that are added are all 0 for sixteen."""
+    codes, scale = stored(values(seed, n, decades), torch.uint8, False, Noise(1, seed))
+    decoded = decode(codes, scale, False, n)
+    for noise in (None, Noise(2, seed)):
+        again, scale_again = stored(decoded, torch.uint8, False, noise)
+        assert torch.equal(again, codes) and same(scale_again, scale)
+
+
+def test_stochastic_remainders_are_unbiased() -> None:
+    value = (
+        torch.full((200_000,), 1.0).view(torch.int32).add_(64).view(torch.float32)
+    )  # a quarter of a step
+    param, remainder = (
+        torch.empty_like(value, dtype=torch.bfloat16),
+        torch.empty_like(value, dtype=torch.int8),
+    )
+    split_(value, param, remainder, Noise(7, 8))
+    assert set(remainder.tolist()) == {0, 1}
+    assert float(remainder.double().mean()) == pytest.approx(0.25, abs=0.01)
+
+
+def updates(mains: list[Tensor], step: int) -> list[SlotUpdate]:
+    return [
+        SlotUpdate(
+            Slot(0, i), values(100 * step + i, main.numel(), 0.5).view(main.shape) * 0.1, 0.5
+        )
+        for i, main in enumerate(mains)
+    ]
+
+
+RULES = {"adam": FusedAdam, "lamb": FusedLAMB, "lion": FusedLion, "sgd": FusedSGD}
+PRECISIONS = [
+    StatePrecision(torch.float16, torch.uint8, True),
+    StatePrecision(torch.uint8, torch.bfloat16, True, 8),
+    StatePrecision(torch.uint8, torch.uint8, True, 8, stochastic_rounding=True, seed=3),
+    StatePrecision(torch.bfloat16, torch.float16, False, stochastic_rounding=True),
+    StatePrecision(UINT4, torch.uint8, True, stochastic_rounding=True),
+]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+@pytest.mark.parametrize("rule", list(RULES))
+def test_batch_size_does_not_change_compact_state(
+    rule: str, precision: StatePrecision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for piece in (1 << 10, 1 << 17):
+        monkeypatch.setattr(batching, "piece_elements", lambda device, piece=piece: piece)
+        dtype = torch.bfloat16 if precision.store_param_remainders else torch.float32
+        mains = [values(i, n, 0.3).to(dtype) for i, n in enumerate((5000, 3, 0, 1024))]
+        fields = {name: getattr(precision, name) for name in precision.__dataclass_fields__}
+        extra = {"momentum": 0.9} if rule == "sgd" else {}
+        optimizer = RULES[rule](mains, lr=1e-2, backend="reference", **fields, **extra)
+        for step in range(3):
+            optimizer.step_slots(updates(mains, step))
+        found.append(
+            [value.clone() for i in range(4) for value in optimizer.slot_state(Slot(0, i)).values()]
+            + mains
+        )
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("moments", ["half", "codes"])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_adam_with_compact_state_equals_numpy(moments: str, bits: int) -> None:
+    mains = [values(i, n, 0.3).bfloat16() for i, n in enumerate((700, 3, 256))]
+    dtype = torch.float16 if moments == "half" else torch.uint8
+    optimizer = FusedAdam(
+        mains,
+        lr=3e-3,
+        weight_decay=0.1,
+        exp_avg_dtype=dtype,
+        exp_avg_sq_dtype=dtype,
+        store_param_remainders=True,
+        param_remainder_bits=bits,
+    )
+    expected = [
+        (main.float().numpy(), np.zeros(main.shape, np.float32), np.zeros(main.shape, np.float32))
+        for main in mains
+    ]
+    for step in range(3):
+        grads = updates(mains, step)
+        optimizer.step_slots(grads)
+        stepped = [
+            oracle.adam(p, g.grad.numpy(), m, v, step + 1, optimizer.param_groups[0], 0.5)
+            for (p, m, v), g in zip(expected, grads, strict=True)
+        ]
+        expected = [
+            (
+                oracle.join(*oracle.split(p, bits)),
+                oracle.dequantised(m, moments, False),
+                oracle.dequantised(v, moments, True),
+            )
+            for p, m, v in stepped
+        ]
+    for i, (p, m, v) in enumerate(expected):
+        full = optimizer.full_slot_state(Slot(0, i))
+        for found, value in (
+            (full["master_param"], p),
+            (full["exp_avg"], m),
+            (full["exp_avg_sq"], v),
+        ):
+            assert found.numpy().tobytes() == value.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("settings_", "names"),
+    [
+        ({"exp_avg_dtype": torch.float64}, "exp_avg_dtype=torch.float64: must be one of"),
+        ({"exp_avg_sq_dtype": UINT4}, "exp_avg_sq_dtype=torch.uint4: must be one of"),
+        ({"param_remainder_bits": 12}, "param_remainder_bits=12: must be 16 or 8"),
+        ({"seed": -1}, "seed=-1"),
+        (
+            {"backend": "torch", "store_param_remainders": True},
+            "backend='torch' keeps main params in float32",
+        ),
+    ],
+)
+def test_forms_that_do_not_exist_are_refused(settings_: dict[str, object], names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        FusedAdam([torch.ones(1)], **settings_)

@@ -1,0 +1,596 @@
+"""What apex and Transformer Engine do without a word, and that it cannot happen through our
+backends.
+
+The first tests show that the stand-ins do it too; each of the others would fail without its guard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.core import Slot, SlotUpdate
+from mp_optim.core.slot_state import REMAINDER
+from mp_optim.host import accelerator
+from mp_optim.kernels import choose_backend, multi_tensor
+from mp_optim.kernels import chunking as batching
+from mp_optim.kernels.codecs import join
+from mp_optim.kernels.element_rules import AdamScalars, SgdScalars
+from mp_optim.kernels.kernel_args import LambScalars, TensorLists
+from mp_optim.kernels.multi_tensor import (
+    CHUNK_ELEMENTS,
+    MOST_ELEMENTS,
+    MOST_TENSORS,
+    ApexBackend,
+    TransformerEngineBackend,
+    check_launch,
+)
+from mp_optim.kernels.reference import ReferenceBackend, step_with
+from mp_optim.kernels.self_test import Deviation
+from mp_optim.rules.elementwise import FusedAdam
+from mp_optim.rules.whole_param import FusedLAMB
+from support.standins import amp_c, te
+from support.standins.gpu import GPU, Gpu, SegmentationFaultError
+
+CPU = torch.device("cpu")
+GROUP: dict[str, Any] = {
+    "lr": 0.01,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "bias_correction": True,
+    "adam_w_mode": True,
+    "grad_averaging": True,
+    "use_nvlamb": False,
+    "momentum": 0.9,
+    "dampening": 0.0,
+    "nesterov": False,
+}
+each_library = pytest.mark.parametrize("name", ["apex", "transformer_engine"])
+
+
+def flag() -> Tensor:
+    return torch.zeros(1, dtype=torch.int32)
+
+
+def lists(
+    *sizes: int,
+    grad: torch.dtype = torch.float32,
+    keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq"),
+    output: torch.dtype | None = None,
+) -> TensorLists:
+    return TensorLists(
+        [torch.linspace(-1, 1, n) for n in sizes],
+        [torch.linspace(-2, 1, n).to(grad) for n in sizes],
+        {key: [torch.zeros(n) for n in sizes] for key in keys},
+        [None if output is None else torch.zeros(n, dtype=output) for n in sizes],
+    )
+
+
+def backend_of(name: str) -> Any:
+    return choose_backend(name, CPU)[0]
+
+
+def assert_close(ours: TensorLists, theirs: TensorLists) -> None:
+    found = Deviation()
+    for a, b in zip(ours.main, theirs.main, strict=True):
+        found.params(a, b, GROUP["lr"])
+    assert found.tolerable, found
+
+
+def adam_args(step: Any = 1) -> tuple[Any, ...]:
+    return 0.01, 0.9, 0.999, 1e-8, step, 1, 1, 0.1
+
+
+# -- the stand-ins are as careless as what they stand for -----------------------------------------
+
+
+def raw(made: TensorLists) -> list[list[Tensor]]:
+    return [made.grad, made.main, *made.state.values()]
+
+
+def test_an_empty_tensor_at_the_end_loses_the_launch_in_apex(standins: Gpu) -> None:
+    made = lists(1000, 2000, 0)
+    amp_c.module().multi_tensor_adam(CHUNK_ELEMENTS, flag(), raw(made), *adam_args())
+    assert torch.equal(made.main[0], lists(1000, 2000, 0).main[0]), (
+        "nothing was stepped, nothing was said"
+    )
+
+
+def test_an_empty_list_kills_the_process(standins: Gpu) -> None:
+    for module in (amp_c.module(), te.modules()["transformer_engine_torch"]):
+        with pytest.raises(SegmentationFaultError):
+            module.multi_tensor_l2norm(CHUNK_ELEMENTS, flag(), [[]], True)
+
+
+def test_wrong_dtypes_and_strides_go_unnoticed(standins: Gpu) -> None:
+    made = lists(100)
+    made.state["exp_avg"] = [torch.zeros(100, dtype=torch.bfloat16)]
+    amp_c.module().multi_tensor_adam(CHUNK_ELEMENTS, flag(), raw(made), *adam_args())
+    strided = torch.zeros(20, 10).t()
+    extension = te.modules()["transformer_engine_torch"]
+    extension.multi_tensor_adam(CHUNK_ELEMENTS, flag(), [[strided] for _ in range(4)], *adam_args())
+    assert len(GPU.damage) >= 2
+
+
+def test_a_step_that_is_a_tensor_is_not_taken(standins: Gpu) -> None:
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        amp_c.module().multi_tensor_adam(
+            CHUNK_ELEMENTS, flag(), raw(lists(5)), *adam_args(torch.tensor(1.0))
+        )
+
+
+def test_host_memory_is_refused_by_apex_and_corrupted_by_transformer_engine(standins: Gpu) -> None:
+    standins.device = "cuda"
+    with pytest.raises(RuntimeError, match="expected input to be on cuda"):
+        amp_c.module().multi_tensor_adam(CHUNK_ELEMENTS, flag(), raw(lists(5)), *adam_args())
+    te.modules()["transformer_engine_torch"].multi_tensor_adam(
+        CHUNK_ELEMENTS, flag(), raw(lists(5)), *adam_args()
+    )
+    assert standins.damage[-1] == "multi_tensor_adam: host memory is written by the GPU"
+
+
+# -- and our backends are not ---------------------------------------------------------------------
+
+
+@each_library
+def test_empty_tensors_never_reach_a_launch(standins: Gpu, name: str) -> None:
+    for sizes in ((1000, 2000, 0), (0,), (0, 5), (5,) * 35 + (0,), (5,) * 40 + (0, 0)):
+        ours, theirs = lists(*sizes), lists(*sizes)
+        backend_of(name).step("adam", ours, AdamScalars.at(GROUP, 1), 1.0)
+        ReferenceBackend().step("adam", theirs, AdamScalars.at(GROUP, 1), 1.0)
+        assert_close(ours, theirs)
+    assert standins.damage == []
+
+
+@each_library
+def test_empty_lists_never_reach_a_launch(standins: Gpu, name: str) -> None:
+    backend = backend_of(name)
+    assert backend.sum_of_squares([]).numel() == 0
+    assert backend.sum_of_squares([torch.zeros(0), torch.ones(3)]).tolist() == pytest.approx([0, 3])
+    for rule in ("adam", "sgd", "lamb"):
+        step_with(backend, rule, lists(keys=()), GROUP, 1, 1.0)
+    assert standins.damage == []
+
+
+@each_library
+def test_a_launch_holds_one_dtype_per_list(standins: Gpu, name: str) -> None:
+    """FP32, bf16, fp16 and FP64 gradients, some with outputs of two dtypes, all in one call."""
+    made = []
+    for backend in (backend_of(name), ReferenceBackend()):
+        both = lists(40, 50, 60, 70, 80, 90)
+        for index, dtype in enumerate(
+            (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bfloat16)
+        ):
+            both.grad[index] = both.grad[index].to(dtype)
+        outputs = [
+            None,
+            torch.zeros(50, dtype=torch.bfloat16),
+            torch.zeros(60, dtype=torch.float16),
+            None,
+            None,
+            None,
+        ]
+        both = TensorLists(both.main, both.grad, both.state, outputs)
+        backend.step("adam", both, AdamScalars.at(GROUP, 1), 1.0)
+        made.append(both)
+        grads = list(both.grad)
+        assert backend.sum_of_squares(grads[:3]).tolist() == pytest.approx(
+            ReferenceBackend().sum_of_squares(grads[:3]).tolist(), rel=1e-5
+        )
+    assert_close(*made)
+    assert torch.equal(made[0].output[1], made[0].main[1].bfloat16())
+    assert standins.damage == []
+
+
+def test_a_launch_is_refused_for_everything_kernels_do_not_check(standins: Gpu) -> None:
+    good, full = [[torch.zeros(4)], [torch.zeros(4)]], [torch.float32] * 2
+    check_launch("k", good, full)
+    bad: list[tuple[Any, str]] = [
+        ([], "lists of"),
+        ([[], []], "lists of"),
+        ([[torch.zeros(4)], []], "lists of"),
+        ([[torch.zeros(4)], [torch.zeros(4, dtype=torch.bfloat16)]], "a tensor is torch.bfloat16"),
+        ([[torch.zeros(4)], [torch.zeros(5)]], "5 elements beside one of 4"),
+        ([[torch.zeros(0)], [torch.zeros(0)]], "0 elements"),
+        ([[torch.zeros(4)], [torch.zeros(8)[::2]]], "contiguous: False"),
+        (
+            [[torch.zeros(4)], [torch.zeros(4, device="meta")]],
+            "a tensor on meta in a launch on cpu",
+        ),
+        ([[torch.zeros(4, device="meta")]] * 2, "a tensor on meta"),
+    ]
+    for made, words in bad:
+        with pytest.raises(ValueError, match=words):
+            check_launch("k", made, full)
+
+
+@each_library
+def test_host_tensors_are_refused_before_the_kernel(
+    standins: Gpu, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = backend_of(name)
+    monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "cuda")
+    calls = len(standins.calls)
+    for run in (
+        lambda: backend.step("adam", lists(5), AdamScalars.at(GROUP, 1), 1.0),
+        lambda: backend.step(
+            "sgd", lists(5, keys=("momentum_buffer",)), SgdScalars.at(GROUP, 1), 1.0
+        ),
+        lambda: backend.sum_of_squares([torch.ones(5)]),
+    ):
+        with pytest.raises(
+            ValueError, match="a tensor on cpu in a launch on cpu; the kernels run on cuda"
+        ):
+            run()
+    assert len(standins.calls) == calls and standins.damage == []
+
+
+@each_library
+@pytest.mark.parametrize("grad", [torch.bfloat16, torch.float16])
+def test_sgd_steps_bfloat16_too(standins: Gpu, name: str, grad: torch.dtype) -> None:
+    """FusedSGD of both libraries sorts parameters into float16 and float32, and the rest
+    nowhere."""
+    ours, theirs = (lists(300, grad=grad, keys=("momentum_buffer",), output=grad) for _ in range(2))
+    for step in (1, 2):
+        backend_of(name).step("sgd", ours, SgdScalars.at(GROUP, step), 0.5)
+        ReferenceBackend().step("sgd", theirs, SgdScalars.at(GROUP, step), 0.5)
+    assert_close(ours, theirs)
+    assert torch.equal(ours.output[0], ours.main[0].to(grad))
+    assert standins.calls[-1] == "multi_tensor_sgd"
+
+
+@each_library
+def test_first_step_of_a_momentum_buffer_is_per_parameter(standins: Gpu, name: str) -> None:
+    """apex takes from the last parameter whether it is the first step of all."""
+    from mp_optim.rules.elementwise import FusedSGD
+
+    results = []
+    for backend in (name, "reference"):
+        params = [torch.ones(5), torch.ones(6)]
+        optimizer = FusedSGD(params, lr=0.1, momentum=0.9, dampening=0.5, backend=backend)
+        for slots in ([0], [0, 1]):
+            optimizer.step_slots([SlotUpdate(Slot(0, i), torch.ones(5 + i)) for i in slots])
+        results.append(torch.cat(params))
+    assert torch.allclose(*results, rtol=0, atol=1e-6)
+
+
+@each_library
+def test_bfloat16_models_have_main_params(standins: Gpu, name: str) -> None:
+    """Small steps add up: they would all be rounded away in bfloat16 (apex: master_weights=True is
+    ignored)."""
+    model = nn.Linear(8, 8, bias=False).bfloat16()
+    nn.init.ones_(model.weight)
+    config = OptimizerConfig(
+        lr=1e-4, bf16=True, weight_decay=0.0, clip_grad=0.0, fused_backend=name
+    )
+    optimizer = get_megatron_optimizer(config, model)
+    for _ in range(100):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    assert float(dict(optimizer.named_main_params())["weight"].mean()) == pytest.approx(
+        0.99, abs=1e-4
+    )
+    assert float(model.weight.detach().float().mean()) == pytest.approx(0.99, abs=2**-8)
+    assert "multi_tensor_adam" in standins.calls
+    assert name in str(optimizer.describe())
+
+
+@each_library
+def test_groups_added_after_construction_are_stepped(standins: Gpu, name: str) -> None:
+    first, second = torch.ones(5), torch.ones(6)
+    optimizer = FusedAdam([first], lr=0.1, backend=name)
+    optimizer.add_param_group({"params": [second]})
+    first.grad, second.grad = torch.ones(5), torch.ones(6)
+    optimizer.step()
+    assert first.max() < 0.95 and second.max() < 0.95
+
+
+@each_library
+def test_loaded_state_keeps_its_dtype(standins: Gpu, name: str) -> None:
+    """torch's load casts state to the parameter's dtype, which the kernels go on reading as
+    FP32."""
+    model = nn.Linear(4, 4).bfloat16()
+    config = OptimizerConfig(lr=0.01, bf16=True, fused_backend=name)
+    optimizer = get_megatron_optimizer(config, model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    again = get_megatron_optimizer(config, model)
+    again.load_state_dict(optimizer.state_dict())
+    state = again.optimizer.slot_state(Slot(0, 0))
+    assert state["exp_avg"].dtype == torch.float32 and state["step"] == 1
+    assert torch.equal(state["exp_avg"], optimizer.optimizer.slot_state(Slot(0, 0))["exp_avg"])
+    again.step()
+    assert standins.damage == []
+
+
+def test_state_of_another_dtype_goes_to_reference(standins: Gpu) -> None:
+    for dtypes in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16,) * 2,
+    ):
+        for name in ("apex", "transformer_engine"):
+            ours, theirs, backend = lists(100), lists(100), backend_of(name)
+            for made in (ours, theirs):
+                for key, dtype in zip(("exp_avg", "exp_avg_sq"), dtypes, strict=True):
+                    made.state[key] = [x.to(dtype) for x in made.state[key]]
+            before = len(standins.calls)
+            backend.step("adam", ours, AdamScalars.at(GROUP, 1), 1.0)
+            ReferenceBackend().step("adam", theirs, AdamScalars.at(GROUP, 1), 1.0)
+            assert_close(ours, theirs)
+            stepped_by_kernel = standins.calls[before:].count("multi_tensor_adam")
+            assert stepped_by_kernel == (name == "transformer_engine" and len(set(dtypes)) == 1)
+    assert standins.damage == []
+
+
+@each_library
+def test_tensors_beyond_32_bit_indices(
+    standins: Gpu, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut into pieces; but LAMB cannot be cut, as it needs the norm of the whole tensor."""
+    standins.int_max = 5000
+    monkeypatch.setattr(batching, "piece_elements", lambda device: 4096)
+    monkeypatch.setattr(multi_tensor, "MOST_ELEMENTS", 5000)
+    for rule, keys in (
+        ("adam", ("exp_avg", "exp_avg_sq")),
+        ("sgd", ("momentum_buffer",)),
+        ("lamb", ("exp_avg", "exp_avg_sq")),
+    ):
+        ours, theirs = lists(12_345, 700, keys=keys), lists(12_345, 700, keys=keys)
+        step_with(backend_of(name), rule, ours, GROUP, 1, 0.5)
+        step_with(ReferenceBackend(), rule, theirs, GROUP, 1, 0.5)
+        assert_close(ours, theirs)
+    sums = backend_of(name).sum_of_squares([torch.ones(12_345), torch.ones(3)])
+    assert sums.tolist() == pytest.approx([12_345, 3], rel=1e-5)
+    assert standins.damage == []
+
+
+def test_pieces_stay_below_the_limits() -> None:
+    assert MOST_ELEMENTS + CHUNK_ELEMENTS <= 2**31 - 1
+    huge = torch.empty(2**31 + 10, dtype=torch.bfloat16, device="meta")
+    sizes = [
+        t.numel()
+        for _, batch in batching.batches(TensorLists([huge], [huge], {}, [None]))
+        for t in batch.main
+    ]
+    assert sum(sizes) == 2**31 + 10 and max(sizes) < MOST_ELEMENTS
+
+
+def test_runs_are_as_full_as_they_may_be() -> None:
+    sizes = enumerate([2, 2, 1, 3, 9, 4])
+    assert list(batching.runs_of(sizes, 4)) == [[0, 1], [2, 3], [4], [5]]
+
+
+@each_library
+def test_many_tensors_do_not_exhaust_handles(standins: Gpu, name: str) -> None:
+    assert MOST_TENSORS * 5 < te.HANDLES
+    ours, theirs = (lists(*[2] * 4010, output=torch.bfloat16) for _ in range(2))
+    backend_of(name).step("adam", ours, AdamScalars.at(GROUP, 1), 1.0)
+    ReferenceBackend().step("adam", theirs, AdamScalars.at(GROUP, 1), 1.0)
+    assert_close(ours, theirs)
+
+
+@each_library
+def test_no_launch_sees_the_flag_of_another(standins: Gpu, name: str) -> None:
+    """Measuring or scaling a gradient with an inf raises a flag; SGD would then skip without a
+    word."""
+    backend = backend_of(name)
+    assert backend.sum_of_squares([torch.tensor([math.inf])]).tolist() == [math.inf]
+    ours = lists(50, grad=torch.bfloat16, keys=("momentum_buffer",))
+    ours.grad[0][7] = math.inf
+    before = ours.main[0].clone()
+    backend.step("sgd", ours, SgdScalars.at(GROUP, 1), 0.5)
+    assert ours.main[0][7] == -math.inf and not torch.equal(ours.main[0][:7], before[:7])
+    assert set(standins.flags) == {0} and standins.damage == []
+
+
+@each_library
+def test_steps_and_rates_may_be_tensors(standins: Gpu, name: str) -> None:
+    group = GROUP | {"lr": torch.tensor(0.01), "weight_decay": torch.tensor(0.1)}
+    ours, theirs = lists(50), lists(50)
+    backend_of(name).step("adam", ours, AdamScalars.at(group, int(torch.tensor(3.0))), 1.0)
+    ReferenceBackend().step("adam", theirs, AdamScalars.at(GROUP, 3), 1.0)
+    assert_close(ours, theirs)
+
+
+def test_finite_gradients_that_overflow_fp32_norms_are_no_overflow(standins: Gpu) -> None:
+    """|g| > 1.8e19 makes apex's norm infinite, and the step would be skipped."""
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01, fused_backend="apex"), model)
+    model.weight.grad = torch.full((4, 4), 1e25)
+    success, norm, _ = optimizer.step()
+    assert success and norm == pytest.approx(4e25, rel=1e-5)
+
+
+@each_library
+def test_gradients_are_never_written(standins: Gpu, name: str) -> None:
+    """apex's LAMB leaves its direction where the gradient was."""
+    for rule in ("lamb", "adam"):
+        made = lists(50)
+        before = made.grad[0].clone()
+        step_with(backend_of(name), rule, made, GROUP, 1, 1.0)
+        assert torch.equal(made.grad[0], before)
+
+
+def test_lamb_has_no_clip_of_its_own(standins: Gpu) -> None:
+    """max_grad_norm=0 makes apex divide every gradient by infinity."""
+    ours, theirs = lists(200), lists(200)
+    ours.grad[0].mul_(1e4), theirs.grad[0].mul_(1e4)
+    ApexBackend(amp_c.module()).lamb(ours, LambScalars.at(GROUP, 1), 1.0)
+    ReferenceBackend().lamb(theirs, LambScalars.at(GROUP, 1), 1.0)
+    assert_close(ours, theirs)
+    assert ours.state["exp_avg"][0].abs().max() > 1e3
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="lamb", lr=0.01, clip_grad=0.0, fused_backend="apex"),
+        nn.Linear(4, 4),
+    )
+    assert optimizer.optimizer.param_groups[0]["max_grad_norm"] == 0.0
+
+
+def test_sharded_lamb_goes_to_reference(standins: Gpu) -> None:
+    """The kernel takes each tensor's own norm, which for a shard is not the parameter's."""
+    results = []
+    for name in ("apex", "reference"):
+        param = torch.linspace(-1, 1, 50)
+        optimizer = FusedLAMB([param], lr=0.01, max_grad_norm=0.0, backend=name)
+        del standins.calls[:]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                dist, "all_reduce", lambda sums, op, group, async_op: sums[:, 0].mul_(4)
+            )  # as if there were more
+            patch.setattr("mp_optim.kernels.sums.wait_for", lambda *_: None)
+            no_guard = lambda group: lambda doing: contextlib.nullcontext()  # noqa: E731
+            patch.setattr("mp_optim.kernels.sums.naming_missing_ranks", no_guard)
+            group = type("Group", (), {"size": lambda self: 4})()
+            optimizer.step_slots([SlotUpdate(Slot(0, 0), torch.ones(50), 1.0, None, (group,))])
+        results.append(param)
+    assert "multi_tensor_lamb" not in standins.calls and torch.equal(*results)
+
+
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**20, 2.0**32])
+def test_lamb_in_fp16_moves_on_its_first_step(standins: Gpu, scale: float) -> None:
+    """With the default scale of 2^32 the first steps overflow, which hides a step that cannot
+    work."""
+    results = []
+    for name in ("apex", "reference"):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8, bias=False).half()
+        before = model.weight.detach().clone()
+        config = OptimizerConfig(
+            optimizer="lamb", lr=0.01, fp16=True, initial_loss_scale=scale, fused_backend=name
+        )
+        optimizer = get_megatron_optimizer(config, model)
+        model.weight.grad = (torch.full((8, 8), 1e-2) * optimizer.get_loss_scale()).half()
+        success, _, _ = optimizer.step()
+        moved = not torch.equal(model.weight.detach(), before)
+        state = optimizer.optimizer.slot_state(Slot(0, 0))
+        assert success == moved == bool(state["exp_avg"].any()) == (scale < 2.0**22)
+        assert state["step"] == int(moved)
+        results.append(dict(optimizer.named_main_params())["weight"].detach())
+    found = Deviation()
+    found.params(*results, 0.01)
+    assert found.tolerable
+
+
+@each_library
+def test_empty_shards_count_their_steps(standins: Gpu, name: str) -> None:
+    """Ranks that hold nothing of a parameter must agree with the others on the step."""
+    optimizer = FusedAdam([{"params": [torch.zeros(0)]}, {"params": [torch.ones(3)]}], backend=name)
+    optimizer.step_slots(
+        [SlotUpdate(Slot(0, 0), torch.zeros(0)), SlotUpdate(Slot(1, 0), torch.ones(3))]
+    )
+    assert [int(optimizer.slot_state(Slot(g, 0))["step"]) for g in (0, 1)] == [1, 1]
+
+
+def split_lists(values: list[float], grads: list[float]) -> TensorLists:
+    """bfloat16 parameters with remainders of zero."""
+    made = TensorLists(
+        [torch.tensor(values, dtype=torch.bfloat16)],
+        [torch.tensor(grads, dtype=torch.bfloat16)],
+        {"exp_avg": [torch.zeros(len(values))], "exp_avg_sq": [torch.zeros(len(values))]},
+        [None],
+    )
+    made.state[REMAINDER] = [torch.zeros(len(values), dtype=torch.int16)]
+    return made
+
+
+def test_a_nan_shows_in_the_parameter_beside_a_remainder(standins: Gpu) -> None:
+    """CUDA's NaN, split by Transformer Engine, is a bfloat16 -0.0: the model would run on."""
+    made = split_lists([1.0, 2.0], [math.nan, 1.0])
+    te_backend = TransformerEngineBackend(te.modules()["transformer_engine_torch"])
+    te_backend.step("adam", made, AdamScalars.at(GROUP, 1), 1.0)
+    assert made.main[0][0].isnan() and made.main[0][1].isfinite()
+    assert join(made.main[0], made.state[REMAINDER][0])[0].isnan()
+    assert standins.calls[-1] == "multi_tensor_adam_param_remainder"
+
+
+def test_a_zero_parameter_has_no_remainder(standins: Gpu) -> None:
+    """A parameter zeroed from outside: the kernel would borrow from the zero and make a NaN."""
+    made, theirs = (
+        split_lists([0.0, -0.0, 1.0], [0.5, 0.5, 0.5]),
+        split_lists([0.0, -0.0, 1.0], [0.5, 0.5, 0.5]),
+    )
+    for each in (made, theirs):
+        each.state[REMAINDER][0].fill_(-5)
+    backend = TransformerEngineBackend(te.modules()["transformer_engine_torch"])
+    backend.step("adam", made, AdamScalars.at(GROUP, 1), 1.0)
+    ReferenceBackend().step("adam", theirs, AdamScalars.at(GROUP, 1), 1.0)
+    found = Deviation()
+    found.params(
+        join(made.main[0], made.state[REMAINDER][0]),
+        join(theirs.main[0], theirs.state[REMAINDER][0]),
+        0.01,
+    )
+    assert found.tolerable, found
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_zeros_and_nans_take_as_many_operations_for_any_number_of_tensors(
+    standins: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = te.modules()["transformer_engine_torch"]
+    launched: list[int] = []
+    monkeypatch.setattr(
+        library,
+        "multi_tensor_adam_param_remainder",
+        lambda chunk, flag, lists, *rest: launched.append(len(lists[0])),
+    )
+    counted = []
+    for tensors in (1, 2, 70):
+        parts = [split_lists([0.0, 1.0], [1.0, 1.0]) for _ in range(tensors)]
+        made = TensorLists(
+            [part.main[0] for part in parts],
+            [part.grad[0] for part in parts],
+            {key: [part.state[key][0] for part in parts] for key in parts[0].state},
+            [None] * tensors,
+        )
+        with Operations() as operations:
+            TransformerEngineBackend(library).step("adam", made, AdamScalars.at(GROUP, 1), 1.0)
+        counted.append(operations.names)
+    assert launched == [1, 2, 70]
+    assert counted[0] == counted[1] == counted[2] and 0 < len(counted[0]) < 20
+
+
+def test_kernels_launch_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine launches on the current device's stream whatever it is handed."""
+    entered: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device", entered.append)
+    accelerator.current_device(torch.device("cuda", 3))
+    accelerator.current_device(CPU)
+    assert entered == [torch.device("cuda", 3)]
+
+
+def test_parameters_on_a_host_are_stepped_there(
+    standins: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ColossalAI #6401 and #6418: nothing is copied to the GPU and updated there in a copy."""
+    monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "meta")  # any device that is not the host
+    backend, why = choose_backend("reference", CPU)
+    made = lists(50)
+    before = made.main[0].clone()
+    backend.lamb(made, LambScalars.at(GROUP, 1), 1.0)
+    assert not torch.equal(made.main[0], before), why
+    with pytest.raises(ValueError, match="a tensor on cpu"):
+        ApexBackend(amp_c.module()).lamb(made, LambScalars.at(GROUP, 1), 1.0)

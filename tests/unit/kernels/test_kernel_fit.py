@@ -1,0 +1,97 @@
+"""What does not fit is refused where kernels are called, whoever believed that it would."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import mp_optim
+from mp_optim.core import CachedTensorList
+from mp_optim.kernels import choose_backend
+from mp_optim.kernels.element_rules import AdamScalars
+from mp_optim.kernels.triton import triton_backend
+from support.kernels import NEED_KERNELS
+from support.triton_cases import GROUP, KEYS, Case, lists_of
+
+NAMES = [
+    pytest.param("native", marks=NEED_KERNELS),
+    pytest.param(
+        "triton", marks=pytest.mark.skipif(triton_backend()[0] is None, reason="no Triton")
+    ),
+]
+CASES = {
+    "FP32": Case(),
+    "compact": Case(
+        rest=torch.int16, moments=(torch.uint8, torch.uint8), average=torch.bfloat16, noisy=True
+    ),
+}
+SIZES = [300, 1, 700]
+OPEN = ("main", "grad", "output")
+
+
+def backend_of(name):
+    if name == "triton":
+        return triton_backend()[0]
+    return choose_backend("native", torch.device("cpu"))[0]
+
+
+def columns_of(lists):
+    return {"main": lists.main, "grad": lists.grad, "output": lists.output, **lists.state}
+
+
+def sliced(tensor):
+    tensor.data = tensor.data[:-1]
+
+
+def given_back(tensor):
+    tensor.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("form", CASES)
+@pytest.mark.parametrize("trouble", [sliced, given_back])
+def test_no_kernel_is_launched_over_what_does_not_fit(name, form, trouble):
+    """Column by column; also where something about a list is known already."""
+    backend, scalars = backend_of(name), AdamScalars.at(GROUP, 2)
+    for column in columns_of(lists_of(1, SIZES, KEYS["adam"], CASES[form])):
+        lists = lists_of(1, SIZES, KEYS["adam"], CASES[form])
+        known = {each: CachedTensorList(getattr(lists, each)) for each in OPEN}
+        for tensors in known.values():
+            assert tensors.dtypes and tensors.sizes
+        lists = replace(lists, **known)
+        trouble(columns_of(lists)[column][2])
+        before = [t.clone() for each in columns_of(lists).values() for t in each[:2]]
+        with pytest.raises(ValueError, match=r"tensor 2 of 3 in column"):
+            backend.step("adam", lists, scalars, 0.5)
+        after = [t for each in columns_of(lists).values() for t in each[:2]]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), column
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_measured_only_as_they_are(name):
+    grads = CachedTensorList([torch.ones(8), torch.ones(64)])
+    params = CachedTensorList([torch.ones(8), torch.ones(32)])
+    with pytest.raises(ValueError, match=r"tensor 1 of 2 in column 'grad'.*64 elements"):
+        backend_of(name).sum_of_squares(grads.gradients_of(params))
+
+
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(d, marks=NEED_KERNELS) for d in (torch.float32, torch.bfloat16)]
+)
+@pytest.mark.parametrize(
+    "settings", [{}, {"offload": 1.0}, {"offload": 1.0, "offload_place": "streamed"}], ids=str
+)
+def test_a_pruned_parameter_is_not_stepped_beyond_its_end(dtype, settings):
+    """``param.data = param.data[:n]`` has the old address and version."""
+    param = nn.Parameter(torch.zeros(64, dtype=dtype))
+    optimizer = mp_optim.SGD([("p", param)], lr=1.0, **settings)
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    whole = param.data
+    param.data = whole[:32]
+    param.grad = None
+    param.grad = torch.arange(64, dtype=dtype)[:32]
+    with pytest.raises(ValueError):  # by whichever layer looks first
+        optimizer.step()
+    assert not whole[32:].any()

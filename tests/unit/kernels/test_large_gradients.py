@@ -1,0 +1,216 @@
+"""A finite gradient, however large, makes no NaN out of finite state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mp_optim
+from mp_optim.kernels import proof_of
+from support.kernels import NEED_KERNELS
+
+BACKENDS = ["reference", pytest.param("native", marks=NEED_KERNELS)]
+LARGE = [2e20, 1e30, 3.4e38]
+"""The square overflows; the second moment too; bfloat16 would make it infinite."""
+STATES = ["fp32", "bf16", "fp16", "8bit", "4bit"]
+NOISY = ["bf16", "8bit", "4bit"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rule with settings.
+
+    Attributes:
+        alone: an element's step depends on its own gradients alone.
+        states: how its moments may be kept.
+    """
+
+    cls: str
+    settings: dict[str, Any]
+    alone: bool = True
+    states: tuple[str, ...] = tuple(STATES)
+
+
+CASES = {
+    "AdamW": Case("AdamW", {}),
+    "AdamW without first moment": Case("AdamW", {"betas": (0.0, 0.999)}),
+    "Adam": Case("Adam", {"weight_decay": 0.1}),
+    "StableAdamW": Case("StableAdamW", {}, alone=False),
+    "AdEMAMix": Case("AdEMAMix", {"weight_decay": 0.1, "alpha_warmup": 3}),
+    "AdEMAMix without first moment": Case("AdEMAMix", {"betas": (0.0, 0.999, 0.9)}),
+    "LAMB": Case("LAMB", {}, alone=False),
+    "NVLAMB of sums": Case("LAMB", {"use_nvlamb": True, "grad_averaging": False}, alone=False),
+    "SGD": Case("SGD", {"momentum": 0.9, "lr": 1e-3}),
+    "Lion": Case("Lion", {}),
+    "Muon": Case("Muon", {}, alone=False),
+    "Adafactor": Case("Adafactor", {}, alone=False, states=("fp32",)),
+    "Adafactor without averages": Case(
+        "Adafactor", {"beta2_decay": 0.0, "weight_decay": 0.1}, alone=False, states=("fp32",)
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Triton's interpreter computes in numpy, which warns of what overflows."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+class Run:
+    """A bfloat16 matrix and an FP32 vector of three blocks of 256 elements, stepped by a rule."""
+
+    def __init__(self, case: Case, **settings: Any) -> None:
+        matrix = torch.ones(3, 200, dtype=torch.bfloat16)
+        self.params = [nn.Parameter(matrix), nn.Parameter(torch.ones(600))]
+        names = ("matrix", "vector")
+        named = list(zip(names, self.params, strict=True))
+        given = {"lr": 0.1, **case.settings, **settings}
+        self.optimizer = getattr(mp_optim, case.cls)(named, **given)
+
+    def step(self, gradient: float, element: int | None = None, large: float = 0.0) -> None:
+        """A step in which all gradients but perhaps one are the same."""
+        for param in self.params:
+            param.grad = torch.full_like(param, gradient)
+            if element is not None:
+                most = torch.finfo(param.dtype).max
+                param.grad.view(-1)[element] = max(-most, min(most, large))
+        self.optimizer.step()
+        assert self.optimizer.last_step.success
+
+    def values(self) -> Tensor:
+        found = torch.cat([param.detach().reshape(-1).float() for param in self.params])
+        assert found.isfinite().all()
+        return found
+
+
+def bits_but(values: Tensor, element: int) -> Tensor:
+    """All elements but one of each parameter, as bits."""
+    kept = torch.ones(len(values), dtype=torch.bool)
+    kept[element::600] = False
+    return values[kept].view(torch.int32)
+
+
+def drawn(states: Sequence[str], noisy: Sequence[str]) -> list[Any]:
+    return [
+        pytest.param(case, state, rounded, id=f"{name}-{state}{'-noisy' * rounded}")
+        for name, case in CASES.items()
+        for rounded, some in ((False, states), (True, noisy))
+        for state in some
+        if state in case.states
+    ]
+
+
+def with_sizes(forms: list[Any]) -> list[Any]:
+    """Each form of state with each size of a gradient. All but one of these are for the night, in
+    turn: each rule, and each form, meets each size by day."""
+    found = []
+    for at, form in enumerate(forms):
+        case = form.values[0]
+        for index, large in enumerate(LARGE):
+            by_day = len(case.states) == 1 or (at + index) % len(LARGE) == 0
+            marks = [] if by_day else [pytest.mark.slow]
+            found.append(pytest.param(*form.values, large, id=f"{form.id}-{large:g}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("case", "state", "noisy", "large"), with_sizes(drawn(STATES, NOISY)))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_large_finite_gradient_makes_no_nan(
+    case: Case, state: str, noisy: bool, large: float, backend: str
+) -> None:
+    """Neither in the step, nor in those after it, nor where it comes again; and an element's step
+    that depends on nothing else is what it would have been without its neighbour."""
+    settings = {"state": state, "stochastic_rounding": noisy, "backend": backend}
+    ours, spared = (Run(case, **settings) for _ in range(2))
+    for run in (ours, spared):
+        run.step(0.5)
+    ours.step(1.0, 300, -large)
+    spared.step(1.0)
+    if case.alone:
+        expected = bits_but(spared.values(), 300)
+        assert torch.equal(bits_but(ours.values(), 300), expected)
+    for element in (None, 300, 301, None):
+        ours.step(1.0, element, large)
+        ours.values()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_it_may_be_the_first_of_all(name: str, backend: str) -> None:
+    case = CASES[name]
+    for state in case.states:
+        run = Run(case, state=state, backend=backend)
+        for element in (0, 0, None, 1, 0):
+            run.step(1.0, element, LARGE[-1])
+            run.values()
+
+
+def every_other(forms: list[Any]) -> list[Any]:
+    """The rest is for the night; each rule is stepped by day, and each form of state."""
+    found = []
+    for at, form in enumerate(forms):
+        by_day = len(form.values[0].states) == 1 or at % 2 == 0
+        marks = [] if by_day else [pytest.mark.slow]
+        found.append(pytest.param(*form.values, id=form.id, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("case", "state", "noisy"), every_other(drawn(["fp32", "8bit"], ["4bit"])))
+def test_kernels_for_gpus_have_the_same_bits(case: Case, state: str, noisy: bool) -> None:
+    if case.cls == "Adafactor":
+        pytest.skip("has the same passes everywhere")
+    proof = proof_of("triton", torch.device("cpu"))
+    if not proof.usable:
+        pytest.skip(f"triton is not usable: {proof.reason}")
+    settings = {"state": state, "stochastic_rounding": noisy}
+    ours, theirs = (Run(case, **settings, backend=name) for name in ("triton", "reference"))
+    for element, large in ((None, 0.0), *((300, large) for large in LARGE), (300, -LARGE[-1])):
+        for run in (ours, theirs):
+            run.step(1.0, element, large)
+        assert torch.equal(ours.values(), theirs.values())
+
+
+@pytest.mark.parametrize("state", ["fp16", "8bit", "4bit"])
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_infinite_second_moment_in_blocks_is_one_to_its_own_element(
+    state: str, noisy: bool, backend: str
+) -> None:
+    """Which stands still, as with FP32 moments, and is not moved by what a finite root divides."""
+    noisy = noisy and state != "fp16"
+    ours = Run(CASES["AdamW"], state=state, stochastic_rounding=noisy, backend=backend)
+    theirs = Run(CASES["AdamW"], backend=backend)
+    for element in (300, *[None] * 20):
+        for run in (ours, theirs):
+            run.step(1.0, element, 1e30)
+        assert torch.equal(ours.values()[300::600], theirs.values()[300::600])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_square_that_overflows_shortens_stable_adamws_step(backend):
+    """As a square does that is as far beyond the second moment and does not overflow."""
+
+    def lengths(large):
+        param = nn.Parameter(torch.zeros(64))
+        settings = {"lr": 0.1, "betas": (0.0, 0.99), "weight_decay": 0.0}
+        optimizer = mp_optim.StableAdamW([param], backend=backend, **settings)
+        for step in range(3):
+            param.grad = torch.ones(64)
+            if step == 2:
+                before = param.detach().clone()
+                param.grad[0] = large
+            optimizer.step()
+        return (param - before)[1:].abs().max().item()
+
+    assert lengths(1.0) == pytest.approx(0.1, rel=1e-3)
+    for large in (2e20, 1e21, 3e38):
+        assert 0.02 < lengths(large) < 1.01 * lengths(1e18)
+    assert math.isfinite(lengths(3.4e38))

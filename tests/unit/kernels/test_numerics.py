@@ -1,0 +1,284 @@
+"""Reference against numpy to the bit, against FP64 and torch within what docs/numerics.md
+states."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mp_optim.core import Slot, SlotUpdate
+from mp_optim.kernels import choose_backend, sums
+from mp_optim.kernels import chunking as batching
+from mp_optim.kernels.sums import sum_of_squares
+from mp_optim.rules.elementwise import FusedAdam, FusedAdEMAMix, FusedLion, FusedSGD
+from mp_optim.rules.rule_optimizer import RuleOptimizer
+from mp_optim.rules.whole_param import FusedLAMB, FusedStableAdamW
+from support import numpy_rules as oracle
+
+# Units of lr, at lr = 1e-2 where an ulp of |p| < 4 is 2.4e-5: a hundred steps round p a hundred
+# times (twice with decay), and roundings add up like a random walk. Measured: reference 3.2e-4
+# (LAMB 1.7e-4), torch 8.1e-4.
+FP64_TOLERANCE = {"reference": 1e-3, "torch": 2e-3}
+# At lr = 1e-3 an ulp is ten times as many lr; torch contracts multiply-adds and decays first.
+TORCH_TOLERANCE = 1e-2
+# 0-d, empty, less and more than a block, more than a batch.
+SHAPES: list[tuple[int, ...]] = [(), (0,), (7,), (33, 31), (1025,), (3, 45000)]
+
+
+def tensors(seed: int, scale: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) * scale for shape in SHAPES]
+
+
+def run(
+    optimizer: RuleOptimizer,
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+    multiplier: float = 0.3,
+) -> None:
+    for step in range(steps):
+        updates = [
+            SlotUpdate(Slot(0, i), g.to(dtype), float(np.float32(multiplier)))
+            for i, g in enumerate(tensors(100 + step, 0.1))
+        ]
+        optimizer.step_slots(updates)
+
+
+def bits(values: Any) -> bytes:
+    array: np.ndarray[Any, Any] = np.ascontiguousarray(values, dtype=np.float32)
+    return array.tobytes()
+
+
+ADAM: list[dict[str, Any]] = [
+    {"weight_decay": 0.1},
+    {"adam_w_mode": False, "weight_decay": 0.1},
+    {"bias_correction": False},
+]
+LAMB: list[dict[str, Any]] = [
+    {},
+    {"adam_w_mode": False},
+    {"grad_averaging": False},
+    {"weight_decay": 0.0},
+    {"weight_decay": 0.0, "use_nvlamb": True},
+]
+
+
+RULES = {
+    FusedAdam: (oracle.adam, ADAM),
+    FusedLAMB: (oracle.lamb, LAMB),
+    FusedStableAdamW: (oracle.stable_adamw, [{"weight_decay": 0.1, "betas": (0.9, 0.99)}]),
+}
+
+
+@pytest.mark.parametrize(
+    ("cls", "extra"), [(cls, extra) for cls in RULES for extra in RULES[cls][1]]
+)
+def test_rules_with_two_moments_equal_numpy(cls: Any, extra: dict[str, Any]) -> None:
+    mains = tensors(0)
+    optimizer = cls(mains, lr=3e-3, **extra)
+    rule, _ = RULES[cls]
+    expected = [
+        (p.numpy().copy(), np.zeros(p.shape, np.float32), np.zeros(p.shape, np.float32))
+        for p in mains
+    ]
+    run(optimizer, 3, torch.bfloat16)
+    for step in range(3):
+        grads = [g.bfloat16().float().numpy() for g in tensors(100 + step, 0.1)]
+        expected = [
+            rule(e[0], g, e[1], e[2], step + 1, optimizer.param_groups[0], 0.3)
+            for e, g in zip(expected, grads, strict=True)
+        ]
+    for i, (p, m, v) in enumerate(expected):
+        state = optimizer.slot_state(Slot(0, i))
+        assert bits(mains[i]) == bits(p), SHAPES[i]
+        assert bits(state["exp_avg"]) == bits(m)
+        assert bits(state["exp_avg_sq"]) == bits(v)
+        assert state["step"].item() == 3
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"momentum": 0.9, "dampening": 0.1}, {"momentum": 0.9, "nesterov": True}]
+)
+def test_sgd_equals_numpy(extra: dict[str, Any]) -> None:
+    mains = tensors(0)
+    optimizer = FusedSGD(mains, lr=0.1, weight_decay=0.01, **extra)
+    expected = [(p.numpy().copy(), np.zeros(p.shape, np.float32)) for p in mains]
+    run(optimizer, 3)
+    for step in range(3):
+        expected = [
+            oracle.sgd(p, g.numpy(), m, step + 1, optimizer.param_groups[0], 0.3)
+            for (p, m), g in zip(expected, tensors(100 + step, 0.1), strict=True)
+        ]
+    assert [bits(p) for p in mains] == [bits(p) for p, _ in expected]
+    assert set(optimizer.slot_state(Slot(0, 2))) == (
+        {"step", "momentum_buffer"} if extra else {"step"}
+    )
+
+
+def test_adam_with_bfloat16_moments_equals_numpy() -> None:
+    """The step uses the moments before they are rounded; the next one starts from the rounded
+    ones."""
+    mains = tensors(0)
+    optimizer = FusedAdam(
+        mains, lr=3e-3, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16
+    )
+    expected = [
+        (p.numpy().copy(), np.zeros(p.shape, np.float32), np.zeros(p.shape, np.float32))
+        for p in mains
+    ]
+    run(optimizer, 3)
+    for step in range(3):
+        stepped = [
+            oracle.adam(p, g.numpy(), m, v, step + 1, optimizer.param_groups[0], 0.3)
+            for (p, m, v), g in zip(expected, tensors(100 + step, 0.1), strict=True)
+        ]
+        expected = [(p, oracle.bf16(m), oracle.bf16(v)) for p, m, v in stepped]
+    for i, (p, m, v) in enumerate(expected):
+        state = optimizer.slot_state(Slot(0, i))
+        assert state["exp_avg"].dtype == torch.bfloat16
+        assert (
+            bits(mains[i]),
+            bits(state["exp_avg"].float()),
+            bits(state["exp_avg_sq"].float()),
+        ) == (bits(p), bits(m), bits(v))
+
+
+@pytest.mark.parametrize("warmups", [{}, {"alpha_warmup": 2, "beta3_warmup": 4}])
+def test_ademamix_equals_numpy(warmups: dict[str, Any]) -> None:
+    mains = tensors(0)
+    optimizer = FusedAdEMAMix(mains, lr=3e-3, weight_decay=0.1, **warmups)
+    kept = [tuple(np.zeros(p.shape, np.float32) for _ in range(3)) for p in mains]
+    expected = [(p.numpy().copy(), *moments) for p, moments in zip(mains, kept, strict=True)]
+    run(optimizer, 3)
+    for step in range(3):
+        expected = [
+            oracle.ademamix(p, g.numpy(), m, v, s, step + 1, optimizer.param_groups[0], 0.3)
+            for (p, m, v, s), g in zip(expected, tensors(100 + step, 0.1), strict=True)
+        ]
+    for i, values in enumerate(expected):
+        state = optimizer.slot_state(Slot(0, i))
+        ours = (mains[i], *(state[key] for key in ("exp_avg", "exp_avg_sq", "exp_avg_slow")))
+        assert list(map(bits, ours)) == list(map(bits, values)), SHAPES[i]
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_lion_equals_numpy(decay: float) -> None:
+    mains = tensors(0)
+    optimizer = FusedLion(mains, lr=0.01, weight_decay=decay)
+    expected = [(p.numpy().copy(), np.zeros(p.shape, np.float32)) for p in mains]
+    run(optimizer, 3)
+    for step in range(3):
+        expected = [
+            oracle.lion(p, g.numpy(), m, optimizer.param_groups[0], 0.3)
+            for (p, m), g in zip(expected, tensors(100 + step, 0.1), strict=True)
+        ]
+    assert [bits(p) for p in mains] == [bits(p) for p, _ in expected]
+    assert [bits(optimizer.slot_state(Slot(0, i))["exp_avg"]) for i in range(len(mains))] == [
+        bits(m) for _, m in expected
+    ]
+
+
+@pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])
+def test_batching_does_not_change_bits(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for piece in (1 << 10, 1 << 13, 1 << 17, 1 << 24):
+        for module in (batching, sums):
+            monkeypatch.setattr(module, "piece_elements", lambda device, piece=piece: piece)
+        mains = tensors(0)
+        run(cls(mains, weight_decay=0.1), 2)
+        results.append([bits(main) for main in mains])
+    assert all(result == results[0] for result in results)
+
+
+def test_output_is_rounded_to_nearest_even_through_any_strides() -> None:
+    main = torch.tensor([[1 + 2**-8, 1 + 3 * 2**-8], [2.0, -1 - 2**-8]])
+    before = main + 1.0
+    output = torch.empty(2, 2, dtype=torch.bfloat16).t().copy_(before)
+    grad = torch.ones(4, 2, dtype=torch.bfloat16)[::2]
+    FusedSGD([before], lr=1.0).step_slots([SlotUpdate(Slot(0, 0), grad, 1.0, output)])
+    assert output.tolist() == [[1.0, 1 + 2**-6], [2.0, -1.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_sum_of_squares_order(dtype: torch.dtype) -> None:
+    strided = [torch.randn(700, 500).t(), torch.randn(1, 300, 2, 900).transpose(1, 3)]
+    values = [t.to(dtype) for t in (*tensors(5), *strided)]
+    expected = [oracle.naive_sum_of_squares(v.double().numpy()) for v in values]
+    assert sum_of_squares(values).tolist() == expected
+    loose = choose_backend("torch", torch.device("cpu"))[0].sum_of_squares(values).tolist()
+    assert loose == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_sum_of_squares_propagates(bad: float) -> None:
+    big, small = torch.ones(300_000), torch.ones(3)
+    big[-1] = bad
+    found = sum_of_squares([big, small]).tolist()
+    assert math.isnan(found[0]) if math.isnan(bad) else found[0] == math.inf
+    assert found[1] == 3.0
+
+
+def fp64_adam(
+    p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: int, h: dict[str, Any], lamb: bool
+) -> None:
+    b1, b2 = h["betas"]
+    m.mul_(b1).add_(g * (1 - b1))
+    v.mul_(b2).add_(g * g * (1 - b2))
+    u = (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + h["eps"])
+    if lamb:
+        u += h["weight_decay"] * p
+        p -= h["lr"] * p.norm() / u.norm() * u
+    else:
+        p -= h["lr"] * (u + h["weight_decay"] * p)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])
+def test_a_hundred_steps_stay_close_to_fp64(cls: Any, backend: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    main = torch.randn(4096, generator=generator)
+    exact, m, v = main.double(), torch.zeros(4096).double(), torch.zeros(4096).double()
+    optimizer = cls([main], lr=1e-2, weight_decay=0.01, backend=backend)
+    for step in range(1, 101):
+        grad = torch.randn(4096, generator=generator) * 0.1
+        optimizer.step_slots([SlotUpdate(Slot(0, 0), grad)])
+        fp64_adam(exact, m, v, grad.double(), step, optimizer.param_groups[0], cls is FusedLAMB)
+    error = float((main - exact).abs().max()) / 1e-2
+    assert error < FP64_TOLERANCE[backend]
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("w_mode", [True, False])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_close_to_torch_fused(backend: str, w_mode: bool, decay: float) -> None:
+    start = tensors(0)
+    theirs = [torch.nn.Parameter(t.clone()) for t in start]
+    cls = torch.optim.AdamW if w_mode else torch.optim.Adam
+    other = cls(theirs, lr=1e-3, weight_decay=decay, fused=True)
+    ours = FusedAdam(start, lr=1e-3, weight_decay=decay, adam_w_mode=w_mode, backend=backend)
+    for step in range(10):
+        grads = tensors(100 + step, 0.1)
+        for p, g in zip(theirs, grads, strict=True):
+            p.grad = g.clone()
+        other.step()
+        ours.step_slots([SlotUpdate(Slot(0, i), g) for i, g in enumerate(grads)])
+    error = max(
+        float((a - b.detach()).abs().max()) / 1e-3
+        for a, b in zip(start, theirs, strict=True)
+        if a.numel()
+    )
+    assert error < TORCH_TOLERANCE
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_l2_moments_advance_at_lr_zero(backend: str) -> None:
+    main = torch.ones(5)
+    optimizer = FusedAdam([main], lr=0.0, weight_decay=0.5, adam_w_mode=False, backend=backend)
+    optimizer.step_slots([SlotUpdate(Slot(0, 0), torch.zeros(5))])
+    assert optimizer.slot_state(Slot(0, 0))["exp_avg"].tolist() == pytest.approx([0.05] * 5)
+    assert main.tolist() == [1.0] * 5

@@ -1,0 +1,406 @@
+"""Which backend is taken, and what is said about it: proofs, ``auto``, names, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.config.rules import CAPABILITIES, RULES, Capability
+from mp_optim.kernels import choose_backend, forget, multi_tensor, proof_of, selection
+from mp_optim.kernels import triton as triton_package
+from mp_optim.kernels.element_rules import TEXTS
+from mp_optim.kernels.native import NativeBackend
+from mp_optim.kernels.reference import ReferenceBackend
+from mp_optim.kernels.self_test import SelfTest
+from mp_optim.kernels.triton.backend import TritonBackend
+from mp_optim.kernels.triton.kernels import rules as triton_rules
+from mp_optim.rules.elementwise import FusedAdam, FusedLion
+from mp_optim.rules.whole_param import FusedLAMB
+from support.standins.gpu import Gpu
+
+CPU = torch.device("cpu")
+LIBRARIES = ("apex", "transformer_engine")
+
+
+@pytest.fixture
+def accelerator(standins: Gpu, monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """The CPU plays the accelerator: ``auto`` tries what it would try there."""
+    tried = selection.candidates(torch.device("cuda"))
+    monkeypatch.setattr(selection, "candidates", lambda device: tried)
+    monkeypatch.setitem(sys.modules, "mp_optim.kernels.triton", None)
+    forget()
+    return standins
+
+
+def install(monkeypatch: pytest.MonkeyPatch, name: str, module: Any) -> None:
+    monkeypatch.setitem(sys.modules, name, module)
+    forget()
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_proof_is_made_once_and_says_what_was_found(standins: Gpu, name: str) -> None:
+    proof = proof_of(name, CPU)
+    calls = len(standins.calls)
+    assert proof_of(name, CPU) is proof and len(standins.calls) == calls > 0
+    assert (proof.backend, proof.device, proof.usable, proof.exact) == (name, "cpu", True, False)
+    assert 0 < proof.ulps < 8 and 0 < proof.lrs < 1e-4
+    assert proof.reason == f"differs from reference by {proof.ulps:.3g} ulp, {proof.lrs:.2g} lr"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        proof.usable = False  # type: ignore[misc]
+
+
+def test_a_proof_does_not_touch_the_random_generator(standins: Gpu) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    proof_of("apex", CPU)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_auto_passes_over_what_has_other_bits(accelerator: Gpu) -> None:
+    backend, why = choose_backend("auto", CPU)
+    assert backend.name == "reference"
+    for name in (*LIBRARIES, "torch"):
+        assert (
+            f"not {name}: {proof_of(name, CPU).reason} (choose fused_backend={name!r} to use it)"
+            in why
+        )
+    model = nn.Linear(4, 4).bfloat16()
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, bf16=True), model)
+    assert "choose fused_backend='apex' to use it" in str(optimizer.describe())
+
+
+def test_an_accelerator_without_kernels_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, proof = torch.device("cuda", 0), SelfTest.unusable("triton", CPU, "fails a first step")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(selection, "_backend_and_proof", lambda *_: (ReferenceBackend(), proof))
+    forget()
+    with pytest.warns(UserWarning, match="no kernels of cuda:0 have the bits.*fails a first step"):
+        assert choose_backend("auto", device)[0].name == "reference"
+    forget()
+
+
+def test_auto_takes_the_first_with_the_bits_of_reference(
+    accelerator: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Exact(ReferenceBackend):
+        name = "triton"
+
+    found = ModuleType("mp_optim.kernels.triton")
+    found.triton_backend = lambda: (Exact(), "a test")  # type: ignore[attr-defined]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for library in LIBRARIES:  # takes seconds to import, and is never exact
+        monkeypatch.setitem(sys.modules, f"mp_optim.kernels.{library}", None)
+    install(monkeypatch, "mp_optim.kernels.triton", found)
+    backend, why = choose_backend("auto", CPU)
+    assert isinstance(backend, Exact) and "not " not in why
+    assert choose_backend("triton", CPU)[1] == "fused_backend='triton'"
+    found.triton_backend = lambda: (None, "ImportError: no triton")  # type: ignore[attr-defined]
+    forget()
+    assert proof_of("triton", CPU).reason == "ImportError: no triton"
+
+
+def test_a_triton_that_is_too_old_is_said_where_auto_is_described(
+    accelerator: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a step on a GPU would be ten times slower without a word."""
+    triton = pytest.importorskip("triton")
+    install(monkeypatch, "mp_optim.kernels.triton", triton_package)
+    triton_package.triton_backend.cache_clear()
+    with monkeypatch.context() as old:
+        old.setenv("TRITON_INTERPRET", "0")
+        old.setattr(triton, "__version__", "3.5.1")
+        old.setattr(triton.runtime, "JITFunction", object)  # as where none is interpreted
+        old.setattr(torch.cuda, "is_available", lambda: True)
+        chosen, _ = choose_backend("auto", CPU)
+    triton_package.triton_backend.cache_clear()
+    model = nn.Linear(4, 4).bfloat16()
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, bf16=True), model)
+    assert chosen.name == "reference"
+    assert (
+        "not triton: RuntimeError: Triton 3.5.1 takes denormals for 0 in divisions and square "
+        "roots; 3.6 and later do not" in str(optimizer.describe())
+    )
+
+
+def test_on_the_host_native_comes_first() -> None:
+    assert selection.candidates(CPU)[0] == "native"
+    assert selection.candidates(torch.device("cuda")) == (
+        "triton",
+        "apex",
+        "transformer_engine",
+        "torch",
+        "reference",
+    )
+
+
+def test_one_that_is_slightly_wrong_is_not_usable(
+    accelerator: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = sys.modules["amp_C"]
+    right = library.multi_tensor_adam
+    monkeypatch.setattr(
+        library,
+        "multi_tensor_adam",
+        lambda chunk, flag, lists, lr, *rest: right(chunk, flag, lists, lr * 1.001, *rest),
+    )
+    forget()
+    proof = proof_of("apex", CPU)
+    assert not proof.usable and proof.reason.startswith(
+        "wrong: a first step differs from reference by"
+    )
+    with pytest.raises(ValueError, match="fused_backend='apex' is not available: wrong"):
+        choose_backend("apex", CPU)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            ModuleNotFoundError("No module named 'amp_C'", name="amp_C"),
+            "apex with its CUDA extensions is not installed",
+        ),
+        (
+            ModuleNotFoundError("No module named 'x'", name="x"),
+            "cannot be loaded: ModuleNotFoundError: No module named",
+        ),
+        (OSError("libnccl.so.2: cannot open"), "cannot be loaded: OSError: libnccl.so.2"),
+        (
+            RuntimeError("cudnn shared object not found."),
+            "cannot be loaded: RuntimeError: cudnn shared object not found.",
+        ),
+    ],
+)
+def test_broken_installations_are_a_reason_and_no_crash(
+    accelerator: Gpu, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    """Megatron catches ImportError alone, so that a broken Transformer Engine ends it."""
+    real = selection.importlib.import_module
+
+    def broken(name: str) -> Any:
+        if name in ("amp_C", "transformer_engine.pytorch"):
+            raise error
+        return real(name)
+
+    monkeypatch.setattr(selection.importlib, "import_module", broken)
+    forget()
+    assert words in proof_of("apex", CPU).reason
+    assert choose_backend("auto", CPU)[0].name == "reference"
+    with pytest.raises(ValueError, match="fused_backend='apex' is not available"):
+        FusedAdam([torch.zeros(3)], backend="apex")
+    with pytest.raises(ValueError, match="fused_backend='transformer_engine' is not available"):
+        get_megatron_optimizer(
+            OptimizerConfig(lr=0.1, fused_backend="transformer_engine"), nn.Linear(2, 2)
+        )
+
+
+def test_a_kernel_that_raises_is_a_reason(
+    accelerator: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+    monkeypatch.setattr(sys.modules["amp_C"], "multi_tensor_adam", fails)
+    forget()
+    assert (
+        "fails a first step: RuntimeError: CUDA error: no kernel image"
+        in proof_of("apex", CPU).reason
+    )
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_named_backends_are_described_with_their_limits(standins: Gpu, name: str) -> None:
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, fused_backend=name), nn.Linear(4, 4))
+    text = str(optimizer.describe())
+    assert (
+        f"{name} (fused_backend={name!r}; differs from reference by" in text
+        and "reference)" in text
+    )
+
+
+def test_without_a_gpu_a_named_backend_says_so(
+    standins: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "cuda")
+    forget()
+    if not torch.cuda.is_available():
+        with pytest.raises(
+            ValueError, match="its kernels run on cuda, not on cpu; torch finds no CUDA device"
+        ):
+            choose_backend("apex", CPU)
+
+
+def test_a_model_that_no_kernel_reaches_is_refused(
+    standins: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A working apex, and a model on the host: nothing would use what was asked for."""
+    monkeypatch.setattr(multi_tensor, "KERNEL_DEVICE", "cuda")
+    monkeypatch.setattr(selection, "choose_backend", cache(lambda name, device: None))
+    with pytest.raises(ValueError, match="fused_backend='apex': the model's parameters are on cpu"):
+        get_megatron_optimizer(OptimizerConfig(lr=0.1, fused_backend="apex"), nn.Linear(2, 2))
+
+
+def test_the_host_part_of_a_named_backend_is_native_and_says_that_bits_differ(
+    standins: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = torch.device("meta")  # plays the place where apex's kernels do not run
+    chosen, why = None, ""
+    chosen, why = choose_backend("apex", accelerator)
+    assert chosen.name == "reference"
+    assert why == "apex kernels run on cpu; apex has other bits, so placement shows in the results"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"optimizer": "lion", "fused_backend": "apex"},
+            "fused_backend='apex': has no kernels for optimizer='lion'",
+        ),
+        (
+            {"optimizer": "lamb", "fused_backend": "transformer_engine"},
+            "has no kernels for optimizer='lamb'; choose "
+            "fused_backend='auto', or an optimizer of ['adam', 'sgd']",
+        ),
+        (
+            {"use_precision_aware_optimizer": True, "bf16": True, "fused_backend": "apex"},
+            "store_param_remainders=True: fused_backend='apex' keeps main params in float32",
+        ),
+        (
+            {
+                "use_precision_aware_optimizer": True,
+                "exp_avg_dtype": "bf16",
+                "fused_backend": "apex",
+            },
+            "exp_avg_dtype=torch.bfloat16: fused_backend='apex' keeps moments in torch.float32",
+        ),
+        (
+            {
+                "use_precision_aware_optimizer": True,
+                "exp_avg_sq_dtype": "bf16",
+                "fused_backend": "transformer_engine",
+            },
+            "exp_avg_sq_dtype=torch.bfloat16: fused_backend='transformer_engine' keeps moments in "
+            "torch.float32, or both",
+        ),
+        (
+            {
+                "use_precision_aware_optimizer": True,
+                "exp_avg_dtype": "uint8",
+                "exp_avg_sq_dtype": "uint8",
+                "fused_backend": "transformer_engine",
+            },
+            "exp_avg_dtype=torch.uint8",
+        ),
+        (
+            {
+                "use_precision_aware_optimizer": True,
+                "bf16": True,
+                "param_remainder_bits": 8,
+                "fused_backend": "transformer_engine",
+            },
+            "param_remainder_bits=8",
+        ),
+        (
+            {
+                "use_precision_aware_optimizer": True,
+                "bf16": True,
+                "exp_avg_dtype": "bf16",
+                "exp_avg_sq_dtype": "bf16",
+                "stochastic_rounding": True,
+                "fused_backend": "transformer_engine",
+            },
+            "stochastic_rounding=True",
+        ),
+    ],
+)
+def test_what_a_library_cannot_do_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        OptimizerConfig(lr=0.1, **settings)
+    assert words in str(caught.value)
+
+
+def test_rules_refuse_what_the_config_would(standins: Gpu) -> None:
+    with pytest.raises(
+        ValueError, match="fused_backend='apex': has no kernels for optimizer='lion'"
+    ):
+        FusedLion([torch.zeros(3)], backend="apex")
+    with pytest.raises(ValueError, match="exp_avg_dtype="):
+        FusedAdam([torch.zeros(3)], backend="apex", exp_avg_dtype=torch.bfloat16)
+
+
+def test_what_transformer_engine_stores_in_fewer_bits_is_stepped_by_it(standins: Gpu) -> None:
+    model = nn.Linear(8, 8).bfloat16()
+    config = OptimizerConfig(
+        lr=0.01,
+        bf16=True,
+        use_precision_aware_optimizer=True,
+        exp_avg_dtype="bf16",
+        exp_avg_sq_dtype="bf16",
+        clip_grad=0.0,
+        fused_backend="transformer_engine",
+    )
+    optimizer = get_megatron_optimizer(config, model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    del standins.calls[:]
+    optimizer.step()
+    assert (
+        set(standins.calls) >= {"multi_tensor_adam_param_remainder"}
+        and "multi_tensor_adam" not in standins.calls
+    )
+    assert standins.damage == []
+
+
+def test_an_older_library_lacks_forms_and_is_usable_without(
+    standins: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert proof_of("transformer_engine", CPU).lacks == {}
+    monkeypatch.delattr(
+        sys.modules["transformer_engine_torch"], "multi_tensor_adam_param_remainder"
+    )
+    forget()
+    proof = proof_of("transformer_engine", CPU)
+    assert proof.usable and list(proof.lacks) == ["remainders"]
+    FusedAdam([torch.zeros(3)], backend="transformer_engine")
+    with pytest.raises(
+        ValueError, match="store_param_remainders=True: this installation of fused_backend='transf"
+    ):
+        FusedAdam([torch.zeros(3)], backend="transformer_engine", store_param_remainders=True)
+
+
+def test_rules_that_torch_has_no_kernels_for_are_shown_as_reference() -> None:
+    optimizer = FusedLAMB([torch.zeros(3)], backend="torch")
+    backend, why = optimizer.executor.backend_for(CPU)
+    assert backend.name == "reference" and "torch has no kernels for lamb" in why
+
+
+@pytest.mark.parametrize("backend", [NativeBackend, TritonBackend])
+@pytest.mark.parametrize("rule", [name for name, spec in RULES.items() if spec.has_kernels])
+def test_who_claims_a_rule_has_kernels_for_it(backend: type, rule: str) -> None:
+    """A rule that gets kernels is claimed by every backend that names none: it has to say so, or
+    have them."""
+    claimed = rule in CAPABILITIES.get(backend.name, Capability()).rules
+    named = [name for name in dir(backend) if name.startswith(rule)]
+    own = [name for name in named if getattr(backend, name) is not getattr(ReferenceBackend, name)]
+    if rule in TEXTS:
+        own = [name for name in kernels_of(backend) if name == rule]
+    assert own or not claimed
+
+
+def kernels_of(backend: type) -> list[str]:
+    """The rules of single elements that a backend has kernels for."""
+    if backend is TritonBackend:
+        return dir(triton_rules)
+    text = (Path(selection.__file__).parents[1] / "csrc" / "rules.inl").read_text()
+    return re.findall(r'row_of<[^>]*>\("(\w+)"\)', text)

@@ -1,0 +1,454 @@
+"""The verdict on the device: the bits of the host's, everything observable as on the host path, and
+nobody waits."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import struct
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from mp_optim import (
+    FusedAdam,
+    FusedLAMB,
+    HybridDeviceOptimizer,
+    OptimizerConfig,
+    StepResult,
+    get_megatron_optimizer,
+)
+from mp_optim.core import Slot
+from mp_optim.kernels import choose_backend
+from mp_optim.mixed_precision import MegatronOptimizer
+from mp_optim.mixed_precision import clip_and_skip as verdicts
+from mp_optim.mixed_precision.clip_and_skip import DeviceVerdict, decide, decide_on_device
+from mp_optim.mixed_precision.grad_norm import (
+    EXCLUDED,
+    MAIN_NORM,
+    Measurement,
+    NormKey,
+    agree,
+    count_zeros,
+)
+from support.kernel_launches import KernelLaunches
+from support.models import AdversarialTransfer, build, config_for, same_bits, tokens_of, train
+from support.waiting import WaitedError, no_waiting
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the tests marked gpu do this on the GPU"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]  # the interpreter's, for overflow and nan in numpy
+
+ODD = [0.0, 5e-324, 1e-310, 1e-160, 1e-12, 1.0, 1e300, 1.7976931348623157e308, math.inf, math.nan]
+squares = st.one_of(st.sampled_from(ODD), st.floats(0, 1e6), st.floats(0))
+scales = st.one_of(
+    st.none(), st.sampled_from([1.0, 3.0, 2.0**-20, 2.0**126, 1e-45]), st.floats(1e-6, 1e12)
+)
+
+
+def bits(value: Any) -> Any:
+    return (
+        struct.pack("d", value)
+        if isinstance(value, float) and not math.isnan(value)
+        else str(value)
+    )
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(squares, min_size=2, max_size=4),
+    scales,
+    st.sampled_from([0.0, 1e-3, 1.0, 5.0, 1e300]),
+    st.sampled_from([math.inf, 1e-3, 1.0, 1e10]),
+    st.one_of(st.none(), st.integers(0, 2**40)),
+)
+def test_the_bits_are_those_of_the_host(sums, scale, clip, threshold, zeros):
+    names = [EXCLUDED, MAIN_NORM, "mtp", "other"][: len(sums)]
+    measurement = Measurement(
+        dict(zip(names, torch.tensor(sums, dtype=torch.float64), strict=True)),
+        None if zeros is None else torch.tensor(float(zeros), dtype=torch.float64),
+    )
+    scaling = (
+        [] if scale is None else [torch.tensor([scale], dtype=torch.float32).double().reciprocal()]
+    )
+    config = OptimizerConfig(lr=1.0, clip_grad=clip, grad_norm_skip_threshold=threshold)
+    host, device = (
+        decide(measurement, scaling, config),
+        DeviceVerdict(decide_on_device(measurement, scaling, config)),
+    )
+    found = device.settle()
+    for mine, theirs in ((found.multipliers, host.multipliers), (found.norms, host.norms)):
+        assert {name: bits(value) for name, value in mine.items()} == {
+            n: bits(v) for n, v in theirs.items()
+        }
+    assert (found.skip, found.found_inf, found.num_zeros) == (
+        host.skip,
+        host.found_inf,
+        host.num_zeros,
+    )
+    assert bool(device.found_inf) == host.found_inf and device.result.success == host.result.success
+    for name, given_to_kernels in device.multipliers.items():
+        multiplier, skip = given_to_kernels.values.tolist()
+        assert given_to_kernels.values.dtype == torch.float32 and bool(skip) == host.skip
+        assert host.found_inf or bits(multiplier) == bits(host.multipliers[name])
+
+
+def test_settling_waits_for_the_copy_that_started_with_the_verdict(monkeypatch):
+    transfer = AdversarialTransfer()
+    monkeypatch.setattr(
+        transfer, "empty_host", lambda size, pin: torch.zeros(size, dtype=torch.uint8)
+    )
+    monkeypatch.setattr(verdicts, "_transfer", lambda device: transfer)
+    measurement = Measurement(
+        {name: torch.tensor(4.0, dtype=torch.float64) for name in (EXCLUDED, MAIN_NORM)}
+    )
+    verdict = DeviceVerdict(decide_on_device(measurement, (), OptimizerConfig(lr=1.0)))
+    assert len(transfer.pending) == 1 and transfer.pending[0] is not None
+    assert (
+        not verdict.result.is_known and verdict.result.grad_norm == 2.0 and verdict.result.is_known
+    )
+    assert transfer.pending == [None]
+
+
+# -- nobody waits ---------------------------------------------------------------------------------
+
+
+def small(precision: str = "bf16", **settings: Any) -> tuple[nn.Module, MegatronOptimizer]:
+    """A transposed, an empty and an excluded parameter among others; a norm group of its own."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[
+        precision.split("-")[0]
+    ]
+    values = torch.linspace(-1, 1, 300)
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype, copy=True)
+
+    model = nn.ParameterDict(
+        {
+            "whole": nn.Parameter(copied(values)),
+            "transposed": nn.Parameter(copied(values.reshape(20, 15)).t()),
+            "empty": nn.Parameter(torch.empty(0, dtype=dtype)),
+            "shared": nn.Parameter(copied(values[:7])),
+            "mtp": nn.Parameter(copied(values[:40].reshape(5, 8))),
+        }
+    )
+    model["shared"].shared = True
+    model["mtp"].grad_norm_group = "mtp"
+    config = config_for(precision, fused_backend="triton", **settings)
+    return model, get_megatron_optimizer(config, model, config_overrides={})
+
+
+def give_grads(
+    model: nn.Module, optimizer: MegatronOptimizer, step: int, bad: float | None = None
+) -> None:
+    generator = torch.Generator().manual_seed(step)
+    scale = float(optimizer.get_loss_scale())
+    for param in model.values():
+        param.grad = (torch.randn(param.shape, generator=generator) * 0.05 * scale).to(param.dtype)
+    if bad is not None:
+        model["transposed"].grad[3, 2] = bad
+
+
+WATCHED: dict[str, Any] = {
+    "log_num_zeros_in_grad": True,
+    "skip_step_sigma_factor": 6.0,
+    "log_param_grad_norms": 2,
+    "log_update_ratios_interval": 1,
+}
+"""All that is counted beside a step."""
+
+
+@pytest.mark.parametrize(
+    ("precision", "rule", "settings"),
+    [
+        ("fp16", "adam", {}),
+        ("bf16", "adam", {"caution": True, "cautious_wd": True}),
+        ("bf16", "lamb", {}),
+        ("bf16", "stable_adamw", {}),
+        ("bf16-remainder", "sgd", {}),
+        ("bf16", "lion", {}),
+    ],
+)
+def test_a_step_reads_nothing(precision, rule, settings, monkeypatch):
+    model, optimizer = small(precision, optimizer=rule, **settings, **WATCHED)
+    for seed in (8, 9):  # makes tables, and proves the kernels of a first step and of others
+        give_grads(model, optimizer, seed)
+        optimizer.step()
+    for step in range(3):
+        give_grads(model, optimizer, step, math.inf if step == 1 else None)
+        with no_waiting(monkeypatch, optimizer):
+            optimizer.health.report_loss(torch.ones(()))
+            result = optimizer.step()
+            assert not result.is_known
+            optimizer.zero_grad()
+            optimizer.scale_loss(torch.ones(()))
+    assert optimizer.metrics()["steps"] == 5 and optimizer.metrics()["skipped_steps"] == 1
+
+
+def test_a_chain_reads_nothing(monkeypatch):
+    model, optimizer = build("fp16", fused_backend="triton")
+    train(model, optimizer, 1)
+    for step in range(2):
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(tokens_of(step))).backward()
+        with no_waiting(monkeypatch, optimizer):
+            result = optimizer.step()
+        assert result.success
+
+
+def test_the_watch_would_see_somebody_who_waits(monkeypatch):
+    model, optimizer = small()
+    give_grads(model, optimizer, 0)
+    optimizer.step()  # makes tables
+    give_grads(model, optimizer, 1)
+    with no_waiting(monkeypatch, optimizer):
+        result = optimizer.step()
+        with pytest.raises(WaitedError, match="very step"):
+            _ = result.grad_norm
+    on_host, host = small()
+    monkeypatch.setattr(type(host.executor), "verdict_device", lambda self: None)
+    give_grads(on_host, host, 0)
+    host.step()
+    give_grads(on_host, host, 1)
+    with pytest.raises(WaitedError, match="cpu of"), no_waiting(monkeypatch, host):
+        host.step()
+
+
+# -- as on the host path --------------------------------------------------------------------------
+
+
+def story(precision: str, look: bool, **settings: Any) -> dict[str, Any]:
+    """Seven steps with overflows (the first and the last among them), a norm above the threshold,
+    changed rates."""
+    model, optimizer = small(
+        precision, log_num_zeros_in_grad=True, grad_norm_skip_threshold=10.0, **settings
+    )
+    results, scales = [], []
+    for step in range(7):
+        give_grads(model, optimizer, step, {0: math.inf, 3: math.nan, 6: math.inf}.get(step))
+        if step == 5:
+            model["transposed"].grad.fill_(float(optimizer.get_loss_scale()) * 4)
+        optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
+        result = optimizer.step()
+        results.append(tuple(result) if look else result)
+        scales.append(float(optimizer.get_loss_scale()))
+    state = optimizer.state_dict(full_precision=True)["state"]
+    return {
+        "results": [tuple(result) for result in results],
+        "scales": scales,
+        "metrics": optimizer.metrics(),
+        "state": {f"{i}.{k}": v.clone() for i, s in state.items() for k, v in s.items()},
+        "params": {name: p.detach().clone() for name, p in model.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("precision", "settings"),
+    [
+        ("bf16", {}),
+        ("fp16", {"hysteresis": 1, "loss_scale_window": 2}),
+        ("fp32", {"optimizer": "lamb"}),
+        ("fp32", {"optimizer": "stable_adamw"}),
+        ("bf16", {"optimizer": "sgd", "clip_grad": 0.0}),
+        ("bf16-stochastic", {}),
+    ],
+)
+def test_everything_is_as_on_the_host_path(precision, settings, monkeypatch):
+    device = story(precision, False, **settings)
+    looked = story(precision, True, **settings) if precision == "fp16" else device
+    assert any(not success for success, _, _ in device["results"])
+    monkeypatch.setattr(
+        "mp_optim.rules.rule_executor.RuleExecutor.verdict_device", lambda self: None
+    )
+    host = story(precision, True, **settings)
+    for found in (device, looked):
+        for what in ("results", "scales", "metrics"):
+            assert repr(found[what]) == repr(host[what]), what
+        for what in ("state", "params"):
+            assert found[what].keys() == host[what].keys()
+            for name, value in host[what].items():
+                assert same_bits(found[what][name], value), name
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda o: o.state_dict(),
+        lambda o: o.state[o.param_groups[0]["params"][0]],
+        lambda o: o.init_state(),
+        lambda o: o.optimizer.slot_state(Slot(0, 0)),
+        lambda o: o.optimizer.state_dict(),
+        lambda o: o.describe(),
+        lambda o: o.slot_state(Slot(0, 0)),
+        lambda o: o.load_state_dict(o.state_dict()),
+        lambda o: o.full_slot_state(Slot(0, 0)),
+        lambda o: o.optimizer.full_slot_state(Slot(0, 0)),
+    ],
+)
+def test_every_look_at_the_state_takes_a_skipped_step_back(look):
+    model, optimizer = small()
+    give_grads(model, optimizer, 0)
+    optimizer.step()
+    states = optimizer.optimizer.state_dict()["state"].values()
+    counters = [state["step"] for state in states]
+    give_grads(model, optimizer, 1, math.nan)
+    optimizer.step()
+    assert counters[0] == 2  # hoped for
+    look(optimizer)
+    assert [float(counter) for counter in counters] == [1.0] * len(counters)
+    assert optimizer.metrics()["skipped_steps"] == 1
+
+
+def test_a_group_added_after_a_step_that_is_not_settled():
+    model, optimizer = small()
+    give_grads(model, optimizer, 0, math.inf)
+    optimizer.step()
+    late = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+    optimizer.add_param_group({"params": [("late", late)], "lr": 0.5})
+    late.grad = torch.ones_like(late)
+    give_grads(model, optimizer, 1)
+    assert optimizer.step().success
+    assert [float(state["step"]) for state in optimizer.state_dict()["state"].values()] == [1.0] * 6
+
+
+def test_parameters_without_a_gradient_are_neither_counted_nor_taken_back():
+    model, optimizer = small()
+    for bad in (None, math.inf, None):
+        give_grads(model, optimizer, 0, bad)
+        model["whole"].grad = None
+        optimizer.step()
+    steps = {name: float(optimizer.state[param]["step"]) for name, param in model.items()}
+    assert steps == {"whole": 0.0, "transposed": 2.0, "empty": 2.0, "shared": 2.0, "mtp": 2.0}
+
+
+def test_timers_and_closures_work_as_ever():
+    events: list[str] = []
+
+    class Timer:
+        def start(self, barrier=False):
+            events.append("start")
+
+        def stop(self):
+            events.append("stop")
+
+    model, optimizer = small(timers=lambda name, log_level: events.append(name) or Timer())
+    give_grads(model, optimizer, 0)
+    assert optimizer.step(lambda: 5.0) == 5.0
+    assert events == [
+        "optimizer-clip-main-grad",
+        "start",
+        "stop",
+        "optimizer-inner-step",
+        "start",
+        "stop",
+    ]
+
+
+# -- where the host has to know -------------------------------------------------------------------
+
+
+def test_who_takes_a_verdict_on_the_device():
+    _, optimizer = small()
+    assert optimizer.verdict_device() == torch.device("cpu")
+    assert build("bf16", fused_backend="triton")[1].verdict_device() == torch.device("cpu")
+    assert build("bf16", fused_backend="reference")[1].verdict_device() is None
+    assert choose_backend("triton", torch.device("cpu"))[0].takes_device_multipliers
+    assert not any(
+        choose_backend(name, torch.device("cpu"))[0].takes_device_multipliers
+        for name in ("reference", "torch", "native")
+    )
+    params = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    assert FusedLAMB(params, max_grad_norm=1.0, backend="triton").executor.verdict_device() is None
+    assert FusedLAMB(
+        params, max_grad_norm=0.0, backend="triton"
+    ).executor.verdict_device() == torch.device("cpu")
+    kwargs = {"lr": 0.1, "sub_optimizer_kwargs": {"backend": "triton"}}
+    assert HybridDeviceOptimizer(params, 0.0, **kwargs).executor.verdict_device() == torch.device(
+        "cpu"
+    )
+    assert HybridDeviceOptimizer(params, 0.5, **kwargs).executor.verdict_device() is None
+    assert (
+        HybridDeviceOptimizer(
+            params, 0.0, torch.optim.SGD, torch.optim.SGD, lr=0.1
+        ).executor.verdict_device()
+        is None
+    )
+
+
+def test_a_hybrid_whose_host_part_is_empty_steps_without_waiting(monkeypatch):
+    params = {name: nn.Parameter(torch.ones(300)) for name in "ab"}
+    inner = HybridDeviceOptimizer(
+        list(params.items()),
+        0.0,
+        FusedAdam,
+        FusedAdam,
+        lr=0.1,
+        sub_optimizer_kwargs={"backend": "triton"},
+    )
+    from mp_optim import FP32Optimizer
+
+    optimizer = FP32Optimizer(inner, OptimizerConfig(lr=0.1, fused_backend="triton"))
+    for number, grad in enumerate((1.0, 1.0, math.inf)):
+        for param in params.values():
+            param.grad = torch.full_like(param, grad)
+        optimizer.state_dict()
+        with no_waiting(monkeypatch, optimizer) if number else nullcontext():  # 0 makes tables
+            optimizer.step()
+    assert [float(s["step"]) for s in inner.state_dict()["state"].values()] == [2.0, 2.0]
+
+
+# -- the result -----------------------------------------------------------------------------------
+
+
+def test_a_result_is_a_small_tuple_that_is_read_when_it_has_to_be():
+    reads: list[int] = []
+    result = StepResult.later(lambda: reads.append(1) or (True, 2.5, None))
+    assert len(result) == 3 and not reads and not result.is_known
+    success, norm, zeros = result
+    assert (success, norm, zeros) == (True, 2.5, None) and reads == [1]
+    assert (
+        result == (True, 2.5, None)
+        and result == StepResult(True, 2.5, None)
+        and result != (False, 2.5, None)
+    )
+    assert result != 5 and hash(result) == hash((True, 2.5, None)) and len(reads) == 1
+    assert (
+        result[1] == result[-2] == 2.5
+        and result[:2] == (True, 2.5)
+        and list(result) == [True, 2.5, None]
+    )
+    assert repr(result) == "StepResult(success=True, grad_norm=2.5, num_zeros_in_grad=None)"
+    copy = pickle.loads(pickle.dumps(StepResult.later(lambda: (False, None, 3))))
+    assert copy == (False, None, 3) and isinstance(copy, StepResult) and copy.num_zeros_in_grad == 3
+    with pytest.raises(AttributeError, match="cannot be changed"):
+        result.success = False
+    with pytest.raises(AttributeError, match="cannot be changed"):
+        del result.success
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_verdict_takes_few_launches(scaled: bool) -> None:
+    key, sums = NormKey(), torch.ones((), dtype=torch.float64)
+    scaling = [torch.full((1,), 0.5, dtype=torch.float64)] if scaled else []
+    config = config_for("fp16" if scaled else "bf16")
+    with KernelLaunches() as launches:
+        measurement = agree({key: sums}, None, None, [EXCLUDED, MAIN_NORM])
+        verdicts.decide_on_device(measurement, scaling, config)
+    assert len(launches.names) <= (25 if scaled else 22), launches.names
+
+
+def test_counting_zeros_takes_a_launch_a_gradient() -> None:
+    key, other = NormKey(), NormKey(EXCLUDED)
+    grads = [torch.eye(3).bfloat16() for _ in range(20)]
+    keys = [key, other] * 10
+    with KernelLaunches() as launches:
+        zeros = count_zeros(grads, keys, [key, other], torch.device("cpu"))
+    assert zeros[key] == 60.0
+    assert zeros[other] == 0.0
+    assert len(launches.names) <= 10 + 7, launches.names

@@ -1,0 +1,135 @@
+"""Where something is divided, it is divided by a tensor: a GPU's division by a number has other
+bits."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mp_optim import get_megatron_optimizer
+from mp_optim.core.quantized import scaled_codes
+from mp_optim.mixed_precision.clip_and_skip import clip_coefficients
+from mp_optim.zero.grad_reducer import divide_, finish_sum
+from support.cuda_division import DividesAsCuda
+from support.models import build, config_for, same_bits, tokens_of
+
+
+def test_the_mode_divides_as_it_says() -> None:
+    values = torch.arange(1.0, 1000.0)
+    with DividesAsCuda() as mode:
+        off = values / 3.0
+        same = values / 4.0
+        several = torch._foreach_div([values, values], 3.0)
+    assert not torch.equal(off, values / torch.tensor(3.0).expand_as(values))
+    assert torch.equal(same, values * 0.25)
+    assert torch.equal(several[0], off) and mode.numbers == [3.0, 4.0, 3.0]
+
+
+def float8_scales() -> Tensor:
+    values = torch.linspace(-3.0, 5.0, 96 * 400).view(400, 96) ** 3
+    return scaled_codes(values, (400, 1), torch.float8_e4m3fn)[0]
+
+
+def mean_of_sums() -> Tensor:
+    total = torch.linspace(-1.0, 1.0, 5000) ** 3
+    mean = torch.zeros_like(total)
+    finish_sum(total, mean, divisor=12, add=False)
+    return mean
+
+
+def coefficients() -> Tensor:
+    return clip_coefficients(torch.linspace(0.1, 40.0, 5000, dtype=torch.float64), 0.3)
+
+
+@pytest.mark.parametrize("compute", [float8_scales, mean_of_sums, coefficients])
+def test_quotients_are_those_of_the_host(compute: Callable[[], Tensor]) -> None:
+    expected = compute()
+    with DividesAsCuda():
+        assert torch.equal(compute(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("divisor", [2, 24, 255, 257, 513, 2056, 70_001])
+def test_gradients_are_divided_by_the_whole_number(dtype: torch.dtype, divisor: int) -> None:
+    """Also where their dtype does not hold it."""
+    grads = (torch.linspace(-3.0, 5.0, 5000) ** 3).to(dtype)
+    expected = (grads.float() / torch.full((5000,), float(divisor))).to(dtype)
+    with DividesAsCuda():
+        divide_(grads, divisor)
+    assert torch.equal(grads, expected)
+
+
+def test_clip_coefficients_are_the_hosts_to_the_last_bit() -> None:
+    norms = torch.linspace(0.1, 40.0, 5000, dtype=torch.float64)
+    host = [min(1.0, 0.3 / (norm + 1e-6)) for norm in norms.tolist()]
+    assert clip_coefficients(norms, 0.3).tolist() == host
+
+
+def state_after(precision: str, rule: str, mode: Any) -> list[Tensor]:
+    model, optimizer = build(precision, optimizer=rule, clip_grad=0.3, fused_backend="reference")
+    for step in range(4):
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(tokens_of(step))).backward()
+        with mode:
+            optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return [*(param.detach() for param in model.parameters()), *states]
+
+
+RULES = ("adam", "lamb", "lion", "sgd", "adafactor", "stable_adamw", "ademamix", "muon")
+CASES = [
+    *((precision, rule) for precision in ("fp32", "fp16", "bf16") for rule in RULES),
+    *(
+        (precision, rule)
+        for precision in ("bf16-8bit", "bf16-stochastic")
+        for rule in ("adam", "lamb")
+    ),
+]
+
+
+@pytest.mark.parametrize(("precision", "rule"), CASES)
+def test_whole_steps_have_the_bits_of_the_host(precision: str, rule: str) -> None:
+    """The rules' formulas, measuring, clipping and the codes of compact state."""
+    on_host = state_after(precision, rule, contextlib.nullcontext())
+    as_cuda = state_after(precision, rule, DividesAsCuda())
+    assert len(on_host) == len(as_cuda)
+    for ours, theirs in zip(on_host, as_cuda, strict=True):
+        assert same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("precision", "rule"),
+    [
+        *(("fp32", rule) for rule in RULES),
+        *(("bf16-8bit", rule) for rule in ("adam", "lamb", "stable_adamw")),
+    ],
+)
+def test_no_rule_divides_by_a_number_that_is_no_power_of_two(precision: str, rule: str) -> None:
+    """Where a quotient happens to be the same, the next one is not. Sizes are odd."""
+    torch.manual_seed(0)
+    config = config_for(precision, optimizer=rule, fused_backend="reference")
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    model = nn.Sequential(nn.Linear(33, 45), nn.Linear(45, 7)).to(dtype)
+    optimizer = get_megatron_optimizer(config, model)
+    with DividesAsCuda() as mode:
+        for _ in range(2):
+            optimizer.zero_grad()
+            for param in model.parameters():
+                param.grad = torch.randn_like(param)
+            optimizer.step()
+    assert {math.frexp(abs(number))[0] for number in mode.numbers} <= {0.5}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_loss_scale_lies_where_the_loss_does(precision: str) -> None:
+    model = nn.Linear(
+        4, 4, device="meta", dtype=torch.bfloat16 if precision == "bf16" else torch.float16
+    )
+    optimizer = get_megatron_optimizer(config_for(precision), model)
+    assert optimizer.get_loss_scale().device == torch.device("meta")

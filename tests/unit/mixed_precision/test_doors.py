@@ -1,0 +1,584 @@
+"""State leaves and enters by one door: whoever reads or loads it meets the model as it is now, or
+an error."""
+
+import copy
+import io
+import itertools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import mp_optim
+from mp_optim import get_megatron_optimizer
+from mp_optim.apps.convert import export_state
+from mp_optim.core.slot_state import MASTER
+from support.models import build, config_for, same_bits, train
+
+FORMS = ["fp32", "bf16", "fp16", "bf16-remainder", "bf16-8bit8", "bf16-master"]
+PLACES = [(0.0, "sync"), (0.4, "sync"), (1.0, "overlap"), (1.0, "speculative")]
+
+
+def make(precision, place, seed=0):
+    fraction, mode = place
+    settings = {"offload_mode": mode} if fraction else {}
+    return build(precision, fraction, seed=seed, clip_grad=0.0, **settings)
+
+
+# -- how a model is written or replaced -----------------------------------------------------------
+
+
+def fill(model, optimizer):
+    with torch.no_grad():
+        model.dense.fill_(0.5)
+
+
+def load_weights(model, optimizer):
+    model.load_state_dict({**model.state_dict(), "dense": torch.full_like(model.dense, 0.5)})
+
+
+def new_memory(model, optimizer):
+    model.dense.data = torch.full_like(model.dense, 0.5)
+
+
+def new_parameter(model, optimizer):
+    new = nn.Parameter(torch.full_like(model.dense, 0.5))
+    for group in optimizer.param_groups:
+        group["params"][:] = [new if param is model.dense else param for param in group["params"]]
+    model.dense = new
+
+
+def swapped(model, optimizer):
+    torch.utils.swap_tensors(model.dense, nn.Parameter(torch.full_like(model.dense, 0.5)))
+
+
+def reloaded(model, optimizer):
+    new_parameter(model, optimizer)
+    optimizer.reload_model_params()
+
+
+def without_a_trace(model, optimizer):
+    model.dense.data.fill_(0.5)
+    optimizer.reload_model_params()
+
+
+WRITES = [fill, load_weights, new_memory, new_parameter, swapped, reloaded, without_a_trace]
+
+# -- how state leaves: the value of `dense` as each door tells it ---------------------------------
+
+
+def resumed(model, optimizer, load):
+    """Values after a step with a gradient of zero, in a stack that was built from what was
+    saved."""
+    other_model, other = load()
+    for param in other_model.parameters():
+        param.grad = torch.zeros_like(param) * other.get_loss_scale().to(param.dtype)
+    for group in other.param_groups:
+        group["weight_decay"] = group["lr"] = 0.0
+    other.step()
+    return other_model.dense.detach().float()
+
+
+def by_state_dict(model, optimizer, again, folder):
+    def load():
+        other_model, other = again()
+        other_model.load_state_dict(copy.deepcopy(model.state_dict()))
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        return other_model, other
+
+    return resumed(model, optimizer, load)
+
+
+def by_full_precision(model, optimizer, again, folder):
+    state = copy.deepcopy(optimizer.state_dict(full_precision=True))
+    index = [name for group in state["param_groups"] for name in group["param_names"]].index(
+        "dense"
+    )
+    return state["state"][index].get("master_param", model.dense.detach().float())
+
+
+def by_checkpoint(model, optimizer, again, folder):
+    def load():
+        other_model, other = again()
+        mp_optim.checkpoint.save(folder, model, optimizer)
+        mp_optim.checkpoint.load(folder, other_model, other)
+        return other_model, other
+
+    return resumed(model, optimizer, load)
+
+
+def by_named_main_params(model, optimizer, again, folder):
+    return dict(optimizer.named_main_params())["dense"].detach().clone()
+
+
+def by_main_param(model, optimizer, again, folder):
+    (slot,) = (slot for slot in optimizer.slots() if optimizer.slot_name(slot) == "dense")
+    return optimizer.main_param(slot).detach().float().clone()
+
+
+def by_safetensors(model, optimizer, again, folder):
+    from safetensors.torch import load_file
+
+    (path,) = mp_optim.checkpoint.export_safetensors(folder, optimizer)
+    return load_file(path)["dense"]
+
+
+def by_foreign_state(model, optimizer, again, folder):
+    return export_state(optimizer).state["dense"][MASTER].clone()
+
+
+def by_state_view(model, optimizer, again, folder):
+    state = optimizer.state[model.dense]
+    assert state.keys() >= {"step", "exp_avg"}
+    return state.get("master_param", model.dense.main_param).detach().float().clone()
+
+
+def by_dcp(model, optimizer, again, folder):
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    state = get_optimizer_state_dict(model, optimizer)["state"]["dense"]
+    return state.get("master_param", model.dense.main_param).detach().float().clone()
+
+
+DOORS = [
+    by_state_dict,
+    by_full_precision,
+    by_checkpoint,
+    by_named_main_params,
+    by_main_param,
+    by_safetensors,
+    by_foreign_state,
+    by_state_view,
+    by_dcp,
+]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.sampled_from(WRITES),
+    st.sampled_from(DOORS),
+    st.sampled_from(FORMS),
+    st.sampled_from(PLACES),
+    st.integers(0, 2),
+    st.booleans(),
+)
+def test_what_leaves_is_the_model_as_it_is_now(
+    tmp_path_factory, write, door, precision, place, steps, mid_backward
+):
+    model, optimizer = make(precision, place)
+    train(model, optimizer, steps)
+    write(model, optimizer)
+    if mid_backward:  # host work may have begun
+        optimizer.scale_loss(model(torch.arange(11))).backward()
+    dense = door(
+        model, optimizer, lambda: make(precision, place, seed=3), tmp_path_factory.mktemp("door")
+    )
+    bits_kept = (
+        2.0**-9 if "remainder" in precision or "8bit" in precision else 0.0
+    )  # below the parameter's last one
+    assert (dense - 0.5).abs().max() <= bits_kept, dense
+
+
+@pytest.mark.parametrize("precision", FORMS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_main_param_is_the_parameter_where_none_is_separate(precision, place):
+    model, optimizer = make(precision, place)
+    train(model, optimizer, 1)
+    for slot, param in zip(optimizer.slots(), optimizer.get_parameters(), strict=True):
+        main, separate = optimizer.main_param(slot), optimizer.has_separate_main(slot)
+        assert main.dtype == torch.float32
+        if separate or param.dtype == torch.float32:
+            assert (main is param) == (not separate)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-remainder"])
+@pytest.mark.parametrize("place", PLACES)
+def test_training_goes_on_from_what_was_written(write, precision, place):
+    model, optimizer = make(precision, place)
+    train(model, optimizer, 1)
+    write(model, optimizer)
+    train(model, optimizer, 2, start=1)
+    assert not model.dense.eq(0.5).all() and (model.dense - 0.5).abs().max() < 0.2
+    assert optimizer.state[model.dense]["step"] == 3
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.sampled_from(["fp32", "bf16", "bf16-remainder"]),
+    st.sampled_from(["adam", "lion", "sgd"]),
+    st.booleans(),
+    st.integers(1, 3000),
+    st.floats(0.0, 0.1),
+)
+def test_a_group_added_between_steps_is_stepped_alike_in_all_modes(precision, rule, both, size, lr):
+    def run(place):
+        fraction, mode = place
+        torch.manual_seed(0)
+        model = nn.Linear(16, 16, bias=False).to(
+            torch.float32 if precision == "fp32" else torch.bfloat16
+        )
+        config = config_for(
+            precision,
+            fraction,
+            lr=lr,
+            optimizer=rule,
+            clip_grad=0.0,
+            **({"offload_mode": mode} if fraction else {}),
+        )
+        optimizer = get_megatron_optimizer(config, model)
+        added = nn.Parameter(torch.ones(size, dtype=model.weight.dtype))
+        optimizer.add_param_group({"params": [("added", added)], "lr": 0.1, "weight_decay": 0.0})
+        seen = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            (added.sum() + (model.weight.sum() if both else 0.0)).backward()
+            optimizer.step()
+            seen += [added.detach().clone(), model.weight.detach().clone()]
+        assert seen[0].lt(1.0).all()
+        return [*seen, dict(optimizer.named_main_params())["added"].detach()]
+
+    expected = run((0.0, "sync"))
+    for place in PLACES[2:]:
+        assert all(same_bits(a, b) for a, b in zip(expected, run(place), strict=True)), place
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "speculative"])
+@pytest.mark.parametrize("precision", FORMS)
+def test_state_dicts_can_be_saved_at_any_step_and_tensors_bring_no_neighbours(precision, mode):
+    model, optimizer = make(precision, (1.0, mode))
+    for step in range(4):
+        train(model, optimizer, 1, start=step)
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)["state"]
+        for index, state in optimizer.state_dict()["state"].items():
+            assert all(same_bits(value, loaded[index][key]) for key, value in state.items())
+        moments = {
+            key: value for key, value in optimizer.state[model.embed].items() if key != "step"
+        }
+        for value in moments.values():
+            assert value.untyped_storage().nbytes() == value.nbytes
+
+
+# -- what is refused has changed nothing ----------------------------------------------------------
+
+NAN = float("nan")
+
+
+def first(state):
+    return state["state"][0]
+
+
+def set_group(**settings):
+    return lambda state: state["param_groups"][0].update(settings)
+
+
+def set_state(**tensors):
+    return lambda state: state["state"][1].update(tensors)
+
+
+def set_scaler(**values):
+    return lambda state: state["grad_scaler"].update(
+        {key: torch.tensor(value) for key, value in values.items()}
+    )
+
+
+def like(dtype):
+    return lambda state: state["state"][1].update(
+        exp_avg=state["state"][1]["exp_avg"].to(dtype) + 1
+    )
+
+
+def master_like(dtype):
+    return lambda state: state["state"][1].update(
+        master_param=state["state"][1]["master_param"].to(dtype)
+    )
+
+
+REFUSED = {
+    "no state": (lambda s: s.pop("state"), "'state'"),
+    "no groups": (lambda s: s.pop("param_groups"), "'param_groups'"),
+    "empty state": (lambda s: s["state"].clear(), "none for 7 of 7 parameters"),
+    "one missing": (lambda s: s["state"].pop(1), "none for 1 of 7 parameters: dense"),
+    "one empty": (lambda s: s["state"][1].clear(), "none for 1 of 7 parameters: dense"),
+    "foreign index": (lambda s: s["param_groups"][0].update(params=[77, 78, 79]), "no param group"),
+    "one index twice": (lambda s: s["param_groups"][0].update(params=[0, 0, 2]), "more than once"),
+    "a name twice": (
+        lambda s: s["param_groups"][0].update(param_names=["embed", "embed", "x"]),
+        "more than one parameter is called embed",
+    ),
+    "too few names": (lambda s: s["param_groups"][0].update(param_names=["embed"]), "param_names"),
+    "lr nan": (set_group(lr=NAN), "lr=nan"),
+    "lr -1": (set_group(lr=-1.0), r"lr=-1\.0"),
+    "lr text": (set_group(lr="x"), "lr='x'"),
+    "lr None": (set_group(lr=None), "lr=None"),
+    "lr infinite": (set_group(lr=10**400), "lr=1000"),
+    "lr tensor": (set_group(lr=torch.tensor(NAN)), "lr=tensor"),
+    "betas 2": (set_group(betas=(2.0, 3.0)), "betas="),
+    "betas None": (set_group(betas=None), "betas=None"),
+    "eps -1": (set_group(eps=-1), "eps=-1"),
+    "decay text": (set_group(weight_decay="1"), "weight_decay='1'"),
+    "a flag": (set_group(adam_w_mode="no"), "adam_w_mode='no'"),
+    "max_lr": (set_group(max_lr=NAN), "max_lr=nan"),
+    "step -3": (set_state(step=torch.tensor(-3.0)), r"dense\.step"),
+    "step nan": (set_state(step=NAN), "step=nan"),
+    "step 2.5": (set_state(step=2.5), r"step=2\.5"),
+    "step 1e30": (set_state(step=1e30), "step"),
+    "moment FP64": (like(torch.float64), "float64"),
+    "moment complex": (like(torch.complex64), "complex64"),
+    "moment int64": (like(torch.int64), "int64"),
+    "moment None": (set_state(exp_avg=None), "NoneType"),
+    "moment list": (set_state(exp_avg=[1.0]), "list"),
+    "moment on meta": (set_state(exp_avg=torch.empty(8, 8, device="meta")), "meta"),
+    "negative square": (set_state(exp_avg_sq=-torch.ones(8, 8)), "negative"),
+    "main FP64": (master_like(torch.float64), "float64"),
+    "main complex": (master_like(torch.complex64), "complex64"),
+    "main int": (master_like(torch.int32), "int32"),
+    "no scaler": (lambda s: s.pop("grad_scaler"), "grad_scaler"),
+    "scaler None": (lambda s: s.update(grad_scaler=None), "grad_scaler"),
+    "scaler empty": (lambda s: s.update(grad_scaler={}), "grad_scaler"),
+    "scaler text": (lambda s: s["grad_scaler"].update(scale="a"), "scale='a'"),
+    "scale 0": (set_scaler(scale=[0.0]), "scale"),
+    "scale -1": (set_scaler(scale=[-1.0]), "scale"),
+    "scale nan": (set_scaler(scale=[NAN]), "scale"),
+    "two scales": (set_scaler(scale=[1.0, 1.0]), "scale"),
+    "tracker -5": (set_scaler(hysteresis_tracker=[-5]), "hysteresis_tracker"),
+}
+
+
+def everything(model, optimizer):
+    state = copy.deepcopy(optimizer.state_dict())
+    return [param.detach().clone() for param in model.parameters()], state
+
+
+def equal(a, b):
+    params = all(same_bits(x, y) for x, y in zip(a[0], b[0], strict=True))
+    pairs = [
+        (value, b[1]["state"][index][key])
+        for index, state in a[1]["state"].items()
+        for key, value in state.items()
+    ]
+    tensors = all(same_bits(x, y) for x, y in pairs)
+    return (
+        params
+        and tensors
+        and all(str(a[1][key]) == str(b[1][key]) for key in ("param_groups", "grad_scaler"))
+    )
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+def test_a_refused_load_names_the_cause_and_changes_nothing(fraction):
+    model, source = build("fp16", 0.0, initial_loss_scale=8.0)
+    train(model, source, 2)
+    good = source.state_dict()
+    model, optimizer = build("fp16", fraction, seed=1)
+    train(model, optimizer, 1)
+    before = everything(model, optimizer)
+    for label, (spoil, named) in REFUSED.items():
+        bad = copy.deepcopy(good)
+        spoil(bad)
+        with pytest.raises(ValueError, match=named):
+            optimizer.load_state_dict(bad)
+        assert equal(before, everything(model, optimizer)), label
+    for nothing in (None, [], {}):
+        with pytest.raises(ValueError, match="state dict"):
+            optimizer.load_state_dict(nothing)
+    with pytest.warns(UserWarning, match="written from them"):
+        optimizer.load_state_dict(good)
+    assert all(
+        same_bits(value, optimizer.state_dict()["state"][index][key])
+        for index, state in good["state"].items()
+        for key, value in state.items()
+    )
+
+
+def test_a_checkpoint_with_an_impossible_setting_replaces_nothing(tmp_path):
+    model, source = build("bf16")
+    with pytest.MonkeyPatch.context() as patch:  # as an older version, which checked nothing
+        patch.setattr("mp_optim.config.rules.RuleSpec.check", lambda *_: None)
+        source.param_groups[0]["lr"] = NAN
+        mp_optim.checkpoint.save(tmp_path, model, source)
+    other_model, other = build("bf16", seed=1)
+    before = everything(other_model, other)
+    with pytest.raises(ValueError, match="lr=nan"):
+        mp_optim.checkpoint.load(tmp_path, other_model, other)
+    after = everything(other_model, other)
+    assert all(same_bits(x, y) for x, y in zip(before[0], after[0], strict=True)) and str(
+        before[1]
+    ) == str(after[1])
+
+
+def test_bits_are_lost_on_request_only():
+    model, optimizer = build("fp16", initial_loss_scale=8.0)
+    train(model, optimizer, 1)
+    state = copy.deepcopy(optimizer.state_dict())
+    for slot_state in state["state"].values():
+        for key in slot_state.keys() & {"exp_avg", "master_param"}:
+            slot_state[key] = slot_state[key].double() * (1 + 1e-12)
+    del state["grad_scaler"]
+    with pytest.raises(ValueError, match=r"float64|grad_scaler"):
+        optimizer.load_state_dict(state)
+    optimizer.load_state_dict(state, convert=True)
+    assert optimizer.get_loss_scale() == 8.0
+    state["state"][1]["master_param"] = state["state"][1]["master_param"].to(torch.complex64)
+    with pytest.raises(ValueError, match="complex64"):
+        optimizer.load_state_dict(state, convert=True)
+
+
+def test_settings_are_copied_on_their_way_out_and_in():
+    def with_tensor_lr():
+        _, optimizer = build("bf16", experts=False)
+        for group in optimizer.param_groups:
+            group["lr"], group["custom"] = torch.tensor(1e-2), {"deep": [1]}
+        return optimizer
+
+    a, b, c = with_tensor_lr(), with_tensor_lr(), with_tensor_lr()
+    state = a.state_dict()
+    b.load_state_dict(state)
+    c.load_state_dict(state)
+    b.param_groups[0]["lr"].fill_(7.0)
+    b.param_groups[0]["custom"]["deep"].append(2)
+    a.param_groups[0]["lr"].fill_(3.0)
+    assert [o.param_groups[0]["lr"].item() for o in (a, b)] == [3.0, 7.0]
+    for group in (state["param_groups"][0], c.param_groups[0]):
+        assert group["lr"].item() == pytest.approx(1e-2) and group["custom"] == {"deep": [1]}
+
+
+def test_a_torch_optimizer_below_goes_back_to_having_no_state():
+    def stack():
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        return model, mp_optim.FP32Optimizer(
+            torch.optim.AdamW(model.parameters(), lr=0.1), config_for("fp32")
+        )
+
+    model, optimizer = stack()
+    untouched = copy.deepcopy(optimizer.state_dict())
+    assert untouched["state"] == {}
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    optimizer.load_state_dict(untouched)
+    assert optimizer.state_dict()["state"] == {}
+
+
+def test_torchs_state_dict_leaves_the_loss_scale_out_and_a_hook_brings_it_back():
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    model, optimizer = build("fp16")
+    train(model, optimizer, 2)
+    scaler = copy.deepcopy(optimizer.grad_scaler.state_dict())
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    train(model, optimizer, 1)
+    with pytest.raises(ValueError, match="grad_scaler"):
+        set_optimizer_state_dict(model, optimizer, saved)
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: {**state, "grad_scaler": scaler})
+    with pytest.warns(UserWarning, match="written from them"):
+        set_optimizer_state_dict(model, optimizer, saved)
+    assert (
+        optimizer.grad_scaler.state_dict() == scaler and optimizer.state[model.dense]["step"] == 2
+    )
+
+
+def test_groups_of_equal_settings_may_be_merged_and_keep_their_kind():
+    model, optimizer = build("bf16")
+    train(model, optimizer, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    other_model, _ = build("bf16")
+    other_model.load_state_dict(model.state_dict())
+    other = get_megatron_optimizer(
+        config_for("bf16", lr=0.5), other_model, expert_predicate=lambda param, name: False
+    )
+    assert len(other.param_groups) < len(optimizer.param_groups)
+    other.load_state_dict(saved)
+    assert [group["lr"] for group in other.param_groups] == [1e-2] * len(other.param_groups)
+    assert train(other_model, other, 2, start=2) == train(model, optimizer, 2, start=2)
+    optimizer.load_state_dict(other.state_dict())
+    assert sum(group["is_expert_parallel"] for group in optimizer.param_groups) == 1
+    saved["param_groups"][-1]["lr"] = 0.25
+    with pytest.raises(ValueError, match=r"cannot be merged \(lr is \[0\.01, 0\.25\]\)"):
+        other.load_state_dict(saved)
+
+
+# -- the model agrees with what was loaded --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("precision", "place"), [*itertools.product(["bf16", "fp16", "bf16-master"], PLACES)]
+)
+def test_parameters_that_were_not_loaded_are_written_from_their_main_params(precision, place):
+    model, optimizer = make(precision, place)
+    train(model, optimizer, 3)
+    other_model, other = make(precision, place, seed=5)
+    half = {name: value for name, value in model.state_dict().items() if "experts" not in name}
+    other_model.load_state_dict(half, strict=False)  # as a framework does that renames parameters
+    with pytest.warns(
+        UserWarning, match=r"2 parameters .* experts\.(up, experts\.down|down, experts\.up)"
+    ):
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert all(
+        same_bits(a, b) for a, b in zip(model.parameters(), other_model.parameters(), strict=True)
+    )
+    assert train(other_model, other, 2, start=3) == train(model, optimizer, 2, start=3)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("precision", ["bf16-remainder", "bf16-8bit8", "bf16-8bit"])
+def test_remainders_are_refused_beside_other_weights_before_anything_is_stepped(
+    precision, place, recwarn
+):
+    model, optimizer = make(precision, place)
+    train(model, optimizer, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    other_model, other = make(precision, place, seed=5)
+    half = {name: value for name, value in model.state_dict().items() if "experts" not in name}
+    other_model.load_state_dict(half, strict=False)
+    other.load_state_dict(saved)
+    before = [param.detach().clone() for param in other_model.parameters()]
+    with pytest.raises(
+        ValueError, match=r"2 parameters are not the ones .* experts\..*reload_model_params"
+    ):
+        train(other_model, other, 1, start=3)
+    for leave in (
+        other.state_dict,
+        lambda: list(other.named_main_params()),
+        lambda: other.state[other_model.experts["up"]],
+    ):
+        with pytest.raises(ValueError, match="remainders belong"):
+            leave()
+    assert other.state[other_model.dense]["step"] == 3  # its own remainder is beside its parameter
+    assert all(same_bits(a, b) for a, b in zip(before, other_model.parameters(), strict=True))
+    other_model.load_state_dict(
+        model.state_dict()
+    )  # the cure, and as good as the order that is usual
+    assert train(other_model, other, 2, start=3) == train(model, optimizer, 2, start=3)
+    assert not [w for w in recwarn if "written from" in str(w.message)]
+
+
+def test_remainders_of_other_weights_can_be_given_up_and_old_states_have_no_checksum():
+    model, optimizer = build("bf16-remainder")
+    train(model, optimizer, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for forget in ("reload", "convert", "old"):
+        other_model, other = build("bf16-remainder", seed=5)
+        state = copy.deepcopy(saved)
+        if forget == "old":
+            for group in state["param_groups"]:
+                group.pop("param_checksums", None)
+        other.load_state_dict(state, convert=forget == "convert")
+        if forget == "reload":
+            other.reload_model_params()
+        train(other_model, other, 1, start=3)
+    wide = {"store_param_remainders": False}
+    _, other = build("bf16-remainder", seed=5, **wide)
+    with pytest.raises(
+        ValueError, match="remainders belong"
+    ):  # they would be joined with the wrong upper halves
+        other.load_state_dict(saved)

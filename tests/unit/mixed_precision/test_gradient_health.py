@@ -1,0 +1,383 @@
+"""Gradient health, as a program sees it: spikes that are skipped by a rolling rule, norms of single
+parameters, and what steps add to them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mp_optim
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.mixed_precision import MegatronOptimizer
+from support.launch import results_of_ranks
+from support.models import build, config_for, tokens_of
+from support.waiting import no_waiting
+
+needs_interpreter = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU has kernels of its own"
+)
+SPIKES = (120, 121, 122, 150)
+
+
+# -- a run with spikes ----------------------------------------------------------------------------
+
+
+def error_after(spike: str, sigma: float) -> tuple[float, float]:
+    """Train a small network by a teacher; its error on other data, and the number of skips.
+
+    Args:
+        spike: what is wrong with some steps: a bad batch, or a layer that explodes.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)
+    )
+    teacher = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    for param in teacher.parameters():
+        param.data.mul_(2.0)
+    config = OptimizerConfig(lr=1e-2, clip_grad=0.0, skip_step_sigma_factor=sigma)
+    optimizer = get_megatron_optimizer(config, model)
+
+    def data(step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(32, 8, generator=generator)
+        return inputs, teacher(inputs).detach()
+
+    for step in range(240):
+        inputs, targets = data(step)
+        if step in SPIKES and spike == "batch":
+            inputs, targets = 20.0 * inputs, 1e3 * targets.sign()
+        factor = 1e3 if step in SPIKES and spike == "layer" else 1.0
+        hidden = model[:3](inputs) * factor
+        loss = (model[3:](hidden) * factor - targets).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.health.report_loss(loss)
+        optimizer.step()
+    inputs, targets = data(1000)
+    error = (model(inputs) - targets).square().mean().item()
+    return error, optimizer.metrics()["skipped_steps/spike"]
+
+
+@pytest.mark.parametrize("spike", ["batch", "layer"])
+def test_a_run_recovers_from_spikes_with_the_rule_and_not_without(spike):
+    clean, skips_of_clean = error_after("none", 6.0)
+    with_rule, skips = error_after(spike, 6.0)
+    without, _ = error_after(spike, math.inf)
+    assert (skips_of_clean, skips) == (0, len(SPIKES))
+    assert with_rule < 1.2 * clean
+    assert without > 10.0 * clean
+
+
+# -- the rule -------------------------------------------------------------------------------------
+
+
+def one(**settings: Any) -> tuple[nn.Parameter, MegatronOptimizer]:
+    """A parameter with the gradient norm that :func:`step` gives it."""
+    fixed = {"skip_step_sigma_factor": 6.0, "skip_step_rolling_interval_length": 16}
+    config = config_for("fp32", **{"clip_grad": 0.0, **fixed, **settings})
+    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(4))})
+    return model["w"], get_megatron_optimizer(config, model)
+
+
+def step(param: nn.Parameter, optimizer: MegatronOptimizer, norm: float) -> Any:
+    if param.grad is None:
+        param.grad = torch.zeros_like(param)
+    param.grad.fill_(norm / 2.0)
+    return optimizer.step()
+
+
+def oracle(seen: list[float], sigma: float = 6.0) -> float:
+    """The limit after some values, in plain Python."""
+
+    def median(values: list[float]) -> float:
+        ordered, n = sorted(values), len(values)
+        return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+
+    window = seen[-16:]
+    if len(window) < 8:
+        return math.inf
+    middle = median(window)
+    spread = 1.4826 * median([abs(value - middle) for value in window])
+    return middle + sigma * max(spread, abs(middle) / 128)
+
+
+def wave(number: int) -> float:
+    return 1.0 + 0.25 * math.sin(1.7 * number)
+
+
+def test_limits_are_medians_and_distances_from_them_to_the_bit():
+    param, optimizer = one()
+    norms: list[float] = []
+    for number in range(40):
+        result = step(param, optimizer, wave(number))
+        metrics = optimizer.metrics()
+        assert metrics["skip_limit/grad_norm"] == oracle(norms), number
+        norms.append(metrics["grad_norm"])
+        assert result.success
+
+
+def test_nothing_is_skipped_before_half_of_the_window_and_spikes_are_afterwards():
+    param, optimizer = one()
+    for number in range(7):
+        step(param, optimizer, wave(number))
+    assert step(param, optimizer, 100.0).success  # the window is not half full before it
+    result = step(param, optimizer, 100.0)
+    assert not result.success
+    assert "the gradient norm is 100, over" in result.reason
+    assert "skip_step_sigma_factor=6" in result.reason
+    metrics = optimizer.metrics()
+    assert metrics["skipped_steps/spike"] == 1 == metrics["skipped_steps"]
+    assert metrics["skipped_steps/over_threshold"] == 0
+
+
+def test_equal_norms_are_no_reason_to_skip_the_next():
+    param, optimizer = one()
+    for _ in range(20):
+        assert step(param, optimizer, 1.0).success
+    assert step(param, optimizer, 1.04).success
+    assert not step(param, optimizer, 1.1).success
+
+
+def test_a_lasting_change_is_taken_after_half_a_window():
+    param, optimizer = one()
+    for number in range(16):
+        step(param, optimizer, wave(number))
+    taken = [step(param, optimizer, 50.0).success for _ in range(20)]
+    assert taken == [False] * 8 + [True] * 12
+
+
+def test_a_spike_of_the_loss_alone_is_skipped_and_says_so():
+    param, optimizer = one()
+    for number in range(12):
+        optimizer.health.report_loss(torch.tensor(2.0 + wave(number)))
+        step(param, optimizer, wave(number))
+    optimizer.health.report_loss(9.0)
+    reason = step(param, optimizer, 1.0).reason
+    assert "the loss is 9, over" in reason
+    assert optimizer.metrics()["reported_loss"] == 9.0
+    assert step(param, optimizer, 1.0).success  # it was for one step
+
+
+def test_an_overflow_leaves_the_window_as_it_is_and_counts_apart():
+    param, optimizer = one()
+    for number in range(12):
+        step(param, optimizer, wave(number))
+    before = optimizer.state_dict()["skip_step"]["window"].clone()
+    with pytest.warns(UserWarning, match="inf or nan"):
+        step(param, optimizer, math.inf)
+    after = optimizer.state_dict()["skip_step"]["window"]
+    assert torch.equal(after[0], before[0])
+    metrics = optimizer.metrics()
+    assert metrics["skipped_steps/not_finite"] == 1
+    assert metrics["skipped_steps/spike"] == 0
+
+
+def test_without_the_rule_a_loss_may_be_reported_and_nothing_is_saved():
+    param, optimizer = one(skip_step_sigma_factor=math.inf, skip_step_rolling_interval_length=128)
+    optimizer.health.report_loss(1.0)
+    step(param, optimizer, 1.0)
+    assert "skip_step" not in optimizer.state_dict()
+    assert not [name for name in optimizer.metrics() if name.startswith("skip_limit")]
+
+
+# -- the same decisions everywhere ----------------------------------------------------------------
+
+
+STORY = [wave(number) for number in range(20)] + [30.0, 1.0, math.inf, 40.0, 1.1, 0.9]
+"""Norms of a run with spikes and an overflow."""
+
+
+def told(monkeypatch: pytest.MonkeyPatch | None = None, **settings: Any) -> Any:
+    """What becomes of the story: reasons, metrics, the window, the parameter."""
+    param, optimizer = one(log_param_grad_norms=1, **settings)
+    results = []
+    for number, norm in enumerate(STORY):
+        loss = torch.tensor(5.0 if number == 24 else wave(3 * number))
+        if monkeypatch is None or not number:  # the first step copies indices that stay
+            optimizer.health.report_loss(loss)
+            results.append(step(param, optimizer, norm))
+            continue
+        with no_waiting(monkeypatch, optimizer):
+            optimizer.health.report_loss(loss)
+            results.append(step(param, optimizer, norm))
+    metrics = optimizer.metrics()
+    names = [name for name in metrics if "skip" in name or "norm" in name]
+    window = optimizer.state_dict()["skip_step"]["window"]
+    reasons = [result.reason for result in results]
+    return reasons, {name: metrics[name] for name in names}, window, param.detach()
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert found[:2] == expected[:2]
+    assert torch.equal(found[2].nan_to_num(-1.0), expected[2].nan_to_num(-1.0))
+    assert torch.equal(found[3], expected[3])
+
+
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
+def test_device_decides_as_the_host_without_waiting(monkeypatch):
+    host = told(fused_backend="reference")
+    assert [bool(reason) for reason in host[0]].count(True) == 4
+    assert_same(told(monkeypatch, fused_backend="triton"), host)
+
+
+@pytest.mark.parametrize(
+    "mode", [{}, {"offload_mode": "speculative"}, {"offload_place": "streamed"}]
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_placement_does_not_show_in_decisions(mode):
+    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+    assert_same(told(**offload, **mode), told())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_resumed_run_decides_as_one_that_went_on(tmp_path: Path):
+    param, optimizer = one()
+    for number in range(20):
+        optimizer.health.report_loss(wave(3 * number))
+        step(param, optimizer, wave(number))
+    module = nn.ParameterDict({"w": param})
+    mp_optim.checkpoint.save(tmp_path, module, optimizer)
+    again, resumed = one()
+    mp_optim.checkpoint.load(tmp_path, nn.ParameterDict({"w": again}), resumed)
+    for norm in (1.2, 1.8, 30.0, 1.0):
+        assert step(again, resumed, norm).reason == step(param, optimizer, norm).reason
+    assert resumed.metrics()["skipped_steps/spike"] > 0
+    limits = [o.metrics()["skip_limit/grad_norm"] for o in (optimizer, resumed)]
+    assert limits[0] == limits[1]
+
+
+def test_a_window_of_another_length_keeps_its_newest_steps():
+    param, optimizer = one()
+    for number in range(20):
+        step(param, optimizer, wave(number))
+    saved = optimizer.state_dict()
+    _, shorter = one(skip_step_rolling_interval_length=8)
+    shorter.load_state_dict(saved)
+    kept = shorter.state_dict()["skip_step"]["window"][0]
+    assert len(kept) == 8 and torch.equal(kept, saved["skip_step"]["window"][0, -8:])
+    del saved["skip_step"]
+    shorter.load_state_dict(saved)  # of a run without the rule
+    assert shorter.state_dict()["skip_step"]["window"].numel() == 0
+    with pytest.raises(ValueError, match="skip_step: it holds 3"):
+        shorter.load_state_dict({**saved, "skip_step": 3})
+
+
+def test_a_torch_shaped_class_has_the_same_rule():
+    def steps(numbers: list[float], optimizer: Any, param: nn.Parameter) -> list[bool]:
+        taken = []
+        for number in numbers:
+            param.grad = torch.full((4,), number)
+            optimizer.health.report_loss(torch.tensor(1.0))
+            optimizer.step()
+            taken.append(optimizer.last_step.success)
+        return taken
+
+    def built() -> tuple[nn.Parameter, Any]:
+        param, window = nn.Parameter(torch.ones(4)), 16
+        rule = {"skip_step_sigma_factor": 6.0, "log_param_grad_norms": 1}
+        return param, mp_optim.AdamW(
+            [param], 1e-2, skip_step_rolling_interval_length=window, **rule
+        )
+
+    param, optimizer = built()
+    assert all(steps([*map(wave, range(12))], optimizer, param))
+    again, resumed = built()
+    resumed.load_state_dict(optimizer.state_dict())
+    assert steps([9.0, 1.0], resumed, again) == [False, True]
+    assert list(resumed.health.grad_norms().values()) == [2.0]
+    with pytest.raises(ValueError, match="skip_step_sigma_factor=0"):
+        mp_optim.AdamW([param], skip_step_sigma_factor=0)
+
+
+# -- norms and updates ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+def test_norms_and_updates_are_those_that_torch_computes(precision, fraction):
+    """A chain of a dense and an expert part, one parameter without a gradient.
+
+    Tolerances: sums of at most 300 FP64 squares in another order, 1e-13; differences in FP32, whose
+    roundings are relative, 1e-6.
+    """
+    model, optimizer = build(
+        precision, fraction, log_param_grad_norms=3, log_update_ratios_interval=2
+    )
+    for number in range(2):
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(tokens_of(number))).backward()
+        model.bias.grad = None
+        before = {n: m.detach().clone() for n, m in optimizer.named_main_params()}
+        scale = float(optimizer.get_loss_scale())
+        optimizer.step()
+    after = dict(optimizer.named_main_params())
+    norms = optimizer.health.grad_norms()
+    assert list(norms.values()) == sorted(norms.values(), reverse=True)
+    for name, param in model.named_parameters():
+        grad = torch.zeros(1) if param.grad is None else param.grad
+        norm = torch.linalg.vector_norm(grad.double()).item() / scale
+        assert norms[name] == pytest.approx(norm, rel=1e-13), name
+        change = (after[name].double() - before[name].double()).norm().item()
+        size, count = before[name].double().norm().item(), param.numel()
+        update = optimizer.health.updates()[name]
+        assert update.ratio == pytest.approx(change / size, rel=1e-6), name
+        assert update.rms == pytest.approx(change / math.sqrt(count), rel=1e-6), name
+    metrics = optimizer.metrics()
+    shown = [name for name in metrics if name.startswith("param_grad_norm/")]
+    assert shown == [f"param_grad_norm/{name}" for name in list(norms)[:3]]
+    total = math.sqrt(sum(norm * norm for norm in norms.values()))
+    assert total == pytest.approx(metrics["grad_norm"], rel=1e-13)
+    assert metrics["update_step"] == 2 and 0 < metrics["update_ratio"] < 1
+
+
+def test_norms_that_are_not_kept_say_how_to_keep_them():
+    _, optimizer = one()
+    with pytest.raises(ValueError, match="log_param_grad_norms=0"):
+        optimizer.health.grad_norms()
+
+
+def test_a_skipped_step_is_said_with_the_parameters_that_did_it(caplog):
+    model, optimizer = build("fp32", log_param_grad_norms=1, grad_norm_skip_threshold=50.0)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 0.01)
+    model.dense.grad.fill_(100.0)
+    optimizer.step()
+    assert "; largest gradient norms: dense 800, " in caplog.text
+
+
+def test_watching_changes_no_bit():
+    finals = []
+    for settings in ({}, {"log_param_grad_norms": 4, "log_update_ratios_interval": 1}):
+        model, optimizer = build("bf16", 0.5, **settings)
+        for number in range(3):
+            optimizer.zero_grad()
+            model(tokens_of(number)).backward()
+            optimizer.step()
+        finals.append([main.clone() for _, main in optimizer.named_main_params()])
+    assert all(map(torch.equal, *finals))
+
+
+# -- ranks ----------------------------------------------------------------------------------------
+
+
+def test_ranks_and_layouts_decide_alike_and_know_norms_of_whole_parameters(tmp_path):
+    """Tolerances: gradients of layouts are other sums in FP32, some of them of values near 0."""
+    first, second = results_of_ranks("gradient_health", 2, tmp_path)
+    assert first == second
+    whole, parts = first.pop("whole"), first.pop("tensor parallel")
+    assert parts["norms"] == pytest.approx({"weight": math.sqrt(15.0), "bias": 4.0})
+    # lr 0.01 and decay 0.01: of two rows of ones by 1 and 2 times lr
+    ratio = math.sqrt(3 * (0.0101**2 + 0.0201**2) / 6)
+    assert parts["updates"]["weight"] == pytest.approx((ratio, ratio), rel=1e-4)
+    assert whole["taken"].count(False) == 2
+    for layout, found in first.items():
+        assert found["taken"] == whole["taken"], layout
+        for kind, tolerance in (("norms", 1e-5), ("ratios", 1e-4)):
+            assert found[kind] == pytest.approx(whole[kind], rel=tolerance), layout

@@ -1,0 +1,250 @@
+"""A skipped step is said: a line in the log, the result's reason, a metric for each cause."""
+
+from __future__ import annotations
+
+import logging
+import math
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mp_optim import DynamicGradScaler, StepResult, get_megatron_optimizer
+from mp_optim.mixed_precision import MegatronOptimizer
+from support.launch import run_ranks
+from support.models import config_for
+from support.waiting import no_waiting
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+THRESHOLD = {"grad_norm_skip_threshold": 10.0}
+needs_interpreter = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU has kernels of its own"
+)
+
+
+def small(precision: str = "bf16", **settings: Any) -> tuple[nn.Module, MegatronOptimizer]:
+    """Two parameters, one of them with a norm group of its own."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    model = nn.ParameterDict(
+        {
+            "main": nn.Parameter(torch.ones(300).to(dtype[precision])),
+            "mtp": nn.Parameter(torch.ones(40).to(dtype[precision])),
+        }
+    )
+    model["mtp"].grad_norm_group = "mtp"
+    for param in model.values():
+        param.grad = torch.zeros_like(param)
+    config = config_for(precision, **settings)
+    return model, get_megatron_optimizer(config, model, config_overrides={})
+
+
+def step(
+    model: nn.Module, optimizer: MegatronOptimizer, norm: float = 1.0, **bad: float
+) -> StepResult:
+    """A step with a gradient norm, or with a bad value in the gradients of some parameters; the
+    gradients stay where they are in memory."""
+    scale = float(optimizer.get_loss_scale())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for name, param in model.items():
+            param.grad.fill_(scale * norm / math.sqrt(param.numel()))
+            if name in bad:
+                param.grad[3] = bad[name]
+        result: StepResult = optimizer.step()
+    return result
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    records = [r for r in caplog.records if r.name.startswith("mp_optim.mixed_precision")]
+    return [record.getMessage() for record in records]
+
+
+# -- what is said ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "groups"),
+    [
+        ({"mtp": math.nan}, "mtp"),
+        ({"main": math.inf}, "main"),
+        ({"main": math.inf, "mtp": math.nan}, "main, mtp"),
+    ],
+)
+def test_gradients_that_are_not_finite_name_their_norm_group(bad, groups, caplog):
+    model, optimizer = small("fp16", hysteresis=2)
+    reason = f"the gradients of norm group {groups} hold an inf or nan"
+    assert step(model, optimizer).reason == ""
+    assert step(model, optimizer, **bad).reason == reason
+    assert step(model, optimizer, **bad).reason == reason
+    assert said(caplog) == [
+        f"step 2 was skipped: {reason}; loss scale 4096 -> 4096",
+        f"step 3 was skipped: {reason}; loss scale 4096 -> 2048",
+    ]
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+
+
+def test_a_norm_over_the_threshold_is_said_with_both_numbers(caplog):
+    model, optimizer = small("fp16", loss_scale_window=2, **THRESHOLD)
+    step(model, optimizer)
+    result = step(model, optimizer, norm=20.0)
+    assert result.reason.startswith("the gradient norm is ")
+    assert result.reason.endswith(", over grad_norm_skip_threshold=10")
+    assert not result.success and f"{result.grad_norm:g}" in result.reason
+    line = f"step 2 was skipped: {result.reason}; loss scale 4096 -> 8192"
+    assert said(caplog) == [line]
+
+
+def test_without_a_loss_scale_none_is_named(caplog):
+    model, optimizer = small("bf16", **THRESHOLD)
+    reason = step(model, optimizer, norm=20.0).reason
+    assert said(caplog) == [f"step 1 was skipped: {reason}"]
+
+
+def test_what_a_warning_says_is_a_line_for_the_record_with_the_parameter(caplog):
+    model, optimizer = small("bf16")
+    caplog.set_level(logging.INFO, "mp_optim")
+    model["mtp"].grad[3] = math.nan
+    with pytest.warns(UserWarning, match="the gradient of mtp holds an inf or nan"):
+        result = optimizer.step()
+    (record,) = caplog.records
+    line = f"step 1 was skipped: {result.reason} (the gradient of mtp holds an inf or nan)"
+    assert record.levelno == logging.INFO and record.getMessage() == line
+    step(model, optimizer, mtp=math.nan)
+    assert caplog.records[1].levelno == logging.WARNING
+
+
+def test_later_ones_are_said_more_and_more_rarely_each_cause_on_its_own(caplog):
+    model, optimizer = small("fp16", **THRESHOLD)
+    for _ in range(17):
+        step(model, optimizer, main=math.inf)
+    step(model, optimizer, norm=20.0)
+    *lines, other = said(caplog)
+    assert [int(line.split()[1]) for line in lines] == [1, 2, 3, 4, 8, 16]
+    assert "not said" not in "".join(lines[:4])
+    assert lines[4].endswith("; 3 skipped before it for the same cause were not said")
+    assert lines[5].endswith("; 7 skipped before it for the same cause were not said")
+    assert "step 18" in other and "not said" not in other
+
+
+def test_metrics_count_each_cause():
+    model, optimizer = small("fp16", **THRESHOLD)
+    steps = [{}, {"norm": 20.0}, {"mtp": math.nan}, {"norm": 30.0}, {}]
+    for given in steps:
+        step(model, optimizer, **given)
+    metrics = optimizer.metrics()
+    assert metrics["steps"] == 5 and metrics["skipped_steps"] == 3
+    assert metrics["skipped_steps/not_finite"] == 1
+    assert metrics["skipped_steps/over_threshold"] == 2
+
+
+def test_a_result_with_a_reason_is_still_a_tuple_of_three():
+    result = StepResult(False, None, 3, "because")
+    success, norm, zeros = result
+    assert (success, norm, zeros) == (False, None, 3) == result and len(result) == 3
+    assert result.reason == "because" and repr(result).endswith("reason='because')")
+    assert pickle.loads(pickle.dumps(result)).reason == "because"
+    assert StepResult.later(lambda: (False, None, 3, "late")).reason == "late"
+    with pytest.raises(AttributeError, match="cannot be changed"):
+        result.reason = ""
+
+
+# -- the loss scale -------------------------------------------------------------------------------
+
+
+def test_the_scale_that_is_said_is_what_the_scaler_makes_of_it():
+    scaler = DynamicGradScaler(2.0**4, 0.3, 3.0, 0.7, growth_interval=3, hysteresis=2)
+    generator = torch.Generator().manual_seed(0)
+    seen = set()
+    for bad in (torch.rand(200, generator=generator) < 0.4).tolist():
+        before, trackers = float(scaler.scale), list(map(float, scaler.trackers))
+        told = scaler.scale_after(before, trackers, bad)
+        scaler.update(bad)
+        assert told == float(scaler.scale)
+        seen.add((told > before) - (told < before))
+    assert seen == {-1, 0, 1}
+
+
+def test_of_a_scaler_that_counts_otherwise_only_the_scale_before_is_said(caplog):
+    class Cautious(DynamicGradScaler):
+        def update(self, found_inf: Any) -> None:
+            super().update(found_inf)
+            self._scale.mul_(0.5)
+
+    model, optimizer = small("fp16")
+    optimizer.grad_scaler = Cautious(64.0, 1.0, 2.0, 0.5, 1000, 1)
+    step(model, optimizer, main=math.inf)
+    (line,) = said(caplog)
+    assert line.endswith("; loss scale 64")
+
+
+# -- verdicts of the device -----------------------------------------------------------------------
+
+STORY: list[dict[str, float]] = [
+    {"main": math.inf},
+    {},
+    {},
+    {"mtp": math.nan},
+    {"norm": 20.0},
+    {},
+    {"main": math.inf, "mtp": math.inf},
+    {},
+    {"norm": 30.0},
+    {"main": math.nan},
+]
+
+
+def story(caplog: pytest.LogCaptureFixture, **settings: Any) -> tuple[list[str], ...]:
+    """The lines and reasons of a run in which everything happens, read at the end."""
+    caplog.clear()
+    scaler = {"initial_loss_scale": 256, "hysteresis": 2, "loss_scale_window": 2}
+    model, optimizer = small("fp16", **THRESHOLD, **scaler, **settings)
+    results = [step(model, optimizer, **given) for given in STORY]
+    reasons = [result.reason for result in results]
+    metrics = optimizer.metrics()
+    return said(caplog), reasons, [f"{k}={v}" for k, v in metrics.items() if "sk" in k]
+
+
+@needs_interpreter
+def test_warnings_are_the_same_when_the_device_decides(caplog):
+    host = story(caplog, fused_backend="reference")
+    scales = {line.split("loss scale ")[1] for line in host[0]}
+    assert len(host[0]) == 6 and len(scales) > 3
+    assert story(caplog, fused_backend="triton", log_num_zeros_in_grad=True) == host
+
+
+@needs_interpreter
+def test_a_verdict_of_the_device_is_said_when_it_is_settled(caplog, monkeypatch):
+    model, optimizer = small("fp16", fused_backend="triton")
+    step(model, optimizer)
+    for param in model.values():
+        param.grad.fill_(math.inf)
+    optimizer.scale_loss(torch.ones(()))
+    with no_waiting(monkeypatch, optimizer):
+        result = optimizer.step()
+        assert not result.is_known and said(caplog) == []
+        optimizer.scale_loss(torch.ones(()))
+        optimizer.step()  # settles the one before
+        (line,) = said(caplog)
+    assert line == f"step 2 was skipped: {result.reason}; loss scale 4096 -> 4096"
+    later = step(model, optimizer, main=math.inf)
+    optimizer.grad_scaler.present_scale.fill_(3.0)  # what the device has by now is not asked
+    assert len(said(caplog)) == 2 and later.reason
+    assert said(caplog)[2].startswith("step 4 was skipped")
+    assert said(caplog)[2].endswith("; loss scale 2048 -> 1024")
+
+
+# -- ranks ----------------------------------------------------------------------------------------
+
+
+def test_ranks_that_skip_together_speak_once(tmp_path: Path) -> None:
+    run_ranks("skipped_steps", 2, str(tmp_path))
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    assert first.keys() == second.keys()
+    for name, lines in first.items():
+        assert len(lines) == 1, (name, lines)
+        assert len(second[name]) == (1 if name.startswith("alone") else 0), name

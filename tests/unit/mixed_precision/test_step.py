@@ -1,0 +1,411 @@
+"""What a step may and may not do: skipping, clipping, scaling, stale gradients, norm groups."""
+
+import copy
+import gc
+import math
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from mp_optim import (
+    DynamicGradScaler,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    FusedAdam,
+    HybridDeviceOptimizer,
+    StepResult,
+    get_megatron_optimizer,
+)
+from mp_optim.core.interrupted_step import ParkedTensors
+from support.models import build, config_for, same_bits, tokens_of, train
+
+
+def snapshot(model, optimizer):
+    state = {
+        f"{i}.{k}": v.clone()
+        for i, s in optimizer.state_dict()["state"].items()
+        for k, v in s.items()
+    }
+    return {**state, **{n: p.detach().clone() for n, p in model.named_parameters()}}
+
+
+def assert_untouched(before, after):
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert same_bits(value, after[key]), key
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_overflow_leaves_everything_untouched(precision, fraction, bad):
+    model, optimizer = build(precision, fraction)
+    train(model, optimizer, 3)
+    before = snapshot(model, optimizer)
+    optimizer.scale_loss(model(tokens_of(9))).backward()
+    model.experts["up"].grad[0, 0, 0] = bad
+    result = optimizer.step()
+    assert result == (False, None, None)
+    assert_untouched(before, snapshot(model, optimizer))
+    assert optimizer.metrics()["skipped_steps"] == 1
+
+
+def test_norm_threshold_skips_without_a_chain():
+    model, optimizer = build("bf16", experts=False, grad_norm_skip_threshold=1e-3)
+    before = snapshot(model, optimizer)
+    model(tokens_of(0)).backward()
+    success, norm, _ = optimizer.step()
+    assert not success and norm > 1e-3
+    assert_untouched(before, snapshot(model, optimizer))
+
+
+def test_the_growth_step_divides_by_the_scale_of_backward():
+    def run(window):
+        model, optimizer = build(
+            "fp16", loss_scale_window=window, optimizer="sgd", sgd_momentum=0.0, clip_grad=0.0
+        )
+        norms, scales = [], []
+        for step in range(3):
+            optimizer.zero_grad()
+            optimizer.scale_loss(model(tokens_of(step))).backward()
+            norms.append(optimizer.step().grad_norm)
+            scales.append(float(optimizer.get_loss_scale()))
+        return norms, scales, [p.detach().clone() for p in model.parameters()]
+
+    growing, constant = run(1), run(1000)
+    assert growing[1] == [2.0**13, 2.0**14, 2.0**15] and constant[1] == [2.0**12] * 3
+    assert growing[0] == pytest.approx(
+        constant[0], rel=2e-3
+    )  # FP16 rounding of differently scaled gradients
+    for a, b in zip(growing[2], constant[2], strict=True):
+        assert (a.float() - b.float()).abs().max() <= 2 * 2.0**-10 * b.float().abs().max()
+
+
+def test_one_scaler_for_the_whole_chain():
+    model, optimizer = build("fp16", hysteresis=1)
+    assert len({id(part.grad_scaler) for part in optimizer.chained_optimizers}) == 1
+    optimizer.scale_loss(model(tokens_of(0))).backward()
+    model.experts["up"].grad.fill_(math.inf)
+    optimizer.step()
+    assert all(float(part.get_loss_scale()) == 2.0**11 for part in optimizer.chained_optimizers)
+
+
+def test_global_norm_and_clip_over_the_chain():
+    model, optimizer = build(
+        "fp32", optimizer="sgd", sgd_momentum=0.0, clip_grad=0.01, weight_decay=0.0, lr=1.0
+    )
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    model(tokens_of(0)).backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
+    assert optimizer.step().grad_norm == pytest.approx(norm, rel=1e-12)
+    for name, param in model.named_parameters():
+        moved = before[name] - param.detach()
+        torch.testing.assert_close(
+            moved, grads[name] * (0.01 / (norm + 1e-6)), rtol=1e-4, atol=2e-8
+        )
+
+
+def test_separate_norm_group_is_clipped_by_its_own_norm():
+    model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(4)), "b": nn.Parameter(torch.zeros(4))})
+    model["b"].grad_norm_group = "mtp"
+    config = config_for("fp32", optimizer="sgd", sgd_momentum=0.0, lr=1.0, weight_decay=0.0)
+    optimizer = get_megatron_optimizer(config, model)
+    model["a"].grad, model["b"].grad = torch.full((4,), 0.25), torch.full((4,), 50.0)
+    assert optimizer.step().grad_norm == pytest.approx(0.5)
+    assert torch.equal(model["a"].detach(), torch.full((4,), -0.25))
+    assert model["b"].detach().norm() == pytest.approx(1.0, rel=1e-5)
+    assert optimizer.metrics()["grad_norm/mtp"] == pytest.approx(100.0)
+
+
+def test_shared_params_are_checked_but_not_counted():
+    model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(1)), "b": nn.Parameter(torch.zeros(1))})
+    model["b"].shared = True
+    optimizer = get_megatron_optimizer(config_for("fp32"), model)
+    model["a"].grad, model["b"].grad = torch.full((1,), 3.0), torch.full((1,), 4.0)
+    assert optimizer.step().grad_norm == 3.0
+    model["b"].grad.fill_(math.nan)
+    assert not optimizer.step().success
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_stale_gradient_is_not_stepped(fraction):
+    model, optimizer = build("bf16", fraction)
+    train(model, optimizer, 2)
+    optimizer.zero_grad()
+    model(tokens_of(3)).backward()
+    model.dense.grad = None
+    before = {k: v.clone() for k, v in optimizer.state[model.dense].items()}
+    weights = model.dense.detach().clone()
+    optimizer.step()
+    assert same_bits(model.dense.detach(), weights)
+    for key, value in optimizer.state[model.dense].items():
+        assert same_bits(value, before[key])
+    assert optimizer.state[model.bias]["step"] == 3 and optimizer.state[model.dense]["step"] == 2
+
+
+def test_grads_come_from_main_grad_decoupled_grad_or_grad():
+    results = []
+    for attribute in ("main_grad", "decoupled_grad", "grad"):
+        param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        optimizer = get_megatron_optimizer(config_for("bf16"), nn.ParameterDict({"w": param}))
+        if attribute == "grad":
+            param.grad_dtype = torch.float32
+        setattr(param, attribute, torch.tensor([0.1, 0.2, 0.3]))
+        assert optimizer.step().success
+        results.append(next(iter(dict(optimizer.named_main_params()).values())).clone())
+    assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
+
+
+def test_zero_counting_and_tuple_shape():
+    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(4))})
+    optimizer = get_megatron_optimizer(config_for("fp32", log_num_zeros_in_grad=True), model)
+    model["w"].grad = torch.tensor([0.0, 1.0, 0.0, 0.0])
+    success, norm, zeros = result = optimizer.step()
+    assert isinstance(result, StepResult) and (success, norm, zeros) == (True, 1.0, 3)
+
+
+def test_awkward_parameters():
+    transposed = nn.Parameter(
+        torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).bfloat16().t()
+    )
+    params = {
+        "transposed": transposed,
+        "scalar": nn.Parameter(torch.tensor(2.0, dtype=torch.bfloat16)),
+        "empty": nn.Parameter(torch.empty(0, 3, dtype=torch.bfloat16)),
+        "fp32": nn.Parameter(torch.ones(3)),
+        "frozen": nn.Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=False),
+    }
+    results = []
+    for fraction in (0.0, 1.0):
+        model = nn.ParameterDict(
+            {
+                k: nn.Parameter(
+                    v.detach().clone(memory_format=torch.preserve_format), v.requires_grad
+                )
+                for k, v in params.items()
+            }
+        )
+        optimizer = get_megatron_optimizer(config_for("bf16", fraction), model)
+        for _ in range(3):
+            for param in model.values():
+                if param.requires_grad:
+                    param.grad = torch.ones_like(param)
+            assert optimizer.step().success
+        results.append({k: p.detach().clone() for k, p in model.items()})
+        assert torch.equal(model["frozen"], params["frozen"])
+        assert not torch.equal(model["transposed"], params["transposed"])
+        assert float(model["scalar"].detach()) < 2.0
+    assert all(same_bits(results[0][k], results[1][k]) for k in params)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_groups_added_later_are_stepped(fraction):
+    _model, optimizer = build("bf16", fraction, experts=False)
+    late = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+    optimizer.add_param_group({"params": [("late", late)], "lr": 0.5, "weight_decay": 0.0})
+    late.grad = torch.ones(5, dtype=torch.bfloat16)
+    optimizer.step()
+    assert torch.allclose(late.detach().float(), torch.full((5,), 0.5), atol=1e-2)
+    optimizer.param_groups[-1]["lr"] = 0.0
+    before = late.detach().clone()
+    optimizer.step()
+    assert torch.equal(late.detach(), before)
+
+
+def test_hyperparameters_flow_down_every_step():
+    model, optimizer = build("bf16", 0.5)
+    train(model, optimizer, 1)
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = 0.0, 0.0
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, 1, start=1)
+    assert all(same_bits(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_foreign_optimizer_works_below_the_wrapper():
+    def run(wrap):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 6).bfloat16()
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        inner = (
+            adam
+            if wrap == "plain"
+            else HybridDeviceOptimizer(
+                model.parameters(),
+                0.5,
+                torch.optim.AdamW,
+                torch.optim.AdamW,
+                lr=1e-2,
+                weight_decay=0.1,
+            )
+        )
+        optimizer = Float16OptimizerWithFloat16Params(inner, config_for("bf16"))
+        for step in range(5):
+            optimizer.zero_grad()
+            model(
+                torch.randn(3, 6, generator=torch.Generator().manual_seed(step)).bfloat16()
+            ).float().square().mean().backward()
+            optimizer.step()
+        return model.weight.detach().clone()
+
+    assert same_bits(run("plain"), run("hybrid"))
+
+
+def test_dynamic_scaler_rules():
+    scaler = DynamicGradScaler(2.0**4, 1.0, 2.0, 0.5, growth_interval=2, hysteresis=2)
+    seen = []
+    for inf in (True, False, True, True, True, False, False, False, False):
+        scaler.update(inf)
+        seen.append(float(scaler.scale))
+    assert seen == [16, 16, 16, 8, 4, 4, 8, 8, 16]
+    scaler = DynamicGradScaler(2.0**125, 1.0, 2.0, 0.5, 1, 1)
+    for _ in range(5):
+        scaler.update(False)
+    assert float(scaler.scale) == 2.0**126 and float(scaler.inv_scale) > 0
+    other = DynamicGradScaler(4.0, 1.0, 2.0, 0.5, 1, 1)
+    other.load_state_dict(scaler.state_dict())
+    assert other.scale == scaler.scale
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_scaler_is_copied_while_somebody_holds_its_scale(again):
+    scaler = DynamicGradScaler(2.0**4, 1.0, 2.0, 0.5, growth_interval=2, hysteresis=1)
+    held = scaler.scale
+    other = again(scaler)
+    other.update(True)
+    assert (float(other.scale), float(held)) == (8.0, 16.0)
+
+
+@pytest.mark.parametrize(
+    "argument, value",
+    [
+        ("growth_interval", 1.5),
+        ("hysteresis", 0),
+        ("min_scale", 99.0),
+        ("backoff_factor", 1.0),
+        ("growth_factor", 1.0),
+    ],
+)
+def test_scaler_names_the_bad_argument(argument, value):
+    good = {
+        "initial_scale": 16.0,
+        "min_scale": 1.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2,
+        "hysteresis": 2,
+    }
+    with pytest.raises(ValueError, match=argument):
+        DynamicGradScaler(**{**good, argument: value})
+
+
+def test_wrong_dtypes_are_refused_by_name():
+    with pytest.raises(TypeError, match=r"weight is torch\.bfloat16.*bf16=True"):
+        FP32Optimizer(
+            FusedAdam(list(nn.Linear(2, 2).bfloat16().named_parameters())), config_for("fp32")
+        )
+    with pytest.raises(ValueError, match="set the flag"):
+        get_megatron_optimizer(config_for("fp16"), nn.Linear(2, 2).bfloat16())
+
+
+def test_sparse_gradients_are_refused_by_name():
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = get_megatron_optimizer(config_for("fp32"), model)
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match="weight: gradient"):
+        optimizer.step()
+
+
+def test_describe_and_metrics_read_well():
+    model, optimizer = build("bf16", 0.5)
+    train(model, optimizer, 1)
+    description = optimizer.describe()
+    assert {row.place for row in description.rows} == {"device", "host"}
+    trainable = sum(p.numel() for p in model.parameters())
+    assert sum(row.params for row in description.rows) == trainable
+    assert "host" in str(description) and "backend" in str(description)
+    assert optimizer.metrics()["steps"] == 1
+
+
+@pytest.mark.parametrize(("backend", "fraction"), [("auto", 0.5), ("triton", 0.0)])
+def test_state_that_was_moved_away_and_back_is_stepped_where_it_is_now(
+    backend, fraction, monkeypatch
+):
+    """As between two phases on an accelerator; here everything is given other memory on the way, as
+    it is there."""
+
+    def state(optimizer):
+        return [
+            v for s in optimizer.state_dict()["state"].values() for k, v in s.items() if k != "step"
+        ]
+
+    def run(moves):
+        model = nn.ParameterDict(
+            {name: nn.Parameter(torch.ones(7, dtype=torch.bfloat16)) for name in "ab"}
+        )
+        optimizer = get_megatron_optimizer(
+            config_for("bf16", fraction, fused_backend=backend), model
+        )
+
+        moved = []
+
+        def park(self, tensors):
+            moved[:] = state(optimizer)
+            for tensor in moved:
+                tensor.data = tensor.data.clone()
+
+        monkeypatch.setattr(ParkedTensors, "park", park)
+        for step in range(4):
+            for param in model.values():
+                param.grad = torch.full_like(param, 0.1 + step)
+            optimizer.step()
+            if moves and step == 1:
+                optimizer.offload_to_cpu()
+                optimizer.restore_from_cpu()
+        assert bool(moved) == moves
+        return state(optimizer)
+
+    assert all(map(same_bits, run(True), run(False)))
+
+
+@pytest.mark.parametrize(
+    ("fraction", "mode"), [(0.0, "sync"), (0.5, "sync"), (0.5, "overlap"), (0.5, "speculative")]
+)
+def test_no_step_keeps_gradients_alive(fraction, mode):
+    model, optimizer = build("bf16", fraction, offload_mode=mode)
+    gradients = []
+    for step in range(4):
+        optimizer.scale_loss(model(tokens_of(step))).backward()
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        gradients += [weakref.ref(grad) for grad in found]
+        del found
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    assert [gone() for gone in gradients] == [None] * len(gradients)
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_a_step_leaves_the_garbage_collector_alone(was_on):
+    seen = []
+
+    class Timer:
+        def start(self, barrier):
+            seen.append(gc.isenabled())
+
+        def stop(self):
+            seen.append(gc.isenabled())
+
+    model, optimizer = build("bf16", 0.5, timers=lambda name, log_level: Timer())
+    model(tokens_of(0)).backward()
+    if not was_on:
+        gc.disable()
+    try:
+        optimizer.step()
+        assert gc.isenabled() == was_on and seen and set(seen) == {was_on}
+    finally:
+        gc.enable()

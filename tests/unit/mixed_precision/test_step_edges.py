@@ -1,0 +1,188 @@
+"""The edges of a step's decisions: the norm at the threshold, a skip that is no overflow, two
+limits on one norm, and writes and names that change between backward and step."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mp_optim import HybridDeviceOptimizer, get_megatron_optimizer
+from mp_optim.rules.elementwise import FusedAdam
+from support.models import config_for, same_bits
+
+each_backend = pytest.mark.parametrize(
+    "backend",
+    [
+        "auto",
+        pytest.param(
+            "triton",
+            marks=pytest.mark.skipif(
+                torch.cuda.is_available(), reason="Triton's interpreter runs on the CPU"
+            ),
+        ),
+    ],
+)
+
+
+def one_param(precision, values, **settings):
+    """A model of one parameter with a gradient, and its optimizer."""
+    config = config_for(precision, **settings)
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}[precision]
+    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(len(values), dtype=dtype))})
+    optimizer = get_megatron_optimizer(config, model)
+    model["w"].grad = torch.tensor(values, dtype=dtype) * optimizer.get_loss_scale().to(dtype)
+    return model, optimizer
+
+
+@each_backend
+def test_a_norm_at_the_threshold_is_stepped_and_one_above_it_is_not(backend):
+    for threshold, is_stepped in ((5.0, True), (math.nextafter(5.0, 0.0), False)):
+        model, optimizer = one_param(
+            "fp32", [3.0, 4.0], grad_norm_skip_threshold=threshold, fused_backend=backend
+        )
+        result = optimizer.step()
+        assert (result.success, result.grad_norm) == (is_stepped, 5.0)
+        assert bool((model["w"] != 1.0).all()) == is_stepped
+
+
+@each_backend
+def test_a_step_skipped_by_the_threshold_is_a_clean_one_to_the_loss_scale(backend):
+    """Its gradients are finite: the scale is not too large, and grows as after any other step."""
+    _model, optimizer = one_param(
+        "fp16",
+        [3.0, 4.0],
+        grad_norm_skip_threshold=1.0,
+        hysteresis=1,
+        loss_scale_window=2,
+        fused_backend=backend,
+    )
+    start, scales = float(optimizer.get_loss_scale()), []
+    for _ in range(2):
+        result = optimizer.step()
+        assert not result.success and result.grad_norm == pytest.approx(5.0)
+        scales.append(float(optimizer.get_loss_scale()))
+    assert scales == [start, 2 * start]
+    assert optimizer.metrics()["skipped_steps"] == 2
+
+
+@pytest.mark.parametrize("clip_grad", [0.0, 0.5, 2.0, 100.0])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5, 1.0, 100.0])
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_of_two_limits_on_the_norm_the_smaller_holds(clip_grad, max_grad_norm, fraction):
+    """LAMB's own ``max_grad_norm`` judges the gradients as they are after ``clip_grad``."""
+    config = config_for("fp32", fraction, optimizer="lamb", clip_grad=clip_grad)
+    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(2))})
+    optimizer = get_megatron_optimizer(config, model)
+    for group in optimizer.param_groups:
+        group["max_grad_norm"] = max_grad_norm
+    model["w"].grad = torch.tensor([3.0, 4.0])
+    assert optimizer.step().grad_norm == 5.0
+    limit = min([5.0, *(limit for limit in (clip_grad, max_grad_norm) if limit)])
+    first_moment = optimizer.state[model["w"]]["exp_avg"] / (
+        1.0 - optimizer.param_groups[0]["betas"][0]
+    )
+    assert float(first_moment.norm()) == pytest.approx(limit, rel=1e-5)
+
+
+@pytest.mark.parametrize("form", ["bf16-remainder", "bf16-8bit8"])
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_whatever_is_written_to_a_parameter_its_main_param_still_rounds_to(form, fraction):
+    """All 65,536 bfloat16 values, infinities among them, over remainders of any kind."""
+    patterns = (
+        torch.arange(-(2**15), 2**15, dtype=torch.int32)
+        .to(torch.int16)
+        .view(torch.bfloat16)
+        .repeat(4)
+    )
+    model = nn.ParameterDict(
+        {
+            "w": nn.Parameter(torch.ones(len(patterns), dtype=torch.bfloat16)),
+            "other": nn.Parameter(torch.ones(1, dtype=torch.bfloat16)),
+        }
+    )
+    optimizer = get_megatron_optimizer(config_for(form, fraction, lr=0.3, clip_grad=0.0), model)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        model["w"].grad = torch.randn(len(patterns), generator=generator).bfloat16()
+        optimizer.step()
+    with torch.no_grad():
+        model["w"].copy_(patterns)
+    model["w"].grad, model["other"].grad = None, torch.ones(1, dtype=torch.bfloat16)
+    optimizer.step()  # it follows the model, and steps the other parameter
+    assert torch.equal(model["w"].view(torch.int16), patterns.view(torch.int16))
+    main = dict(optimizer.named_main_params())["w"]
+    assert torch.equal(main.isnan(), patterns.isnan())
+    assert torch.equal(main.bfloat16()[patterns.isinf()], patterns[patterns.isinf()])
+    finite = patterns.isfinite()
+    distance, unit = (
+        (main - patterns.float())[finite].abs(),
+        patterns[finite].float().abs() * 2.0**-8 + 2.0**-134,
+    )
+    assert bool((distance <= unit).all())
+
+
+def test_a_parameter_renamed_before_the_step_is_rounded_with_its_new_names_noise():
+    """What was stepped ahead of it, with the old name's, is not used."""
+
+    def run(mode):
+        params = [(name, nn.Parameter(torch.ones(600))) for name in ("a", "b")]
+        optimizer = HybridDeviceOptimizer(
+            params,
+            1.0,
+            FusedAdam,
+            FusedAdam,
+            lr=0.1,
+            offload_mode=mode,
+            sub_optimizer_kwargs={
+                "exp_avg_dtype": torch.bfloat16,
+                "stochastic_rounding": True,
+                "seed": 3,
+            },
+        )
+        for step in range(4):
+            for _, param in params:
+                param.grad = None
+            generator = torch.Generator().manual_seed(step)
+            sum(
+                (param * torch.randn(600, generator=generator)).sum() for _, param in params
+            ).backward()
+            if step == 3:
+                optimizer.param_groups[0]["param_names"][0] = "renamed"
+            optimizer.step()
+        hits = optimizer.stepper.metrics().get("speculation_hits", 0)
+        return hits, [optimizer.state[param]["exp_avg"].clone() for _, param in params]
+
+    hits, speculated = run("speculative")
+    assert hits > 0
+    assert all(map(same_bits, speculated, run("sync")[1]))
+
+
+@pytest.mark.parametrize("mode", ["overlap", "speculative"])
+def test_a_rate_that_is_written_in_place_before_the_step_is_the_steps(mode):
+    """A tensor lr, as schedulers of compiled loops fill it; what was begun with the old value is
+    not used."""
+
+    def run(mode):
+        model = nn.ParameterDict(
+            {name: nn.Parameter(torch.ones(600, dtype=torch.bfloat16)) for name in "ab"}
+        )
+        optimizer = get_megatron_optimizer(
+            config_for("bf16", 1.0, clip_grad=0.0, offload_mode=mode), model
+        )
+        rate = torch.tensor(0.25)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        params = []
+        for step in range(5):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(step)
+            sum(
+                (param * torch.randn(600, generator=generator)).sum() for param in model.values()
+            ).backward()
+            rate.fill_(0.25 / (1 + step))
+            optimizer.step()
+            params += [param.detach().clone() for param in model.values()]
+        return params
+
+    assert all(map(same_bits, run(mode), run("sync")))

@@ -1,0 +1,287 @@
+"""Muon: against torch's, against the iteration in FP64, stacks, fused weights, scales, decay,
+state."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mp_optim.config.rules import COEFFICIENT_TYPES, coefficients, scale_factor
+from mp_optim.muon.muon import FusedMuon
+from mp_optim.muon.newton_schulz import orthogonalize_each
+
+SHAPES = [(64, 128), (128, 48), (32, 32), (300, 7), (1, 5), (5, 1)]
+SIMPLE = {"coefficient_type": "simple", "scale_mode": "shape_scaling"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The bits of matrix products may depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stepped(value, grads, **settings):
+    """A parameter after steps, and its optimizer."""
+    param = nn.Parameter(value.clone())
+    optimizer = FusedMuon([param], **{"lr": 0.02, "weight_decay": 0.1, **SIMPLE, **settings})
+    for grad in grads:
+        param.grad = grad.clone()
+        optimizer.step()
+    return param.detach(), optimizer
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [
+        ({"nesterov": True}, {}),
+        ({}, {"nesterov": False}),
+        ({"momentum": 0.3, "nesterov": True}, {"momentum": 0.3}),
+        (
+            {"scale_mode": "spectral", "extra_scale_factor": 0.2, "num_ns_steps": 3},
+            {"adjust_lr_fn": "match_rms_adamw", "nesterov": False, "ns_steps": 3},
+        ),
+    ],
+    ids=["nesterov", "plain", "momentum", "spectral"],
+)
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
+def test_it_is_torchs_muon(shape, ours, torchs):
+    grads = [random(*shape, seed=1 + step) for step in range(20)]
+    param = nn.Parameter(random(*shape))
+    oracle = torch.optim.Muon([param], lr=0.02, weight_decay=0.1, **torchs)
+    for grad in grads:
+        param.grad = grad.clone()
+        oracle.step()
+    found, optimizer = stepped(random(*shape), grads, **ours)
+    # an accelerator multiplies matrices with short sides as stacks, a CPU and torch one by one
+    bound = 1e-6 if found.device.type == "cpu" or min(shape) >= 32 else 1e-5
+    assert (found - param.detach()).norm() <= bound * param.detach().norm()
+    momentum = next(iter(optimizer.state.values()))["momentum_buffer"]
+    torch.testing.assert_close(momentum, oracle.state[param]["momentum_buffer"], rtol=0, atol=0)
+
+
+def in_numpy(matrix, polynomials):
+    """The iteration in FP64."""
+    x = matrix.double().numpy()
+    tall = x.shape[0] > x.shape[1]
+    x = (x.T if tall else x) / np.linalg.norm(x)
+    for a, b, c in polynomials:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return torch.from_numpy(x.T if tall else x)
+
+
+def orthogonalize(matrices, polynomials, dtype):
+    return orthogonalize_each([matrices.to(dtype, copy=True).contiguous()], polynomials)[0]
+
+
+@pytest.mark.parametrize("kind", COEFFICIENT_TYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_newton_schulz_is_the_iteration_in_fp64(shape, kind):
+    matrix = random(*shape)
+    for steps in (5, 10):
+        polynomials = coefficients(kind, steps)
+        expected = in_numpy(matrix, polynomials)
+        found = orthogonalize(matrix, polynomials, torch.float32)
+        torch.testing.assert_close(found.double().cpu(), expected, rtol=0, atol=2e-5)
+        rough = orthogonalize(matrix, polynomials, torch.bfloat16)
+        assert rough.dtype == torch.bfloat16
+        assert (rough.double().cpu() - expected).norm() < 0.1 * min(shape) ** 0.5
+
+
+@pytest.mark.parametrize("kind", COEFFICIENT_TYPES)
+def test_singular_values_come_near_one(kind):
+    values = torch.linalg.svdvals(
+        orthogonalize(random(40, 60), coefficients(kind, 10), torch.float32)
+    )
+    assert values.min() > 0.65 and values.max() < 1.25
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_batched_product_does_what_the_loop_does(dtype):
+    """What an accelerator does with a stack, here on the CPU."""
+    from mp_optim.muon import newton_schulz
+
+    stack, polynomials = random(3, 24, 16), coefficients("quintic", 5)
+    found = newton_schulz.iterate(stack.to(dtype, copy=True), polynomials)
+    expected = orthogonalize(stack, polynomials, dtype)
+    torch.testing.assert_close(
+        found, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05
+    )
+    assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("shape", [(37, 91), (64, 24)], ids=str)
+def test_a_stack_is_its_matrices(shape):
+    grads = [random(3, *shape, seed=step) for step in range(4)]
+    stack, _ = stepped(random(3, *shape, seed=9), grads)
+    for index in range(3):
+        one, _ = stepped(random(3, *shape, seed=9)[index], [grad[index] for grad in grads])
+        assert torch.equal(stack[index], one)
+
+
+def test_fused_parts_are_stepped_by_themselves():
+    """Two query groups of 4 + 2 + 2 rows: queries are one matrix of 8 rows, keys and values of
+    4."""
+    rows = {"q": [0, 1, 2, 3, 8, 9, 10, 11], "k": [4, 5, 12, 13], "v": [6, 7, 14, 15]}
+    value, grads = random(16, 6), [random(16, 6, seed=step) for step in range(1, 4)]
+    fused, _ = stepped(value, grads, qkv_split_shapes=(4, 2, 2))
+    for part in rows.values():
+        alone, _ = stepped(value[part], [grad[part] for grad in grads])
+        assert torch.equal(fused[part], alone)
+    assert not torch.equal(fused, stepped(value, grads)[0])
+    with pytest.raises(ValueError, match="16 rows are not a multiple of their sum 5"):
+        stepped(value, grads, qkv_split_shapes=(2, 2, 1))
+
+
+def test_scale_modes():
+    assert scale_factor("spectral", 4, 9) == scale_factor("spectral", 9, 4) == 3.0
+    assert (scale_factor("unit_rms_norm", 4, 1), scale_factor("unit_rms_norm", 1, 4)) == (2.0, 0.5)
+    assert (scale_factor("shape_scaling", 4, 1), scale_factor("shape_scaling", 1, 4)) == (2.0, 1.0)
+    for mode in ("spectral", "unit_rms_norm", "shape_scaling"):
+        moved = [
+            stepped(
+                torch.zeros(12, 3),
+                [random(12, 3)],
+                scale_mode=mode,
+                extra_scale_factor=factor,
+                fp32_matmul_prec="highest",
+                coefficient_type="polar_express",
+                num_ns_steps=12,
+            )[0]
+            for factor in (1.0, 0.5)
+        ]
+        values = torch.linalg.svdvals(moved[0])
+        torch.testing.assert_close(
+            values, torch.full((3,), 0.02 * scale_factor(mode, 12, 3)), rtol=0.02, atol=0
+        )
+        torch.testing.assert_close(moved[1], moved[0] / 2)
+
+
+def test_weight_decay_is_decoupled():
+    value = random(8, 8)
+    found, _ = stepped(value, [torch.zeros(8, 8)], lr=0.5, weight_decay=0.1)
+    assert torch.equal(found, value - value * torch.tensor(0.5 * 0.1))
+    decayed, _ = stepped(value, [random(8, 8)])
+    plain, _ = stepped(value, [random(8, 8)], weight_decay=0.0)
+    torch.testing.assert_close(plain - decayed, value * 0.002, rtol=0, atol=1e-6)
+
+
+def test_zero_and_enormous_gradients_make_finite_steps():
+    for size in (0.0, 1e-30, 1e30):
+        found, _ = stepped(torch.ones(4, 6), [torch.full((4, 6), size)])
+        assert found.isfinite().all()
+
+
+def test_state_dict_round_trips():
+    grads = [random(2, 6, 4, seed=step) for step in range(4)]
+    expected, _ = stepped(random(2, 6, 4), grads, nesterov=True)
+    half, optimizer = stepped(random(2, 6, 4), grads[:2], nesterov=True)
+    param = nn.Parameter(half.clone())
+    other = FusedMuon([param], lr=1.0)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["nesterov"] is True
+    for grad in grads[2:]:
+        param.grad = grad
+        other.step()
+    assert torch.equal(param.detach(), expected)
+
+
+def test_groups_choose_adam_for_what_is_no_matrix():
+    matrix, vector = nn.Parameter(random(4, 4)), nn.Parameter(random(4))
+    optimizer = FusedMuon(
+        [{"params": [matrix]}, {"params": [vector], "optimizer": "adam"}], lr=1e-2, weight_decay=0.0
+    )
+    twin = nn.Parameter(vector.detach().clone())
+    adam = torch.optim.Adam([twin], lr=1e-2)
+    matrix.grad, vector.grad = random(4, 4), random(4)
+    twin.grad = vector.grad.clone()
+    optimizer.step()
+    adam.step()
+    torch.testing.assert_close(vector, twin)
+    assert set(optimizer.state[vector]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"momentum": 1.0}, r"momentum=1\.0: must be in \[0, 1\)"),
+        ({"scale_mode": "big"}, "scale_mode='big': must be one of"),
+        ({"coefficient_type": "cubic"}, "coefficient_type='cubic'"),
+        (
+            {"coefficient_type": "quintic", "num_ns_steps": 6},
+            "num_ns_steps=6: coefficient_type='quintic' is 5",
+        ),
+        ({"num_ns_steps": 0}, "num_ns_steps=0"),
+        ({"fp32_matmul_prec": "high"}, "fp32_matmul_prec='high'"),
+        ({"tp_mode": "distributed"}, "tp_mode='distributed'"),
+        ({"optimizer": "lion"}, "optimizer='lion': must be 'muon'"),
+        ({"extra_scale_factor": 0.0}, "extra_scale_factor"),
+        ({"weight_decay": -1.0}, "weight_decay"),
+    ],
+)
+def test_a_bad_setting_is_named(settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        FusedMuon([{"params": [nn.Parameter(random(2, 2))], **settings}])
+
+
+def test_a_vector_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"bias has shape \(3,\): muon steps matrices"):
+        FusedMuon([("weight", nn.Parameter(random(3, 3))), ("bias", nn.Parameter(random(3)))])
+    with pytest.raises(ValueError, match="scalar_optimizer='sgd'"):
+        FusedMuon([nn.Parameter(random(2, 2))], scalar_optimizer="sgd")
+
+
+@pytest.mark.parametrize(
+    ("form", "error"), [("bfloat16", 0.02), ("float16", 0.003), ("uint8", 0.05), ("uint4", 0.5)]
+)
+def test_compact_momentum_is_near_the_full_one(form, error):
+    grads = [random(16, 24, seed=step) for step in range(10)]
+    full, _ = stepped(random(16, 24), grads, fp32_matmul_prec="highest")
+    compact, optimizer = stepped(
+        random(16, 24), grads, fp32_matmul_prec="highest", exp_avg_dtype=getattr(torch, form)
+    )
+    assert (compact - full).norm() < error * (full - random(16, 24)).norm()
+    kept = optimizer.state_dict()["state"][0]["momentum_buffer"].dtype
+    codes = {"uint8": torch.int8, "uint4": torch.float32}  # 4 bits leave as FP32
+    assert kept == codes.get(form, getattr(torch, form))
+
+
+def test_full_precision_is_not_the_processs_choice():
+    torch.set_float32_matmul_precision("medium")
+    try:
+        rough = orthogonalize(random(64, 64), coefficients("quintic", 5), torch.float32)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert torch.equal(
+        rough, orthogonalize(random(64, 64), coefficients("quintic", 5), torch.float32)
+    )
+
+
+@pytest.mark.parametrize("parts", [None, (2, 1, 1)])
+@pytest.mark.parametrize(
+    "shape", [(0, 8), (8, 0), (0, 0), (3, 0, 8), (0, 4, 4), (2, 8, 0)], ids=str
+)
+def test_empty_matrices_are_stepped(shape, parts):
+    """They count the step, decay nothing, and leave the others alone."""
+    empty, other = nn.Parameter(torch.zeros(shape)), nn.Parameter(random(8, 8))
+    alone = nn.Parameter(random(8, 8))
+    both = FusedMuon([empty, other], lr=0.1, qkv_split_shapes=parts)
+    one = FusedMuon([alone], lr=0.1, qkv_split_shapes=parts)
+    empty.grad, other.grad, alone.grad = (
+        torch.zeros(shape),
+        random(8, 8, seed=3),
+        random(8, 8, seed=3),
+    )
+    both.step()
+    one.step()
+    assert torch.equal(other, alone) and empty.shape == shape
+    assert float(both.state[empty]["step"]) == 1.0

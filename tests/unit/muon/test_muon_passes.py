@@ -1,0 +1,215 @@
+"""Muon's passes over elements: every backend's bits are those of the text in torch operations, over
+all forms of state; and that text is numpy's, in FP64."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mp_optim.core import Slot, SlotUpdate
+from mp_optim.kernels import choose_backend
+from mp_optim.kernels.native_library import native_library
+from mp_optim.kernels.self_test import compare_steps
+from mp_optim.kernels.triton import triton_backend
+from mp_optim.muon.muon import FusedMuon, seconds_of_products
+from mp_optim.muon.newton_schulz import has_native_products
+from support.kernels import needs_kernels
+
+MOMENTA = ["float32", "bfloat16", "float16", "uint8"]
+REMAINDERS = [None, 16, 8]
+SHAPES = [(3, 5), (16, 16), (2, 24, 40), (33, 130), (0, 4)]
+LARGE = [(64, 96), (96, 64), (3, 64, 80), (64, 2500)]
+GRADS = [torch.float32, torch.bfloat16, torch.float16]
+SPECIAL = [0.0, -0.0, 1e-42, 3e38, -3e38]
+FOUND, WHY = triton_backend()
+ON_GPU = FOUND is not None and not FOUND.interpreted
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The bits of matrix products may depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # overflow in an interpreter
+        yield
+    torch.set_num_threads(before)
+
+
+def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randn(shape, generator=generator).view(-1)
+    made[: len(SPECIAL)] = torch.tensor(SPECIAL)[: made.numel()]
+    return made.view(shape).to(dtype)
+
+
+def stepped(backend: str, form: dict[str, Any], grads: torch.dtype) -> list[Tensor]:
+    """Parameters, outputs and state after steps."""
+    bits = form["param_remainder_bits"]
+    precision = {
+        "exp_avg_dtype": getattr(torch, form["momentum_dtype"]),
+        "stochastic_rounding": form["noisy"],
+        "store_param_remainders": bits is not None,
+        "param_remainder_bits": bits or 16,
+    }
+    dtype = torch.float32 if bits is None else torch.bfloat16
+    device = "cuda" if ON_GPU and backend == "triton" else "cpu"
+    params = [
+        nn.Parameter(values(shape, at, dtype).to(device)) for at, shape in enumerate(form["shapes"])
+    ]
+    outputs = [torch.zeros_like(param, dtype=form["output"]) for param in params]
+    optimizer = FusedMuon(
+        [(f"p{at}", param) for at, param in enumerate(params)],
+        lr=0.02,
+        weight_decay=form["decay"],
+        momentum=form["momentum"],
+        nesterov=form["nesterov"],
+        fp32_matmul_prec=form["products"],
+        backend=backend,
+        **precision,
+    )
+    for step in range(2):
+        optimizer.step_slots(
+            [
+                SlotUpdate(
+                    Slot(0, at),
+                    values(shape, 100 * step + at, grads).to(device),
+                    multiplier=form["multiplier"],
+                    output=outputs[at],
+                )
+                for at, shape in enumerate(form["shapes"])
+            ]
+        )
+    assert optimizer.executor.carried_out_by(0, "device", torch.device(device))[0] == backend
+    state = [
+        tensor
+        for param in params
+        for tensor in optimizer.state[param].values()
+        if isinstance(tensor, Tensor)
+    ]
+    return [param.detach() for param in params] + outputs + state
+
+
+def forms() -> list[dict[str, Any]]:
+    """Every momentum with every remainder, with and without noise; the rest in turn."""
+    made = []
+    for at, (momentum, bits, noisy) in enumerate(
+        itertools.product(MOMENTA, REMAINDERS, [False, True])
+    ):
+        if noisy and bits is None and momentum == "float32":
+            continue  # refused: nothing would be rounded
+        made.append(
+            {
+                "shapes": SHAPES,
+                "momentum_dtype": momentum,
+                "param_remainder_bits": bits,
+                "noisy": noisy,
+                "momentum": [0.95, 0.3, 0.5, 0.0][at % 4],
+                "nesterov": at % 2 == 0,
+                "decay": [0.1, 0.0][at // 2 % 2],
+                "products": ["medium", "highest"][at // 3 % 2],
+                "multiplier": [1.0, 0.37][at % 2],
+                "output": torch.bfloat16 if bits else [torch.float16, torch.float32][at % 2],
+            }
+        )
+    return made
+
+
+def name_of(form: dict[str, Any]) -> str:
+    return f"{form['momentum_dtype']}-{form['param_remainder_bits']}-{form['noisy']}"
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, but for the bits of NaN."""
+    a, b = a.cpu(), b.cpu()
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32}[a.itemsize]
+    equal = (a.view(kind) == b.view(kind)) | (a.isnan() & b.isnan())
+    return a.dtype == b.dtype and bool(equal.all())
+
+
+@pytest.fixture
+def levels() -> Iterator[list[str]]:
+    """The instruction sets of this machine; the best one again afterwards."""
+    library = native_library()
+    yield library.levels
+    library.set_level(library.levels[0])
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", forms(), ids=name_of)
+def test_native_kernels_have_the_bits_of_the_reference(
+    form: dict[str, Any], levels: list[str]
+) -> None:
+    grads = GRADS[forms().index(form) % 3]
+    expected = stepped("reference", form, grads)
+    assert levels
+    for level in levels:
+        native_library().set_level(level)
+        found = stepped("native", form, grads)
+        assert len(found) == len(expected) and all(map(same, found, expected)), level
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", forms()[::4], ids=name_of)
+def test_a_native_step_in_one_call_has_the_bits_of_the_reference(
+    form: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the kernels have all of a step: matrices whose sides are not short."""
+    monkeypatch.setitem(globals(), "SPECIAL", [])
+    large = form | {"shapes": LARGE, "products": "medium"}
+    grads = GRADS[forms().index(form) % 3]
+    expected = stepped("reference", large, grads)
+    before = seconds_of_products()
+    found = stepped("native", large, grads)
+    assert len(found) == len(expected) and all(map(same, found, expected))
+    assert (seconds_of_products() > before) == has_native_products()
+
+
+@pytest.mark.parametrize("form", forms()[::4], ids=name_of)
+def test_triton_kernels_have_the_bits_of_the_reference(form: dict[str, Any]) -> None:
+    if FOUND is None:
+        pytest.skip(f"no Triton kernels: {WHY}")
+    few = form | {"shapes": [(3, 5), (2, 12, 24)]}
+    grads = GRADS[forms().index(form) % 3]
+    expected, found = (stepped(name, few, grads) for name in ("reference", "triton"))
+    assert len(found) == len(expected) and all(map(same, found, expected))
+
+
+@needs_kernels
+@pytest.mark.parametrize("momentum", [0.95, 0.5, 0.2])
+def test_the_momentum_is_numpys_in_fp64(momentum: float) -> None:
+    """Product and sum in FP64, then one rounding: for a gradient that is much larger or smaller
+    than the momentum, too."""
+    shape = (40, 64)
+    scale = torch.logspace(-6, 6, 64)
+    grads = [values(shape, 1, torch.float32) * scale, values(shape, 2, torch.float32)]
+    param = nn.Parameter(torch.zeros(shape))
+    optimizer = FusedMuon([param], momentum=momentum, backend="native")
+    expected = np.zeros(shape, np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for grad in grads:
+            change = grad.numpy() - expected
+            weight = np.float32(1 - momentum)
+            start, factor = expected, np.float64(weight)
+            if 1 - momentum >= 0.5:
+                start, factor = grad.numpy(), np.float64(np.float32(weight - 1))
+            expected = (start.astype(np.float64) + change * factor).astype(np.float32)
+            param.grad = grad
+            optimizer.step()
+    found = optimizer.state[param]["momentum_buffer"]
+    assert same(found, torch.from_numpy(expected))
+
+
+@needs_kernels
+def test_the_self_test_notices_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, _ = choose_backend("native", torch.device("cpu"))
+    monkeypatch.setattr(backend, "muon_apply", lambda lists, scalars, factors: None)
+    found = compare_steps(backend, torch.device("cpu"), ["sgd"], (0, 1, 257))
+    assert not found.same and not found.tolerable

@@ -1,0 +1,235 @@
+"""NorMuon's second moment: the formula in numpy, what is a matrix of its own, edges, refusals, and
+a switch that is turned after steps."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mp_optim
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.config.rules import coefficients, scale_factor
+from mp_optim.muon.muon import FusedMuon
+from support import numpy_rules
+
+SETTINGS = {"lr": 0.1, "weight_decay": 0.0, "fp32_matmul_prec": "highest"}
+NORMUON = {**SETTINGS, "moment2_method": "normuon", "beta2": 0.8}
+MOMENT = "moment2_buffer"
+
+
+def random(*shape, seed=0):
+    """Rows of very different sizes."""
+    value = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return value * torch.logspace(-2, 2, shape[-2])[:, None]
+
+
+def stepped(value, grads, **settings):
+    param = nn.Parameter(value.clone())
+    optimizer = FusedMuon([param], **{**NORMUON, **settings})
+    for grad in grads:
+        param.grad = grad.clone()
+        optimizer.step()
+    return param.detach(), optimizer
+
+
+def orthogonal(matrix):
+    """Newton-Schulz in FP64."""
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    x = wide / np.linalg.norm(wide)
+    for a, b, c in coefficients("quintic", 5):
+        x = a * x + (b * (x @ x.T) + c * (x @ x.T) @ (x @ x.T)) @ x
+    return x if wide is matrix else x.T
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize(
+    "shape", [(12, 20), (20, 12), (7, 300), (1, 9), (9, 1), (3, 8, 5)], ids=str
+)
+def test_it_is_the_formula(shape, backend):
+    grads = [random(*shape, seed=1 + step) for step in range(5)]
+    found, optimizer = stepped(random(*shape), grads, backend=backend)
+    p = random(*shape).double().numpy()
+    m, v = np.zeros_like(p), np.zeros(shape[:-1], np.float32)
+    for grad in grads:
+        m = m + (grad.double().numpy() - m) * 0.05
+        stack = m.reshape(-1, *shape[-2:])
+        x = np.stack([orthogonal(matrix) for matrix in stack]).reshape(shape)
+        even, v = numpy_rules.normuon(x, v, NORMUON)
+        p = p - even * 0.1 * scale_factor("spectral", *shape[-2:])
+    np.testing.assert_allclose(found.numpy(), p, rtol=0, atol=2e-5 * np.abs(p).max())
+    (state,) = optimizer.state.values()
+    np.testing.assert_allclose(state[MOMENT][..., 0].numpy(), v, rtol=1e-4)
+
+
+def test_a_step_keeps_its_norm_and_its_rows_come_to_one_size():
+    """At the first step the moment is the squares' mean, but for a factor that all rows have."""
+    value, grad = random(24, 40), random(24, 40, seed=1)
+    found, plain = (
+        stepped(value, [grad], moment2_method=method)[0] - value for method in ("normuon", None)
+    )
+    assert float(found.norm()) == pytest.approx(float(plain.norm()), rel=1e-5)
+    sizes = found.norm(dim=1)
+    assert float(sizes.max() / sizes.min()) == pytest.approx(1.0, rel=1e-3)
+    assert plain.norm(dim=1).max() > 1.01 * plain.norm(dim=1).min()
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings"),
+    [
+        (
+            [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]],
+            {"qkv_split_shapes": (4, 2, 2)},
+        ),
+        ([list(range(first, first + 4)) for first in range(0, 16, 4)], {"head_rows": 4}),
+    ],
+    ids=["fused", "heads"],
+)
+@pytest.mark.parametrize("precision", ["medium", "highest"])
+def test_what_is_a_matrix_of_its_own_keeps_a_norm_of_its_own(rows, settings, precision):
+    value, grads = random(16, 6), [random(16, 6, seed=step) for step in range(1, 4)]
+    whole, _ = stepped(value, grads, fp32_matmul_prec=precision, **settings)
+    for part in rows:
+        alone, _ = stepped(value[part], [g[part] for g in grads], fp32_matmul_prec=precision)
+        assert torch.equal(whole[part], alone)
+    assert not torch.equal(whole, stepped(value, grads, fp32_matmul_prec=precision)[0])
+
+
+def test_a_stack_is_its_matrices():
+    grads = [random(3, 12, 8, seed=step) for step in range(3)]
+    stack, _ = stepped(random(3, 12, 8, seed=9), grads)
+    for index in range(3):
+        one, _ = stepped(random(3, 12, 8, seed=9)[index], [grad[index] for grad in grads])
+        assert torch.equal(stack[index], one)
+
+
+def test_edges():
+    """No gradient at all, rows of zeros, no elements, an infinite gradient."""
+    zeros = torch.zeros(4, 6)
+    assert torch.equal(stepped(random(4, 6), [zeros, zeros])[0], random(4, 6))
+    holes = random(4, 6, seed=1)
+    holes[2] = 0.0
+    found, _ = stepped(random(4, 6), [holes, zeros, holes])
+    assert found.isfinite().all() and torch.equal(found[2], random(4, 6)[2])
+    for shape in ((0, 4), (4, 0)):
+        assert stepped(torch.zeros(shape), [torch.zeros(shape)])[0].shape == shape
+    bad = holes.clone()
+    bad[0, 0] = torch.inf
+    assert not stepped(random(4, 6), [bad])[0].isfinite().any()
+
+
+def test_cautious_updates_keep_of_it_what_goes_the_way_of_the_gradient():
+    value, grad = torch.zeros(12, 20), random(12, 20, seed=1)
+    plain, careful = (-stepped(value, [grad], caution=on)[0] for on in (False, True))
+    agrees = plain * grad > 0
+    assert 0 < agrees.sum() < agrees.numel()
+    share = float(agrees.sum()) / agrees.numel()
+    torch.testing.assert_close(careful, torch.where(agrees, plain / share, 0.0), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"moment2_method": "nurmuon"}, "moment2_method='nurmuon': must be one of"),
+        ({"tp_mode": "blockwise"}, "moment2_method='normuon': is of rows of whole matrices"),
+        ({"beta2": 1.0}, "beta2=1.0: must be"),
+    ],
+)
+def test_refused_by_name(settings, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        FusedMuon([nn.Parameter(torch.zeros(2, 3))], **{**NORMUON, **settings})
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"muon_moment2_method": "adamuon"}, "must be one of .*; a second moment of each element"),
+        ({"muon_moment2_method": "normon"}, "did you mean 'normuon'"),
+        (
+            {"muon_moment2_method": "normuon", "muon_tp_mode": "blockwise"},
+            "muon_moment2_method='normuon': is of rows of whole matrices",
+        ),
+    ],
+)
+def test_fields_are_refused_by_name(fields, says):
+    with pytest.raises(ValueError, match=says):
+        OptimizerConfig(optimizer="muon", lr=0.1, **fields)
+
+
+def test_turned_on_after_steps_it_is_refused_until_the_group_begins_anew():
+    param = nn.Parameter(random(4, 6))
+    optimizer = FusedMuon([param], **SETTINGS)
+    param.grad = random(4, 6, seed=1)
+    optimizer.step()
+    optimizer.param_groups[0] |= {"moment2_method": "normuon", "beta2": 0.9}
+    with pytest.raises(
+        ValueError, match=rf"stepped without {MOMENT}, which moment2_method='normuon'"
+    ):
+        optimizer.step()
+
+
+def test_a_negative_moment_is_refused():
+    _, optimizer = stepped(random(4, 6), [random(4, 6, seed=1)])
+    saved = optimizer.state_dict()
+    saved["state"][0][MOMENT] = saved["state"][0][MOMENT] - 1.0
+    with pytest.raises(ValueError, match=f"{MOMENT}: has negative elements"):
+        optimizer.load_state_dict(saved)
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 4)).bfloat16()
+
+
+def trained(net, optimizer, steps):
+    for step in steps:
+        for index, param in enumerate(net.parameters()):
+            shape = (1, *param.shape) if param.dim() < 2 else param.shape
+            param.grad = random(*shape, seed=10 * step + index).view(param.shape).bfloat16()
+        optimizer.step()
+    return [param.detach().clone() for param in net.parameters() if param.dim() > 1]
+
+
+@pytest.mark.parametrize(
+    "offload", [{}, {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}]
+)
+def test_the_classes_and_the_config_say_the_same_and_go_on_after_a_resume(offload, tmp_path):
+    fields = {
+        "muon_moment2_method": "normuon",
+        "muon_beta2": 0.8,
+        "muon_coefficient_type": "simple",
+    }
+    config = OptimizerConfig(
+        **{"optimizer": "muon", "lr": 0.01, "weight_decay": 0.1, "bf16": True, "clip_grad": 0.0},
+        **{"muon_use_nesterov": True, "muon_scale_mode": "shape_scaling", **fields, **offload},
+    )
+    net = model()
+    stack = get_megatron_optimizer(config, net)
+    first, after = trained(net, stack, range(3)), None
+    mp_optim.checkpoint.save(tmp_path / "saved", net, stack)
+    after = trained(net, stack, range(3, 6))
+    again = model()
+    resumed = get_megatron_optimizer(config, again)
+    mp_optim.checkpoint.load(tmp_path / "saved", again, resumed)
+    assert all(map(torch.equal, first, trained(again, resumed, ())))
+    assert all(map(torch.equal, after, trained(again, resumed, range(3, 6))))
+    plain = model()
+    torch_shaped = mp_optim.Muon(
+        plain.named_parameters(), lr=0.01, moment2_method="normuon", beta2=0.8
+    )
+    assert all(map(torch.equal, after, trained(plain, torch_shaped, range(6))))
+
+
+def test_a_checkpoint_without_the_moment_is_refused_by_name(tmp_path):
+    nets = [model(), model()]
+    without, wants = (
+        get_megatron_optimizer(
+            OptimizerConfig(optimizer="muon", lr=0.01, bf16=True, muon_moment2_method=method), net
+        )
+        for net, method in zip(nets, (None, "normuon"), strict=True)
+    )
+    trained(nets[0], without, range(1))
+    mp_optim.checkpoint.save(tmp_path / "saved", nets[0], without)
+    with pytest.raises(ValueError, match=MOMENT):
+        mp_optim.checkpoint.load(tmp_path / "saved", nets[1], wants)

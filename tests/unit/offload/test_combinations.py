@@ -1,0 +1,489 @@
+"""Every source with every site, mode and split: the bits of the device, whatever happens between
+backward and step."""
+
+from __future__ import annotations
+
+import errno
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
+from mp_optim.factory.memory_plan import plan
+from mp_optim.host.host_memory import page_locked_bytes
+from mp_optim.offload.state_file import StateFile
+from mp_optim.offload.worker import WorkerError
+from support.models import AdversarialTransfer
+from support.offload import delays, differing, finish_early_work, hybrids, snapshot
+from support.slow_disk import slow_disk
+from support.streamed import HALVES, WHOLE, Model, give_gradients, stepped
+
+SHAPES = {"big": (3, 2801), "left": (40, 20), "bias": (7,), "one": (1,), "right": (2300,)}
+WINDOW = 200_000
+"""Bytes in which the largest parameter has room, in any form and with its gradient."""
+WRITES = ("write grads", "touch grads", "write grads untraced")
+EVENTS = ("", "", "read", "write state", "keep", *WRITES, "write param", "bad")
+
+
+def build(folder: Path | None = None, offloads: bool = True, **fields: Any) -> tuple[Model, Any]:
+    """On the device, or offloaded, with state in a folder if there is one."""
+    dtype, transfer = fields.pop("dtype", torch.bfloat16), fields.pop("transfer", None)
+    model = Model(dtype, SHAPES)
+    offload = {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": fields.pop("fraction", 1.0),
+        "optimizer_state_path": folder,
+    }
+    if fields.get("optimizer") != "adafactor":
+        fields.setdefault("weight_decay", 0.1)
+    config = OptimizerConfig(
+        **{"lr": 1e-2, **HALVES.get(dtype, {}), **fields}, **(offload if offloads else {})
+    )
+    optimizer = get_megatron_optimizer(config, model)
+    if transfer is not None:
+        for hybrid in hybrids(optimizer):
+            hybrid.stepper.use_transfer(transfer(), 8192)
+    return model, optimizer
+
+
+@st.composite
+def places(draw: st.DrawFn) -> dict[str, Any]:
+    """Settings of a place: any combination that there is."""
+    place = draw(st.sampled_from(["host", "streamed", "auto"]))
+    mode = draw(st.sampled_from(["sync", "overlap", "speculative"]))
+    releases = mode != "sync" and draw(st.booleans())
+    found: dict[str, Any] = {
+        "offload_place": place,
+        "offload_mode": mode,
+        "release_gradients": releases,
+        "fraction": draw(st.sampled_from([0.3, 0.7, 1.0])),
+        "transfer": draw(st.sampled_from([AdversarialTransfer, None])),
+        "on_disk": draw(st.booleans()) or (place == "streamed" and mode != "sync" and not releases),
+    }
+    if place == "auto":
+        found["offload_streamed_fraction"] = draw(st.sampled_from([None, 0.0, 0.4, 1.0]))
+    if place != "host" or found["on_disk"]:
+        found["stream_window_bytes"] = draw(st.sampled_from([65_536, WINDOW, 1 << 20]))
+    return found
+
+
+def happens(event: str, model: Model, optimizer: Any, kept: list[Tensor], releases: bool) -> None:
+    """Something between backward and step."""
+    states = optimizer.state_dict()["state"] if event in ("read", "write state") else {}
+    if event == "write state":
+        for state in states.values():
+            for key in state.keys() & {"exp_avg", "momentum_buffer"}:
+                if state[key].is_floating_point():
+                    state[key].view(-1)[-1:] *= 0.5
+    for tensor in kept if event == "keep" else ():
+        tensor.view(-1)[:1] *= 0.5
+    with torch.no_grad():
+        if event == "write param":
+            model.right.mul_(0.5)
+        if event in WRITES and not releases:
+            for param in model.parameters():
+                grad = param.grad.data if event == "write grads untraced" else param.grad
+                grad.mul_(1.0 if event == "touch grads" else 0.5)
+
+
+def trained(
+    model: Model, optimizer: Any, events: list[str], micro: int, releases: bool
+) -> tuple[dict[str, Tensor], list[object]]:
+    """Steps with these events; what they came to."""
+    results: list[object] = []
+    kept: list[Tensor] = []
+    for step, event in enumerate(events):
+        optimizer.zero_grad()
+        if event == "bad" and not releases:
+            give_gradients(model, step, bad=True)
+        else:
+            for part in range(micro):
+                accumulate(model, micro * step + part)
+        happens(event, model, optimizer, kept, releases)
+        results.append(tuple(optimizer.step())[:2])
+        if step == 1 and "keep" in events:
+            states = optimizer.state_dict()["state"].values()
+            kept = [s["exp_avg"] for s in states if s.get("exp_avg") is not None]
+            kept = [each for each in kept if each.dtype == torch.float32]
+    return snapshot(model, optimizer), results
+
+
+def accumulate(model: Model, step: int) -> None:
+    """Gradients of one micro-batch, on top of those that are there."""
+    generator = torch.Generator().manual_seed(1 + step)
+    losses = []
+    for param in model.parameters():
+        grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        losses.append((param * grad).sum())
+    torch.stack([loss.float() for loss in losses]).sum().backward()
+
+
+def check(folder: Path, program: dict[str, Any]) -> None:
+    """A program comes to what it comes to on the device."""
+    program = dict(program)
+    place = program.pop("place")
+    how = {key: program.pop(key) for key in ("events", "micro")}
+    waits, is_slow = program.pop("waits"), program.pop("is_slow")
+    is_on_disk = place.pop("on_disk")
+    releases = place["release_gradients"]
+    on_device = {key: value for key, value in program.items() if key != "transfer"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = trained(*build(offloads=False, **on_device), releases=releases, **how)
+        disk = slow_disk() if is_slow and is_on_disk else nullcontext()
+        with disk, delays(waits):
+            model, optimizer = build(folder if is_on_disk else None, **place, **program)
+            found = trained(model, optimizer, releases=releases, **how)
+    assert found[1] == expected[1]
+    assert differing(found[0], expected[0]) == []
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> dict[str, Any]:
+    fields = draw(stepped())
+    place = draw(places())
+    has_scales = fields.get("exp_avg_dtype") in ("float16", "uint8", "uint4")
+    if "stream_window_bytes" in place and (fields["optimizer"] in WHOLE or has_scales):
+        place["stream_window_bytes"] = 1 << 20
+    return {
+        "place": place,
+        "clip_grad": draw(st.sampled_from([0.0, 1.0, 1e6])),
+        "events": draw(st.lists(st.sampled_from(EVENTS), min_size=4, max_size=7)),
+        "micro": draw(st.integers(1, 2)),
+        "waits": draw(st.sampled_from([(), (0.002,), (0.0, 0.004)])),
+        "is_slow": draw(st.booleans()),
+        **fields,
+    }
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(program=programs())
+def test_the_bits_of_the_device(
+    tmp_path_factory: pytest.TempPathFactory, program: dict[str, Any]
+) -> None:
+    check(tmp_path_factory.mktemp("state"), program)
+
+
+@pytest.mark.repeats
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(program=programs())
+def test_the_bits_of_the_device_in_other_programs(
+    tmp_path_factory: pytest.TempPathFactory, program: dict[str, Any]
+) -> None:
+    check(tmp_path_factory.mktemp("state"), program)
+
+
+# -- what each is for -----------------------------------------------------------------------------
+
+EVERY = [
+    ("host", "overlap"),
+    ("host", "speculative"),
+    ("streamed", "overlap"),
+    ("auto", "overlap"),
+    ("auto", "speculative"),
+]
+ON_DISK = {"stream_window_bytes": 65_536, "clip_grad": 0.0, "transfer": AdversarialTransfer}
+
+
+def on_disk(folder: Path, place: str, mode: str, **fields: Any) -> tuple[Model, Any]:
+    if place == "auto":
+        fields.setdefault("offload_streamed_fraction", 0.4)
+    how = {"offload_place": place, "offload_mode": mode}
+    return build(folder, **how, **{**ON_DISK, **fields})
+
+
+def train(model: Model, optimizer: Any, steps: int, start: int = 0) -> dict[str, Tensor]:
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        accumulate(model, step)
+        assert optimizer.step().success
+    return snapshot(model, optimizer)
+
+
+def on_device(steps: int, **fields: Any) -> dict[str, Tensor]:
+    return train(*build(offloads=False, clip_grad=0.0, **fields), steps)
+
+
+@pytest.mark.parametrize(("place", "mode"), EVERY)
+def test_the_disk_is_read_during_backward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, mode: str
+) -> None:
+    """As far as there is memory for windows; and what was read is used."""
+    model, optimizer = on_disk(tmp_path, place, mode)
+    read_into, sizes = StateFile.read_into, list[int]()
+
+    def counted(file: StateFile, memory: Tensor, offset: int) -> Any:
+        sizes.append(memory.numel())
+        return read_into(file, memory, offset)
+
+    monkeypatch.setattr(StateFile, "read_into", counted)
+    train(model, optimizer, 1)
+    size = sum(sizes)
+    for step in range(1, 4):
+        sizes.clear()
+        accumulate(model, step)
+        finish_early_work(optimizer)
+        early = sum(sizes)
+        optimizer.step()
+        assert sum(sizes) == size == optimizer.metrics()["bytes_read"]
+        assert early == size if place != "streamed" else 0 < early < size
+
+
+@pytest.mark.parametrize("place", ["host", "auto"])
+@pytest.mark.parametrize("releases", [False, True])
+def test_a_step_ahead_is_published_on_the_disk(tmp_path: Path, place: str, releases: bool) -> None:
+    """Nothing of it is read or written in step()."""
+    how = {"release_gradients": releases, "offload_streamed_fraction": 0.0}
+    model, optimizer = on_disk(
+        tmp_path,
+        place,
+        "speculative",
+        **how if place == "auto" else {"release_gradients": releases},
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        accumulate(model, step)
+        finish_early_work(optimizer)
+        transfers: list[object] = []
+        with patched_transfers(transfers):
+            optimizer.step()
+        assert (transfers == []) == (step > 0)
+    metrics = optimizer.metrics()
+    assert metrics["speculation_hits"] > 0 and metrics["speculation_redone"] == 0
+    assert metrics["bytes_written"] == metrics["bytes_read"] > 0
+    assert differing(snapshot(model, optimizer), on_device(4)) == []
+
+
+@contextmanager
+def patched_transfers(noted: list[object]) -> Iterator[None]:
+    """Reads and writes of state files are noted."""
+    both = {"read_into": StateFile.read_into, "write_from": StateFile.write_from}
+
+    def noting(move: Any) -> Any:
+        def moved(*arguments: Any) -> Any:
+            noted.append(arguments)
+            return move(*arguments)
+
+        return moved
+
+    with patch.multiple(StateFile, **{name: noting(move) for name, move in both.items()}):
+        yield
+
+
+@pytest.mark.parametrize(("place", "mode"), EVERY)
+def test_state_that_is_written_after_it_was_read_is_read_again(
+    tmp_path: Path, place: str, mode: str
+) -> None:
+    """By whoever has the tensor, from before, and between backward and step."""
+    found = []
+    for folder in (None, tmp_path):
+        fields = {"offloads": False, "clip_grad": 0.0} if folder is None else {}
+        model, optimizer = build(**fields) if folder is None else on_disk(folder, place, mode)
+        train(model, optimizer, 3)
+        kept = [state["exp_avg"] for state in optimizer.state_dict()["state"].values()]
+        train(model, optimizer, 2, 3)
+        for step in (5, 6):
+            accumulate(model, step)
+            finish_early_work(optimizer)
+            for moment in kept:
+                moment.view(-1)[-1] += 0.5
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(snapshot(model, optimizer))
+    assert differing(*found) == []
+
+
+@pytest.mark.parametrize(("place", "mode"), EVERY)
+@pytest.mark.parametrize("transfer", [AdversarialTransfer, None], ids=["accelerator", "host"])
+def test_gradients_that_are_written_without_a_trace_are_stepped(
+    tmp_path: Path, place: str, mode: str, transfer: Any
+) -> None:
+    """After what was begun on them is done, from the first step on."""
+    found = []
+    for folder in (None, tmp_path):
+        fields = {"offloads": False, "clip_grad": 0.0}
+        if folder is None:
+            model, optimizer = build(**fields)
+        else:
+            model, optimizer = on_disk(folder, place, mode, transfer=transfer)
+        for step in range(4):
+            optimizer.zero_grad()
+            accumulate(model, step)
+            finish_early_work(optimizer)
+            for param in model.parameters():
+                param.grad.data.neg_()
+            optimizer.step()
+        found.append(snapshot(model, optimizer))
+    assert differing(*found) == []
+
+
+@pytest.mark.parametrize("folder", [False, True], ids=["memory", "disk"])
+def test_a_released_gradient_comes_up_with_its_window(tmp_path: Path, folder: bool) -> None:
+    how = {"offload_place": "streamed", "offload_mode": "overlap", "release_gradients": True}
+    model, optimizer = build(tmp_path if folder else None, **how, **ON_DISK)
+    elements = sum(param.numel() for param in model.parameters())
+    for step in range(3):
+        for part in range(2):
+            accumulate(model, 2 * step + part)
+        assert all(param.grad is None for param in model.parameters())
+        optimizer.step()
+    metrics = optimizer.metrics()
+    assert metrics["bytes_up"] == (12 + 2) * elements
+    expected = build(offloads=False, clip_grad=0.0)
+    for step in range(3):
+        expected[1].zero_grad()
+        for part in range(2):
+            accumulate(expected[0], 2 * step + part)
+        expected[1].step()
+    assert differing(snapshot(model, optimizer), snapshot(*expected)) == []
+
+
+def test_a_parameter_that_does_not_fit_with_its_gradient_is_refused() -> None:
+    """A released gradient takes room in the window."""
+    how = {"offload_place": "streamed", "optimizer": "lamb", "stream_window_bytes": 120_000}
+    build(**how)
+    with pytest.raises(ValueError, match=r"lamb needs whole parameters, and big takes \d+ bytes"):
+        build(**how, offload_mode="overlap", release_gradients=True)
+
+
+def test_a_parameter_that_is_cut_while_its_gradient_waits_is_refused_by_name() -> None:
+    """The others of its bucket get ready in a later backward."""
+    model, optimizer = build(offload_mode="speculative", clip_grad=0.0)
+    train(model, optimizer, 2)
+    optimizer.zero_grad()
+    torch.autograd.backward(model.big, torch.ones_like(model.big))
+    optimizer.zero_grad()
+    whole, model.big.data = model.big.data, model.big.data[:1]
+    for param in model.parameters():
+        torch.autograd.backward(param, torch.ones_like(param))
+    with pytest.raises(ValueError, match="big"):
+        optimizer.step()
+    model.big.grad, model.big.data = None, whole
+    assert optimizer.step().success
+
+
+class CountingTransfer(AdversarialTransfer):
+    """Knows which host buffers are alive, and their bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buffers: list[tuple[StorageWeakRef, int]] = []
+
+    def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
+        buffer = super().empty_host(num_bytes, pin)
+        if num_bytes > 4:  # no number that was fetched
+            self._buffers.append((StorageWeakRef(buffer.untyped_storage()), num_bytes))
+        return buffer
+
+    @property
+    def held(self) -> int:
+        return sum(size for storage, size in self._buffers if not storage.expired())
+
+
+@pytest.mark.parametrize(("place", "mode"), EVERY)
+@pytest.mark.parametrize("releases", [False, True])
+def test_memory_and_disk_are_what_was_planned(
+    tmp_path: Path, place: str, mode: str, releases: bool
+) -> None:
+    model, optimizer = on_disk(tmp_path, place, mode, release_gradients=releases, transfer=None)
+    (hybrid,), transfer = hybrids(optimizer), CountingTransfer()
+    hybrid.stepper.use_transfer(transfer)
+    planned, held = plan(model, optimizer.config), hybrid.stepper.host_part.host_bytes()
+    train(model, optimizer, 4)
+    pieces = [*held.staging, *held.windows]
+    assert transfer.held == sum(pieces) == sum(map(sum, hybrid.stepper.host_part.host_bytes()))
+    assert planned.pinned_host.staging == sum(map(page_locked_bytes, pieces))
+    on_the_disk = (
+        os.fstat(hybrid.stepper.host_part.settings.state_file.file._buffered).st_blocks * 512
+    )
+    assert planned.disk.total == on_the_disk == sum(hybrid.stepper.host_part.disk_bytes())
+    once = build(tmp_path, **ON_DISK)[1]
+    times = 2 if mode == "speculative" else 1
+    assert planned.disk.total == times * sum(hybrids(once)[0].stepper.host_part.disk_bytes())
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_disk_that_fails_ahead_of_the_step_breaks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The worker's failure is that of the step, which can be taken again."""
+    model, optimizer = on_disk(tmp_path, "host", "speculative")
+    train(model, optimizer, 2)
+    before = snapshot(model, optimizer)
+    accumulate(model, 2)
+    optimizer.discard_early_work()
+    optimizer.zero_grad()
+
+    def fails(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, call, fails)
+    accumulate(model, 2)
+    with pytest.raises(WorkerError, match=r"failed.*the disk fails.*as it was before this step"):
+        optimizer.step()
+    monkeypatch.undo()
+    assert differing(snapshot(model, optimizer), before) == []
+    assert optimizer.step().success
+    assert differing(train(model, optimizer, 2, 3), on_device(5)) == []
+
+
+@pytest.mark.parametrize("mode", ["overlap", "speculative"])
+def test_a_disk_that_fails_during_backward_is_an_error_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    model, optimizer = on_disk(tmp_path, "streamed", mode)
+    train(model, optimizer, 2)
+    optimizer.zero_grad()
+
+    def fails(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", fails)
+        accumulate(model, 2)
+        with pytest.raises(OSError, match="the disk fails"):
+            optimizer.step()
+    assert optimizer.step().success  # nothing was stepped before the first window
+    assert differing(train(model, optimizer, 2, 3), on_device(5)) == []
+
+
+def test_a_save_in_the_background_has_the_state_of_its_call(tmp_path: Path) -> None:
+    """While steps go on, into the spare and out of it."""
+    folder = tmp_path / "state"
+    folder.mkdir()
+    model, optimizer = on_disk(folder, "host", "speculative")
+    train(model, optimizer, 3)
+    for number in range(3):
+        saved = tmp_path / str(number)
+        handle = checkpoint.save(saved, model, optimizer, asynchronous=True)
+        train(model, optimizer, 2, 3 + 2 * number)
+        handle.wait()
+        other = build(offloads=False, clip_grad=0.0)
+        checkpoint.load(saved, *other)
+        assert differing(snapshot(*other), on_device(3 + 2 * number)) == []
+
+
+@pytest.mark.parametrize("mode", ["overlap", "speculative"])
+def test_splits_change_between_steps_on_a_disk(tmp_path: Path, mode: str) -> None:
+    model, optimizer = on_disk(tmp_path, "auto", mode)
+    (hybrid,) = hybrids(optimizer)
+    for step, share in enumerate([0.0, 1.0, 0.5, 0.5, 0.0, 0.3, 0.3]):
+        hybrid.stepper.stream(share)
+        train(model, optimizer, 1, step)
+    assert differing(snapshot(model, optimizer), on_device(7)) == []
+    assert (
+        sum(hybrid.stepper.host_part.disk_bytes())
+        == hybrid.stepper.host_part.settings.state_file.capacity
+    )

@@ -1,0 +1,356 @@
+"""What ends badly ends soon, says whose work it was, and leaves the optimizer as it was."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mp_optim.host.transfer import Transfer
+from mp_optim.mixed_precision.backward_overlap import BackwardOverlap
+from mp_optim.offload import worker as worker_module
+from mp_optim.offload.backward_jobs import BackwardJob
+from mp_optim.offload.worker import PATIENCE, Worker, WorkerError
+from mp_optim.rules.rule_executor import RuleExecutor
+from support.launch import end_forked_program
+from support.models import tokens_of
+from support.offload import (
+    MODES,
+    build_mode,
+    differing,
+    finish_early_work,
+    hybrids,
+    run,
+    schedules,
+    snapshot,
+)
+
+SECONDS = 5.0
+each_early = pytest.mark.parametrize("mode", MODES[1:])
+
+
+def ready(mode, **settings):
+    """A model and its optimizer, three steps on, and another that is as far and stays with
+    ``sync``."""
+    pairs = [build_mode(which, **{"clip_grad": 0.0, **settings}) for which in (mode, "sync")]
+    for model, optimizer in pairs:
+        run(model, optimizer, 3)
+        optimizer.zero_grad()
+        optimizer.before = snapshot(
+            model, optimizer
+        )  # not later: who reads state during a step has it done again
+    return pairs
+
+
+def fails_in_time(model, optimizer, text):
+    """One step fails, and changes nothing."""
+    before, started = optimizer.before, time.monotonic()
+    with pytest.raises((WorkerError, RuntimeError), match=text) as caught:
+        optimizer.step()
+    assert time.monotonic() - started < SECONDS
+    assert differing(snapshot(model, optimizer), before) == []
+    return caught.value
+
+
+def goes_on_like(pair, other):
+    """The failed step done again, and more steps, are those of one that never failed."""
+    for model, optimizer in (pair, other):
+        if not any(param.grad is not None for param in model.parameters()):
+            model(tokens_of(50)).backward()
+        assert optimizer.step().success
+        run(model, optimizer, 3, start=60)
+    assert differing(snapshot(*pair), snapshot(*other)) == []
+
+
+@each_early
+@pytest.mark.parametrize("error", [ValueError, MemoryError, SystemExit, KeyboardInterrupt])
+def test_a_job_that_raises(mode, error, monkeypatch):
+    pair, other = ready(mode)
+    with monkeypatch.context() as patch:
+        patch.setattr(BackwardJob, "run", lambda job: (_ for _ in ()).throw(error("no such luck")))
+        pair[0](tokens_of(50)).backward()
+        raised = fails_in_time(*pair, "no such luck")
+    assert any(name in str(raised) for name, _ in pair[0].named_parameters())
+    assert isinstance(raised.__cause__, error)
+    goes_on_like(pair, other)
+
+
+@each_early
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+def test_step_raises_the_error_of_a_backward_hook(mode, error, monkeypatch):
+    """These types are also those of refused settings, which the step itself names."""
+    pair, other = ready(mode)
+    with monkeypatch.context() as patch:
+        prediction = "predicted_multiplier"
+        patch.setattr(BackwardOverlap, prediction, lambda _: (_ for _ in ()).throw(error("a bug")))
+        pair[0](tokens_of(50)).backward()
+        raised = fails_in_time(*pair, "could not be begun.*a bug")
+    assert isinstance(raised.__cause__, error)
+    goes_on_like(pair, other)
+
+
+def test_a_kernel_that_raises_in_the_worker(monkeypatch):
+    pair, other = ready("speculative")
+    carry_out, calls = RuleExecutor.carry_out, []
+
+    def once(self, planned):
+        calls.append(threading.current_thread().name)
+        if len(calls) == 2:
+            carry_out(self, planned)  # written, and then the end of it
+            raise RuntimeError("mp_adam: the kernels failed")
+        carry_out(self, planned)
+
+    monkeypatch.setattr(RuleExecutor, "carry_out", once)
+    pair[0](tokens_of(50)).backward()
+    fails_in_time(*pair, "work on the host during backward failed.*mp_adam: the kernels failed")
+    assert set(calls) == {"mp_optim-host"}
+    monkeypatch.undo()
+    goes_on_like(pair, other)
+
+
+def test_a_kernel_that_raises_when_a_bucket_is_stepped_again(monkeypatch):
+    """The clip fires, buckets are stepped again in step(), and one of them fails: none is
+    stepped."""
+    pair, other = ready("speculative", fraction=1.0, experts=False)
+    for model, optimizer in (pair, other):
+        model(tokens_of(50)).backward()
+        finish_early_work(optimizer)  # else it may work on gradients as they are later
+        for param in model.parameters():
+            param.grad.mul_(0.5)
+    with monkeypatch.context() as patch:
+        calls = []
+
+        def third(self, planned):
+            calls.append(planned)
+            if len(calls) == 3:
+                raise RuntimeError("mp_adam: the kernels failed")
+
+        patch.setattr(RuleExecutor, "carry_out", third)
+        raised = fails_in_time(*pair, "the step on the host failed.*as it was before this step")
+    assert len(calls) == 3 and any(name in str(raised) for name, _ in pair[0].named_parameters())
+    goes_on_like(pair, other)
+
+
+def test_a_kernel_that_raises_in_place_says_how_far_it_came(monkeypatch):
+    model, optimizer = build_mode("overlap", fraction=1.0, experts=False)
+    run(model, optimizer, 2)
+    optimizer.zero_grad()
+    model(tokens_of(50)).backward()
+    carry_out, calls = RuleExecutor.carry_out, []
+
+    def third(self, planned):
+        calls.append(planned)
+        if len(calls) == 3:
+            raise RuntimeError("mp_adam: the kernels failed")
+        carry_out(self, planned)
+
+    monkeypatch.setattr(RuleExecutor, "carry_out", third)
+    with pytest.raises(RuntimeError, match="already stepped: load the last checkpoint"):
+        optimizer.step()
+
+
+class Fatal:
+    """What ends the thread that takes it, before it is at work on it."""
+
+    owner = None
+
+    @property
+    def label(self):
+        raise SystemExit
+
+
+@each_early
+def test_a_worker_killed_between_two_jobs(mode):
+    pair, other = ready(mode)
+    threads = [each.worker.thread for each in schedules(pair[1])]
+    for schedule in schedules(pair[1]):
+        schedule.worker.submit(Fatal())
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    assert threads
+    pair[0](tokens_of(50)).backward()
+    fails_in_time(*pair, "SystemExit")
+    goes_on_like(pair, other)
+
+
+@each_early
+def test_a_worker_that_is_gone_without_a_word(mode, monkeypatch):
+    pair, other = ready(mode)
+    release = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(BackwardJob, "run", lambda job: release.wait(SECONDS))
+        pair[0](tokens_of(50)).backward()
+        for schedule in schedules(pair[1]):
+            patch.setattr(schedule.worker.thread, "is_alive", lambda: False)
+        fails_in_time(*pair, "is gone")
+        release.set()
+    goes_on_like(pair, other)
+
+
+@each_early
+def test_a_full_queue(mode, monkeypatch):
+    assert PATIENCE < SECONDS
+    monkeypatch.setattr(worker_module, "PATIENCE", 0.2)
+    pair, other = ready(mode, experts=False, fraction=1.0)
+    release = threading.Event()
+    (schedule,) = schedules(pair[1])
+    stuck = schedule.worker.thread
+    schedule.worker.submit(Job(lambda: release.wait(60)))
+    for _ in range(64):
+        schedule.worker.submit(Job(lambda: None))
+    started = time.monotonic()
+    pair[0](tokens_of(50)).backward()  # does not raise, and does not hang
+    assert time.monotonic() - started < SECONDS
+    fails_in_time(*pair, "the queue of the host worker is full: 64 jobs wait and none was finished")
+    goes_on_like(pair, other)  # on another thread: the one that is stuck is left alone
+    assert stuck.is_alive()
+    release.set()
+    stuck.join(SECONDS)
+    assert not stuck.is_alive()
+
+
+def test_a_slow_worker_is_waited_for(monkeypatch):
+    """Only a worker that is gone is an error, however long one takes that works."""
+    pair, other = ready("speculative", experts=False)
+    run_job = BackwardJob.run
+    monkeypatch.setattr(worker_module, "PATIENCE", 0.05)
+    monkeypatch.setattr(BackwardJob, "run", lambda job: (time.sleep(0.15), run_job(job)))
+    goes_on_like(pair, other)
+
+
+class Job:
+    label, owner = "a job", None
+
+    def __init__(self, action):
+        self.run = action
+
+    def prepare(self):
+        pass
+
+
+def test_a_worker_goes_with_its_owner():
+    worker = Worker("short-lived", 4)
+    worker.submit(Job(lambda: None))
+    worker.drain()
+    thread = worker.thread
+    del worker
+    gc.collect()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+def test_a_worker_that_cannot_begin():
+    def fail():
+        raise MemoryError("no pinned memory")
+
+    worker = Worker("never", 4, set_up=fail)
+    worker.submit(Job(lambda: None))
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="no pinned memory"):
+        worker.drain()
+    assert time.monotonic() - started < SECONDS
+
+
+def test_a_closed_worker_starts_again():
+    done = []
+    worker = Worker("twice", 4)
+    for _ in range(2):
+        worker.submit(Job(lambda: done.append(threading.current_thread())))
+        worker.drain()
+        worker.close()
+    assert len(set(done)) == 2 and not any(thread.is_alive() for thread in done)
+
+
+@pytest.mark.repeats
+@pytest.mark.parametrize("steps", [60, pytest.param(250, marks=pytest.mark.slow)])
+def test_many_steps_leave_nothing_behind(steps):
+    """Steps, discarded work, replaced parameters, new optimizers: threads, tensors and host blocks
+    stay bounded."""
+    blocks = []
+
+    class Counted(Transfer):
+        def empty_host(self, num_bytes, pin):
+            buffer = super().empty_host(num_bytes, pin)
+            blocks.append(StorageWeakRef(buffer.untyped_storage()))
+            return buffer
+
+    def live():
+        gc.collect()
+        tensors = sum(isinstance(item, torch.Tensor) for item in gc.get_objects())
+        return (tensors, threading.active_count(), sum(not block.expired() for block in blocks))
+
+    def churn(builds, steps):
+        for build in range(builds):
+            model, optimizer = build_mode(
+                "speculative", experts=False, fraction=1.0, clip_grad=0.0, seed=build
+            )
+            hybrids(optimizer)[0].stepper.use_transfer(Counted())
+            for step in range(steps):
+                optimizer.zero_grad()
+                (model.dense.float().sum() * (step + 1) + model.bias.float().sum()).backward()
+                if step % 5 == 1:
+                    optimizer.discard_early_work()
+                elif step % 5 == 2:
+                    optimizer.zero_grad()
+                elif step % 5 == 3:
+                    fresh = nn.Parameter(model.dense.detach().clone())
+                    for group in optimizer.param_groups:
+                        group["params"] = [
+                            fresh if p is model.dense else p for p in group["params"]
+                        ]
+                    model.dense = fresh
+                optimizer.step()
+            del optimizer, model
+
+    churn(2, 20)
+    before = live()
+    churn(8, steps)
+    after = live()
+    assert after[0] <= before[0] + 10 and after[1] <= before[1] and after[2] <= before[2], (
+        before,
+        after,
+    )
+
+
+SCRIPT = """
+import sys, time, threading, signal, os
+import torch
+from support.models import tokens_of
+from support.offload import build_mode, run
+from mp_optim.offload.backward_jobs import BackwardJob
+model, optimizer = build_mode("speculative")
+run(model, optimizer, 3)
+run_job = BackwardJob.run
+BackwardJob.run = lambda job: (time.sleep(1.0), run_job(job))
+optimizer.zero_grad()
+model(tokens_of(5)).backward()
+print("ready", flush=True)
+{end}
+"""
+ENDS = {
+    "sys.exit": ("sys.exit(3)", 3),
+    "Ctrl-C in step": (
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs "
+        "ignore it\n"
+        "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start(); optimizer.step()",
+        -2,
+    ),
+    "a child": (
+        "pid = os.fork()\nif pid == 0:\n    sys.exit(0)\nassert os.waitpid(pid, 0)[1] == 0",
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_interpreter_ends_in_the_middle_of_work(end):
+    code, status = ENDS[end]
+    script = SCRIPT.format(end=code)
+    ended = end_forked_program("-c", script, timeout=240)  # a hang; torch may take long to end
+    assert ended.stdout == "ready\n", ended.stderr
+    assert ended.returncode in (status, 130 if status == -2 else status), ended.stderr
+    assert "Fatal" not in ended.stderr

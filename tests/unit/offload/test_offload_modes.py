@@ -1,0 +1,888 @@
+"""Sync, overlap and speculative give the same bits, whatever happens between backward and step."""
+
+import gc
+import itertools
+import math
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from mp_optim import (
+    FusedAdam,
+    FusedLAMB,
+    HybridDeviceOptimizer,
+    OptimizerConfig,
+    checkpoint,
+    get_megatron_optimizer,
+)
+from mp_optim.host.host_share import host_share
+from mp_optim.host.transfer import Transfer
+from mp_optim.offload.buckets import plan_buckets
+from mp_optim.offload.speculation import WINDOW, speculates_next
+from mp_optim.rules.rule_state import RuleState
+from support.models import COMPACT, build, config_for, same_bits, tokens_of
+from support.offload import (
+    MODES,
+    build_mode,
+    delays,
+    differing,
+    finish_early_work,
+    hybrids,
+    params_of,
+    run,
+    schedules,
+    snapshot,
+    spans_of_worker,
+)
+
+EARLY = MODES[1:]
+each_early = pytest.mark.parametrize("mode", EARLY)
+
+
+def back_buffer_bytes(hybrid):
+    return hybrid.stepper.host_part.host_bytes().back
+
+
+def counts(optimizer, name):
+    return sum(each.counts[f"speculation_{name}"] for each in schedules(optimizer))
+
+
+def spikes(step):
+    """Now and then a batch whose gradients are ten times as large."""
+    return 10.0 if step % 7 == 3 else 1.0
+
+
+def overflow_at(*steps):
+    def after_backward(model, step):
+        if step in steps:
+            model.dense.grad[0, 0] = math.inf if step % 2 else math.nan
+
+    return after_backward
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_a_step_like_the_last_one_forms_no_launches(mode, monkeypatch):
+    """Neither those of the device nor those of any of several buckets."""
+    model, optimizer = build_mode(mode, bucket_bytes=64)
+    parts = [hybrid.stepper.host_part for hybrid in hybrids(optimizer)]
+    assert any(len(part.buckets["host"].members) > 1 for part in parts)
+    run(model, optimizer, 4)
+    formed = []
+    monkeypatch.setattr(RuleState, "stored_keys", lambda *given: formed.append(given))
+    for _ in range(3):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+        run(model, optimizer, 1)
+    assert not formed
+
+
+LONG = {
+    "clip off": {"settings": {"clip_grad": 0.0}},
+    "clip never, 7 groups": {"groups": 7, "settings": {"clip_grad": 1e6}},
+    "clip sometimes": {"settings": {"clip_grad": 0.16}, "scale": spikes},
+    "clip sometimes, 7 groups, 4 micro-batches": {
+        "groups": 7,
+        "settings": {"clip_grad": 0.16},
+        "scale": spikes,
+        "micro": 4,
+        "use_no_sync": True,
+    },
+    "clip always, 4 micro-batches": {"settings": {"clip_grad": 1e-3}, "micro": 4},
+    "skip threshold": {
+        "groups": 7,
+        "settings": {"clip_grad": 0.0, "grad_norm_skip_threshold": 0.3},
+        "scale": spikes,
+    },
+    "fp16, overflows": {
+        "precision": "fp16",
+        "scale": lambda step: 1e30 if step in (5, 6, 70) else spikes(step),
+        "settings": {"clip_grad": 0.16, "loss_scale_window": 20, "hysteresis": 1},
+        "after_backward": overflow_at(20, 21, 120),
+    },
+}
+
+
+@pytest.mark.repeats
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("steps", [60, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_steps_are_the_same_bits(name, steps):
+    case = dict(LONG[name])
+    settings, precision, groups = (
+        case.pop("settings"),
+        case.pop("precision", "bf16"),
+        case.pop("groups", 0),
+    )
+    expected, outcomes = None, None
+    for mode in MODES:
+        model, optimizer = build_mode(mode, precision, groups=groups, lr=1e-3, **settings)
+        with delays([0.0, 0.0, 0.0005, 0.0, 0.001]):
+            results = run(model, optimizer, steps, **case)
+        now = results, snapshot(model, optimizer)
+        if mode == "sync":
+            expected = now
+            outcomes = [success for _, success, _ in results]
+        assert now[0] == expected[0], mode
+        assert differing(now[1], expected[1]) == [], mode
+    if "skip" in name or "overflow" in name:
+        assert 0 < outcomes.count(False) < 0.3 * steps
+    if "always" in name:
+        assert counts(optimizer, "paused") > steps - 20
+    else:
+        assert counts(optimizer, "hits") > steps
+    assert (counts(optimizer, "redone") > 0) == (
+        name.split(",")[0] in ("clip sometimes", "clip always", "fp16")
+    )
+
+
+FORMS = [
+    "bf16",
+    "fp16",
+    "fp32",
+    *(f"bf16-{form}" for form in COMPACT if form not in ("fp16", "bf16")),
+]
+
+
+@pytest.mark.parametrize(
+    ("precision", "rule"),
+    [
+        *itertools.product(FORMS, ("adam", "lamb", "sgd", "lion", "adafactor")),
+        ("fp16", "stable_adamw"),
+        ("bf16-stochastic", "stable_adamw"),
+        ("bf16-stochastic", "ademamix"),
+    ],
+)
+def test_every_rule_and_form_of_state(precision, rule):
+    """Half of the steps clip, so that buckets are swapped, stepped again and in place in turn."""
+    settings = {"optimizer": rule, "clip_grad": 0.16, "lr": 1e-3 if rule == "lion" else 1e-2}
+    without = {"sgd": {"exp_avg_sq_dtype"}, "lion": {"exp_avg_sq_dtype"}}
+    without["adafactor"] = {"exp_avg_dtype", "exp_avg_sq_dtype", "fp32_state_below"}
+    if "-" in precision and rule in without:
+        form = {
+            key: value
+            for key, value in COMPACT[precision.split("-")[1]].items()
+            if key not in without[rule]
+        }
+        if precision == "bf16-stochastic":
+            form = {**form, "param_remainder_bits": 8}
+        precision, settings = ("bf16", {**settings, "use_precision_aware_optimizer": True, **form})
+    expected = None
+    for mode in MODES:
+        model, optimizer = build_mode(mode, precision, 0.6, **settings)
+        results = run(model, optimizer, 12, scale=lambda step: 10.0 if step % 4 == 3 else 0.5)
+        now = results, snapshot(model, optimizer)
+        expected = expected or now
+        assert now[0] == expected[0], mode
+        assert differing(now[1], expected[1]) == [], mode
+    assert counts(optimizer, "hits") > 0 and counts(optimizer, "redone") > 0
+
+
+# -- what may happen between backward and step ----------------------------------------------------
+
+
+def between(model, optimizer, what):
+    """One of the things that people do there."""
+    if what == "lower the rate":
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * 0.5
+    elif what == "other betas":
+        optimizer.param_groups[0]["betas"] = (0.8, 0.95)
+    elif what == "scale gradients":
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+    elif what == "gradients of their own":
+        for param in model.parameters():
+            param.grad = param.grad.clone() * 0.25 if param.grad is not None else None
+    elif what == "drop a gradient":
+        model.dense.grad = None
+    elif what == "replace a parameter":
+        old = model.dense
+        model.dense = nn.Parameter(old.detach().clone())
+        model.dense.grad = old.grad
+        for group in optimizer.param_groups:
+            group["params"] = [model.dense if param is old else param for param in group["params"]]
+    elif what == "write a parameter":
+        with torch.no_grad():
+            model.dense.mul_(0.5)
+    elif what == "read state":
+        optimizer.state_dict()
+    elif what == "write state":
+        state = optimizer.state[model.dense]
+        moment = state[sorted(key for key in state if key != "step")[0]]
+        moment.data.copy_(moment.flip(0))
+    elif what == "load state":
+        optimizer.load_state_dict(optimizer.state_dict())
+    elif what == "zero and again":
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(tokens_of(77))).backward()
+    elif what == "backward again":
+        optimizer.scale_loss(model(tokens_of(78))).backward()
+    elif what == "zero in place and again":
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.scale_loss(model(tokens_of(79))).backward()
+    elif what == "zero":
+        optimizer.zero_grad()
+    elif what == "move out and in":
+        optimizer.offload_to_cpu()
+        optimizer.restore_from_cpu()
+    elif what == "discard":
+        optimizer.discard_early_work()
+    elif what == "step twice":
+        optimizer.step()
+    elif what == "reload":
+        optimizer.reload_model_params()
+    else:
+        assert what == "nothing"
+
+
+EVENTS = [
+    "nothing",
+    "lower the rate",
+    "other betas",
+    "scale gradients",
+    "gradients of their own",
+    "drop a gradient",
+    "replace a parameter",
+    "write a parameter",
+    "read state",
+    "write state",
+    "load state",
+    "zero and again",
+    "backward again",
+    "zero in place and again",
+    "zero",
+    "move out and in",
+    "discard",
+    "step twice",
+    "reload",
+]
+
+
+def run_events(mode, events, waits=(), precision="bf16", **settings):
+    model, optimizer = build_mode(mode, precision, **settings)
+    found = []
+    with delays(waits):
+        for step, event in enumerate(events):
+            optimizer.zero_grad()
+            loss = model(tokens_of(step)) * 0.3
+            optimizer.scale_loss(loss).backward()
+            between(model, optimizer, event)
+            found.append((loss.item(), tuple(optimizer.step())))
+    return found, snapshot(model, optimizer), optimizer
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "bf16-8bit8"])
+@pytest.mark.parametrize("event", EVENTS)
+def test_between_backward_and_step(event, precision):
+    events = ["nothing", "nothing", event, "nothing", event, "nothing"]
+    expected = run_events("sync", events, precision=precision, clip_grad=0.0)
+    for mode in EARLY:
+        found = run_events(mode, events, [0.001, 0.0], precision=precision, clip_grad=0.0)
+        assert found[0] == expected[0], mode
+        assert differing(found[1], expected[1]) == [], mode
+        assert all(math.isfinite(loss) for loss, _ in found[0])
+    assert counts(found[2], "hits") > 0
+
+
+@given(
+    events=st.lists(st.sampled_from(EVENTS), min_size=1, max_size=8),
+    waits=st.lists(st.floats(0.0, 0.003), max_size=7),
+    precision=st.sampled_from(["bf16", "fp16", "fp32"]),
+    groups=st.sampled_from([0, 7]),
+    clip_grad=st.sampled_from([0.0, 0.02, 1.0]),
+    fraction=st.sampled_from([0.3, 0.7, 1.0]),
+    bucket_bytes=st.sampled_from([64, 256, 1 << 20]),
+)
+@settings(max_examples=25, deadline=None)
+def test_any_schedule(events, waits, **settings):
+    """Any order of events, with any delays of the worker, with clipping that fires never, now and
+    then or always."""
+    expected = run_events("sync", events, **settings)
+    for mode in EARLY:
+        found = run_events(mode, events, waits, **settings)
+        assert found[0] == expected[0], mode
+        assert differing(found[1], expected[1]) == [], mode
+
+
+@each_early
+def test_closures(mode):
+    results = []
+    for which in ("sync", mode):
+        model, optimizer = build_mode(which)
+        for step in range(6):
+
+            def closure(model=model, optimizer=optimizer, step=step):
+                optimizer.zero_grad()
+                loss = model(tokens_of(step))
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        results.append(snapshot(model, optimizer))
+    assert differing(*results) == []
+
+
+# -- gradients: what comes, what does not, what is reduced later ----------------------------------
+
+
+def test_an_expert_without_gradient_does_not_stop_its_bucket():
+    results = []
+    for mode in MODES:
+        model, optimizer = build_mode(mode, bucket_bytes=1 << 20, experts=False, fraction=1.0)
+        for step in range(10):
+            optimizer.zero_grad()
+            hidden = model.embed[tokens_of(step)]
+            if step % 3 == 0:
+                hidden = torch.tanh(hidden @ model.dense + model.bias)
+            (
+                hidden @ model.embed.t()
+            ).float().square().mean().backward()  # scale never has a gradient
+            optimizer.step()
+        results.append(snapshot(model, optimizer))
+        assert (
+            optimizer.state[model.scale]["step"] == 0 and optimizer.state[model.dense]["step"] == 4
+        )
+    assert differing(results[1], results[0]) == [] and differing(results[2], results[0]) == []
+    assert counts(optimizer, "hits") >= 3
+
+
+def test_what_backward_left_behind_is_handed_over():
+    """One parameter of a bucket gets no gradient; when later buckets are complete, the rest of it
+    is stepped early."""
+    model = nn.ParameterList(torch.randn(600).bfloat16() for _ in range(6))
+    config = OptimizerConfig(
+        lr=1e-3,
+        bf16=True,
+        clip_grad=0.0,
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction=1.0,
+        offload_mode="speculative",
+    )
+    optimizer = get_megatron_optimizer(config, model)
+    (schedule,) = schedules(optimizer)
+    hybrids(optimizer)[0].stepper.use_transfer(Transfer(), bucket_bytes=4800)
+    assert len(schedule.buckets) == 3
+    for step in range(3):
+        optimizer.zero_grad()
+        sum(
+            (param * (1 + at)).float().sum()
+            for at, param in enumerate(model)
+            if step < 2 or at != 5
+        ).backward()
+        optimizer.step()
+    assert counts(optimizer, "hits") == 6  # of all buckets, twice
+
+
+@each_early
+def test_gradients_reduced_after_backward_are_waited_for(mode, monkeypatch):
+    """In a job of several ranks what backward leaves is not final; whoever reduces it says when it
+    is."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda *_: 2)
+    results = []
+    for which in ("sync", mode):
+        model, optimizer = build_mode(which, clip_grad=0.0)
+        for step in range(6):
+            optimizer.zero_grad()
+            model(tokens_of(step)).backward()
+            after_backward = finish_early_work(optimizer)
+            for param in model.parameters():
+                param.grad.data.mul_(0.5)  # as a reduction into the same memory, without a trace
+            if step > 2:
+                optimizer.gradients_ready()
+            optimizer.step()
+            brought = spans_of_worker(optimizer, "wait_copies")
+            assert bool(brought) == (which == mode and step > 2)
+            assert all(span.start >= after_backward for span in brought)
+        results.append(snapshot(model, optimizer))
+    assert differing(*results) == []
+    assert mode == "overlap" or counts(optimizer, "hits") > 0
+
+
+@pytest.mark.parametrize("rule", ["adam", "lamb"])
+@each_early
+def test_settings_refused_and_taken_back_between_micro_batches_leave_no_trace(mode, rule):
+    expected = None
+    for where in ("sync", mode):
+        model, optimizer = build_mode(where, "bf16", 1.0, optimizer=rule, clip_grad=0.0)
+        run(model, optimizer, 2)
+        optimizer.zero_grad()
+        model(tokens_of(7)).backward()
+        optimizer.param_groups[0]["amsgrad"] = True
+        with pytest.raises(ValueError, match="amsgrad"):
+            optimizer.step()
+        del optimizer.param_groups[0]["amsgrad"]
+        model(tokens_of(8)).backward()
+        optimizer.step()
+        now = snapshot(model, optimizer)
+        expected = expected or now
+        assert differing(now, expected) == []
+
+
+@each_early
+def test_only_the_last_micro_batch_starts_work(mode):
+    model, optimizer = build_mode(mode, clip_grad=0.0)
+    run(model, optimizer, 2)
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        assert not optimizer.is_last_microbatch
+        model(tokens_of(0)).backward()
+    before_the_last = finish_early_work(optimizer)
+    assert optimizer.is_last_microbatch
+    model(tokens_of(1)).backward()
+    before_step = finish_early_work(optimizer)
+    optimizer.step()
+    brought = spans_of_worker(optimizer, "wait_copies")
+    assert brought
+    assert all(before_the_last <= span.start <= span.end <= before_step for span in brought)
+    optimizer.is_last_microbatch = False
+    optimizer.zero_grad()
+    model(tokens_of(0)).backward()
+    optimizer.step()
+    assert spans_of_worker(optimizer, "wait_copies") == []
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_a_micro_batch_is_the_last_unless_somebody_says_otherwise(fraction):
+    """Of a chain every member has to say so."""
+    _, optimizer = build("bf16", fraction, **({"offload_mode": "overlap"} if fraction else {}))
+    members = optimizer.chained_optimizers
+    assert len(members) == 2 and optimizer.is_last_microbatch
+    for member in members:
+        with member.no_sync():
+            assert optimizer.is_last_microbatch == (fraction == 0.0)
+        assert optimizer.is_last_microbatch
+
+
+def test_gradients_that_stay_on_a_device_are_measured_there():
+    """The host would read all of them for sums that nobody asks for."""
+    model, optimizer = build_mode("overlap")
+    run(model, optimizer, 3)
+    assert spans_of_worker(optimizer, "wait_copies")
+    assert bool(spans_of_worker(optimizer, "host_measure")) == model.dense.is_cpu
+
+
+def test_main_grads_are_seen_too():
+    results = []
+    for mode in MODES:
+        model, optimizer = build_mode(mode, clip_grad=0.0)
+        for param in model.parameters():
+            param.main_grad = torch.zeros_like(param, dtype=torch.float32)
+            param.register_post_accumulate_grad_hook(_into_main_grad)
+        for step in range(5):
+            for param in model.parameters():
+                param.main_grad.zero_()
+            model(tokens_of(step)).backward()
+            optimizer.step()
+        results.append(snapshot(model, optimizer))
+    assert differing(results[1], results[0]) == [] and differing(results[2], results[0]) == []
+
+
+def _into_main_grad(param):
+    param.main_grad.add_(param.grad)
+    param.grad = None
+
+
+def test_hooks_follow_parameters_and_go_with_the_optimizer():
+    model, optimizer = build_mode("speculative", experts=False, fraction=1.0)
+    old = model.dense
+    between(model, optimizer, "replace a parameter")
+    run(model, optimizer, 3)
+    assert not old._post_accumulate_grad_hooks and len(model.dense._post_accumulate_grad_hooks) == 1
+    params = list(model.parameters())
+    del optimizer
+    gc.collect()
+    assert not any(param._post_accumulate_grad_hooks for param in params)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_one_bad_element_under_speculation_changes_nothing(precision, bad):
+    model, optimizer = build_mode("speculative", precision, clip_grad=0.0)
+    run(model, optimizer, 3)
+    before = snapshot(model, optimizer)
+    optimizer.zero_grad()
+    handle = model.embed.register_hook(
+        lambda grad: grad.index_put(
+            (torch.tensor(0), torch.tensor(0)), torch.tensor(bad, dtype=grad.dtype)
+        )
+    )
+    optimizer.scale_loss(model(tokens_of(9))).backward()
+    handle.remove()
+    before_step = finish_early_work(optimizer)
+    assert optimizer.step() == (False, None, None)
+    stepped = spans_of_worker(optimizer, "host_step")
+    assert stepped and all(span.end <= before_step for span in stepped)
+    measured = spans_of_worker(optimizer, "host_measure")
+    assert {span.label for span in stepped} < {span.label for span in measured}
+    assert differing(snapshot(model, optimizer), before) == []
+    run(model, optimizer, 2)
+    assert all(value.isfinite().all() for value in snapshot(model, optimizer).values())
+
+
+@each_early
+@pytest.mark.parametrize("bad", [math.nan, 1e38])
+def test_the_first_step_may_fail(mode, bad):
+    """Nothing was ever stepped then, and nothing is taken back."""
+    results = []
+    for which in ("sync", mode):
+        model, optimizer = build_mode(which, clip_grad=0.0, grad_norm_skip_threshold=1e9)
+        before = params_of(model)
+        model(tokens_of(0)).backward()
+        model.dense.grad[0, 0] = bad
+        assert not optimizer.step().success
+        assert differing(params_of(model), before) == []
+        run(model, optimizer, 4)
+        results.append(snapshot(model, optimizer))
+    assert differing(*results) == []
+
+
+def test_a_huge_finite_gradient_that_is_skipped_leaves_no_trace():
+    model, optimizer = build_mode("speculative", clip_grad=0.0, grad_norm_skip_threshold=1e6)
+    run(model, optimizer, 3)
+    before, hits = snapshot(model, optimizer), counts(optimizer, "hits")
+    optimizer.zero_grad()
+    (model(tokens_of(9)) * 1e9).backward()
+    before_step = finish_early_work(optimizer)
+    success, norm, _ = optimizer.step()
+    stepped = spans_of_worker(optimizer, "host_step")
+    assert stepped and all(span.end <= before_step for span in stepped)
+    assert not success and norm > 1e6 and counts(optimizer, "hits") == hits
+    assert differing(snapshot(model, optimizer), before) == []
+
+
+def test_empty_and_frozen_parameters():
+    results = []
+    for mode in MODES:
+        torch.manual_seed(0)
+        model = nn.ParameterDict(
+            {
+                "a": torch.randn(300),
+                "empty": torch.zeros(0, 4),
+                "frozen": torch.randn(5),
+                "thawed": torch.randn(7),
+                "b": torch.randn(40, 10),
+            }
+        ).bfloat16()
+        model["frozen"].requires_grad_(False)
+        model["thawed"].requires_grad_(False)
+        optimizer = get_megatron_optimizer(
+            config_for("bf16", 1.0, offload_mode=mode, clip_grad=0.0), model
+        )
+        for step in range(6):
+            if step == 2:
+                model["thawed"].requires_grad_(True)
+            optimizer.zero_grad()
+            sum(param.float().square().sum() for param in model.values()).backward()
+            optimizer.step()
+        results.append(params_of(model))
+        assert not model["frozen"]._post_accumulate_grad_hooks
+    assert differing(results[1], results[0]) == [] and differing(results[2], results[0]) == []
+    assert counts(optimizer, "hits") > 0
+
+
+def test_every_hyperparameter_of_every_group_reaches_the_worker():
+    """Each differs from the default in one group of its own; a step that lost one would have other
+    bits."""
+    expected = None
+    for mode in MODES:
+        model, optimizer = build_mode(mode, groups=7, fraction=1.0, clip_grad=0.0)
+        for step in range(8):
+            for index, group in enumerate(optimizer.param_groups):
+                rate = 1e-3 * (1 + index) / (1 + step)
+                group["lr"] = (
+                    group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
+                )
+                group["betas"], group["weight_decay"] = (
+                    (0.9 - step / 100, 0.99 - index / 100),
+                    0.01 * step,
+                )
+                group["eps"], group["bias_correction"] = (
+                    1e-8 * (1 + step),
+                    (step + index) % 2 == 0,
+                )
+            run(model, optimizer, 1, start=step)
+        expected = expected or snapshot(model, optimizer)
+        assert differing(snapshot(model, optimizer), expected) == [], mode
+    assert counts(optimizer, "hits") > 0 and counts(optimizer, "redone") == 0
+
+
+def test_steps_without_gradients_on_the_host_are_no_wrong_predictions():
+    model, optimizer = build_mode("speculative", fraction=0.6, clip_grad=0.0)
+    run(model, optimizer, 4)
+    hits = counts(optimizer, "hits")
+    for _ in range(2 * WINDOW):
+        optimizer.zero_grad()
+        model.scale.square().sum().backward()
+        assert optimizer.step().success
+    run(model, optimizer, 1, start=4)
+    assert counts(optimizer, "hits") > hits > 0 and counts(optimizer, "paused") == 0
+
+
+# -- checkpoints, memory, what is reported --------------------------------------------------------
+
+
+def test_a_checkpoint_at_any_moment_equals_that_of_sync(tmp_path):
+    found = {}
+    for mode in MODES:
+        model, optimizer = build_mode(mode, clip_grad=0.0)
+        moments = found[mode] = []
+        for step in range(4):
+            optimizer.zero_grad()
+            model(tokens_of(step)).backward()
+            moments.append(snapshot(model, optimizer))  # with work under way
+            optimizer.step()
+            moments.append(snapshot(model, optimizer))
+            checkpoint.save(tmp_path / mode, model, optimizer, extra={"step": step})
+        other, fresh = build_mode("sync", seed=5, clip_grad=0.0)
+        checkpoint.load(tmp_path / mode, other, fresh)
+        assert differing(snapshot(other, fresh), moments[-1]) == []
+    for mode in EARLY:
+        assert [differing(a, b) for a, b in zip(found[mode], found["sync"], strict=True)] == [
+            []
+        ] * 8
+
+
+def test_tensors_stay_the_same_objects_when_buffers_are_swapped():
+    model, optimizer = build_mode("speculative", experts=False, fraction=1.0, clip_grad=0.0)
+    run(model, optimizer, 2)
+    main, state = model.dense.main_param, optimizer.state[model.dense]
+    first = main.data_ptr()
+    run(model, optimizer, 2, start=2)
+    addresses = {main.data_ptr()}
+    run(model, optimizer, 1, start=4)
+    addresses.add(main.data_ptr())
+    assert first in addresses and len(addresses) == 2
+    again = optimizer.state[model.dense]
+    assert model.dense.main_param is main and all(again[key] is state[key] for key in state)
+    assert same_bits(main.bfloat16(), model.dense.detach())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_metrics_and_description(mode):
+    model, optimizer = build_mode(mode, fraction=1.0, clip_grad=0.0)
+    is_early = mode == "speculative" or (mode == "overlap" and model.dense.is_cpu)
+    for _ in range(20):  # until the worker got a core during backward
+        run(model, optimizer, 5)
+        metrics = optimizer.metrics()
+        if not is_early or metrics["hidden_ms"] > 0:
+            break
+    assert {
+        "copy_wait_ms",
+        "worker_wait_ms",
+        "host_ms",
+        "hidden_ms",
+        "bytes_down",
+        "bytes_up",
+    } <= metrics.keys()
+    assert metrics["host_ms"] > 0 and metrics["bytes_down"] == metrics["bytes_up"] == sum(
+        param.nbytes for param in model.parameters()
+    )
+    if mode == "sync":
+        assert metrics["hidden_ms"] == 0 and "speculation_hits" not in metrics
+        return
+    assert is_early == (metrics["hidden_ms"] > 0) and metrics["hidden_ms"] <= metrics["host_ms"]
+    text = str(optimizer.describe())
+    planned = sum(map(back_buffer_bytes, hybrids(optimizer)))
+    assert f"offload_mode {mode}" in text
+    assert (planned > 0) == (mode == "speculative")
+    if mode == "speculative":
+        assert f"{back_buffer_bytes(hybrids(optimizer)[0]):,} bytes double buffer" in text
+
+
+def test_compact_states_halve_the_double_buffer():
+    def size(precision):
+        model = nn.ParameterList([torch.zeros(1 << 16, dtype=torch.bfloat16)])
+        optimizer = get_megatron_optimizer(
+            config_for(precision, 1.0, offload_mode="speculative"), model
+        )
+        return back_buffer_bytes(hybrids(optimizer)[0])
+
+    assert size("bf16-8bit") < 0.55 * size("bf16") == 0.55 * 12 * (1 << 16)
+
+
+def test_stages_show_in_the_profiler():
+    model, optimizer = build_mode("speculative", clip_grad=0.0)
+    run(model, optimizer, 3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run(model, optimizer, 1)
+    names = {event.name for event in profile.events()}
+    assert {"mp_optim::wait_worker", "mp_optim::publish"} <= names
+    spans = hybrids(optimizer)[0].timeline.last
+    assert {"host_measure", "host_step", "publish", "wait_worker"} <= {span.stage for span in spans}
+    assert {span.thread for span in spans if span.stage == "host_step"} == {"mp_optim-host"}
+
+
+def test_speculation_pauses_and_resumes():
+    model, optimizer = build_mode("speculative", experts=False, clip_grad=0.16, lr=1e-3)
+
+    def hits_of(steps, start, scale):
+        before = counts(optimizer, "hits"), counts(optimizer, "paused")
+        run(model, optimizer, steps, start=start, scale=lambda step: scale)
+        return counts(optimizer, "hits") - before[0], counts(optimizer, "paused") - before[1]
+
+    hits, paused = hits_of(10, 0, 0.1)
+    assert hits > 0 and paused == 0
+    hits, paused = hits_of(12, 10, 100.0)
+    assert hits == 0 and 0 < paused < 12
+    hits, paused = hits_of(10, 22, 0.1)
+    assert hits > 0 and 0 < paused < 10
+
+
+def test_the_rule_of_pausing():
+    always, never = [True] * WINDOW, [False] * WINDOW
+    assert speculates_next(True, never[1:]) and not speculates_next(True, never)
+    assert speculates_next(True, [*always, *never[2:]]) and not speculates_next(
+        False, [*always, *never[3:]]
+    )
+    assert speculates_next(False, [*never, *always[4:]]) and not speculates_next(False, never)
+
+
+def test_buckets_hold_every_slot_once():
+    assert plan_buckets(["a", "b", "c", "d"], [3, 3, 9, 1], 6) == [("a", "b"), ("c",), ("d",)]
+    assert plan_buckets([], [], 6) == []
+
+
+# -- alone, and what cannot be --------------------------------------------------------------------
+
+
+@each_early
+@pytest.mark.parametrize("rule", [FusedAdam, FusedLAMB])
+def test_without_a_wrapper(mode, rule):
+    results = []
+    for which in ("sync", mode):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        limit = {"max_grad_norm": 1e4} if rule is FusedLAMB else {}
+        optimizer = HybridDeviceOptimizer(
+            model.parameters(), 0.8, rule, rule, offload_mode=which, lr=1e-2, **limit
+        )
+        for step in range(6):
+            optimizer.zero_grad()
+            model(
+                torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            ).square().sum().backward()
+            optimizer.step()
+        results.append(params_of(model))
+    assert differing(*results) == []
+    assert mode == "overlap" or optimizer.stepper.schedule.counts["speculation_hits"] > 0
+
+
+def test_foreign_optimizers_overlap_and_do_not_speculate():
+    results = []
+    for mode in ("sync", "overlap"):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        optimizer = HybridDeviceOptimizer(
+            model.parameters(),
+            1.0,
+            torch.optim.AdamW,
+            torch.optim.AdamW,
+            lr=1e-2,
+            offload_mode=mode,
+        )
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(2, 8)).square().sum().backward()
+            optimizer.step()
+        results.append(params_of(model))
+    assert differing(*results) == []
+    with pytest.raises(
+        ValueError, match="offload_mode='speculative': AdamW cannot step into other memory"
+    ):
+        HybridDeviceOptimizer(
+            nn.Linear(2, 2).parameters(),
+            1.0,
+            torch.optim.AdamW,
+            torch.optim.AdamW,
+            lr=1e-2,
+            offload_mode="speculative",
+        )
+
+
+@pytest.mark.parametrize(
+    "settings, text",
+    [
+        (
+            {"offload_mode": "speculative"},
+            "offload_mode='speculative': has no effect without optimizer_offload_fraction > 0",
+        ),
+        (
+            {
+                "offload_mode": "overlap",
+                "optimizer_cpu_offload": True,
+                "optimizer_offload_fraction": 0.0,
+            },
+            "fraction > 0",
+        ),
+        (
+            {
+                "offload_mode": "superoffload",
+                "optimizer_cpu_offload": True,
+                "optimizer_offload_fraction": 1.0,
+            },
+            "must be one of",
+        ),
+    ],
+)
+def test_settings_without_effect_are_refused(settings, text):
+    with pytest.raises(ValueError, match=text):
+        OptimizerConfig(lr=1e-3, bf16=True, **settings)
+
+
+def test_the_worker_leaves_cores_to_others(monkeypatch):
+    from mp_optim.kernels.native import NativeBackend
+    from mp_optim.offload.worker import occupy, threads_beside_backward
+
+    class Library:
+        """Told by every call how many threads to take."""
+
+        def call(self, *arguments):
+            self.threads = arguments[-1]
+
+    def threads_of_kernels():
+        backend = NativeBackend(Library())
+        backend.sum_of_squares([torch.ones(3)])
+        return backend.library.threads
+
+    assert [threads_beside_backward(count) for count in (1, 2, 4, 8, 16, 64)] == [
+        1,
+        1,
+        2,
+        6,
+        12,
+        48,
+    ]
+    before, found = torch.get_num_threads(), []
+
+    def look():
+        occupy(3, None)
+        found.append((torch.get_num_threads(), threads_of_kernels()))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found[0][1] == 3 and torch.get_num_threads() == before
+    assert threads_of_kernels() == host_share().threads
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_face_takes_what_was_written_without_a_trace(dtype):
+    param = nn.Parameter(torch.zeros(4, dtype=dtype))
+    optimizer = HybridDeviceOptimizer([param], 1.0, lr=0.5, param_update_in_fp32=True)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    param.data.fill_(2.0)
+    optimizer.reload_model_params()
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert param.eq(2.0).all()
+
+
+def test_a_bucket_has_room():
+    with pytest.raises(ValueError, match="bucket_bytes=0: must be at least 1"):
+        HybridDeviceOptimizer([nn.Parameter(torch.ones(2))], 1.0, bucket_bytes=0)

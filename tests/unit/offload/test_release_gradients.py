@@ -1,0 +1,505 @@
+"""Gradients that are released during backward: the same bits as without, at most two buckets of
+them at a time, and nothing that takes a released gradient for a missing one."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mp_optim import (
+    Float16OptimizerWithFloat16Params,
+    FusedAdam,
+    HybridDeviceOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    plan,
+)
+from mp_optim.offload.backward_jobs import BackwardJob
+from mp_optim.offload.worker import WorkerError
+from support.models import COMPACT, DTYPES, TinyMoE, config_for, tokens_of
+from support.offload import (
+    build_mode,
+    delays,
+    differing,
+    hybrids,
+    params_of,
+    run,
+    schedules,
+    snapshot,
+)
+
+EARLY = ("overlap", "speculative")
+each_early = pytest.mark.parametrize("mode", EARLY)
+RULES = ("adam", "sgd", "lamb", "lion", "adafactor", "stable_adamw", "ademamix", "muon")
+FORMS = ("bf16", "fp16", "fp32", *(f"bf16-{form}" for form in COMPACT))
+
+
+def build(mode, precision="bf16", fraction=0.7, **settings):
+    return build_mode(mode, precision, fraction, release_gradients=True, **settings)
+
+
+def same_as_sync(mode, run_it, precision="bf16", fraction=0.7, **settings):
+    """Whether a run comes to the same with and without release."""
+    model, optimizer = build_mode("sync", precision, fraction, **settings)
+    expected = run_it(model, optimizer), snapshot(model, optimizer)
+    model, optimizer = build(mode, precision, fraction, **settings)
+    results = run_it(model, optimizer), snapshot(model, optimizer)
+    assert repr(results[0]) == repr(expected[0]), mode
+    assert differing(results[1], expected[1]) == [], mode
+    return optimizer
+
+
+# -- the same bits --------------------------------------------------------------------------------
+
+
+@given(
+    mode=st.sampled_from(EARLY),
+    rule=st.sampled_from(RULES),
+    precision=st.sampled_from(["bf16", "fp16", "fp32"]),
+    micro=st.integers(1, 4),
+    use_no_sync=st.booleans(),
+    clip_grad=st.sampled_from([0.0, 0.16, 1e6]),
+    fraction=st.sampled_from([0.3, 0.7, 1.0]),
+    bucket_bytes=st.sampled_from([64, 256, 1024, 1 << 20]),
+    pipelined=st.booleans(),
+    overflows=st.booleans(),
+    waits=st.lists(st.floats(0.0, 0.003), max_size=7),
+)
+@settings(max_examples=40, deadline=None)
+@pytest.mark.filterwarnings("ignore:.*skipped:UserWarning")
+def test_same_bits(mode, rule, micro, use_no_sync, pipelined, overflows, waits, **how):
+    def run_it(model, optimizer):
+        def scale(step):
+            return 1e38 if overflows and step == 3 else 10.0 if step % 3 == 2 else 0.5
+
+        with delays(waits):
+            return run(model, optimizer, 6, micro=micro, use_no_sync=use_no_sync, scale=scale)
+
+    if rule == "muon" and mode == "speculative":
+        how["fraction"] = 0.3
+    same_as_sync(
+        mode, run_it, optimizer=rule, lr=1e-3, overlap_cpu_optimizer_d2h_h2d=pipelined, **how
+    )
+
+
+@each_early
+@pytest.mark.parametrize("precision", FORMS)
+@pytest.mark.parametrize("use_no_sync", [True, False])
+def test_every_form_of_state_with_two_micro_batches(mode, precision, use_no_sync):
+    def run_it(model, optimizer):
+        return run(
+            model,
+            optimizer,
+            8,
+            micro=2,
+            use_no_sync=use_no_sync,
+            scale=lambda step: 10.0 if step % 4 == 3 else 0.5,
+        )
+
+    optimizer = same_as_sync(mode, run_it, precision, clip_grad=0.16)
+    if mode == "speculative":
+        hits = [schedule.counts["speculation_hits"] for schedule in schedules(optimizer)]
+        redone = [s.counts["speculation_redone"] for s in schedules(optimizer)]
+        assert sum(hits) > 0 and sum(redone) > 0
+
+
+@each_early
+def test_parameters_that_are_not_used_in_every_micro_batch(mode):
+    """Some get their first gradient when others of their bucket were released, or their second when
+    others got none."""
+
+    def run_it(model, optimizer):
+        for step in range(8):
+            optimizer.zero_grad()
+            for part in range(3):
+                hidden = model.embed[tokens_of(3 * step + part)]
+                if (step + part) % 3 == 0:
+                    hidden = torch.tanh(hidden @ model.dense + model.bias)
+                if (step + part) % 4 < 2:
+                    hidden = (hidden * model.scale).bfloat16()
+                (hidden @ model.embed.t()).float().square().mean().backward()
+            optimizer.step()
+        return optimizer.metrics()["grad_norm"]
+
+    for size in (64, 300, 1 << 20):
+        how = {"experts": False, "clip_grad": 0.1, "bucket_bytes": size}
+        same_as_sync(mode, run_it, fraction=1.0, **how)
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+class Deep(nn.ModuleList):
+    """Layers of one size."""
+
+    def __init__(self, depth=12, width=32):
+        torch.manual_seed(0)
+        layers = (nn.Linear(width, width, bias=False) for _ in range(depth))
+        super().__init__(layer.bfloat16() for layer in layers)
+
+    def forward(self, x):
+        for layer in self:
+            x = torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+def deep(mode, release, bucket_layers=2, **settings):
+    """The model and its optimizer; and the most gradient bytes that were there at a time, which
+    hooks ask after the third step."""
+    model, grads, most = Deep(), [], [0]
+
+    def look(param):
+        grads.append((StorageWeakRef(param.grad.untyped_storage()), param.grad.nbytes))
+        alive = {ref.cdata: size for ref, size in grads if not ref.expired()}
+        most[0] = max(most[0], sum(alive.values()))
+
+    for param in model.parameters():  # called before those of the optimizer
+        param.register_post_accumulate_grad_hook(look)
+    size = model[0].weight.nbytes
+    config = config_for(
+        "bf16",
+        1.0,
+        offload_mode=mode,
+        release_gradients=release,
+        offload_bucket_bytes=2 * bucket_layers * size,
+        **settings,
+    )
+    return model, get_megatron_optimizer(config, model), most
+
+
+@each_early
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("use_no_sync", [True, False])
+@pytest.mark.parametrize("wait", [0.0, 0.003])
+def test_at_most_two_buckets_of_gradients_are_there(mode, micro, use_no_sync, wait):
+    peaks = {}
+    for release in (False, True):
+        model, optimizer, most = deep(mode, release)
+        (hybrid,), (schedule,) = hybrids(optimizer), schedules(optimizer)
+        hybrid.stepper.use_transfer(hybrid.stepper.transfer, 4 * model[0].weight.nbytes)
+        with delays([wait]):
+            for step in range(5):
+                if step == 3:
+                    most[0] = 0
+                optimizer.zero_grad()
+                for part in range(micro):
+                    x = torch.ones(4, 32, dtype=torch.bfloat16) * (1 + part)
+                    if use_no_sync and part + 1 < micro:
+                        with optimizer.no_sync():
+                            model(x).backward()
+                    else:
+                        model(x).backward()
+                optimizer.step()
+        assert [len(bucket.slots) for bucket in schedule.buckets] == [2] * 6
+        peaks[release] = most[0]
+    size = model[0].weight.nbytes
+    assert peaks[False] == 12 * size
+    assert peaks[True] <= 4 * size
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_the_planner_knows(fraction):
+    model = Deep()
+    how = {"offload_mode": "overlap", "offload_bucket_bytes": 4 * 2048}
+    without = plan(model, config_for("bf16", fraction, **how))
+    released = plan(model, config_for("bf16", fraction, release_gradients=True, **how))
+    layers = round(12 * fraction)
+    saved = without.accelerator.grads - released.accelerator.grads
+    assert saved == (layers - 4) * 2048  # but two buckets of two layers
+    assert released.host_total == without.host_total
+
+
+# -- what may happen between backward and step ----------------------------------------------------
+
+
+def between(model, optimizer, what):
+    if what == "lower the rate":
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * 0.5
+    elif what == "write a parameter":
+        with torch.no_grad():
+            model.dense.mul_(0.5)
+    elif what == "read state":
+        optimizer.state_dict()
+    elif what == "load state":
+        optimizer.load_state_dict(optimizer.state_dict())
+    elif what == "zero and again":
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(tokens_of(77))).backward()
+    elif what == "backward again":
+        optimizer.scale_loss(model(tokens_of(78))).backward()
+    elif what == "zero":
+        optimizer.zero_grad()
+    elif what == "move out and in":
+        optimizer.offload_to_cpu()
+        optimizer.restore_from_cpu()
+    elif what == "discard":
+        optimizer.discard_early_work()
+    elif what == "discard, backward again":
+        optimizer.discard_early_work()
+        optimizer.scale_loss(model(tokens_of(79))).backward()
+    elif what == "cut buckets":
+        for hybrid in hybrids(optimizer):
+            hybrid.stepper.use_transfer(hybrid.stepper.transfer)
+    elif what == "look at gradients":
+        list(optimizer.named_gradients())
+    elif what == "broken off":
+        with pytest.raises(RuntimeError, match="in the middle"):
+            Breaks.apply(model(tokens_of(80))).backward()
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(tokens_of(81))).backward()
+    elif what == "a step that is refused":
+        rate, group = optimizer.param_groups[0]["lr"], optimizer.param_groups[0]
+        group["lr"] = math.nan
+        with pytest.raises(ValueError, match="lr"):
+            optimizer.step()
+        group["lr"] = rate
+    elif what == "another group":
+        torch.manual_seed(5)
+        model.register_parameter(
+            f"more{len(optimizer.param_groups)}",
+            nn.Parameter(torch.randn(40).to(model.dense.dtype)),
+        )
+        name, param = list(model.named_parameters(recurse=False))[-1]
+        optimizer.add_param_group({"params": [(name, param)], "lr": 1e-2})
+        (param.float().square().sum() * 1e-3).backward()
+
+
+class Breaks(torch.autograd.Function):
+    """Raises when backward comes to it."""
+
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("in the middle")
+
+
+EVENTS = [
+    "nothing",
+    "lower the rate",
+    "write a parameter",
+    "read state",
+    "load state",
+    "zero and again",
+    "backward again",
+    "zero",
+    "move out and in",
+    "discard",
+    "discard, backward again",
+    "cut buckets",
+    "look at gradients",
+    "broken off",
+    "a step that is refused",
+]
+
+
+def run_events(events, waits=()):
+    def run_it(model, optimizer):
+        outcomes = []
+        with delays(waits):
+            for step, event in enumerate(events):
+                optimizer.zero_grad()
+                loss = model(tokens_of(step)) * 0.3
+                optimizer.scale_loss(loss).backward()
+                between(model, optimizer, event)
+                outcomes.append((loss.item(), tuple(optimizer.step())))
+        return outcomes
+
+    return run_it
+
+
+@each_early
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.filterwarnings("ignore:none of the optimizer:UserWarning")
+def test_between_backward_and_step(mode, event):
+    events = ["nothing", "nothing", event, "nothing", event, event]
+    for fraction in (0.7, 1.0):
+        same_as_sync(mode, run_events(events, [0.001, 0.0]), fraction=fraction)
+
+
+@each_early
+def test_another_group_comes_while_gradients_are_released(mode):
+    events = ["nothing", "nothing", "another group", "nothing"]
+    same_as_sync(mode, run_events(events), fraction=1.0, experts=False, groups=2)
+
+
+@given(
+    events=st.lists(st.sampled_from(EVENTS), min_size=1, max_size=8),
+    waits=st.lists(st.floats(0.0, 0.003), max_size=7),
+    mode=st.sampled_from(EARLY),
+    precision=st.sampled_from(["bf16", "fp16", "fp32"]),
+    groups=st.sampled_from([0, 7]),
+    clip_grad=st.sampled_from([0.0, 0.02, 1.0]),
+    fraction=st.sampled_from([0.3, 0.7, 1.0]),
+    bucket_bytes=st.sampled_from([64, 256, 1 << 20]),
+)
+@settings(max_examples=25, deadline=None)
+@pytest.mark.filterwarnings("ignore:none of the optimizer:UserWarning")
+def test_any_schedule(events, waits, mode, **how):
+    same_as_sync(mode, run_events(events, waits), **how)
+
+
+# -- a released gradient is not a missing one -----------------------------------------------------
+
+
+@each_early
+def test_grad_is_none_and_the_gradient_is_still_known(mode):
+    model, optimizer = build_mode("sync", fraction=1.0)
+    model(tokens_of(0)).backward()
+    expected = {name: grad.cpu().clone() for name, grad in optimizer.named_gradients()}
+    model, optimizer = build(mode, fraction=1.0, bucket_bytes=1)
+    model(tokens_of(0)).backward()
+    assert all(param.grad is None for param in model.parameters())
+    found = {name: grad.cpu() for name, grad in optimizer.named_gradients()}
+    assert differing(found, expected) == []
+
+
+@each_early
+@pytest.mark.parametrize("setting", [{"log_num_zeros_in_grad": True}, {"precision": "fp16"}])
+def test_zeros_and_scaled_losses(mode, setting):
+    def run_it(model, optimizer):
+        model.bias.register_hook(lambda grad: grad * (grad > 0))
+        return [run(model, optimizer, 3), optimizer.metrics()["grad_norm"]]
+
+    same_as_sync(mode, run_it, fraction=1.0, **setting)
+
+
+@each_early
+def test_a_gradient_that_was_not_scaled_is_noticed(mode):
+    model, optimizer = build(mode, "fp16", 1.0, bucket_bytes=1)
+    run(model, optimizer, 2)
+    model(tokens_of(0)).backward()
+    assert all(param.grad is None for param in model.parameters())
+    with pytest.raises(RuntimeError, match="were not scaled by it"):
+        optimizer.step()
+
+
+@each_early
+def test_the_gradient_that_is_not_finite_is_named(mode):
+    model, optimizer = build(mode, fraction=1.0, bucket_bytes=1)
+    model.dense.register_hook(lambda grad: grad.fill_(math.inf))
+    before = params_of(model)
+    model(tokens_of(0)).backward()
+    with pytest.warns(UserWarning, match="the gradient of dense holds an inf or nan"):
+        assert not optimizer.step().success
+    assert differing(params_of(model), before) == []
+
+
+@each_early
+def test_a_step_takes_all_gradients_with_it(mode):
+    model, optimizer = build(mode)
+    model(tokens_of(0)).backward()
+    optimizer.step()
+    before = snapshot(model, optimizer)
+    assert all(param.grad is None for param in model.parameters())
+    with pytest.warns(UserWarning, match="none of the optimizer's"):
+        optimizer.step()
+    assert differing(snapshot(model, optimizer), before) == []
+
+
+@each_early
+def test_another_gradient_beside_a_released_one_is_refused(mode):
+    model, optimizer = build(mode, fraction=1.0, bucket_bytes=1)
+    model(tokens_of(0)).backward()
+    before = params_of(model)
+    model.dense.grad = torch.ones_like(model.dense)
+    with pytest.raises(ValueError, match="dense: its gradient was released during backward"):
+        optimizer.step()
+    assert differing(params_of(model), before) == []
+    model.dense.grad = None
+    assert optimizer.step().success
+
+
+@each_early
+def test_gradients_with_a_graph_stay(mode):
+    """They may be differentiated again."""
+
+    def run_it(model, optimizer):
+        for step in range(3):
+            optimizer.zero_grad()
+            model(tokens_of(step)).backward(create_graph=True)
+            kept = [param.grad is not None for param in model.parameters()]
+            optimizer.step()
+        return all(kept)
+
+    same_as_sync(mode, run_it)
+
+
+# -- failures -------------------------------------------------------------------------------------
+
+
+@each_early
+@pytest.mark.parametrize("micro", [1, 2])
+def test_lost_gradients_are_not_stepped_without(mode, micro, monkeypatch):
+    model, optimizer = build(mode, experts=False)
+    run(model, optimizer, 2)
+    before, original, calls = snapshot(model, optimizer), BackwardJob.run, []
+
+    def fails(job):
+        calls.append(job)
+        if len(calls) == 2:
+            raise RuntimeError("no more")
+        original(job)
+
+    monkeypatch.setattr(BackwardJob, "run", fails)
+    for part in range(micro):
+        model(tokens_of(part)).backward()
+    for _ in range(2):
+        with pytest.raises(WorkerError, match="are lost: call zero_grad"):
+            optimizer.step()
+    model(tokens_of(5)).backward()
+    with pytest.raises(WorkerError, match="are lost: call zero_grad"):
+        optimizer.step()
+    assert differing(snapshot(model, optimizer), before) == []
+    run(model, optimizer, 3, start=2)
+    expected, other = build_mode("sync", experts=False)
+    run(expected, other, 5)
+    assert differing(snapshot(model, optimizer), snapshot(expected, other)) == []
+
+
+# -- where it cannot be ---------------------------------------------------------------------------
+
+OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+
+
+@pytest.mark.parametrize(
+    "settings, text",
+    [
+        ({}, "has no effect without offload_mode='overlap' or 'speculative'"),
+        (OFFLOADED, "has no effect without offload_mode='overlap' or 'speculative'"),
+        (
+            {**OFFLOADED, "offload_mode": "overlap", "use_distributed_optimizer": True},
+            "a distributed optimizer lie in its own buckets",
+        ),
+        (
+            {**OFFLOADED, "offload_mode": "overlap", "fused_backend": "apex"},
+            "other bits than those of fused_backend='apex'",
+        ),
+    ],
+)
+def test_what_cannot_release_is_refused(settings, text):
+    with pytest.raises(ValueError, match=f"release_gradients=True: .*{text}"):
+        OptimizerConfig(lr=1e-3, bf16=True, release_gradients=True, **settings)
+
+
+def test_main_grad_is_refused():
+    model = TinyMoE(DTYPES["bf16"])
+    model.dense.main_grad = torch.zeros_like(model.dense, dtype=torch.float32)
+    config = config_for("bf16", 1.0, offload_mode="overlap", release_gradients=True)
+    with pytest.raises(ValueError, match=r"release_gradients=True: .* has a main_grad"):
+        get_megatron_optimizer(config, model)
+
+
+def test_an_optimizer_that_waits_for_step_is_refused():
+    model = TinyMoE(DTYPES["bf16"])
+    inner = HybridDeviceOptimizer(model.parameters(), 1.0, FusedAdam, FusedAdam, lr=1e-3)
+    config = config_for("bf16", 1.0, offload_mode="overlap", release_gradients=True)
+    with pytest.raises(ValueError, match="does not work during backward"):
+        Float16OptimizerWithFloat16Params(inner, config)

@@ -1,0 +1,267 @@
+"""Work begun during backward, and gradients that somebody writes to before ``step()``: it is used
+where every bit is what it was, and nowhere else."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from mp_optim import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from mp_optim.offload.backward_jobs import GradVersion, same_bits
+from support.models import AdversarialTransfer
+from support.offload import MODES, build_mode, differing, finish_early_work, hybrids, run, snapshot
+
+STEPS = 12
+AfterBackward = Callable[[nn.Module, int], None]
+
+
+def clip_to(limit: float) -> AfterBackward:
+    def clip(model: nn.Module, step: int) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+    return clip
+
+
+def write(change: Callable[[Tensor], None]) -> AfterBackward:
+    """Change elements of one gradient, in every third step."""
+
+    def after(model: nn.Module, step: int) -> None:
+        if step % 3 == 2:
+            change(model.dense.grad)
+
+    return after
+
+
+def one_bit(grad: Tensor) -> None:
+    bits = grad.view(torch.int16)
+    bits[3, 5] ^= 1
+
+
+def sign(grad: Tensor) -> None:
+    grad.neg_()  # the same sum of squares
+
+
+def zeros(grad: Tensor) -> None:
+    grad.mul_(0.0)  # of both signs
+
+
+def swapped(grad: Tensor) -> None:
+    grad.copy_(grad.flip(0))
+
+
+def replaced(model: nn.Module, step: int) -> None:
+    for param in model.parameters():
+        param.grad = param.grad.clone()
+
+
+def trained(
+    mode: str, after: AfterBackward, adversarial: bool, precision: str = "bf16"
+) -> tuple[dict[str, Tensor], list[object], dict[str, float], list[str]]:
+    """What a run comes to: bits, results, metrics and warnings. Gradients are written once what
+    was begun on them is done."""
+    model, optimizer = build_mode(
+        mode, precision, 1.0, experts=False, adversarial=adversarial, clip_grad=0.0
+    )
+
+    def then(model: nn.Module, step: int) -> None:
+        finish_early_work(optimizer)
+        after(model, step)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        results = run(model, optimizer, STEPS, after_backward=then)
+    texts = [str(one.message) for one in caught]
+    written = [text for text in texts if "changed after backward" in text]
+    return snapshot(model, optimizer), results, optimizer.metrics(), written
+
+
+@pytest.mark.parametrize("adversarial", [True, False], ids=["accelerator", "host"])
+@pytest.mark.parametrize(
+    "after", [clip_to(math.inf), clip_to(1e6), replaced], ids=["inf", "large", "clone"]
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_writes_that_change_nothing_cost_nothing(
+    precision: str, after: AfterBackward, adversarial: bool
+) -> None:
+    for mode in MODES:
+        bits, results, metrics, said = trained(mode, after, adversarial, precision)
+        if mode == "sync":
+            expected, expected_results = bits, results
+            continue
+        assert differing(bits, expected) == [] and results == expected_results, mode
+        assert said == [] and metrics["speculation_stale"] == 0, mode
+    assert metrics["speculation_hits"] == 3 * (STEPS - 1), metrics
+
+
+@pytest.mark.parametrize("adversarial", [True, False], ids=["accelerator", "host"])
+@pytest.mark.parametrize(
+    "change", [one_bit, sign, zeros, swapped], ids=lambda change: change.__name__
+)
+def test_whatever_changes_is_stepped_again(
+    change: Callable[[Tensor], None], adversarial: bool
+) -> None:
+    for mode in MODES:
+        bits, results, metrics, said = trained(mode, write(change), adversarial)
+        if mode == "sync":
+            expected, expected_results = bits, results
+            continue
+        assert differing(bits, expected) == [] and results == expected_results, mode
+        if mode == "speculative" or not adversarial:
+            assert metrics["speculation_stale"] == STEPS // 3, mode
+            assert len(said) == 1 and "clip_grad_norm_" in said[0], mode
+    hits = 3 * (STEPS - 1) - STEPS // 3  # the bucket that was changed, and no other
+    assert metrics["speculation_hits"] == hits
+
+
+@pytest.mark.parametrize("adversarial", [True, False], ids=["accelerator", "host"])
+def test_clipping_outside_is_followed(adversarial: bool) -> None:
+    for mode in MODES:
+        bits, results, metrics, said = trained(mode, clip_to(1e-2), adversarial)
+        if mode == "sync":
+            expected, expected_results = bits, results
+            continue
+        assert differing(bits, expected) == [] and results == expected_results, mode
+    assert metrics["speculation_stale"] > 20 and len(said) == 1
+
+
+@pytest.mark.parametrize("mode", ["overlap", "speculative"])
+def test_after_a_step_that_was_broken_off_gradients_made_by_hand_are_stepped(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal comes when gradients are measured and nothing is written; no backward follows."""
+    bits = []
+    for name in ("sync", mode):
+        model, optimizer = build_mode(name, "fp32", 1.0, experts=False, adversarial=False)
+        run(model, optimizer, 2)
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(MegatronOptimizer, "apply_verdict", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                run(model, optimizer, 1)
+        for param in model.parameters():
+            param.grad = -torch.ones_like(param)
+        optimizer.step()
+        bits.append(snapshot(model, optimizer))
+    assert differing(*bits) == []
+
+
+def test_bits_are_compared_and_not_values() -> None:
+    nan = torch.tensor([math.nan])
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not same_bits(torch.zeros(2), torch.zeros(3))
+    strided = torch.randn(4, 6).t()
+    assert same_bits(strided, strided.contiguous())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("count", [0, 1, 3, 64, 65])
+def test_every_element_counts(count: int, start: int, dtype: torch.dtype) -> None:
+    one = torch.randn(100).to(dtype)[start : start + count]
+    assert same_bits(one, one.clone())
+    for index in range(count):
+        other = one.clone()
+        other[index] = -other[index]
+        assert not same_bits(one, other)
+
+
+def test_memory_for_the_comparison_is_taken_when_it_is_needed() -> None:
+    held = {}
+    for after in (None, clip_to(math.inf)):
+        model, optimizer = build_mode("speculative", fraction=1.0, experts=False, clip_grad=0.0)
+        (hybrid,) = hybrids(optimizer)
+        transfer = AdversarialTransfer()
+        empty_host, sizes = transfer.empty_host, []
+
+        def counted(num_bytes: int, pin: bool, sizes=sizes, empty_host=empty_host) -> Tensor:
+            sizes.append(num_bytes)
+            return empty_host(num_bytes, pin)
+
+        transfer.empty_host = counted
+        hybrid.stepper.use_transfer(transfer, 1 << 20)
+        run(model, optimizer, 3, after_backward=after)
+        held[after is None] = sum(sizes)
+        staging = max(hybrid.stepper.host_part.host_bytes().staging)
+    assert held[False] - held[True] == staging // 2  # the gradients of one bucket, once
+
+
+# -- FSDP2 -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def sharded_run(
+    mode: str, limit: float, adversarial: bool
+) -> tuple[list[Tensor], dict[str, float], str]:
+    """FSDP2, whose gradients torch's clip_grad_norm_ writes to without a trace: parameters,
+    metrics, description."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)]).bfloat16()
+    fully_shard(model)
+    config = OptimizerConfig(
+        lr=1e-3,
+        bf16=True,
+        clip_grad=0.0,
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction=1.0,
+        offload_mode=mode,
+    )
+    optimizer = get_megatron_optimizer(config, model)
+    for hybrid in hybrids(optimizer):
+        if adversarial:
+            hybrid.stepper.use_transfer(AdversarialTransfer())
+    for seed in range(6):
+        inputs = torch.randn(4, 32, generator=torch.Generator().manual_seed(seed))
+        optimizer.zero_grad()
+        model(inputs.bfloat16()).float().square().mean().backward()
+        finish_early_work(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+    params = [param.to_local().detach() for param in model.parameters()]
+    return params, optimizer.metrics(), str(optimizer.describe())
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore:.*gradients were changed after backward")
+@pytest.mark.parametrize("adversarial", [True, False], ids=["accelerator", "host"])
+@pytest.mark.parametrize("limit", [math.inf, 1e-3])
+def test_gradients_of_fsdp_that_are_clipped_outside(limit: float, adversarial: bool) -> None:
+    expected, _, _ = sharded_run("sync", limit, adversarial)
+    for mode in MODES[1:]:
+        params, metrics, described = sharded_run(mode, limit, adversarial)
+        assert all(map(same_bits, params, expected)), mode
+        assert ("gradients of DTensors (FSDP2) come down" in described) == adversarial
+        if mode == "speculative" or not adversarial:
+            assert (metrics["speculation_stale"] == 0) == (limit == math.inf), mode
+    if limit == math.inf:
+        assert metrics["speculation_hits"] >= 5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_of_bits_notice_a_write_wherever_a_gradient_begins(dtype: torch.dtype) -> None:
+    """Torch counts none through ``data``."""
+    memory = torch.ones(200, dtype=dtype)
+    for start in range(100):
+        grad = memory[start : start + 37]
+        version = GradVersion.of(grad, 1, with_bits=True)
+        assert version.matches(grad, 1)
+        grad.data[start % 37] += 1
+        assert not version.matches(grad, 1)

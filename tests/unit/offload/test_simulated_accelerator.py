@@ -1,0 +1,563 @@
+"""The product's own CUDA transfer, host pipeline, worker thread and hooks on a simulated
+accelerator: schedules are clean and give the bits of the plain run, and no wait can be missing."""
+
+import ctypes
+import gc
+import pkgutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mp_optim.offload
+from mp_optim import FusedAdam, HybridDeviceOptimizer
+from mp_optim.core import Slot, SlotUpdate, SlotUpdates
+from mp_optim.host import leases
+from mp_optim.host.accelerator import accelerator_of
+from mp_optim.host.host_memory import cut
+from mp_optim.host.transfer import fetch, transfer_for
+from mp_optim.offload.backward_jobs import BackwardJob
+from mp_optim.offload.bucket_buffers import Staging
+from mp_optim.offload.timeline import StepTimeline
+from support.accelerator.disk import simulated_disk
+from support.accelerator.removals import called, sites, without
+from support.accelerator.saves import saves_of
+from support.accelerator.schedules import (
+    DEVICE,
+    EVENTS,
+    WRITES_GRADIENTS,
+    Round,
+    Schedule,
+    outcome,
+    plain_outcome,
+)
+from support.accelerator.simulation import COLLECTIVES, Simulation, device_at
+from support.accelerator.stand_in import simulated_accelerator
+from support.accelerator.streams import Pace
+from support.offload import MODES, differing, state_of
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # skipped steps, written gradients
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    """One process with a process group."""
+    dist.init_process_group(COLLECTIVES, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# -- schedules are clean --------------------------------------------------------------------------
+
+
+@st.composite
+def schedules(draw):
+    owner = draw(st.sampled_from(["stack", "zero", "hybrid"]))
+    mode = draw(st.sampled_from(MODES))
+    releases = owner == "stack" and mode != "sync" and draw(st.booleans())
+    place = draw(st.sampled_from(["host", "auto", "streamed"]))
+    has_no_early_work = place == "streamed" and mode != "sync" and not releases
+    unfit = {"zero": ["wider"], "hybrid": ["overflow"], "stack": []}[owner]
+    unfit += WRITES_GRADIENTS if releases else []
+    rounds = st.builds(
+        Round,
+        micro=st.just(1) if owner == "hybrid" else st.integers(1, 3),
+        scale=st.sampled_from([1.0, 1.0, 10.0]),
+        event=st.sampled_from([event for event in EVENTS if event not in unfit]),
+        says_last=st.just(True) if owner == "zero" else st.booleans(),
+    )
+    return Schedule(
+        owner=owner,
+        mode=mode,
+        releases=releases,
+        precision=draw(st.sampled_from(["bf16", "fp32"])),
+        fraction=draw(st.sampled_from([0.3, 0.7, 1.0])),
+        clip=draw(st.sampled_from([0.0, 0.16, 1.0])),
+        bucket_bytes=draw(st.sampled_from([256, 1024, 1 << 20])),
+        pipelined=draw(st.booleans()),
+        rounds=tuple(draw(st.lists(rounds, min_size=2, max_size=5))),
+        pauses=draw(st.sampled_from([(), (0.002,), (0.0, 0.003)])),
+        pace=draw(st.sampled_from(list(Pace))),
+        seed=draw(st.integers(0, 99)),
+        sets_device=draw(st.booleans()),
+        place=place,
+        is_on_disk=has_no_early_work or draw(st.sampled_from([False, False, True])),
+        audits=draw(st.booleans()),
+    )
+
+
+def check(schedule):
+    run = outcome(schedule)
+    assert not run.reports, "\n".join(run.reports)
+    assert not run.wrong_bits(plain_outcome(schedule))
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(schedule=schedules())
+def test_schedules_are_clean_and_give_the_bits_of_the_plain_run(schedule):
+    check(schedule)
+
+
+@pytest.mark.repeats
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(schedule=schedules())
+def test_many_schedules_are_clean_and_give_the_bits_of_the_plain_run(schedule):
+    check(schedule)
+
+
+# -- no wait, record_stream or device guard can be missing ----------------------------------------
+
+
+def transfer_and_memory(simulation, values=16):
+    """A transfer, host memory, and what an operation of the device has yet to write."""
+    transfer = transfer_for(device_at(DEVICE))
+    host = transfer.empty_host(4 * values, True).view(torch.float32)
+    ones = simulation.to_device(torch.ones(values), DEVICE)
+    return transfer, host, ones * 3
+
+
+def download_of_what_is_dropped(simulation):
+    transfer, host, value = transfer_and_memory(simulation)
+    ticket = transfer.download([host], [value])
+    del value
+    transfer_and_memory(simulation)
+    transfer.wait(ticket)
+    return host.tolist() == [3.0] * 16
+
+
+def upload_to_what_is_dropped(simulation):
+    transfer, host, target = transfer_and_memory(simulation)
+    ticket = transfer.upload([target], [host.fill_(1.0)])
+    del target
+    transfer_and_memory(simulation)
+    transfer.wait(ticket)
+    return True
+
+
+def fetched_number(simulation):
+    _, _, value = transfer_and_memory(simulation, 1)
+    settings = {"cpu_optimizer_cls": FusedAdam, "gpu_optimizer_cls": FusedAdam}
+    optimizer = HybridDeviceOptimizer([torch.nn.Parameter(torch.ones(1))], 1.0, **settings)
+    optimizer.stepper.use_transfer(transfer_for(device_at(DEVICE)))
+    return fetch(optimizer.stepper.transfer, value)().item() == 3.0
+
+
+def download_of_a_transfer_that_is_dropped(simulation):
+    transfer, host, value = transfer_and_memory(simulation)
+    transfer.download([host], [value])
+    del transfer
+    return host.tolist() == [3.0] * 16
+
+
+def release_of_what_is_on_its_way(simulation):
+    transfer, _, value = transfer_and_memory(simulation)
+    staging = Staging(transfer, 1024, True)
+    updates = SlotUpdates.of([SlotUpdate(Slot(0, 0), value)])
+    staged = staging.tensors_for(0, updates).put_into(updates)
+    timeline = StepTimeline()
+    job = BackwardJob("", staging, updates, staged, {}, (), torch.stack, timeline, releases=True)
+    job.prepare()
+    job.let_go()
+    return job.updates is None and staged.grads[0].tolist() == [3.0] * 16
+
+
+def streamed_params(simulation=None):
+    """Parameters and state after three steps, in windows of which five make a step."""
+    params = [torch.nn.Parameter(torch.linspace(-1, 1, 300 + 7 * n)) for n in range(4)]
+    params.append(torch.nn.Parameter(torch.ones(500)))
+    place = {"offload_place": "streamed", "stream_window_bytes": 4096}
+    optimizer = HybridDeviceOptimizer(
+        params, 0.9, FusedAdam, FusedAdam, lr=0.5, **place if simulation else {}
+    )
+    if simulation:
+        optimizer.stepper.use_transfer(transfer_for(device_at(DEVICE)))
+    for step in range(3):
+        for number, param in enumerate(params):
+            grad = torch.full_like(param, 1.0 + number + step, requires_grad=False)
+            if simulation:
+                simulation.to_device(param, DEVICE)
+                simulation.to_device(grad, DEVICE)
+            param.grad = grad * 0.5  # an operation of the device
+        optimizer.step()
+    return {**state_of(optimizer), **dict(enumerate(p.detach().clone() for p in params))}
+
+
+def streamed_windows(simulation):
+    streamed = streamed_params(simulation)
+    simulation.synchronize()
+    simulation.reports |= simulation.torn  # nothing may be written while it comes down
+    return not differing(streamed, PLAIN_STREAM)
+
+
+PLAIN_STREAM = streamed_params()
+
+
+def disk_params(place, simulation=None):
+    """The same of state on a disk, in windows of which nine make a step."""
+    params = [torch.nn.Parameter(torch.linspace(-1, 1, 1024 * n + 7)) for n in (1, 2)]
+    params.append(torch.nn.Parameter(torch.ones(20_000)))
+    how = {"offload_place": place, "stream_window_bytes": 32_768}
+    folder = {"optimizer_state_path": tempfile.gettempdir()}
+    optimizer = HybridDeviceOptimizer(
+        params, 1.0, FusedAdam, FusedAdam, lr=0.5, **how | folder if simulation else {}
+    )
+    if simulation:
+        optimizer.stepper.use_transfer(transfer_for(device_at(DEVICE)))
+    for step in range(3):
+        for number, param in enumerate(params):
+            grad = torch.full_like(param, 1.0 + number + step, requires_grad=False)
+            if simulation:
+                simulation.to_device(param, DEVICE)
+                simulation.to_device(grad, DEVICE)
+            param.grad = grad * 0.5  # an operation of the device
+        optimizer.step()
+    return {**state_of(optimizer), **dict(enumerate(p.detach().clone() for p in params))}
+
+
+def disk_windows(simulation, place):
+    with simulated_disk(simulation):
+        found = disk_params(place, simulation)
+        simulation.synchronize()
+    simulation.reports |= simulation.torn
+    return not differing(found, PLAIN_DISK)
+
+
+PLAIN_DISK = disk_params("host")
+
+
+def params_of_changed_windows(simulation=None):
+    """The same where windows are read during backward, and a step has others in every second
+    step."""
+    params = [torch.nn.Parameter(torch.linspace(-1, 1, 1024 * n + 7)) for n in (4, 3, 2, 4)]
+    how = {
+        "offload_mode": "overlap",
+        "stream_window_bytes": 98_304,
+        "optimizer_state_path": tempfile.gettempdir(),
+    }
+    optimizer = HybridDeviceOptimizer(
+        params, 1.0, FusedAdam, FusedAdam, lr=0.5, **how if simulation else {}
+    )
+    if simulation:
+        optimizer.stepper.use_transfer(transfer_for(device_at(DEVICE)))
+        for param in params:
+            simulation.to_device(param, DEVICE)
+    for step in range(4):
+        for number, param in enumerate(params):
+            grad = torch.full_like(param, 1.0 + number + step, requires_grad=False)
+            if simulation:
+                simulation.to_device(grad, DEVICE)
+            param.grad = None
+            torch.autograd.backward(param, grad * 0.5)
+        if step % 2:
+            params[step].grad = None
+        optimizer.step()
+    return {**state_of(optimizer), **dict(enumerate(p.detach().clone() for p in params))}
+
+
+def changed_windows(simulation):
+    with simulated_disk(simulation):
+        found = params_of_changed_windows(simulation)
+        simulation.synchronize()
+    return not differing(found, PLAIN_CHANGED)
+
+
+PLAIN_CHANGED = params_of_changed_windows()
+
+
+def borrowed_by_a_save(simulation, write):
+    """A tensor that a save brings down, and that is written as soon as that may be."""
+    with saves_of(simulation) as saves:
+        _, _, value = transfer_and_memory(simulation, 512)
+        param = torch.nn.Parameter(value)
+        lent = leases.lend([])
+        borrow = lent.of_device(param.device)
+        readers = borrow.lend_state(value, "state"), borrow.lend_param(param, "a param")
+        lent.start()
+        with torch.no_grad():
+            write(simulation, param)
+        saves.let_go()
+        read = [torch.zeros(512), torch.zeros(512)]
+        try:
+            for reader, memory in zip(readers, read, strict=True):
+                reader.read_into(memory.view(torch.uint8))
+        except RuntimeError:  # not the bits of the call
+            read.clear()
+        finally:
+            lent.give_back()
+    simulation.reports |= simulation.torn
+    return [memory.eq(3).all() for memory in read] == [True, True]
+
+
+def write_as_state(simulation, param):
+    leases.before_writing([param])
+    param.fill_(9.0)
+
+
+def step_by_torch(simulation, param):
+    param.grad = simulation.to_device(torch.ones(512), DEVICE)
+    torch.optim.SGD([param], lr=1.0).step()
+
+
+@dataclass
+class Directly:
+    """A use of the transfer without a schedule; it tells whether the values were right."""
+
+    use: Callable[[Simulation], bool]
+    pace: Pace = Pace.OTHERS_FIRST
+
+    def found(self):
+        with simulated_accelerator(self.pace) as simulation:
+            is_right = self.use(simulation)
+        return bool(simulation.reports), not is_right
+
+
+@dataclass
+class InSchedule:
+    """A schedule, and what its plain run came to."""
+
+    schedule: Schedule
+
+    @cached_property
+    def plain(self):
+        return plain_outcome(self.schedule)
+
+    def found(self):
+        plain = self.plain  # before
+        run = outcome(self.schedule)
+        return bool(run.reports), bool(run.wrong_bits(plain))
+
+
+def rounds(*events):
+    return tuple(Round(event=event) for event in ("", "", *events, ""))
+
+
+LATE = (0.004,)
+SCENARIOS = [
+    Directly(download_of_what_is_dropped),
+    Directly(upload_to_what_is_dropped),
+    Directly(fetched_number),
+    Directly(fetched_number, Pace.LAZY),
+    Directly(download_of_a_transfer_that_is_dropped),
+    Directly(release_of_what_is_on_its_way),
+    Directly(streamed_windows),
+    Directly(streamed_windows, Pace.LAZY),
+    Directly(partial(disk_windows, place="streamed"), Pace.LAZY),
+    Directly(partial(disk_windows, place="host"), Pace.LAZY),
+    Directly(changed_windows),
+    Directly(changed_windows, Pace.LAZY),
+    Directly(partial(borrowed_by_a_save, write=write_as_state)),
+    Directly(partial(borrowed_by_a_save, write=step_by_torch)),
+    InSchedule(Schedule(mode="overlap", rounds=rounds(), pauses=LATE)),
+    InSchedule(Schedule(mode="sync", rounds=rounds(), pipelined=False)),
+    InSchedule(Schedule("hybrid", "overlap", rounds=rounds(), pauses=LATE, sets_device=False)),
+    InSchedule(Schedule("hybrid", "sync", rounds=rounds("wider"))),
+    InSchedule(Schedule(mode="speculative", clip=0.0, rounds=rounds("write"))),
+    InSchedule(Schedule(mode="speculative", clip=0.0, rounds=rounds("wider"))),
+    InSchedule(Schedule(mode="speculative", rounds=rounds(), pauses=LATE)),
+    InSchedule(
+        Schedule(
+            fraction=1.0, bucket_bytes=64, rounds=(Round(micro=2),) * 2, pauses=LATE, releases=True
+        )
+    ),  # what is added lands in memory of other buckets
+]
+NEVER_WRONG = ("drain", "collect", "accelerator.on", "wait_for(job)", "was_read")
+"""Without these the bits are right, if by luck: what the worker has not finished is not used, or it
+finishes in time as its thread happens to run; and of two reads into one piece of memory the later
+one is carried out last at every pace."""
+NEVER_WRONG_SITES = ("lanes.HostSite.wait: self.wait_for(number)",)
+"""Reported like the others, but no schedule here gives wrong bits: between two steps the host
+fetches which weights differ, and waits for the device."""
+# The locks of the worker, and of a save, order threads, not streams.
+MODULES = [
+    name
+    for _, name, _ in pkgutil.iter_modules(mp_optim.offload.__path__, "mp_optim.offload.")
+    if not name.endswith(".worker")
+]
+MODULES += [f"mp_optim.host.{name}" for name in ("transfer", "leases")]
+SITES = [
+    site
+    for module in MODULES
+    for site in sites(module)
+    if not site.text.startswith("self._changed.")
+]
+
+
+def test_sites_are_found():
+    texts = {site.text for site in SITES}
+    assert {"ticket.done.synchronize()", "copies.done.synchronize()"} <= texts
+    assert len(SITES) >= 15
+
+
+@pytest.fixture(scope="module")
+def with_every_wait(alone):
+    """What each scenario found, and the sites whose functions it calls."""
+    seen = []
+    for scenario in SCENARIOS:
+        with called(SITES) as met:
+            found = scenario.found()
+        seen.append((scenario, found, met))
+    return seen
+
+
+@pytest.mark.repeats
+@pytest.mark.parametrize("site", SITES, ids=str)
+def test_every_missing_wait_is_noticed(site, with_every_wait):
+    """Most likely by a scenario that comes to it, so those are the first."""
+    is_reported = False
+    is_wrong = str(site) in NEVER_WRONG_SITES or any(name in site.text for name in NEVER_WRONG)
+    for scenario, *_ in sorted(with_every_wait, key=lambda each: site not in each[2]):
+        with without(site):
+            reported, wrong = scenario.found()
+        is_reported, is_wrong = is_reported or reported, is_wrong or wrong
+        if is_reported and is_wrong:
+            return
+    assert is_reported, "no schedule was reported"
+    assert is_wrong, "the bits were right in every schedule"
+
+
+def test_all_is_well_with_every_wait(with_every_wait):
+    assert [found for _, found, _ in with_every_wait] == [(False, False)] * len(SCENARIOS)
+
+
+def test_an_optimizer_may_go_while_its_parameters_are_on_their_way_up():
+    """The last step of a run; what is allocated next is page-locked, too."""
+    with simulated_accelerator() as simulation:
+        param = torch.nn.Parameter(torch.ones(8))
+        optimizer = HybridDeviceOptimizer([param], 1.0, FusedAdam, FusedAdam, lr=0.5)
+        optimizer.stepper.use_transfer(transfer_for(device_at(DEVICE)))
+        simulation.to_device(param, DEVICE)
+        param.grad = simulation.to_device(torch.ones(8), DEVICE)
+        optimizer.step()
+        del optimizer
+        gc.collect()
+        transfer_and_memory(simulation)
+        assert param.allclose(torch.full((8,), 0.5))
+    assert not simulation.reports
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_both_ends_of_a_copy_are_held_until_it_is_done(waits):
+    """Whatever the caller drops, and whatever memory it gives a parameter meanwhile."""
+    with simulated_accelerator() as simulation:
+        transfer, host, value = transfer_and_memory(simulation, 32)
+        source = cut(host.view(torch.uint8), 64, torch.Size([16]), torch.float32)
+        target = torch.nn.Parameter(value[:16].clone(), requires_grad=False)
+        ends = [simulation.memory.of(source), simulation.memory.of(target)]
+        ticket = transfer.upload([target], [source])
+        target.data = torch.zeros(16)
+        del host, source, target
+        assert [end.is_let_go for end in ends] == [False, False]
+        if waits:
+            transfer.wait(ticket)
+        else:
+            del ticket
+            simulation.synchronize()
+            transfer.upload([], [])  # the next copy lets go of what is done
+        assert [end.is_let_go for end in ends] == [True, True]
+    assert not simulation.reports
+
+
+# -- the simulation itself ------------------------------------------------------------------------
+
+
+def accelerator():
+    return accelerator_of(device_at(DEVICE))
+
+
+def side_stream():
+    return accelerator().stream(device_at(DEVICE))
+
+
+def test_work_is_not_done_before_the_host_waits_for_it():
+    with simulated_accelerator() as simulation:
+        value = simulation.to_device(torch.ones(4), DEVICE) * 2
+        assert ctypes.string_at(value.data_ptr(), value.nbytes) == b"\xff" * value.nbytes
+        assert value.sum().item() == 8.0
+    assert not simulation.reports
+
+
+@pytest.mark.parametrize("pace", Pace)
+def test_the_last_of_unordered_writes_is_not_defined(pace):
+    with simulated_accelerator(pace) as simulation:
+        value = simulation.to_device(torch.zeros(4), DEVICE)
+        with accelerator().queue_on(side_stream()):
+            value.fill_(1.0)
+        value.fill_(2.0)
+        simulation.synchronize()
+    (report,) = simulation.reports
+    assert "not ordered after the write" in report
+
+
+def test_orders_that_events_allow_are_taken():
+    """A stream that nothing makes wait is behind under one pace, and ahead under another."""
+    seen = {}
+    for pace in (Pace.LAZY, Pace.OTHERS_FIRST):
+        with simulated_accelerator(pace) as simulation:
+            value, stream = simulation.to_device(torch.zeros(1), DEVICE), side_stream()
+            value.fill_(1.0)
+            with accelerator().queue_on(stream):
+                seen[pace] = (value + 0).item()
+    assert seen == {Pace.LAZY: 0.0, Pace.OTHERS_FIRST: 1.0}
+
+
+def test_a_thread_knows_only_what_it_waited_for():
+    with simulated_accelerator() as simulation:
+        _, host, value = transfer_and_memory(simulation)
+        host.copy_(value, non_blocking=True)
+        event = accelerator().event()
+        event.record()
+        assert not event.query()
+        host.sum()
+        assert len(simulation.reports) == 1
+        event.synchronize()
+        assert event.query() and host.tolist() == [3.0] * 16
+    assert len(simulation.reports) == 1
+
+
+def test_memory_of_the_arena_is_reused_only_when_copies_are_done():
+    with simulated_accelerator() as simulation:
+        transfer, host, value = transfer_and_memory(simulation)
+        ticket = transfer.upload([value[:8]], [host.zero_()[:8]])
+        host[8:].fill_(1.0)
+        assert not simulation.reports
+        host[4:12].fill_(1.0)
+        assert len(simulation.reports) == 1
+        transfer.wait(ticket)
+        host.fill_(1.0)
+    assert len(simulation.reports) == 1
+
+
+def test_host_memory_that_was_cut_is_not_given_back_under_a_copy():
+    """torch's allocator of page-locked memory waits for copies of what it gave out, and of nothing
+    that was cut from it."""
+    for is_cut in (False, True):
+        with simulated_accelerator() as simulation:
+            transfer, host, value = transfer_and_memory(simulation, 32)
+            source = cut(host.view(torch.uint8), 64, torch.Size([16]), torch.float32)
+            target = value[:16] if is_cut else value
+            side = side_stream()
+            side.wait_stream(accelerator().current_stream())
+            with accelerator().queue_on(side):
+                target.copy_(source if is_cut else host, non_blocking=True)
+            del host, source, target, transfer
+            transfer_and_memory(simulation)
+        assert bool(simulation.reports) is is_cut
+
+
+def test_a_stream_of_another_device_is_not_used():
+    with simulated_accelerator() as simulation:
+        assert accelerator().current() == device_at(DEVICE)
+        with accelerator().queue_on(accelerator().stream(device_at(0))):
+            pass
+    (report,) = simulation.reports
+    assert f"whose current device is {device_at(1)}" in report

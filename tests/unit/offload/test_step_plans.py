@@ -1,0 +1,176 @@
+"""Plans by their words: who goes to the host, how buckets are cut, how memory is handed out; and
+what describes it."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from mp_optim import get_megatron_optimizer
+from mp_optim.host.host_memory import ALIGNMENT, Block, aligned_bytes
+from mp_optim.host.host_share import HostShare
+from mp_optim.host.transfer import Transfer
+from mp_optim.offload import worker as cores
+from mp_optim.offload.buckets import (
+    PER_ROUND,
+    SMALLEST,
+    fitting_bucket_bytes,
+    plan_buckets,
+    plan_offload,
+)
+from mp_optim.offload.worker import threads_beside_backward, worker_threads
+from support.models import config_for
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fraction", "chosen"),
+    [
+        ([5, 3, 2], 0.5, {2, 1}),  # from the last to the first
+        ([2, 10, 3], 0.3, {2, 0}),  # 10 would overshoot and is passed over
+        ([7, 4], 0.5, {0}),  # the smallest that is left covers the rest, and makes 4 unnecessary
+        ([9, 8, 7], 0.01, {2}),  # no one fits: the smallest
+        ([4, 4, 4], 0.1, {2}),  # of equal ones the last
+        ([4, 4, 4], 0.34, {2, 1}),
+        ([1, 0, 6, 0], 1.0, {0, 2}),  # empty ones are stepped where they are
+        ([1, 2, 3], 0.0, set()),
+        ([], 0.7, set()),
+        ([0, 0], 1.0, set()),
+        ([10, 1], 0.9, {0}),  # the last was taken first, and is dropped again
+        ([6, 6, 1, 1], 0.5, {3, 1}),  # of equal ones that are not needed the first is dropped
+    ],
+)
+def test_who_is_stepped_on_the_host(sizes, fraction, chosen):
+    assert plan_offload(sizes, fraction) == chosen
+
+
+@pytest.mark.parametrize("fraction", [-0.001, 1.001, float("nan")])
+def test_a_fraction_is_between_0_and_1(fraction):
+    with pytest.raises(ValueError, match="offload_fraction"):
+        plan_offload([1], fraction)
+
+
+def test_buckets_are_filled_to_the_byte_and_not_beyond():
+    assert plan_buckets("abcd", [3, 3, 3, 3], 6) == [("a", "b"), ("c", "d")]
+    assert plan_buckets("abcd", [3, 3, 3, 3], 5) == [("a",), ("b",), ("c",), ("d",)]
+    assert plan_buckets("abc", [9, 0, 1], 6) == [("a",), ("b", "c")]
+    assert plan_buckets("abcd", [1, 6, 5, 1], 6) == [("a",), ("b",), ("c", "d")]
+
+
+@pytest.mark.parametrize(
+    ("total", "most", "bucket"),
+    [
+        (10, 64 << 20, SMALLEST),
+        (PER_ROUND * SMALLEST, 64 << 20, SMALLEST),
+        (PER_ROUND * SMALLEST + 1, 64 << 20, SMALLEST + 1),
+        (PER_ROUND << 30, 64 << 20, 64 << 20),
+        (10, 7, 7),
+        (0, 0, 1),
+    ],
+)
+def test_a_model_is_cut_into_sixteen_buckets_unless_they_were_too_small_or_too_large(
+    total, most, bucket
+):
+    assert fitting_bucket_bytes(total, most) == bucket
+
+
+@pytest.mark.parametrize(
+    ("threads", "share"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 6), (9, 6), (16, 12), (64, 48)]
+)
+def test_backward_keeps_two_threads_and_a_quarter(threads, share, monkeypatch):
+    assert threads_beside_backward(threads) == share
+    whole = HostShare(tuple(range(threads)), threads, None, "made up")
+    monkeypatch.setattr(cores, "host_share", lambda: whole)
+    assert worker_threads(None) == share and worker_threads(5) == 5
+
+
+def test_a_block_hands_out_aligned_tensors_until_it_is_full():
+    asked = []
+
+    class OwnTransfer(Transfer):
+        def empty_host(self, num_bytes, pin):
+            asked.append((num_bytes, pin))
+            return super().empty_host(num_bytes, pin)
+
+    block = Block(4 * ALIGNMENT, partial(OwnTransfer().empty_host, pin=True))
+    assert asked == []  # nothing is allocated before it is used
+    first = block.take(torch.Size([3]), torch.bfloat16)
+    second = block.take(torch.Size([2, 16]), torch.float32)
+    last = block.take(torch.Size([16]), torch.float32)
+    assert asked == [(4 * ALIGNMENT, True)]
+    assert [t.data_ptr() - first.data_ptr() for t in (second, last)] == [ALIGNMENT, 3 * ALIGNMENT]
+    assert second.shape == (2, 16) and second.is_contiguous() and first.dtype == torch.bfloat16
+    block.with_room(ALIGNMENT).take(torch.Size([1]), torch.int8)  # it is full: another one
+    assert asked[1:] == [(ALIGNMENT, True)] and block.left == 0
+    block.reset()
+    assert block.with_room(4 * ALIGNMENT) is block
+    again = block.take(torch.Size([64]), torch.float32)  # all of it at once
+    assert again.data_ptr() == first.data_ptr() and len(asked) == 2
+    assert [aligned_bytes(n, torch.float32) for n in (0, 1, 16, 17)] == [
+        0,
+        ALIGNMENT,
+        ALIGNMENT,
+        2 * ALIGNMENT,
+    ]
+
+
+def test_a_description_counts_elements_and_bytes_by_group_place_and_dtype():
+    model = nn.ParameterDict(
+        {
+            "a": nn.Parameter(torch.ones(1000, dtype=torch.bfloat16)),
+            "b": nn.Parameter(torch.ones(500)),
+            "c": nn.Parameter(torch.ones(3)),
+            "frozen": nn.Parameter(torch.ones(7, dtype=torch.bfloat16), requires_grad=False),
+        }
+    )
+    groups = [
+        {"params": [model["a"], model["frozen"], model["b"]], "param_names": ["a", "frozen", "b"]},
+        {"params": [model["c"]], "param_names": ["c"], "lr": 0.5},
+    ]
+    optimizer = get_megatron_optimizer(
+        config_for("bf16", fused_backend="reference"), model, param_groups=groups
+    )
+    description = optimizer.describe()
+    adam, step = 8, 4
+    found = [
+        (row.group, row.place, row.model_dtype, row.slots, row.params, row.bytes, row.backend)
+        for row in description.rows
+    ]
+    assert sorted(found) == [
+        (0, "device", "bfloat16", 2, 1007, 1000 * (4 + adam) + step, "reference"),
+        (0, "device", "float32", 1, 500, 500 * adam + step, "reference"),
+        (1, "device", "float32", 1, 3, 3 * adam + step, "reference"),
+    ]
+    lines = str(description).splitlines()
+    assert lines[0].split() == [
+        "group",
+        "place",
+        "model_dtype",
+        "slots",
+        "params",
+        "bytes",
+        "backend",
+    ]
+    assert lines[1].split() == ["0", "device", "bfloat16", "2", "1,007", "12,004", "reference"]
+    assert (
+        len({line.index("reference") for line in lines[1:4]} | {lines[0].index("backend")}) == 1
+    )  # in columns
+    assert lines[4].startswith("device: reference (") and len(lines) == 5
+
+
+def test_a_description_of_parts_numbers_groups_through():
+    model = nn.ParameterDict(
+        {name: nn.Parameter(torch.ones(4)) for name in ("dense", "experts_up", "experts_down")}
+    )
+    optimizer = get_megatron_optimizer(
+        config_for("fp32", 1.0),
+        model,
+        expert_predicate=lambda param, name: name.startswith("experts"),
+    )
+    first, second = optimizer.chained_optimizers
+    assert [row.group for row in optimizer.describe().rows] == [
+        *(row.group for row in first.describe().rows),
+        *(row.group + len(first.param_groups) for row in second.describe().rows),
+    ]
+    assert {row.place for row in optimizer.describe().rows} == {"host"}
+    assert {row.backend for row in optimizer.describe().rows} <= {"native", "reference", "torch"}

@@ -1,0 +1,344 @@
+"""State that is streamed: the bits of the device, in at most three windows of it."""
+
+import copy
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mp_optim import FusedAdam, HybridDeviceOptimizer, OptimizerConfig, checkpoint
+from mp_optim.core.interrupted_step import BrokenOffError
+from mp_optim.factory.memory_plan import plan
+from mp_optim.factory.offload_fraction import smallest_fraction, with_fraction
+from mp_optim.host.host_memory import page_locked_bytes
+from mp_optim.kernels.triton import triton_backend
+from mp_optim.rules.rule_executor import RuleExecutor
+from support.models import AdversarialTransfer
+from support.offload import differing, hybrids, snapshot
+from support.streamed import (
+    FORMS,
+    LARGEST,
+    SHAPES,
+    WHOLE,
+    Model,
+    build,
+    give_gradients,
+    programs,
+    train,
+)
+
+# -- the bits of every other place ----------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(program=programs())
+def test_the_bits_of_the_device(program):
+    expected = train(*build(place="device", **program), 3)
+    assert differing(train(*build(**program), 3), expected) == []
+
+
+def test_resumed_in_other_places(tmp_path):
+    compact = {"use_precision_aware_optimizer": True, **FORMS["8-bit"]}
+    expected = train(*build(place="device", **compact), 6)
+    model, optimizer = build(place="device", **compact)
+    train(model, optimizer, 2)
+    for start, place in ((2, "streamed"), (4, "host")):
+        saved = tmp_path / place
+        checkpoint.save(saved, model, optimizer)
+        model, optimizer = build(place=place, **compact)
+        checkpoint.load(saved, model, optimizer)
+        found = train(model, optimizer, 2, start)
+    assert differing(found, expected) == []
+
+
+def test_a_state_dict_is_taken_to_another_place():
+    expected = train(*build(place="device"), 4)
+    model, optimizer = build()
+    train(model, optimizer, 2)
+    weights, state = model.state_dict(), optimizer.state_dict()
+    model, optimizer = build(place="device")
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    assert differing(train(model, optimizer, 2, 2), expected) == []
+
+
+def test_offload_to_cpu_moves_nothing_and_changes_nothing():
+    model, optimizer = build()
+    train(model, optimizer, 2)
+
+    def addresses():
+        tensors = [*optimizer.state_dict()["state"][0].values()]
+        return [tensor.data_ptr() for tensor in tensors if tensor.dim()]
+
+    before = addresses()
+    optimizer.offload_to_cpu()
+    optimizer.restore_from_cpu()
+    assert addresses() == before
+    expected = train(*build(place="device"), 4)
+    assert differing(train(model, optimizer, 2, 2), expected) == []
+
+
+# -- steps that fail ------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    model, optimizer = build()
+    before = train(model, optimizer, 2)
+    give_gradients(model, 2, bad=True)
+    assert not optimizer.step().success
+    assert differing(snapshot(model, optimizer), before) == []
+
+
+def test_a_kernel_that_raises_breaks_the_step_off(monkeypatch):
+    model, optimizer = build()
+    train(model, optimizer, 2)
+    weights = copy.deepcopy(model.state_dict())
+    state = copy.deepcopy(optimizer.state_dict())
+    carry_out, calls = RuleExecutor.carry_out, []
+
+    def third_fails(self, planned):
+        calls.append(planned)
+        if len(calls) == 3:
+            raise RuntimeError("mp_adam: the kernels failed")
+        carry_out(self, planned)
+
+    monkeypatch.setattr(RuleExecutor, "carry_out", third_fails)
+    give_gradients(model, 2)
+    with pytest.raises(RuntimeError, match="mp_adam: the kernels failed"):
+        optimizer.step()
+    monkeypatch.undo()
+    with pytest.raises(BrokenOffError):
+        optimizer.step()
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    expected = train(*build(place="device"), 4)
+    assert differing(train(model, optimizer, 2, 2), expected) == []
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+class Rings(TorchDispatchMode):
+    """Counts the memory that is made like a gradient, which is on the device."""
+
+    def __init__(self):
+        super().__init__()
+        self._made, self.most = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.new_empty.default:
+            self._made.append((StorageWeakRef(made.untyped_storage()), made.nbytes))
+            self.most = max(self.most, self.held)
+        return made
+
+    @property
+    def held(self):
+        return sum(size for storage, size in self._made if not storage.expired())
+
+
+class Recorded(AdversarialTransfer):
+    def __init__(self, calls):
+        super().__init__()
+        self._calls = calls
+
+    def upload(self, to, sources, after=None):
+        self._calls.append("up")
+        return super().upload(to, sources, after)
+
+    def download(self, to, sources, after=None):
+        self._calls.append("down")
+        return super().download(to, sources, after)
+
+
+def test_the_next_window_comes_up_before_one_is_stepped(monkeypatch):
+    """An upload waits for the steps that were queued before it."""
+    model, optimizer = build()
+    calls, carry_out = [], RuleExecutor.carry_out
+
+    def recorded(self, planned):
+        calls.append("step")
+        carry_out(self, planned)
+
+    monkeypatch.setattr(RuleExecutor, "carry_out", recorded)
+    (hybrid,) = hybrids(optimizer)
+    hybrid.stepper.use_transfer(Recorded(calls))
+    train(model, optimizer, 1)
+    # There are two groups, so one window holds a launch of each.
+    order = [call for n, call in enumerate(calls) if calls[n - 1 : n + 1] != ["step"] * 2]
+    count = calls.count("up")
+    assert count > 3
+    assert order == ["up", *["up", "step", "down"] * (count - 1), "step", "down"]
+
+
+@pytest.mark.skipif(triton_backend()[0] is None, reason="no Triton kernels")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's
+def test_numbers_go_up_before_windows_and_once(monkeypatch):
+    """A copy that is queued behind a window's waits for all of it, and the kernel with it."""
+    from mp_optim.kernels.triton.launches import WIDTH
+    from mp_optim.kernels.triton.tables import Tables
+
+    # Rows are remembered by what they say: no other test's says this.
+    model, optimizer = build(fused_backend="triton", adam_eps=1.25e-7)
+    calls, upload = [], Tables.upload
+
+    def recorded(self, table, device):
+        calls.extend(["numbers"] * (table.numel() == WIDTH))
+        return upload(self, table, device)
+
+    monkeypatch.setattr(Tables, "upload", recorded)
+    (hybrid,) = hybrids(optimizer)
+    hybrid.stepper.use_transfer(Recorded(calls))
+    train(model, optimizer, 1)
+    assert calls.count("up") > 3
+    assert calls[:3] == ["numbers", "numbers", "up"]
+    assert calls.count("numbers") == 2  # one group decays, the other does not
+
+
+class CountingTransfer(AdversarialTransfer):
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def empty_host(self, num_bytes, pin):
+        assert pin
+        self.sizes.append(num_bytes)
+        return super().empty_host(num_bytes, pin)
+
+
+@pytest.mark.parametrize("window", [4096, 8192, 1 << 20])
+@pytest.mark.parametrize("form", ["fp32", "8-bit"])
+def test_the_device_holds_windows_in_a_step_and_nothing_after_it(form, window):
+    compact = {"use_precision_aware_optimizer": True} if form != "fp32" else {}
+    model, optimizer = build(window=window, **compact, **FORMS[form])
+    (hybrid,) = hybrids(optimizer)
+    transfer = CountingTransfer()
+    hybrid.stepper.use_transfer(transfer)
+    planned = plan(model, optimizer.config)
+    with Rings() as rings:
+        train(model, optimizer, 2)
+    assert rings.held == 0
+    assert 0 < rings.most <= 3 * window
+    assert planned.accelerator.staging == rings.most
+    assert planned.accelerator.main_params == planned.accelerator.moments == 0
+    pieces = [*transfer.sizes, hybrid.executor.main_memory.capacity]
+    pinned = planned.pinned_host.moments + planned.pinned_host.main_params
+    assert pinned == sum(map(page_locked_bytes, pieces))
+
+
+def test_what_it_says_of_itself():
+    model, optimizer = build()
+    train(model, optimizer, 1)
+    described = optimizer.describe()
+    assert {row.place for row in described.rows} == {"streamed"}
+    assert "windows of 4,096 bytes, 3 at a time" in str(described)
+    elements = sum(param.numel() for param in model.parameters())
+    metrics = optimizer.metrics()
+    assert metrics["bytes_up"] == metrics["bytes_down"] == 12 * elements
+
+
+COMPACT = {"use_precision_aware_optimizer": True, **FORMS["bf16"]}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fields", "travels", "rests"),
+    [
+        (torch.bfloat16, {}, 12, 4),
+        (torch.bfloat16, COMPACT, 6, 2),  # the remainder and both moments
+        (torch.bfloat16, {**COMPACT, "store_param_remainders": False}, 8, 4),
+        (torch.float16, {}, 12, 4),
+        (torch.float32, {}, 8, 0),  # the parameter is the main param
+    ],
+    ids=["fp32", "remainders", "no remainders", "fp16", "fp32 model"],
+)
+def test_what_the_device_has_neither_travels_nor_rests_on_the_host(dtype, fields, travels, rests):
+    model, optimizer = build(dtype=dtype, **fields)
+    train(model, optimizer, 1)
+    elements = sum(param.numel() for param in model.parameters())
+    metrics, (hybrid,) = optimizer.metrics(), hybrids(optimizer)
+    assert metrics["bytes_up"] == metrics["bytes_down"] == travels * elements
+    remainders = sum(hybrid.stepper.host_part.host_bytes().remainders)
+    mains = hybrid.executor.main_memory.capacity
+    most = 64 * len(SHAPES)  # each begins at a cache line
+    assert rests * elements <= mains + remainders <= rests * (elements + most)
+
+
+@pytest.mark.parametrize("rule", ["adam", "lamb"])
+def test_the_smallest_fraction_is_the_smallest(rule):
+    """Of those that fit, though windows take memory."""
+    window = LARGEST if rule in WHOLE else 4096
+    model, optimizer = build(optimizer=rule, window=window)
+    config = optimizer.config
+
+    def needed(part):
+        return plan(model, with_fraction(config, part / 64)).accelerator.total
+
+    every = [needed(part) for part in range(65)]
+    limits = {every[64], every[40], every[0] - 1, every[0], max(every)}
+    for limit in limits - set(range(min(every))):
+        found = smallest_fraction(model, config, gpu_memory=limit).fraction
+        fitting = [part / 64 for part, total in enumerate(every) if total <= limit]
+        assert found == min(fitting)
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"optimizer": "lamb"}, r"big takes \d+ bytes; set stream_window_bytes"),
+        ({"optimizer": "adafactor"}, r"adafactor needs whole parameters, and big"),
+        ({"optimizer": "muon"}, "muon needs whole parameters, and big takes"),
+        ({"fraction": 0.0}, "offload_place='streamed': has no effect without"),
+        ({"window": 100}, "stream_window_bytes=100: must be a whole number"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused_by_name(fields, said):
+    with pytest.raises(ValueError, match=said):
+        build(**fields)
+
+
+def test_the_window_that_a_refusal_names_is_large_enough():
+    with pytest.raises(ValueError, match="set stream_window_bytes to at least that") as error:
+        build(optimizer="lamb")
+    needed = int(re.search(r"big takes (\d+) bytes", str(error.value))[1])
+    with pytest.raises(ValueError, match="set stream_window_bytes"):
+        build(optimizer="lamb", window=needed - 1)
+    expected = train(*build(place="device", optimizer="lamb"), 2)
+    assert differing(train(*build(optimizer="lamb", window=needed), 2), expected) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("chunked_optimizer_state_offload", "offload_place='streamed'"),
+        ("optimizer_state_offload_fraction", "optimizer_offload_fraction"),
+        ("optimizer_state_offload_chunk_size_mb", "stream_window_bytes"),
+    ],
+)
+def test_megatrons_names_lead_here(name, said):
+    with pytest.raises(TypeError, match=said):
+        OptimizerConfig(**{name: 1})
+
+
+def test_a_class_of_torchs_cannot_be_streamed():
+    with pytest.raises(ValueError, match="AdamW cannot be stepped in windows"):
+        HybridDeviceOptimizer(
+            Model(torch.float32).parameters(),
+            1.0,
+            FusedAdam,
+            torch.optim.AdamW,
+            offload_place="streamed",
+        )
+
+
+def test_a_parameter_that_comes_later_must_fit_too():
+    _, optimizer = build(optimizer="lamb", window=LARGEST)
+    large = nn.Parameter(torch.ones(LARGEST))
+    with pytest.raises(ValueError, match="stream_window_bytes"):
+        optimizer.add_param_group({"params": [("large", large)]})

@@ -1,0 +1,51 @@
+"""Gradients get ready in several threads where a model has parameters on several devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from mp_optim import get_megatron_optimizer
+from mp_optim.host.transfer import Transfer
+from support.models import config_for
+from support.offload import differing, hybrids, snapshot
+from support.two_threads import Narrow, backward_in_two_threads
+
+
+class NarrowTransfer(Transfer):
+    """Notes how many threads hand buckets over at once, and how many buckets; a step makes a mark
+    of its own."""
+
+    def __init__(self) -> None:
+        self.place, self.marks = Narrow(), 0
+
+    def mark(self) -> None:
+        self.marks += 1
+        self.place.passes()
+
+
+def run(mode: str) -> tuple[dict[str, torch.Tensor], NarrowTransfer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))
+    config = config_for("fp32", 1.0, offload_mode=mode, clip_grad=0.0)
+    optimizer, transfer = get_megatron_optimizer(config, model), NarrowTransfer()
+    for hybrid in hybrids(optimizer):
+        hybrid.stepper.use_transfer(transfer, bucket_bytes=1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        if mode == "sync":
+            for part in (model[3:], model[:3]):
+                part(torch.ones(1, 2)).sum().backward()
+        else:
+            backward_in_two_threads(model[3:], model[:3], transfer.place)
+        assert optimizer.step().success
+    return snapshot(model, optimizer), transfer
+
+
+@pytest.mark.parametrize("mode", ["overlap", "speculative"])
+def test_buckets_are_handed_over_one_by_one(mode: str) -> None:
+    expected, _ = run("sync")
+    found, transfer = run(mode)
+    assert transfer.place.most == 1 and transfer.marks == 2 * (12 + 1)
+    assert differing(found, expected) == []

@@ -1,0 +1,129 @@
+"""What these classes have that torch's have not: placement, checkpoints, descriptions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import mp_optim
+from mp_optim import checkpoint
+from mp_optim.apps.convert import export_state, from_torch, import_state
+from mp_optim.checkpoint.export import export_safetensors
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 3)).bfloat16()
+
+
+def step(layers: nn.Module, optimizer: torch.optim.Optimizer, count: int = 1) -> None:
+    for _ in range(count):
+        optimizer.zero_grad()
+        layers(torch.ones(4, 8, dtype=torch.bfloat16)).float().square().sum().backward()
+        optimizer.step()
+
+
+def test_a_checkpoint_under_other_settings(tmp_path: Path) -> None:
+    """Placement and mode may be others than those of the run that saved."""
+    first = model()
+    optimizer = mp_optim.AdamW(first.named_parameters(), lr=1e-2)
+    step(first, optimizer, 3)
+    checkpoint.save(tmp_path, first, optimizer)
+    second = model()
+    other = mp_optim.AdamW(
+        second.named_parameters(), lr=1.0, offload=1.0, offload_mode="speculative"
+    )
+    checkpoint.load(tmp_path, second, other)
+    assert other.param_groups[0]["lr"] == 1e-2
+    step(first, optimizer, 3)
+    step(second, other, 3)
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+
+
+def test_main_params_and_state_leave_and_come_back(tmp_path: Path) -> None:
+    layers, other = model(), model()
+    optimizer = mp_optim.AdamW(layers.named_parameters(), lr=1e-2)
+    step(layers, optimizer, 2)
+    assert export_safetensors(tmp_path, optimizer) == [tmp_path / "model.safetensors"]
+    continued = mp_optim.AdamW(other.named_parameters(), lr=1e-2)
+    import_state(continued, export_state(optimizer))
+    step(layers, optimizer)
+    step(other, continued)
+    assert all(map(torch.equal, layers.parameters(), other.parameters()))
+
+
+def test_it_says_what_is_where() -> None:
+    layers = model()
+    optimizer = mp_optim.AdamW(layers.parameters(), offload=1.0, state="8bit")
+    assert optimizer.last_step is None
+    row, told = optimizer.describe().rows[0], str(optimizer.describe())
+    assert (row.place, row.params) == ("host", 291) and "native" in told
+    assert row.bytes < 291 * 8  # FP32 main params, and moments in 8 bits
+    step(layers, optimizer)
+    assert optimizer.metrics()["steps"] == 1 and optimizer.last_step.success
+
+
+def test_streamed_in_windows_of_a_size() -> None:
+    layers, other = model(), model()
+    streamed = mp_optim.AdamW(
+        layers.parameters(), offload=1.0, offload_place="streamed", stream_window_bytes="4KiB"
+    )
+    plain = mp_optim.AdamW(other.parameters())
+    step(layers, streamed, 3)
+    step(other, plain, 3)
+    assert "streamed" in str(streamed.describe()) and streamed.metrics()["bytes_up"] > 0
+    assert all(map(torch.equal, layers.parameters(), other.parameters()))
+
+
+def test_as_little_on_the_host_as_there_is_room_for() -> None:
+    layers = model()
+    optimizer = mp_optim.AdamW(layers.parameters(), offload="auto")
+    step(layers, optimizer)  # a model on the host has nothing to be moved out of
+    assert optimizer.stack.config.optimizer_offload_fraction == 0.0
+
+
+def norms_in_turn(
+    clip: float | None, scale: float, dtype: torch.dtype = torch.float32, steps: int = 8
+) -> None:
+    params = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in (50, 300, 7)]
+    optimizer = mp_optim.AdamW(params, max_grad_norm=1.0)
+    for _ in range(steps):
+        for param in params:
+            param.grad = (torch.randn(param.shape) * scale).to(dtype)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(params, clip)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("dtype", "steps"), [(torch.float32, 5), (torch.bfloat16, 10)])
+def test_clipping_twice_is_said_once(dtype: torch.dtype, steps: int) -> None:
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match=f"gradient norm was .* in {steps} steps") as told:
+        norms_in_turn(1.0, 10.0, dtype, 3 * steps)
+    assert len(told) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_clipping_once_is_not() -> None:
+    norms_in_turn(clip=None, scale=10.0)
+    norms_in_turn(clip=None, scale=0.01)
+    norms_in_turn(clip=1.0, scale=0.01)  # which clips nothing
+    norms_in_turn(None, 357**-0.5, torch.bfloat16, 400)  # at the limit, 4 % up and down
+
+
+def test_state_of_torchs_adamw_goes_on_under_ours() -> None:
+    """What torch saved of bfloat16 parameters has no FP32 values; the message says what to do."""
+    layers = model()
+    before = torch.optim.AdamW(layers.parameters(), lr=1e-2)
+    step(layers, before, 3)
+    after = mp_optim.AdamW(layers.named_parameters(), lr=1e-2)
+    with pytest.raises(ValueError, match=r"import_state\(optimizer, from_torch"):
+        after.load_state_dict(before.state_dict())
+    names = [name for name, _ in layers.named_parameters()]
+    import_state(after, from_torch(before.state_dict(), names), main_from_model=True)
+    assert float(after.state[layers[0].bias]["step"]) == 3.0
+    step(layers, after)
+    assert after.last_step.success

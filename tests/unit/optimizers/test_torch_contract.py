@@ -1,0 +1,523 @@
+"""A program written for ``torch.optim`` runs with these classes, and comes to the same."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as schedulers
+from torch.overrides import TorchFunctionMode
+
+import mp_optim
+from mp_optim.optimizers.base import AmpLossScale
+from mp_optim.optimizers.settings import StackSettings
+
+# FP32 against torch: an operation or two in another order, an ulp of |p| < 2 each (1.2e-7), which
+# add up like a random walk over the steps; measured 1e-6 at most.
+TOLERANCE = 5e-6
+LIKE_TORCH: dict[str, dict[str, Any]] = {
+    "AdamW": {},
+    "Adam": {"weight_decay": 0.1},
+    "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "Adafactor": {},
+}
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 24), nn.LayerNorm(24), nn.Linear(24, 3)).to(dtype)
+
+
+def losses(
+    layers: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 50, first: int = 0
+) -> list[float]:
+    result = []
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(32, 8, generator=generator).to(next(layers.parameters()).dtype)
+        optimizer.zero_grad()
+        loss = (layers(x).float() - x[:, :3].float()).square().mean()
+        loss.backward()
+        optimizer.step()
+        result.append(loss.item())
+    return result
+
+
+@pytest.mark.parametrize("name", LIKE_TORCH)
+def test_fp32_is_torchs(name: str) -> None:
+    ours, theirs = model(), model()
+    settings = {"lr": 1e-2, **LIKE_TORCH[name]}
+    here = losses(ours, getattr(mp_optim, name)(ours.parameters(), **settings))
+    there = losses(theirs, getattr(torch.optim, name)(theirs.parameters(), **settings))
+    assert here == pytest.approx(there, abs=TOLERANCE)
+
+
+def test_decay_is_for_every_parameter_as_torchs() -> None:
+    bias = nn.Parameter(torch.ones(3))
+    bias.grad = torch.zeros(3)
+    mp_optim.AdamW([bias], lr=0.1, weight_decay=0.5).step()
+    assert torch.equal(bias, torch.full((3,), 0.95))
+
+
+def test_nothing_is_clipped_unless_asked() -> None:
+    params = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    for param in params:
+        param.grad = torch.full((4,), 50.0)
+    free = mp_optim.SGD(params[:1], lr=1.0)
+    free.step()
+    limited = mp_optim.SGD(params[1:], lr=1.0, max_grad_norm=1.0)
+    limited.step()
+    assert params[0].norm() == 100.0 and float(params[1].norm()) == pytest.approx(1.0, 1e-5)
+    assert free.last_step.grad_norm == limited.last_step.grad_norm == 100.0
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, [lambda n: 1 / (n + 1)] * 2),
+    "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda _: 0.9),
+    "StepLR": lambda o: schedulers.StepLR(o, 3),
+    "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [2, 7]),
+    "ConstantLR": lambda o: schedulers.ConstantLR(o, 0.5, 4),
+    "LinearLR": lambda o: schedulers.LinearLR(o, 0.1, 1.0, 6),
+    "ExponentialLR": lambda o: schedulers.ExponentialLR(o, 0.8),
+    "PolynomialLR": lambda o: schedulers.PolynomialLR(o, 9, 2.0),
+    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 8),
+    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 4),
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 1e-3, 1e-2, 3, cycle_momentum=True),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 1e-2, 12),
+    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(o, 0.5, 3), schedulers.ExponentialLR(o, 0.9)]
+    ),
+    "SequentialLR": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, 0.1, 1.0, 4), schedulers.ExponentialLR(o, 0.9)], [4]
+    ),
+    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=1),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("rule", ["AdamW", "SGD"])
+def test_every_scheduler_of_torch(name: str, rule: str) -> None:
+    """The same rates and (OneCycleLR, CyclicLR) momenta at each step, also those that only a
+    scheduler sees: it holds the groups from before the first step."""
+    settings = {"momentum": 0.9} if rule == "SGD" else {}
+    seen: list[list[Any]] = []
+    for library in (mp_optim, torch.optim):
+        layers = model()
+        halves = [{"params": list(layers[index].parameters())} for index in (0, 2)]
+        optimizer = getattr(library, rule)(halves, lr=1e-2, **settings)
+        scheduler, rates = SCHEDULES[name](optimizer), []
+        for step in range(11):
+            losses(layers, optimizer, 1, step)
+            kept = [(g["lr"], g.get("betas", g.get("momentum"))) for g in optimizer.param_groups]
+            rates.append(kept)
+            plateau = (1.0,) if name == "ReduceLROnPlateau" else ()
+            scheduler.step(*plateau)
+        seen.append(rates)
+        seen.append([param.detach().clone() for param in layers.parameters()])
+    rates, params, rates_of_torch, params_of_torch = seen
+    assert rates == rates_of_torch
+    for ours, theirs in zip(params, params_of_torch, strict=True):
+        assert torch.allclose(ours, theirs, rtol=0.0, atol=TOLERANCE)
+
+
+def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Through a file, as a safe load reads it."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+@pytest.mark.parametrize("form", ["fp32", "remainder16", "remainder8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_dtype_that_changed_since_a_save_is_named(dtype: torch.dtype, form: str) -> None:
+    """As adapters of peft that were bfloat16, and that ``load_adapter`` makes float32."""
+    layers = model(dtype)
+    optimizer = mp_optim.AdamW(layers.parameters(), lr=1e-2, main_params=form)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "float16 parameters are stepped without")
+        losses(layers, optimizer, 2)
+    widened = copy.deepcopy(layers).float()
+    before = copy.deepcopy(widened.state_dict())
+    resumed = mp_optim.AdamW(widened.parameters(), lr=1e-2, main_params=form)
+    with pytest.raises(ValueError, match=r"was .*16.* when it was saved.* is float32 here"):
+        resumed.load_state_dict(optimizer.state_dict())
+    assert all(map(torch.equal, widened.state_dict().values(), before.values()))
+
+
+def test_before_the_first_step_there_are_settings_and_no_state() -> None:
+    """accelerate passes every new optimizer through its own state dict."""
+    layers = model()
+    optimizer = mp_optim.AdamW(layers.parameters(), lr=1e-2)
+    state = saved(optimizer)
+    assert state["state"] == {} and state["param_groups"][0]["lr"] == 1e-2
+    state["param_groups"][0]["lr"] = 5e-3
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 5e-3
+    with pytest.raises(ValueError, match=r"groups of \[5\] parameters, the saved state has \[6\]"):
+        mp_optim.AdamW(list(layers.parameters())[1:]).load_state_dict(state)
+    params = list(layers.parameters())
+    groups = [{"params": params[:2]}, {"params": params[2:]}]
+    others = [{"params": params[:4]}, {"params": params[4:]}]  # as many in all
+    with pytest.raises(ValueError, match=r"groups of \[4, 2\] .* state has \[2, 4\]"):
+        mp_optim.AdamW(others).load_state_dict(mp_optim.AdamW(groups).state_dict())
+
+
+@pytest.mark.parametrize("where", ["defaults", "param_groups"])
+def test_settings_of_wrappers_are_kept_and_ignored(where: str) -> None:
+    """timm's Lookahead writes its own into the groups and defaults of the optimizer it is given."""
+    layers = model(torch.bfloat16)
+    plain = losses(layers, mp_optim.AdamW(layers.parameters(), lr=1e-2), 3)
+    layers = model(torch.bfloat16)
+    optimizer = mp_optim.AdamW(layers.parameters(), lr=1e-2)
+    held = [optimizer.defaults] if where == "defaults" else optimizer.param_groups
+    for settings in held:
+        settings["lookahead_alpha"] = 0.5
+    assert losses(layers, optimizer, 3) == plain
+    _, copied = copy.deepcopy((layers, optimizer))
+    kept = [copied.defaults] if where == "defaults" else copied.param_groups
+    assert [settings["lookahead_alpha"] for settings in kept] == [0.5]
+
+
+@pytest.mark.parametrize("mode", ["overlap", "speculative"])
+def test_gradients_may_be_released(mode: str) -> None:
+    """From the first backward on, and with the bits of gradients that are kept."""
+    found = []
+    for release in (False, True):
+        layers = model(torch.bfloat16)
+        optimizer = mp_optim.AdamW(
+            layers.parameters(),
+            lr=1e-2,
+            offload=1.0,
+            offload_mode=mode,
+            max_grad_norm=0.1,
+            release_gradients=release,
+        )
+        layers(torch.ones(4, 8, dtype=torch.bfloat16)).float().sum().backward()
+        held = [param for param in layers.parameters() if param.grad is not None]
+        assert len(held) == (0 if release else 6)
+        optimizer.step()
+        found.append((losses(layers, optimizer, 5), optimizer.last_step.grad_norm))
+    assert found[0] == found[1]
+
+
+def test_an_average_of_the_model() -> None:
+    layers = model(torch.bfloat16)
+    optimizer = mp_optim.AdamW(layers.parameters(), lr=1e-2)
+    average = torch.optim.swa_utils.AveragedModel(layers, use_buffers=True)
+    scheduler = torch.optim.swa_utils.SWALR(optimizer, swa_lr=1e-3)
+    for step in range(4):
+        losses(layers, optimizer, 1, step)
+        average.update_parameters(layers)
+        scheduler.step()
+    assert average.n_averaged == 4 and optimizer.param_groups[0]["lr"] < 1e-2
+
+
+# -- fp16 ------------------------------------------------------------------------------------------
+
+
+def scaled_losses(layers: nn.Module, optimizer: Any, steps: int) -> list[float]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=8)
+    result = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(32, 8, generator=generator).half()
+        optimizer.zero_grad()
+        loss = (layers(x).float() - x[:, :3].float()).square().mean()
+        scaler.scale(loss).backward()
+        before = [param.clone() for param in layers.parameters()]
+        scaler.step(optimizer)
+        if not optimizer.last_step.success:
+            assert all(map(torch.equal, before, layers.parameters()))
+            result.append(float("nan"))
+        else:
+            result.append(loss.item())
+        scaler.update()
+    return result
+
+
+def test_fp16_under_torchs_grad_scaler() -> None:
+    """Overflows are skipped; the rest is FP32 AdamW's, within what fp16 matmuls do to it."""
+    layers = model(torch.float16)
+    found = scaled_losses(layers, mp_optim.AdamW(layers.parameters(), lr=1e-2), 60)
+    taken = [step for step, loss in enumerate(found) if not math.isnan(loss)]
+    assert 40 < len(taken) < 60
+    reference = model(torch.float16).float()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    expected = [losses(reference, optimizer, 1, step)[0] for step in taken]
+    assert [found[step] for step in taken] == pytest.approx(expected, rel=0.02)
+
+
+def test_the_scale_changes_no_bit() -> None:
+    """Powers of two, gradients that stay normal: a loss scale leaves no trace, clipped or not."""
+    for limit in (None, 0.1):
+        results = []
+        for scale in (1.0, 1024.0):
+            param = nn.Parameter(torch.linspace(-2, 2, 64).half())
+            optimizer = mp_optim.AdamW([param], lr=1e-2, max_grad_norm=limit)
+            scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+            for _ in range(3):
+                optimizer.zero_grad()
+                scaler.scale((param.float() * 3).sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            results.append((param.detach().clone(), optimizer.last_step.grad_norm))
+        assert torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
+
+
+def test_fp32_gradients_are_unscaled_by_torch_and_may_be_clipped_between() -> None:
+    param = nn.Parameter(torch.zeros(4))
+    optimizer = mp_optim.SGD([param], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler.scale((param * 30).sum()).backward()
+    scaler.unscale_(optimizer)
+    assert float(nn.utils.clip_grad_norm_([param], 1.0)) == 60.0
+    scaler.step(optimizer)
+    assert float(param.norm()) == pytest.approx(1.0, 1e-5)
+
+
+def test_fp16_without_a_loss_scale_is_said_once() -> None:
+    param = nn.Parameter(torch.zeros(4).half())
+    optimizer = mp_optim.AdamW([param])
+    param.grad = torch.ones(4).half()
+    with pytest.warns(UserWarning, match=r"without a loss scale.*GradScaler"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+def test_what_a_grad_scaler_found_on_another_rank_skips_the_step_here() -> None:
+    param = nn.Parameter(torch.ones(4).half())
+    optimizer = mp_optim.AdamW([param])
+    param.grad = torch.ones(4).half()
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(1.0)
+    optimizer.step()
+    assert not optimizer.last_step.success and param.eq(1.0).all()
+    optimizer.found_inf = torch.tensor(0.0)
+    optimizer.step()
+    assert set(optimizer.state_dict()) == {"state", "param_groups"}  # the scaler saves itself
+    assert optimizer.last_step.success and not param.eq(1.0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_step_is_not_called_when_a_grad_scaler_found_an_inf(dtype: torch.dtype) -> None:
+    """accelerate patches ``step``, and takes a call for a step that was taken: schedulers follow
+    it."""
+    param = nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = mp_optim.AdamW([param], lr=1e-2)
+    schedule = schedulers.StepLR(optimizer, 1, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    calls: list[int] = []
+    before = optimizer.step
+
+    def patched() -> None:
+        calls.append(step)
+        before()
+
+    for step in range(4):
+        scaler.scale(torch.zeros(()))
+        param.grad = torch.full_like(param, math.inf if step in (0, 2) else 2.0)
+        optimizer.step = patched  # as accelerate does around each step
+        scaler.step(optimizer)
+        assert vars(optimizer)["step"] is patched
+        scaler.update()
+        optimizer.step = before
+        if step in calls:
+            schedule.step()
+        elif dtype == torch.float16:
+            assert not optimizer.last_step.success
+        optimizer.zero_grad()
+    assert calls == [1, 3] and optimizer.param_groups[0]["lr"] == 2.5e-3
+    assert scaler.get_scale() == 256.0 and not hasattr(optimizer, "grad_scale")
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+def test_a_copied_schedule_drives_the_copied_optimizer() -> None:
+    """As skorch, Ray and ``spawn`` copy all three; what a copy of two does is the kit's."""
+    optimizer = mp_optim.AdamW(model().parameters(), lr=1e-2)
+    its_own, schedule = copy.deepcopy((optimizer, schedulers.StepLR(optimizer, 3)))
+    assert schedule.optimizer is its_own
+    its_own.param_groups[0]["lr"] = 0.5
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+
+
+def test_a_copied_optimizer_alone_has_parameters_of_its_own() -> None:
+    """As torch's."""
+    param = nn.Parameter(torch.ones(4))
+    optimizer = mp_optim.AdamW([param])
+    other = copy.deepcopy(optimizer)
+    (held,) = other.param_groups[0]["params"]
+    held.grad = torch.ones(4)
+    other.step()
+    assert held is not param and not held.eq(1.0).any() and param.eq(1.0).all()
+
+
+# -- torch's words ---------------------------------------------------------------------------------
+
+# torch's Muon has no AdamW beside it; its eps is a constant of Newton-Schulz
+NOT_THE_SAME = {("Muon", "eps")}
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adafactor", "Muon"])
+def test_defaults_are_torchs(name: str) -> None:
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this torch has no {name}")
+    ours, theirs = (
+        inspect.signature(getattr(library, name)).parameters for library in (mp_optim, torch.optim)
+    )
+    shared = [key for key in ours if key in theirs and (name, key) not in NOT_THE_SAME]
+    assert len(shared) > 4
+    found, expected = ({key: of[key].default for key in shared} for of in (ours, theirs))
+    assert found == expected
+
+
+# -- what cannot be --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"state": "2bit"}, "state='2bit': must be one of"),
+        ({"state": "int8"}, "state='int8': must be one of .* did you mean '8bit'"),
+        ({"state": torch.bfloat16}, "state=.*did you mean 'bf16'"),
+        ({"offload": 50}, "offload=50: .*give 0.5 for 50 %"),
+        ({"offload": True}, "offload=True: .*not a bool; give 1.0"),
+        ({"main_params": "fp16"}, "main_params='fp16': must be one of"),
+        ({"offload": 2.0}, "offload=2.0: must be between 0 and 1"),
+        ({"offload_mode": "overlap"}, "='overlap': has no effect without offload > 0; set that"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm=0.0: must be > 0"),
+        ({"max_grad_norm": "1,0"}, "max_grad_norm='1,0': must be a float | None, not a str"),
+        ({"stochastic_rounding": "False", "state": "bf16"}, "stochastic_rounding='False': must be"),
+        ({"release_gradients": "True", "offload": 1.0}, "release_gradients='True': must be a bool"),
+        ({"betas": "0.9,0.95"}, "betas='0.9,0.95': must be two numbers"),
+        ({"lr": "1e-3"}, "lr='1e-3': must be a finite number"),
+        ({"release_gradients": True}, "release_gradients=True: .*offload"),
+        ({"amsgrad": True}, "amsgrad=True: there is no amsgrad"),
+    ],
+)
+def test_values_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mp_optim.AdamW([nn.Parameter(torch.zeros(2))], **settings)
+
+
+def test_text_that_spells_a_number_is_one() -> None:
+    """Programs that read arguments from a command line or from YAML hand text on."""
+    text = {"offload": "1.0", "max_grad_norm": "0.5", "ema_decay": "0.99", "min_8bit_size": "64"}
+    optimizer = mp_optim.AdamW([nn.Parameter(torch.zeros(2))], state="8bit", **text)
+    config = optimizer.config
+    assert (config.optimizer_offload_fraction, config.clip_grad) == (1.0, 0.5)
+    assert (config.ema_decay, config.fp32_state_below) == (0.99, 64)
+
+
+OF_OTHERS = {
+    "optim_bits": "state='8bit'",
+    "block_wise": "state='8bit'",
+    "percentile_clipping": "max_grad_norm",
+    "is_paged": "offload=1.0",
+    "gpu_memory": "offload='auto'",
+    "offload_optimizer": "offload",
+    "offload_gradients": "release_gradients",
+    "clip_grad_norm": "max_grad_norm",
+    "exp_avg_dtype": "use state",
+    "store_param_remainders": "use main_params",
+    "kahan_sum": "main_params='remainder16'",
+    "beta1": "betas=",
+    "adam_epsilon": "use eps",
+    "momentum": "no such setting",
+    "zero_stage": "of OptimizerConfig",
+    "init_scale": "of OptimizerConfig",
+    "offload_optimizer_states": "offload",
+    "total_steps": "schedule",
+}
+CONFIG_FIELDS = [field.name for field in dataclasses.fields(mp_optim.OptimizerConfig)]
+OF_THE_CLASSES = {*inspect.signature(mp_optim.AdamW).parameters}
+
+
+@pytest.mark.parametrize("name", mp_optim.optimizers.classes.__all__)
+def test_class_names_each_argument_in_signature_and_docstring(name: str) -> None:
+    """``help()``, Sphinx and command-line builders read types, defaults and meanings from there."""
+    cls = getattr(mp_optim, name)
+    arguments = inspect.signature(cls).parameters
+    assert {*inspect.get_annotations(StackSettings)} < {*arguments}
+    assert all(argument.kind is not argument.VAR_KEYWORD for argument in arguments.values())
+    documented = re.findall(r"^    (\w+): \S", inspect.getdoc(cls).partition("Args:\n")[2], re.M)
+    assert documented == [*arguments]
+    defaults = {key: value.default for key, value in arguments.items() if key != "params"}
+    param = nn.Parameter(torch.ones(2, 2))
+    assert cls([param], **defaults).defaults == cls([param]).defaults
+    assert cls([param], max_grad_norm=1.0).config.clip_grad == 1.0
+    types = {type(argument.annotation) for argument in arguments.values()}
+    assert str not in types  # evaluated, as tools need them
+
+
+@pytest.mark.parametrize("name", [*OF_OTHERS, *sorted({*CONFIG_FIELDS} - OF_THE_CLASSES)])
+def test_names_of_others_are_answered_in_words_of_the_class(name: str) -> None:
+    """bitsandbytes', torchao's, DeepSpeed's and the config's: where a word of the answer is none of
+    the class's, it says whose it is."""
+    with pytest.raises(TypeError, match=f"unexpected argument '{name}'") as caught:
+        mp_optim.AdamW([nn.Parameter(torch.zeros(2))], **{name: 8})
+    said = str(caught.value).partition(f"'{name}'")[2]
+    assert OF_OTHERS.get(name, "") in said and said
+    fields = {*CONFIG_FIELDS} - OF_THE_CLASSES - {"optimizer"}  # a plain word, too
+    others = {*re.findall(r"\w+", said)} & fields
+    assert not others or "of OptimizerConfig" in said
+
+
+def test_names_that_are_not() -> None:
+    with pytest.raises(TypeError, match="'learning_rate'; use lr"):
+        mp_optim.AdamW([nn.Parameter(torch.zeros(2))], learning_rate=1e-3)
+    with pytest.raises(TypeError, match="'gradient_clipping'; use max_grad_norm"):
+        mp_optim.AdamW([nn.Parameter(torch.zeros(2))], gradient_clipping=1.0)
+    with pytest.raises(TypeError, match="'max_grad_nrm'; did you mean 'max_grad_norm'"):
+        mp_optim.AdamW([nn.Parameter(torch.zeros(2))], max_grad_nrm=1.0)
+    for name in ("weigth_decay", "weight_deacy"):
+        with pytest.raises(TypeError, match=f"'{name}'; did you mean 'weight_decay'"):
+            mp_optim.AdamW([nn.Parameter(torch.zeros(2))], **{name: 1.0})
+    with pytest.raises(TypeError, match="'state_dtype'; use state"):
+        mp_optim.AdamW([nn.Parameter(torch.zeros(2))], state_dtype="bf16")
+
+
+def test_switches_of_torchs_that_say_how_to_step() -> None:
+    for settings in ({"foreach": True}, {"fused": True, "foreach": None}, {"amsgrad": False}):
+        mp_optim.AdamW([nn.Parameter(torch.zeros(2))], **settings)
+
+
+def test_a_parameter_that_cannot_be_trained() -> None:
+    param = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    param.grad = torch.zeros_like(param)
+    with pytest.raises(TypeError, match=r"group0.param0 is torch.float64"):
+        mp_optim.AdamW([param]).step()
+
+
+def test_a_loss_scale_of_torchs_costs_no_copy_to_the_device() -> None:
+    """Each step makes one; a number that is brought to a device is waited for."""
+
+    places: list[str] = []
+
+    class Places(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.tensor:
+                places.append(str((kwargs or {}).get("device")))
+            return func(*args, **(kwargs or {}))
+
+    scale = torch.ones((), device="meta")
+    with Places():
+        assert AmpLossScale(scale).present_scale.device.type == "meta"
+    assert "meta" not in places

@@ -1,0 +1,205 @@
+import dataclasses
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from mp_optim import (
+    OptimizerConfig,
+    ParamKey,
+    ParamPredicate,
+    ParamWithNamePredicate,
+    check_config_overrides_consistency,
+    get_megatron_optimizer,
+    get_mup_config_overrides,
+    get_standard_config_overrides,
+)
+from mp_optim.core.param_attributes import is_expert_param
+from mp_optim.param_groups.overrides import check_claims, get_param_groups
+
+CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1)
+
+
+@pytest.fixture(scope="module")
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    with torch.device("meta"):
+        return MixtralForCausalLM(
+            MixtralConfig(
+                vocab_size=32,
+                hidden_size=16,
+                intermediate_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                num_local_experts=2,
+            )
+        )
+
+
+def test_hugging_face_moe_splits_into_dense_and_expert_groups(mixtral):
+    groups = get_param_groups([mixtral], CONFIG, get_standard_config_overrides(CONFIG))
+    experts = [
+        name for group in groups if group["is_expert_parallel"] for name in group["param_names"]
+    ]
+    assert sorted(experts) == [
+        f"model.layers.{i}.mlp.experts.{w}" for i in (0, 1) for w in ("down_proj", "gate_up_proj")
+    ]
+    no_decay = [
+        name for group in groups if group["weight_decay"] == 0.0 for name in group["param_names"]
+    ]
+    assert no_decay and all("norm" in name for name in no_decay)
+    names = [name for group in groups for name in group["param_names"]]
+    assert sorted(names) == sorted(name for name, _ in mixtral.named_parameters())
+    check_claims([mixtral], groups)
+
+
+def test_megatron_marks_experts_by_attribute_and_shared_experts_are_dense():
+    param = nn.Parameter(torch.ones(1))
+    assert is_expert_param(param, "mlp.experts.down_proj")
+    assert not is_expert_param(param, "mlp.shared_experts.experts.w")
+    assert not is_expert_param(param, "mlp.w")
+    param.allreduce = False
+    assert is_expert_param(param, "mlp.w")
+
+
+def test_decoupled_lr_for_embeddings_and_by_attribute(mixtral):
+    config = OptimizerConfig(lr=1e-3, decoupled_lr=5e-3, decoupled_min_lr=1e-4)
+    groups = get_param_groups([mixtral], config, get_standard_config_overrides(config))
+    decoupled = {name for g in groups if g["is_decoupled_lr"] for name in g["param_names"]}
+    assert decoupled == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert all(g["lr"] == 5e-3 and g["min_lr"] == 1e-4 for g in groups if g["is_decoupled_lr"])
+
+
+def test_qk_layernorm_keeps_decay_if_asked():
+    model = nn.ModuleDict({"q_norm": nn.LayerNorm(2), "norm": nn.LayerNorm(2)})
+    config = OptimizerConfig(lr=1e-3, weight_decay=0.1, apply_wd_to_qk_layernorm=True)
+    groups = get_param_groups([model], config, get_standard_config_overrides(config))
+    decayed = {name for g in groups if g["weight_decay"] for name in g["param_names"]}
+    assert decayed == {"q_norm.weight", "q_norm.bias"}
+
+
+def test_param_key_conditions_are_alternatives():
+    param = nn.Parameter(torch.ones(2, 2))
+    param.special = True
+    assert ParamKey(name="*.weight").matches(param, "a.weight")
+    assert ParamKey(name=("x", "a.*")).matches(param, "a.weight")
+    assert ParamKey(attr="special").matches(param, "b")
+    assert ParamKey(predicate=ParamPredicate("2d", lambda p: p.ndim == 2)).matches(param, "b")
+    assert ParamKey(with_name_predicate=ParamWithNamePredicate("b", lambda p, n: n == "b")).matches(
+        param, "b"
+    )
+    assert not ParamKey(name="c", attr="other").matches(param, "b")
+    assert ParamKey(predicate=ParamPredicate("x", lambda p: True)) == ParamKey(
+        predicate=ParamPredicate("x", lambda p: False)
+    )
+
+
+def test_mup_scales_hidden_matrices_for_adam_and_vectors_for_sgd():
+    model = nn.ModuleDict({"embed_tokens": nn.Embedding(4, 4), "hidden": nn.Linear(4, 4)})
+    groups = get_param_groups([model], CONFIG, get_mup_config_overrides(CONFIG, 4.0))
+    by_name = {name: g for g in groups for name in g["param_names"]}
+    assert (
+        by_name["hidden.weight"]["lr"] == 1e-3 / 4 and by_name["hidden.weight"]["eps"] == 1e-8 / 4
+    )
+    assert by_name["embed_tokens.weight"]["lr"] == by_name["hidden.bias"]["lr"] == 1e-3
+    groups = get_param_groups([model], CONFIG, get_mup_config_overrides(CONFIG, 4.0, "sgd"))
+    by_name = {name: g for g in groups for name in g["param_names"]}
+    assert by_name["hidden.bias"]["lr"] == 4e-3 and by_name["hidden.weight"]["lr"] == 1e-3
+    muon = dataclasses.replace(CONFIG, optimizer="muon")
+    assert get_mup_config_overrides(muon, 4.0) == {}
+    with pytest.raises(ValueError, match="mup_width_mult=0"):
+        get_mup_config_overrides(CONFIG, 0)
+
+
+def test_decoupled_lr_and_mup_know_embeddings_and_heads_by_their_modules():
+    model = nn.ModuleDict(
+        {
+            **{"wte": nn.Embedding(4, 4), "lookup": nn.Embedding(4, 4)},
+            **{"hidden": nn.Linear(4, 4), "embed_in": nn.Linear(4, 4)},
+            "classifier": nn.Linear(4, 2),
+        }
+    )
+    tables = {"wte.weight", "lookup.weight", "classifier.weight"}
+    config = dataclasses.replace(CONFIG, decoupled_lr=1e-5)
+    groups = get_param_groups([model], config, get_standard_config_overrides(config))
+    decoupled = {name for g in groups if g["is_decoupled_lr"] for name in g["param_names"]}
+    assert decoupled - {"classifier.bias"} == tables
+    groups = get_param_groups([model], CONFIG, get_mup_config_overrides(CONFIG, 4.0))
+    kept = {name for g in groups if g["max_lr"] == CONFIG.lr for name in g["param_names"]}
+    assert {name for name in kept if name.endswith("weight")} == tables
+
+
+def test_conflicts_and_inconsistencies_are_named(caplog):
+    model = nn.Linear(2, 2)
+    overrides = {
+        ParamKey(name="weight"): {"max_lr": 1.0},
+        ParamKey(attr="requires_grad"): {"max_lr": 2.0},
+    }
+    with pytest.raises(ValueError, match="weight: overrides disagree on max_lr"):
+        get_param_groups([model], CONFIG, overrides)
+    with pytest.raises(ValueError, match="optimizer='sgd' differs"):
+        check_config_overrides_consistency(CONFIG, {ParamKey(): {"optimizer": "sgd"}})
+    with caplog.at_level(logging.WARNING):
+        get_param_groups([model], CONFIG, {ParamKey(name="typo"): {"wd_mult": 0.0}})
+    assert "matches no trainable parameter" in caplog.text
+    with pytest.raises(ValueError, match="lr=None"):
+        get_param_groups([model], OptimizerConfig(), None)
+    complex_model = nn.ParameterDict({"c": nn.Parameter(torch.ones(1, dtype=torch.complex64))})
+    with pytest.raises(TypeError, match=r"c is torch\.complex64"):
+        get_param_groups([complex_model], CONFIG, None)
+
+
+def test_tied_frozen_and_several_chunks():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    second.bias.requires_grad_(False)
+    groups = get_param_groups([first, second], CONFIG, None)
+    assert [n for g in groups for n in g["param_names"]] == ["0.weight", "0.bias"]
+
+
+def test_every_trainable_parameter_is_claimed_once():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="bias is in 0 param groups"):
+        get_megatron_optimizer(CONFIG, model, param_groups=[{"params": [model.weight]}])
+    with pytest.raises(ValueError, match="weight is in 2 param groups"):
+        check_claims([model], [{"params": list(model.parameters())}, {"params": [model.weight]}])
+
+
+def test_a_model_with_nothing_to_train_is_refused_unless_its_groups_are_given():
+    model = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"no trainable parameter .2 are frozen"):
+        get_megatron_optimizer(CONFIG, model)
+    optimizer = get_megatron_optimizer(
+        CONFIG, model, param_groups=[{"params": list(model.parameters())}]
+    )
+    assert optimizer.step().success
+    model.requires_grad_(True)
+    model(torch.ones(1, 2)).sum().backward()
+    before = model.weight.detach().clone()
+    assert optimizer.step().success and not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ({"maxlr": 1.0}, "override maxlr=1.0.*did you mean 'max_lr'"),
+        ({"lr": 1.0}, "use max_lr"),
+        ({"weight_decay": 1.0}, "use wd_mult"),
+        ({"momentum": 0.5}, "no setting of a param group of 'adam'"),
+        ({"max_lr": 1e-9}, "below min_lr"),
+    ],
+)
+def test_an_override_without_effect_is_refused(override, message):
+    config = OptimizerConfig(lr=1e-3, min_lr=1e-4)
+    with pytest.raises(ValueError, match=message):
+        get_param_groups([nn.Linear(2, 2)], config, {ParamKey(name="*"): override})
+
+
+def test_lists_in_overrides_are_understood():
+    groups = get_param_groups(
+        [nn.Linear(2, 2)], OptimizerConfig(lr=1e-3), {ParamKey(name="*"): {"betas": [0.8, 0.9]}}
+    )
+    assert groups[0]["betas"] == (0.8, 0.9) and "min_lr" not in groups[0]

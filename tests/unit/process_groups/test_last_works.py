@@ -1,0 +1,73 @@
+"""A process that ends waits for gloo's threads to let go of their last collective."""
+
+import ctypes
+import hashlib
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mp_optim.process_groups import last_collectives
+from support.launch import run_forked_program
+
+_SET_NAME = 15
+"""PR_SET_NAME of prctl(2)."""
+
+pytestmark = pytest.mark.skipif(
+    not last_collectives._TASKS.exists(), reason="this system does not list its threads"
+)
+
+
+def _busy_like_gloo(begun: threading.Event, done: threading.Event) -> None:
+    """Compute without the interpreter's lock, under the name that torch gives to its threads."""
+    ctypes.CDLL(None).prctl(_SET_NAME, b"pt_gloo_runloop", 0, 0, 0)
+    data = bytes(200_000_000)
+    begun.set()
+    hashlib.sha256(data)
+    done.set()
+
+
+def test_a_thread_that_works_is_waited_for() -> None:
+    begun, done = threading.Event(), threading.Event()
+    thread = threading.Thread(target=_busy_like_gloo, args=(begun, done), daemon=True)
+    thread.start()
+    begun.wait()
+    last_collectives.finish()
+    assert done.is_set()
+    thread.join()
+
+
+def test_the_name_is_the_one_that_torch_gives() -> None:
+    store = dist.HashStore()
+    group = dist.ProcessGroupGloo(store, 0, 1)
+    group.allreduce([torch.ones(1)]).wait()
+    assert list(last_collectives._states())
+
+
+def test_a_thread_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(last_collectives, "_states", lambda: "R")
+    monkeypatch.setattr(last_collectives, "_EXIT_PATIENCE", 0.05)
+    begun = time.monotonic()
+    last_collectives.finish()
+    assert 0.05 <= time.monotonic() - begun < 2.0
+
+
+def test_a_stack_with_ranks_registers_it() -> None:
+    said = run_forked_program("-c", _PROGRAM)
+    assert said.splitlines()[-1] == "finished"
+
+
+_PROGRAM = """
+import torch, torch.distributed as dist
+from mp_optim import OptimizerConfig, ProcessGroups, get_megatron_optimizer
+from mp_optim.process_groups import last_collectives
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+last_collectives.finish = lambda: print("finished")
+model = torch.nn.Linear(2, 2)
+groups = ProcessGroups(grad_stats=dist.group.WORLD)
+optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), model, process_groups=groups)
+model(torch.ones(2)).sum().backward()
+optimizer.step()
+"""

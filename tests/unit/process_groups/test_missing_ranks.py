@@ -1,0 +1,92 @@
+"""Errors name the ranks that are gone, and no others: processes that are killed, stopped, or just
+end."""
+
+import json
+import os
+
+import pytest
+import torch.distributed as dist
+
+from mp_optim.process_groups.missing_ranks import naming_missing_ranks
+from support.launch import results_of_ranks, run_forked_program
+from support.workers.missing_ranks import DISAGREE, PATIENCE, RANKS, SCENARIOS, TIMEOUT
+
+SECONDS = 10.0
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "fork") or not dist.is_gloo_available(), reason="forks gloo ranks"
+)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What each rank that stayed was told, by scenario and rank."""
+    folder = tmp_path_factory.mktemp("missing")
+    run_forked_program("-m", "support.workers.missing_ranks", str(folder), "", timeout=280)
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_error_names_the_silent_ranks_and_no_others_when_a_collective_fails(told, scenario):
+    named = ", ".join(map(str, scenario.gone))
+    word = "rank" if len(scenario.gone) == 1 else "ranks"
+    expected = f"failed: {word} {named} of [0, 1, 2, 3] did not report within {PATIENCE:g} s"
+    if scenario.gone == (0,):  # it keeps the store
+        expected = "the process that keeps it, perhaps rank 0, has ended or is stuck"
+    for rank in (rank for rank in range(RANKS) if rank not in scenario.gone):
+        found = told[f"{scenario.name}-{rank}"]
+        assert found["told"].startswith("MissingRanksError: "), found
+        assert expected in found["told"], found
+        waits = TIMEOUT if scenario.how == "stop" else 0.0
+        assert found["seconds"] < SECONDS + PATIENCE + waits, found
+
+
+def test_errors_of_other_code_are_kept_whatever_they_say():
+    """By where an error was raised, not by its text."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with (
+            pytest.raises(RuntimeError, match="Connection timed out") as raised,
+            naming_missing_ranks(dist.group.WORLD)("reducing"),
+        ):
+            raise RuntimeError("Connection timed out: NCCL, gloo")
+        assert raised.type is RuntimeError
+    finally:
+        dist.destroy_process_group()
+
+
+def test_optimizer_opens_no_port_when_it_has_ranks():
+    said = run_forked_program("-c", _PROGRAM)
+    before, after = said.splitlines()[-2:]
+    assert before == after
+
+
+_PROGRAM = """
+import os, torch, torch.distributed as dist, mp_optim
+def listening():
+    files = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    sockets = {os.readlink(file) for file in files if os.path.lexists(file)}
+    lines = [line.split() for kind in ("tcp", "tcp6") for line in open(f"/proc/net/{kind}")]
+    return sorted(line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+print(listening())
+model = torch.nn.Linear(4, 4)
+config = mp_optim.OptimizerConfig(lr=1e-3, use_distributed_optimizer=True)
+optimizer = mp_optim.get_megatron_optimizer(config, model)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+print(listening())
+"""
+
+
+def test_ranks_that_differ_are_named_though_the_store_ends_with_the_first(told):
+    for rank in range(RANKS):
+        said = told[f"{DISAGREE.name}-{rank}"]["told"]
+        assert said.startswith("ValueError: the ranks that share parameters")
+        assert "rank 1 has 'lr=0.01 of the group of 0.weight'" in said
+
+
+def test_a_failure_is_forgotten_when_the_job_begins_again(tmp_path):
+    """The store is the same, and so are all names; nobody is late by the new timeout."""
+    for failed, again in results_of_ranks("lives", 2, tmp_path):
+        assert failed.startswith("MissingRanksError: ")
+        assert again == "no error"

@@ -1,0 +1,267 @@
+"""Cautious updates and cautious weight decay: the formulas in numpy, every backend's bits, what
+refuses them, and that a whole parameter is counted however it is split."""
+
+from __future__ import annotations
+
+from itertools import chain, product
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mp_optim
+from mp_optim.config.rules import KERNEL_RULES, RULES
+from mp_optim.factory.rule_registry import CLASSES
+from mp_optim.kernels import choose_backend
+from mp_optim.kernels.element_rules import RULE_SCALARS, LionScalars
+from mp_optim.kernels.kernel_args import TensorLists
+from mp_optim.kernels.reference import ReferenceBackend, step_with
+from support.numpy_rules import Array, F, adam, ademamix, lion
+from support.triton_cases import ADEMAMIX, GROUP, KEYS, Case, lists_of
+
+HOST = torch.device("cpu")
+SWITCHES = ({"caution": True}, {"cautious_wd": True}, {"caution": True, "cautious_wd": True})
+CAUTIOUS = [rule for rule in KERNEL_RULES if "caution" in RULES[rule].defaults]
+FORMS = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.int8, torch.uint8),
+)
+
+
+def group_of(rule: str, **settings: Any) -> dict[str, Any]:
+    """Settings of a rule, of which ``plain`` has no first moment."""
+    group = {**GROUP, **settings}
+    beta1 = 0.0 if rule.startswith("plain") else 0.9
+    if rule.endswith("ademamix"):
+        return {**group, **ADEMAMIX, "betas": (beta1, 0.999, 0.9999)}
+    return {**group, "betas": (beta1, 0.999)}
+
+
+def oracle(rule: str, p: Array, g: Array, state: list[Array], t: int, h: dict[str, Any]) -> Any:
+    """A step in numpy: what the plain rule does, taken apart into its step and its decay."""
+    still = {**h, "weight_decay": 0.0}
+    if rule == "adam":
+        moved, *new = adam(np.zeros_like(p), g, *state, t, still, 1.0)
+        way = new[0]
+    elif rule == "ademamix":
+        moved, *new = ademamix(np.zeros_like(p), g, *state, t, still, 1.0)
+        alpha = F(h["alpha"] * min(1.0, t / h["alpha_warmup"]))
+        way = new[0] * F(1 / (1 - h["betas"][0] ** t)) + new[2] * alpha
+    else:
+        moved, *new = lion(np.zeros_like(p), g, *state, still, 1.0)
+        way = -moved
+    u = -moved
+    if h.get("caution"):
+        agrees = np.sign(way) * np.sign(g) > 0
+        scale = 1.0 / max(np.count_nonzero(agrees) / agrees.size, 1e-3)
+        u = u * np.where(agrees, F(scale), F(0))
+    decay = p * F(h["lr"] * h["weight_decay"])
+    if h.get("cautious_wd"):
+        decay = np.where(np.sign(u) * np.sign(p) < 0, F(0), decay)
+    return (p - decay) - u, new
+
+
+@pytest.mark.parametrize("switches", SWITCHES, ids=lambda each: " ".join(each))
+@pytest.mark.parametrize("rule", CAUTIOUS)
+def test_steps_are_those_of_the_formulas(rule: str, switches: dict[str, Any]) -> None:
+    group = group_of(rule, **switches)
+    draw = np.random.default_rng(7)
+    p = draw.standard_normal(1300).astype(F)
+    state = [np.zeros_like(p) for _ in RULES[rule].moments]
+    main = torch.from_numpy(p.copy())
+    kept = {m.name: [torch.zeros(1300)] for m in RULES[rule].moments}
+    for t in (1, 2, 3):
+        g = draw.standard_normal(1300).astype(F)
+        g[::7] = 0.0
+        ours = TensorLists([main], [torch.from_numpy(g)], kept, [None])
+        step_with(ReferenceBackend(), rule, ours, group, t, 1.0)
+        p, state = oracle(rule, p, g, state, t, group)
+        assert np.array_equal(main.numpy(), p)
+        plain = {**group, "caution": False, "cautious_wd": False}
+        assert not np.array_equal(oracle(rule, p, g, state, t, plain)[0], main.numpy())
+
+
+def all_of(lists: Any) -> list[torch.Tensor]:
+    return [*lists.main, *lists.output, *chain(*lists.state.values())]
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    same = (one == other) & (one.signbit() == other.signbit())
+    return bool((same | (one.isnan() & other.isnan())).all())
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form[0]).removeprefix("torch."))
+@pytest.mark.parametrize(
+    ("rule", "switches"),
+    [
+        *product([*CAUTIOUS, "plain adam", "plain ademamix"], SWITCHES),
+        ("stable_adamw", {"cautious_wd": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("odd", [False, True], ids=["plain values", "odd values"])
+def test_native_kernels_have_the_bits_of_reference(
+    rule: str, switches: dict[str, Any], form: Any, odd: bool
+) -> None:
+    native, _ = choose_backend("native", HOST)
+    found = []
+    for backend in (native, ReferenceBackend()):
+        lists = lists_of(5, [0, 1, 257, 9000, 70001], KEYS[rule], Case(moments=form, odd=odd))
+        for t in (2, 3):
+            group = group_of(rule, **switches)
+            step_with(backend, rule.split()[-1], lists, group, t, 0.37)
+        found.append(all_of(lists))
+    assert all(map(same_bits, *found))
+
+
+@pytest.mark.parametrize("rule", CAUTIOUS)
+def test_counts_are_of_elements_that_go_the_way_of_their_gradient(rule: str) -> None:
+    native, _ = choose_backend("native", HOST)
+    scalars = RULE_SCALARS[rule].at(group_of(rule, caution=True), 3)
+    lists = lists_of(3, [0, 5000, 12], KEYS[rule], Case(grad=torch.float32))
+    before = [tensor.clone() for tensor in all_of(lists)]
+    counts = native.agreements(rule, lists, scalars, 0.5)
+    assert torch.equal(counts, ReferenceBackend().agreements(rule, lists, scalars, 0.5))
+    assert counts[0] == 0 and 2000 < counts[1] < 5000
+    assert all(map(same_bits, before, all_of(lists)))
+    assert ReferenceBackend().caution_scales(torch.tensor([[0], [1], [4]]), [9, 4, 4]) == [
+        1000.0,
+        4.0,
+        1.0,
+    ]
+
+
+def params_and_gradients() -> tuple[list[nn.Parameter], list[torch.Tensor]]:
+    draw = torch.Generator().manual_seed(3)
+    shapes = ((40, 30), (64, 16), (77,))
+    params = [nn.Parameter(torch.randn(shape, generator=draw).bfloat16()) for shape in shapes]
+    return params, [torch.randn(shape, generator=draw).bfloat16() for shape in shapes]
+
+
+def trained(cls: Any, **settings: Any) -> list[torch.Tensor]:
+    params, grads = params_and_gradients()
+    named = [(f"layers.{at}.weight", param) for at, param in enumerate(params)]
+    optimizer = cls(named, lr=0.01, weight_decay=0.1, **settings)
+    for step in range(4):
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.roll(step) if step % 2 else -grad
+        optimizer.step()
+    return [param.detach().clone() for param in params]
+
+
+CLASSES_WITH = (mp_optim.AdamW, mp_optim.Lion, mp_optim.AdEMAMix, mp_optim.Muon)
+
+
+@pytest.mark.parametrize("cls", CLASSES_WITH, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("switch", ["caution", "cautious_wd"])
+def test_torch_shaped_classes_take_both_in_every_place(cls: Any, switch: str) -> None:
+    plain, cautious = trained(cls), trained(cls, **{switch: True})
+    assert not all(map(torch.equal, plain, cautious))
+    for place in (
+        {"offload": 1.0},
+        {"offload": 1.0, "offload_mode": "overlap"},
+        {"offload": 1.0, "offload_place": "streamed", "stream_window_bytes": "64KiB"},
+        {"main_params": "remainder16"},
+        {"backend": "reference"},
+    ):
+        assert all(map(torch.equal, cautious, trained(cls, **{switch: True}, **place))), place
+
+
+def test_cautious_decay_leaves_what_the_step_takes_away_from_zero() -> None:
+    param = nn.Parameter(torch.tensor([1.0, 1.0, -1.0, -1.0]))
+    param.grad = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    optimizer = mp_optim.AdamW([param], lr=0.1, weight_decay=0.5, eps=0.0, cautious_wd=True)
+    optimizer.step()
+    assert torch.allclose(param.detach(), torch.tensor([0.85, 1.1, -1.1, -0.85]))
+
+
+def test_cautious_steps_are_longer_by_the_share_that_is_left() -> None:
+    param = nn.Parameter(torch.zeros(4))
+    optimizer = mp_optim.Lion([param], lr=0.1, betas=(0.9, 0.99), caution=True)
+    param.grad = torch.tensor([1.0, 1.0, 1.0, 1.0])
+    optimizer.step()
+    assert torch.equal(param.detach(), torch.full((4,), -0.1))
+    param.grad = torch.tensor([1.0, 1.0, 1.0, -0.01])
+    optimizer.step()
+    assert torch.allclose(
+        param.detach(),
+        torch.tensor([-0.1, -0.1, -0.1, 0.0])
+        - 0.4 / 3 * 1.0
+        + torch.tensor([0.0, 0.0, 0.0, 0.4 / 3 - 0.1]),
+    )
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if "caution" not in RULES[name].defaults])
+def test_rules_without_refuse_the_field_and_the_setting(rule: str) -> None:
+    with pytest.raises(ValueError, match=r"^caution=True: has no effect with optimizer="):
+        mp_optim.OptimizerConfig(optimizer=rule, lr=1e-3, caution=True)
+    optimizer = CLASSES[rule]([nn.Parameter(torch.ones(3))])
+    optimizer.param_groups[0]["caution"] = True
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
+    with pytest.raises(ValueError, match=rf"caution=True: {rule} has none"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("switch", ["caution", "cautious_wd"])
+def test_decay_in_the_gradient_and_other_kernels_refuse_both(switch: str) -> None:
+    asked: dict[str, Any] = {"lr": 1e-3, switch: True}
+    with pytest.raises(ValueError, match=rf"^{switch}=True: needs decoupled_weight_decay=True"):
+        mp_optim.OptimizerConfig(decoupled_weight_decay=False, **asked)
+    with pytest.raises(ValueError, match=rf"^{switch}=True: fused_backend='torch' has no kernels"):
+        mp_optim.OptimizerConfig(fused_backend="torch", **asked)
+    params = [nn.Parameter(torch.ones(3))]
+    with pytest.raises(ValueError, match=rf"{switch}=True: weight decay has to be decoupled"):
+        mp_optim.FusedAdam(params, adam_w_mode=False, **{switch: True})
+    with pytest.raises(ValueError, match=rf"{switch}=True: fused_backend='torch' has no kernels"):
+        mp_optim.FusedAdam(params, backend="torch", **{switch: True})
+    with pytest.raises(TypeError, match=f"unexpected argument '{switch}'"):
+        mp_optim.Adam(params, **{switch: True})
+
+
+def test_groups_have_cautious_decay_of_their_own() -> None:
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    groups = [{"params": params[:1], "cautious_wd": True}, {"params": params[1:]}]
+    optimizer = mp_optim.AdamW(groups, lr=0.1, weight_decay=0.5)
+    for param in params:
+        param.grad = -torch.ones(3)
+    optimizer.step()
+    assert torch.allclose(params[0].detach(), torch.full((3,), 1.1))
+    assert torch.allclose(params[1].detach(), torch.full((3,), 1.05))
+
+
+def test_a_state_dict_of_before_loads() -> None:
+    params, grads = params_and_gradients()
+    optimizer = mp_optim.AdamW(params, lr=0.01)
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    optimizer.step()
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        del group["caution"], group["cautious_wd"]
+    cautious = mp_optim.AdamW(params, lr=0.01, cautious_wd=True)
+    cautious.load_state_dict(saved)
+    cautious.step()
+    assert cautious.param_groups[0]["cautious_wd"]
+
+
+def test_a_kernel_is_told_every_number_and_switch() -> None:
+    """Neither is left out without a word."""
+    launches = pytest.importorskip("mp_optim.kernels.triton.launches")
+    tiles = pytest.importorskip("mp_optim.kernels.triton.kernels.tiles")
+
+    numbers = (0.9, 0.1, 0.99, 0.01, 0.1, 0.0)
+    many = SimpleNamespace(__slots__=tuple("abcdefghijklm"), **dict.fromkeys("abcdefghijklm", 1.0))
+    assert len(launches.row_of(LionScalars(*numbers, cautious_wd=False, caution=True), 0)) == 18
+    with pytest.raises(ValueError, match="has 13 numbers, a row of kernels' numbers room for 12"):
+        launches.row_of(many, 0)
+    switched = SimpleNamespace(__slots__=("sideways",), sideways=True)
+    with pytest.raises(ValueError, match=r"no kernel is compiled for \['sideways'\]"):
+        tiles.Flags.of(switched)
+    cautious = tiles.Flags.of(LionScalars(*numbers, cautious_wd=True, caution=True))
+    assert cautious.caution and cautious.cautious_wd and not cautious.has_decay

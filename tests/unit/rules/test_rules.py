@@ -1,0 +1,97 @@
+"""What the rules' settings do, and how bad ones are refused. Their numerics: test_numerics.py."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mp_optim.kernels import choose_backend
+from mp_optim.rules.elementwise import FusedAdam, FusedSGD
+from mp_optim.rules.whole_param import FusedLAMB
+
+LR = 1e-2
+
+
+def gradients(step, n):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(n, generator=generator) * 10.0 ** float(
+        torch.randint(-3, 2, (), generator=generator)
+    )
+
+
+def start(n):
+    return torch.randn(n, generator=torch.Generator().manual_seed(99))
+
+
+def run(build, n=5000, steps=5):
+    param = nn.Parameter(start(n).clone())
+    optimizer = build([param])
+    for step in range(steps):
+        param.grad = gradients(step, n)
+        optimizer.step()
+    return param.detach().clone(), optimizer
+
+
+def test_lamb_clips_by_the_global_norm_and_zero_turns_it_off():
+    def moved(limit):
+        params = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))]
+        optimizer = FusedLAMB(params, lr=LR, max_grad_norm=limit)
+        for p in params:
+            p.grad = torch.full((4,), 3.0)
+        optimizer.step()
+        return optimizer.state[params[0]]["exp_avg"]
+
+    assert torch.allclose(moved(0.0), torch.full((4,), 0.3))
+    assert torch.allclose(moved(1.0), torch.full((4,), 0.3 / math.sqrt(72)))
+
+
+def test_lamb_without_decay_adapts_only_with_nvlamb():
+    def ratio(**settings):
+        param = nn.Parameter(torch.full((4,), 10.0))
+        param.grad = torch.ones(4)
+        FusedLAMB([param], lr=LR, max_grad_norm=0.0, weight_decay=0.0, **settings).step()
+        return float(10.0 - param.detach()[0])
+
+    assert ratio() == pytest.approx(LR, rel=1e-3)
+    assert ratio(use_nvlamb=True) == pytest.approx(LR * 10, rel=1e-3)
+
+
+def test_sum_of_squares_of_many_dtypes_and_layouts():
+    tensors = [
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.full((2, 2), 2.0, dtype=torch.float16).t(),
+        torch.tensor(3.0, dtype=torch.float64),
+        torch.empty(0),
+        torch.tensor([1e30]),
+        torch.tensor([math.inf]),
+        torch.tensor([math.nan]),
+    ]
+    for backend in ("reference", "torch"):
+        found = choose_backend(backend, torch.device("cpu"))[0].sum_of_squares(tensors).tolist()
+        assert found[:4] == pytest.approx([3.0, 16.0, 9.0, 0.0], rel=1e-15)
+        assert found[4] == pytest.approx(1e60, rel=1e-6)
+        assert math.isinf(found[5]) and math.isnan(found[6])
+
+
+def test_unknown_backend_and_bad_settings_are_named():
+    with pytest.raises(ValueError, match="fused_backend='cuda'"):
+        FusedAdam([nn.Parameter(torch.ones(1))], backend="cuda")
+    for settings in ({"lr": -1.0}, {"betas": (1.0, 0.9)}, {"eps": -1.0}, {"weight_decay": -1.0}):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            FusedAdam([nn.Parameter(torch.ones(1))], **settings)
+    with pytest.raises(ValueError, match="nesterov"):
+        FusedSGD([nn.Parameter(torch.ones(1))], nesterov=True)
+
+
+def test_standalone_needs_fp32_dense_gradients():
+    half = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    half.grad = torch.ones(2, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"group0\.param0 is torch\.bfloat16"):
+        FusedAdam([half]).step()
+
+
+def test_a_tensor_learning_rate_is_obeyed():
+    found, _ = run(lambda ps: FusedAdam(ps, lr=torch.tensor(LR, dtype=torch.float64)))
+    expected, _ = run(lambda ps: FusedAdam(ps, lr=LR))
+    assert torch.equal(found, expected)

@@ -1,0 +1,272 @@
+"""State by slot: replaced tensors, round trips, edge shapes, and foreign optimizers below our
+interface."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mp_optim.core import Slot, SlotUpdate, SlotUpdates
+from mp_optim.host import host_memory
+from mp_optim.rules.elementwise import FusedAdam, FusedSGD
+from mp_optim.rules.rule_optimizer import ForeignExecutor, executor_of
+from mp_optim.rules.whole_param import FusedLAMB
+
+A, B = Slot(0, 0), Slot(0, 1)
+
+
+def pair() -> list[Tensor]:
+    return [torch.arange(4.0), torch.ones(2, 3)]
+
+
+def updates(value: float = 1.0, **extra: Any) -> list[SlotUpdate]:
+    return [
+        SlotUpdate(A, torch.full((4,), value), **extra),
+        SlotUpdate(B, torch.full((2, 3), value), **extra),
+    ]
+
+
+@pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])
+def test_state_follows_the_slot_and_refuses_another_shape(cls: Any) -> None:
+    optimizer = cls(pair())
+    optimizer.step_slots(updates())
+    before = optimizer.slot_state(A)["exp_avg"].clone()
+    optimizer.param_groups[0]["params"][0] = torch.zeros(4)
+    assert torch.equal(optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"], before)
+    optimizer.param_groups[0]["params"][0] = torch.zeros(5)
+    with pytest.raises(ValueError, match=r"group0\.param0.*shape is now \(5,\)"):
+        optimizer.slot_state(A)
+
+
+def test_only_the_given_slots_are_stepped_and_empty_ones_only_count() -> None:
+    mains = [torch.ones(3), torch.ones(3), torch.empty(0), torch.tensor(2.0)]
+    optimizer = FusedLAMB(mains)
+    optimizer.step_slots([SlotUpdate(Slot(0, i), torch.ones_like(mains[i])) for i in (0, 2, 3)])
+    assert [optimizer.slot_state(Slot(0, i))["step"].item() for i in range(4)] == [1, 0, 1, 1]
+    assert torch.equal(mains[1], torch.ones(3)) and mains[3].item() < 2.0
+
+
+def test_non_contiguous_main_is_stepped_in_place() -> None:
+    strided, plain = (
+        torch.arange(6.0).view(2, 3).t(),
+        torch.arange(6.0).view(2, 3).t().contiguous(),
+    )
+    for main in (strided, plain):
+        FusedAdam([main], lr=0.1).step_slots([SlotUpdate(Slot(0, 0), torch.arange(6.0).view(3, 2))])
+    assert torch.equal(strided, plain) and not strided.is_contiguous()
+
+
+def test_step_evaluates_the_closure_once_and_skips_missing_gradients() -> None:
+    used, unused = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    calls: list[bool] = []
+
+    def closure() -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        loss = (used * 2).sum()
+        loss.backward()
+        return loss
+
+    assert FusedSGD([used, unused], lr=0.5).step(closure).item() == 4.0
+    assert calls == [True] and used.tolist() == [0.0, 0.0] and unused.tolist() == [1.0, 1.0]
+
+
+def test_sparse_gradients_are_refused_before_anything_moves() -> None:
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    params[0].grad, params[1].grad = torch.ones(2), torch.ones(2).to_sparse()
+    with pytest.raises(TypeError, match=r"group0\.param1"):
+        FusedSGD(params).step()
+    assert params[0].tolist() == [1.0, 1.0]
+
+
+def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
+    optimizer = FusedAdam(pair())
+    with pytest.raises(ValueError, match="eps"):
+        optimizer.add_param_group({"params": [torch.ones(1)], "eps": -1.0})
+    assert len(optimizer.param_groups) == 1
+    optimizer.step_slots(updates())
+
+
+def test_round_trip_by_name_into_another_order() -> None:
+    first, second = pair()
+    saved_from = FusedAdam(
+        [{"params": [("a", first)], "lr": 0.1}, {"params": [("b", second)], "lr": 0.2}]
+    )
+    saved_from.step_slots(
+        [SlotUpdate(Slot(0, 0), torch.ones(4)), SlotUpdate(Slot(1, 0), torch.full((2, 3), 2.0))]
+    )
+    saved = copy.deepcopy(saved_from.state_dict())
+    loaded = FusedAdam([{"params": [("b", second.clone())]}, {"params": [("a", first.clone())]}])
+    loaded.load_state_dict(saved)
+    for here, there in ((Slot(0, 0), Slot(1, 0)), (Slot(1, 0), Slot(0, 0))):
+        mine, theirs = loaded.slot_state(here), saved_from.slot_state(there)
+        assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
+    assert [group["lr"] for group in loaded.param_groups] == [0.2, 0.1]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"step": torch.tensor(1.0), "exp_avg": torch.ones(1), "exp_avg_sq": torch.ones(4)}],
+)
+def test_state_that_does_not_fit_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"group0\.param0"):
+        FusedAdam(pair()).load_slot_state(A, state)
+
+
+def foreign(params: list[Tensor]) -> ForeignExecutor:
+    adapted = executor_of(torch.optim.AdamW([p.requires_grad_() for p in params], lr=0.1))
+    assert isinstance(adapted, ForeignExecutor)
+    return adapted
+
+
+def state_in(executor: ForeignExecutor, slot: Slot) -> dict[str, Any]:
+    return executor.state_of(slot).tensors()
+
+
+def test_foreign_steps_as_torch_does_and_only_where_told() -> None:
+    ours, theirs = pair(), [torch.nn.Parameter(p) for p in pair()]
+    adapted, plain = foreign(ours), torch.optim.AdamW(theirs, lr=0.1)
+    assert adapted.param_groups is adapted.optimizer.param_groups
+    ours[1].grad = torch.ones(2, 3)
+    output = ours[0].bfloat16()
+    adapted.step_slots([SlotUpdate(A, torch.full((4,), 4.0, dtype=torch.bfloat16), 0.5, output)])
+    theirs[0].grad = torch.full((4,), 2.0)
+    plain.step()
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+    assert torch.equal(output, theirs[0].detach().bfloat16())
+    assert ours[0].grad is None and ours[1].grad is None and state_in(adapted, B) == {}
+
+
+def test_foreign_state_follows_swapped_tensors_and_round_trips() -> None:
+    params = [torch.ones(3), torch.ones(3)]
+    adapted = foreign(params)
+    adapted.step_slots([SlotUpdate(A, torch.ones(3)), SlotUpdate(B, torch.full((3,), 2.0))])
+    moments = [state_in(adapted, slot)["exp_avg"].clone() for slot in (A, B)]
+    adapted.param_groups[0]["params"].reverse()
+    assert [state_in(adapted, slot)["exp_avg"].tolist() for slot in (A, B)] == [
+        m.tolist() for m in moments
+    ]
+    fresh = foreign([torch.ones(3), torch.ones(3)])
+    for slot in (A, B):
+        fresh.state_of(slot).load(copy.deepcopy(state_in(adapted, slot)))
+    for one in (adapted, fresh):
+        one.param_groups[0]["params"][0] = torch.zeros(3, requires_grad=True)
+        one.step_slots([SlotUpdate(A, torch.ones(3))])
+    assert torch.equal(*(one.param_groups[0]["params"][0] for one in (adapted, fresh)))
+    assert state_in(fresh, A)["step"].item() == 2
+    assert torch.equal(state_in(fresh, B)["exp_avg"], moments[1])
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.uint8])
+def test_state_of_many_tensors_lies_side_by_side_and_has_the_same_bits(
+    moments: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stepped() -> tuple[FusedAdam, dict[str, Any]]:
+        mains = [torch.ones(300), torch.empty(0), torch.ones(5, 7), torch.ones(2)]
+        optimizer = FusedAdam(mains, exp_avg_dtype=moments, exp_avg_sq_dtype=moments)
+        for position in (0, 2):  # the others' state comes later
+            optimizer.step_slots(
+                [SlotUpdate(Slot(0, position), torch.full_like(mains[position], 0.5))]
+            )
+        optimizer.step_slots(
+            [SlotUpdate(Slot(0, at), torch.full_like(main, -0.25)) for at, main in enumerate(mains)]
+        )
+        return optimizer, copy.deepcopy(optimizer.state_dict())
+
+    _, expected = stepped()
+    monkeypatch.setattr("mp_optim.host.host_memory.HUGE_FROM", 64)
+    optimizer, found = stepped()
+    first, last = (optimizer.slot_state(Slot(0, at))["exp_avg"] for at in (1, 3))
+    assert first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    assert found["state"].keys() == expected["state"].keys()
+    for index, state in expected["state"].items():
+        assert list(state) == list(found["state"][index])
+        assert all(torch.equal(value, found["state"][index][key]) for key, value in state.items())
+    fresh, _ = stepped()
+    fresh.load_state_dict(found)
+    assert all(
+        torch.equal(value, fresh.slot_state(Slot(0, 0))[key])
+        for key, value in found["state"][0].items()
+    )
+
+
+def test_codes_may_lie_beside_each_other_and_their_scales_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Codes are enough to be laid together, a 64th of that, their scales, is not: neither may be
+    forgotten."""
+    monkeypatch.setattr(host_memory, "HUGE_FROM", 1 << 16)
+    params = [nn.Parameter(torch.ones(1 << 15)) for _ in range(4)]
+    optimizer = FusedAdam(params, lr=0.1, exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.uint8)
+    optimizer.allocate_state(optimizer.slots())
+    for slot in optimizer.slots():
+        state = optimizer.slot_state(slot)
+        assert state.keys() == {
+            "step",
+            "exp_avg",
+            "exp_avg_scale",
+            "exp_avg_sq",
+            "exp_avg_sq_scale",
+        }
+    first, second = (optimizer.slot_state(slot)["exp_avg"] for slot in optimizer.slots()[:2])
+    assert second.data_ptr() - first.data_ptr() == 1 << 15
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert all(torch.allclose(param, torch.full_like(param, 0.9), atol=1e-3) for param in params)
+
+
+def stepped_thrice(main: Tensor, settings: dict[str, Any] | None = None) -> FusedAdam:
+    """Three steps that are given the same lists, as a wrapper does. Before the last one the tensor
+    is written, and settings are changed."""
+    optimizer = FusedAdam([main, torch.ones(3)], lr=0.1)
+    first = [SlotUpdate(Slot(0, 0), torch.ones(6, 4)), SlotUpdate(Slot(0, 1), torch.ones(3))]
+    same = SlotUpdates.of(first)
+    for step in range(3):
+        if step == 2:
+            optimizer.param_groups[0].update(settings or {})
+            main.mul_(0.5)
+        grads = [torch.full((6, 4), 1.0 + step), torch.full((3,), 2.0)]
+        optimizer.step_slots(replace(same, grads=grads))
+    return optimizer
+
+
+def test_strided_tensors_are_stepped_from_their_present_values_in_every_step() -> None:
+    """The launch of the second step is used again, and what is stepped of them is a copy."""
+    values = torch.arange(24.0).view(4, 6)
+    strided, plain = values.t(), values.t().contiguous()
+    stepped_thrice(strided)
+    stepped_thrice(plain)
+    assert not strided.is_contiguous() and torch.equal(strided, plain)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"lr": 0.3}, {"betas": (0.0, 0.9)}, {"weight_decay": 0.5}, {"lr": torch.tensor(0.3)}],
+)
+def test_settings_that_change_count_in_the_step_after(settings: dict[str, Any]) -> None:
+    once, other = torch.ones(6, 4), torch.ones(6, 4)
+    stepped_thrice(once, settings)
+    stepped_thrice(other)
+    assert not torch.equal(once, other)
+
+
+def test_state_that_is_written_counts_in_the_step_after() -> None:
+    mains = [torch.ones(6, 4), torch.ones(6, 4)]
+    optimizers = [stepped_thrice(main) for main in mains]
+    optimizers[0].slot_state(Slot(0, 0))["step"].fill_(1.0)
+    optimizers[1].load_slot_state(
+        Slot(0, 0), {**optimizers[1].slot_state(Slot(0, 0)), "step": torch.tensor(1.0)}
+    )
+    updates = [SlotUpdate(Slot(0, 0), torch.ones(6, 4))]
+    before = mains[0].clone()
+    for optimizer in optimizers:
+        optimizer.step_slots(updates)
+    assert torch.equal(*mains) and not torch.equal(mains[0], before)
+    third = torch.ones(6, 4)
+    stepped_thrice(third).step_slots(updates)
+    assert not torch.equal(third, mains[0])

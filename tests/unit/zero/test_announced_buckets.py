@@ -1,0 +1,220 @@
+"""Buckets whose gradients are complete are told of during backward, so that the host can begin."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mp_optim
+from mp_optim import DistributedOptimizer, get_megatron_optimizer
+from mp_optim.zero import grad_reducer
+from support.models import config_for, is_expert, same_bits
+from support.two_threads import Narrow, backward_in_two_threads
+
+OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone(tmp_path_factory):
+    """One process with a process group."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def layers(count: int, **settings: Any) -> tuple[nn.Module, DistributedOptimizer]:
+    """Layers of four parameters each, every one a bucket; reduced during backward."""
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(count)))
+    config = config_for(
+        "fp32",
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        bucket_size=4,
+        clip_grad=0.0,
+        **settings,
+    )
+    optimizer = get_megatron_optimizer(config, model)
+    return model, optimizer.chained_optimizers[0]
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(1, 2)).sum().backward()
+
+
+class Queued:
+    """Stands for a reduction that the backend queues: the gradients of one rank are its own."""
+
+    def __init__(self, under_way: list[int]) -> None:
+        self._under_way = under_way
+        under_way.append(len(under_way) + 1)
+
+    def wait(self) -> None:
+        self._under_way.pop()
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Reductions go the way of NCCL, and only count; returns a number for each under way."""
+    under_way: list[int] = []
+
+    def start(*_: Any, exchange: bool, **__: Any) -> Queued:
+        assert not exchange
+        return Queued(under_way)
+
+    monkeypatch.setattr(grad_reducer, "uses_exchange", lambda *_: False)
+    monkeypatch.setattr(grad_reducer, "start_reduction", start)
+    return under_way
+
+
+def listened(optimizer: DistributedOptimizer, under_way: list[int]) -> list[int]:
+    """Gets how many reductions are left under way when each bucket is told of."""
+    left: list[int] = []
+    reducer = optimizer.grad_reducer
+    tell = reducer.on_reduced
+    assert tell is not None
+
+    def listen(index: int) -> None:
+        left.append(len(under_way))
+        tell(index)
+
+    reducer.on_reduced = listen
+    return left
+
+
+@pytest.mark.parametrize("mode", ["overlap", "speculative"])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_all_buckets_but_two_are_told_of_before_the_step(
+    nccl: list[int], mode: str, strategy: str
+) -> None:
+    model, optimizer = layers(
+        8, offload_mode=mode, data_parallel_sharding_strategy=strategy, **OFFLOADED
+    )
+    left = listened(optimizer, nccl)
+    for step in range(1, 3):
+        optimizer.zero_grad()
+        backward(model)
+        assert len(left) == 8 * step - 2 and len(nccl) == 2
+        assert optimizer.step().success
+        assert len(left) == 8 * step and not nccl
+    assert max(left) == 1
+
+
+def test_without_a_listener_backward_waits_for_nothing(nccl: list[int]) -> None:
+    for settings in ({}, {**OFFLOADED, "offload_mode": "sync"}):
+        model, optimizer = layers(8, **settings)
+        backward(model)
+        assert len(nccl) == 8 and optimizer.grad_reducer.on_reduced is None
+        assert optimizer.step().success and not nccl
+
+
+def test_the_result_is_that_of_one_process(nccl: list[int]) -> None:
+    model, optimizer = layers(8, offload_mode="speculative", **OFFLOADED)
+    plain = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(8)))
+    plain.load_state_dict(model.state_dict())
+    reference = get_megatron_optimizer(config_for("fp32", clip_grad=0.0), plain)
+    for _ in range(3):
+        for module, stack in ((model, optimizer), (plain, reference)):
+            stack.zero_grad()
+            backward(module)
+            assert stack.step().success
+    for name, param in model.named_parameters():
+        assert same_bits(param.detach(), plain.get_parameter(name).detach()), name
+
+
+# -- what it costs --------------------------------------------------------------------------------
+
+
+def instructions_of(work: Any) -> int:
+    """How many of Python's instructions this package executes in the calling thread."""
+    package, count = str(Path(mp_optim.__file__).parent), 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        if event == "call":
+            if not frame.f_code.co_filename.startswith(package):
+                return None
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_telling_of_a_bucket_costs_what_is_in_it(nccl: list[int], mode: str) -> None:
+    """Three times as many buckets of one parameter are three times the work in the hooks."""
+    counts = []
+    for count in (100, 300):
+        model, optimizer = layers(count, offload_mode=mode, **OFFLOADED)
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).sum()
+        counts.append(instructions_of(loss.backward))
+    assert counts[0] > 100 * 50 and counts[1] < 3.2 * counts[0]
+
+
+# -- two threads ----------------------------------------------------------------------------------
+
+
+def test_gradients_that_arrive_in_two_threads_launch_each_bucket_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place, launched, start = Narrow(), list[int](), grad_reducer.start_reduction
+
+    def slow(grads: torch.Tensor, *rest: Any, **settings: Any) -> Any:
+        launched.append(grads.data_ptr())
+        place.passes()
+        return start(grads, *rest, **settings)
+
+    monkeypatch.setattr(grad_reducer, "start_reduction", slow)
+    model, optimizer = layers(8)
+    backward_in_two_threads(model[4:], model[:4], place)
+    buckets = optimizer.grad_reducer.buckets
+    assert place.most == 1 and len(launched) == 8
+    assert set(launched) == {bucket.local_grads().data_ptr() for bucket in buckets}
+    assert optimizer.step().success and len(launched) == 8
+
+
+# -- another pass to reduce -----------------------------------------------------------------------
+
+
+def test_a_chain_asks_once_in_a_step_for_another_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("dense", "experts")})
+    config = config_for(
+        "fp32", use_distributed_optimizer=True, data_parallel_sharding_strategy="optim_grads"
+    )
+    chain = get_megatron_optimizer(config, model, expert_predicate=is_expert)
+    assert len(chain.chained_optimizers) == 2
+    asked, ask = [0], grad_reducer.Flag
+
+    def counted(*given: Any) -> Any:
+        asked[0] += 1
+        return ask(*given)
+
+    for backwards in (1, 2):
+        chain.zero_grad()
+        for _ in range(backwards):
+            for layer in model.values():
+                backward(layer)
+        with monkeypatch.context() as patch:
+            patch.setattr(grad_reducer, "Flag", counted)
+            assert chain.step().success
+        assert asked == [1]
+        asked[0] = 0

@@ -1,0 +1,106 @@
+"""Models of several parts, and ranks that do not do the same: what workers/parts.py found."""
+
+import pytest
+import torch
+
+from mp_optim import OptimizerConfig
+from mp_optim.mixed_precision.clip_and_skip import DeviceVerdict, decide, decide_on_device
+from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM, Measurement
+from support.launch import results_of_ranks
+from support.workers.parts import KEPT_WHOLE, OTHER_SETTINGS, OTHERWISE, PROGRAMS, RANKS, SHARED
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What the three ranks of workers/parts.py found."""
+    folder = tmp_path_factory.mktemp("parts")
+    return results_of_ranks("parts", RANKS, folder)
+
+
+@pytest.mark.parametrize("seed", range(PROGRAMS))
+def test_parts_are_reduced_in_one_order_whatever_has_a_gradient(ranks, seed):
+    """Random experts are used on each rank, some ranks have no backward pass: the bits are those
+    without overlap."""
+    for rank in ranks:
+        plain, program = rank[f"program {seed}"]
+        assert program == plain == ranks[0][f"program {seed}"][0]
+
+
+@pytest.mark.parametrize("seed, rule", KEPT_WHOLE)
+def test_whole_parameters_on_one_rank_give_the_bits_of_no_sharding(ranks, seed, rule):
+    """Muon too, on ranks that own nothing of a matrix; with empty matrices; across a checkpoint of
+    the other kind."""
+    for rank in ranks:
+        runs = rank[f"whole {seed} {rule}"]
+        assert len(runs) == len(SHARED) + 2
+        for how, run in runs.items():
+            same = runs["plain, resumed" if "resumed" in how else "plain"]
+            assert run["bits"] == same["bits"] == ranks[0][f"whole {seed} {rule}"][how]["bits"], how
+            assert run["norms"] == pytest.approx(same["norms"], rel=1e-13), (
+                how
+            )  # other parts of the sum of squares
+
+
+def test_a_matrix_that_is_most_of_the_model_costs_other_ranks_nothing(ranks):
+    """Neither in the buffer that the model looks into, nor while gradients are exchanged."""
+    for rank in ranks:
+        assert rank["whole 1 muon"]["whole"]["buffer"] < 1.05
+        assert max(rank["exchange"]) < 1.26
+
+
+SAID = {
+    "zero_grad": "rank 1 has 'gradients of 2 backward passes reduced since zero_grad()'",
+    "frozen": "rank 1 has '2.weight was frozen since the optimizer was built'",
+    "count": "rank 1 has 'step 3' where rank 0 has 'step 2'",
+    "clip_grad": "rank 1 has 'clip_grad=2.0' where rank 0 has 'clip_grad=1.0'; nothing was stepped",
+    "log_num_zeros_in_grad": "rank 1 has 'log_num_zeros_in_grad=True' where",
+    "nothing": "no error",
+}
+
+
+@pytest.mark.parametrize("what, strategy", OTHERWISE)
+def test_a_rank_that_does_something_else_is_named_and_nothing_is_stepped(ranks, what, strategy):
+    for rank in ranks:
+        found = rank["otherwise"][what, strategy]
+        assert SAID[what] in found["told"] and found["kept"] == (what != "nothing")
+
+
+def test_fsdp_ranks_with_other_settings_are_named_and_nothing_is_stepped(ranks):
+    alike = "the ranks that share parameters disagree: rank 2 has"
+    for rank in ranks:
+        found = {what: run["told"] for what, run in rank["fsdp"].items()}
+        assert found["nothing"] == found["path"] == ["no error"] * 3
+        for how in ("lr", "lr, in parts"):
+            assert found[how][::2] == ["no error"] * 2
+            other = "'lr=0.5 of the group of 0.weight' where rank 0 has 'lr=0.01"
+            assert f"{alike} {other}" in found[how][1]
+        for name, value in OTHER_SETTINGS.items():
+            for told in found[name]:
+                assert f"{alike} '{name}={value}' where rank 0 has '{name}=" in told
+                assert told.endswith("; nothing was stepped")
+        for told in found["gradient"]:
+            assert f"{alike} 'gradients of 3 parameters split alike'" in told
+        assert max(run["seconds"] for run in rank["fsdp"].values()) < 4
+
+
+def test_a_rank_that_steps_twice_is_named(ranks):
+    for rank in ranks:
+        told = rank["twice"]["told"]
+        assert (
+            "rank 1 was agreeing on the gradient norm" in told
+            and "each of ranks 0, 2 was reducing" in told
+        )
+        assert "did one of them call step()" in told
+
+
+@pytest.mark.parametrize("off, skips", [(0.0, False), (3.0, True)])
+def test_the_device_leaves_everything_as_it_is_where_ranks_disagree(off, skips):
+    """Nothing is stepped before the host hears of it."""
+    config = OptimizerConfig(clip_grad=1.0)
+    sums = {name: torch.tensor(4.0, dtype=torch.float64) for name in (MAIN_NORM, EXCLUDED)}
+    measured = Measurement(sums, None, torch.tensor(off, dtype=torch.float64))
+    pending = DeviceVerdict(decide_on_device(measured, (), config))
+    verdict = decide(measured, (), config)
+    assert pending.settle() == verdict
+    assert (verdict.skip, verdict.disagrees) == (skips, skips)
+    assert bool(pending.multipliers[MAIN_NORM].values[1]) == skips

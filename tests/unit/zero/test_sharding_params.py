@@ -1,0 +1,756 @@
+"""Parameters of every kind in flat buckets, on one rank; and the stand-in for Megatron's
+DistributedDataParallel."""
+
+import contextlib
+import copy
+import gc
+import pickle
+import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from mp_optim import (
+    ChainedOptimizer,
+    DistributedOptimizer,
+    MegatronOptimizer,
+    checkpoint,
+    get_megatron_optimizer,
+)
+from mp_optim.checkpoint import checked_load
+from mp_optim.mixed_precision import WrappedOptimizer
+from mp_optim.zero.buckets import SHARD_ALIGNMENT
+from support.models import config_for, same_bits
+from support.workers.modes import DTYPES, built
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone(tmp_path_factory):
+    """One process with a process group."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+STRATEGIES = ("no_shard", "optim", "optim_grads")
+
+
+def sharded(
+    model: nn.Module, precision: str = "fp32", strategy: str = "optim", **settings
+) -> MegatronOptimizer:
+    config = config_for(
+        precision,
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy=strategy,
+        **settings,
+    )
+    return get_megatron_optimizer(config, model)
+
+
+def memory_of(view):
+    """All of the memory that a tensor is a view of."""
+    return torch.empty(0, dtype=view.dtype).set_(view.untyped_storage())
+
+
+def test_parameters_and_gradients_are_aligned_views_of_new_memory():
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    before = {name: (value.clone(), value.data_ptr()) for name, value in model.state_dict().items()}
+    optimizer = sharded(model)
+    params, grads = (memory_of(view) for view in (model[0].weight, model[0].weight.main_grad))
+    assert isinstance(optimizer, DistributedOptimizer)
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name][0]) and param.data_ptr() != before[name][1]
+        assert param.untyped_storage().data_ptr() == params.data_ptr()
+        assert param.main_grad.untyped_storage().data_ptr() == grads.data_ptr()
+        assert (param.data_ptr() - params.data_ptr()) % (
+            SHARD_ALIGNMENT * 4
+        ) == 0 and param.grad is None
+    model(torch.ones(1, 5)).sum().backward()
+    assert all(
+        param.grad is None and param.main_grad.abs().sum() > 0 for param in model.parameters()
+    )
+    assert grads.any()
+    optimizer.zero_grad()
+    assert not grads.any()
+
+
+def test_gradients_that_are_cleared_are_announced_to_nobody():
+    """Work on them would be in vain, and read them while they are written."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = sharded(model, overlap_grad_reduce=True, bucket_size=20)
+    announced: list[int] = []
+    reducer = optimizer.grad_reducer
+    reducer.on_reduced = announced.append
+    model(torch.ones(1, 4)).sum().backward()
+    early = list(announced)
+    assert len(early) < len(reducer.buckets)
+    optimizer.zero_grad()
+    assert announced == early
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert sorted(announced[len(early) :]) == list(range(len(reducer.buckets)))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_backward_reduces_again_after_no_sync(strategy, fails):
+    """Also where a pass in there broke off."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = sharded(model, "fp32", strategy, overlap_grad_reduce=True, bucket_size=20)
+    with contextlib.suppress(KeyboardInterrupt), optimizer.no_sync():
+        model(torch.ones(1, 4)).sum().backward()
+        if fails:
+            raise KeyboardInterrupt
+    assert optimizer.grad_reducer.bytes_reduced == 0
+    model(torch.ones(1, 4)).sum().backward()
+    assert optimizer.grad_reducer.bytes_reduced > 0
+    assert optimizer.step().success
+
+
+def test_a_bucket_of_one_parameter_shares_no_memory_with_what_was_there():
+    """torch's ``_flatten_dense_tensors`` of one tensor is that tensor."""
+    model = nn.ParameterDict({"only": nn.Parameter(torch.ones(4))})
+    old = model["only"].data
+    optimizer = sharded(model)
+    model["only"].grad = torch.ones(4)
+    optimizer.step()
+    assert torch.equal(old, torch.ones(4)) and not torch.equal(model["only"], torch.ones(4))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_dtypes_keep_to_themselves(strategy):
+    """DeepSpeed takes the dtype of the first: one FP32 parameter makes all of a group FP32."""
+    model = nn.ParameterDict(
+        {
+            name: nn.Parameter(torch.full((8,), 1.25, dtype=dtype))
+            for name, dtype in {
+                "a": torch.bfloat16,
+                "b": torch.float32,
+                "c": torch.bfloat16,
+            }.items()
+        }
+    )
+    optimizer = sharded(model, "bf16", strategy)
+    assert [model[name].dtype for name in "abc"] == [torch.bfloat16, torch.float32, torch.bfloat16]
+    memory = {name: model[name].untyped_storage().data_ptr() for name in "abc"}
+    assert memory["a"] == memory["c"] != memory["b"]
+    sum(param.float().sum() for param in model.values()).backward()
+    optimizer.step()
+    mains = [main.detach() for _, main in optimizer.named_main_params()]
+    values = [getattr(main, "local", main) for main in mains]
+    assert all(value.dtype == torch.float32 and torch.equal(value, values[0]) for value in values)
+
+
+@pytest.mark.parametrize(
+    "param, name",
+    [
+        (torch.zeros(4, 3, 2, 2).contiguous(memory_format=torch.channels_last), "channels_last"),
+        (torch.zeros(4, 3).t(), "transposed"),
+        (torch.zeros(8, 8)[:, :4], "sliced"),
+    ],
+)
+def test_memory_formats_are_refused_and_not_lost(param, name):
+    model = nn.ParameterDict({name: nn.Parameter(param)})
+    strides = model[name].stride()
+    with pytest.raises(ValueError, match=rf"^{name} has shape .*row-major.*\.contiguous\(\)"):
+        sharded(model)
+    assert model[name].stride() == strides
+
+
+def test_two_parameters_in_one_memory_are_refused():
+    base = torch.zeros(8)
+    model = nn.ParameterDict({"all": nn.Parameter(base), "part": nn.Parameter(base[4:])})
+    with pytest.raises(ValueError, match="all and part are two parameters that share memory"):
+        sharded(model)
+    fine = nn.ParameterDict({"one": nn.Parameter(base[:4]), "other": nn.Parameter(base[4:])})
+    sharded(fine)
+
+
+def test_a_dtensor_is_refused():
+    mesh = dist.init_device_mesh("cpu", (1,))
+    model = nn.ParameterDict(
+        {"w": nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))}
+    )
+    with pytest.raises(ValueError, match="w is a DTensor: FSDP2 shards it already"):
+        sharded(model)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_zero_sized_parameters_keep_their_shape(strategy):
+    model = nn.ParameterDict(
+        {"empty": nn.Parameter(torch.zeros(0, 8)), "some": nn.Parameter(torch.ones(3))}
+    )
+    optimizer = sharded(model, strategy=strategy)
+    (model["some"].sum() + model["empty"].sum()).backward()
+    assert optimizer.step().success and model["empty"].shape == (0, 8)
+    assert optimizer.state[model["empty"]]["exp_avg"].numel() == 0
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    nothing = sharded(
+        nn.ParameterDict({"empty": nn.Parameter(torch.zeros(0, 8))}), strategy=strategy
+    )
+    assert nothing.step().grad_norm == 0.0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_group_of_frozen_parameters_is_kept_and_left_alone(strategy):
+    model = nn.ParameterDict(
+        {
+            "frozen": nn.Parameter(torch.ones(3), requires_grad=False),
+            "some": nn.Parameter(torch.ones(3)),
+        }
+    )
+    groups = [
+        {"params": [model[name]], "param_names": [name], "lr": 0.1} for name in ("frozen", "some")
+    ]
+    config = config_for(
+        "fp32", use_distributed_optimizer=True, data_parallel_sharding_strategy=strategy
+    )
+    optimizer = get_megatron_optimizer(config, model, param_groups=groups)
+    before = model["frozen"].data_ptr()
+    (model["some"] * model["frozen"]).sum().backward()
+    optimizer.step()
+    assert torch.equal(model["frozen"], torch.ones(3)) and model["frozen"].data_ptr() == before
+    assert not torch.equal(model["some"], torch.ones(3))
+    assert [name for name, _ in optimizer.named_main_params()] == ["frozen", "some"]
+    assert list(optimizer.state_dict()["state"]) == [1]
+    model["some"].requires_grad_(False)  # frozen later: not stepped, whatever its moments are
+    before = model["some"].clone()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert torch.equal(model["some"], before)
+    model["frozen"].requires_grad_(True)
+    with pytest.raises(RuntimeError, match="frozen was frozen when the optimizer was built"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_unused_parameter_does_not_get_its_last_gradient_again(strategy):
+    model = nn.ParameterDict({"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.ones(3))})
+    optimizer = sharded(
+        model,
+        strategy=strategy,
+        optimizer="sgd",
+        lr=0.125,
+        weight_decay=0.0,
+        sgd_momentum=0.0,
+        clip_grad=0.0,
+    )
+    for uses_b in (True, False, False):
+        optimizer.zero_grad()
+        (model["a"].sum() + (model["b"].sum() if uses_b else 0.0)).backward()
+        optimizer.step()
+    assert torch.equal(model["b"], torch.full((3,), 0.875)) and torch.equal(
+        model["a"], torch.full((3,), 0.625)
+    )
+
+
+class Tied(nn.Module):
+    """An embedding that is the output layer too, a dense layer, a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.dense, self.frozen = (nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, tokens):
+        return self.head(self.frozen(torch.tanh(self.dense(self.embed(tokens)))))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_deepspeed_7948_steps_on_flat_views_do_not_meet_autograd(strategy):
+    """A flat buffer made with autograd watching makes its views non-leaves, and in-place steps on
+    them raise."""
+    torch.manual_seed(0)
+    model = Tied()
+    plain = copy.deepcopy(model)
+    optimizer, reference = (
+        sharded(model, strategy=strategy),
+        get_megatron_optimizer(config_for("fp32"), plain),
+    )
+    tokens = torch.tensor([1, 2, 3])
+    for _ in range(3):
+        for net, stepper in ((model, optimizer), (plain, reference)):
+            stepper.zero_grad()
+            net(tokens).square().mean().backward()
+            assert stepper.step().success
+    assert len(list(optimizer.named_main_params())) == 3
+    for name, param in model.named_parameters():
+        assert param.is_leaf and param.grad_fn is None
+        assert torch.equal(param, plain.get_parameter(name)), name
+    assert model.head.weight is model.embed.weight
+    loss = model(tokens).sum()  # values that autograd saved are known to be gone
+    with torch.no_grad():
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_tensors_replaced_moved_or_written_are_followed(strategy, precision):
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    values = [torch.full((3,), value, dtype=dtype) for value in (2.0, 3.0, 4.0)]
+    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(3, dtype=dtype))})
+    optimizer = sharded(model, precision, strategy, lr=0.0)
+    bucket = memory_of(model["w"].detach())
+
+    def check(value):
+        optimizer.zero_grad()
+        model["w"].float().sum().backward()
+        norm = optimizer.step().grad_norm
+        assert torch.equal(model["w"], value) and norm == pytest.approx(3**0.5)
+        main = dict(optimizer.named_main_params())["w"]
+        assert torch.equal(getattr(main, "local", main).float(), value.float())
+        assert model["w"].untyped_storage().data_ptr() == bucket.data_ptr()
+
+    with torch.no_grad():
+        model["w"].copy_(values[0])
+    check(values[0])
+    model["w"].data = values[1].clone()
+    check(values[1])
+    model["w"] = nn.Parameter(values[2].clone())
+    optimizer.param_groups[0]["params"][0] = model["w"]
+    check(values[2])
+    assert model["w"] in optimizer.state
+    model["w"].data.copy_(values[0])  # leaves no trace
+    optimizer.reload_model_params()
+    check(values[0])
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(4, dtype=dtype))
+    with pytest.raises(ValueError, match="w was replaced by a tensor of"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("layout", STRATEGIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_for_evaluation_are_made_of_the_parameters_that_are_there(layout, dtype):
+    """No step comes between that would have found them."""
+    found = []
+    for each in ("alone", layout):
+        model, optimizer = built(each, DTYPES[dtype])
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 6, dtype=DTYPES[dtype])).backward()
+            optimizer.step()
+        model.up.weight.data = torch.full_like(model.up.weight, 0.5)
+        optimizer.eval()
+        found.append([param.detach().clone() for param in model.parameters()])
+    assert all(map(same_bits, *found))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_autograd_notices_parameters_that_a_load_writes(strategy):
+    def trained(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+        optimizer = sharded(model, "bf16", strategy)
+        model(torch.ones(1, 4).bfloat16()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return model, optimizer
+
+    model, optimizer = trained(0)
+    loss = model(torch.ones(1, 4).bfloat16()).sum()
+    with pytest.warns(UserWarning, match="written from them"):
+        optimizer.load_state_dict(trained(1)[1].state_dict())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_second_optimizer_takes_over_and_models_can_be_pickled():
+    model = nn.Linear(3, 3)
+    first = sharded(model)
+    gone, grads_of_first = weakref.ref(first), memory_of(model.bias.main_grad)
+    second = sharded(model)
+    model(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(model.bias.main_grad, torch.ones(3)) and not grads_of_first.any()
+    assert second.step().grad_norm == pytest.approx(12**0.5)
+    del first
+    gc.collect()
+    assert gone() is None
+    assert torch.equal(pickle.loads(pickle.dumps(model)).bias, model.bias)
+    del second
+    gc.collect()
+    model.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()  # nobody reduces any more
+    assert torch.equal(model.bias.grad, torch.ones(3))
+
+
+def test_groups_cannot_be_added_and_hyperparameters_flow_down():
+    model = nn.Linear(3, 3)
+    optimizer = sharded(model)
+    with pytest.raises(ValueError, match="buckets are made once"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        group["weight_decay"] = 0.0
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+    assert torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5).get_last_lr() == [
+        0.0,
+        0.0,
+    ]
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("backward broke off")
+
+
+def test_a_round_that_a_failed_backward_has_begun_is_launched_whole(monkeypatch):
+    """Other ranks have launched all of it."""
+    model = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+    optimizer = sharded(model, strategy="optim_grads", overlap_grad_reduce=True, bucket_size=300)
+
+    def backward(fails):
+        value = torch.ones(2, 16)
+        for index, layer in enumerate(model):
+            value = layer(value)
+            if fails and index == 1:
+                value = _Fails.apply(value)
+        value.sum().backward()
+
+    reducer = optimizer.chained_optimizers[0].grad_reducer
+    launch, launched = reducer.launch, []
+    monkeypatch.setattr(reducer, "launch", lambda index: (launched.append(index), launch(index)))
+    backward(fails=False)
+    with pytest.raises(RuntimeError, match="broke off"):
+        backward(fails=True)
+    assert len(reducer.buckets) < len(launched) < 2 * len(reducer.buckets)
+    optimizer.step()
+    assert len(launched) == 2 * len(reducer.buckets)
+
+
+@pytest.mark.parametrize("settings", [{}, {"ema_decay": 0.9}], ids=["", "averages"])
+def test_state_of_what_was_frozen_when_buckets_were_made_is_refused_or_dropped(settings):
+    def built(frozen):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
+        model[0].weight.requires_grad_(not frozen)
+        named = list(model.named_parameters())
+        config = config_for("bf16", use_distributed_optimizer=True, **settings)
+        return get_megatron_optimizer(config, model, param_groups=[{"params": named}])
+
+    trained = built(False)
+    for param in trained.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    trained.step()
+    saved, other = trained.state_dict(), built(True)
+    with pytest.raises(ValueError, match=r"0\.weight: it was frozen when the optimizer was built"):
+        other.load_state_dict(saved)
+    other.load_state_dict(saved, convert=True)
+    assert len(other.state_dict()["state"]) == 3
+
+
+def test_state_that_no_rank_keeps_is_not_read(tmp_path, monkeypatch):
+    """Of a parameter in no bucket, where its state is refused or dropped."""
+    wanted: list[str] = []
+    plan = checked_load.plan_reading
+
+    def noted(tensors, *rest):
+        wanted.extend(tensors)
+        return plan(tensors, *rest)
+
+    def built(model):
+        config = config_for("bf16", use_distributed_optimizer=True)
+        groups = [{"params": list(model.named_parameters())}]
+        return get_megatron_optimizer(config, model, param_groups=groups)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
+    trained = built(model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    trained.step()
+    checkpoint.save(tmp_path, model, trained)
+    model[0].weight.requires_grad_(False)
+    other = built(model)
+    monkeypatch.setattr(checked_load, "plan_reading", noted)
+    with pytest.raises(ValueError, match=r"state of 0\.weight: it was frozen when .*convert=True"):
+        checkpoint.load(tmp_path, model, other)
+    checkpoint.load(tmp_path, model, other, convert=True)
+    of_state = {name for name in wanted if not name.startswith("model.")}
+    assert any(name.endswith("1.weight") for name in of_state)
+    assert [name for name in of_state if name.endswith("0.weight")] == []
+    assert len(other.state_dict()["state"]) == 3
+
+
+@pytest.mark.parametrize("owner", [DistributedOptimizer, ChainedOptimizer])
+def test_a_composite_is_no_wrapper_and_lacks_nothing_that_a_stack_offers(owner):
+    """It has no main params of its own: whatever a precision wrapper does with them is passed
+    on."""
+    assert issubclass(owner, MegatronOptimizer) and not issubclass(owner, WrappedOptimizer)
+    missing = {
+        name for name in dir(owner) if getattr(getattr(owner, name), "__isabstractmethod__", False)
+    }
+    assert missing == set()
+    offered = {name for name in dir(WrappedOptimizer) if not name.startswith("_")}
+    of_wrappers = {"check_param", "reduces", "agreed_sums"}  # asked by the layer itself
+    of_wrappers |= {"engine", "executor", "table", "backward_link"}  # what it steps with
+    assert offered - of_wrappers - set(dir(owner)) == set()
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_gradients_that_were_not_scaled_are_noticed(strategy):
+    """Also where backward has reduced them, and nothing is left of them at the step. A rank whose
+    data came to no parameter steps with those of other ranks, and need not have asked."""
+    model, inputs = nn.Linear(3, 3).half(), torch.ones(2, 3, dtype=torch.float16)
+    optimizer = sharded(model, "fp16", strategy, initial_loss_scale=256.0)
+
+    def refused():
+        return pytest.raises(RuntimeError, match="the gradients of this step were not scaled by it")
+
+    optimizer.step()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        with refused():
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.scale_loss(model(inputs).sum()).backward()
+        assert optimizer.step().success
+    assert optimizer.step().success  # the same once more
+    if strategy == "optim_grads":  # the others take no gradient without zero_grad()
+        model(inputs).sum().backward()
+        with refused():
+            optimizer.step()
+    optimizer.zero_grad()
+    model.weight.grad = torch.ones_like(model.weight)
+    with refused():
+        optimizer.step()
+    optimizer.get_loss_scale()
+    assert optimizer.step().success
+    assert optimizer.step().success
+
+
+def without_the_module(model):
+    """A loss that uses a parameter and calls nothing that would wait for its values."""
+    return (model[0].weight * 2.0).sum()
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_parameters_may_be_used_anyhow_once_they_were_waited_for(experts):
+    """``finish_param_sync`` is the way out that the error names; with one member and with two."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = get_megatron_optimizer(
+        config_for("fp32", use_distributed_optimizer=True, overlap_param_gather=True),
+        model,
+        expert_predicate=lambda _, name: experts and name.startswith("1"),
+    )
+    assert isinstance(optimizer, ChainedOptimizer) == experts
+    without_the_module(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"call optimizer\.finish_param_sync"):
+        without_the_module(model).backward()
+    optimizer.finish_param_sync()
+    without_the_module(model).backward()
+    assert optimizer.step().success
+
+
+def test_what_is_said_of_a_shard_has_the_parameters_name():
+    model = nn.Linear(3, 3)
+    optimizer = sharded(model)
+    model.bias.grad = torch.full((3,), torch.nan)
+    with pytest.warns(UserWarning, match="the gradient of bias holds an inf or nan"):
+        assert not optimizer.step().success
+    with pytest.raises(ValueError, match="bias"):
+        optimizer.state[model.bias] = {"step": 1.0}
+
+
+def test_one_process_has_to_say_so():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="DistributedDataParallel, which reduces gradients"):
+        get_megatron_optimizer(
+            config_for("fp32", use_distributed_optimizer=True),
+            nn.parallel.DistributedDataParallel(model),
+        )
+
+
+def test_what_is_shown():
+    optimizer = sharded(nn.Linear(3, 3), "fp32", overlap_grad_reduce=True)
+    assert {row.params for row in optimizer.describe().rows} == {9, 3}
+    assert {"bytes_reduced", "bytes_gathered", "grad_norm", "steps"} <= optimizer.metrics().keys()
+    state = optimizer.state_dict()["state"][0]
+    assert state["exp_avg"].shape == (3, 3) and state["exp_avg"].local.shape == (9,)
+
+
+# -- Megatron's DistributedDataParallel, as far as its buffers are concerned ----------------------
+
+
+class MegatronDDP(nn.Module):
+    """Buffers laid out as Megatron's: two buckets in one buffer, 64 elements between starts,
+    gradients in FP32."""
+
+    def __init__(self, module: nn.Module, overlap: bool = False) -> None:
+        super().__init__()
+        self.module, self.calls = module, []
+        self.ddp_config = SimpleNamespace(
+            use_distributed_optimizer=True, overlap_param_gather=overlap
+        )
+        params = [param for param in module.parameters() if param.requires_grad][::-1]
+        half, index_map, buckets, start = len(params) // 2, {}, [], 0
+        for number, members in enumerate((params[:half], params[half:])):
+            offset = start
+            for param in members:
+                index_map[param] = (start, start + param.numel(), number)
+                start += -(-param.numel() // 64) * 64
+            buckets.append((offset, start, members))
+        self.param_data, self.grad_data = (
+            torch.zeros(start, dtype=params[0].dtype),
+            torch.zeros(start),
+        )
+        for param, (first, last, _) in index_map.items():
+            view = self.param_data[first:last].view(param.shape)
+            view.copy_(param.detach())
+            param.data, param.main_grad = (view, self.grad_data[first:last].view(param.shape))
+            param.register_post_accumulate_grad_hook(self._arrived)
+        self.__dict__["buffers"] = [
+            SimpleNamespace(
+                param_index_map=index_map,
+                data_parallel_group=dist.group.WORLD,
+                buckets=[
+                    SimpleNamespace(
+                        param_data=self.param_data[a:b],
+                        grad_data=self.grad_data[a:b],
+                        offset=a,
+                        params_list=members,
+                    )
+                    for a, b, members in buckets
+                ],
+            )
+        ]
+
+    def _arrived(self, param) -> None:
+        param.main_grad.add_(param.grad)
+        param.grad = None
+
+    def forward(self, *args):
+        return self.module(*args)
+
+    def zero_grad_buffer(self) -> None:
+        self.grad_data.zero_()
+
+    def start_param_sync(self) -> None:
+        self.calls.append("start_param_sync")
+
+    @contextmanager
+    def no_sync(self):
+        self.calls.append("no_sync")
+        yield
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_megatrons_buffers_are_taken_as_they_are(precision):
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    bare = nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3)).to(dtype)
+    plain = copy.deepcopy(bare)
+    model = MegatronDDP(bare)
+    given = [(param.data_ptr(), param.main_grad.data_ptr()) for param in bare.parameters()]
+    optimizer = sharded(model, precision)
+    reference = sharded(plain, precision, grad_reduce_in_fp32=True)
+    assert [(param.data_ptr(), param.main_grad.data_ptr()) for param in bare.parameters()] == given
+    for _ in range(3):
+        for net, stepper in ((model, optimizer), (plain, reference)):
+            stepper.zero_grad()
+            with stepper.no_sync():
+                net(torch.ones(2, 5, dtype=dtype)).square().sum().backward()
+            net(torch.full((2, 5), 0.5, dtype=dtype)).square().sum().backward()
+            stepper.step()
+    for ours, theirs in zip(bare.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert model.calls == ["no_sync", "start_param_sync"] * 3
+    bare_bytes = sum(param.nbytes for param in bare.parameters())
+    assert optimizer.metrics()["bytes_gathered"] >= bare_bytes
+    assert {name for name, _ in optimizer.named_main_params()} == {
+        f"module.{n}" for n, _ in plain.named_parameters()
+    }
+
+
+def test_megatrons_buffers_of_gradients_alone_are_refused():
+    model = MegatronDDP(nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3)))
+    model.buffers[0].buckets[0].param_data = None
+    with pytest.raises(ValueError, match=r"module\.1\..*--use-layer-wise-param-layout"):
+        sharded(model)
+
+
+def test_what_megatrons_buffers_decide_cannot_be_set_here():
+    model = MegatronDDP(nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3)))
+    for settings in (
+        {"bucket_size": 5},
+        {"grad_reduce_in_fp32": True},
+        {"strategy": "optim_grads"},
+    ):
+        with pytest.raises(ValueError, match="DistributedDataParallel"):
+            sharded(model, **settings)
+    with pytest.raises(
+        ValueError, match=r"overlap_param_gather=True differs from the model's ddp_config"
+    ):
+        sharded(model, overlap_param_gather=True)
+    model.module.append(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"module\.2\.weight is in no buffer"):
+        sharded(model)
+    del model.module[2]
+    optimizer = sharded(model)
+    model.module[0].weight = nn.Parameter(torch.ones(9, 5))
+    optimizer.param_groups[0]["params"][0] = model.module[0].weight
+    with pytest.raises(
+        RuntimeError, match=r"was replaced after Megatron's DistributedDataParallel"
+    ):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_state_of_a_parameter_in_no_bucket_is_refused_by_name(strategy, tmp_path):
+    """It was trained where it was saved; here it was frozen before the buckets were made."""
+    model = nn.ParameterDict({name: nn.Parameter(torch.ones(3)) for name in "ab"})
+
+    def built():
+        fields = {"data_parallel_sharding_strategy": strategy}
+        config = config_for("fp32", use_distributed_optimizer=True, **fields)
+        groups = [{"params": [model[name]], "param_names": [name]} for name in "ab"]
+        return get_megatron_optimizer(config, model, param_groups=groups)
+
+    def step(optimizer):
+        optimizer.zero_grad()
+        sum(param.sum() for param in model.values() if param.requires_grad).backward()
+        optimizer.step()
+
+    def second_moment(optimizer):
+        shown = optimizer.state_dict()["state"][1]["exp_avg_sq"]
+        return getattr(shown, "local", shown).clone()
+
+    optimizer = built()
+    step(optimizer)
+    checkpoint.save(tmp_path, model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    model["a"].requires_grad_(False)
+    later = built()
+    step(later)
+    before = second_moment(later)
+    with pytest.raises(ValueError, match=r"a: it was frozen when .*convert=True"):
+        later.load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"a: it was frozen when|does not fit"):
+        checkpoint.load(tmp_path, model, later)
+    assert list(later.state_dict()["state"]) == [1]
+    assert torch.equal(second_moment(later), before)
+    later.load_state_dict(saved, convert=True)
+    assert list(later.state_dict()["state"]) == [1]
+    model["a"].requires_grad_(True)
+    again = built()
+    model["a"].requires_grad_(False)
+    checkpoint.load(tmp_path, model, again)
+    assert list(again.state_dict()["state"]) == [0, 1]
