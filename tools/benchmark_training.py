@@ -47,11 +47,14 @@ class Options:
     device: str = "cuda"
     """`cpu`, or `simulated` for a simulated accelerator; their times say nothing."""
     miniature: bool = False
-    """2 M parameters and a few steps on a CPU: tries every row, measures nothing."""
+    """2 M parameters and a few steps on a CPU (fewer on a simulated accelerator): tries every row,
+    measures nothing."""
     only: str = ""
     """Rows whose name contains this."""
     retry: bool = False
     """Also run rows again that ended without a result."""
+    patience: float = 1.0
+    """Factor of every row's time limit, for what compiles at its first use."""
     minutes: float = 0.0
     """Begin no row that may end later than this; 0 for no limit."""
     report: bool = False
@@ -63,7 +66,8 @@ def main(options: Options) -> None:
         raise SystemExit(f"--part {' '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
     if not (options.miniature or options.report):
         require_kernels()
-    sizes, results = Sizes(options.miniature), runner.Results(options.output)
+    shape = "atom" if options.device == "simulated" else "tiny"
+    sizes, results = Sizes(options.miniature, shape), runner.Results(options.output)
     if not options.report:
         _run(options, sizes, results)
     results.folder.mkdir(parents=True, exist_ok=True)
@@ -78,10 +82,10 @@ def _run(options: Options, sizes: Sizes, results: runner.Results) -> None:
             if options.only not in row.name or results.is_finished(name, row, options.retry):
                 continue
             left = 60 * options.minutes - (time.monotonic() - begun)
-            if options.minutes and left < row.seconds:
+            if options.minutes and left < options.patience * row.seconds:
                 console.print(f"{name}: {row.name}: not begun, {left:.0f} s are left")
                 return
-            record = runner.run(results, name, row, device)
+            record = runner.run(results, name, row, device, options.patience)
             said = record["cause"] or ", ".join(
                 f"{key} {value:.4g}"
                 for key, value in record["columns"].items()

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import mp_optim
 from benchmarks.opponents import SETTINGS
+from end_to_end.cpu_stand_ins import replace_cuda
 from end_to_end.rows import NotInstalledError
 
 
@@ -174,16 +175,18 @@ def flashoptim(model: nn.Module, setting: Setting, bits: int = 24) -> Loop:
 def hybrid(model: nn.Module, setting: Setting, fraction: float = 1.0) -> Loop:
     """Megatron-core's ``HybridDeviceOptimizer`` as a plain torch optimizer, as Megatron builds it:
     FP32 main params, torch's fused AdamW on both sides, copies overlapped."""
-    name = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
+    on_gpu, name = setting.device.type == "cuda", f"{_MEGATRON}.cpu_offloading.hybrid_optimizer"
+    if not on_gpu:
+        replace_cuda()
     made = _library("megatron-core", name).HybridDeviceOptimizer(
         [{"params": list(model.parameters())}],
         offload_fraction=fraction,
         cpu_optimizer_cls=torch.optim.AdamW,
         gpu_optimizer_cls=torch.optim.AdamW,
         param_update_in_fp32=True,
-        overlap_cpu_optimizer_d2h_h2d=setting.device.type == "cuda",
-        pin_cpu_grads=setting.device.type == "cuda",
-        pin_cpu_params=setting.device.type == "cuda",
+        overlap_cpu_optimizer_d2h_h2d=True,
+        pin_cpu_grads=on_gpu,
+        pin_cpu_params=on_gpu,
         fused=True,
         **_settings(setting),
     )
@@ -207,7 +210,7 @@ def deepspeed_offload(model: nn.Module, setting: Setting, **zero: Any) -> Loop:
         "optimizer": {"type": "AdamW", "params": _settings(setting)},
         "gradient_clipping": setting.clip or 0.0,
     }
-    with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):
+    with patch.dict(os.environ, {"LOCAL_RANK": "0"}):
         engine, *_ = deepspeed.initialize(model=model, config=config)
     return EngineLoop(engine, engine, setting)
 
@@ -228,6 +231,7 @@ _ZERO = "https://www.deepspeed.ai/tutorials/zero-offload"
 _SUPER = (
     "https://github.com/deepspeedai/DeepSpeedExamples/tree/master/training/DeepSpeed-SuperOffload"
 )
+_MEGATRON = "megatron.core.optimizer"
 _COMPACT = {"state": "8bit", "main_params": "remainder16"}
 _HOST = {"device": "cpu", "pin_memory": True}
 

@@ -15,6 +15,7 @@ from mp_optim.apps.fit.command import shipped
 ROWS = 1024
 """Tokens whose logits exist at a time."""
 _EXTRA = {
+    "atom": (300, 32, 64, 1, 2, 1, 16, True),
     "tiny": (512, 128, 384, 8, 4, 2, 32, True),
     "Qwen3-0.6B": (151936, 1024, 3072, 28, 16, 8, 128, True),
     "Qwen3-14B": (151936, 5120, 17408, 40, 40, 8, 128, False),

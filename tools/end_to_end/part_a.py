@@ -51,9 +51,9 @@ def rows(sizes: Sizes) -> list[Row]:
     names = [name for name in CONTENDERS if not name.endswith(_OTHER_PART)]
     names.sort(key=lambda name: (name.startswith("DeepSpeed"), name not in _FIRST))
     if sizes.miniature:
-        short = [job(f"{name}, 8K tokens", name, 60, **SMALL) for name in names]
-        halves = {**SMALL, "micro": 1}
-        return [*short, job(f"{_LONG[1]}, 64K tokens", _LONG[1], 60, **halves)]
+        small = {**SMALL, "shape": sizes.shape}
+        short = [job(f"{name}, 8K tokens", name, 60, **small) for name in names]
+        return [*short, job(f"{_LONG[1]}, 64K tokens", _LONG[1], 60, **{**small, "micro": 1})]
     short = [job(f"{name}, 8K tokens", name, 100, **_LARGE, warmup=3, steps=5) for name in names]
     longer = {**_LARGE, "sequences": 16, "warmup": 1, "steps": 3}
     return [*short, *(job(f"{name}, 64K tokens", name, 120, **longer) for name in _LONG)]

@@ -39,10 +39,12 @@ class Sizes:
     """How large the rows are.
 
     Attributes:
-        miniature: True for 2 M parameters and a few steps, which only try the program.
+        miniature: True for a few steps of a small shape, which only try the program.
+        shape: of the miniature.
     """
 
     miniature: bool = False
+    shape: str = "tiny"
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo  # which every torch optimizer imports: once here, not in each row's process
 
 from end_to_end.rows import NotInstalledError, Row
 from lab.gpu import facts
-from support.accelerator.simulation import device_at
+from support.accelerator.simulation import KIND, device_at
 from support.accelerator.stand_in import simulated_accelerator
 
 Record = dict[str, Any]
@@ -70,29 +72,36 @@ class Results:
         return not (retry and found["columns"] is None)
 
 
-def run(results: Results, part: str, row: Row, device: str) -> Record:
+def run(results: Results, part: str, row: Row, device: str, patience: float = 1.0) -> Record:
     """Run a row in a forked process, keep and return its record.
+
+    Args:
+        patience: factor of the row's time limit.
 
     NOTE: this process must not touch the GPU: a process forked from it could not use it then.
     """
     file, started = results.file(part, row), time.monotonic()
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.unlink(missing_ok=True)
+    file.with_suffix(".part").unlink(missing_ok=True)
     process = multiprocessing.get_context("fork").Process(target=_child, args=(row, device, file))
     process.start()
-    process.join(row.seconds)
+    process.join(patience * row.seconds)
     cause = ""
     if process.is_alive():
-        cause = f"took more than {row.seconds:.0f} s"
+        cause = f"took more than {patience * row.seconds:.0f} s"
     assert process.pid is not None
+    process.kill()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # and the processes that it has started
     process.join()
-    if file.exists() and not cause:
-        record: Record = json.loads(file.read_text())
+    part_of_record = file.with_suffix(".part")
+    if part_of_record.exists() and not cause:
+        record: Record = json.loads(part_of_record.read_text())
+        part_of_record.unlink()
     else:
-        died = f"ended by signal {-(process.exitcode or 0)}: see {file.stem}.log"
-        record = {"columns": None, "cause": cause or died, "facts": {}}
+        code = process.exitcode or 0
+        died = f"killed by signal {-code}" if code < 0 else f"ended with {code}"
+        record = {"columns": None, "cause": cause or f"{died}: see {file.stem}.log", "facts": {}}
     record = {**asdict(row), "arguments": dict(row.arguments), **record}
     record["took"] = round(time.monotonic() - started, 1)
     file.write_text(json.dumps(record, indent=1) + "\n")
@@ -104,14 +113,14 @@ def _child(row: Row, device: str, file: Path) -> None:
     log = os.open(file.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    with suppress(OSError):  # if host memory runs out, the kernel kills this process first
+        Path("/proc/self/oom_score_adj").write_text("1000")
     with _device(device) as place:
         columns, cause = _called(row, place)
         found = {"columns": columns, "cause": cause, "facts": _facts(device)}
     print(json.dumps(found))
     sys.stdout.flush()
-    whole = file.with_suffix(".part")
-    whole.write_text(json.dumps(found))
-    whole.replace(file)
+    file.with_suffix(".part").write_text(json.dumps(found))
     os._exit(0)  # libraries that are at odds with fork, or with their own end, cannot hang it
 
 
@@ -120,7 +129,11 @@ def _device(name: str) -> Iterator[torch.device]:
     if name != "simulated":
         yield torch.device(name)
         return
-    with simulated_accelerator() as simulation:
+    module = SimpleNamespace(get_amp_supported_dtype=lambda: [torch.bfloat16])
+    with (  # checkpoint() reads the module
+        mock.patch.object(torch, KIND, module, create=True),
+        simulated_accelerator() as simulation,
+    ):
         yield device_at(1)
         simulation.synchronize()
         if simulation.reports:
