@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mp_optim import WeightDelta, apply_delta
-from mp_optim.core.weight_delta import Position
+from mp_optim.apps.deltas import Position
 
 
 def differing(one: Tensor, other: Tensor) -> Tensor:
