@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from end_to_end.contenders import CONTENDERS, Setting
+from end_to_end.contenders import CONTENDERS, Contender, Setting
 from end_to_end.measure import Clock, Pinned, memory
 from end_to_end.model import build
 from end_to_end.rows import Columns
@@ -37,7 +37,7 @@ def train(
     *,
     device: torch.device,
     shape: str,
-    contender: str,
+    contender: str | Contender,
     sequences: int,
     sequence: int,
     micro: int,
@@ -50,12 +50,13 @@ def train(
 
     Args:
         shape: of the model.
-        contender: key of ``CONTENDERS``.
+        contender: key of ``CONTENDERS``, or one that is not in the table.
         sequences: of a step. sequence: tokens of each. micro: sequences of a micro-batch.
         warmup: steps before the first that is timed. steps: timed steps.
         clip: norm to clip gradients to; None does not clip.
     """
-    chosen, pinned, clock = CONTENDERS[contender], Pinned(), Clock(device)
+    chosen = CONTENDERS[contender] if isinstance(contender, str) else contender
+    pinned, clock = Pinned(), Clock(device)
     model = build(shape, device, chosen.dtype)
     pieces = sequences // micro
     setting = Setting(clip if chosen.clips else None, lr, pieces, micro, device)

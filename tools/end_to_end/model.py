@@ -14,13 +14,7 @@ from mp_optim.apps.fit.command import shipped
 
 ROWS = 1024
 """Tokens whose logits exist at a time."""
-_EXTRA = {
-    "atom": (300, 32, 64, 1, 2, 1, 16, True),
-    "tiny": (512, 128, 384, 8, 4, 2, 32, True),
-    "Qwen3-0.6B": (151936, 1024, 3072, 28, 16, 8, 128, True),
-    "Qwen3-14B": (151936, 5120, 17408, 40, 40, 8, 128, False),
-    "Mistral-Small-24B": (131072, 5120, 32768, 40, 32, 8, 128, False),
-}
+_EXTRA = {"atom": (300, 32, 64, 1, 2, 1, 16, True), "tiny": (512, 128, 384, 8, 4, 2, 32, True)}
 _FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
@@ -167,14 +161,19 @@ def build(name: str, device: torch.device, dtype: torch.dtype) -> Model:
         dtype: of all parameters.
     """
     torch.manual_seed(0)
+    model = empty(name, torch.device(device if device.type == "cuda" else "cpu"), dtype)
+    for param in model.parameters():
+        if param.dim() > 1:
+            nn.init.normal_(param, std=0.02)
+    return model.to(device)
+
+
+def empty(name: str, device: torch.device, dtype: torch.dtype) -> Model:
+    """Return a model of a shape as torch initializes it, also on the meta device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device(device if device.type == "cuda" else "cpu"):
-            model = Model(Shape(name))
-            for param in model.parameters():
-                if param.dim() > 1:
-                    nn.init.normal_(param, std=0.02)
+        with device:
+            return Model(Shape(name))
     finally:
         torch.set_default_dtype(before)
-    return model.to(device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from end_to_end import part_a, part_d, part_e
+from end_to_end import part_a, part_b, part_c, part_d, part_e
 from end_to_end.rows import Part, Row
 
 CARD = Part(
@@ -12,4 +12,5 @@ CARD = Part(
     0.3,
 )
 PARTS: dict[str, Part] = {"card": CARD, "D": part_d.PART, "A": part_a.PART, "E": part_e.PART}
+PARTS |= {"B": part_b.PART, "C": part_c.PART}
 """``card`` is run before any other part; its matmul rate is the unit of the others."""

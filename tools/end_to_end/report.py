@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from end_to_end.parts import PARTS
-from end_to_end.rows import Part, Sizes
-from end_to_end.runner import Record, Results
+from end_to_end.rows import Part, Record, Sizes
+from end_to_end.runner import Results
 
 NOT_RUN = "not run"
 
@@ -23,6 +23,8 @@ def collected(results: Results, sizes: Sizes) -> dict[str, list[Record]]:
             or {"name": row.name, "source": row.source, "columns": None, "cause": NOT_RUN}
             for row in part.rows(sizes)
         ]
+        if part.compare is not None:
+            part.compare(found[name])
     rate = (found["card"][0]["columns"] or {}).get("tflops")
     for record in (each for name in PARTS if name != "card" for each in found[name]):
         if rate and record["columns"] and "tflops" in record["columns"]:

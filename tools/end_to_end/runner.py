@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,14 +28,12 @@ from unittest import mock
 import torch
 import torch._dynamo  # which every torch optimizer imports: once here, not in each row's process
 
-from end_to_end.rows import NotInstalledError, Row
+from end_to_end.measure import host_memory_left
+from end_to_end.rows import NotInstalledError, Record, Row, UnfinishedError, cause_of
 from lab.gpu import facts
 from support.accelerator.simulation import KIND, device_at
 from support.accelerator.stand_in import simulated_accelerator
 
-Record = dict[str, Any]
-"""A row with ``columns`` (None if it has no result), ``cause`` (one line about that), ``took`` in
-seconds, and ``facts``: card, commit and versions."""
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     *("torchao", "bitsandbytes", "flashoptim", "megatron-core", "deepspeed"),
@@ -47,7 +46,7 @@ class Results:
     """The records in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder / "training"
+        self.folder = folder.resolve() / "training"
 
     def file(self, part: str, row: Row) -> Path:
         """Return the path of a row's record; its log has another suffix."""
@@ -85,11 +84,8 @@ def run(results: Results, part: str, row: Row, device: str, patience: float = 1.
     file.with_suffix(".part").unlink(missing_ok=True)
     process = multiprocessing.get_context("fork").Process(target=_child, args=(row, device, file))
     process.start()
-    process.join(patience * row.seconds)
-    cause = ""
-    if process.is_alive():
-        cause = f"took more than {patience * row.seconds:.0f} s"
     assert process.pid is not None
+    cause = _limit_reached(process, started, row, patience * row.seconds)
     process.kill()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # and the processes that it has started
@@ -108,8 +104,22 @@ def run(results: Results, part: str, row: Row, device: str, patience: float = 1.
     return record
 
 
+def _limit_reached(process: BaseProcess, started: float, row: Row, seconds: float) -> str:
+    """Wait for the end of a row's process, or for the first limit that it reaches: of time, or of
+    the host's memory, for which the kernel would kill some process."""
+    while process.is_alive():
+        process.join(0.05)
+        if time.monotonic() - started > seconds:
+            return f"took more than {seconds:.0f} s"
+        if (left := host_memory_left()) < row.host_left:
+            return f"out of memory: {left:.1f} GiB of the host are left, {row.host_left:g} must be"
+    return ""
+
+
 def _child(row: Row, device: str, file: Path) -> None:
     os.setsid()
+    sys.path[:] = map(os.path.abspath, sys.path)
+    os.chdir(file.parent)
     log = os.open(file.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -147,12 +157,11 @@ def _called(row: Row, device: torch.device) -> tuple[dict[str, Any] | None, str]
         return call(device=device, **row.arguments), ""
     except NotInstalledError as missing:
         return None, f"{NOT_INSTALLED}: {missing}"
+    except UnfinishedError as error:
+        return error.columns, str(error)
     except Exception as error:
         traceback.print_exc()
-        said = (str(error).strip().splitlines() or [""])[0][:300]
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in said:
-            return None, f"out of memory: {said}"
-        return None, f"{type(error).__name__}: {said}"
+        return None, cause_of(error)
 
 
 def _facts(device: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -364,6 +364,11 @@ def fitted(options: Options) -> tuple[Estimate, Program]:
         ValueError, TypeError: options that contradict, or a model that cannot be built.
     """
     made = program(options)
+    return choose(options, made, candidates(options)), made
+
+
+def choose(options: Options, made: Program, tried: Iterable[Candidate]) -> Estimate:
+    """Return the first candidate with which a program fits, or the one that lacks least."""
     specs, blocks = specs_of(made.model), blocks_of(made.model)
     fake = as_fake(made.model)
 
@@ -378,7 +383,7 @@ def fitted(options: Options) -> tuple[Estimate, Program]:
             )
 
     found = search(
-        candidates(options),
+        tried,
         lambda candidate: plan(specs, candidate.config, candidate.layout),
         traced,
         ways=ways(options, made),
@@ -386,7 +391,7 @@ def fitted(options: Options) -> tuple[Estimate, Program]:
         blocks=blocks,
         accumulates=options.accumulation > 1,
     )
-    return step_seconds(found, rates_of(options)), made
+    return step_seconds(found, rates_of(options))
 
 
 # -- what is said ---------------------------------------------------------------------------------
