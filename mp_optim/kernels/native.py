@@ -258,20 +258,6 @@ class NativeBackend(ReferenceBackend):
                 self._call("mp_muon_apply", _table(alike, kind, ()), *to)
                 mark_written(alike)
 
-    def muon_tables(
-        self, momenta: TensorLists, params: TensorLists
-    ) -> tuple[NativeTable, NativeTable] | None:
-        """What both passes read and write; None if kernels do not take all of it at once."""
-        tables = []
-        for lists, moments in ((momenta, (MOMENTUM,)), (params, ())):
-            (_, kind, alike), *others = alike_lists(lists, moments)
-            if kind is None or others:
-                return None
-            tables.append(_table(alike, kind, moments))
-        if not self.access.is_settled and sum(tables[0].numel) >= LARGE:
-            self.access.settle(thread_count())
-        return tables[0], tables[1]
-
     def stable_adamw_sums(
         self, lists: TensorLists, scalars: StableScalars, multiplier: float
     ) -> Tensor:

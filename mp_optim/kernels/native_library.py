@@ -23,7 +23,7 @@ ENVIRONMENT = "MP_OPTIM_NATIVE"
 """``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``;
 else the best one."""
 
-_ABI = 19
+_ABI = 20
 _STATUS = {
     1: "a null pointer, negative size or unknown dtype reached the kernels",
     2: "out of memory",
@@ -80,29 +80,6 @@ Matrices = structure(
     _sizes("matrices rows columns matrix row column all_matrices all_rows all_columns"),
 )
 """``MpMatrices``: a box of a stack of matrices."""
-Product = structure(
-    _pointers("factor x out room"),
-    _sizes("count rows columns chunk"),
-    _floats("alpha beta"),
-    _ints("x_is_turned out_is_turned"),
-)
-"""``MpProduct``: a batch of matrices, and what it is multiplied with."""
-Stack = structure(_pointers("x"), _sizes("count rows columns"))
-"""``MpStack``: matrices, each after the one before."""
-Steps = structure(
-    [("stack", Stack)],
-    _sizes("square_chunk gram_chunk left_chunk turned_gram_chunk turned_left_chunk"),
-)
-"""``MpSteps``: matrices that take Newton-Schulz steps."""
-MuonPasses = structure(
-    [("momenta", ctypes.POINTER(MpTensors)), ("params", ctypes.POINTER(MpTensors))],
-    [("scalars", ctypes.POINTER(Muon))],
-    _pointers("factors places"),
-    [("seconds", ctypes.POINTER(ctypes.c_double))],
-    _floats("decay"),
-    _ints("cautious_wd"),
-)
-"""``MpMuonPasses``: the passes before and after these steps."""
 
 _T, _P, _I = ctypes.POINTER(MpTensors), ctypes.c_void_p, ctypes.c_int32
 _M, _N, _F, _D = (ctypes.POINTER(Matrices), ctypes.c_int64, ctypes.c_float, ctypes.c_double)
@@ -115,7 +92,6 @@ _SIGNATURES = {
     "mp_lamb_apply": [_T, ctypes.POINTER(Lamb), _P, _I],
     "mp_muon_momentum": [_T, ctypes.POINTER(Muon), _I],
     "mp_muon_apply": [_T, _F, _I, _P, _I],
-    "mp_normalize": [ctypes.POINTER(Stack), _N, _I],
     "mp_average": [_T, _I],
     "mp_measure": [_T, _P, _P, _I],
     "mp_largest": [_P, _N, _P, _I],
@@ -125,12 +101,6 @@ _SIGNATURES = {
     "mp_turn_by_variance": [_P, _P, _N, ctypes.POINTER(Adafactor), _I],
     "mp_descend": [_P, _P, _N, _F, _F, _I],
     "mp_weighted_sum": [_P, _N, _P, _I],
-    "mp_has_products": [],
-    "mp_product_room": [ctypes.POINTER(Product), _I],
-    "mp_product": [ctypes.POINTER(Product), _I],
-    "mp_newton_schulz_room": [ctypes.POINTER(Steps), _N, _N, _I],
-    "mp_newton_schulz": [ctypes.POINTER(Steps), _N, _P, _N, _P, _I],
-    "mp_muon_step": [*(ctypes.POINTER(MuonPasses), ctypes.POINTER(Steps), _N), *(_P, _N, _P, _I)],
     "mp_set_level": [ctypes.c_char_p],
     "mp_set_cores": [_P, _I],
     "mp_set_access": [_P],
@@ -212,8 +182,6 @@ def _load(path: Path) -> NativeLibrary:
     for name, arguments in _SIGNATURES.items():
         getattr(handle, name).argtypes = arguments
         getattr(handle, name).restype = ctypes.c_int32
-    for name in ("mp_product_room", "mp_newton_schulz_room"):
-        getattr(handle, name).restype = ctypes.c_int64
     handle.mp_set_parallel.argtypes, handle.mp_set_parallel.restype = ([ctypes.c_void_p], None)
     # GNU's, as on Linux: the kernels' threads are those of torch
     parallel = getattr(_gomp(), "GOMP_parallel", None)

@@ -3,8 +3,6 @@ docs/numerics.md."""
 
 from __future__ import annotations
 
-import ctypes
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,19 +14,14 @@ from mp_optim.config.rules import SCALAR_OPTIMIZERS, coefficients
 from mp_optim.core import SlotUpdate
 from mp_optim.core.slot_state import AVERAGE, MOMENT2, REMAINDER, scale_key
 from mp_optim.kernels import Backend
-from mp_optim.kernels import native_library as lib
-from mp_optim.kernels.chunking import mark_written
 from mp_optim.kernels.element_rules import agreeing
-from mp_optim.kernels.kernel_args import MAIN, MuonScalars, TensorLists, fp32
-from mp_optim.kernels.native import NativeBackend, values_of
+from mp_optim.kernels.kernel_args import MAIN, MuonScalars, fp32
 from mp_optim.kernels.reference import MOMENTUM
 from mp_optim.muon.matrix_exchange import MatrixOwners
-from mp_optim.muon.newton_schulz import NativeSteps, Rooms, beside_each_other, steps_in_place
 from mp_optim.muon.orthogonalization import (
     Direction,
     Orthogonalization,
     directions,
-    heads_of,
     normalized,
     runs,
     runs_of_wholes,
@@ -141,22 +134,19 @@ class MuonRule(Rule):
             lists = lists.in_place()
         scalars, rule = MuonScalars.at(group), Orthogonalization.of(group)
         owners.begin(each.slot for each in updates if _shares_matrices(group, each))
-        rooms = Rooms(lists.main[0].device, rule.dtype)
         found = runs(lists.main, updates.layouts, rule.blockwise)
         for members, is_here in runs_of_wholes(launch.regions) if _adds_up(group) else found:
             chosen = lists.take(members)
-            shapes = [main.shape for main in chosen.main]
-            rounded = beside_each_other(shapes, rooms, "rounded")
+            device = lists.main[0].device
+            rounded = [
+                torch.empty(main.shape, dtype=rule.dtype, device=device) for main in chosen.main
+            ]
             momenta = chosen.only(MOMENTUM, scale_key(MOMENTUM))
             momenta = replace(momenta, main=[], output=rounded)
             params = replace(chosen.only(MAIN, REMAINDER), grad=rounded)
-            if is_here and isinstance(backend, NativeBackend):
-                passes = momenta, params, scalars
-                if step_in_one_call(rule, backend, *passes, multiplier, rooms):
-                    continue
             backend.muon_momentum(momenta, scalars, multiplier)
             if is_here:
-                ways = whole_directions(rule, rounded, rooms)
+                ways = whole_directions(rule, rounded)
             else:
                 regions = [launch.regions[index] for index in members]
                 some = launch._replace(lists=chosen, updates=updates.take(members), regions=regions)
@@ -309,74 +299,3 @@ class FusedMuon(RuleOptimizer):
             "optimizer": rule.name,
         }
         super().__init__(rule, params, settings, backend, precision)
-
-
-# -- a step in one call of the kernels -------------------------------------------------------------
-#
-# Momenta, norms, Newton-Schulz steps and parameters of one matrix after the other, each of which
-# stays in a thread's caches meanwhile.
-
-_ALIGNED = 1024
-"""Of elements before a matrix in its tensor there is a multiple."""
-_spent = ctypes.c_double()
-
-
-def seconds_of_products() -> float:
-    """Time that these calls have spent in products of matrices, since the process began."""
-    return _spent.value
-
-
-def step_in_one_call(
-    rule: Orthogonalization,
-    backend: NativeBackend,
-    momenta: TensorLists,
-    params: TensorLists,
-    scalars: MuonScalars,
-    multiplier: float,
-    rooms: Rooms,
-) -> bool:
-    """Step whole parameters by kernels that take all of a step. Whether it was done; if not,
-    nothing was.
-
-    Args:
-        momenta, params: what each pass reads and writes, as many tensors; ``momenta.output`` and
-            ``params.grad`` are the same.
-    """
-    if rule.parts is not None or rule.dtype != torch.bfloat16:
-        return False
-    pieces = params.grad if rule.head_rows is None else heads_of(params.grad, rule.head_rows)
-    found = steps_in_place(pieces, rule.polynomials, rule.method, rooms)
-    places = None if found is None else _places(*found, params)
-    tables = None if places is None else backend.muon_tables(momenta, params)
-    if found is None or places is None or tables is None:
-        return False
-    factors = array("f", [rule.factor(*piece.shape[-2:]) for piece in pieces])
-    passes = lib.MuonPasses(
-        *(ctypes.pointer(table.tensors) for table in tables),
-        ctypes.pointer(values_of(lib.Muon, scalars, multiplier)),
-        factors.buffer_info()[0],
-        places.buffer_info()[0],
-        ctypes.pointer(_spent),
-        scalars.decay,
-        scalars.cautious_wd,
-    )
-    found[0].take(passes)
-    mark_written(momenta)
-    mark_written(params)
-    return True
-
-
-def _places(
-    steps: NativeSteps, members: Sequence[Sequence[int]], params: TensorLists
-) -> array[int] | None:
-    """Tensor and first element of each matrix; None if one begins where kernels cannot."""
-    places = array("q")
-    for (stack, _), indices in zip(steps.stacks, members, strict=True):
-        size = stack.size(1) * stack.size(2)
-        for index in indices:
-            count = params.grad[index].numel() // size
-            if count > 1 and size % _ALIGNED:
-                return None
-            for matrix in range(count):
-                places.extend((index, matrix * size))
-    return places

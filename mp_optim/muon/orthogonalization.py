@@ -36,7 +36,7 @@ from mp_optim.kernels.sums import (
     root,
 )
 from mp_optim.muon.matrix_exchange import Exchange, MatrixOwners, newton_schulz_flops
-from mp_optim.muon.newton_schulz import Rooms, orthogonalize_each
+from mp_optim.muon.newton_schulz import orthogonalize_each
 from mp_optim.rules.adafactor import ElementPasses, passes_by
 
 _DTYPES = {"medium": torch.bfloat16, "highest": torch.float32}
@@ -239,27 +239,20 @@ def pieces_of(rule: Orthogonalization, rows: int, columns: int) -> list[tuple[in
     return [(sizes[0], columns)] * max(count, 1)
 
 
-def whole_directions(
-    rule: Orthogonalization, wholes: Sequence[Tensor], rooms: Rooms | None = None
-) -> list[Direction]:
+def whole_directions(rule: Orthogonalization, wholes: Sequence[Tensor]) -> list[Direction]:
     """The directions of whole matrices and stacks of them, where they lie; nothing is sent.
 
     Args:
         wholes: contiguous, in ``rule.dtype``, on one device; overwritten.
-        rooms: memory for what is in between, of their device and dtype.
     """
     if rule.head_rows is not None:
         heads = heads_of(wholes, rule.head_rows)
-        found = orthogonalize_each(heads, rule.polynomials, rule.method)
-        return [
-            Direction(values.view(whole.shape), rule.factor(rule.head_rows, whole.size(-1)))
-            for values, whole in zip(found, wholes, strict=True)
-        ]
+        orthogonalize_each(heads, rule.polynomials, rule.method)
+        return [Direction(whole, rule.factor(rule.head_rows, whole.size(-1))) for whole in wholes]
     if rule.parts is not None:
         return _by_parts(rule, wholes, rule.parts)
-    found = orthogonalize_each(wholes, rule.polynomials, rule.method, rooms)
-    factors = {shape: rule.factor(*shape) for shape in {each.shape[-2:] for each in found}}
-    return [Direction(each, factors[each.shape[-2:]]) for each in found]
+    orthogonalize_each(wholes, rule.polynomials, rule.method)
+    return [Direction(whole, rule.factor(*whole.shape[-2:])) for whole in wholes]
 
 
 def heads_of(wholes: Sequence[Tensor], rows: int) -> list[Tensor]:
@@ -288,8 +281,8 @@ def _by_parts(
             *stack, groups, rows, columns = piece.shape
             pieces.append(piece.reshape(*stack, groups * rows, columns).contiguous())
             targets.append(target)
-    found = orthogonalize_each(pieces, rule.polynomials, rule.method)
-    for values, target in zip(found, targets, strict=True):
+    orthogonalize_each(pieces, rule.polynomials, rule.method)
+    for values, target in zip(pieces, targets, strict=True):
         target.copy_(values.view(target.shape))
         if not rule.is_normalized:
             target.mul_(rule.factor(*values.shape[-2:]))

@@ -11,7 +11,6 @@
 #include "arguments.h"
 #include "level.h"
 #include "pool.h"
-#include "tensors.h"
 
 namespace mp {
 
@@ -44,8 +43,7 @@ struct {
     std::atomic<int32_t> prefetch{512}, streaming{1}, measure_prefetch{8192};
 } access;
 
-}  // namespace
-
+// A part of a tensor. Present values are where new ones go, or if `apart` where the call says.
 Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool stream, bool apart) {
     auto at = [&](auto table, int32_t dtype) {
         return Stream{table ? (char*)table[index] + bytes_of(dtype, start) : nullptr, dtype};
@@ -85,18 +83,9 @@ Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool
     return run;
 }
 
-float norm_of(double sum) {
-    auto rounded = [](float x) {
-        uint32_t bits;
-        std::memcpy(&bits, &x, sizeof(bits));
-        if (x == x) bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
-        std::memcpy(&x, &bits, sizeof(bits));
-        return x;
-    };
-    const float norm = rounded(float(std::sqrt(sum))), least = rounded(1e-7f);
-    return norm < least ? least : norm;
-}
+constexpr int64_t kLargeLaunch = 4 << 20;  // elements: well beyond the caches with main params and two moments
 
+// Adds the sums of a tensor's pieces in adjacent pairs, zero filled.
 double add_pairs(std::vector<double>& values) {
     while (values.size() > 1) {
         if (values.size() % 2) values.push_back(0.0);
@@ -105,10 +94,6 @@ double add_pairs(std::vector<double>& values) {
     }
     return values.empty() ? 0.0 : values[0];
 }
-
-namespace {
-
-constexpr int64_t kCached = 1 << 19;     // bfloat16 values that stay in a core's caches
 
 // Copies the present values of a part of a tensor from the sources of a call to the tensors that it writes.
 void copy_sources_in_place(const MpTensors& t, int64_t index, int64_t start, int64_t count) {
@@ -238,21 +223,6 @@ void reduce_pieces(const MpTensors& t, int width, double* sums, int32_t threads,
         }
 }
 
-// Matrices that lie one after the other; what is read twice is in a cache the second time if it is not much.
-void divide_by_norms(uint16_t* x, int64_t count, int64_t elements, int32_t threads) {
-    std::vector<int64_t> numel(count, elements);
-    std::vector<void*> matrices(count);
-    for (int64_t i = 0; i < count; ++i) matrices[i] = x + i * elements;
-    MpTensors t = {};
-    t.count = count, t.numel = numel.data(), t.grad = matrices.data(), t.grad_dtype = MP_BF16;
-    std::vector<double> sums(count);
-    reduce_pieces(t, 1, sums.data(), threads,
-                  [](const Run& run, int64_t, double* piece) { *piece = level().sum_of_squares(run, nullptr); });
-    split(Units(t, kPiece), threads, [&](int64_t i, int64_t, int64_t start, int64_t n) {
-        level().divide(x + i * elements + start, n, norm_of(sums[i]));
-    });
-}
-
 constexpr int kMostScalars = 16;
 
 // The rule that a call is of; null if its arguments are not.
@@ -360,21 +330,6 @@ int32_t mp_muon_apply(const MpTensors* t, float decay, int32_t cautious_wd, cons
     });
 }
 
-int32_t mp_normalize(const MpStack* stacks, int64_t count, int32_t threads) {
-    if (!stacks || count < 0 || threads < 1) return MP_BAD_ARGUMENT;
-    for (const MpStack* s = stacks; s < stacks + count; ++s)
-        if (!s->x || std::min({s->count, s->rows, s->columns}) < 0) return MP_BAD_ARGUMENT;
-    return guarded([&] {
-        for (const MpStack* s = stacks; s < stacks + count; ++s) {
-            const int64_t elements = s->rows * s->columns;
-            if (elements == 0) continue;
-            const int64_t together = std::max<int64_t>(1, threads * kCached / elements);
-            for (int64_t done = 0; done < s->count; done += together)
-                divide_by_norms(s->x + done * elements, std::min(together, s->count - done), elements, threads);
-        }
-    });
-}
-
 int32_t mp_average(const MpTensors* t, int32_t threads) {
     if (!t || !valid(*t, true, false, false, threads) || t->from_main || (t->count && !t->average)) return MP_BAD_ARGUMENT;
     return guarded([&] { elementwise(*t, threads, [](const Run&, int64_t) {}); });
@@ -437,4 +392,4 @@ int32_t mp_access(MpAccess* given) {
     return MP_OK;
 }
 
-int32_t mp_abi() { return 19; }
+int32_t mp_abi() { return 20; }

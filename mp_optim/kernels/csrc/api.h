@@ -99,51 +99,6 @@ struct MpMatrices {
     int64_t matrices, rows, columns, matrix, row, column, all_matrices, all_rows, all_columns;
 };
 
-// Products of `count` bfloat16 matrices with symmetric ones, row-major, each matrix after the one before:
-// out = product * alpha + x * beta, rounded once, of sums in FP32. Without a factor the product is x x^T, which is
-// symmetric, so that half of it is computed, and beta is for an x that is symmetric itself.
-struct MpProduct {
-    const uint16_t* factor;  // (rows, rows), symmetric; or null
-    const uint16_t* x;       // (rows, columns); if turned, (columns, rows) in memory
-    uint16_t* out;           // factor: as x, or turned; else (rows, rows)
-    void* room;              // mp_product_room bytes that are written over
-    int64_t count, rows, columns;
-    int64_t chunk;  // products of a result that are added one after the other; the sums of chunks are added up after that
-    float alpha, beta;
-    int32_t x_is_turned, out_is_turned;
-};
-
-// Elements of the inner side of a product that are added one after the other, multiples of 32.
-struct MpChunks {
-    int64_t gram, left;
-};
-
-// bfloat16 matrices, row-major, each after the one before.
-struct MpStack {
-    uint16_t* x;
-    int64_t count, rows, columns;
-};
-
-// What takes Newton-Schulz steps in place: G = x x^T, F = b G + c G^2, x = a x + F x, each rounded once; of the transposes
-// where they are tall.
-struct MpSteps {
-    MpStack stack;
-    int64_t square_chunk;
-    MpChunks chunks, turned_chunks;  // of matrices in rows, and of transposes of such
-};
-
-// Muon's passes over the elements of matrices that take steps, as in mp_muon_momentum and mp_muon_apply.
-struct MpMuonPasses {
-    const MpTensors* momenta;  // whose output, in bfloat16, is where the matrices of the stacks are
-    const MpTensors* params;   // whose gradients are the same
-    const MpMuon* scalars;
-    const float* factors;   // of each tensor
-    const int64_t* places;  // (matrices, 2): of each matrix of all stacks its tensor, and the first element, a multiple of 1024
-    double* seconds;        // the time of products is added to it, a mean over threads
-    float decay;
-    int32_t cautious_wd;
-};
-
 // How the kernels go through memory. No result depends on it, only the time.
 struct MpAccess {
     int32_t prefetch;          // elements from what an update uses to what it fetches; 0: the processor alone prefetches
@@ -192,21 +147,6 @@ MP_EXPORT int32_t mp_turn_matrices(const MpMatrices* box, const float* weights, 
                                    int32_t threads);
 MP_EXPORT int32_t mp_turn_by_variance(float* x, float* variance, int64_t n, const MpAdafactor* scalars, int32_t threads);
 MP_EXPORT int32_t mp_descend(float* main, const float* direction, int64_t n, float decay, float size, int32_t threads);
-
-// Whether there are products here: a CPU with AVX-512 for bfloat16, and the level it belongs to.
-MP_EXPORT int32_t mp_has_products();
-MP_EXPORT int64_t mp_product_room(const MpProduct* product, int32_t threads);  // bytes
-MP_EXPORT int32_t mp_product(const MpProduct* product, int32_t threads);
-// Matrices of `count` stacks are divided by their norms, which are rounded to bfloat16 and no less than 1e-7.
-MP_EXPORT int32_t mp_normalize(const MpStack* stacks, int64_t count, int32_t threads);
-// Of `count` stacks. polynomials: (steps, 3), of a, b, c.
-MP_EXPORT int64_t mp_newton_schulz_room(const MpSteps* stacks, int64_t count, int64_t steps, int32_t threads);  // bytes
-MP_EXPORT int32_t mp_newton_schulz(const MpSteps* stacks, int64_t count, const float* polynomials, int64_t steps, void* room,
-                                   int32_t threads);
-
-// All of Muon's step: momenta, norms, steps and params of one matrix after the other, which stays in the caches meanwhile.
-MP_EXPORT int32_t mp_muon_step(const MpMuonPasses* passes, const MpSteps* stacks, int64_t count, const float* polynomials,
-                               int64_t steps, void* room, int32_t threads);
 
 // Sum of elements, each times a number of its row of 1024 and one of its column, modulo 2^64: a checksum of bits.
 MP_EXPORT int32_t mp_weighted_sum(const int16_t* x, int64_t n, int64_t* sum, int32_t threads);

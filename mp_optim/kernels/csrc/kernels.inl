@@ -52,32 +52,6 @@ static void muon_apply(const Run& run, float decay, bool cautious_wd, float fact
     if (!run_special<MP_NONE, MP_NONE, MP_NONE>(run, rule)) run_rule(run, rule);
 }
 
-// Calls quotient(sixteen values) for bfloat16 values, which it replaces.
-template <class Quotient>
-MP_INLINE void replace_each(uint16_t* x, int64_t n, Quotient quotient) {
-    auto pair = [&](uint16_t* at) __attribute__((always_inline)) {
-        store(at, to_bf16(quotient(read_bf16(at)), quotient(read_bf16(at + kLanes))));
-    };
-    int64_t i = 0;
-    for (; i + kPair <= n; i += kPair) pair(x + i);
-    if (i == n) return;
-    uint16_t rest[kPair] = {};
-    __builtin_memcpy(rest, x + i, 2 * (n - i));
-    pair(rest);
-    __builtin_memcpy(x + i, rest, 2 * (n - i));
-}
-
-// Quotients of bfloat16 values are products with the FP32 reciprocal, once they are rounded to bfloat16: both have 8 bits, so
-// that a quotient is 2^-17 of itself away from the middle between two neighbours, and a product is wrong by 2^-23. A denormal
-// quotient may be in the middle; then the product is, too, as it is wrong by less than half of FP32's smallest number.
-static void divide(uint16_t* x, int64_t n, float by) {
-    const float inverse = 1.0f / by;
-    if (by <= 0x1p100f)  // the reciprocal is no denormal
-        replace_each(x, n, [inverse](f32x16 value) __attribute__((always_inline)) { return value * inverse; });
-    else
-        replace_each(x, n, [by](f32x16 value) __attribute__((always_inline)) { return value / by; });
-}
-
 static void lamb_apply(const Run& run, const MpLamb& s, float ratio) { run_rule(run, LambApplyRule(s, ratio)); }
 
 // A chunk of averages, of main params as they lie in memory.

@@ -77,7 +77,6 @@ struct Level {
     double (*sum_of_squares)(const Run&, int64_t* zeros);
     void (*muon_momentum)(const Run&, const MpMuon&);
     void (*muon_apply)(const Run&, float decay, bool cautious_wd, float factor);
-    void (*divide)(uint16_t* x, int64_t n, float by);  // bfloat16 values
     // Adafactor's, over elements that lie side by side
     int32_t (*largest_bits)(const float* x, int64_t n);
     void (*total_digits)(const float* x, int64_t n, double scale, int64_t* sums);

@@ -26,7 +26,7 @@ static bool always() { return true; }
 extern const Level kBaseline;
 const Level kBaseline = {MP_BASELINE_NAME, always,                 baseline::kRules,       baseline::adam,
                          baseline::lamb_moments, baseline::lamb_apply, baseline::average, baseline::sum_of_squares,
-                         baseline::muon_momentum, baseline::muon_apply, baseline::divide,
+                         baseline::muon_momentum, baseline::muon_apply,
                          baseline::largest_bits, baseline::total_digits, baseline::row_digits,
                          baseline::turn_row, baseline::turn_by_variance, baseline::descend, baseline::clip_sums, baseline::weighted_sum};
 }  // namespace mp

@@ -4,10 +4,7 @@ whole."""
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
-from unittest import mock
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,7 +21,6 @@ from mp_optim import (
     get_megatron_optimizer,
 )
 from mp_optim.core.flat_shard import FlatShard
-from mp_optim.kernels.native_library import NativeLibrary, Stack
 from mp_optim.muon import matrix_exchange
 
 Shapes = dict[str, tuple[int, ...]]
@@ -160,27 +156,6 @@ def on_mesh(
 # -- who does what --------------------------------------------------------------------------------
 
 
-def _flops_of_a_step(stack: Stack) -> int:
-    side, length = sorted((stack.rows, stack.columns))
-    return stack.count * 2 * side * side * (length + side + length)
-
-
-@contextmanager
-def kernels_counted() -> Iterator[list[int]]:
-    """Floating-point operations of each call of kernels, which torch does not see; of symmetric
-    ones, too, as torch counts them."""
-    call, flops = NativeLibrary.call, []
-
-    def counted(library: NativeLibrary, name: str, *arguments: Any) -> None:
-        if name in ("mp_newton_schulz", "mp_muon_step"):
-            table, _, _, steps, _, _ = arguments[-6:]
-            flops.extend(steps * _flops_of_a_step(each.stack) for each in table)
-        call(library, name, *arguments)
-
-    with mock.patch.object(NativeLibrary, "call", counted):
-        yield flops
-
-
 def shared(
     part: Callable[[str, Tensor], Tensor],
     whole: Callable[[str, Tensor], Tensor],
@@ -203,11 +178,11 @@ def shared(
     for name, grad in values(1, MANY).items():
         if name not in late:
             (named[name] * part(name, grad)).sum().backward()
-    with FlopCounterMode(display=False) as counter, kernels_counted() as by_kernels:
+    with FlopCounterMode(display=False) as counter:
         assert optimizer.step().success
     mains = {name: whole(name, main).clone() for name, main in optimizer.named_main_params()}
     told = optimizer.metrics()["muon_flops"]
-    return {"mains": mains, "flops": counter.get_total_flops() + sum(by_kernels), "told": told}
+    return {"mains": mains, "flops": counter.get_total_flops(), "told": told}
 
 
 def alone(late: Sequence[str] = (), **settings: object) -> dict[str, object]:
