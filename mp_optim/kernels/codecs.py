@@ -171,13 +171,43 @@ def encode_(
         stored.copy_(value)
 
 
+def encode_again_(value: Tensor, stored: Tensor, scale: Tensor | None, second: bool) -> None:
+    """Store FP32 values as :func:`encode_` does, and decoded 8-bit codes as the same values.
+
+    Stochastic rounding can store the largest value of a block as the code below the largest one.
+    The scale of such a block is its largest value by that code.
+    """
+    encode_(value, stored, scale, second)
+    codes = 255 if second else 127
+    if scale is None or state_form(SECOND if second else "", stored.dtype).name != torch.uint8:
+        return
+    other, other_scale = torch.empty_like(stored), torch.empty_like(scale)
+    roots = value.double().sqrt_().clamp_(max=INFINITE_ROOT).float() if second else value
+    _encode_blocks(roots, other, other_scale, second, None, codes - 1)
+    lost = ~_blocks_of_equal(decode(stored, scale, second), value)
+    taken = lost & _blocks_of_equal(decode(other, other_scale, second), value)
+    scale.copy_(torch.where(taken, other_scale, scale))
+    stored.copy_(torch.where(taken.repeat_interleave(BLOCK)[: stored.numel()], other, stored))
+
+
+def _blocks_of_equal(a: Tensor, b: Tensor) -> Tensor:
+    """Return for each block whether two FP32 tensors have the same values there."""
+    differ = (a != b) & ~(a.isnan() & b.isnan())
+    return ~torch.nn.functional.pad(differ, (0, -differ.numel() % BLOCK)).view(-1, BLOCK).any(1)
+
+
 def _finite_within(value: Tensor, most: float) -> Tensor:
     """FP32 values of which those that are finite are brought within a bound."""
     return torch.where(value.isinf(), value, value.clamp(-most, most))
 
 
 def _encode_blocks(
-    x: Tensor, stored: Tensor, scale: Tensor, roots: bool, noise: Noise | None
+    x: Tensor,
+    stored: Tensor,
+    scale: Tensor,
+    roots: bool,
+    noise: Noise | None,
+    top_code: int | None = None,
 ) -> None:
     blocks = torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     top = blocks.abs().amax(1)
@@ -191,7 +221,9 @@ def _encode_blocks(
         new_scale = exponent.view(torch.float32)
         inverse = ((254 << 23) - exponent).view(torch.float32)
     else:
-        new_scale, inverse = _code_scale(top, _FOUR_BITS if four else 255 if roots else 127)
+        new_scale, inverse = _code_scale(
+            top, top_code or (_FOUR_BITS if four else 255 if roots else 127)
+        )
     scale.copy_(torch.where(good, new_scale, torch.where(top.isfinite(), 0.0, torch.nan)))
     scaled = torch.where(
         good[:, None], blocks * torch.where(good, inverse, 0.0)[:, None], 0.0

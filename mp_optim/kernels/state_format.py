@@ -29,7 +29,7 @@ from mp_optim.core.slot_state import (
 from mp_optim.host.host_memory import TensorSpec, same_values, zeros
 from mp_optim.kernels.codecs import (
     decode,
-    encode_,
+    encode_again_,
     is_blocked,
     is_packed,
     join,
@@ -168,7 +168,7 @@ def coded(
         return decode(stored.reshape(-1), scale, second, shape.numel()).view(shape)
 
     def write(values: Tensor, stored: Tensor, scale: Tensor) -> None:
-        encode_(values.reshape(-1), stored.view(-1), scale, second)
+        encode_again_(values.reshape(-1), stored.view(-1), scale, second)
 
     return Coded(stored, scale, read, write, check)
 
@@ -301,7 +301,7 @@ def _converted(
         name: zeros(*spec, value.device)
         for name, spec in moment_specs(key, value.shape, mine[key].dtype).items()
     }
-    encode_(value.reshape(-1), fresh[key].view(-1), fresh.get(scale_key(key)), key == SECOND)
+    encode_again_(value.reshape(-1), fresh[key].view(-1), fresh.get(scale_key(key)), key == SECOND)
     if not convert and not same_values(_decoded(fresh, key, value), value):
         dtype = mine[key].dtype
         words = "4-bit codes" if is_packed(key, dtype) else str(dtype)
