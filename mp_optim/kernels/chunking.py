@@ -102,6 +102,7 @@ def part_of_state(key: str, tensor: Tensor, start: int, count: int) -> Tensor:
     Args:
         start: a multiple of 256. count: that, too, or all elements that are left.
     """
+    tensor = tensor.detach()  # a view of the tensor itself would keep torch from swapping it
     if is_scale(key):
         return tensor.narrow(0, start // BLOCK, blocks_of(count))
     if is_packed(key, tensor.dtype):
