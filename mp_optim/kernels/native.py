@@ -1,4 +1,4 @@
-"""The rules by the compiled kernels of ``update/csrc``: one pass over every tensor of a call, on
+"""The rules by the compiled kernels of ``kernels/csrc``: one pass over every tensor of a call, on
 all host threads.
 
 Bit for bit what ``reference`` computes. What the kernels do not read, such as FP64 gradients, goes

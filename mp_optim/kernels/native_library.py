@@ -1,4 +1,4 @@
-"""Loads the compiled kernels of ``update/csrc`` and says why not where there are none; and how many
+"""Loads the compiled kernels of ``kernels/csrc`` and says why not where there are none; and how many
 threads they run, on which cores. Nothing here knows a rule."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from mp_optim.host.host_share import HostShare, host_share
 
 ENVIRONMENT = "MP_OPTIM_NATIVE"
-"""``off``, or the instruction-set level to use: ``avx512``, ``avx2``, ``neon`` or ``baseline``;
-else the best one."""
+"""``off``, or the instruction-set level to use: ``avx512``, ``avx2`` or ``neon``; else the best
+one."""
 
 _ABI = 20
 _STATUS = {
@@ -179,6 +179,9 @@ def _load(path: Path) -> NativeLibrary:
         return NativeLibrary(
             None, f"{path.name} has interface {abi}, this version needs {_ABI}; reinstall mp_optim"
         )
+    handle.mp_level.restype = handle.mp_levels.restype = ctypes.c_char_p
+    if not handle.mp_levels():
+        return NativeLibrary(None, "this CPU has none of AVX2, AVX-512 and NEON")
     for name, arguments in _SIGNATURES.items():
         getattr(handle, name).argtypes = arguments
         getattr(handle, name).restype = ctypes.c_int32
@@ -187,7 +190,6 @@ def _load(path: Path) -> NativeLibrary:
     parallel = getattr(_gomp(), "GOMP_parallel", None)
     address = ctypes.cast(parallel, ctypes.c_void_p).value if parallel else None
     handle.mp_set_parallel(address)
-    handle.mp_level.restype = handle.mp_levels.restype = ctypes.c_char_p
     return NativeLibrary(handle, path.name)
 
 

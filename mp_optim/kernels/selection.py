@@ -285,6 +285,7 @@ def warn_of_missing_kernels(fused_backend: str, rule: str, groups: ParamGroups) 
 def _warn_once(reason: str) -> None:
     warn(
         f"there are no native kernels ({reason}): steps on the host take five to six times as "
-        "long, with the same bits. Install a wheel of mp_optim, or install it again where there "
-        f"is a C++ compiler (g++ or clang++); {ENVIRONMENT}=off accepts it without this warning"
+        "long, with the same bits. Where the CPU has AVX2, AVX-512 or NEON, install a wheel of "
+        "mp_optim, or install it again with a C++ compiler (g++ or clang++); "
+        f"{ENVIRONMENT}=off accepts it without this warning"
     )

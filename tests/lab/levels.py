@@ -2,7 +2,7 @@
 of the native kernels that this CPU has, and without them.
 
 $ python tests/lab levels
-$ python tests/lab levels off baseline
+$ python tests/lab levels off avx2
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Options:
     """Which levels."""
 
     levels: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Those of `off`, `baseline`, `avx2`, `avx512` and `neon` that are to be run; one that this CPU
+    """Those of `off`, `avx2`, `avx512` and `neon` that are to be run; one that this CPU
     does not have is left out. All if none is given."""
     processes: str = "auto"
     """Processes of pytest."""

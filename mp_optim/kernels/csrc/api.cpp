@@ -16,14 +16,17 @@ namespace mp {
 
 #if defined(__x86_64__)
 extern const Level kAvx512, kAvx2;
+#elif defined(__aarch64__)
+extern const Level kNeon;
 #endif
-extern const Level kBaseline;
 
 const Level* const kLevels[] = {
 #if defined(__x86_64__)
     &kAvx512, &kAvx2,
+#elif defined(__aarch64__)
+    &kNeon,
 #endif
-    &kBaseline, nullptr};
+    nullptr};
 
 namespace {
 
@@ -32,7 +35,7 @@ namespace {
 const Level* best_level() {
     for (int i = 0; kLevels[i]; ++i)
         if (kLevels[i]->supported()) return kLevels[i];
-    return &kBaseline;
+    return nullptr;
 }
 
 std::atomic<const Level*> chosen{nullptr};

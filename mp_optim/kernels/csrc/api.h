@@ -151,7 +151,8 @@ MP_EXPORT int32_t mp_descend(float* main, const float* direction, int64_t n, flo
 // Sum of elements, each times a number of its row of 1024 and one of its column, modulo 2^64: a checksum of bits.
 MP_EXPORT int32_t mp_weighted_sum(const int16_t* x, int64_t n, int64_t* sum, int32_t threads);
 
-// "avx512", "avx2", "neon" or "baseline": the level in use. mp_set_level forces one that the CPU has.
+// "avx512", "avx2" or "neon": the level in use. mp_set_level forces one that the CPU has.
+// Where mp_levels is empty no kernel may be called.
 MP_EXPORT const char* mp_level();
 MP_EXPORT const char* mp_levels();  // all that can be chosen here, comma separated, best first
 MP_EXPORT int32_t mp_set_level(const char* name);

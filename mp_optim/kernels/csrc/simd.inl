@@ -1,5 +1,5 @@
 // Sixteen lanes at a time, by the compilers' vector extensions; what those cannot say is said once per level.
-// Included inside a level's namespace, with MP_AVX512, MP_AVX2, MP_SSE2, MP_NEON or nothing defined.
+// Included inside a level's namespace, with MP_AVX512, MP_AVX2 or MP_NEON defined.
 
 #define MP_INLINE static inline __attribute__((always_inline))
 #define MP_MEMBER inline __attribute__((always_inline))
@@ -43,36 +43,13 @@ MP_INLINE void store(void* p, T value) {
     Memory<T>::store(p, value);
 }
 
-// -- 16-bit floats, one at a time -----------------------------------------------------------------------
-
-MP_INLINE float half_to_float(uint16_t h) {
-    uint32_t sign = uint32_t(h & 0x8000) << 16, magnitude = h & 0x7fff;
-    if (magnitude >= 0x7c00) return as<float>(sign | 0x7f800000 | ((magnitude & 0x3ff) << 13));
-    if (magnitude >= 0x0400) return as<float>(sign | ((magnitude + 0x1c000) << 13));
-    float tiny = float(magnitude) * 0x1p-24f;  // exact
-    return as<float>(sign | as<uint32_t>(tiny));
-}
-
-MP_INLINE uint16_t float_to_half(float x) {
-    uint32_t bits = as<uint32_t>(x), sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
-    if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00);
-    if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);  // 65520 and above
-    if (magnitude < 0x38800000)  // below the normal range: + 0.5 leaves the rounded multiple of 2^-24 in the low bits
-        return uint16_t(sign | (as<uint32_t>(as<float>(magnitude) + 0.5f) - 0x3f000000));
-    return uint16_t(sign | ((magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13));
-}
-
 #if defined(MP_AVX512)
 #include "lanes_avx512.inl"
 #else
 #if defined(MP_AVX2)
 #include "lanes_avx2.inl"
-#elif defined(MP_SSE2)
-#include "lanes_sse2.inl"
-#elif defined(MP_NEON)
-#include "lanes_neon.inl"
 #else
-#include "lanes_plain.inl"
+#include "lanes_neon.inl"
 #endif
 #include "lanes_two.inl"
 #endif

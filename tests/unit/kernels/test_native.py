@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from mp_optim.config.state_forms import UINT4, blocks_of
 from mp_optim.core.slot_state import REMAINDER, scale_key
 from mp_optim.core.weight_delta import bits_differ, bits_set
 from mp_optim.host.host_share import host_share
+from mp_optim.kernels import native_library as native_library_file
 from mp_optim.kernels.codecs import SECOND, Noise, encode_, split_, stored_dtype
 from mp_optim.kernels.element_rules import RULE_SCALARS, TEXTS
 from mp_optim.kernels.kernel_args import MAIN, LambScalars, StableScalars, TensorLists, bitmap_bytes
@@ -646,7 +648,17 @@ def test_bad_arguments_are_python_errors() -> None:
     with pytest.raises(ValueError, match="MP_OPTIM_NATIVE='avx1024': this machine has"):
         LIBRARY.set_level("avx1024")
     with pytest.raises(ValueError, match="no native kernels"):
-        NativeLibrary(None, "why").set_level("baseline")
+        NativeLibrary(None, "why").set_level("avx2")
+
+
+def test_library_has_no_kernels_when_the_cpu_has_no_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an x86-64 CPU without AVX2: torch operations take the steps."""
+    empty = SimpleNamespace(
+        mp_abi=lambda: native_library_file._ABI, mp_level=lambda: b"", mp_levels=lambda: b""
+    )
+    monkeypatch.setattr(native_library_file.ctypes, "CDLL", lambda path: empty)
+    found = native_library_file._load(Path("_native.so"))
+    assert found.handle is None and "none of AVX2, AVX-512 and NEON" in found.why
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")

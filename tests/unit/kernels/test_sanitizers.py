@@ -13,7 +13,7 @@ import pytest
 from support.launch import ROOT
 
 HERE = Path(__file__).parent
-KERNELS = ROOT / "mp_optim" / "update" / "csrc"
+KERNELS = ROOT / "mp_optim" / "kernels" / "csrc"
 RESULTS = "16e22496cd0dfd6c"
 """Hash of all results of the driver; GCC and clang on x86-64 and GCC on 64-bit Arm have printed the
 same.

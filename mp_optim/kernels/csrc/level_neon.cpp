@@ -1,0 +1,23 @@
+// NEON, which every 64-bit Arm CPU has.
+#include "level.h"
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+
+namespace mp {
+namespace neon {
+#define MP_NEON
+#include "simd.inl"
+#include "kernels.inl"
+}  // namespace neon
+
+static bool always() { return true; }
+
+extern const Level kNeon;
+const Level kNeon = {"neon",     always,             neon::kRules,       neon::adam,
+                     neon::lamb_moments, neon::lamb_apply, neon::average, neon::sum_of_squares,
+                     neon::muon_momentum, neon::muon_apply,
+                     neon::largest_bits, neon::total_digits, neon::row_digits,
+                     neon::turn_row, neon::turn_by_variance, neon::descend, neon::clip_sums, neon::weighted_sum};
+}  // namespace mp
+#endif
