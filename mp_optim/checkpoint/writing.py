@@ -283,7 +283,7 @@ class Writing:
         parameters on accelerators; copy the rest to the host.
 
         NOTE: the model's tensors on the host are copied because any code may write them; the
-        optimizer's state is written by this package alone, which calls ``before_writing``. Buffers
+        optimizer's state is written by this package alone, which announces its writes. Buffers
         are written in forward.
         """
         lendable = {

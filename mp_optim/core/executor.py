@@ -22,7 +22,6 @@ from mp_optim.core import ParamGroups, Slot, SlotUpdates, local_tensor, param_at
 from mp_optim.core.interrupted_step import HOST, StepMark
 from mp_optim.core.slot_state import SlotState
 from mp_optim.host.host_memory import beside, zeros
-from mp_optim.host.leases import before_writing
 
 Mode = Literal["train", "eval"]
 
@@ -246,9 +245,7 @@ class Executor:
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
         """Give the main param another value of any floating dtype."""
-        main = self.stepped(slot)
-        before_writing([main])
-        main.copy_(value)
+        self.stepped(slot).copy_(value)
 
     def main_written(self, slot: Slot) -> None:
         """The stepped tensor of a slot took the model's value; drop work that read the old one."""

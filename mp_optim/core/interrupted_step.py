@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mp_optim.core.shown_copies import ShownCopies
 from mp_optim.host.accelerator import accelerator_of
-from mp_optim.host.leases import before_writing
+from mp_optim.host.leases import before_writing_all, give_memory, wait_for_devices
 
 
 class BrokenOffError(RuntimeError):
@@ -61,8 +61,21 @@ class StepMark:
         return self._touched
 
     def touch(self) -> None:
-        """Something is about to be written that is not complete before the step is."""
+        """Announce writes that are complete only when the step is. Waits until background saves
+        have copied what they borrow of accelerators; launches announce the host's memory."""
         self._touched = True
+        wait_for_devices()
+
+    def open_state(self) -> None:
+        """Announce that any state may be written, here or by the caller who is given it: the one
+        door for everything except the launches of a step. Background saves read a copy from here
+        on."""
+        before_writing_all()
+
+    def _take_edits(self) -> None:
+        if self.copies.are_held():
+            self.open_state()
+            self.copies.take_edits()
 
     def break_off(self, why: Exception) -> None:
         """What was stepped before is found to be wrong."""
@@ -99,7 +112,7 @@ class StepMark:
         if self._outermost is not None and self._thread != get_ident():
             raise self._under_way(doing, "another thread")
         if self._outermost is None:
-            self.copies.take_edits()
+            self._take_edits()
 
     def _under_way(self, doing: str, who: str) -> RuntimeError:
         return RuntimeError(
@@ -138,7 +151,7 @@ class StepMark:
             self.check("step")
         if self.parked.homes:
             raise RuntimeError(_PARKED)
-        self.copies.take_edits()
+        self._take_edits()
         self._thread, self._outermost = get_ident(), layer
         try:
             yield
@@ -154,7 +167,7 @@ class StepMark:
     @contextmanager
     def under_way(self, layer: object) -> Iterator[None]:
         """Something is written by a layer; the mark stays what it is made."""
-        self.copies.take_edits()
+        self._take_edits()
         self._thread, self._outermost = get_ident(), layer
         try:
             yield
@@ -196,8 +209,7 @@ class ParkedTensors:
     def give(self, tensor: Tensor, memory: Tensor) -> None:
         """Have a tensor be in memory of another device; its values are what is there."""
         before = tensor.device
-        before_writing([tensor])  # a save would keep its memory
-        tensor.data = memory
+        give_memory(tensor, memory)
         if memory.device != HOST:
             self.homes.pop(id(tensor), None)
         elif before != HOST:

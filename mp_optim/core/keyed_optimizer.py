@@ -29,7 +29,6 @@ from mp_optim.core.state_dict import (
 from mp_optim.core.state_view import Assignment, Lookups, SlotStateView
 from mp_optim.core.tensors import device_of
 from mp_optim.host.calls import in_own_modes, warn
-from mp_optim.host.leases import before_writing
 
 Closure = Callable[[], Any]
 
@@ -220,9 +219,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         be written."""
         self.make_current(slot)
         self.step_mark.copies.take_edits()
-        state = self.state_of(slot).shown()
-        before_writing(state.values())
-        return state
+        return self.state_of(slot).shown()
 
     @in_own_modes
     def shown_state(self, slot: Slot) -> State:
@@ -238,16 +235,13 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             scale_key,
         )
         saved = state.shown()  # its keys are those of a state dict, as torch's functions expect
-        before_writing(saved.values())
         return {key: shown.get(key, value) for key, value in saved.items()}
 
     def full_slot_state(self, slot: Slot) -> State:
         """The slot's state with everything in FP32, copied where it is stored in fewer bits."""
         self.make_current(slot)
         self.step_mark.copies.take_edits()
-        state = self.state_of(slot).full_precision()
-        before_writing(state.values())
-        return state
+        return self.state_of(slot).full_precision()
 
     def load_slot_state(self, slot: Slot, state: State) -> None:
         """Copy ``state`` into the slot. Raises ValueError if a key is missing, unknown or
@@ -308,6 +302,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     def offload_to_cpu(self) -> None:
         """Move main params and moments off the accelerator, until :meth:`restore_from_cpu`; a step
         before that raises RuntimeError. Gradients are the caller's to clear."""
+        self.step_mark.open_state()  # a save would keep the accelerator's memory
         for slot in self.slots():
             self.step_mark.parked.park(self.state_of(slot).kept().values())
         self.memory_moved()
@@ -444,16 +439,18 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     # -- what loading asks of a subclass ----------------------------------------------------------
 
     def follow_model(self, slot: Slot | None = None) -> None:
-        """Make what is stepped agree with what it stands for, where something else writes that."""
+        """Open the state for writing, and let main params follow a model that other code wrote."""
+        self.step_mark.open_state()
 
     def make_current(self, slot: Slot | None = None) -> None:
-        """Before state is read, of one slot or of all: follow the model, give what is trained by
-        now its main params, and check loaded remainders.
+        """Prepare the state of one slot, or of all, for a caller who may write to it: open it,
+        follow the model, give newly trained parameters main params, and check loaded remainders.
 
         Raises:
             ValueError: a loaded remainder lies beside a parameter that it was not saved with,
                 naming the parameters.
         """
+        self.step_mark.open_state()
 
     def begins_anew(self, state_dict: Mapping[str, Any]) -> bool:
         """Whether loading this means to forget all state; it is forgotten then."""

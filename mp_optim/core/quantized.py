@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from mp_optim.host.host_memory import same_values
-from mp_optim.host.leases import before_writing
 from mp_optim.host.torch_types import is_dtensor
 
 FLOAT8_DTYPES = tuple(
@@ -106,7 +105,6 @@ def quantize_(param: Any, main: Tensor) -> None:
     """
     with torch.no_grad():
         values = main.to(param.device)
-        before_writing([values])  # it lies where the parameter does
         if _brings_its_own(param):
             param.quantize_(values)
             return

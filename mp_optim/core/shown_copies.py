@@ -19,7 +19,6 @@ from torch import Tensor
 
 from mp_optim.core.tensors import held_tensor
 from mp_optim.host.host_memory import same_values
-from mp_optim.host.leases import before_writing
 
 _USERS = getattr(torch._C, "_storage_Use_Count", None)
 
@@ -48,7 +47,6 @@ class Coded:
     def take(self, values: Tensor) -> None:
         """Store FP32 values, rounded."""
         self.check(values)
-        before_writing([self.stored, self.scale])
         self.encode(values, self.stored, self.scale)
 
     def rounded(self, values: Tensor) -> Tensor:
@@ -117,7 +115,6 @@ class _Copy:
             self.coded.take(given)
             self.refresh()
         elif shown.shape == scale.shape and not same_values(shown, scale):
-            before_writing([scale])
             scale.copy_(shown)
             self.refresh()
 
@@ -184,8 +181,11 @@ class ShownCopies:
         Raises:
             ValueError: values cannot be stored, naming parameter and key. Such a copy is forgotten.
         """
-        if self._copies:
-            self._take(list(self._copies))
+        self._take(list(self._copies))
+
+    def are_held(self) -> bool:
+        """Return whether there are copies that callers may have written."""
+        return bool(self._copies)
 
     def refresh(self) -> None:
         """Give all copies the values that are stored now."""

@@ -19,7 +19,6 @@ from mp_optim.config.setting_checks import Allowed, check_setting
 from mp_optim.core.shown_copies import Coded
 from mp_optim.core.tensors import local_tensor
 from mp_optim.host.host_memory import same_values
-from mp_optim.host.leases import before_writing
 
 STEP = "step"
 """The number of steps."""
@@ -336,7 +335,6 @@ class WithMainParam(SlotState):
         rest, main = _split(state)
         self.below.load(rest)
         if main is not None:
-            before_writing([self._main])
             self._main.copy_(main)
 
     def reset(self) -> None:

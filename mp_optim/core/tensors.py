@@ -254,13 +254,12 @@ def follow(main: Tensor, local: Tensor, name: str) -> bool:
     weights = local.to(main.device)
     if bool(_rounds_to(main, weights).all()):
         return False
-    before_writing([main])
     continue_from([main], [weights])
     return True
 
 
 def continue_from(
-    mains: Iterable[Tensor],
+    mains: Sequence[Tensor],
     weights: Iterable[Tensor | None],
     changed: Sequence[Tensor] | None = None,
     *,
@@ -276,6 +275,7 @@ def continue_from(
         changed: for each a bitmap, uint8, in which all bits are set if some element differs.
         may_read: leave main params in host memory alone if nothing differs, which reads a result.
     """
+    before_writing(mains)
     for index, (main, weight) in enumerate(zip(mains, weights, strict=True)):
         if weight is None:
             continue

@@ -1,8 +1,9 @@
 """Memory that a save in the background still has to read, lent while training goes on.
 
-Whatever writes main params or state announces it (:func:`before_writing`). What the save has not
-read of host memory by then is copied for it. So the save reads the bits of its call, and a step
-pays for what is not written yet, and for nothing if the save is further than that.
+A step announces the tensors of each launch and window (:func:`before_writing`). All other writers
+announce everything (:func:`before_writing_all`), through ``StepMark.open_state``. What the save has
+not read of host memory by then is copied for it. So the save reads the bits of its call, and a step
+pays for the bytes that are not written yet.
 
 Memory of accelerators is brought to the host by threads that begin with the call; a writer waits
 for the rest of these copies. A copy on the device in place of that wait would take memory where
@@ -532,8 +533,7 @@ def _watch_torch_optimizers() -> None:
 
 
 def _before_torchs_step(*_: Any) -> None:
-    for lent in tuple(borrows):
-        lent.wait_for_devices()
+    wait_for_devices()
 
 
 def is_borrowed(memory: Tensor) -> bool:
@@ -542,12 +542,12 @@ def is_borrowed(memory: Tensor) -> bool:
     return any(lease.is_unread for lent in tuple(borrows) for lease in lent.leases_of(memory))
 
 
-def before_moving(memory: Tensor) -> None:
-    """The tensor whose memory on the host this is will have other memory; what a save reads stays
-    here."""
+def give_memory(tensor: Tensor, memory: Tensor) -> None:
+    """Have a tensor be in other memory, of any device. Saves go on reading the memory it had."""
     for lent in tuple(borrows):
-        for lease in lent.leases_of(memory):
+        for lease in lent.leases_of(tensor):
             lease.stop_watching()
+    tensor.data = memory
 
 
 def before_writing(*lists: Iterable[Tensor | None]) -> None:
@@ -564,6 +564,22 @@ def before_writing(*lists: Iterable[Tensor | None]) -> None:
                         lease.copy_rest(lent.take)
         if waits:
             lent.wait_for_devices()
+
+
+def before_writing_all() -> None:
+    """Announce that any state may be written, or handed to code that may: copy everything that
+    saves have not read, and wait for accelerators. Free while no save is under way, and after the
+    first call of a save."""
+    for lent in tuple(borrows):
+        for lease in lent.leases:
+            lease.copy_rest(lent.take)
+    wait_for_devices()
+
+
+def wait_for_devices() -> None:
+    """Wait until saves read nothing of accelerators any more."""
+    for lent in tuple(borrows):
+        lent.wait_for_devices()
 
 
 def is_plain(tensor: Tensor) -> bool:

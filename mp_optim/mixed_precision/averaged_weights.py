@@ -17,7 +17,6 @@ from mp_optim.core.quantized import is_quantized, quantize_
 from mp_optim.core.slot_state import AVERAGE
 from mp_optim.core.tensor_layout import region_of
 from mp_optim.host.calls import in_own_modes
-from mp_optim.host.leases import before_writing
 from mp_optim.host.torch_types import is_dtensor
 from mp_optim.mixed_precision.main_params import MainParams
 from mp_optim.process_groups.missing_ranks import MissingRanksError
@@ -78,7 +77,6 @@ class AveragedWeights:
             quantize_(param, average.float())
             return
         local = local_tensor(param)
-        before_writing([local])
         self._own.append((mains, slot, local.clone()))
         local.copy_(average.to(local.dtype))  # in the model's dtype to its device
 
@@ -91,7 +89,6 @@ class AveragedWeights:
                 quantize_(param, mains.stepped_value(slot))
             else:
                 local = local_tensor(param)
-                before_writing([local])
                 local.copy_(own)
         self._own.clear()
 

@@ -60,7 +60,7 @@ from mp_optim.core.tensor_layout import (
 )
 from mp_optim.core.tensors import check_memory
 from mp_optim.host.calls import in_own_modes
-from mp_optim.host.leases import before_writing
+from mp_optim.host.leases import give_memory
 from mp_optim.host.torch_types import is_dtensor
 from mp_optim.kernels.checksums import checksums_of
 from mp_optim.kernels.written_weights import WrittenWeights
@@ -348,9 +348,7 @@ class MainParams:
         if is_quantized(param):
             quantize_(param, self._executor.main_param(slot))
         elif self.is_separate(slot):
-            local = local_tensor(param)
-            before_writing([local])
-            local.copy_(self._stepped(slot))
+            local_tensor(param).copy_(self._stepped(slot))
 
     # -- following the model ----------------------------------------------------------------------
 
@@ -366,6 +364,7 @@ class MainParams:
             TypeError: a tensor's dtype cannot be stepped, naming the parameter.
             ValueError: its shape changed, or its memory is gone or another parameter's.
         """
+        self._executor.step_mark.open_state()
         self.follow_tensors()
         table = self.table
         indices = range(len(table.slots)) if slot is None else (table.index(slot),)
@@ -454,8 +453,7 @@ class MainParams:
         executor, home = self._executor, self._executor.home(slot, param)
         is_parked = id(main) in executor.step_mark.parked.homes
         if main.device != home and home == local_tensor(param).device and not is_parked:
-            before_writing([main])
-            main.data = main.data.to(home)
+            give_memory(main, main.data.to(home))
             executor.memory_moved(slot)
 
     def _follow(self, slot: Slot, main: Tensor, local: Tensor, param: Tensor) -> bool:
@@ -465,6 +463,7 @@ class MainParams:
         check_quantized(self.name(slot), param)
         if holds(param, self._executor.main_param(slot)):
             return False
+        self._executor.step_mark.open_state()
         self._executor.set_main_param(slot, dequantized(param))
         return True
 

@@ -30,7 +30,6 @@ from mp_optim.core.names import ModelParams
 from mp_optim.core.param_attributes import clear_decoupled_grad
 from mp_optim.core.weight_delta import WeightDelta, WeightPatch
 from mp_optim.host.calls import in_own_modes, weak_method
-from mp_optim.host.leases import before_writing
 from mp_optim.mixed_precision.averaged_weights import AveragedWeights, scale_rows_
 from mp_optim.mixed_precision.backward_overlap import EarlyWork
 from mp_optim.mixed_precision.changed_weights import ChangedPart, ChangedWeights
@@ -387,9 +386,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.step_mark.check("named_main_params")
         self.make_current()
         for slot in self.slots():
-            main = self.main_param(slot)
-            before_writing([main])  # by whoever gets it
-            yield self.slot_name(slot), main
+            yield self.slot_name(slot), self.main_param(slot)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:

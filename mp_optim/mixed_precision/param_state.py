@@ -24,7 +24,6 @@ from mp_optim.core.slot_state import (
 )
 from mp_optim.core.state_dict import names_in_words
 from mp_optim.host.host_memory import same_values
-from mp_optim.host.leases import before_writing
 from mp_optim.host.torch_types import is_dtensor
 from mp_optim.kernels.checksums import checksums_of
 from mp_optim.kernels.codecs import split_
@@ -386,6 +385,5 @@ class ParamState(WithMainParam):
         differs = main.dtype == torch.float32 and not stands_for(main, local)
         value = main.to(device=local.device, dtype=local.dtype)
         if not same_values(value, local):
-            before_writing([local])
             local.copy_(value)
         return differs or noted

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mp_optim.core import CachedTensorList, Slot, SlotUpdates, UpdateSelection, all_same
 from mp_optim.host.host_memory import Block, aligned_bytes
-from mp_optim.host.leases import before_writing, borrows
 from mp_optim.host.transfer import Transfer
 from mp_optim.offload.buckets import HostSlot, plan_staging
 from mp_optim.offload.timeline import WAIT_COPIES, StepTimeline, TransferBytes
@@ -193,8 +192,6 @@ class BucketStep:
     def upload(self) -> None:
         """Start to copy the parameters to where they are wanted."""
         wanted = _present(self.updates.outputs)
-        if borrows:
-            before_writing(wanted)
         ticket = self.staging.transfer.upload(wanted, _present(self.staged.outputs))
         self.staging.tickets.append(ticket)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from mp_optim.core import CachedTensorList, all_same
 from mp_optim.host.calls import in_background
 from mp_optim.host.host_memory import Block, TensorSpec, aligned_bytes, touch
-from mp_optim.host.leases import before_moving, before_writing, borrows, is_borrowed
+from mp_optim.host.leases import borrows, give_memory, is_borrowed
 from mp_optim.host.transfer import Transfer
 from mp_optim.kernels.kernel_args import MAIN
 from mp_optim.offload.buckets import back_buffer_bytes
@@ -64,9 +64,8 @@ class _Pair:
         return live is self.live and memory == (self.front.data_ptr(), self.front.shape)
 
     def swap(self) -> None:
-        before_moving(self.front)
         self.front, self.back = self.back, self.front
-        self.live.data = self.front
+        give_memory(self.live, self.front)
 
     def avoid_borrowed(self) -> None:
         """Have the back be memory that no save reads, if there is some; let go of the third as soon
@@ -93,7 +92,6 @@ class _Pair:
             return
         if self.aside is self.home:
             self.back, self.aside = self.aside, self.back
-        before_writing([self.home])
         self.home.copy_(self.front)
         self.swap()
 

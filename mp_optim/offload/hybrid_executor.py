@@ -551,6 +551,7 @@ class PlacedExecutor(Executor):
 
     def reload(self) -> None:
         """Take the parameters' present values into the copies kept here."""
+        self.step_mark.open_state()
         for slot, param in iter_slots(self.param_groups):
             if self._placed[slot].main is not None or param.dtype != torch.float32:
                 self.set_main_param(slot, local_tensor(param))

@@ -107,6 +107,7 @@ class Ahead:
         """Have all slots be in the memory that they had before the first step, unless they rest in
         a file, which keeps its spare. Nothing may be begun."""
         if self._in_file is None:
+            self._executor.step_mark.open_state()
             for spare in self._spares:
                 spare.restore()
             self._executor.memory_moved()

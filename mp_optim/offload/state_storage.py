@@ -71,7 +71,10 @@ class MemorySource:
         return self
 
     def fetch(self, number: int) -> Window:
-        return self._windows[number]
+        window = self._windows[number]
+        for piece in window:
+            before_writing(piece.held.values())
+        return window
 
     def store(self, number: int) -> None: ...
 

@@ -24,7 +24,6 @@ from mp_optim.core import Slot, SlotUpdates
 from mp_optim.core.executor import Place
 from mp_optim.core.slot_state import AVERAGE, REMAINDER
 from mp_optim.host.host_memory import TensorSpec, aligned_bytes
-from mp_optim.host.leases import before_writing
 from mp_optim.host.transfer import Transfer
 from mp_optim.kernels.kernel_args import MAIN
 from mp_optim.offload.buckets import DiskBytes, HostBytes, HostSlot
@@ -398,7 +397,6 @@ class HostSite:
     def send_back(self, number: int, window: Window, resident: Sequence[Tensors]) -> None:
         outputs = _along(self._windows[number], OUTPUT)
         if outputs:
-            before_writing(outputs)
             self._going[number] = self._transfer.upload(outputs, _along(window, OUTPUT))
             self.up += sum(output.nbytes for output in outputs)
 
@@ -463,7 +461,6 @@ class DeviceRing:
 
     def send_back(self, number: int, window: Window, resident: Sequence[Tensors]) -> None:
         held = _tensors([piece.held for piece in window])
-        before_writing(held)
         pairs = zip(window, resident, strict=True)
         stepped = [tensors[key] for piece, tensors in pairs for key in piece.held]
         ticket = self._transfer.download(held, stepped)

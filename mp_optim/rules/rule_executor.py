@@ -513,7 +513,6 @@ class RuleExecutor(Executor):
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
         main, state = self.rows.stepped(slot), self.rows.live(slot)
-        before_writing([main], state.values())
         if self.rows.is_split(main.dtype):
             beside = _beside(main, state.get(REMAINDER))
             split_(value.to(main.device, torch.float32), main, beside)

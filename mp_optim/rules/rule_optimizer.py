@@ -34,7 +34,6 @@ from mp_optim.core.slot_state import STEP, SlotState, State, check_state, check_
 from mp_optim.core.tensors import SeenParams, check_memory, continue_from
 from mp_optim.host.calls import in_own_modes
 from mp_optim.host.host_memory import as_tensor
-from mp_optim.host.leases import before_writing, borrows
 from mp_optim.kernels.checksums import global_grad_norm
 from mp_optim.kernels.selection import warn_of_missing_kernels
 from mp_optim.kernels.state_format import StatePrecision
@@ -260,15 +259,9 @@ class ForeignExecutor(Executor):
 
     def switch_mode(self, mode: Mode) -> None:
         self._rebind()
-        self._announce()
+        self.step_mark.open_state()
         if self.has_modes:
             getattr(self.optimizer, mode)()
-
-    def _announce(self) -> None:
-        """Everything may be written now."""
-        if borrows:
-            for param, state in self.optimizer.state.items():
-                before_writing([param], dict(_flat(state)).values())
 
     def _rebind(self) -> None:
         """Move the state of replaced tensors. All are taken out first: tensors may have swapped
@@ -346,7 +339,7 @@ class ForeignExecutor(Executor):
             wide = torch.promote_types(main.dtype, torch.float32)
             main.grad = update.grad.to(wide, copy=True).mul_(update.multiplier).to(main.dtype)
         self.step_mark.touch()
-        self._announce()
+        self.step_mark.open_state()
         self.optimizer.step()
         for update, main in zip(updates, mains, strict=True):
             main.grad = None

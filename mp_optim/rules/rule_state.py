@@ -43,7 +43,7 @@ from mp_optim.core.tensor_layout import region_of
 from mp_optim.core.tensors import SeenParams
 from mp_optim.host.calls import in_own_modes
 from mp_optim.host.host_memory import TensorSpec, as_tensor, beside, zeros
-from mp_optim.host.leases import before_writing
+from mp_optim.host.leases import give_memory
 from mp_optim.kernels.codecs import is_blocked
 from mp_optim.kernels.kernel_args import MAIN
 from mp_optim.kernels.state_format import (
@@ -155,9 +155,8 @@ class RuleState:
             for key, value in state.items()
             if key != STEP and value.device != home and id(value) not in self.parked.homes
         ]
-        before_writing(away)
         for value in away:  # it stays the same tensor, for those that were given it
-            value.data = value.data.to(home)
+            give_memory(value, value.data.to(home))
         if missing or away:
             state.update(zip(missing, tensors, strict=True))
             group_state.replaced([slot.position])
@@ -339,8 +338,7 @@ class RuleState:
         """Have main params be on the device where they were stepped, if they are not parked."""
         for main, before in zip(mains, mains.held, strict=False):
             if main.device != before.device and id(main) not in self.parked.homes:
-                before_writing([main])
-                main.data = main.data.to(before.device)
+                give_memory(main, main.data.to(before.device))
 
     def _check_memory(self, slot: Slot, kept: SteppedTogether) -> None:
         """Check the state of a slot after its tensors may have been given other memory.
@@ -508,14 +506,12 @@ class RuleSlotState(SlotState):
         state = self._packed(state)
         self.check(state)
         rest, main = self._without_main(state)
-        before_writing(self._live.values())
         for key, tensor in self._live.items():
             tensor.copy_(as_tensor(rest[key]))
         if main is not None:
             self._executor.set_main_param(self._slot, main)
 
     def reset(self) -> None:
-        before_writing(self._live.values())
         for key, tensor in self._live.items():
             if key != REMAINDER:  # it belongs to the main param
                 tensor.zero_()

@@ -19,7 +19,6 @@ from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.host.calls import weak_method
-from mp_optim.host.leases import before_writing
 from mp_optim.process_groups.missing_ranks import wait_for_all
 from mp_optim.zero.buckets import (
     Entry,
@@ -101,7 +100,6 @@ class ParamGatherer:
         for index in reversed(range(len(self._buckets))):  # in the order of forward
             bucket = self._buckets[index]
             self.bytes_gathered += bucket.params.nbytes
-            before_writing([bucket.params])
             with self._guard("gathering parameters"):
                 self._under_way[index] = all_gather(bucket.params, bucket.plan.bounds, self._group)
         if self._overlaps:
