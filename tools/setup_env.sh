@@ -48,7 +48,7 @@ _install_torch() {
 _setup() {
     local extra="$1" python key stamp kernels
     stamp="$VENV/.installed-$extra"
-    key="$(cat "$REPO_ROOT"/{setup.cfg,setup.py,pyproject.toml,tools/setup_env.sh} "$REPO_ROOT"/mp_optim/update/csrc/* | cksum) $REPO_ROOT"
+    key="$(cat "$REPO_ROOT"/{setup.cfg,setup.py,pyproject.toml,tools/setup_env.sh} "$REPO_ROOT"/mp_optim/kernels/csrc/* | cksum) $REPO_ROOT"
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
         return 0
     fi

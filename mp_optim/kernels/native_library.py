@@ -1,5 +1,7 @@
-"""Loads the compiled kernels of ``kernels/csrc`` and says why not where there are none; and how many
-threads they run, on which cores. Nothing here knows a rule."""
+"""Load the compiled kernels of ``kernels/csrc``, or return the reason why there are none.
+
+Also sets the number of their threads and the cores of these. Nothing here knows a rule.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from rich.table import Table
 import mp_optim
 from benchmarks.ours import OURS
 from benchmarks.section import Section
-from mp_optim.kernels.native import access_choice
+from mp_optim.kernels.native import describe_access
 from mp_optim.kernels.native_library import native_library
 
 _FORMATS = {
@@ -81,7 +81,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "mp_optim": mp_optim.__version__,
         "level": native_library().level,
-        "memory_access": access_choice().describe(),
+        "memory_access": describe_access(),
         "opponents": _installed(),
         "date": date.today().isoformat(),
     }
