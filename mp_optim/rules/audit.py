@@ -549,8 +549,6 @@ class Audit:
     def begin(self, launch: Audited) -> Callable[[], None] | None:
         """Sample a launch before it is carried out; what is returned is called after it. None if
         nothing is sampled."""
-        if self._resting:
-            self._look_at_rested(launch)
         main = CachedTensorList.of(launch.lists.main)
         sizes, ends = main.sizes, main.block_ends
         by_kind: dict[object, list[Run]] = {}
@@ -584,8 +582,14 @@ class Audit:
         with self._lock:
             self._pending.append((begun, is_host, check))
 
-    def _look_at_rested(self, launch: Audited) -> None:
-        """Have what earlier steps left be compared with what this one is about to read."""
+    @in_own_modes
+    def compare_rested(self, launch: Audited) -> None:
+        """Compare the state that earlier steps left with the state that a launch is about to read.
+
+        NOTE: call this before main params follow the model: a staged copy's marks do not show it.
+        """
+        if not self._resting:
+            return
         by_kind: dict[object, list[tuple[Run, Rested]]] = {}
         for owner, slot in enumerate(launch.slots):
             if slot not in self._resting:

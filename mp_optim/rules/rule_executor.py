@@ -393,6 +393,8 @@ class RuleExecutor(Executor):
             lists = launch.lists
             before_writing(launch.mains, lists.main, *lists.state.values())
         backend, _ = self.backend_for(launch.device)
+        if self.audit is not None:  # before main params continue from written weights
+            self.audit.compare_rested(_audited(launch, backend.name, self.rule.name, launch.lists))
         if launch.lists.source is not None and not backend.reads_source:
             launch = launch._replace(lists=launch.lists.in_place())
         if launch.lists.follows and not (self.rule.hands_weights and backend.follows_weights):
@@ -423,20 +425,7 @@ class RuleExecutor(Executor):
         scales: Scales | None,
     ) -> Callable[[], None] | None:
         assert self.audit is not None
-        slots = launch.updates.slots
-        firsts = launch.firsts or [0] * len(slots)
-        audited = Audited(
-            rule=rule,
-            lists=lists,
-            scalars=scalars,
-            multiplier=multiplier,
-            scales=scales,
-            slots=slots,
-            firsts=firsts,
-            step=launch.step,
-            device=launch.device,
-            backend=backend,
-        )
+        audited = _audited(launch, backend, rule, lists, scalars, multiplier, scales)
         return self.audit.begin(audited)
 
     def report_audit(self, wait: bool = False) -> None:
@@ -525,6 +514,22 @@ class RuleExecutor(Executor):
 def _beside(main: Tensor, remainder: Tensor | None) -> Tensor | None:
     """What is beside a parameter where it is; it may be parked."""
     return None if remainder is None else remainder.to(main.device)
+
+
+def _audited(
+    launch: Launch,
+    backend: str,
+    rule: str,
+    lists: TensorLists,
+    scalars: Any = None,
+    multiplier: float | Tensor = 1.0,
+    scales: Scales | None = None,
+) -> Audited:
+    """Describe a launch to an audit, with the arguments of ``Backend.step`` if it steps now."""
+    slots = launch.updates.slots
+    firsts = launch.firsts or [0] * len(slots)
+    numbers = scalars, multiplier, scales
+    return Audited(rule, lists, *numbers, slots, firsts, launch.step, launch.device, backend)
 
 
 def check_backend(backend: str, kernels: str, how: StatePrecision) -> None:

@@ -125,8 +125,9 @@ def test_a_clean_step_has_no_alarm_and_the_bits_of_one_that_is_not_audited(rule,
     assert "audited_elements" not in plain.metrics()
 
 
-def test_what_the_program_does_between_steps_is_no_alarm():
-    params, optimizer = stack(state="8bit")
+@pytest.mark.parametrize("place, backend", [("device", "auto"), ("streamed", "reference")])
+def test_what_the_program_does_between_steps_is_no_alarm(place, backend):
+    params, optimizer = stack(place, state="8bit", backend=backend)
     step(params, optimizer, 2)
     saved = copy.deepcopy(optimizer.state_dict())
     step(params, optimizer)
