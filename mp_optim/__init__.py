@@ -18,17 +18,8 @@ from mp_optim.mixed_precision import (
     StepResult,
 )
 from mp_optim.offload import HybridDeviceOptimizer
-from mp_optim.optimizers.classes import (
-    LAMB,
-    SGD,
-    Adafactor,
-    Adam,
-    AdamW,
-    AdEMAMix,
-    Lion,
-    Muon,
-    StableAdamW,
-)
+from mp_optim.optimizers.adafactor import Adafactor
+from mp_optim.optimizers.classes import LAMB, SGD, Adam, AdamW, Lion, Muon
 from mp_optim.param_groups.lr_scheduler import OptimizerParamScheduler
 from mp_optim.param_groups.overrides import (
     ParamGroupOverride,
@@ -52,7 +43,6 @@ __version__ = "0.1.0"
 __all__ = [
     "LAMB",
     "SGD",
-    "AdEMAMix",
     "Adafactor",
     "Adam",
     "AdamOptimizerConfig",
@@ -82,7 +72,6 @@ __all__ = [
     "ParamWithNamePredicate",
     "ProcessGroups",
     "SGDOptimizerConfig",
-    "StableAdamW",
     "StepResult",
     "WeightDelta",
     "WeightPatch",

@@ -30,8 +30,6 @@ PACKAGE = "mp_optim"
 COLUMNS = 100
 RULE = "lion"
 """The rule whose name is looked for: the files that have it are those that adding a rule edits."""
-NEW_RULE = "adafactor"
-"""A rule that older checkouts do not have; lines of its own files are counted apart."""
 STEPS = {"Optimizer", "HostPart"}
 """What everything that steps is below of: torch's class, and the package's own."""
 _LAYOUT = {
@@ -119,8 +117,7 @@ def measure(root: Path) -> Figures:
     _size(modules, figures)
     _density(modules, figures)
     figures["getattr and hasattr for attributes of our own"] = len(list(probes(modules)))
-    for rule in (RULE, NEW_RULE):
-        figures[f"files that name {rule}"] = len(list(files_naming(modules, rule)))
+    figures[f"files that name {RULE}"] = len(list(files_naming(modules, RULE)))
     forms = forms_of_an_update(root)
     figures["forms of an update"] = len(forms)
     figures["which"] = ", ".join(forms)
@@ -158,10 +155,9 @@ def table_of_rooms(root: Path) -> Table:
 
 
 def _size(modules: list[Module], figures: Figures) -> None:
-    own = [module for module in modules if NEW_RULE not in module.path.name]
-    figures[f"lines of Python without {NEW_RULE}"] = sum(m.text.count("\n") for m in own)
-    figures[f"lines of code without {NEW_RULE}"] = sum(len(m.tokens()) for m in own)
-    figures["statements"] = sum(_statements(module.tree) for module in own)
+    figures["lines of Python"] = sum(module.text.count("\n") for module in modules)
+    figures["lines of code"] = sum(len(module.tokens()) for module in modules)
+    figures["statements"] = sum(_statements(module.tree) for module in modules)
     lengths = sorted(_function_lengths(modules))
     tail = quantiles(lengths, n=20)[-1]
     figures["function lines: median / p95 / max"] = (
@@ -194,14 +190,14 @@ def count_classes(modules: list[Module], figures: Figures) -> None:
 
 
 def formatted_alike(root: Path) -> list[Module]:
-    """The package, but for commands and the new rule, as the formatter has it at its own width: the
-    widths that checkouts are written in do not count."""
+    """Return the package without its commands, formatted at the formatter's own width, so that the
+    widths of checkouts do not count."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / PACKAGE
         shutil.copytree(root / PACKAGE, copy, ignore=shutil.ignore_patterns("cli", "doctor.py"))
         subprocess.run(["ruff", "format", "--isolated", "--quiet", folder], check=True)
         paths = sorted(copy.rglob("*.py"))
-        return [Module.read(path) for path in paths if NEW_RULE not in path.name]
+        return [Module.read(path) for path in paths]
 
 
 def _statements(tree: ast.Module) -> int:

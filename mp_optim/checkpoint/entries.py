@@ -19,7 +19,7 @@ from mp_optim.checkpoint.file_format import Index, Saved
 from mp_optim.config.rules import moment_of
 from mp_optim.config.setting_checks import plain_setting
 from mp_optim.core import Slot, param_at
-from mp_optim.core.flat_shard import PartitionShard, as_partition
+from mp_optim.core.flat_shard import PartitionShard, as_partition, part_like
 from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer, match_without_state
 from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.core.names import ModelParams, canonical_names, matched_names, prefixed
@@ -177,7 +177,7 @@ def _slot_state(
 def _is_of_whole(key: str, value: Any, whole: torch.Size) -> bool:
     """Whether state of a part is that of the whole parameter."""
     moment = moment_of(key)
-    return moment.is_of_whole and value.shape == moment.local_shape(whole, whole)
+    return not moment.elementwise and value.shape == moment.local_shape(whole, whole)
 
 
 # -- names of slots -------------------------------------------------------------------------------
@@ -249,11 +249,10 @@ def unallocated(
             param = param_at(optimizer.param_groups, slot)
             if is_dtensor(param) and entry.shape == param.shape:
                 new[name] = torch.empty_like(param, dtype=entry.dtype, requires_grad=False)
-            elif partition is None or entry.shape != partition.whole_shape(param.shape):
+            elif partition is None:
                 new[name] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
             else:
-                part = torch.empty(param.shape, dtype=entry.dtype, device="cpu")
-                new[name] = PartitionShard(part, partition)
+                new[name] = part_like(entry.shape, entry.dtype, partition, param)
     return new
 
 

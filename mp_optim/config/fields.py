@@ -36,10 +36,9 @@ class ConfigFields:
     """See :class:`mp_optim.OptimizerConfig`, which adds the checks."""
 
     optimizer: str = "adam"
-    """The rule: adam (AdamW unless decoupled_weight_decay is off), stable_adamw (AdamW with each
-    parameter's step clipped), sgd, lamb, lion, adafactor, or muon for matrices with
-    ``muon_scalar_optimizer`` for the rest. Of what plain tensor parallelism cuts, lamb and
-    adafactor see each rank's part as a parameter of its own."""
+    """The rule: adam (AdamW unless decoupled_weight_decay is off), sgd, lamb, lion, or muon for
+    matrices with ``muon_scalar_optimizer`` for the rest. Of a parameter that plain tensor
+    parallelism cuts, lamb sees each rank's part as a parameter of its own."""
     lr: float | None = None
     """Learning rate; the max_lr of every param group. Required."""
     min_lr: float | None = None
@@ -102,33 +101,22 @@ class ConfigFields:
     hysteresis: int = 2
     """Overflows in a row before the loss scale halves."""
     adam_beta1: float = 0.9
-    """Decay of the first moment (adam, stable_adamw, ademamix, lamb); at 0 all but lamb keep
-    none."""
+    """Decay of the first moment (adam, lamb); at 0 adam keeps none."""
     adam_beta2: float = 0.999
-    """Decay of the second moment (adam, stable_adamw, ademamix, lamb)."""
+    """Decay of the second moment (adam, lamb)."""
     adam_eps: float = 1e-8
-    """Added to the denominator (adam, stable_adamw, ademamix, lamb); the floor in stable_adamw's
-    clipping."""
+    """Added to the denominator (adam, lamb)."""
     decoupled_weight_decay: bool = True
     """Decay the parameter (AdamW) rather than adding to the gradient."""
     caution: bool = False
-    """Cautious updates (adam, lion, ademamix, muon; Liang et al. 2024): elements whose step does
+    """Cautious updates (adam, lion, muon; Liang et al. 2024): elements whose step does
     not go the way of their gradient stay, and the others step by as much more, at most 1,000 times
     as much. Which share stays is counted over the whole parameter, so that a step reads gradient
     and first moment twice."""
     cautious_wd: bool = False
-    """Cautious weight decay (adam, stable_adamw, lion, ademamix, muon; Chen et al. 2025): an
+    """Cautious weight decay (adam, lion, muon; Chen et al. 2025): an
     element is decayed only where the step does not take it away from 0. May be set for a param
     group."""
-    ademamix_beta3: float = 0.9999
-    """Decay of the slow average of gradients (ademamix)."""
-    ademamix_alpha: float = 5.0
-    """Weight of the slow average in the step (ademamix)."""
-    ademamix_beta3_warmup: int | None = None
-    """Steps in which the slow average's decay grows from adam_beta1 to ademamix_beta3; None starts
-    with the latter. As many as the run has is the paper's choice."""
-    ademamix_alpha_warmup: int | None = None
-    """Steps in which ademamix_alpha grows from 0; None starts with all of it."""
     sgd_momentum: float = 0.9
     """Momentum of sgd."""
     lion_beta1: float = 0.95
@@ -174,14 +162,6 @@ class ConfigFields:
     """LAMB adapts the learning rate also where weight decay is 0."""
     lamb_grad_averaging: bool = True
     """LAMB weighs the gradient with 1 - beta1 in the first moment."""
-    adafactor_beta2_decay: float = -0.8
-    """Adafactor's averages take a gradient with weight ``step ** adafactor_beta2_decay``."""
-    adafactor_eps1: float | None = None
-    """Floor of the root of adafactor's second moment; by default FP32's epsilon."""
-    adafactor_eps2: float = 1e-3
-    """Adafactor scales steps by a parameter's root mean square, taken as at least this."""
-    adafactor_clip_threshold: float = 1.0
-    """Limit of the root mean square of adafactor's direction, of each parameter."""
     clip_grad: float = 1.0
     """Clip the global gradient norm to this; 0 turns clipping off."""
     grad_norm_skip_threshold: float = math.inf
@@ -280,8 +260,8 @@ class ConfigFields:
     docs/numerics.md)."""
     audit_rate: float = 0.0
     """Share of the elements, 0 to 1, that each step repeats by other kernels, in host memory, to
-    compare bits; and whose state has to be the same still at the step after that (adam, sgd, lion,
-    ademamix). 1e-4 costs less than a hundredth of a step; 0.0 nothing."""
+    compare bits; and whose state has to be the same still at the step after that (adam, sgd,
+    lion). 1e-4 costs less than a hundredth of a step; 0.0 nothing."""
     audit_action: str = "warn"
     """What comes of other bits: warn, or raise (``mp_optim.AuditError``; then the last checkpoint
     has to be loaded)."""
@@ -351,7 +331,13 @@ _MOMENTS_IN_8_BITS = (
     "8-bit moments are use_precision_aware_optimizer=True with exp_avg_dtype='uint8' and "
     "exp_avg_sq_dtype='uint8'"
 )
+_BELOW = "below Float16OptimizerWithFloat16Params (docs/migrate.md, 'Any other torch optimizer')"
 _OTHER_RULES = {
+    "adafactor": "build mp_optim.Adafactor(params, offload=...), which is torch's",
+    "ademamix": f"build pytorch_optimizer.AdEMAMix {_BELOW}",
+    **dict.fromkeys(
+        ("stable_adamw", "stableadamw"), f"build pytorch_optimizer.StableAdamW {_BELOW}"
+    ),
     **dict.fromkeys(("shampoo", "soap"), _NO_RULE),
     **dict.fromkeys(("adamw8bit", "adam8bit", "adamw_8bit"), _MOMENTS_IN_8_BITS),
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "'adam' is AdamW"),

@@ -110,7 +110,19 @@ NO_GRAPHS = (
     "steps are not captured in CUDA graphs (an eager step of 100 M parameters takes 1.60 ms on an "
     "H100, a graph took 1.64); leave it out, or False in Megatron's config"
 )
-NOT_FIELDS = NOT_HERE | {"optimizer_cuda_graph": NO_GRAPHS}
+_NO_RULES = (
+    "adafactor and ademamix are no rules of a config; pass it to mp_optim.Adafactor or "
+    "pytorch_optimizer.AdEMAMix (docs/migrate.md, 'Any other torch optimizer')"
+)
+_OF_NO_RULES = (
+    *("adafactor_beta2_decay", "adafactor_eps1", "adafactor_eps2", "adafactor_clip_threshold"),
+    *("ademamix_beta3", "ademamix_alpha", "ademamix_beta3_warmup", "ademamix_alpha_warmup"),
+)
+NOT_FIELDS = {
+    **NOT_HERE,
+    "optimizer_cuda_graph": NO_GRAPHS,
+    **dict.fromkeys(_OF_NO_RULES, _NO_RULES),
+}
 """Names that are not supported under any name, with the reason and the cure."""
 
 

@@ -17,16 +17,13 @@ import torch
 from mp_optim.config.setting_checks import (
     BETA,
     BETAS,
-    BETAS_OF_3,
     FINITE,
     FLAG,
     FRACTION,
     LARGEST,
     NOT_NEGATIVE,
-    OPTIONAL_RATE,
     POSITIVE,
     RATE,
-    WARMUP,
     WHOLE,
     Allowed,
     Check,
@@ -37,7 +34,6 @@ from mp_optim.config.setting_checks import (
     as_number,
     check_setting,
     check_shared,
-    is_whole,
 )
 from mp_optim.config.state_forms import FIRST_FORMS, FP32, SECOND_FORMS, StateForm
 
@@ -141,16 +137,15 @@ class Moment:
         dtype_field: field of the config that says what it is stored as; None for always FP32.
         shape: from the whole parameter's; None for the parameter's own.
         elementwise: it has an element for each of the parameter, and is split as the parameter is.
-            What is not is kept whole by every rank that shares the parameter, with the same bits.
-        is_of_whole: also where plain tensor parallelism cuts the parameter, along a dimension that
-            the moment has not.
+            What is not is kept whole by every rank that shares the parameter, with the same bits;
+            also where plain tensor parallelism cuts the parameter along a dimension that the moment
+            has not.
     """
 
     name: str
     dtype_field: str | None = FIRST_DTYPE
     shape: Shape | None = None
     elementwise: bool = True
-    is_of_whole: bool = False
 
     @property
     def forms(self) -> tuple[StateForm, ...]:
@@ -269,14 +264,6 @@ def _each_row(shape: torch.Size) -> torch.Size | None:
     return torch.Size([*shape[:-1], 1]) if len(shape) >= 2 else None
 
 
-def _each_column(shape: torch.Size) -> torch.Size | None:
-    return torch.Size([*shape[:-2], 1, shape[-1]]) if len(shape) >= 2 else None
-
-
-def _of_vectors(shape: torch.Size) -> torch.Size | None:
-    return shape if len(shape) < 2 else None
-
-
 def _tuned(name: str, allowed: Allowed, default: Any, **fields: Check) -> Hyperparameter:
     """One that param groups may have for themselves."""
     return Hyperparameter(name, allowed, default, fields, per_group=True)
@@ -291,27 +278,15 @@ def _chosen(
     return _tuned(name, known, default, **{field: check})
 
 
-_PAIR = Allowed(
-    lambda value: isinstance(value, (tuple, list)) and len(value) == 2,
-    "two numbers",
-    is_number=False,
-)
 _HEAD_ROWS = Allowed(
     lambda rows: rows is None or as_number(rows) >= 1,
     "a whole number >= 1, or None",
     is_number=False,
 )
-_WARMUP = Allowed(
-    lambda steps: steps is None or is_whole(steps, 1),
-    "a whole number of steps >= 1, or None",
-    is_number=False,
-)
-
 _EXP_AVG = Moment("exp_avg")
 _EXP_AVG_SQ = Moment("exp_avg_sq", SECOND_DTYPE)
-_EXP_AVG_SLOW = Moment("exp_avg_slow")
 _MOMENTUM = Moment("momentum_buffer")
-_MOMENT2 = Moment("moment2_buffer", None, _each_row, elementwise=False, is_of_whole=True)
+_MOMENT2 = Moment("moment2_buffer", None, _each_row, elementwise=False)
 
 _BETAS = _tuned("betas", BETAS, (0.9, 0.999), adam_beta1=BETA, adam_beta2=BETA)
 _EPS = _tuned("eps", NOT_NEGATIVE, 1e-8, adam_eps=RATE)
@@ -347,13 +322,6 @@ _LAMB = RuleSpec(
     trial={"eps": 1e-8},
     checksum=0x7D82B101,
 )
-_STABLE_ADAMW = RuleSpec(
-    "stable_adamw",
-    (_EXP_AVG, _EXP_AVG_SQ),
-    (_BETAS, _EPS, _BIAS_CORRECTION, _CAUTIOUS_WD),
-    reads="sums",
-    checksum=0xF0439C9A,
-)
 _SGD = RuleSpec(
     "sgd",
     (_MOMENTUM,),
@@ -375,26 +343,6 @@ _LION = RuleSpec(
     ),
     trial={"betas": (0.9, 0.999)},
     checksum=0xCFDC3744,
-)
-_ADEMAMIX = RuleSpec(
-    "ademamix",
-    (_EXP_AVG, _EXP_AVG_SQ, _EXP_AVG_SLOW),
-    (
-        replace(
-            _BETAS,
-            allowed=BETAS_OF_3,
-            default=(0.9, 0.999, 0.9999),
-            fields={**_BETAS.fields, "ademamix_beta3": BETA},
-        ),
-        _EPS,
-        _tuned("alpha", NOT_NEGATIVE, 5.0, ademamix_alpha=RATE),
-        _tuned("beta3_warmup", _WARMUP, None, ademamix_beta3_warmup=WARMUP),
-        _tuned("alpha_warmup", _WARMUP, None, ademamix_alpha_warmup=WARMUP),
-        _CAUTION,
-        _CAUTIOUS_WD,
-    ),
-    trial={"beta3_warmup": 10, "alpha_warmup": 10},
-    checksum=0x980DFA4A,
 )
 _MUON = RuleSpec(
     "muon",
@@ -453,36 +401,7 @@ _MUON = RuleSpec(
     reads="matrices",
     has_kernels=False,
 )
-_ADAFACTOR = RuleSpec(
-    "adafactor",
-    (
-        Moment("row_var", None, _each_row, elementwise=False),
-        Moment("col_var", None, _each_column, elementwise=False),
-        Moment("variance", None, _of_vectors),
-    ),
-    (
-        _tuned(
-            "beta2_decay",
-            Allowed(lambda number: number <= 0.0, "a number <= 0"),
-            -0.8,
-            adafactor_beta2_decay=Number(-LARGEST, 0.0, said="must be a finite number <= 0"),
-        ),
-        _tuned("eps", _PAIR, (None, 1e-3), adafactor_eps1=OPTIONAL_RATE, adafactor_eps2=RATE),
-        _tuned(
-            "d",
-            Allowed(lambda number: number >= 1.0, "a finite number >= 1"),
-            1.0,
-            adafactor_clip_threshold=Number(1.0, LARGEST, said="must be a finite number >= 1"),
-        ),
-    ),
-    reads="sums",
-    has_kernels=False,
-)
-
-RULES = {
-    rule.name: rule
-    for rule in (_ADAM, _LAMB, _SGD, _LION, _MUON, _ADAFACTOR, _STABLE_ADAMW, _ADEMAMIX)
-}
+RULES = {rule.name: rule for rule in (_ADAM, _LAMB, _SGD, _LION, _MUON)}
 """By name, in the order in which messages list them."""
 OPTIMIZERS = tuple(RULES)
 """What a config can ask for."""
@@ -541,7 +460,7 @@ OWN_BITS = ("torch", "apex", "transformer_engine")
 """Backends that need not have the bits of ``reference``."""
 CAPABILITIES = {
     "auto": Capability(others_by_reference=True),
-    "native": Capability(rules=(*KERNEL_RULES, "adafactor")),
+    "native": Capability(),
     "reference": Capability(others_by_reference=True),
     "torch": Capability(
         rules=("adam", "sgd"), others_by_reference=True, compact=False, cautious=False
@@ -578,11 +497,6 @@ def refusal(
         moments: ``exp_avg_dtype`` and ``exp_avg_sq_dtype``.
         remainder_bits: None without remainders.
     """
-    dtypes = dict(zip((FIRST_DTYPE, SECOND_DTYPE), moments, strict=True))
-    compact = [name for name, dtype in dtypes.items() if dtype != torch.float32]
-    used = {moment.dtype_field for moment in RULES[rule].moments}
-    if compact and used == {None}:
-        return compact[0], f"{rule} keeps its state in torch.float32; leave it at that"
     can = CAPABILITIES.get(backend, Capability())
     if rule not in can.rules and not can.others_by_reference:
         return "fused_backend", (
@@ -591,7 +505,9 @@ def refusal(
         )
     if can.compact:
         return None
-    kept = {name: dtype for name, dtype in dtypes.items() if name in used}
+    dtypes = zip((FIRST_DTYPE, SECOND_DTYPE), moments, strict=True)
+    used = {moment.dtype_field for moment in RULES[rule].moments}
+    kept = {name: dtype for name, dtype in dtypes if name in used}
     field, why = _beyond(can, rule, kept, remainder_bits, stochastic)
     return (field, f"fused_backend={backend!r} {why}choose another backend") if field else None
 

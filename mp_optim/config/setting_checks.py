@@ -236,7 +236,6 @@ def as_timers(value: Any) -> Any:
 
 RATE = Number(0.0, LARGEST, said=f"must be a finite number >= 0, at most {LARGEST:g}")
 OPTIONAL_RATE = Number(0.0, LARGEST, optional=True, said=RATE.said)
-WARMUP = Whole(1, 2**31, "must be a whole number of steps >= 1, or None", optional=True)
 BETA = Number(0.0, 1.0, open_high=True, said="must be in [0, 1)")
 
 
@@ -287,16 +286,12 @@ FLAG = Allowed(
 )
 
 
-def _betas(count: int, words: str) -> Allowed:
-    def holds(value: Any) -> bool:
-        betas = list(value) if isinstance(value, list | tuple | Tensor) else []
-        return len(betas) == count and all(BETA.holds(as_number(beta)) for beta in betas)
-
-    return Allowed(holds, f"{words} numbers in [0, 1)", is_number=False)
+def _are_betas(value: Any) -> bool:
+    betas = list(value) if isinstance(value, list | tuple | Tensor) else []
+    return len(betas) == 2 and all(BETA.holds(as_number(beta)) for beta in betas)
 
 
-BETAS = _betas(2, "two")
-BETAS_OF_3 = _betas(3, "three")
+BETAS = Allowed(_are_betas, "two numbers in [0, 1)", is_number=False)
 
 
 def check_setting(name: str, value: object, allowed: Allowed) -> None:

@@ -228,9 +228,8 @@ def as_partition(value: Any, partition: Partition | None, shape: torch.Size | No
     """A tensor as the part of the whole that it is; scalars, and everything if nothing is cut,
     unchanged.
 
-    What is not of the parameter's shape is cut as the parameter is if it has that dimension
-    (Adafactor's means over the other one), and else this rank's own: it can be read by the same
-    rank of as many.
+    State of another shape is cut as the parameter is if it has that dimension (a mean over the
+    other one, in torch's Adafactor); else it is this rank's own, for the same rank of as many.
 
     Args:
         shape: of the rank's part of the parameter; by default the tensor's.
@@ -238,13 +237,40 @@ def as_partition(value: Any, partition: Partition | None, shape: torch.Size | No
     if partition is None or not isinstance(value, Tensor) or not value.dim():
         return value
     shape = value.shape if shape is None else shape
-    alike = value.dim() == len(shape) and all(
-        length in (1, full) for length, full in zip(value.shape, shape, strict=True)
-    )
+    alike = value.dim() == len(shape) and all(map(_is_1_or_same, value.shape, shape))
     if alike and value.shape[partition.dim] == shape[partition.dim]:
         return PartitionShard(value, partition)
     layer = Partition(0, (1,), partition.rank, partition.size)
     return PartitionShard(value[None], layer, is_stacked=True)
+
+
+def part_like(saved: Sequence[int], dtype: torch.dtype, partition: Partition, param: Tensor) -> Any:
+    """Return new memory for this rank's part of saved state, the inverse of :func:`as_partition`:
+    a PartitionShard, or a plain tensor for state that is not cut.
+
+    Args:
+        saved: shape in the checkpoint.
+        param: this rank's part of the parameter.
+    """
+    dim, whole = partition.dim, partition.whole_shape(param.shape)
+    alike = len(saved) == len(whole) and all(map(_is_1_or_same, saved, whole))
+    if alike and saved[dim] == whole[dim]:
+        cut = tuple(map(min, saved, param.shape))
+        return PartitionShard(torch.empty(cut, dtype=dtype, device="cpu"), partition)
+    ranks, *own = saved or (0,)
+    if (
+        ranks == partition.size
+        and len(own) == param.dim()
+        and all(map(_is_1_or_same, own, param.shape))
+    ):
+        layer = Partition(0, (1,), partition.rank, partition.size)
+        part = torch.empty(1, *own, dtype=dtype, device="cpu")
+        return PartitionShard(part, layer, is_stacked=True)
+    return torch.empty(tuple(saved), dtype=dtype, device="cpu")
+
+
+def _is_1_or_same(length: int, full: int) -> bool:
+    return length in (1, full)
 
 
 # -- boxes of any tensor --------------------------------------------------------------------------

@@ -46,9 +46,6 @@ from mp_optim.process_groups.process_groups import ProcessGroups
 from mp_optim.zero.composite import ChainedOptimizer
 from mp_optim.zero.zero import DistributedOptimizer
 
-_OVER_PARTS = ("muon", "stable_adamw")
-"""Rules that see a parameter whole that plain tensor parallelism cuts."""
-
 
 def build(
     config: OptimizerConfig,
@@ -104,14 +101,13 @@ def build(
 def _check_partitions(
     config: OptimizerConfig, groups: Sequence[Mapping[str, Any]], ranks: ProcessGroups
 ) -> None:
-    """Raise unless a rule that needs parameters whole, which plain tensor parallelism cuts, can
-    know how, and may communicate when it steps."""
-    rule = config.optimizer
-    if rule not in _OVER_PARTS or config.muon_tp_mode == "blockwise":
+    """Raise unless muon, which needs the matrices whole that plain tensor parallelism cuts, can
+    gather them, and may communicate when it steps."""
+    if config.optimizer != "muon" or config.muon_tp_mode == "blockwise":
         return
     for group in groups:
         tp = ranks.expert_tp if group.get("is_expert_parallel", False) else ranks.tp
-        if tp is None or tp.size() == 1 or group.get("optimizer", rule) != rule:
+        if tp is None or tp.size() == 1 or group.get("optimizer", "muon") != "muon":
             continue
         for index, param in enumerate(group["params"]):
             if is_tensor_parallel(param):
@@ -120,25 +116,18 @@ def _check_partitions(
 
 
 def _check_partition(config: OptimizerConfig, name: str, param: Tensor, ranks: int) -> None:
-    rule = config.optimizer
     if config.may_offload and config.offload_mode == "speculative":
         raise ValueError(
-            f"offload_mode='speculative': {rule} steps {name}, which is split over ranks, by a "
+            f"offload_mode='speculative': muon steps {name}, which is split over ranks, by a "
             "collective, which may not meet those of backward; use 'overlap'"
         )
-    if rule != "muon" and config.may_offload and config.has_windows:
-        raise ValueError(
-            f"optimizer={rule!r}: {name} is split over ranks by tensor parallelism and stepped by "
-            "a collective, and ranks may cut other windows; leave offload_place at 'host' and "
-            "optimizer_state_path at None"
-        )
-    if rule == "muon" and not has_partition_dim(param):
+    if not has_partition_dim(param):
         raise ValueError(
             f"{name} is tensor_model_parallel and has no partition_dim, so muon cannot gather it: "
             "set the attribute, or muon_tp_mode='blockwise'"
         )
     dim = partition_dim(param)
-    if rule == "muon" and dim is not None:
+    if dim is not None:
         stride, sizes = partition_stride(param), partition_sizes(param)
         partition(name, param.shape, dim, stride=stride, sizes=sizes, rank=0, size=ranks)
 

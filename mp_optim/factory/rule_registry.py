@@ -8,9 +8,8 @@ from typing import Any
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES
 from mp_optim.muon.muon import FusedMuon
-from mp_optim.rules.adafactor import FusedAdafactor
-from mp_optim.rules.elementwise import FusedAdam, FusedAdEMAMix, FusedLion, FusedSGD
-from mp_optim.rules.whole_param import FusedLAMB, FusedStableAdamW
+from mp_optim.rules.elementwise import FusedAdam, FusedLion, FusedSGD
+from mp_optim.rules.whole_param import FusedLAMB
 
 CLASSES: dict[str, type[Any]] = {
     "adam": FusedAdam,
@@ -18,9 +17,6 @@ CLASSES: dict[str, type[Any]] = {
     "sgd": FusedSGD,
     "lion": FusedLion,
     "muon": FusedMuon,
-    "adafactor": FusedAdafactor,
-    "stable_adamw": FusedStableAdamW,
-    "ademamix": FusedAdEMAMix,
 }
 assert CLASSES.keys() == RULES.keys()
 

@@ -3,7 +3,7 @@
 A rule's row in :mod:`mp_optim.config.rules` names its moments in the order in which kernels take
 them. Its scalars are the fields of a class here, in the order in which kernels take them: native's
 after the multiplier of the gradients, switches as 0 and 1, ``caution`` last, in whose place a
-parameter's own scale comes; Triton's without switches, which are compiled in, and at most twelve.
+parameter's own scale comes; Triton's without switches, which are compiled in, and at most ten.
 """
 
 from __future__ import annotations
@@ -20,17 +20,12 @@ from torch import Tensor
 from mp_optim.kernels.chunking import Lists, read_mains, read_moment, write_mains, write_moment
 from mp_optim.kernels.kernel_args import (
     LambScalars,
-    StableScalars,
     StepInputs,
     TensorLists,
     bias_corrections,
     cautions,
     fp32,
 )
-
-Step = tuple[float, float]
-"""``step_size`` and ``decay`` of a parameter, FP32 values."""
-
 
 # -- scalars --------------------------------------------------------------------------------------
 
@@ -122,62 +117,11 @@ class LionScalars:
         return cls(*array("f", (*averages, lr, decay)), **cautions(group))
 
 
-@dataclass(frozen=True, slots=True)
-class AdemamixScalars:
-    """Scalars of one step of AdEMAMix."""
-
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    beta3: float
-    one_minus_beta3: float
-    alpha: float
-    eps: float
-    lr: float
-    inv_bias1: float
-    inv_sqrt_bias2: float
-    decay: float
-    _: KW_ONLY
-    cautious_wd: bool
-    caution: bool
-
-    @classmethod
-    def at(cls, group: Mapping[str, Any], step: int) -> AdemamixScalars:
-        """From a param group, at step ``step`` >= 1: ``alpha`` and the slow average's decay are
-        those that their warm-ups have reached."""
-        beta1, beta2, beta3 = map(float, group["betas"])
-        lr = float(group["lr"])
-        beta3 = slow_decay(beta1, beta3, _progress(group["beta3_warmup"], step))
-        averages = beta1, 1 - beta1, beta2, 1 - beta2, beta3, 1 - beta3
-        alpha = float(group["alpha"]) * _progress(group["alpha_warmup"], step)
-        corrections = 1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
-        decay = lr * float(group["weight_decay"])
-        numbers = *averages, alpha, group["eps"], lr, *corrections, decay
-        return cls(*array("f", numbers), **cautions(group))
-
-
-def _progress(steps: int | None, step: int) -> float:
-    """How much of a warm-up of so many steps is over, at most 1."""
-    return 1.0 if steps is None else min(1.0, step / steps)
-
-
-def slow_decay(start: float, end: float, progress: float) -> float:
-    """From the decay ``start`` to ``end``, linearly in 1 / log(decay), as half-lives go: the
-    schedule of the paper. A decay of 0 has a half-life of 0."""
-    if progress == 1.0 or end == 0.0:
-        return end
-    begun = 0.0 if start == 0.0 else (1.0 - progress) / math.log(start)
-    return math.exp(1.0 / (begun + progress / math.log(end)))
-
-
 RULE_SCALARS: dict[str, Any] = {
     "adam": AdamScalars,
     "sgd": SgdScalars,
     "lion": LionScalars,
-    "ademamix": AdemamixScalars,
     "lamb": LambScalars,
-    "stable_adamw": StableScalars,
 }
 """What carries out a rule takes these, by rule."""
 
@@ -187,8 +131,8 @@ RULE_SCALARS: dict[str, Any] = {
 # Every operation is one IEEE operation in FP32, rounded once: see ``backends/reference.py``.
 
 _LARGEST = torch.finfo(torch.float32).max
-AnyAdam = AdamScalars | LambScalars | StableScalars | AdemamixScalars
-Cautious = AdamScalars | LionScalars | AdemamixScalars
+AnyAdam = AdamScalars | LambScalars
+Cautious = AdamScalars | LionScalars
 Scales = Sequence[float] | None
 """For each tensor what cautious updates are multiplied with, FP32 numbers."""
 
@@ -239,21 +183,19 @@ def denominators(v: Lists, s: AnyAdam) -> Lists:
     return roots
 
 
-def descend(p: Lists, steps: Sequence[Tensor], decays: Sequence[float], cautious: bool) -> None:
-    """p = (p - decay*p) - step; without decay where that is 0, as 0 * inf is not 0.
+def descend(p: Lists, steps: Sequence[Tensor], decay: float, cautious: bool) -> None:
+    """p = (p - decay*p) - step; without decay if that is 0, as 0 * inf is not 0.
 
     Args:
         cautious: decay an element only where the step does not take it away from 0 (Cautious
             Weight Decay, Chen et al. 2025, arXiv:2510.12402: x - lr (u + wd * 1[u x >= 0] x)).
     """
-    decayed = [each for each in zip(p, steps, decays, strict=True) if each[2] != 0.0]
-    if decayed:
-        mains, theirs, rates = map(list, zip(*decayed, strict=True))
-        parts = torch._foreach_mul(mains, rates)
-        for part, main, step in zip(parts, mains, theirs, strict=True) if cautious else ():
+    if decay != 0.0:
+        parts = torch._foreach_mul(p, decay)
+        for part, main, step in zip(parts, p, steps, strict=True) if cautious else ():
             away = torch.where(step > 0.0, main < 0.0, (step < 0.0).logical_and_(main > 0.0))
             part.masked_fill_(away, 0.0)
-        torch._foreach_sub_(mains, parts)
+        torch._foreach_sub_(p, parts)
     torch._foreach_sub_(p, list(steps))
 
 
@@ -273,34 +215,21 @@ def _be_cautious(
         step.mul_(agreeing(way, grad).to(torch.float32).mul_(scale))
 
 
-def adam_batch(
-    batch: TensorLists,
-    s: AdamScalars | StableScalars,
-    steps: Sequence[Step],
-    multiplier: float,
-    l2: float = 0.0,
-    scales: Scales = None,
-) -> None:
-    """Adam, with a ``step_size`` and a ``decay`` for each tensor."""
+def _adam(batch: TensorLists, s: AdamScalars, multiplier: float, scales: Scales = None) -> None:
     p, v = read_mains(batch), read_moment(batch, "exp_avg_sq")
-    m = grads = gradients(batch, p, multiplier, l2)
+    m = grads = gradients(batch, p, multiplier, s.l2)
     if "exp_avg" in batch.state:
         m = read_moment(batch, "exp_avg")
         average(m, grads, s.beta1, s.one_minus_beta1)
     average_squares(v, grads, s)
-    sizes, decays = zip(*steps, strict=True)
     updates = torch._foreach_div(m, denominators(v, s))
-    torch._foreach_mul_(updates, sizes)
+    torch._foreach_mul_(updates, s.step_size)
     _be_cautious(updates, m, grads, scales)
-    descend(p, updates, decays, s.cautious_wd)
+    descend(p, updates, s.decay, s.cautious_wd)
     if "exp_avg" in batch.state:
         write_moment(batch, "exp_avg", m)
     write_moment(batch, "exp_avg_sq", v)
     write_mains(batch, p)
-
-
-def _adam(batch: TensorLists, s: AdamScalars, multiplier: float, scales: Scales = None) -> None:
-    adam_batch(batch, s, [(s.step_size, s.decay)] * len(batch.main), multiplier, s.l2, scales)
 
 
 def _sgd(batch: TensorLists, s: SgdScalars, multiplier: float, scales: Scales = None) -> None:
@@ -331,44 +260,10 @@ def _lion(batch: TensorLists, s: LionScalars, multiplier: float, scales: Scales 
     steps = [torch.where(u.isnan(), u, u.sign()) for u in blend]
     torch._foreach_mul_(steps, s.lr)
     _be_cautious(steps, blend, grads, scales)
-    descend(p, steps, [s.decay] * len(p), s.cautious_wd)
+    descend(p, steps, s.decay, s.cautious_wd)
     average(m, grads, s.beta2, s.one_minus_beta2)
     write_moment(batch, "exp_avg", m)
     write_mains(batch, p)
-
-
-def _ademamix(
-    batch: TensorLists, s: AdemamixScalars, multiplier: float, scales: Scales = None
-) -> None:
-    p, v = read_mains(batch), read_moment(batch, "exp_avg_sq")
-    slow = read_moment(batch, "exp_avg_slow")
-    m = grads = gradients(batch, p, multiplier, 0.0)
-    if "exp_avg" in batch.state:
-        m = read_moment(batch, "exp_avg")
-        average(m, grads, s.beta1, s.one_minus_beta1)
-    average(slow, grads, s.beta3, s.one_minus_beta3)
-    average_squares(v, grads, s)
-    blend = _blended(m, slow, s)
-    steps = torch._foreach_div(blend, denominators(v, s))
-    torch._foreach_mul_(steps, s.lr)
-    _be_cautious(steps, blend, grads, scales)
-    descend(p, steps, [s.decay] * len(p), s.cautious_wd)
-    if "exp_avg" in batch.state:
-        write_moment(batch, "exp_avg", m)
-    write_moment(batch, "exp_avg_sq", v)
-    write_moment(batch, "exp_avg_slow", slow)
-    write_mains(batch, p)
-
-
-def _blended(m: Lists, slow: Lists, s: AdemamixScalars) -> Lists:
-    """m * (1/bias1) + slow * alpha; what overflows of finite averages is FP32's largest number."""
-    steps, far = list(torch._foreach_mul(m, s.inv_bias1)), torch._foreach_mul(slow, s.alpha)
-    bound_all(steps, m)
-    bound_all(far, slow)
-    torch._foreach_add_(steps, far)
-    for step, one, other in zip(steps, m, slow, strict=True):
-        bound(step, one, other)
-    return steps
 
 
 def agreements(batch: TensorLists, s: Cautious, multiplier: float) -> list[Tensor]:
@@ -379,17 +274,8 @@ def agreements(batch: TensorLists, s: Cautious, multiplier: float) -> list[Tenso
     if "exp_avg" in batch.state:
         ways = [moment.clone() for moment in read_moment(batch, "exp_avg")]
         average(ways, grads, s.beta1, s.one_minus_beta1)
-    if isinstance(s, AdemamixScalars):
-        slow = [moment.clone() for moment in read_moment(batch, "exp_avg_slow")]
-        average(slow, grads, s.beta3, s.one_minus_beta3)
-        ways = _blended(ways, slow, s)
     return [agreeing(way, grad).sum() for way, grad in zip(ways, grads, strict=True)]
 
 
-TEXTS: dict[str, Callable[..., None]] = {
-    "adam": _adam,
-    "sgd": _sgd,
-    "lion": _lion,
-    "ademamix": _ademamix,
-}
+TEXTS: dict[str, Callable[..., None]] = {"adam": _adam, "sgd": _sgd, "lion": _lion}
 """A step of each rule, for a batch."""

@@ -27,7 +27,6 @@ from mp_optim.core import CachedTensorList
 from mp_optim.core.slot_state import AVERAGE, REMAINDER, scale_key
 from mp_optim.kernels.codecs import Noise, is_blocked
 
-_LEAST_NORMAL = 2.0**-126
 MAIN = ""
 """Key of main params among a slot's tensors."""
 
@@ -164,58 +163,6 @@ def cautions(group: Mapping[str, Any]) -> dict[str, bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class StableScalars:
-    """Scalars of one step of StableAdamW: those of Adam with decoupled decay, and beside them
-
-    Attributes:
-        floor: least second moment that a square is divided by.
-        limit: a power of two that no such quotient reaches, but by rounding of denormal numbers;
-            what stands for one whose square overflows.
-        rate, decay_rate: of a parameter that is not clipped, before they are rounded to
-            ``step_size`` and ``decay``.
-    """
-
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    eps: float
-    inv_bias2: float
-    inv_sqrt_bias2: float
-    floor: float
-    limit: float
-    step_size: float
-    decay: float
-    rate: float
-    decay_rate: float
-    cautious_wd: bool
-
-    @classmethod
-    def at(cls, group: Mapping[str, Any], step: int) -> StableScalars:
-        """From a param group, at step ``step`` >= 1."""
-        (beta1, beta2), lr = (float(b) for b in group["betas"]), float(group["lr"])
-        bias1, bias2 = bias_corrections(group, beta1, beta2, step)
-        rate, decay_rate = lr / bias1, lr * float(group["weight_decay"])
-        most = bias2 / (1 - beta2)  # v >= (1 - beta2) g^2, so g^2 / (v / bias2) is at most this
-        return cls(
-            fp32(beta1),
-            fp32(1 - beta1),
-            fp32(beta2),
-            fp32(1 - beta2),
-            fp32(group["eps"]),
-            fp32(1 / bias2),
-            fp32(1 / math.sqrt(bias2)),
-            fp32(max(float(group["eps"]) ** 2, _LEAST_NORMAL)),
-            2.0 ** math.frexp(most)[1],
-            fp32(rate),
-            fp32(decay_rate),
-            rate,
-            decay_rate,
-            bool(group.get("cautious_wd")),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class LambScalars(StepInputs):
     """Scalars of one LAMB step."""
 
@@ -339,7 +286,6 @@ class LaunchDtypes(NamedTuple):
     remainder: torch.dtype | None = None
     moment1: torch.dtype | None = None
     moment2: torch.dtype | None = None
-    moment3: torch.dtype | None = None
     output: torch.dtype | None = None
     average: torch.dtype | None = None
 
@@ -367,11 +313,11 @@ def alike_lists(lists: TensorLists, moments: tuple[str, ...]) -> list[AlikeLists
     """The lists by kind; the lists themselves if all tensors are of one.
 
     Args:
-        moments: names of the first, second and third one, "" for one that is not kept.
+        moments: names of the first and the second one, "" for one that is not kept.
     """
     if not lists.grad:
         return []
-    names = [*moments, "", "", ""][:3]
+    names = [*moments, "", ""][:2]
     columns: list[Sequence[Tensor | None] | None] = [
         lists.grad,
         lists.main or None,
@@ -409,7 +355,7 @@ def _supported(
 ) -> LaunchDtypes | None:
     """The kind, if there are kernels for it, and scales and seeds are as they expect them."""
     scaled = True
-    for name, dtype in zip(moments, (kind.moment1, kind.moment2, kind.moment3), strict=False):
+    for name, dtype in zip(moments, (kind.moment1, kind.moment2), strict=False):
         scaled &= (scale_key(name) in lists.state) == (dtype is not None and is_blocked(dtype))
     seeds = {item.seed for item in lists.noise or []}
     rounds = kind.average != torch.bfloat16 or lists.noise is not None
@@ -417,7 +363,6 @@ def _supported(
         kind.grad in FLOATS
         and kind.moment1 in _FIRST
         and kind.moment2 in _SECOND
-        and kind.moment3 in _FIRST
         and kind.output in _OUTPUTS.get((kind.main, kind.remainder), ())
         and kind.average in _AVERAGES
     )
@@ -461,7 +406,7 @@ def check_fit(kind: LaunchDtypes, columns: Mapping[str, CachedTensorList]) -> No
     list is looked at when its addresses are first used, whatever was thought of it before.
 
     Args:
-        columns: by the names of :class:`LaunchDtypes`, ``scale1`` to ``scale3``, ``changed``, and
+        columns: by the names of :class:`LaunchDtypes`, ``scale1``, ``scale2``, ``changed``, and
             each of them with ``from_`` before it where present values lie elsewhere.
 
     Raises:
@@ -478,15 +423,11 @@ def check_fit(kind: LaunchDtypes, columns: Mapping[str, CachedTensorList]) -> No
             dtype, expected = torch.uint8, _sizes(numbers, "bits")
         else:
             dtype, expected = getattr(kind, column), sized.sizes
-            if dtype == torch.uint8 and column in _PACKED:
+            if dtype == torch.uint8 and column == "moment1":  # bytes of two codes
                 expected = _sizes(numbers, "packed")
         fits = tensors.own_sizes == expected and tensors.dtypes <= {dtype}
         if not fits or not tensors.stored:
             raise ValueError(_misfit(name, tensors, expected, dtype))
-
-
-_PACKED = ("moment1", "moment3")
-"""Columns whose bytes are two codes."""
 
 
 @lru_cache(maxsize=64)

@@ -108,7 +108,7 @@ class MultiTensorBackend(ReferenceBackend):
 
     def takes(self, kind: LaunchDtypes) -> bool:
         """Whether there are kernels for a kind; here: FP32 main params and state."""
-        state = {kind.main, kind.remainder, kind.moment1, kind.moment2, kind.moment3} - {None}
+        state = {kind.main, kind.remainder, kind.moment1, kind.moment2} - {None}
         return state == {torch.float32}
 
     def split(
@@ -285,7 +285,7 @@ class TransformerEngineBackend(MultiTensorBackend):
         mains = (kind.main, kind.remainder)
         has_mains = mains in ((torch.float32, None), (torch.bfloat16, torch.int16))
         moments = {kind.moment1, kind.moment2} - {None}
-        is_adams = kind.moment2 is not None and kind.moment3 is None
+        is_adams = kind.moment2 is not None
         return has_mains and is_adams and moments in ({torch.float32}, {torch.bfloat16})
 
     def adam(

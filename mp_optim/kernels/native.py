@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, repeat
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,11 @@ from mp_optim.host.calls import tell_autograd
 from mp_optim.kernels import native_library as lib
 from mp_optim.kernels.chunking import mark_written, model_tensors
 from mp_optim.kernels.codecs import Noise
-from mp_optim.kernels.element_rules import Step
 from mp_optim.kernels.kernel_args import (
     FLOATS,
     LambScalars,
     LaunchDtypes,
     MuonScalars,
-    StableScalars,
     TensorLists,
     alike_lists,
     check_fit,
@@ -59,12 +57,7 @@ from mp_optim.kernels.reference import MOMENTUM, ReferenceBackend, Scales
 from mp_optim.kernels.sums import by_dtype
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_FORMS = {
-    "moment1": FIRST_FORMS,
-    "moment2": SECOND_FORMS,
-    "moment3": FIRST_FORMS,
-    "remainder": REMAINDER_FORMS,
-}
+_FORMS = {"moment1": FIRST_FORMS, "moment2": SECOND_FORMS, "remainder": REMAINDER_FORMS}
 _FLOATS = {form.dtype: form.native for form in (FP32, BF16, FP16)}
 _CODES = {
     name: _FLOATS | {form.dtype: form.native for form in _FORMS.get(name, ())} | {None: 0}
@@ -243,29 +236,6 @@ class NativeBackend(ReferenceBackend):
                 to = (scalars.decay, scalars.cautious_wd, part_factors.buffer_info()[0])
                 self._call("mp_muon_apply", _table(alike, kind, ()), *to)
                 mark_written(alike)
-
-    def stable_adamw_sums(
-        self, lists: TensorLists, scalars: StableScalars, multiplier: float
-    ) -> Tensor:
-        sums = torch.zeros(len(lists.main), 3, dtype=torch.int64, device="cpu")
-        moments, given = kept_moments(lists, _MOMENTS), [values_of(lib.Clip, scalars, multiplier)]
-        other = partial(super().stable_adamw_sums, scalars=scalars, multiplier=multiplier)
-        return self._sums("mp_clip_sums", lists, moments, sums, given, other)
-
-    def stable_adamw_apply(
-        self, lists: TensorLists, scalars: StableScalars, steps: Sequence[Step], multiplier: float
-    ) -> None:
-        values = values_of(lib.Adam, scalars, multiplier)
-        moments = kept_moments(lists, _MOMENTS)
-        for indices, kind, alike in alike_lists(lists, moments):
-            own = [steps[index] for index in indices]
-            if kind is None:
-                super().stable_adamw_apply(alike.in_place(), scalars, own, multiplier)
-                continue
-            numbers = array("f", chain.from_iterable(own))
-            to = numbers.buffer_info()[0]
-            self._call("mp_clipped_adamw", _table(alike, kind, moments), values, to)
-            mark_written(alike)
 
     def lamb_moments(self, lists: TensorLists, scalars: LambScalars, multiplier: float) -> Tensor:
         sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device="cpu")

@@ -25,7 +25,7 @@ ENVIRONMENT = "MP_OPTIM_NATIVE"
 """``off``, or the instruction-set level to use: ``avx512``, ``avx2`` or ``neon``; else the best
 one."""
 
-_ABI = 20
+_ABI = 21
 _STATUS = {
     1: "a null pointer, negative size or unknown dtype reached the kernels",
     2: "out of memory",
@@ -61,8 +61,6 @@ MpTensors = structure(
     _pointers("average from_average"),
     _ints("average_dtype"),
     _floats("average_weight"),
-    _pointers("moment3 scale3 from_moment3 from_scale3"),
-    _ints("moment3_dtype"),
     _pointers("changed"),
     _ints("follows"),
 )
@@ -71,37 +69,22 @@ Adam = scalars(
     "multiplier beta1 one_minus_beta1 beta2 one_minus_beta2 eps step_size inv_sqrt_bias2 decay l2 "
     "cautious_wd caution"
 )
-Clip = scalars("multiplier beta2 one_minus_beta2 inv_bias2 floor limit")
 Lamb = scalars(
     "multiplier beta1 grad_weight beta2 one_minus_beta2 eps inv_bias1 inv_sqrt_bias2 decay l2"
 )
 Muon = scalars("multiplier average ahead", "average_from_end ahead_from_end nesterov")
-Adafactor = scalars("keep weight squared_floor")
-Matrices = structure(
-    _pointers("values"),
-    _sizes("matrices rows columns matrix row column all_matrices all_rows all_columns"),
-)
-"""``MpMatrices``: a box of a stack of matrices."""
 
 _T, _P, _I = ctypes.POINTER(MpTensors), ctypes.c_void_p, ctypes.c_int32
-_M, _N, _F, _D = (ctypes.POINTER(Matrices), ctypes.c_int64, ctypes.c_float, ctypes.c_double)
+_N, _F = ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "mp_step": [_T, ctypes.c_char_p, _P, _I, _P, _I],
     "mp_agreements": [_T, ctypes.c_char_p, _P, _I, _P, _I],
-    "mp_clip_sums": [_T, ctypes.POINTER(Clip), _P, _I],
-    "mp_clipped_adamw": [_T, ctypes.POINTER(Adam), _P, _I],
     "mp_lamb_moments": [_T, ctypes.POINTER(Lamb), _P, _I],
     "mp_lamb_apply": [_T, ctypes.POINTER(Lamb), _P, _I],
     "mp_muon_momentum": [_T, ctypes.POINTER(Muon), _I],
     "mp_muon_apply": [_T, _F, _I, _P, _I],
     "mp_average": [_T, _I],
     "mp_measure": [_T, _P, _P, _I],
-    "mp_largest": [_P, _N, _P, _I],
-    "mp_total_digits": [_P, _N, _D, _P, _I],
-    "mp_matrix_digits": [_M, _D, _P, _P, _I],
-    "mp_turn_matrices": [_M, _P, _P, _F, _I],
-    "mp_turn_by_variance": [_P, _P, _N, ctypes.POINTER(Adafactor), _I],
-    "mp_descend": [_P, _P, _N, _F, _F, _I],
     "mp_weighted_sum": [_P, _N, _P, _I],
     "mp_set_level": [ctypes.c_char_p],
     "mp_set_cores": [_P, _I],

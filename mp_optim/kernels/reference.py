@@ -7,7 +7,6 @@ because torch's FP32 square root on the CPU is not correctly rounded.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,8 +30,6 @@ from mp_optim.kernels.codecs import decode, encode_
 from mp_optim.kernels.element_rules import (
     RULE_SCALARS,
     TEXTS,
-    Step,
-    adam_batch,
     agreements,
     average,
     average_squares,
@@ -42,14 +39,8 @@ from mp_optim.kernels.element_rules import (
     descend,
     gradients,
 )
-from mp_optim.kernels.kernel_args import LambScalars, MuonScalars, StableScalars, TensorLists, fp32
-from mp_optim.kernels.sums import (
-    bounded_sum,
-    bounded_value,
-    combine_pieces,
-    sum_in_pairs,
-    sum_of_squares,
-)
+from mp_optim.kernels.kernel_args import LambScalars, MuonScalars, TensorLists, fp32
+from mp_optim.kernels.sums import combine_pieces, sum_in_pairs, sum_of_squares
 
 Multiplier = Any
 """A float; or also a tensor, for backends that say so by ``takes_device_multipliers``."""
@@ -156,64 +147,6 @@ class ReferenceBackend:
     def announce(self, lists: TensorLists, scalars: Any, device: torch.device) -> None:
         """Parts of these lists are going to be stepped on a device, with these scalars."""
 
-    # -- StableAdamW ------------------------------------------------------------------------------
-
-    def stable_adamw(
-        self, lists: TensorLists, scalars: StableScalars, multiplier: Multiplier
-    ) -> None:
-        """The whole step, for tensors that are whole parameters."""
-        sums = self.stable_adamw_sums(lists, scalars, multiplier)
-        sizes = [main.numel() for main in lists.main]
-        self.stable_adamw_finish(lists, scalars, sums, sizes, multiplier)
-
-    def stable_adamw_sums(
-        self, lists: TensorLists, scalars: StableScalars, multiplier: Multiplier
-    ) -> Tensor:
-        """For each tensor the sum of g^2 over the new second moment, as whole numbers, and how many
-        of these are NaN (``exact_sums.bounded_sum``): int64, shape (n, 3), on the tensors'
-        device. Writes nothing."""
-        device = lists.main[0].device if lists.main else torch.device("cpu")
-        sums = torch.zeros(len(lists.main), 3, dtype=torch.int64, device=device)
-        for owners, batch in batches(lists):
-            grads = gradients(batch, [], multiplier, 0.0)
-            v = [value.clone() for value in read_moment(batch, "exp_avg_sq")]
-            average_squares(v, grads, scalars)
-            torch._foreach_mul_(v, scalars.inv_bias2)
-            for owner, grad, mean in zip(owners, grads, v, strict=True):
-                overflown = mean.isinf().logical_and_(grad.isfinite())
-                ratios = grad.mul_(grad).div_(mean.clamp_(min=scalars.floor))
-                overflown.logical_and_(ratios.isnan())  # inf over inf
-                ratios.masked_fill_(overflown, scalars.limit)
-                ratios.clamp_(max=scalars.limit)
-                sums[owner] += bounded_sum(ratios, scalars.limit)
-        return sums
-
-    def stable_adamw_finish(
-        self,
-        lists: TensorLists,
-        scalars: StableScalars,
-        sums: Tensor,
-        sizes: Sequence[int],
-        multiplier: Multiplier,
-    ) -> Sequence[bool] | Tensor | None:
-        """Take the step, from sums and numbers of elements of whole parameters; says which of them
-        are clipped, on the device where that is formed there, None if nothing is stepped."""
-        means = [
-            bounded_value(high, low, nans, scalars.limit) / max(1, size)
-            for (high, low, nans), size in zip(sums.tolist(), sizes, strict=True)
-        ]
-        clips = [1.0 if mean <= NOT_CLIPPED else math.sqrt(mean) for mean in means]
-        steps = [(fp32(scalars.rate / c), fp32(scalars.decay_rate / c)) for c in clips]
-        self.stable_adamw_apply(lists, scalars, steps, multiplier)
-        return [clip != 1.0 for clip in clips]
-
-    def stable_adamw_apply(
-        self, lists: TensorLists, scalars: StableScalars, steps: Sequence[Step], multiplier: float
-    ) -> None:
-        """AdamW with a ``step_size`` and a ``decay`` for each tensor."""
-        for owners, batch in batches(lists):
-            adam_batch(batch, scalars, [steps[owner] for owner in owners], multiplier)
-
     # -- LAMB -------------------------------------------------------------------------------------
 
     def lamb(self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier) -> None:
@@ -276,7 +209,7 @@ class ReferenceBackend:
         for index, factor in enumerate(factors):
             one = lists.take([index])
             (main,), (direction,) = read_mains(one), one.grad
-            descend([main], [direction.float() * factor], [scalars.decay], scalars.cautious_wd)
+            descend([main], [direction.float() * factor], scalars.decay, scalars.cautious_wd)
             write_mains(one, [main])
 
     # -- the rest ---------------------------------------------------------------------------------
@@ -363,5 +296,3 @@ def _blend(start: Tensor, end: Tensor, factor: float, from_end: bool, out: Tenso
 
 LEAST_SHARE = 1e-3
 """Where fewer elements agree, their steps are multiplied by no more than if so many did."""
-NOT_CLIPPED = 1.0 + 2.0**-20
-"""Mean squares up to it count as 1, as all are at the first step, but for rounding."""

@@ -307,6 +307,36 @@ def digits_of(values: Tensor, top: float) -> tuple[Tensor, Tensor]:
     return high, squares.sub_(high).mul_(2.0**_BITS).floor_()
 
 
+def largest_magnitude(values: Tensor) -> Tensor:
+    """Return the largest magnitude of contiguous FP32 values, shape (): inf if one is not finite, 0
+    if there is none."""
+    if not values.numel():
+        return torch.zeros((), dtype=torch.float32, device=values.device)
+    low, high = torch.aminmax(values)
+    top = torch.maximum(low.abs(), high.abs())
+    return torch.where(top.isfinite(), top, torch.inf)
+
+
+def row_digits(
+    blocks: Sequence[MatrixBlock], top: float, shape: MatricesShape, device: torch.device
+) -> Tensor:
+    """Return the sum of squares of each row of a stack of matrices in digits: int64, shape (2,
+    matrices, rows), 0 where this rank has no elements. Those of several ranks may be added up.
+
+    Args:
+        top: the largest magnitude of the whole parameter; inf leaves all digits 0.
+    """
+    matrices, rows, _ = shape
+    by_row = torch.zeros(2, matrices, rows, dtype=torch.int64, device=device)
+    for block in blocks if math.isfinite(top) else ():
+        for values, matrix, row, _ in pieces_of(block):
+            deep, high, _ = values.shape
+            for digit, digits in enumerate(digits_of(values, top)):
+                where = by_row[digit, matrix : matrix + deep, row : row + high]
+                where += digits.sum(2).long()
+    return by_row
+
+
 def bounded_digits(values: Tensor, most: float) -> Tensor:
     """Values from 0 to ``most``, a power of two, each rounded to a multiple of 2^-52 of that, as
     two whole numbers, the first in units of 2^31; and whether they are NaN, which count as 0.
@@ -316,20 +346,9 @@ def bounded_digits(values: Tensor, most: float) -> Tensor:
     return torch.stack([units >> _BITS, units.bitwise_and(_LOW), is_nan.long()])
 
 
-def bounded_sum(values: Tensor, most: float) -> Tensor:
-    """The sum of FP32 values in :func:`bounded_digits`, shape (3,); those of several parts may be
-    added up."""
-    return bounded_digits(values, most).flatten(1).sum(1)
-
-
-def bounded_value(high: int, low: int, nans: int, most: float) -> float:
-    """The sum that :func:`bounded_sum` gives, rounded once to FP64; NaN if a value is."""
-    units = float(high + (low >> _BITS)) * 2.0**_BITS + float(low & _LOW)
-    return math.nan if nans else units * (most * 2.0**-52)
-
-
 def bounded_values(sums: Tensor, most: float) -> Tensor:
-    """The same of many sums of :func:`bounded_digits`, without their first dimension."""
+    """Return sums of :func:`bounded_digits` as FP64 values, without their first dimension: rounded
+    once, NaN if a value is NaN."""
     high, low, nans = sums.unbind()
     units = (high + (low >> _BITS)).double().mul_(2.0**_BITS).add_(low.bitwise_and(_LOW).double())
     return units.mul_(most * 2.0**-52).masked_fill_(nans > 0, math.nan)

@@ -32,7 +32,8 @@ from mp_optim.kernels.state_format import joined, unpacked
 
 def as_sharded(local: Tensor, param: Tensor, key: str = "") -> Tensor:
     """State of a DTensor parameter as a DTensor of the same layout, in the memory where it is, on
-    the host, too; scalars, what every rank keeps whole and that of plain parameters unchanged.
+    the host, too. Scalars, state of another shape, state that every rank keeps whole and that of
+    plain parameters are returned unchanged.
 
     Args:
         key: of the state; empty for a main param.
@@ -41,7 +42,7 @@ def as_sharded(local: Tensor, param: Tensor, key: str = "") -> Tensor:
         not is_dtensor(param)
         or not is_elementwise(key)
         or not isinstance(local, Tensor)
-        or (local.dim() == 0 and param.dim() > 0)
+        or local.shape != local_tensor(param).shape
     ):
         return local
     from torch.distributed.tensor import DTensor

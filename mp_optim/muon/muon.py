@@ -187,7 +187,7 @@ def _directions(
     found = directions(rule, rounded, layouts, owners)
     if rule.is_normalized:
         moments = launch.lists.state[MOMENT2]
-        found = normalized(rule, found, moments, updates, launch.regions, backend)
+        found = normalized(rule, found, moments, updates, launch.regions)
     return _cautious(found, launch, backend) if launch.settings.get("caution") else found
 
 

@@ -20,7 +20,6 @@ from torch.distributed import ProcessGroup
 from mp_optim.config.rules import coefficients, scale_factor
 from mp_optim.core import SlotUpdates
 from mp_optim.core.tensor_layout import MatrixParts, ParamLayout, ShardRegion
-from mp_optim.kernels import Backend
 from mp_optim.kernels.chunking import runs_of
 from mp_optim.kernels.kernel_args import fp32
 from mp_optim.kernels.sums import (
@@ -30,14 +29,15 @@ from mp_optim.kernels.sums import (
     bounded_digits,
     bounded_values,
     digits_to_values,
+    largest_magnitude,
     matrices_shape,
     matrix_blocks,
     over_shards,
     root,
+    row_digits,
 )
 from mp_optim.muon.matrix_exchange import Exchange, MatrixOwners, newton_schulz_flops
 from mp_optim.muon.newton_schulz import orthogonalize_each
-from mp_optim.rules.adafactor import ElementPasses, passes_by
 
 _DTYPES = {"medium": torch.bfloat16, "highest": torch.float32}
 _TOGETHER = 1 << 26
@@ -311,7 +311,6 @@ def normalized(
     moments: Sequence[Tensor],
     updates: SlotUpdates,
     regions: Sequence[ShardRegion],
-    backend: Backend,
 ) -> list[Direction]:
     """Directions with rows of one size, scaled already, and FP32; updates the moments. Collective
     if some are split over ranks.
@@ -322,13 +321,13 @@ def normalized(
         updates, regions: of a launch, as many.
     """
     layouts = updates.layouts or [None] * len(updates)
-    passes, shards = passes_by(backend), updates.shard_groups
+    shards = updates.shard_groups
     params = [_Param.of(*each) for each in zip(found, moments, regions, layouts, strict=True)]
     every = [param.ranks_over(own, 0, 1) for param, own in zip(params, shards, strict=True)]
-    largest = [passes.largest(param.values)[None] for param in params]
+    largest = [largest_magnitude(param.values)[None] for param in params]
     tops = [float(top) for top in over_shards(largest, every, largest_of=True, doing=_DOING)]
     pairs = list(zip(params, tops, strict=True))
-    squares = [param.squares(passes, top) for param, top in pairs]
+    squares = [param.squares(top) for param, top in pairs]
     within = [param.ranks_over(own, 1) for param, own in zip(params, shards, strict=True)]
     squares = over_shards(squares, within, largest_of=False, doing=_DOING)
     sums = [
@@ -382,10 +381,9 @@ class _Param:
         groups = self.ranks_over((), dim)
         return groups[0].size() if groups else 1
 
-    def squares(self, passes: ElementPasses, top: float) -> Tensor:
-        """Digits of each row's sum of squares; of what this rank has."""
-        device = self.values.device
-        return passes.row_and_column_digits(self.blocks, top, self.shape, device)[0]
+    def squares(self, top: float) -> Tensor:
+        """Return the digits of each row's sum of squares, of this rank's elements."""
+        return row_digits(self.blocks, top, self.shape, self.values.device)
 
     def norms(self, rule: Orthogonalization, digits: Tensor, top: float) -> Tensor:
         """Update the moment. Squares of the norms of what is orthogonalised by itself, before and

@@ -26,7 +26,7 @@ from mp_optim.param_groups.tables import (
     warn_of_table_shape,
 )
 
-__all__ = ["LAMB", "SGD", "AdEMAMix", "Adafactor", "Adam", "AdamW", "Lion", "Muon", "StableAdamW"]
+__all__ = ["LAMB", "SGD", "Adam", "AdamW", "Lion", "Muon"]
 
 Betas = tuple[float, float]
 
@@ -86,81 +86,6 @@ class AdamW(StackOptimizer):
         values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         switches = {"adam_w_mode": True, "caution": caution, "cautious_wd": cautious_wd}
         super().__init__(params, {**values, **switches}, settings)
-
-
-@with_settings
-class StableAdamW(StackOptimizer):
-    """StableAdamW (Wortsman et al. 2023): AdamW with update clipping for each parameter.
-
-    The learning rate is divided by the root mean square of ``gradient / sqrt(second moment)`` over
-    the parameter, if that is above 1. It does not need ``max_grad_norm``.
-
-    Args:
-        params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
-        lr: learning rate, a number or a tensor.
-        betas: decay of the first and of the second moment.
-        eps: number that is added to the denominator.
-        weight_decay: factor of the decoupled weight decay.
-        cautious_wd: whether weight decay is cautious (Chen et al. 2025; the name is dion's).
-    """
-
-    rule = "stable_adamw"
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: Betas = (0.9, 0.99),
-        eps: float = 1e-6,
-        weight_decay: float = 1e-2,
-        cautious_wd: bool = False,
-        **settings: Unpack[StackSettings],
-    ) -> None:
-        values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**values, "cautious_wd": cautious_wd}, settings)
-
-
-@with_settings
-class AdEMAMix(StackOptimizer):
-    """AdEMAMix (Pagliardini et al. 2024): AdamW whose step also follows an average of gradients
-    over ten thousands of steps.
-
-    Args:
-        params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
-        lr: learning rate, a number or a tensor.
-        betas: decay of the first moment, of the second moment, and of the slow average.
-        alpha: weight of the slow average in the step.
-        eps: number that is added to the denominator.
-        weight_decay: factor of the decoupled weight decay.
-        beta3_warmup: steps in which ``betas[2]`` grows from ``betas[0]``; None starts with all of
-            it. The paper takes all steps of a run.
-        alpha_warmup: steps in which ``alpha`` grows from 0; None starts with all of it. The paper
-            takes all steps of a run.
-        caution: whether updates are cautious (Liang et al. 2024; the name is timm's).
-        cautious_wd: whether weight decay is cautious (Chen et al. 2025; the name is dion's).
-    """
-
-    rule = "ademamix"
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
-        alpha: float = 5.0,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        beta3_warmup: int | None = None,
-        alpha_warmup: int | None = None,
-        caution: bool = False,
-        cautious_wd: bool = False,
-        **settings: Unpack[StackSettings],
-    ) -> None:
-        values: dict[str, Any] = {"lr": lr, "betas": betas, "alpha": alpha, "eps": eps}
-        warmups = {"beta3_warmup": beta3_warmup, "alpha_warmup": alpha_warmup}
-        switches = {"caution": caution, "cautious_wd": cautious_wd}
-        values |= {"weight_decay": weight_decay, **warmups, **switches}
-        super().__init__(params, values, settings)
 
 
 @with_settings
@@ -253,36 +178,6 @@ class SGD(StackOptimizer):
         values = {"lr": lr, "momentum": momentum, "dampening": dampening}
         rest = {"weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(params, {**values, **rest}, settings)
-
-
-@with_settings
-class Adafactor(StackOptimizer):
-    """Adafactor (Shazeer & Stern 2018), as torch's; its state is FP32.
-
-    Args:
-        params: parameters, named parameters or param groups; bf16, fp16 and FP32 in any mix.
-        lr: upper limit of the relative step, a number or a tensor.
-        beta2_decay: exponent of the weight ``t ** beta2_decay`` of a gradient in the averages.
-        eps: floor of the second moment's root (None: FP32's epsilon), and of a parameter's root
-            mean square.
-        d: limit of the direction's root mean square.
-        weight_decay: factor of the decoupled weight decay.
-    """
-
-    rule = "adafactor"
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-2,
-        beta2_decay: float = -0.8,
-        eps: tuple[float | None, float] = (None, 1e-3),
-        d: float = 1.0,
-        weight_decay: float = 0.0,
-        **settings: Unpack[StackSettings],
-    ) -> None:
-        values = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d}
-        super().__init__(params, {**values, "weight_decay": weight_decay}, settings)
 
 
 @with_settings

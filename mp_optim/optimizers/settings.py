@@ -267,8 +267,6 @@ def _form(rule: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
     stepped_by = [rule, "adam"] if rule == "muon" else [rule]
     moments = [moment for name in stepped_by for moment in RULES[name].moments]
     stored_as = {moment.dtype_field for moment in moments if moment.dtype_field}
-    if dtype != torch.float32 and not stored_as:
-        raise ValueError(f"state={chosen['state']!r}: {rule} keeps its state in FP32")
     second = torch.uint8 if dtype == UINT4 else dtype  # which has no 4-bit form
     forms = {FIRST_DTYPE: dtype, SECOND_DTYPE: second}
     return {

@@ -3,7 +3,6 @@
 - Adam and AdamW: Kingma & Ba 2015, Loshchilov & Hutter 2019
 - Lion: the sign of an interpolated momentum, Chen et al. 2023
 - SGD with momentum, as torch defines it
-- AdEMAMix: Adam with a second average of gradients, which forgets slowly, Pagliardini et al. 2024
 """
 
 from __future__ import annotations
@@ -185,53 +184,3 @@ class FusedSGD(RuleOptimizer):
             "nesterov": nesterov,
         }
         super().__init__(SgdRule(), params, settings, backend, precision)
-
-
-class AdemamixRule(AdamRule):
-    """AdEMAMix, with decoupled weight decay."""
-
-    name = "ademamix"
-
-
-class FusedAdEMAMix(RuleOptimizer):
-    """AdEMAMix over FP32 tensors on any device, in one pass per batch.
-
-    Args:
-        betas: of the first moment, the second moment, and the slow average of gradients.
-        alpha: weight of the slow average in the step.
-        beta3_warmup: steps in which ``betas[2]`` grows from ``betas[0]``; None starts with it.
-        alpha_warmup: steps in which ``alpha`` grows from 0; None starts with it.
-        caution: see ``OptimizerConfig.caution``.
-        cautious_wd: see ``OptimizerConfig.cautious_wd``.
-        **precision: fields of :class:`~mp_optim.kernels.state_format.StatePrecision`, such as
-            ``exp_avg_dtype``, which is the slow average's, too.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
-        alpha: float = 5.0,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        beta3_warmup: int | None = None,
-        alpha_warmup: int | None = None,
-        caution: bool = False,
-        cautious_wd: bool = False,
-        backend: str = "auto",
-        **precision: Any,
-    ) -> None:
-        settings = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "betas": betas,
-            "eps": eps,
-            "alpha": alpha,
-            "beta3_warmup": beta3_warmup,
-            "alpha_warmup": alpha_warmup,
-            "caution": caution,
-            "cautious_wd": cautious_wd,
-        }
-        super().__init__(AdemamixRule(), params, settings, backend, precision)

@@ -190,7 +190,6 @@ _RULES: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "adamw": (mp_optim.AdamW, {}),
     "sgd": (mp_optim.SGD, {"momentum": 0.9}),
     "lion": (mp_optim.Lion, {}),
-    "ademamix": (mp_optim.AdEMAMix, {}),
 }
 _FORMS: tuple[dict[str, Any], ...] = (
     {},

@@ -61,48 +61,6 @@ def adam(
     return p - u, m, v
 
 
-def stable_adamw(
-    p: Array, g: Array, m: Array, v: Array, t: int, h: dict[str, Any], mult: float
-) -> tuple[Array, ...]:
-    """AdamW by what is left of the learning rate; ``fsum`` rounds a sum once."""
-    b1, b2 = h["betas"]
-    c2 = 1 - b2**t if h["bias_correction"] else 1.0
-    new = v * F(b2) + ((g * F(mult)) * F(1 - b2)) * (g * F(mult))
-    scaled = g * F(mult)
-    floor = np.maximum(new * F(1 / c2), F(h["eps"] ** 2))
-    most = 2.0 ** math.frexp(c2 / (1 - b2))[1]
-    ratios = np.minimum((scaled * scaled) / floor, F(most))
-    spilled = np.isfinite(scaled) & np.isinf(scaled * scaled)
-    total = math.fsum(np.where(spilled, F(most), ratios).reshape(-1).tolist())
-    mean = total / max(1, p.size)
-    clip = math.sqrt(mean) if mean > 1 + 2**-20 else 1.0
-    c1 = 1 - b1**t if h["bias_correction"] else 1.0
-    u = np.sqrt(new) * F(1 / math.sqrt(c2)) + F(h["eps"])
-    m = m * F(b1) + (g * F(mult)) * F(1 - b1)
-    size, decay = F(h["lr"] / c1 / clip), F(h["lr"] * h["weight_decay"] / clip)
-    return (p - p * decay if decay else p) - (m / u) * size, m, new
-
-
-def ademamix(
-    p: Array, g: Array, m: Array, v: Array, s: Array, t: int, h: dict[str, Any], mult: float
-) -> tuple[Array, ...]:
-    """Adam beside a slow average, whose decay's half-life and whose weight grow in a warm-up."""
-    (b1, b2, b3), half_life = h["betas"], math.log(0.5)
-    if h["beta3_warmup"]:
-        a = min(1.0, t / h["beta3_warmup"])
-        begin, end = half_life / math.log(b1), half_life / math.log(b3)
-        b3 = b3 if a == 1.0 else 0.5 ** (1 / ((1 - a) * begin + a * end))
-    alpha = h["alpha"] * (min(1.0, t / h["alpha_warmup"]) if h["alpha_warmup"] else 1.0)
-    g = g * F(mult)
-    m, s = m * F(b1) + g * F(1 - b1), s * F(b3) + g * F(1 - b3)
-    v = v * F(b2) + (g * F(1 - b2)) * g
-    d = np.sqrt(v) * F(1 / math.sqrt(1 - b2**t)) + F(h["eps"])
-    u = ((m * F(1 / (1 - b1**t)) + s * F(alpha)) / d) * F(h["lr"])
-    if h["weight_decay"]:
-        p = p - p * F(h["lr"] * h["weight_decay"])
-    return p - u, m, v, s
-
-
 def lamb(
     p: Array, g: Array, m: Array, v: Array, t: int, h: dict[str, Any], mult: float
 ) -> tuple[Array, ...]:

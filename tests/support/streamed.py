@@ -23,14 +23,11 @@ FORMS = {
 KEEPS = {
     "adam": ("exp_avg_dtype", "exp_avg_sq_dtype"),
     "lamb": ("exp_avg_dtype", "exp_avg_sq_dtype"),
-    "stable_adamw": ("exp_avg_dtype", "exp_avg_sq_dtype"),
-    "ademamix": ("exp_avg_dtype", "exp_avg_sq_dtype"),
     "sgd": ("exp_avg_dtype",),
     "lion": ("exp_avg_dtype",),
-    "adafactor": (),
     "muon": ("exp_avg_dtype", "exp_avg_sq_dtype"),
 }
-WHOLE = ("lamb", "adafactor", "stable_adamw", "muon")
+WHOLE = ("lamb", "muon")
 HALVES = {torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True, "loss_scale": 1.0}}
 
 
@@ -68,8 +65,7 @@ def build(dtype=torch.bfloat16, fraction=1.0, place="streamed", window=4096, **f
     offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
     if place in ("streamed", "auto"):
         offload |= {"offload_place": place, "stream_window_bytes": window}
-    if fields.get("optimizer") != "adafactor":
-        fields.setdefault("weight_decay", 0.1)
+    fields.setdefault("weight_decay", 0.1)
     config = OptimizerConfig(
         **{"lr": 1e-2, **HALVES.get(dtype, {}), **fields}, **(offload if place != "device" else {})
     )

@@ -15,7 +15,7 @@ from mp_optim.config.state_forms import blocks_of
 from mp_optim.core.slot_state import AVERAGE, REMAINDER, scale_key
 from mp_optim.kernels.codecs import Noise, encode_, is_blocked, split_
 from mp_optim.kernels.element_rules import RULE_SCALARS, TEXTS
-from mp_optim.kernels.kernel_args import LambScalars, MuonScalars, StableScalars, TensorLists, fp32
+from mp_optim.kernels.kernel_args import LambScalars, MuonScalars, TensorLists, fp32
 from mp_optim.kernels.state_format import moment_specs
 
 ODD = [
@@ -51,15 +51,11 @@ STARTS = (256, 0, 2**32 - 512, 5 * 2**32 + 768)
 KEYS = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "lamb": ("exp_avg", "exp_avg_sq"),
-    "stable_adamw": ("exp_avg", "exp_avg_sq"),
     "lion": ("exp_avg",),
     "sgd": ("momentum_buffer",),
     "plain sgd": (),
     "plain adam": ("", "exp_avg_sq"),
-    "ademamix": ("exp_avg", "exp_avg_sq", "exp_avg_slow"),
-    "plain ademamix": ("", "exp_avg_sq", "exp_avg_slow"),
 }
-ADEMAMIX = {"alpha": 5.0, "alpha_warmup": 100, "beta3_warmup": None}
 PASSES = {**KEYS, "muon_momentum": ("momentum_buffer",), "muon_apply": ()}
 """Rules, and passes that are a part of one."""
 
@@ -154,17 +150,13 @@ def step_with(
 ) -> Tensor | None:
     """One step of a rule; returns the sums of LAMB, and the counts of a cautious step."""
     if rule in TEXTS:
-        if rule == "ademamix":
-            group = {**group, **ADEMAMIX, "betas": (*group["betas"], 0.9999)}
         scalars, counts, scales = RULE_SCALARS[rule].at(group, step), None, None
         if group.get("caution"):
             counts = backend.agreements(rule, lists, scalars, multiplier)
             scales = backend.caution_scales(counts, [main.numel() for main in lists.main])
         backend.step(rule, lists, scalars, multiplier, scales)
         return counts
-    if rule == "stable_adamw":
-        backend.stable_adamw(lists, StableScalars.at(group, step), multiplier)
-    elif rule == "muon_momentum":
+    if rule == "muon_momentum":
         momenta = TensorLists([], lists.grad, lists.state, lists.output, lists.noise)
         backend.muon_momentum(momenta, MuonScalars.at(group), multiplier)
     elif rule == "muon_apply":

@@ -32,7 +32,7 @@ def _kernels(trials: Sequence[Trial], arch: int) -> Codes:
             launches_of(backend, trial)
             for launch in launched:
                 name = launch.function.name
-                state = "" if name.endswith("_sums") and name != "clip_sums" else state_of(trial)
+                state = "" if name.endswith("_sums") else state_of(trial)
                 if (name, state) not in found:
                     code = assembled(launch.function, arch, launch.warps)
                     found[name, state] = launch, code

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mp_optim.config.rules import CAUTIONS
 from mp_optim.config.state_forms import BLOCK
-from mp_optim.kernels.kernel_args import StableScalars, TensorLists
+from mp_optim.kernels.kernel_args import TensorLists
 from mp_optim.kernels.reference import ReferenceBackend
 from ptx.forms import Form
 from ptx.kernels import MachineBackend
@@ -27,12 +27,7 @@ _DTYPES = {
     "int8": torch.int8,
     "uint8": torch.uint8,
 }
-_PARTS = {
-    "lamb_moments": "lamb",
-    "lamb_apply": "lamb",
-    "clip_sums": "stable_adamw",
-    "clipped_adamw": "stable_adamw",
-}
+_PARTS = {"lamb_moments": "lamb", "lamb_apply": "lamb"}
 """Kernels that are launched along with others, by the rule that launches them."""
 _SMALL = (0, 1, 255, 256, 257, 1296, 2047, 2049, 8176, 8191, 8193, 16385)
 """Tails of a few elements and of almost whole tiles and chunks, at multiples of 16 and not."""
@@ -103,8 +98,6 @@ def _trial_of(form: Form) -> Trial:
         inside=True,
         average=_DTYPES.get(values["average"]),
     )
-    if form.kernel == "clip_sums" and second == torch.uint8:
-        case = replace(case, moments=(torch.int8, torch.uint8))
     if rule == "muon_momentum" and case.output is None:
         case = replace(case, output=torch.bfloat16)
     settings = _settings(values, rule, is_plain)
@@ -195,9 +188,6 @@ def stepped(backend: Any, trial: Trial, lists: TensorLists) -> list[Tensor]:
         if trial.control != "host" and not is_reference:
             pair = torch.tensor([multiplier, flag])
             given = pair if trial.control == "flag" else pair[:1]
-        if trial.rule == "stable_adamw" and not flag:
-            scalars = StableScalars.at(group, step)
-            sums.append(backend.stable_adamw_sums(lists, scalars, given))
         made = step_with(backend, trial.rule.split()[-1], lists, group, step, given)
         if made is not None and not flag:
             sums.append(made)

@@ -30,7 +30,7 @@ def class_and_settings(arguments: Any, chosen: Mapping[str, Any]) -> OptimizerCl
     if name not in ours.__all__:
         raise ValueError(f"optimizer={name!r}: must be one of {ours.__all__}")
     hyperparameters = {"lr": arguments.learning_rate}
-    if name in ("Adam", "AdamW", "StableAdamW", "LAMB", "Muon"):
+    if name in ("Adam", "AdamW", "LAMB", "Muon"):
         hyperparameters["betas"] = (arguments.adam_beta1, arguments.adam_beta2)
         hyperparameters["eps"] = arguments.adam_epsilon
     return getattr(ours, name), {**hyperparameters, **settings}

@@ -58,23 +58,19 @@ Run run_at(const MpTensors& t, int64_t index, int64_t start, int64_t count, bool
     run.grad = at(t.grad, t.grad_dtype);
     run.moment1 = at(t.moment1, t.moment1_dtype);
     run.moment2 = at(t.moment2, t.moment2_dtype);
-    run.moment3 = at(t.moment3, t.moment3_dtype);
     run.output = at(t.output, t.output_dtype);
     run.scale1 = scale_at(t.scale1);
     run.scale2 = scale_at(t.scale2);
-    run.scale3 = scale_at(t.scale3);
     run.old_main = apart ? at(t.from_main, t.main_dtype) : run.main;
     run.old_remainder = apart ? at(t.from_remainder, t.remainder_dtype) : run.remainder;
     run.old_moment1 = apart ? at(t.from_moment1, t.moment1_dtype) : run.moment1;
     run.old_moment2 = apart ? at(t.from_moment2, t.moment2_dtype) : run.moment2;
-    run.old_moment3 = apart ? at(t.from_moment3, t.moment3_dtype) : run.moment3;
     run.average = at(t.average, t.average_dtype);
     run.old_average = apart ? at(t.from_average, t.average_dtype) : run.average;
     run.average_weight = t.average_weight;
     run.changed = t.changed ? t.changed[index] + start / kChanged : nullptr;
     run.old_scale1 = apart ? scale_at(t.from_scale1) : run.scale1;
     run.old_scale2 = apart ? scale_at(t.from_scale2) : run.scale2;
-    run.old_scale3 = apart ? scale_at(t.from_scale3) : run.scale3;
     run.follows = t.follows != 0;
     run.numel = count;
     run.start = uint32_t(start);
@@ -112,11 +108,9 @@ void copy_sources_in_place(const MpTensors& t, int64_t index, int64_t start, int
     elements(t.from_remainder, t.remainder, t.remainder_dtype);
     elements(t.from_moment1, t.moment1, t.moment1_dtype);
     elements(t.from_moment2, t.moment2, t.moment2_dtype);
-    elements(t.from_moment3, t.moment3, t.moment3_dtype);
     elements(t.from_average, t.average, t.average_dtype);
     copy(t.from_scale1, t.scale1, scale, scales);
     copy(t.from_scale2, t.scale2, scale, scales);
-    copy(t.from_scale3, t.scale3, scale, scales);
 }
 
 // Where a tensor begins is nothing that the processor's own prefetching can know: of small ones it would be the most.
@@ -130,7 +124,6 @@ void fetch_beginning(const MpTensors& t, int64_t index) {
     fetch(t.main);
     fetch(t.moment1);
     fetch(t.moment2);
-    fetch(t.moment3);
     fetch(t.output);
     fetch(t.average);
 }
@@ -235,8 +228,7 @@ const ElementRule* rule_for(const MpTensors* t, const char* name, const float* s
     while (rule->name && std::strcmp(rule->name, name)) ++rule;
     if (!rule->name || rule->scalars != count) return nullptr;
     const int moments = rule->moments(scalars);
-    const bool fits = valid(*t, true, moments & 1, moments & 2, threads) && !(t->count > 0 && moments & 4 && !t->moment3);
-    return fits ? rule : nullptr;
+    return valid(*t, true, moments & 1, moments & 2, threads) ? rule : nullptr;
 }
 
 }  // namespace
@@ -276,29 +268,6 @@ int32_t mp_agreements(const MpTensors* t, const char* name, const float* scalars
         split(Units(*t, kBlock), threads, [&](int64_t i, int64_t, int64_t start, int64_t n) {
             const int64_t found = rule->agreements(run_at(*t, i, start, n, false, is_apart(*t)), scalars);
             __atomic_fetch_add(counts + i, found, __ATOMIC_RELAXED);
-        });
-    });
-}
-
-int32_t mp_clip_sums(const MpTensors* t, const MpClip* s, int64_t* sums, int32_t threads) {
-    if (!t || !s || !sums || !(s->limit > 0.0f) || !valid(*t, false, false, true, threads)) return MP_BAD_ARGUMENT;
-    return guarded([&] {
-        std::fill_n(sums, 3 * t->count, 0);
-        split(Units(*t, kBlock), threads, [&](int64_t i, int64_t, int64_t start, int64_t count) {
-            int64_t found[3] = {};
-            level().clip_sums(run_at(*t, i, start, count, false, is_apart(*t)), *s, found);
-            for (int k = 0; k < 3; ++k) __atomic_fetch_add(sums + 3 * i + k, found[k], __ATOMIC_RELAXED);
-        });
-    });
-}
-
-int32_t mp_clipped_adamw(const MpTensors* t, const MpAdam* s, const float* steps, int32_t threads) {
-    if (!t || !s || !steps || !valid(*t, true, s->beta1 != 0.0f, true, threads)) return MP_BAD_ARGUMENT;
-    return guarded([&] {
-        elementwise(*t, threads, [&](const Run& run, int64_t i) {
-            MpAdam own = *s;
-            own.step_size = steps[2 * i], own.decay = steps[2 * i + 1];
-            level().adam(run, own);
         });
     });
 }
@@ -395,4 +364,4 @@ int32_t mp_access(MpAccess* given) {
     return MP_OK;
 }
 
-int32_t mp_abi() { return 20; }
+int32_t mp_abi() { return 21; }

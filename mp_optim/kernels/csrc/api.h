@@ -54,12 +54,6 @@ struct MpTensors {
     const void* const* from_average;
     int32_t average_dtype;
     float average_weight;
-    // Of rules that have a second average of gradients: in the dtypes of moment1; in its very dtype, where both are there.
-    void* const* moment3;
-    float* const* scale3;
-    const void* const* from_moment3;
-    const float* const* from_scale3;
-    int32_t moment3_dtype;
     // A bitmap of each tensor, in words of 64 elements: bits of weights (the output; without one, the main param) that get
     // another value, or NaN, are set, none is cleared. Null if nobody asks. The old weight is the old main param, rounded.
     uint64_t* const* changed;
@@ -74,11 +68,6 @@ struct MpAdam {
         caution;  // as at the end of every rule's that has them, see mp_step
 };
 
-// Quotients are at most `limit`, a power of two.
-struct MpClip {
-    float multiplier, beta2, one_minus_beta2, inv_bias2, floor, limit;
-};
-
 struct MpLamb {
     float multiplier, beta1, grad_weight, beta2, one_minus_beta2, eps, inv_bias1, inv_sqrt_bias2, decay, l2;
 };
@@ -87,16 +76,6 @@ struct MpLamb {
 struct MpMuon {
     float multiplier, average, ahead;
     int32_t average_from_end, ahead_from_end, nesterov;
-};
-
-struct MpAdafactor {
-    float keep, weight, squared_floor;
-};
-
-// A row-major contiguous box of FP32 values, and where it begins in a parameter that is a stack of matrices.
-struct MpMatrices {
-    float* values;
-    int64_t matrices, rows, columns, matrix, row, column, all_matrices, all_rows, all_columns;
 };
 
 // How the kernels go through memory. No result depends on it, only the time.
@@ -113,15 +92,10 @@ struct MpAccess {
 // scales: of each tensor what is taken in place of that scalar, or null.
 MP_EXPORT int32_t mp_step(const MpTensors* tensors, const char* rule, const float* scalars, int32_t count, const float* scales,
                           int32_t threads);
-// counts: (count,) elements whose step by mp_step goes the way of their gradient. Reads gradients, first and third moments,
+// counts: (count,) elements whose step by mp_step goes the way of their gradient. Reads gradients and first moments,
 // writes no tensor.
 MP_EXPORT int32_t mp_agreements(const MpTensors* tensors, const char* rule, const float* scalars, int32_t count,
                                 int64_t* counts, int32_t threads);
-// StableAdamW. sums: (count, 3), the sum of g^2 over the new second moment in units of 2^-52 `limit`, as two whole numbers, the
-// first worth 2^31; and how many quotients are NaN. Reads gradients and second moments, writes no tensor.
-MP_EXPORT int32_t mp_clip_sums(const MpTensors* tensors, const MpClip* scalars, int64_t* sums, int32_t threads);
-// Adam with a step_size and a decay for each tensor, (count, 2), in place of those of the scalars.
-MP_EXPORT int32_t mp_clipped_adamw(const MpTensors* tensors, const MpAdam* scalars, const float* steps, int32_t threads);
 // sums: (count, 2) FP64, of the param before the step and of the direction.
 MP_EXPORT int32_t mp_lamb_moments(const MpTensors* tensors, const MpLamb* scalars, double* sums, int32_t threads);
 MP_EXPORT int32_t mp_lamb_apply(const MpTensors* tensors, const MpLamb* scalars, const float* ratios, int32_t threads);
@@ -135,18 +109,6 @@ MP_EXPORT int32_t mp_muon_apply(const MpTensors* tensors, float decay, int32_t c
 MP_EXPORT int32_t mp_average(const MpTensors* tensors, int32_t threads);
 // sums: (count,) FP64 sums of squares of the gradients; zeros: (count,) numbers of zero elements, or null.
 MP_EXPORT int32_t mp_measure(const MpTensors* tensors, double* sums, int64_t* zeros, int32_t threads);
-
-// Adafactor's passes over FP32 values. `scale` is the power of two that brings all magnitudes below 1; digits of squares
-// are added to what is there: sums (2,), by_row (2, all matrices, all rows), by_column (2, all matrices, all columns).
-MP_EXPORT int32_t mp_largest(const float* x, int64_t n, float* top, int32_t threads);  // inf if one is not finite
-MP_EXPORT int32_t mp_total_digits(const float* x, int64_t n, double scale, int64_t* sums, int32_t threads);
-MP_EXPORT int32_t mp_matrix_digits(const MpMatrices* box, double scale, int64_t* by_row, int64_t* by_column,
-                                   int32_t threads);
-// Gradients become directions. weights: of all rows; columns: their second moments.
-MP_EXPORT int32_t mp_turn_matrices(const MpMatrices* box, const float* weights, const float* columns, float squared_floor,
-                                   int32_t threads);
-MP_EXPORT int32_t mp_turn_by_variance(float* x, float* variance, int64_t n, const MpAdafactor* scalars, int32_t threads);
-MP_EXPORT int32_t mp_descend(float* main, const float* direction, int64_t n, float decay, float size, int32_t threads);
 
 // Sum of elements, each times a number of its row of 1024 and one of its column, modulo 2^64: a checksum of bits.
 MP_EXPORT int32_t mp_weighted_sum(const int16_t* x, int64_t n, int64_t* sum, int32_t threads);

@@ -34,8 +34,6 @@ bool valid_dtypes(const MpTensors& t) {
            is_one_of(t.main_dtype, {MP_NONE, compact ? MP_BF16 : MP_F32}) &&
            is_one_of(t.remainder_dtype, {MP_NONE, MP_I16, MP_I8, MP_I0}) &&
            is_one_of(t.moment1_dtype, {MP_NONE, MP_F32, MP_BF16, MP_F16, MP_I8, MP_I4}) &&
-           is_one_of(t.moment3_dtype, {MP_NONE, MP_F32, MP_BF16, MP_F16, MP_I8, MP_I4}) &&
-           (!t.moment1 || !t.moment3 || t.moment1_dtype == t.moment3_dtype) &&
            is_one_of(t.moment2_dtype, {MP_NONE, MP_F32, MP_BF16, MP_F16, MP_U8}) &&
            is_one_of(t.output_dtype, {MP_NONE, MP_BF16, compact ? MP_BF16 : MP_F32, compact ? MP_BF16 : MP_F16});
 }
@@ -46,8 +44,7 @@ bool valid_sources(const MpTensors& t) {
     auto goes_with = [&](auto from, auto to) { return (from != nullptr) == (any && to != nullptr) && is_full(t, from); };
     return goes_with(t.from_main, t.main) && goes_with(t.from_remainder, t.remainder) &&
            goes_with(t.from_moment1, t.moment1) && goes_with(t.from_moment2, t.moment2) &&
-           goes_with(t.from_moment3, t.moment3) && goes_with(t.from_scale1, t.scale1) &&
-           goes_with(t.from_scale2, t.scale2) && goes_with(t.from_scale3, t.scale3) &&
+           goes_with(t.from_scale1, t.scale1) && goes_with(t.from_scale2, t.scale2) &&
            goes_with(t.from_average, t.average);
 }
 
@@ -59,20 +56,18 @@ bool valid(const MpTensors& t, bool needs_main, bool needs_first, bool needs_sec
     if (!t.numel || (!t.grad && !t.average) || (needs_main && !t.main) || (needs_first && !t.moment1)) return false;
     if (needs_second && !t.moment2) return false;
     if (!fits(t.main, t.main_dtype) || !fits(t.remainder, t.remainder_dtype) || !fits(t.output, t.output_dtype) ||
-        !fits(t.moment1, t.moment1_dtype) || !fits(t.moment2, t.moment2_dtype) || !fits(t.moment3, t.moment3_dtype))
+        !fits(t.moment1, t.moment1_dtype) || !fits(t.moment2, t.moment2_dtype))
         return false;
     if (!fits(t.average, t.average_dtype) || (t.average && !t.main)) return false;
-    if ((t.scale1 != nullptr) != is_blocked(t.moment1_dtype) || (t.scale2 != nullptr) != is_blocked(t.moment2_dtype) ||
-        (t.scale3 != nullptr) != is_blocked(t.moment3_dtype))
+    if ((t.scale1 != nullptr) != is_blocked(t.moment1_dtype) || (t.scale2 != nullptr) != is_blocked(t.moment2_dtype))
         return false;
     if (t.remainder && !t.main) return false;
     if (t.follows && (t.main_dtype != MP_F32 || is_apart(t) || !is_one_of(t.output_dtype, {MP_BF16, MP_F16}))) return false;
     for (int64_t i = 0; i < t.count; ++i)
         if (t.numel[i] < 0) return false;
-    for (void* const* table : {t.main, t.remainder, t.grad, t.moment1, t.moment2, t.moment3, t.output, t.average})
+    for (void* const* table : {t.main, t.remainder, t.grad, t.moment1, t.moment2, t.output, t.average})
         if (!is_full(t, table)) return false;
-    return valid_sources(t) && is_full(t, t.scale1) && is_full(t, t.scale2) && is_full(t, t.scale3) &&
-           is_full(t, t.changed);
+    return valid_sources(t) && is_full(t, t.scale1) && is_full(t, t.scale2) && is_full(t, t.changed);
 }
 
 }  // namespace mp

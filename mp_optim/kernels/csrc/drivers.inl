@@ -3,10 +3,10 @@
 
 // -- chunks -------------------------------------------------------------------------------------------
 
-constexpr Stream Run::* kStreams[] = {&Run::grad,        &Run::old_main,    &Run::old_remainder, &Run::old_moment1, &Run::old_moment2,
-                                      &Run::old_moment3, &Run::old_average, &Run::main,          &Run::remainder,   &Run::moment1,
-                                      &Run::moment2,     &Run::moment3,     &Run::output,        &Run::average};
-constexpr int kStreamCount = 14, kFirstWritten = 7;
+constexpr Stream Run::* kStreams[] = {&Run::grad,        &Run::old_main, &Run::old_remainder, &Run::old_moment1, &Run::old_moment2,
+                                      &Run::old_average, &Run::main,     &Run::remainder,     &Run::moment1,     &Run::moment2,
+                                      &Run::output,      &Run::average};
+constexpr int kStreamCount = 12, kFirstWritten = 6;
 
 // The part of a run from `start` on, a multiple of kScaled.
 MP_INLINE Run part_of(const Run& run, int64_t start, int64_t numel) {
@@ -15,10 +15,8 @@ MP_INLINE Run part_of(const Run& run, int64_t start, int64_t numel) {
         if ((run.*stream).data) (part.*stream).data = (run.*stream).at(start);
     if (run.scale1) part.scale1 = run.scale1 + start / kScaled;
     if (run.scale2) part.scale2 = run.scale2 + start / kScaled;
-    if (run.scale3) part.scale3 = run.scale3 + start / kScaled;
     if (run.scale1) part.old_scale1 = run.old_scale1 + start / kScaled;
     if (run.scale2) part.old_scale2 = run.old_scale2 + start / kScaled;
-    if (run.scale3) part.old_scale3 = run.old_scale3 + start / kScaled;
     if (run.changed) part.changed = run.changed + start / kChanged;
     part.start = run.start + uint32_t(start);
     part.numel = numel;
@@ -58,7 +56,7 @@ struct Tail {
 // blocks), then for what is left.
 template <class Body>
 MP_INLINE void for_whole_chunks(const Run& run, Body body) {
-    const int64_t unit = run.scale1 || run.scale2 || run.scale3 ? kScaled : kChunk, whole = run.numel / unit * unit;
+    const int64_t unit = run.scale1 || run.scale2 ? kScaled : kChunk, whole = run.numel / unit * unit;
     if (whole) {
         Run part = run;
         part.numel = whole;
@@ -85,14 +83,12 @@ MP_INLINE void fetch_ahead(const Run& r, int64_t i) {
     fetch_ahead<false>(r.grad, r.grad.dtype, i);
     fetch_ahead<false>(r.old_moment1, F::template moment<1>(r), i);
     fetch_ahead<false>(r.old_moment2, F::template moment<2>(r), i);
-    if (Rule::kThird) fetch_ahead<false>(r.old_moment3, F::template moment<3>(r), i);
     if (Rule::kHasMain && r.follows) fetch_ahead<false>(r.output, r.output.dtype, i);
     if (r.past || (r.main.data == r.old_main.data && r.moment1.data == r.old_moment1.data)) return;
     fetch_ahead<true>(r.main, main, i);
     fetch_ahead<true>(r.remainder, F::rest(r), i);
     fetch_ahead<true>(r.moment1, F::template moment<1>(r), i);
     fetch_ahead<true>(r.moment2, F::template moment<2>(r), i);
-    if (Rule::kThird) fetch_ahead<true>(r.moment3, F::template moment<3>(r), i);
 }
 
 // -- blocks -------------------------------------------------------------------------------------------
@@ -137,34 +133,22 @@ struct Tile {
     alignas(64) float first[kScaled], second[kScaled];
 };
 
-// The same of rules that have a third moment.
-struct WideTile : Tile {
-    alignas(64) float third[kScaled];
-};
-
 // FP32 values of a chunk: present ones, and where new ones go.
 struct Chunk {
-    const float *grad, *main, *first, *second, *third;
-    float *new_main, *new_first, *new_second, *new_third;
+    const float *grad, *main, *first, *second;
+    float *new_main, *new_first, *new_second;
 };
 
 // Updates a chunk. Of a second moment in blocks the new value is the root; of all the largest magnitude is kept.
 template <bool blocked1, bool blocked2, class Rule>
-MP_INLINE void update(const Rule& rule, int64_t start, const Chunk& at, u32x16& top1, u32x16& top2, u32x16& top3) {
+MP_INLINE void update(const Rule& rule, int64_t start, const Chunk& at, u32x16& top1, u32x16& top2) {
     for (int i = 0; i < kChunk; i += kLanes) {
         f32x16 g = {}, p = {}, m = {}, v = {}, root = {};
         if (Rule::kHasMain) p = load<f32x16>(at.main + i);
         if (Rule::kGrad) g = load<f32x16>(at.grad + i);
         if (Rule::kFirst) m = load<f32x16>(at.first + i);
         if (Rule::kSecond) v = load<f32x16>(at.second + i);
-        if constexpr (Rule::kThird) {
-            f32x16 slow = load<f32x16>(at.third + i);
-            rule(g, p, m, v, root, slow);
-            if (Rule::kMoments) store(at.new_third + i, slow);
-            if (blocked1) top3 = larger(top3, as<u32x16>(slow) & 0x7fffffff);
-        } else {
-            rule(g, p, m, v, root);
-        }
+        rule(g, p, m, v, root);
         rule.look(start + i, p, m, v);
         if (Rule::kMain) store(at.new_main + i, p);
         if (Rule::kMoments && Rule::kFirst) store(at.new_first + i, m);
@@ -174,12 +158,10 @@ MP_INLINE void update(const Rule& rule, int64_t start, const Chunk& at, u32x16& 
     }
 }
 
-// A run of whole blocks, or of some chunks of one. Moments in blocks (`blocked1`: the first and the third) are written as
-// codes one block behind the update: a block's scale is known after its last element. Main params are encoded one chunk
+// A run of whole blocks, or of some chunks of one. Moments in blocks are written as codes one block behind the update: a block's scale is known after its last element. Main params are encoded one chunk
 // behind it: what waits for divisions keeps the next chunk's work out of the processor's queues.
 template <bool blocked1, bool blocked2, class F, class Rule>
 __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rule& given, int64_t first_index) {
-    constexpr bool coded1 = blocked1 && Rule::kFirst, coded3 = blocked1 && Rule::kThird;
     const Rule rule = given;
     const Run run = given_run;
     const bool marks = Rule::kMain && Rule::kHasMain && run.changed, follows = Rule::kHasMain && run.follows;
@@ -187,13 +169,13 @@ __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rul
     alignas(64) float mains[2][kChunk];
     alignas(64) char weights[2][4 * kChunk];
     const float* to_write = nullptr;
-    std::conditional_t<Rule::kThird, WideTile, Tile> tiles[2];
-    Scale code1 = {}, code2 = {}, code3 = {};
+    Tile tiles[2];
+    Scale code1 = {}, code2 = {};
     for (int64_t start = 0; start < run.numel; start += kScaled) {
         auto &tile = tiles[start / kScaled % 2], &last = tiles[1 - start / kScaled % 2];
         const int64_t left = run.numel - start, n = left < kScaled ? left : kScaled;
         const float *scale1 = scale_at(run.old_scale1, start), *scale2 = scale_at(run.old_scale2, start);
-        u32x16 top1 = {}, top2 = {}, top3 = {};
+        u32x16 top1 = {}, top2 = {};
 #pragma GCC unroll 1
         for (int64_t at = 0; at < n; at += kChunk) {
             const int64_t i = start + at;
@@ -211,37 +193,23 @@ __attribute__((noinline)) static void run_chunks(const Run& given_run, const Rul
             if (Rule::kSecond) chunk.second = read_moment<2, F>(run, i, scale2, v);
             chunk.new_first = blocked1 ? tile.first + at : run.past ? m : place_of_moment<1, F>(run, i, m);
             chunk.new_second = blocked2 ? tile.second + at : run.past ? v : place_of_moment<2, F>(run, i, v);
-            if constexpr (Rule::kThird) {
-                alignas(64) float slow[kChunk];
-                chunk.third = read_moment<3, F>(run, i, scale_at(run.old_scale3, start), slow);
-                chunk.new_third = blocked1 ? tile.third + at : run.past ? slow : place_of_moment<3, F>(run, i, slow);
-                update<blocked1, blocked2>(rule, first_index + i, chunk, top1, top2, top3);
-                if (coded3 && start > 0) write_codes<3, F>(run, code3, last.third + at, i - kScaled);
-                if (Rule::kMoments && !blocked1) write_moment<3, F>(run, i, chunk.new_third);
-            } else {
-                update<blocked1, blocked2>(rule, first_index + i, chunk, top1, top2, top3);
-            }
-            if (coded1 && start > 0) write_codes<1, F>(run, code1, last.first + at, i - kScaled);
+            update<blocked1, blocked2>(rule, first_index + i, chunk, top1, top2);
+            if (blocked1 && start > 0) write_codes<1, F>(run, code1, last.first + at, i - kScaled);
             if (blocked2 && start > 0) write_codes<2, F>(run, code2, last.second + at, i - kScaled);
             if (Rule::kMain && i) write_main<F>(run, i - kChunk, to_write, marks ? weights[1 - which] : nullptr);
             to_write = chunk.new_main;
             if (Rule::kMoments && Rule::kFirst && !blocked1) write_moment<1, F>(run, i, chunk.new_first);
             if (Rule::kMoments && Rule::kSecond && !blocked2) write_moment<2, F>(run, i, chunk.new_second);
         }
-        if (coded1) code1 = scale_of(bring_within<false>(tile.first, n, largest(top1)), F::template moment<1>(run));
+        if (blocked1) code1 = scale_of(bring_within<false>(tile.first, n, largest(top1)), F::template moment<1>(run));
         if (blocked2) code2 = scale_of(bring_within<true>(tile.second, n, largest(top2)), F::template moment<2>(run));
-        if constexpr (coded3) {
-            code3 = scale_of(bring_within<false>(tile.third, n, largest(top3)), F::template moment<3>(run));
-            run.scale3[start / kScaled] = code3.scale;
-        }
-        if (coded1) run.scale1[start / kScaled] = code1.scale;
+        if (blocked1) run.scale1[start / kScaled] = code1.scale;
         if (blocked2) run.scale2[start / kScaled] = code2.scale;
     }
     const int64_t rest = run.numel - kChunk, end = (run.numel - 1) / kScaled;
     if (Rule::kMain) write_main<AnyFormats>(run, rest, to_write, marks ? weights[rest / kChunk % 2] : nullptr);
-    if (coded1) write_block<1, F>(given_run, code1, tiles[end % 2].first, end * kScaled);
+    if (blocked1) write_block<1, F>(given_run, code1, tiles[end % 2].first, end * kScaled);
     if (blocked2) write_block<2, F>(given_run, code2, tiles[end % 2].second, end * kScaled);
-    if constexpr (coded3) write_block<3, F>(given_run, code3, tiles[end % 2].third, end * kScaled);
     if (run.stream || run.past) finish_streaming();
 }
 
@@ -259,7 +227,7 @@ MP_INLINE Run with_ways(const Run& given) {
     run.stream = given.stream && given.output.data && can_stream(given.output);
     // averages read new main params again, so these stay in the caches
     run.past = !given.average.data && given.main.data != given.old_main.data && can_stream(given.main) && can_stream(given.moment1) &&
-               can_stream(given.moment2) && can_stream(given.moment3);
+               can_stream(given.moment2);
     return run;
 }
 
@@ -267,9 +235,8 @@ MP_INLINE Run with_ways(const Run& given) {
 template <class Rule>
 MP_INLINE void run_rule(const Run& given, const Rule& rule) {
     const Run run = with_ways(given);
-    constexpr bool first = Rule::kMoments && (Rule::kFirst || Rule::kThird), second = Rule::kMoments && Rule::kSecond;
-    const int32_t signed_dtype = Rule::kFirst ? run.moment1.dtype : run.moment3.dtype;  // the same, where both are there
-    const bool blocked1 = first && is_blocked(signed_dtype), blocked2 = second && is_blocked(run.moment2.dtype);
+    constexpr bool first = Rule::kMoments && Rule::kFirst, second = Rule::kMoments && Rule::kSecond;
+    const bool blocked1 = first && is_blocked(run.moment1.dtype), blocked2 = second && is_blocked(run.moment2.dtype);
     if (blocked1 && blocked2) return run_blocks<first, second, AnyFormats>(run, rule);
     if (blocked1) return run_blocks<first, false, AnyFormats>(run, rule);
     if (blocked2) return run_blocks<false, second, AnyFormats>(run, rule);
@@ -281,7 +248,6 @@ template <int32_t rest, int32_t first, int32_t second, class Rule>
 MP_INLINE bool run_special(const Run& given, const Rule& rule) {
     if (given.remainder.dtype != rest || given.moment1.dtype != first || given.moment2.dtype != second) return false;
     const Run run = with_ways(given);
-    constexpr int32_t third = Rule::kThird ? first : MP_NONE;
-    run_blocks<is_blocked(first), is_blocked(second), Formats<rest, first, second, third>>(run, rule);
+    run_blocks<is_blocked(first), is_blocked(second), Formats<rest, first, second>>(run, rule);
     return true;
 }

@@ -9,14 +9,12 @@ constexpr int kPair = 2 * kLanes;
 
 #include "mix.inl"
 
-// The first, second or third moment. Only a second one is a mean of squares, of which blocks hold the root.
+// The first or second moment. Only a second one is a mean of squares, of which blocks hold the root.
 template <int which>
-MP_INLINE const Stream& moment_of(const Run& r) { return which == 1 ? r.moment1 : which == 2 ? r.moment2 : r.moment3; }
+MP_INLINE const Stream& moment_of(const Run& r) { return which == 1 ? r.moment1 : r.moment2; }
 
 template <int which>
-MP_INLINE const Stream& old_moment_of(const Run& r) {
-    return which == 1 ? r.old_moment1 : which == 2 ? r.old_moment2 : r.old_moment3;
-}
+MP_INLINE const Stream& old_moment_of(const Run& r) { return which == 1 ? r.old_moment1 : r.old_moment2; }
 
 // Dtypes of a run: looked up, or known when compiled.
 struct AnyFormats {
@@ -26,12 +24,12 @@ struct AnyFormats {
     MP_INLINE int32_t moment(const Run& r) { return moment_of<which>(r).dtype; }
 };
 
-template <int32_t rest_dtype, int32_t first_dtype, int32_t second_dtype, int32_t third_dtype = MP_NONE>
+template <int32_t rest_dtype, int32_t first_dtype, int32_t second_dtype>
 struct Formats {
     static constexpr bool kKnown = true;
     MP_INLINE int32_t rest(const Run&) { return rest_dtype; }
     template <int which>
-    MP_INLINE int32_t moment(const Run&) { return which == 1 ? first_dtype : which == 2 ? second_dtype : third_dtype; }
+    MP_INLINE int32_t moment(const Run&) { return which == 1 ? first_dtype : second_dtype; }
 };
 
 // Code for any dtypes is large: it is compiled once, and called. By reference: a copy of what was just written in parts

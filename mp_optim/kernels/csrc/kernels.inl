@@ -4,43 +4,6 @@
 #include "drivers.inl"
 #include "rules.inl"
 #include "sums.inl"
-#include "adafactor.inl"
-
-// Takes NaNs out of at most kBlock ratios that are not negative, and says how many there were.
-static int64_t without_nans(float* x, int64_t n) {
-    int64_t found = 0;
-    for (int64_t i = 0; i < n; ++i)
-        if (x[i] != x[i]) x[i] = 0.0f, ++found;
-    return found;
-}
-
-// The sum of at most kBlock values from 0 to 1, in units of 2^-52: adding 2^52 leaves whole ones in the lower bits.
-static int64_t sum_of_units(const float* x, int64_t n, double scale) {
-    constexpr double kMagic = 0x1p52;
-    uint64_t sum = 0;
-    for (int64_t i = 0; i < n; ++i) sum += as<uint64_t>(double(x[i]) * scale + kMagic);
-    return int64_t(sum - uint64_t(n) * as<uint64_t>(kMagic));
-}
-
-// The sum of what ClipRule makes, as two whole numbers, and how many of these are NaN, are added to sums[3].
-static void clip_sums(const Run& given, const MpClip& s, int64_t* sums) {
-    alignas(64) float ratios[kBlock];
-    const ClipRule rule(s, ratios);
-    const double scale = 0x1p52 / s.limit;
-    Run run = given;
-    run.main = run.old_main = run.remainder = run.old_remainder = run.moment1 = run.old_moment1 = Stream{nullptr, MP_NONE};
-    run.moment3 = run.old_moment3 = Stream{nullptr, MP_NONE};
-    run.output = run.average = run.old_average = Stream{nullptr, MP_NONE};
-    run.scale1 = run.scale3 = nullptr, run.old_scale1 = run.old_scale3 = nullptr;
-    for (int64_t start = 0; start < run.numel; start += kBlock) {
-        const int64_t count = run.numel - start < kBlock ? run.numel - start : kBlock;
-        const Run block = part_of(run, start, count);
-        if (!run_special<MP_NONE, MP_NONE, MP_F32>(block, rule)) run_rule(block, rule);
-        if (largest_bits(ratios, count) > 0x7f800000) sums[2] += without_nans(ratios, count);
-        const int64_t units = sum_of_units(ratios, count, scale);
-        sums[0] += units >> 31, sums[1] += units & 0x7fffffff;
-    }
-}
 
 static void muon_momentum(const Run& run, const MpMuon& s) {
     const MuonMomentumRule rule(s);
@@ -83,10 +46,9 @@ __attribute__((noinline)) static void average_run(const Run& given) {
 
 static void average(const Run& given) {
     Run run = given;  // nothing else is read or written: the last elements are copied, and copied back
-    run.grad.data = run.moment1.data = run.moment2.data = run.moment3.data = run.output.data = nullptr;
+    run.grad.data = run.moment1.data = run.moment2.data = run.output.data = nullptr;
     run.old_main.data = run.old_remainder.data = run.old_moment1.data = run.old_moment2.data = nullptr;
-    run.old_moment3.data = nullptr;
-    run.scale1 = run.scale2 = run.scale3 = nullptr;
+    run.scale1 = run.scale2 = nullptr;
     if (run.remainder.dtype == MP_NONE) return average_run<MP_NONE>(run);
     if (run.remainder.dtype == MP_I16) return average_run<MP_I16>(run);
     if (run.remainder.dtype == MP_I0) return average_run<MP_I0>(run);

@@ -1,7 +1,6 @@
 // What one instruction-set level provides: kernels over a run of elements of one tensor.
 #pragma once
 
-#include <type_traits>
 #include <utility>
 
 #include "api.h"
@@ -40,13 +39,13 @@ struct Stream {
 
 // One tensor, its pointers moved to the first element of the run.
 struct Run {
-    Stream main, remainder, grad, moment1, moment2, moment3, output;
-    Stream old_main, old_remainder, old_moment1, old_moment2, old_moment3;  // where present values are read: mostly the same places
+    Stream main, remainder, grad, moment1, moment2, output;
+    Stream old_main, old_remainder, old_moment1, old_moment2;  // where present values are read: mostly the same places
     Stream average, old_average;
     float average_weight;
     uint64_t* changed;  // a bit for each element; null if nobody asks
-    float *scale1, *scale2, *scale3;  // of moments in blocks: one for each kScaled elements
-    const float *old_scale1, *old_scale2, *old_scale3;
+    float *scale1, *scale2;  // of moments in blocks: one for each kScaled elements
+    const float *old_scale1, *old_scale2;
     int64_t numel;
     uint32_t start;  // index of the first element in its tensor, modulo 2^32
     uint32_t key;    // of the tensor's random bits
@@ -61,7 +60,7 @@ struct Run {
 struct ElementRule {
     const char* name;  // null at the end of a list
     int32_t scalars;
-    int (*moments)(const float* scalars);  // those it cannot do without: the sum of 1, 2 and 4 for the first, second and third
+    int (*moments)(const float* scalars);  // those it cannot do without: the sum of 1 for the first and 2 for the second
     void (*step)(const Run&, const float* scalars);
     int64_t (*agreements)(const Run&, const float* scalars);  // elements that a cautious step keeps; null: it has none
 };
@@ -70,21 +69,12 @@ struct Level {
     const char* name;
     bool (*supported)();
     const ElementRule* rules;
-    void (*adam)(const Run&, const MpAdam&);  // of StableAdamW
     void (*lamb_moments)(const Run&, const MpLamb&, double* squares);  // of params and directions
     void (*lamb_apply)(const Run&, const MpLamb&, float ratio);
     void (*average)(const Run&);  // of main params as they are in memory
     double (*sum_of_squares)(const Run&, int64_t* zeros);
     void (*muon_momentum)(const Run&, const MpMuon&);
     void (*muon_apply)(const Run&, float decay, bool cautious_wd, float factor);
-    // Adafactor's, over elements that lie side by side
-    int32_t (*largest_bits)(const float* x, int64_t n);
-    void (*total_digits)(const float* x, int64_t n, double scale, int64_t* sums);
-    void (*row_digits)(const float* x, int64_t n, double scale, int64_t* high_columns, int64_t* low_columns, int64_t* sums);
-    void (*turn_row)(float* x, const float* columns, int64_t n, float weight, float floor);
-    void (*turn_by_variance)(float* x, float* variance, int64_t n, const MpAdafactor&);
-    void (*descend)(float* main, const float* direction, int64_t n, float decay, float size);
-    void (*clip_sums)(const Run&, const MpClip&, int64_t* sums);  // StableAdamW's: three are added to
     int64_t (*weighted_sum)(const int16_t* x, const int32_t* weights, int64_t n);
 };
 

@@ -30,10 +30,8 @@ static bool has_avx2() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // every CPU with AVX2 has F16C
 }
 extern const Level kAvx2;
-const Level kAvx2 = {"avx2",     has_avx2,           avx2::kRules,       avx2::adam,
+const Level kAvx2 = {"avx2",     has_avx2,           avx2::kRules,
                      avx2::lamb_moments, avx2::lamb_apply, avx2::average, avx2::sum_of_squares,
-                     avx2::muon_momentum, avx2::muon_apply,
-                     avx2::largest_bits, avx2::total_digits, avx2::row_digits,
-                     avx2::turn_row, avx2::turn_by_variance, avx2::descend, avx2::clip_sums, avx2::weighted_sum};
+                     avx2::muon_momentum, avx2::muon_apply, avx2::weighted_sum};
 }  // namespace mp
 #endif

@@ -31,10 +31,8 @@ static bool has_avx512() {
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 extern const Level kAvx512;
-const Level kAvx512 = {"avx512",     has_avx512,           avx512::kRules,       avx512::adam,
+const Level kAvx512 = {"avx512",     has_avx512,           avx512::kRules,
                        avx512::lamb_moments, avx512::lamb_apply, avx512::average, avx512::sum_of_squares,
-                       avx512::muon_momentum, avx512::muon_apply,
-                       avx512::largest_bits, avx512::total_digits, avx512::row_digits,
-                       avx512::turn_row, avx512::turn_by_variance, avx512::descend, avx512::clip_sums, avx512::weighted_sum};
+                       avx512::muon_momentum, avx512::muon_apply, avx512::weighted_sum};
 }  // namespace mp
 #endif

@@ -14,10 +14,8 @@ namespace neon {
 static bool always() { return true; }
 
 extern const Level kNeon;
-const Level kNeon = {"neon",     always,             neon::kRules,       neon::adam,
+const Level kNeon = {"neon",     always,             neon::kRules,
                      neon::lamb_moments, neon::lamb_apply, neon::average, neon::sum_of_squares,
-                     neon::muon_momentum, neon::muon_apply,
-                     neon::largest_bits, neon::total_digits, neon::row_digits,
-                     neon::turn_row, neon::turn_by_variance, neon::descend, neon::clip_sums, neon::weighted_sum};
+                     neon::muon_momentum, neon::muon_apply, neon::weighted_sum};
 }  // namespace mp
 #endif

@@ -3,11 +3,10 @@
 // Included inside a level's namespace, after drivers.inl.
 
 // Which memory a rule reads and writes. A rule without main params computes p from g, m and v and only writes the output.
-template <bool reads_grad, bool changes_main, bool has_first, bool has_second, bool changes_moments, bool has_main = true,
-          bool has_third = false>
+template <bool reads_grad, bool changes_main, bool has_first, bool has_second, bool changes_moments, bool has_main = true>
 struct Touches {
     static constexpr bool kGrad = reads_grad, kMain = changes_main, kFirst = has_first, kSecond = has_second,
-                          kMoments = changes_moments, kHasMain = has_main, kThird = has_third;
+                          kMoments = changes_moments, kHasMain = has_main;
 
     // Called with the updated p, m and v of the run's elements [i, i + 16).
     MP_MEMBER void look(int64_t, f32x16, f32x16, f32x16) const {}
@@ -89,30 +88,6 @@ struct AdamRule : Touches<true, true, has_first, true, true> {
     MP_MEMBER f32x16 way(f32x16 g, f32x16 m) const { return has_first ? m * s.beta1 + g * s.one_minus_beta1 : g; }
 };
 
-// g^2 over the new second moment, at most `limit`, in place of main params; nothing is kept. Where both overflow, of a
-// finite g, it is `limit`.
-struct ClipRule : Touches<true, false, false, true, false, false> {
-    static constexpr float kInfinity = __builtin_inff();
-    MpClip s;
-    float* ratios;
-
-    ClipRule(const MpClip& scalars, float* to) : s(scalars), ratios(to) {}
-
-    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16&, f32x16& v, f32x16&) const {
-        g = g * s.multiplier;
-        v = v * s.beta2 + (g * s.one_minus_beta2) * g;
-        f32x16 mean = v * s.inv_bias2;
-        mean = as<f32x16>(choose(as<u32x16>(mean < s.floor), splat<u32x16>(as<uint32_t>(s.floor)), as<u32x16>(mean)));
-        const u32x16 overflown = as<u32x16>(mean == kInfinity) & as<u32x16>(g * g == kInfinity) &
-                                 (as<u32x16>(g < kInfinity) & as<u32x16>(g > -kInfinity));
-        p = (g * g) / mean;
-        p = as<f32x16>(
-            choose(as<u32x16>(p > s.limit) | overflown, splat<u32x16>(as<uint32_t>(s.limit)), as<u32x16>(p)));
-    }
-
-    MP_MEMBER void look(int64_t i, f32x16 p, f32x16, f32x16) const { store(ratios + i, p); }
-};
-
 struct Sgd {
     float multiplier, lr, momentum, one_minus_dampening, decay, nesterov, first;  // the last two are 0 or 1
 };
@@ -161,43 +136,6 @@ struct LionRule : Touches<true, true, true, false, true> {
     }
 
     MP_MEMBER f32x16 way(f32x16 g, f32x16 m) const { return m * s.beta1 + g * s.one_minus_beta1; }
-};
-
-struct Ademamix {
-    float multiplier, beta1, one_minus_beta1, beta2, one_minus_beta2, beta3, one_minus_beta3, alpha, eps, lr, inv_bias1,
-        inv_sqrt_bias2, decay, cautious_wd, caution;
-};
-
-// Without a first moment as in Adam.
-template <bool has_first>
-struct AdemamixRule : Touches<true, true, has_first, true, true, true, true> {
-    Ademamix s;
-    MaybeFactor caution{s.caution};
-    Decay decay{s.decay, s.cautious_wd};
-
-    explicit AdemamixRule(const Ademamix& scalars) : s(scalars) {}
-
-    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16& v, f32x16& root, f32x16& slow) const {
-        g = g * s.multiplier;
-        m = has_first ? m * s.beta1 + g * s.one_minus_beta1 : g;
-        slow = slow * s.beta3 + g * s.one_minus_beta3;
-        v = v * s.beta2 + (g * s.one_minus_beta2) * g;
-        root = square_root(v);
-        const f32x16 blend = blended(m, slow);
-        const f32x16 u = cautious((blend / denominator(root, s)) * s.lr, blend, g, caution);
-        p = decayed(p, u, decay) - u;
-    }
-
-    MP_MEMBER f32x16 blended(f32x16 m, f32x16 slow) const {
-        const u32x16 is_good = is_finite(m), is_slow_good = is_finite(slow);
-        f32x16 blend = bounded(m * s.inv_bias1, is_good) + bounded(slow * s.alpha, is_slow_good);
-        return bounded(blend, is_good & is_slow_good);
-    }
-
-    MP_MEMBER f32x16 way(f32x16 g, f32x16 m, f32x16 slow) const {
-        m = has_first ? m * s.beta1 + g * s.one_minus_beta1 : g;
-        return blended(m, slow * s.beta3 + g * s.one_minus_beta3);
-    }
 };
 
 struct LambMomentsRule : Touches<true, false, true, true, true> {
@@ -309,15 +247,9 @@ static void sgd(const Run& run, const Sgd& s) {
 
 static void lion(const Run& run, const Lion& s) { run_rule(run, LionRule(s)); }
 
-static void ademamix(const Run& run, const Ademamix& s) {
-    if (!run.moment1.data) return run_rule(run, AdemamixRule<false>(s));
-    const AdemamixRule<true> rule(s);
-    if (!run_special<MP_NONE, MP_F32, MP_F32>(run, rule)) run_rule(run, rule);
-}
-
 // Makes 1 of elements whose step would go the way of their gradient, 0 of others, in place of main params; nothing is kept.
 template <class Rule>
-struct AgreementRule : Touches<true, false, Rule::kFirst, false, false, false, Rule::kThird> {
+struct AgreementRule : Touches<true, false, Rule::kFirst, false, false, false> {
     Rule rule;
     float* found;
 
@@ -325,18 +257,10 @@ struct AgreementRule : Touches<true, false, Rule::kFirst, false, false, false, R
 
     MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16&, f32x16&) const {
         g = g * rule.s.multiplier;
-        p = ones(are_alike(rule.way(g, m), g));
-    }
-
-    MP_MEMBER void operator()(f32x16 g, f32x16& p, f32x16& m, f32x16&, f32x16&, f32x16& slow) const {
-        g = g * rule.s.multiplier;
-        p = ones(are_alike(rule.way(g, m, slow), g));
+        p = as<f32x16>(are_alike(rule.way(g, m), g) & as<u32x16>(splat<f32x16>(1.0f)));
     }
 
     MP_MEMBER void look(int64_t i, f32x16 p, f32x16, f32x16) const { store(found + i, p); }
-
-private:
-    MP_INLINE f32x16 ones(u32x16 where) { return as<f32x16>(where & as<u32x16>(splat<f32x16>(1.0f))); }
 };
 
 // How many elements of a run agree.
@@ -372,11 +296,6 @@ static int64_t count_of_lion(const Run& run, const float* scalars) {
     return count_agreements(run, LionRule(read_scalars<Lion>(scalars)));
 }
 
-static int64_t count_of_ademamix(const Run& run, const float* scalars) {
-    const Ademamix s = read_scalars<Ademamix>(scalars);
-    return run.moment1.data ? count_agreements(run, AdemamixRule<true>(s)) : count_agreements(run, AdemamixRule<false>(s));
-}
-
 // A row of kRules. `moments`: those it cannot do without; of the first one `or_none_at_0`, where the second scalar is 0.
 // `agreements` are counted before a cautious step.
 template <class Scalars, void (*step)(const Run&, const Scalars&), int moments, bool or_none_at_0 = false,
@@ -396,6 +315,5 @@ static const ElementRule kRules[] = {
     row_of<MpAdam, adam, 1 | 2, true, count_of_adam>("adam"),
     row_of<Sgd, sgd, 0>("sgd"),
     row_of<Lion, lion, 1, false, count_of_lion>("lion"),
-    row_of<Ademamix, ademamix, 1 | 2 | 4, true, count_of_ademamix>("ademamix"),
     {nullptr, 0, nullptr, nullptr, nullptr},
 };

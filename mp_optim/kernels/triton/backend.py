@@ -28,7 +28,6 @@ from mp_optim.kernels.kernel_args import (
     LambScalars,
     LaunchDtypes,
     MuonScalars,
-    StableScalars,
     TensorLists,
     alike_lists,
     kept_moments,
@@ -45,7 +44,6 @@ from mp_optim.kernels.triton.launches import (
     Multiplier,
     Steady,
     added,
-    clipped_steps,
     on_host,
     row_for,
     row_of,
@@ -60,7 +58,6 @@ OLDEST = (3, 6)
 ``div.rn.ftz.f32``."""
 
 _ADAM = ("exp_avg", "exp_avg_sq")
-_SECOND = ("", "exp_avg_sq")
 _TRIED = 0.375
 """The multiplier of trials."""
 
@@ -413,54 +410,6 @@ class TritonBackend(ReferenceBackend):
             flags = Flags(scalars.decay != 0.0)
             self.launch_part(two_passes.lamb_apply, part, _ADAM, flags, numbers, 1.0, skip, table)
             mark_written(part.lists)
-
-    def stable_adamw_sums(
-        self, lists: TensorLists, scalars: StableScalars, multiplier: Multiplier
-    ) -> Tensor:
-        device = _device_of(lists)
-        sums = torch.zeros(len(lists.main), 3, dtype=torch.int64, device=device)
-        given = lists, _SECOND, scalars, multiplier
-
-        def trial(backend: ReferenceBackend, some: TensorLists) -> Tensor:
-            return backend.stable_adamw_sums(some, scalars, _tried(backend, multiplier, device))
-
-        return self._whole_sums(
-            two_passes.clip_sums, *given, sums, super().stable_adamw_sums, trial
-        )
-
-    def stable_adamw_finish(
-        self,
-        lists: TensorLists,
-        scalars: StableScalars,
-        sums: Tensor,
-        sizes: Sequence[int],
-        multiplier: Multiplier,
-    ) -> list[bool] | Tensor:
-        if not lists.main:
-            return []
-        device = lists.main[0].device
-        numbers = self.tables.row(row_of(scalars, 0), device)
-        counts = self.tables.values(array("q", sizes), device)
-        steps, clipped = clipped_steps(sums, counts, numbers)
-        flags = Flags(scalars.decay != 0.0, cautious_wd=scalars.cautious_wd)
-        moments = kept_moments(lists, _ADAM)
-
-        def trial(backend: ReferenceBackend, some: TensorLists) -> None:
-            backend.stable_adamw(some, scalars, _tried(backend, multiplier, device))
-
-        on_device = isinstance(multiplier, Tensor)
-        for part, row in self.parts("clipped_adamw", lists, moments, scalars, trial, on_device):
-            own = steps
-            if len(part.indices) != len(lists.main):
-                own = steps.index_select(0, self.index(part.indices, device))
-            if row is not None:
-                rule = two_passes.clipped_adamw
-                given = (row, multiplier, None, own)
-                self.launch_part(rule, part, moments, flags, *given)
-                mark_written(part.lists)
-            elif (value := on_host(multiplier)) is not None:
-                super().stable_adamw_apply(part.lists, scalars, own.tolist(), value)
-        return clipped
 
     def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
         flags, moments, device = Flags.of(scalars), (MOMENTUM,), _device_of(lists)

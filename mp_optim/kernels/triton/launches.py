@@ -7,7 +7,6 @@ in one row for each call of a rule.
 
 from __future__ import annotations
 
-import math
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
@@ -28,12 +27,10 @@ from mp_optim.kernels.kernel_args import (
     AlikeLists,
     LambScalars,
     LaunchDtypes,
-    StableScalars,
     TensorLists,
     check_fit,
 )
-from mp_optim.kernels.reference import NOT_CLIPPED
-from mp_optim.kernels.sums import root, sum_of_squares
+from mp_optim.kernels.sums import sum_of_squares
 from mp_optim.kernels.triton.kernels import sums
 from mp_optim.kernels.triton.kernels.tiles import Flags
 from mp_optim.kernels.triton.tables import RUN, Plan, Tables
@@ -55,14 +52,12 @@ TYPES = {
     torch.uint8: tl.uint8,
     None: None,
 }
-SCALARS = 6
-"""Where the FP32 scalars of a rule begin in a row of int32 values, as their bits. Before them are
-the seed, what new main params weigh in their averages, and, in FP64, from :data:`RATE` on LAMB's
-lr, or StableAdamW's rate, and from :data:`DECAY_RATE` on StableAdamW's."""
-RATE, DECAY_RATE = 2, 4
-_MOST_SCALARS = 12
-_IN_DOUBLE = ("rate", "decay_rate")
-"""Fields of scalars that a row has in FP64."""
+SCALARS = 4
+"""Index of a rule's first FP32 scalar in a row of int32 values, which hold the scalars' bits.
+Before them are the seed, the weight of new main params in their averages, and, from :data:`RATE`
+on, LAMB's lr in FP64."""
+RATE = 2
+_MOST_SCALARS = 10
 WIDTH = SCALARS + _MOST_SCALARS
 """Int32 values of a row."""
 
@@ -70,11 +65,10 @@ WIDTH = SCALARS + _MOST_SCALARS
 def shape_of(rule: str, kind: LaunchDtypes) -> dict[str, Any]:
     """Tile and threads of a rule's launch, chosen by what ptxas says: at most 128 registers, so
     that a multiprocessor holds 16 warps, and no spills. The first kernel of LAMB, whose tile is
-    that of its sums, takes 180 in 4 warps; one with three moments 206. Four elements side by side
+    that of its sums, takes 180 in 4 warps. Four elements side by side
     are 16 bytes of an FP32 tensor, eight where there is none."""
     run = 4 if torch.float32 in kind else 8
-    is_wide = rule == "lamb_moments" or kind.moment3 is not None
-    return {"ROWS": ROWS, "RUN": run, **(WIDE if is_wide else OPTIONS)}
+    return {"ROWS": ROWS, "RUN": run, **(WIDE if rule == "lamb_moments" else OPTIONS)}
 
 
 def row_of(scalars: Any, seed: int, average_weight: float = 1.0) -> array[int]:
@@ -83,11 +77,8 @@ def row_of(scalars: Any, seed: int, average_weight: float = 1.0) -> array[int]:
     Raises:
         ValueError: there are more of these than a row has room for.
     """
-    values = [getattr(scalars, name) for name in scalars.__slots__ if name not in _IN_DOUBLE]
+    values = [getattr(scalars, name) for name in scalars.__slots__]
     rate = scalars.lr if isinstance(scalars, LambScalars) else 0.0
-    decay_rate = 0.0
-    if isinstance(scalars, StableScalars):
-        rate, decay_rate = scalars.rate, scalars.decay_rate
     numbers = [value for value in values if not isinstance(value, bool)]
     if len(numbers) > _MOST_SCALARS:
         raise ValueError(
@@ -95,8 +86,8 @@ def row_of(scalars: Any, seed: int, average_weight: float = 1.0) -> array[int]:
             f"for {_MOST_SCALARS}"
         )
     numbers += [0.0] * (_MOST_SCALARS - len(numbers))
-    layout = f"=ifdd{_MOST_SCALARS}f"
-    return array("i", struct.pack(layout, seed, average_weight, rate, decay_rate, *numbers))
+    layout = f"=ifd{_MOST_SCALARS}f"
+    return array("i", struct.pack(layout, seed, average_weight, rate, *numbers))
 
 
 def row_for(lists: TensorLists, scalars: Any) -> array[int]:
@@ -288,29 +279,3 @@ def added(plan: Plan, values: Tensor) -> Tensor:
             form.launch(each.programs, *tables, values, results)
         values = results
     return values
-
-
-# -- StableAdamW's steps of single parameters, formed on the device -------------------------------
-
-
-_LIMIT = SCALARS + 8
-"""Where the limit lies in a launch's numbers."""
-
-
-def clipped_steps(sums: Tensor, counts: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """FP32 ``step_size`` and ``decay`` of each parameter, shape (n, 2), and which are clipped.
-
-    Args:
-        sums: as ``stable_adamw_sums`` gives them.
-        counts: elements of whole parameters.
-        numbers: of the launch.
-    """
-    rate = numbers[RATE : RATE + 2].view(torch.float64)
-    decay_rate = numbers[DECAY_RATE : DECAY_RATE + 2].view(torch.float64)
-    limit = numbers[_LIMIT : _LIMIT + 1].view(torch.float32).double()
-    high, low, nans = sums.unbind(1)
-    high, low = high + (low >> 31), low & 0x7FFFFFFF
-    value = (high.double() * 2.0**31 + low.double()) * (limit * 2.0**-52)
-    mean = torch.where(nans == 0, value, math.nan) / counts.clamp(min=1).double()
-    clip = torch.where(mean <= NOT_CLIPPED, 1.0, root(mean))
-    return torch.stack([rate / clip, decay_rate / clip], 1).float(), clip != 1.0

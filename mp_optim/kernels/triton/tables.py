@@ -33,8 +33,8 @@ MOST_ROWS = 64
 _WIDE = LaunchDtypes._fields
 """Columns that are read 16 bytes at a time where all addresses allow it: not the scales."""
 _COLUMNS = (
-    *("grad", "main", "remainder", "moment1", "moment2", "moment3"),
-    *("scale1", "scale2", "scale3", "output", "average"),
+    *("grad", "main", "remainder", "moment1", "moment2"),
+    *("scale1", "scale2", "output", "average"),
 )
 """In the order in which kernels take them."""
 _DTYPES = {"Q": torch.int64, "q": torch.int64, "i": torch.int32, "I": torch.int32}

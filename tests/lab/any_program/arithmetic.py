@@ -208,7 +208,6 @@ MOMENTS = {
     "lamb": ("exp_avg", "exp_avg_sq"),
     "sgd": ("momentum_buffer",),
     "lion": ("exp_avg",),
-    "ademamix": ("exp_avg", "exp_avg_sq", "exp_avg_slow"),
     "foreign": ("buffer",),
 }
 
@@ -321,22 +320,6 @@ def _lion(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tup
     return _decayed(p, u, h) - u, _kept(state, exp_avg=m * F(b2) + g * F(1 - b2))
 
 
-def _ademamix(
-    p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]
-) -> tuple[Array, State]:
-    b1, _, b3 = h["betas"]
-    m, v = _moments(g, state, h, 1 - b1)
-    done = min(1.0, t / (h["beta3_warmup"] or 1))
-    if done < 1.0:  # 1 / log(beta) grows linearly, from 0 where beta is 0
-        b3 = math.exp(1 / ((0.0 if b1 == 0 else (1 - done) / math.log(b1)) + done / math.log(b3)))
-    alpha = h["alpha"] * min(1.0, t / (h["alpha_warmup"] or 1))
-    s = state["exp_avg_slow"].values() * F(b3) + g * F(1 - b3)
-    near, far = _bounded(m * F(1 / _corrections(h, t)[0]), m), _bounded(s * F(alpha), s)
-    blend = _bounded(near + far, m + s * F(0))
-    u = _cautious((blend / _denominator(v, h, t)) * F(h["lr"]), blend, g, h)
-    return _decayed(p, u, h) - u, _kept(state, exp_avg=m, exp_avg_sq=v, exp_avg_slow=s)
-
-
 def _foreign(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> tuple[Array, State]:
     """``foreigner.Counting``."""
     b = state["buffer"].values() if state else np.zeros_like(p)
@@ -346,4 +329,3 @@ def _foreign(p: Array, g: Array, state: State, t: int, h: Mapping[str, Any]) -> 
 
 
 _RULES = {"adam": _adam, "lamb": _lamb, "sgd": _sgd, "lion": _lion, "foreign": _foreign}
-_RULES["ademamix"] = _ademamix

@@ -205,7 +205,7 @@ class Oracle:
         if self.rule == "foreign" and not slot.step:
             return ()  # it makes its state when it steps
         names = MOMENTS[self.rule]
-        if self.rule in ("adam", "ademamix") and settings["betas"][0] == 0.0:
+        if self.rule == "adam" and settings["betas"][0] == 0.0:
             return tuple(name for name in names if name != "exp_avg")
         return names
 

@@ -150,7 +150,7 @@ class Setup:
     @property
     def switches(self) -> dict[str, bool]:
         """Cautious settings of the rule: of Adam only with decoupled decay."""
-        if self.rule not in ("adam", "lion", "ademamix"):
+        if self.rule not in ("adam", "lion"):
             return {}
         is_decoupled = self.rule != "adam" or not self.variant
         return {name: is_decoupled and name in self.cautions for name in CAUTIONS}
@@ -224,7 +224,7 @@ def setups() -> SearchStrategy[Setup]:
             Setup,
             st.lists(PARAMS, min_size=1, max_size=5).map(tuple),
             st.just(precision),
-            st.sampled_from(("adam", "adam", "ademamix", "lamb", "sgd", "lion", "foreign")),
+            st.sampled_from(("adam", "adam", "lamb", "sgd", "lion", "foreign")),
             places(precision),
             st.one_of(st.just(()), st.lists(SETTINGS, min_size=3, max_size=3).map(tuple)),
             st.sampled_from((1.0, 0.0, 1e-3, 1e6)),

@@ -73,11 +73,6 @@ def settings_of(setup: Setup, given: Settings, explicit: bool) -> dict[str, Any]
         }
         if rule == "lamb":
             more |= {"grad_averaging": not variant, "use_nvlamb": variant}
-    elif rule == "ademamix":
-        betas, eps = (given.betas, given.eps) if explicit else ((0.9, 0.999), 1e-8)
-        alphas, decays = (4, 6) if variant else (None, None)
-        warmups = {"alpha_warmup": alphas, "beta3_warmup": decays}
-        more = {"betas": (*betas, 0.9999), "eps": eps, "alpha": 5.0, **warmups}
     elif rule == "lion":
         more = {"betas": (0.5 if variant else 0.95, 0.98)}
     else:

@@ -131,7 +131,7 @@ def config_of(setup: Setup, place: Place) -> OptimizerConfig:
             fields["overlap_cpu_optimizer_d2h_h2d"] = place.overlap
     if place.form != "plain":
         form = dict(FORMS[place.form])
-        if setup.rule not in ("adam", "ademamix", "lamb"):
+        if setup.rule not in ("adam", "lamb"):
             form.pop("exp_avg_sq_dtype", None)
         fields |= {"use_precision_aware_optimizer": True, **form}
     return OptimizerConfig(**fields, **variant_of(setup), **setup.switches)
@@ -144,7 +144,6 @@ def variant_of(setup: Setup) -> dict[str, Any]:
         "adam": {"decoupled_weight_decay": False},
         "sgd": {"sgd_momentum": 0.0},
         "lion": {"lion_beta1": 0.5},
-        "ademamix": {"ademamix_alpha_warmup": 4, "ademamix_beta3_warmup": 6},
         "lamb": {"lamb_use_nvlamb": True, "lamb_grad_averaging": False},
     }[setup.rule]
 
@@ -185,7 +184,7 @@ class Subject:
         """Settings of a group that a caller would give."""
         keys = (
             ("lr", "weight_decay", "betas", "eps")
-            if self.setup.rule in ("adam", "ademamix", "lamb")
+            if self.setup.rule in ("adam", "lamb")
             else ("lr", "weight_decay")
         )
         return {key: group.settings[key] for key in keys}

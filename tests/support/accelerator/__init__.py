@@ -23,8 +23,7 @@ Memory is never freed before the simulation ends, so addresses are never used tw
 product let go of a tensor is seen by its storage's reference count, and then a stream that may
 still use the memory has to be known to the allocator (``record_stream``).
 
-What it does not see: kernels that run on an accelerator only (Triton, apex, Transformer Engine),
-and adafactor's native passes, which are handed bare addresses.
+What it does not see: kernels that run on an accelerator only (Triton, apex, Transformer Engine).
 
 Modules: ``clocks`` and ``memory`` judge, ``streams`` delays, ``operations``, ``launches`` and
 ``threads`` see what is done, ``simulation`` has all of it, ``stand_in`` has the package find it as

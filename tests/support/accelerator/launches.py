@@ -12,7 +12,7 @@ from support.accelerator.simulation import Simulation
 
 _HALF_BYTES = {0: 8, 1: 8, 2: 4, 3: 4, 4: 2, 5: 2, 6: 4, 7: 1}
 """Units of 4 bits of an element, by the kernels' code of its dtype."""
-_STATE = ("main", "remainder", "moment1", "moment2", "moment3")
+_STATE = ("main", "remainder", "moment1", "moment2")
 _WRITTEN: dict[str, tuple[str, ...]] = {
     "mp_step": (*_STATE, "output"),
     "mp_lamb_moments": ("moment1", "moment2"),

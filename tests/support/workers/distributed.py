@@ -205,12 +205,10 @@ def cases() -> list[Case]:
         found += [Case(ranks, "fp32", layout) for layout in whole]
         found += [
             Case(ranks, "bf16", layout, fraction, rule=rule)
-            for rule in ("lamb", "adafactor")
+            for rule in ("lamb",)
             for layout in (*whole, "optim-whole")
             for fraction in (0.0, 0.5)
         ]
-    found += [Case(3, "bf16-8bit", layout, 0.5, "stable_adamw") for layout in whole]
-    found += [Case(3, "bf16-8bit", layout, 0.5, "ademamix") for layout in whole]
     found += [
         Case(3, compact, layout, 0.5)
         for layout in whole

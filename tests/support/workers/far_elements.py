@@ -75,7 +75,7 @@ class FarTables(_WatchedTables):
         for name, values in zip(_COLUMNS, columns, strict=True):
             dtype = None if name.startswith("scale") else getattr(part.kind, name)
             size = BEFORE // 64 if dtype is None else BEFORE * dtype.itemsize
-            if dtype == torch.uint8 and name in ("moment1", "moment3"):
+            if dtype == torch.uint8 and name == "moment1":
                 size //= 2
             far.append(None if values is None else self._shifted(values, size))
         return far, plans

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from mp_optim import (
+    Float16OptimizerWithFloat16Params,
     ModelParallel,
     OptimizerConfig,
     ProcessGroups,
@@ -214,13 +215,26 @@ def compact(root: Path, tp: dist.ProcessGroup) -> dict[str, Any]:
     return found
 
 
+def wrapped(
+    cls: type[torch.optim.Optimizer], tp: dist.ProcessGroup | None, seed: int = 0, **settings: Any
+) -> tuple[nn.Module, Any]:
+    """The rank's parts, and torch's optimizer for them below a wrapper."""
+    model, ours = build(settings, tp, seed=seed)
+    inner = cls(list(model.named_parameters()), lr=1e-2)  # type: ignore[call-arg]
+    config = OptimizerConfig(lr=1e-2, bf16=True, clip_grad=0.0)
+    optimizer = Float16OptimizerWithFloat16Params(inner, config)
+    optimizer.model_parallel = ours.model_parallel
+    return model, optimizer
+
+
 def factored(root: Path, tp: dist.ProcessGroup) -> list[Any]:
-    """Adafactor's means over the rows of a part are nobody else's."""
-    settings = {"optimizer": "adafactor"}
-    parts = build(settings, tp)
+    """Adafactor's means over the rows of a part belong to that part's rank."""
+    cls = torch.optim.Adafactor
+    parts = wrapped(cls, tp)
     train(*parts)
     checkpoint.save(root, *parts)
-    again, whole = build(settings, tp, seed=1), build(settings, None)
+    again, whole = wrapped(cls, tp, seed=1), wrapped(cls, None)
+    train(*whole)  # state that a foreign optimizer has not allocated yet fits anything
     checkpoint.load(root, *again)
     resumed = same(snapshot(*again), snapshot(*parts))
     train(*again)
@@ -230,19 +244,8 @@ def factored(root: Path, tp: dist.ProcessGroup) -> list[Any]:
 
 
 def foreign(root: Path, tp: dist.ProcessGroup) -> bool:
-    """Of torch's AdamW, which has no state before its first step."""
-
-    def wrapped(seed: int = 0) -> tuple[nn.Module, Any]:
-        model, ours = build({"bf16": True}, tp, seed=seed)
-        inner = torch.optim.AdamW(list(model.named_parameters()), lr=1e-2)
-        from mp_optim import Float16OptimizerWithFloat16Params
-
-        config = OptimizerConfig(lr=1e-2, bf16=True, clip_grad=0.0)
-        optimizer = Float16OptimizerWithFloat16Params(inner, config)
-        optimizer.model_parallel = ours.model_parallel
-        return model, optimizer
-
-    parts, again = wrapped(), wrapped(seed=1)
+    """Whether torch's AdamW resumes, which has no state before its first step."""
+    parts, again = (wrapped(torch.optim.AdamW, tp, seed, bf16=True) for seed in (0, 1))
     train(*parts)
     checkpoint.save(root, *parts)
     checkpoint.load(root, *again)

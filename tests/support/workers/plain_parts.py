@@ -53,7 +53,6 @@ CUTS = {
     "norm": Cut((7,)),
 }
 RULES: dict[str, dict[str, Any]] = {
-    "stable_adamw": {"lr": 0.05, "adam_beta2": 0.99},
     "muon": {"lr": 0.05, "muon_fp32_matmul_prec": "highest"},
     "normuon": {
         **{"optimizer": "muon", "lr": 0.05, "muon_fp32_matmul_prec": "highest"},
@@ -81,16 +80,10 @@ class Refused(NamedTuple):
 
 REFUSED = {
     "speculative": Refused(
-        "stable_adamw",
+        "muon",
         OFFLOAD | {"offload_mode": "speculative"},
         CUTS["rows"],
-        "offload_mode='speculative': stable_adamw steps cut, which is split over ranks",
-    ),
-    "windows": Refused(
-        "stable_adamw",
-        OFFLOAD | {"offload_place": "streamed"},
-        CUTS["rows"],
-        "optimizer='stable_adamw': cut is split over ranks by tensor parallelism",
+        "offload_mode='speculative': muon steps cut, which is split over ranks",
     ),
     "stride": Refused(
         "muon",

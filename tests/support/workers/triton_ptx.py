@@ -34,9 +34,7 @@ TRIALS = (
     "adam: bfloat16 - int8 uint8 uint8 bfloat16, noisy, anywhere, host",
     "sgd: float16 float16 - float32 float32 -, aligned, host",
     "lion: bfloat16 bfloat16 - float32 float32 -, aligned, host",
-    "ademamix: bfloat16 bfloat16 - float32 float32 -, aligned, host",
     "lamb: bfloat16 - int16 float32 float32 -, noisy, aligned, host",
-    "stable_adamw: bfloat16 bfloat16 - float32 float32 -, aligned, host",
     "muon_momentum: bfloat16 bfloat16 - float32 float32 -, aligned, host, momentum=0.95, "
     "nesterov=True",
     "muon_apply: bfloat16 bfloat16 - float32 float32 -, aligned, host",
@@ -50,7 +48,7 @@ def wide(kernel: str, case: Case, keys: tuple[str, ...]) -> dict[str, int]:
     kernel one whose mask is alike in runs of 16."""
     if not case.aligned:
         return {"ld": 0, "st": 0, "ld half": 0, "st half": 0}
-    kept = dict(zip(keys, (*case.moments, case.moments[0]), strict=False))
+    kept = dict(zip(keys, case.moments, strict=False))
     moments = [dtype for key, dtype in kept.items() if key]
     main = [torch.bfloat16, case.rest] if case.rest else [torch.float32]
     average = [] if case.average is None else [case.average]
@@ -65,13 +63,11 @@ def wide(kernel: str, case: Case, keys: tuple[str, ...]) -> dict[str, int]:
         read, written = [*main, *moments], [*main, case.output]
     elif kernel == "muon_momentum":
         read, written = [case.grad, *moments], [*moments, case.output]
-    elif kernel == "clip_sums":
-        read, written = [case.grad, moments[1]], []
     elif kernel == "chunk_sums":
         read, written = [case.grad], []
     elif kernel == "run_sums":
         read, written = [], []
-    elements, run = elements_of(kernel, case, [*moments, None, None, None][:3])
+    elements, run = elements_of(kernel, case, [*moments, None, None][:2])
     tiles = 1 if kernel == "lamb_moments" else 2
 
     def accesses(dtypes: list[torch.dtype | None], verb: str) -> dict[str, int]:

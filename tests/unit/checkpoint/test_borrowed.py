@@ -99,9 +99,7 @@ def drawn(seed, folder):
     form = chance.choice(ADAM_FORMS)
     settings = {}
     if form in ("bf16", "fp32"):
-        settings["optimizer"] = chance.choice(
-            ["adam", "sgd", "lion", "adafactor", "lamb", "stable_adamw", "ademamix"]
-        )
+        settings["optimizer"] = chance.choice(["adam", "sgd", "lion", "lamb"])
     if mode in ("streamed", "auto"):
         settings["offload_place"] = mode
         mode = chance.choice(["sync", "speculative"] if mode == "auto" else ["sync"])

@@ -258,6 +258,9 @@ def test_what_means_the_same_is_kept_in_one_form(name: str, value: Any, kept: An
         ({"optimizer": "adamw", "decoupled_weight_decay": False}, "AdamW decouples it"),
         ({"optimizer": "adam8bit"}, "exp_avg_dtype='uint8'"),
         ({"optimizer": "soap"}, "optimizer is adam"),
+        ({"optimizer": "adafactor"}, "; build mp_optim.Adafactor(params"),
+        ({"optimizer": "StableAdamW"}, "build pytorch_optimizer.StableAdamW below Float16"),
+        ({"optimizer": "ademamix"}, "build pytorch_optimizer.AdEMAMix below Float16"),
     ],
 )
 def test_a_wrong_kind_of_value_says_what_to_write(settings: dict[str, Any], message: str) -> None:
@@ -286,6 +289,7 @@ def test_a_wrong_kind_of_value_says_what_to_write(settings: dict[str, Any], mess
         ("use_8bit", "exp_avg_dtype='uint8'"),
         ("total_steps", "OptimizerParamScheduler"),
         ("warmup", "OptimizerParamScheduler"),
+        ("ademamix_alpha", "pass it to mp_optim.Adafactor or pytorch_optimizer.AdEMAMix"),
         ("start_weight_decay", "OptimizerParamScheduler"),
         ("amsgrad", "there is no amsgrad"),
         ("weight_decy", "did you mean 'weight_decay'"),
@@ -319,10 +323,6 @@ LIKE_TORCH: list[tuple[dict[str, Any], dict[str, Any]]] = [
             "lion_beta1": 0.8,
             "lion_beta2": 0.95,
         },
-    ),
-    (
-        {"optimizer": "adafactor", "eps": (None, 1e-4)},
-        {"optimizer": "adafactor", "adafactor_eps2": 1e-4},
     ),
     (
         {"optimizer_cpu_offload": True, "optimizer_offload_fraction": "auto", "gpu_memory": "60GB"},

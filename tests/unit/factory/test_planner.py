@@ -246,7 +246,6 @@ def test_what_does_not_fit_is_told_in_gib_with_what_would(limit: int) -> None:
             },
             ["4-bit and 8-bit moments, 8-bit remainders", *FORMS],
         ),
-        ({"optimizer": "adafactor"}, ["FP32"]),
     ],
 )
 def test_lines_of_a_sweep_are_named_by_what_they_are(

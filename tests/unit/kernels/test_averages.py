@@ -11,7 +11,7 @@ from support.models import same_bits
 
 BACKENDS = {
     "reference": tuple(CLASSES),
-    "native": ("adam", "lamb", "sgd", "lion", "adafactor", "stable_adamw", "ademamix"),
+    "native": ("adam", "lamb", "sgd", "lion"),
     "torch": ("adam", "sgd"),
     "apex": ("adam", "lamb", "sgd"),
     "transformer_engine": ("adam", "sgd"),

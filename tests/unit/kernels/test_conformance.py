@@ -66,22 +66,14 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"weight_decay": 0.0, "use_nvlamb": True},
         {"grad_averaging": False, "bias_correction": False},
     ],
-    "stable_adamw": [{}],
     "sgd": [{}, {"momentum": 0.0}, {"nesterov": True, "weight_decay": 0.0}, {"dampening": 0.5}],
     "lion": [{}, {"weight_decay": 0.0}],
-    "ademamix": [
-        {},
-        {"weight_decay": 0.0, "betas": (0.0, 0.95, 0.99)},
-        {"alpha": 0.0, "beta3_warmup": None},
-    ],
 }
 STATE = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "lamb": ("exp_avg", "exp_avg_sq"),
-    "stable_adamw": ("exp_avg", "exp_avg_sq"),
     "lion": ("exp_avg",),
     "sgd": ("momentum_buffer",),
-    "ademamix": ("exp_avg", "exp_avg_sq", "exp_avg_slow"),
 }
 
 
@@ -168,8 +160,6 @@ def take_step(
     step: int,
     multiplier: float,
 ) -> None:
-    if rule == "ademamix" and len(group["betas"]) == 2:
-        group = {**group, "betas": (*group["betas"], 0.9999)}
     step_with(backend, rule, lists, group, step, multiplier)
 
 

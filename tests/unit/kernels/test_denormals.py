@@ -23,11 +23,8 @@ CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (mp_optim.AdamW, {"eps": 1e-30}),
     "adamw on the host": (mp_optim.AdamW, {"eps": 1e-30, "offload": 1.0}),
     "speculative": (mp_optim.AdamW, {"eps": 1e-30, "offload": 1.0, "offload_mode": "speculative"}),
-    "stable_adamw": (mp_optim.StableAdamW, {"eps": 1e-30}),
-    "ademamix": (mp_optim.AdEMAMix, {"eps": 1e-30}),
     "lamb": (mp_optim.LAMB, {"eps": 1e-30}),
     "lion": (mp_optim.Lion, {}),
-    "adafactor": (mp_optim.Adafactor, {}),
     "muon": (mp_optim.Muon, {}),
     "8bit": (mp_optim.AdamW, {"eps": 1e-30, "state": "8bit", "ema_decay": 0.9}),
 }

@@ -25,7 +25,6 @@ CLASSES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         ["adam"],
     ),
     "cautious adamw": (mp_optim.AdamW, {"caution": True}, ["agreements", "adam"]),
-    "stable_adamw": (mp_optim.StableAdamW, {}, ["clip_sums", "clipped_adamw"]),
     "lamb": (mp_optim.LAMB, {}, ["lamb_moments", "lamb_apply"]),
     "muon": (mp_optim.Muon, {}, ["muon_momentum", "muon_apply"]),
     "sgd": (mp_optim.SGD, {"momentum": 0.9}, ["sgd", "sgd"]),  # its first step is another form

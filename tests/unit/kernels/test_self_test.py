@@ -41,10 +41,6 @@ class StandIn(ReferenceBackend):
         super().lamb(lists, scalars, multiplier)
         self._spoil("lamb", lists)
 
-    def stable_adamw(self, lists: TensorLists, scalars: Any, multiplier: Any) -> None:
-        super().stable_adamw(lists, scalars, multiplier)
-        self._spoil("stable_adamw", lists)
-
 
 def proven(spoil: Spoil, rule: str = "adam") -> SelfTest:
     return prove(StandIn(rule, spoil), CPU)
@@ -165,10 +161,6 @@ class OnDevice(ReferenceBackend):
     def lamb(self, lists: TensorLists, scalars: Any, multiplier: Any) -> None:
         if (number := self._number("lamb", multiplier)) is not None:
             super().lamb(lists, scalars, number)
-
-    def stable_adamw(self, lists: TensorLists, scalars: Any, multiplier: Any) -> None:
-        if (number := self._number("stable_adamw", multiplier)) is not None:
-            super().stable_adamw(lists, scalars, number)
 
 
 def test_a_flag_that_is_set_changes_nothing() -> None:

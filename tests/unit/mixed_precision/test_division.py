@@ -82,7 +82,7 @@ def state_after(precision: str, rule: str, mode: Any) -> list[Tensor]:
     return [*(param.detach() for param in model.parameters()), *states]
 
 
-RULES = ("adam", "lamb", "lion", "sgd", "adafactor", "stable_adamw", "ademamix", "muon")
+RULES = ("adam", "lamb", "lion", "sgd", "muon")
 CASES = [
     *((precision, rule) for precision in ("fp32", "fp16", "bf16") for rule in RULES),
     *(
@@ -105,10 +105,7 @@ def test_whole_steps_have_the_bits_of_the_host(precision: str, rule: str) -> Non
 
 @pytest.mark.parametrize(
     ("precision", "rule"),
-    [
-        *(("fp32", rule) for rule in RULES),
-        *(("bf16-8bit", rule) for rule in ("adam", "lamb", "stable_adamw")),
-    ],
+    [*(("fp32", rule) for rule in RULES), *(("bf16-8bit", rule) for rule in ("adam", "lamb"))],
 )
 def test_no_rule_divides_by_a_number_that_is_no_power_of_two(precision: str, rule: str) -> None:
     """Where a quotient happens to be the same, the next one is not. Sizes are odd."""

@@ -45,8 +45,7 @@ def build(folder: Path | None = None, offloads: bool = True, **fields: Any) -> t
         "optimizer_offload_fraction": fields.pop("fraction", 1.0),
         "optimizer_state_path": folder,
     }
-    if fields.get("optimizer") != "adafactor":
-        fields.setdefault("weight_decay", 0.1)
+    fields.setdefault("weight_decay", 0.1)
     config = OptimizerConfig(
         **{"lr": 1e-2, **HALVES.get(dtype, {}), **fields}, **(offload if offloads else {})
     )

@@ -69,8 +69,7 @@ def build(
         "optimizer_state_path": folder,
         "stream_window_bytes": window,
     }
-    if fields.get("optimizer") != "adafactor":
-        fields.setdefault("weight_decay", 0.1)
+    fields.setdefault("weight_decay", 0.1)
     config = OptimizerConfig(
         **{"lr": 1e-2, **HALVES.get(dtype, {}), **fields}, **(offload if folder else {})
     )
@@ -493,7 +492,6 @@ def test_killed_within_a_step_and_resumed_from_the_last_checkpoint(tmp_path):
     ("fields", "said"),
     [
         ({"optimizer": "lamb", "window": 8192}, r"big takes \d+ bytes; set stream_window"),
-        ({"optimizer": "adafactor", "window": 8192}, "adafactor needs whole parameters"),
         ({"optimizer": "muon", "window": 8192}, "muon needs whole parameters, and big"),
         ({"fraction": 0.0}, "optimizer_state_path=.*: has no effect without"),
         ({"window": 4096}, "smallest part of .* takes 18432 bytes; set stream_window"),

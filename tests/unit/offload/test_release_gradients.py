@@ -34,7 +34,7 @@ from support.offload import (
 
 EARLY = ("overlap", "speculative")
 each_early = pytest.mark.parametrize("mode", EARLY)
-RULES = ("adam", "sgd", "lamb", "lion", "adafactor", "stable_adamw", "ademamix", "muon")
+RULES = ("adam", "sgd", "lamb", "lion", "muon")
 FORMS = ("bf16", "fp16", "fp32", *(f"bf16-{form}" for form in COMPACT))
 
 

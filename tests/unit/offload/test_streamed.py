@@ -292,7 +292,6 @@ def test_the_smallest_fraction_is_the_smallest(rule):
     ("fields", "said"),
     [
         ({"optimizer": "lamb"}, r"big takes \d+ bytes; set stream_window_bytes"),
-        ({"optimizer": "adafactor"}, r"adafactor needs whole parameters, and big"),
         ({"optimizer": "muon"}, "muon needs whole parameters, and big takes"),
         ({"fraction": 0.0}, "offload_place='streamed': has no effect without"),
         ({"window": 100}, "stream_window_bytes=100: must be a whole number"),

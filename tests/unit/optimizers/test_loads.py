@@ -18,7 +18,7 @@ import mp_optim
 from mp_optim import checkpoint
 from support.models import same_bits
 
-RULES = ["AdamW", "Adam", "StableAdamW", "AdEMAMix", "LAMB", "Lion", "SGD", "Adafactor", "Muon"]
+RULES = ["AdamW", "Adam", "LAMB", "Lion", "SGD", "Muon"]
 Named = list[tuple[str, nn.Parameter]]
 
 
@@ -176,7 +176,7 @@ def test_no_momentum_of_older_versions_of_torch_goes_on() -> None:
     assert float(ours.state[ours.param_groups[0]["params"][0]]["step"]) == 1.0
 
 
-@pytest.mark.parametrize("rule", ["AdamW", "Adafactor"])
+@pytest.mark.parametrize("rule", ["AdamW", "LAMB"])
 def test_a_rule_that_counts_wants_a_number_of_steps(rule: str) -> None:
     saved = copy.deepcopy(stepped(getattr(mp_optim, rule)(named("w"))).state_dict())
     del saved["state"][0]["step"]

@@ -30,9 +30,6 @@ RULES = {
     mp_optim.Adam: {"optimizer": "adam", "decoupled_weight_decay": False},
     mp_optim.LAMB: {"optimizer": "lamb", "adam_eps": 1e-6},
     mp_optim.Lion: {"optimizer": "lion", "lion_beta1": 0.9, "lion_beta2": 0.99},
-    mp_optim.Adafactor: {"optimizer": "adafactor"},
-    mp_optim.StableAdamW: {"optimizer": "stable_adamw", "adam_beta2": 0.99, "adam_eps": 1e-6},
-    mp_optim.AdEMAMix: {"optimizer": "ademamix"},
 }
 
 
@@ -66,8 +63,6 @@ def train(layers: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def test_the_bits_of_the_factory(
     rule: Any, dtype: Any, form: str, main: str, offload: float, mode: str, limit: Any, decay: float
 ) -> None:
-    if rule is mp_optim.Adafactor:
-        form, mode = "fp32", "sync" if mode == "speculative" else mode
     how = {"offload_place": mode} if mode == "streamed" else {"offload_mode": mode}
     placed = {"offload": offload, **how} if offload else {}
     mine = model(dtype)

@@ -29,7 +29,6 @@ LIKE_TORCH: dict[str, dict[str, Any]] = {
     "AdamW": {},
     "Adam": {"weight_decay": 0.1},
     "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-    "Adafactor": {},
 }
 
 

@@ -19,8 +19,8 @@ from mp_optim.kernels import choose_backend
 from mp_optim.kernels.element_rules import RULE_SCALARS, LionScalars
 from mp_optim.kernels.kernel_args import TensorLists
 from mp_optim.kernels.reference import ReferenceBackend, step_with
-from support.numpy_rules import Array, F, adam, ademamix, lion
-from support.triton_cases import ADEMAMIX, GROUP, KEYS, Case, lists_of
+from support.numpy_rules import Array, F, adam, lion
+from support.triton_cases import GROUP, KEYS, Case, lists_of
 
 HOST = torch.device("cpu")
 SWITCHES = ({"caution": True}, {"cautious_wd": True}, {"caution": True, "cautious_wd": True})
@@ -36,8 +36,6 @@ def group_of(rule: str, **settings: Any) -> dict[str, Any]:
     """Settings of a rule, of which ``plain`` has no first moment."""
     group = {**GROUP, **settings}
     beta1 = 0.0 if rule.startswith("plain") else 0.9
-    if rule.endswith("ademamix"):
-        return {**group, **ADEMAMIX, "betas": (beta1, 0.999, 0.9999)}
     return {**group, "betas": (beta1, 0.999)}
 
 
@@ -47,10 +45,6 @@ def oracle(rule: str, p: Array, g: Array, state: list[Array], t: int, h: dict[st
     if rule == "adam":
         moved, *new = adam(np.zeros_like(p), g, *state, t, still, 1.0)
         way = new[0]
-    elif rule == "ademamix":
-        moved, *new = ademamix(np.zeros_like(p), g, *state, t, still, 1.0)
-        alpha = F(h["alpha"] * min(1.0, t / h["alpha_warmup"]))
-        way = new[0] * F(1 / (1 - h["betas"][0] ** t)) + new[2] * alpha
     else:
         moved, *new = lion(np.zeros_like(p), g, *state, still, 1.0)
         way = -moved
@@ -98,12 +92,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form[0]).removeprefix("torch."))
 @pytest.mark.parametrize(
-    ("rule", "switches"),
-    [
-        *product([*CAUTIOUS, "plain adam", "plain ademamix"], SWITCHES),
-        ("stable_adamw", {"cautious_wd": True}),
-    ],
-    ids=str,
+    ("rule", "switches"), [*product([*CAUTIOUS, "plain adam"], SWITCHES)], ids=str
 )
 @pytest.mark.parametrize("odd", [False, True], ids=["plain values", "odd values"])
 def test_native_kernels_have_the_bits_of_reference(
@@ -155,7 +144,7 @@ def trained(cls: Any, **settings: Any) -> list[torch.Tensor]:
     return [param.detach().clone() for param in params]
 
 
-CLASSES_WITH = (mp_optim.AdamW, mp_optim.Lion, mp_optim.AdEMAMix, mp_optim.Muon)
+CLASSES_WITH = (mp_optim.AdamW, mp_optim.Lion, mp_optim.Muon)
 
 
 @pytest.mark.parametrize("cls", CLASSES_WITH, ids=lambda cls: cls.__name__)
@@ -256,9 +245,9 @@ def test_a_kernel_is_told_every_number_and_switch() -> None:
     tiles = pytest.importorskip("mp_optim.kernels.triton.kernels.tiles")
 
     numbers = (0.9, 0.1, 0.99, 0.01, 0.1, 0.0)
-    many = SimpleNamespace(__slots__=tuple("abcdefghijklm"), **dict.fromkeys("abcdefghijklm", 1.0))
-    assert len(launches.row_of(LionScalars(*numbers, cautious_wd=False, caution=True), 0)) == 18
-    with pytest.raises(ValueError, match="has 13 numbers, a row of kernels' numbers room for 12"):
+    many = SimpleNamespace(__slots__=tuple("abcdefghijk"), **dict.fromkeys("abcdefghijk", 1.0))
+    assert len(launches.row_of(LionScalars(*numbers, cautious_wd=False, caution=True), 0)) == 14
+    with pytest.raises(ValueError, match="has 11 numbers, a row of kernels' numbers room for 10"):
         launches.row_of(many, 0)
     switched = SimpleNamespace(__slots__=("sideways",), sideways=True)
     with pytest.raises(ValueError, match=r"no kernel is compiled for \['sideways'\]"):

@@ -26,7 +26,7 @@ PLACES = {
     "reference": {"fused_backend": "reference"},
 }
 FORMS = ["bf16", "fp16", "fp32", "bf16-remainder", "bf16-8bit8", "bf16-stochastic"]
-RULES = ["sgd", "lion", "lamb", "muon", "adafactor", "stable_adamw", "ademamix"]
+RULES = ["sgd", "lion", "lamb", "muon"]
 
 
 def named(model):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mp_optim import (
+    Adafactor,
     ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
@@ -160,6 +161,50 @@ def test_it_goes_on_where_it_was_saved(name, dtype, way, tmp_path):
     else:
         checkpoint.load(tmp_path, model, optimizer)
     assert are_same(train(optimizer, model, range(STEPS, STEPS + 3)), expected)
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [torch.optim.Adafactor, registry.StableAdamW, registry.AdEMAMix],
+    ids=lambda cls: cls.__name__,
+)
+def test_optimizers_of_others_have_the_same_bits_in_every_place(cls, tmp_path):
+    """On the device, offloaded in part or whole, and resumed in another place."""
+
+    def built_at(fraction, mode):
+        model = model_of(torch.bfloat16)
+        params = list(model.named_parameters())
+        if fraction is None:
+            return wrapped(cls(params, lr=1e-2), torch.bfloat16), model
+        how = {"param_update_in_fp32": True, "offload_mode": mode}
+        inner = HybridDeviceOptimizer(params, fraction, cls, cls, **how, lr=1e-2)
+        return wrapped(inner, torch.bfloat16), model
+
+    places = [(None, ""), (0.5, "sync"), (1.0, "sync"), (0.5, "overlap"), (1.0, "overlap")]
+    runs = []
+    for at, place in enumerate(places):
+        optimizer, model = built_at(*place)
+        train(optimizer, model, range(3))
+        checkpoint.save(tmp_path / str(at), model, optimizer)
+        optimizer, model = built_at(*places[at - 1])
+        checkpoint.load(tmp_path / str(at), model, optimizer)
+        runs.append(train(optimizer, model, range(3, STEPS)))
+    assert all(are_same(run, runs[0]) for run in runs[1:])
+    assert len(set(runs[0][0])) == STEPS - 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("offload", [0.0, 0.5, 1.0])
+def test_adafactor_has_the_bits_of_torchs(dtype, offload):
+    settings = {"lr": 2e-2, "weight_decay": 0.1, "d": 2.0}
+    plain = model_of(dtype)
+    inner = torch.optim.Adafactor(list(plain.parameters()), **settings)
+    expected = train(
+        inner if dtype == torch.float32 else wrapped(inner, dtype), plain, range(STEPS)
+    )
+    model = model_of(dtype)
+    optimizer = Adafactor(model.parameters(), **settings, offload=offload)
+    assert are_same(train(optimizer, model, range(STEPS)), expected)
 
 
 def test_what_a_scheduler_writes_goes_down_and_what_the_optimizer_writes_comes_up():

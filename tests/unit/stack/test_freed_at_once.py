@@ -18,7 +18,7 @@ import mp_optim
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.process_groups.process_groups import ProcessGroups
 
-CLASSES = ("AdEMAMix", "Adafactor", "Adam", "AdamW", "LAMB", "Lion", "Muon", "SGD", "StableAdamW")
+CLASSES = ("Adafactor", "Adam", "AdamW", "LAMB", "Lion", "Muon", "SGD")
 PLACES = (
     {},
     {"offload": 0.5},

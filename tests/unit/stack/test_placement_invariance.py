@@ -30,9 +30,7 @@ def assert_same(result, expected):
         assert same_bits(result[1][name], value), name
 
 
-@pytest.mark.parametrize(
-    "rule", ["adam", "lamb", "sgd", "lion", "adafactor", "stable_adamw", "ademamix"]
-)
+@pytest.mark.parametrize("rule", ["adam", "lamb", "sgd", "lion"])
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "moe"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_every_fraction_gives_the_same_bits(precision, experts, rule):
@@ -48,7 +46,7 @@ def test_every_fraction_gives_the_same_bits(precision, experts, rule):
 
 
 @pytest.mark.parametrize("switch", ["caution", "cautious_wd"])
-@pytest.mark.parametrize("rule", ["adam", "lion", "ademamix"])
+@pytest.mark.parametrize("rule", ["adam", "lion"])
 def test_cautious_steps_have_the_same_bits_in_every_place(rule, switch):
     places = [{"offload_mode": "overlap"}, {"offload_mode": "speculative"}]
     places += [{"offload_place": "streamed", "stream_window_bytes": 1 << 20}]

@@ -1,5 +1,5 @@
 """Parts of plain tensor parallelism are stepped as the whole parameter, in the order of its rows:
-StableAdamW and Muon have the bits of one process."""
+Muon has the bits of one process."""
 
 import pytest
 

@@ -31,23 +31,6 @@ class AdamNumbers(NamedTuple):
     l2: Any
 
 
-class AdemamixNumbers(NamedTuple):
-    """The numbers of ``AdemamixScalars``."""
-
-    beta1: Any
-    one_minus_beta1: Any
-    beta2: Any
-    one_minus_beta2: Any
-    beta3: Any
-    one_minus_beta3: Any
-    alpha: Any
-    eps: Any
-    lr: Any
-    inv_bias1: Any
-    inv_sqrt_bias2: Any
-    decay: Any
-
-
 @triton.jit
 def denominator(v, eps, inv_sqrt_bias2):
     """sqrt(v) * (1/sqrt(bias2)) + eps."""
@@ -83,32 +66,6 @@ def adam_step(tile, chunk, s, caution, FLAGS: tl.constexpr):
 
 
 @triton.jit
-def ademamix(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    each_tile(_ademamix_tile, chunk, caution_of(chunk, FLAGS), FLAGS, ROWS)
-
-
-@triton.jit
-def _ademamix_tile(tile, chunk, caution, FLAGS: tl.constexpr):
-    s = AdemamixNumbers(*chunk.scalars[:12])
-    p = read_main(chunk, tile, FLAGS.follows)
-    g = gradient(chunk, p, tile, s.decay, False)
-    m = _first_average(tile, chunk, s.beta1, s.one_minus_beta1, g)
-    slow = _slow_average(tile, chunk, s, g)
-    v = read_moment(chunk.second, tile, True)
-    v = v * s.beta2 + (g * s.one_minus_beta2) * g
-    blend = _blended(m, slow, s)
-    u = tl.div_rn(blend, denominator(v, s.eps, s.inv_sqrt_bias2)) * s.lr
-    u = cautious(u, blend, g, caution, FLAGS)
-    p = decayed(p, u, s.decay, FLAGS)
-    p = p - u
-    if chunk.first.stored is not None:
-        write_moment(m, chunk.first, tile, False)
-    write_moment(slow, chunk.third, tile, False)
-    write_moment(v, chunk.second, tile, True)
-    write_main(p, chunk, tile)
-
-
-@triton.jit
 def _first_average(tile, chunk, beta1, one_minus_beta1, g):
     """Return the new first moment, or the gradient if none is kept."""
     m = g
@@ -119,29 +76,11 @@ def _first_average(tile, chunk, beta1, one_minus_beta1, g):
 
 
 @triton.jit
-def _slow_average(tile, chunk, s, g):
-    slow = read_moment(chunk.third, tile, False)
-    return slow * s.beta3 + g * s.one_minus_beta3
-
-
-@triton.jit
-def _blended(m, slow, s):
-    """m * (1/bias1) + slow * alpha, which does not overflow where both are finite."""
-    blend = bounded(m * s.inv_bias1, is_finite(m)) + bounded(slow * s.alpha, is_finite(slow))
-    return bounded(blend, is_finite(m) & is_finite(slow))
-
-
-@triton.jit
 def way_of(tile, chunk, g):
     """Return the direction of a cautious step, whose signs count: the first moment, which every
-    rule averages by its first two scalars. AdEMAMix alone has a third moment: there it is the
-    blend of both."""
+    rule averages by its first two scalars."""
     beta1, one_minus_beta1 = chunk.scalars[:2]
-    way = _first_average(tile, chunk, beta1, one_minus_beta1, g)
-    if chunk.third.stored is not None:
-        s = AdemamixNumbers(*chunk.scalars[:12])
-        way = _blended(way, _slow_average(tile, chunk, s, g), s)
-    return way
+    return _first_average(tile, chunk, beta1, one_minus_beta1, g)
 
 
 @triton.jit

@@ -56,7 +56,7 @@ class Chunk(NamedTuple):
         tensor: its place in the tables. start: the chunk's first element. count: its elements.
         streams, seed: of random numbers: for each tensor a stream, and where in it the tensor
             begins. grad_multiplier: FP32, of gradients.
-        scalars: twelve FP32 numbers of the step; what each is, the rule knows.
+        scalars: ten FP32 numbers of the step; what each is, the rule knows.
         made: what the step itself made, or is to make, on the device.
         weight: of new main params in their averages.
         run: how many elements a thread takes side by side: 4, or 8. aligned: whether all tensors
@@ -81,7 +81,6 @@ class Chunk(NamedTuple):
     rest: Any
     first: Moment
     second: Moment
-    third: Moment
     output: Any
     average: Any
 
@@ -108,9 +107,9 @@ def number(numbers, index):
 @triton.jit
 def numbers_of(numbers):
     """The scalars of a rule; those that it does not read are not loaded."""
-    return (number(numbers, 6), number(numbers, 7), number(numbers, 8), number(numbers, 9),
-            number(numbers, 10), number(numbers, 11), number(numbers, 12), number(numbers, 13),
-            number(numbers, 14), number(numbers, 15), number(numbers, 16), number(numbers, 17))
+    return (number(numbers, 4), number(numbers, 5), number(numbers, 6), number(numbers, 7),
+            number(numbers, 8), number(numbers, 9), number(numbers, 10), number(numbers, 11),
+            number(numbers, 12), number(numbers, 13))
 
 
 @triton.jit
@@ -164,8 +163,7 @@ def each_tile(RULE: tl.constexpr, chunk, per_tensor, FLAGS: tl.constexpr, ROWS: 
     """Let a rule step the whole tiles without masks, and the rest of the chunk as one masked tile.
 
     ``per_tensor`` is the number of this chunk's tensor that the rule's tile function takes: the
-    scale of a cautious update, LAMB's trust ratio, Muon's factor, or StableAdamW's pair of step
-    size and decay; None if it takes none."""
+    scale of a cautious update, LAMB's trust ratio, or Muon's factor; None if it takes none."""
     whole = chunk.count // (ROWS * BLOCK) * (ROWS * BLOCK)
     for at in range(0, whole, ROWS * BLOCK):
         _one_tile(RULE, at, chunk.count, chunk, per_tensor, FLAGS, ROWS, False)
@@ -260,7 +258,7 @@ def _name(launch):
 # A multiplier and a flag may lie anywhere in what holds several: no reason to compile once more.
 @triton.jit(repr=_name, do_not_specialize_on_alignment=["multiplier", "skip"])
 def step(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains, rests, moments1,
-         moments2, moments3, scales1, scales2, scales3, outputs, averages, made, RULE: tl.constexpr,
+         moments2, scales1, scales2, outputs, averages, made, RULE: tl.constexpr,
          FLAGS: tl.constexpr, KIND: tl.constexpr, ON_DEVICE: tl.constexpr, ALIGNED: tl.constexpr,
          CHUNK: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr):
     """Let a rule step the chunk of this program."""
@@ -276,12 +274,10 @@ def step(owners, firsts, sizes, streams, numbers, multiplier, skip, grads, mains
     first = Moment(values1, place(scales1, tensor, block, tl.float32, False))
     values2 = place(moments2, tensor, start, KIND.moment2, ALIGNED)
     second = Moment(values2, place(scales2, tensor, block, tl.float32, False))
-    values3 = place_average(moments3, tensor, start, KIND.moment3, ALIGNED)
-    third = Moment(values3, place(scales3, tensor, block, tl.float32, False))
     output = place(outputs, tensor, start, KIND.output, ALIGNED)
     average = place(averages, tensor, start, KIND.average, ALIGNED)
     weight = number(numbers, WEIGHT)
     # NOTE: not given a name, which would make tensors of what is known when it is compiled.
     RULE(Chunk(tensor, start, count, streams, seed, grad_multiplier, scalars, weight, made, RUN,
-               ALIGNED, grad, main, rest, first, second, third, output, average),
+               ALIGNED, grad, main, rest, first, second, output, average),
          FLAGS, CHUNK, ROWS)

@@ -1,6 +1,5 @@
 """Rules that take two kernels. LAMB: moments and sums, then the step with a ratio for each tensor.
-Muon: before and after the products of matrices. StableAdamW: squared gradients over second moments,
-then AdamW with a step size and a decay for each tensor."""
+Muon: before and after the products of matrices."""
 
 import triton
 import triton.language as tl
@@ -17,7 +16,7 @@ from mp_optim.kernels.triton.kernels.formats import (
     write_main,
     write_moment,
 )
-from mp_optim.kernels.triton.kernels.rules import AdamNumbers, adam_step, denominator, way_of
+from mp_optim.kernels.triton.kernels.rules import denominator, way_of
 from mp_optim.kernels.triton.kernels.sums import lanes_added, pairs_added
 from mp_optim.kernels.triton.kernels.tiles import (
     are_alike,
@@ -158,57 +157,7 @@ def _muon_tile(tile, chunk, factor, FLAGS: tl.constexpr):
     write_main(p, chunk, tile)
 
 
-# -- StableAdamW ----------------------------------------------------------------------------------
-
-
-MAGIC = tl.constexpr(2.0**52)  # adding and subtracting it rounds FP64 to whole numbers
-
-
-@triton.jit
-def clip_sums(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Each program stores the sum of its chunk in ``made``, as two whole numbers, and how many
-    values are NaN."""
-    high, low, nans = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
-    whole = chunk.count // (ROWS * BLOCK) * (ROWS * BLOCK)
-    for at in range(0, whole, ROWS * BLOCK):
-        high, low, nans = _added(high, low, nans, at, chunk.count, chunk, ROWS, False)
-    even = even_count(chunk.count, chunk.aligned)
-    if chunk.aligned:
-        if whole < even:
-            high, low, nans = _added(high, low, nans, whole, even, chunk, ROWS, True)
-    if (whole < chunk.count) & (even == 0):
-        high, low, nans = _added(high, low, nans, whole, chunk.count, chunk, ROWS, True)
-    to = chunk.made + 3 * tl.program_id(0).to(tl.int64)
-    tl.store(to, high)
-    tl.store(to + 1, low)
-    tl.store(to + 2, nans)
-
-
-@triton.jit
-def _added(high, low, nans, at, count, chunk, ROWS: tl.constexpr, MASKED: tl.constexpr):
-    """The sums so far, and those of a tile that begins at ``at``."""
-    _, _, beta2, one_minus_beta2, _, inv_bias2, _, floor, limit = chunk.scalars[:9]
-    blocks, offsets, inside = located_in_tile(at, count, ROWS, BLOCK, chunk.run)
-    tile = Tile(blocks, offsets, count, inside, MASKED, None)
-    g = gradient(chunk, None, tile, 0.0, False)
-    v = read_moment(chunk.second, tile, True)
-    v = v * beta2 + (g * one_minus_beta2) * g
-    mean = v * inv_bias2
-    square = g * g
-    ratio = tl.div_rn(square, tl.where(mean < floor, floor, mean))
-    overflown = (mean == float("inf")) & (square == float("inf")) & (tl.abs(g) < float("inf"))
-    ratio = tl.where((ratio > limit) | overflown, limit, ratio)
-    is_nan = ratio != ratio
-    if MASKED:
-        is_nan = is_nan & inside
-        ratio = tl.where(inside, ratio, 0.0)
-    y = tl.where(is_nan, 0.0, ratio).to(tl.float64) * (MAGIC / limit.to(tl.float64))
-    units = ((y + MAGIC) - MAGIC).to(tl.int64)
-    return (
-        high + _total(units >> 31),
-        low + _total(units & 0x7FFFFFFF),
-        nans + _total(tl.where(is_nan, 1, 0)),
-    )
+# -- cautious updates -----------------------------------------------------------------------------
 
 
 @triton.jit
@@ -217,29 +166,9 @@ def _total(x):
 
 
 @triton.jit
-def clipped_adamw(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Take the step, with the sizes and decays that are ``made``."""
-    step_size = tl.load(chunk.made + 2 * chunk.tensor)
-    decay = tl.load(chunk.made + 2 * chunk.tensor + 1)
-    each_tile(_step_tile, chunk, (step_size, decay), FLAGS, ROWS)
-
-
-@triton.jit
-def _step_tile(tile, chunk, own, FLAGS: tl.constexpr):
-    step_size, decay = own
-    beta1, one_minus_beta1, beta2, one_minus_beta2, eps, _, inv_sqrt_bias2 = chunk.scalars[:7]
-    s = AdamNumbers(beta1, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, inv_sqrt_bias2,
-                    decay, 0.0)
-    adam_step(tile, chunk, s, None, FLAGS)
-
-
-# -- cautious updates -----------------------------------------------------------------------------
-
-
-@triton.jit
 def agreements(chunk, FLAGS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
     """Each program stores in ``made`` how many elements of its chunk a cautious step of an
-    element rule, with a third moment or without, keeps."""
+    element rule keeps."""
     count = tl.full((), 0, tl.int64)
     whole = chunk.count // (ROWS * BLOCK) * (ROWS * BLOCK)
     for at in range(0, whole, ROWS * BLOCK):

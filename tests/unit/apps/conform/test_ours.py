@@ -16,9 +16,6 @@ FORMS: dict[str, dict[str, object]] = {
     "SGD": {"momentum": 0.9},
     "Muon": {},
     "LAMB": {},
-    "Adafactor": {},
-    "AdEMAMix": {},
-    "StableAdamW": {},
 }
 REFUSED = {
     "groups_may_be_reordered",

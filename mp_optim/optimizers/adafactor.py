@@ -1,0 +1,63 @@
+"""Adafactor: torch's rule below the mixed-precision wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.mixed_precision import Float16OptimizerWithFloat16Params
+from mp_optim.offload.hybrid import HybridDeviceOptimizer
+
+
+class Adafactor(Float16OptimizerWithFloat16Params):
+    """``torch.optim.Adafactor`` (Shazeer & Stern 2018) on FP32 main params, which are on the
+    accelerator or in host memory.
+
+    The settings of this package's rules (``state``, ``main_params``, ``backend`` and so on) do not
+    apply. A rank that holds a part of a parameter keeps the row and column means of that part.
+
+    Args:
+        params: parameters, named parameters or param groups; bf16 and FP32 in any mix.
+        lr: upper limit of the relative step, a number or a tensor.
+        beta2_decay: exponent of the weight ``t ** beta2_decay`` of a gradient in the averages.
+        eps: floor of the second moment's root (None: FP32's epsilon), and of a parameter's root
+            mean square.
+        d: limit of the direction's root mean square.
+        weight_decay: factor of the decoupled weight decay.
+        foreach: as in torch.
+        maximize: as in torch.
+        offload: share of the parameters' elements whose state is kept and stepped in host memory,
+            0.0 to 1.0.
+        offload_mode: work during backward: ``"sync"`` (none) or ``"overlap"`` (gradients are copied
+            to the host).
+        max_grad_norm: norm to which all gradients together are clipped; None does not clip.
+
+    Raises:
+        TypeError, ValueError: a setting or a parameter's dtype is not supported, naming it.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        offload: float = 0.0,
+        offload_mode: str = "sync",
+        max_grad_norm: float | None = None,
+    ) -> None:
+        cls = torch.optim.Adafactor
+        settings: dict[str, Any] = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d}
+        settings |= {"weight_decay": weight_decay, "foreach": foreach, "maximize": maximize}
+        how: dict[str, Any] = {"param_update_in_fp32": True, "offload_mode": offload_mode}
+        inner = HybridDeviceOptimizer(params, offload, cls, cls, **how, **settings)
+        super().__init__(inner, OptimizerConfig(lr=0.0, bf16=True, clip_grad=max_grad_norm or 0.0))
