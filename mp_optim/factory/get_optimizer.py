@@ -17,6 +17,7 @@ from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.core.names import ModelParams, canonical_names, named_params, prefixed
 from mp_optim.core.param_attributes import check_attributes
 from mp_optim.factory.build import build, device_of, set_up_host
+from mp_optim.factory.host_memory_check import check_host_memory
 from mp_optim.factory.offload_fraction import with_chosen_fraction
 from mp_optim.host.calls import in_own_modes, warn
 from mp_optim.mixed_precision import MegatronOptimizer
@@ -93,6 +94,7 @@ def get_megatron_optimizer(
                 "groups itself; give config_overrides instead, or a number (see mp_optim.plan)"
             )
         config = with_chosen_fraction(config, chunks, config_overrides, groups, expert_predicate)
+    check_host_memory(config, chunks, config_overrides, groups, expert_predicate, param_groups)
     parallel = ModelParallel.of(chunks, groups, global_names, expert_predicate)
     set_up_host(config, device_of(chunks))
     optimizer = build(config, chunks, config_overrides, groups, expert_predicate, param_groups)

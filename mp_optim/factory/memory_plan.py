@@ -318,12 +318,14 @@ def plan_rank(
     ranks: int,
     expert_ranks: int,
     config_overrides: Mapping[ParamKey, Any] | None = None,
+    param_groups: Sequence[Mapping[str, Any]] | None = None,
 ) -> MemoryPlan:
     """The same, of meta parameters as one rank holds them before data parallelism.
 
     Args:
         experts: names of those that are data-parallel over ``expert_ranks``, not ``ranks``.
         config_overrides: as for :func:`mp_optim.get_megatron_optimizer`.
+        param_groups: groups of these parameters, instead of those made from the overrides.
     """
     config.check()
     if config.optimizer_offload_fraction == "auto":
@@ -339,11 +341,19 @@ def plan_rank(
         grads = sum(param.numel() * max(param.itemsize, 2) for param in trained)
     model = nn.Module()
     model._parameters.update(stepped)  # names may have dots, which its methods refuse
+    groups = None
+    if param_groups is not None:
+        by_id = {id(param): part for (_, param), (_, part) in zip(named, stepped, strict=True)}
+        groups = [
+            {**group, "params": [by_id[id(param)] for param in group["params"]]}
+            for group in param_groups
+        ]
     optimizer = build(
         with_defaults(config, _SHARDING),
         [model],
         config_overrides,
         expert_predicate=lambda _, name: name in experts,
+        param_groups=groups,
     )
     memory = memory_of(optimizer, config)
     if config.release_gradients:

@@ -5,13 +5,15 @@ fits, which ``optimizer_offload_fraction="auto"`` takes.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.state_forms import MOMENT_WORDS, REMAINDERS
@@ -164,10 +166,10 @@ def least(
         high, best = steps, plan_of(with_fraction(config, 1.0))
     if best.accelerator.total > gpu_memory:
         raise ValueError(
-            f"gpu_memory={_words(gpu_memory)}: with the whole optimizer on the host the "
-            f"accelerator still needs {_words(best.accelerator.total)}, "
-            f"{_words(best.accelerator.model_params)} for parameters and "
-            f"{_words(best.accelerator.grads)} for gradients; "
+            f"gpu_memory={in_words(gpu_memory)}: with the whole optimizer on the host the "
+            f"accelerator still needs {in_words(best.accelerator.total)}, "
+            f"{in_words(best.accelerator.model_params)} for parameters and "
+            f"{in_words(best.accelerator.grads)} for gradients; "
             f"{_way_out(plan_of, config, gpu_memory)}"
         )
     while low < high:  # beyond that, more on the host is never more on the accelerator
@@ -179,17 +181,21 @@ def least(
             low = middle + 1
     if host_memory is not None and best.host_total > host_memory:
         raise ValueError(
-            f"host_memory={_words(host_memory)}: offloading {best.fraction:g} of the optimizer, "
-            f"the least that fits {_words(gpu_memory)} of accelerator memory, takes "
-            f"{_words(best.host_total)} of the host; keep the state in fewer bits "
+            f"host_memory={in_words(host_memory)}: offloading {best.fraction:g} of the optimizer, "
+            f"the least that fits {in_words(gpu_memory)} of accelerator memory, takes "
+            f"{in_words(best.host_total)} of the host; keep the state in fewer bits "
             "(use_precision_aware_optimizer), or on a disk (optimizer_state_path), or shard it "
             "over more ranks"
         )
     return best
 
 
-def _words(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**24 else f"{size} bytes"
+def in_words(size: int) -> str:
+    """Return a number of bytes in the largest unit of which there is one."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if size >= unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size} bytes"
 
 
 def _way_out(
@@ -214,7 +220,7 @@ def _way_out(
         ways.insert(
             0,
             "let gradients leave during backward (release_gradients=True with "
-            f"offload_mode='overlap'): {_words(held)}, which {fits}",
+            f"offload_mode='overlap'): {in_words(held)}, which {fits}",
         )
     return "; or ".join(ways)
 
@@ -248,22 +254,11 @@ def with_chosen_fraction(
     if limit is None:
         _log.info("optimizer_offload_fraction='auto': 0, the model is on the host")
         return with_fraction(config, 0.0)
-    is_expert = expert_predicate or is_expert_param
-    held = list(named_params(chunks))  # frozen ones too
-    named = [(name, _on_meta(param)) for name, param in held]
-    experts = {name for name, param in held if is_expert(param, name)}
-    if config.is_distributed:
-        process_groups = with_data_parallel(process_groups, bool(experts))
-    dp, expert_dp = process_groups.dp, process_groups.expert_dp
-    ranks, expert_ranks = (1 if group is None else group.size() for group in (dp, expert_dp))
-
-    def plan_of(chosen: OptimizerConfig) -> MemoryPlan:
-        return plan_rank(named, experts, chosen, ranks, expert_ranks, config_overrides)
-
-    mesh = next((param.device_mesh for _, param in held if is_dtensor(param)), None)
-    sharing = [dp] if config.is_distributed else [] if mesh is None else mesh.get_all_groups()
+    plan_of, sharing = rank_planner(
+        config, chunks, config_overrides, process_groups, expert_predicate
+    )
     fraction = agree_on_largest(
-        filter(None, sharing),
+        sharing,
         "agreeing on optimizer_offload_fraction",
         lambda: least(plan_of, config, gpu_memory=limit).fraction,
     )
@@ -277,6 +272,54 @@ def with_chosen_fraction(
         found.host_total / 2**30,
     )
     return with_fraction(config, found.fraction)
+
+
+def rank_planner(
+    config: OptimizerConfig,
+    chunks: Sequence[nn.Module],
+    config_overrides: Mapping[ParamKey, Any] | None,
+    process_groups: ProcessGroups,
+    expert_predicate: Callable[..., bool] | None,
+    param_groups: Sequence[Mapping[str, Any]] | None = None,
+) -> tuple[Callable[[OptimizerConfig], MemoryPlan], list[ProcessGroup]]:
+    """Return the plan of this rank's memory as a function of the config, and the process groups
+    that share out its parameters.
+
+    Args:
+        config: decides whether the optimizer is distributed.
+        param_groups: the groups of which ``chunks`` is the one :func:`container_of`, to be used
+            instead of those made from the overrides.
+    """
+    is_expert = expert_predicate or is_expert_param
+    held = list(named_params(chunks))  # frozen ones too
+    metas = {id(param): _on_meta(param) for _, param in held}
+    named = [(name, metas[id(param)]) for name, param in held]
+    experts = {name for name, param in held if is_expert(param, name)}
+    groups = None
+    if param_groups is not None:
+        own = iter(metas.values())  # of a module made by container_of, in the order of its groups
+        groups = [{**each, "params": [next(own) for _ in each["params"]]} for each in param_groups]
+    if config.is_distributed:
+        process_groups = with_data_parallel(process_groups, bool(experts))
+    dp, expert_dp = process_groups.dp, process_groups.expert_dp
+    ranks, expert_ranks = (1 if group is None else group.size() for group in (dp, expert_dp))
+
+    def plan_of(chosen: OptimizerConfig) -> MemoryPlan:
+        return plan_rank(named, experts, chosen, ranks, expert_ranks, config_overrides, groups)
+
+    mesh = next((param.device_mesh for _, param in held if is_dtensor(param)), None)
+    sharing = [dp] if config.is_distributed else [] if mesh is None else mesh.get_all_groups()
+    return plan_of, [group for group in sharing if group is not None]
+
+
+def container_of(groups: Iterable[Mapping[str, Any]]) -> nn.Module:
+    """Return a module of the parameters of some groups, in their order, for the planner."""
+    container = nn.Module()
+    params = itertools.chain.from_iterable(group["params"] for group in groups)
+    for index, param in enumerate(params):
+        held = param if isinstance(param, nn.Parameter) else nn.Parameter(param.detach())
+        container.register_parameter(f"param{index}", held)
+    return container
 
 
 def _on_meta(param: Tensor) -> nn.Parameter:

@@ -109,7 +109,7 @@ class Host:
     def quota(self) -> float | None:
         """Processors' worth of time that the process's cgroups grant; None if all of it."""
         limits = []
-        for folder in self._cgroups():
+        for folder in self.cgroups("cpu"):
             quota, _, period = (self.read(folder / "cpu.max") or "max").partition(" ")
             if quota == "max":
                 quota = self.read(folder / "cpu.cfs_quota_us") or ""
@@ -118,19 +118,24 @@ class Host:
                 limits.append(int(quota) / int(period))
         return min(limits, default=None)
 
-    def _cgroups(self) -> list[Path]:
-        """Folders of the CPU controller that apply, of either version."""
-        folders = []
+    def cgroups(self, controller: str) -> list[Path]:
+        """Return the folders, below the root, of the cgroups that limit this process, of versions 1
+        and 2, each followed by its parents.
+
+        Args:
+            controller: "cpu" or "memory".
+        """
+        folders: dict[Path, None] = {}
         for line in (self.read("proc/self/cgroup") or "").splitlines():
             _, controllers, path = line.split(":", 2)
-            mounts = ["unified", ""] if not controllers else [controllers, "cpu"]
-            if controllers and "cpu" not in controllers.split(","):
+            if controllers and controller not in controllers.split(","):
                 continue
+            mounts = [controllers, controller] if controllers else ["unified", ""]
             below = Path(path.lstrip("/"))
             for mount in mounts:
                 top = Path("sys/fs/cgroup") / mount
-                folders += [top / below, *(top / parent for parent in below.parents)]
-        return folders
+                folders |= dict.fromkeys([top / below, *(top / each for each in below.parents)])
+        return list(folders)
 
 
 def parse_list(text: str) -> list[int]:
@@ -229,8 +234,12 @@ def use_accelerator(index: int | None) -> None:
         host_share.cache_clear()
 
 
+def this_host() -> Host:
+    """Return the host of this process."""
+    return Host(_affinity(0), _affinity(os.getppid()), os.environ, _pci_addresses())
+
+
 @cache
 def host_share() -> HostShare:
     """This process's share of its host, found out once for the accelerator it uses."""
-    host = Host(_affinity(0), _affinity(os.getppid()), os.environ, _pci_addresses())
-    return share_of(host, _accelerator)
+    return share_of(this_host(), _accelerator)

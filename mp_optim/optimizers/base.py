@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from mp_optim.config import OptimizerConfig
@@ -24,7 +24,8 @@ from mp_optim.core.quantized import FLOAT8_DTYPES
 from mp_optim.core.slot_state import State
 from mp_optim.core.state_dict import plain_groups
 from mp_optim.factory.build import inner_optimizer, set_up_host
-from mp_optim.factory.offload_fraction import with_chosen_fraction
+from mp_optim.factory.host_memory_check import check_host_memory
+from mp_optim.factory.offload_fraction import container_of, with_chosen_fraction
 from mp_optim.factory.rule_registry import CLASSES, construction_of, settings_of
 from mp_optim.host.calls import in_own_modes, warn
 from mp_optim.host.host_memory import same_values
@@ -104,12 +105,17 @@ class StackOptimizer(WrappedOptimizer):
 
     @in_own_modes
     def _build(self) -> None:
-        container, device = _container(self.param_groups), self.device
+        container, device = container_of(self.param_groups), self.device
         check_serves(self.config.fused_backend, device)
         set_up_host(self.config, device)
         if self._given_settings.get("offload") == "auto":
             asked = replace(self.config, optimizer_offload_fraction="auto")
             self.config = with_chosen_fraction(asked, [container], {}, self.process_groups, None)
+        check_host_memory(
+            *(self.config, [container], {}, self.process_groups),
+            param_groups=self.param_groups,
+            is_class=True,
+        )
         groups = [with_names(group) for group in self.param_groups]
         settings = {**settings_of(self.config), **self._hyperparameters}
         super().lists_are_known()
@@ -351,15 +357,6 @@ def _is_same(mine: Any, given: Any) -> bool:
         return type(given) is type(mine) and bool(given == mine)
     one, other = local_tensor(mine), local_tensor(given)
     return one.dtype == other.dtype and same_values(other.to(one.device), one)
-
-
-def _container(groups: list[dict[str, Any]]) -> nn.Module:
-    """The parameters as a module, for the planner."""
-    container = nn.Module()
-    for index, (_, param) in enumerate(iter_slots(groups)):
-        held = param if isinstance(param, nn.Parameter) else nn.Parameter(param.detach())
-        container.register_parameter(f"param{index}", held)
-    return container
 
 
 class AmpLossScale(ConstantGradScaler):

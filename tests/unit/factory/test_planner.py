@@ -187,7 +187,7 @@ def test_the_smallest_fraction_fits_and_the_next_smaller_does_not() -> None:
     with pytest.raises(ValueError, match="shard the model over more ranks"):
         smallest_fraction(specs, config, gpu_memory=2**20)
     with pytest.raises(
-        ValueError, match=r"host_memory=1000 bytes: .* takes [0-9.]+ (bytes|GiB) of the host"
+        ValueError, match=r"host_memory=1000 bytes: .* takes [0-9.]+ (bytes|MiB|GiB) of the host"
     ):
         smallest_fraction(specs, config, gpu_memory=limit, host_memory=1000)
 

@@ -1,0 +1,144 @@
+"""A stack whose host memory is not granted is refused before it takes any."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import mp_optim
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.factory import host_memory_check
+from support.fake_host import FakeHost
+from support.launch import run_forked_program
+
+ELEMENTS = 1 << 22
+MIB = 1 << 20
+
+
+@pytest.fixture
+def grant(tmp_path, monkeypatch):
+    """Grant some bytes to this process, and let upper bounds of plans never fit."""
+
+    def granted(num_bytes: int, ranks: int = 1) -> None:
+        host = FakeHost(tmp_path)
+        kib = num_bytes // 1024
+        host.write("proc/meminfo", f"MemTotal: {kib} kB\nMemAvailable: {kib} kB")
+        monkeypatch.setattr(host_memory_check, "this_host", lambda: host.seen_by(0, ranks))
+        monkeypatch.setattr(host_memory_check, "MOST_PER_ELEMENT", 1 << 40)
+
+    return granted
+
+
+def params() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(ELEMENTS // 4, dtype=torch.bfloat16)) for _ in range(4)]
+
+
+def step(model: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    for param in model:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+def in_config(**settings: object) -> OptimizerConfig:
+    return OptimizerConfig(lr=1e-3, bf16=True, optimizer_cpu_offload=True, **settings)
+
+
+def test_adamw_names_need_limit_and_settings_that_fit_before_its_first_step(grant):
+    grant(60 * MIB)  # main params and moments take 48, staging 16
+    model = params()
+    optimizer = mp_optim.AdamW(model, offload=1.0, offload_mode="overlap")
+    said = r"offload=1.0: the optimizer needs 64.00 MiB of host memory \(main params 16.00 MiB, .*"
+    said += r"MemAvailable \(60.00 MiB\) leaves 60.00 MiB; set state='bf16', main_params="
+    with pytest.raises(ValueError, match=said):
+        step(model, optimizer)
+    fitting = mp_optim.AdamW(model, offload=1.0, state="bf16", main_params="remainder16")
+    step(model, fitting)
+
+
+def test_get_megatron_optimizer_refuses_at_construction_in_fields_of_the_config(grant):
+    grant(60 * MIB)
+    config = in_config(optimizer_offload_fraction=1.0, offload_mode="speculative")
+    with pytest.raises(ValueError, match=r"^optimizer_offload_fraction=1.0: .*exp_avg_dtype='bf"):
+        get_megatron_optimizer(config, nn.ParameterList(params()))
+
+
+@pytest.mark.parametrize("of_ranks", [1, 4])
+def test_plan_that_fits_exactly_is_granted_with_gradients_that_are_there(grant, of_ranks):
+    model = params()
+    for param in model:
+        param.grad = torch.ones_like(param)
+    optimizer = mp_optim.AdamW(model)  # main params and moments: 12 bytes an element
+    grant(of_ranks * (12 * ELEMENTS + 4096), of_ranks)
+    optimizer.step()
+    grant(of_ranks * (12 * ELEMENTS - 4096), of_ranks)
+    with pytest.raises(ValueError, match=r"offload=0\.0 with a model on the CPU: "):
+        step(model, mp_optim.AdamW(model))
+
+
+def test_groups_of_the_caller_are_planned_with_their_settings(grant):
+    model = params()
+    for param in model:
+        param.grad = torch.ones_like(param)
+    grant(4 * ELEMENTS + 4096)  # FP32 main params
+    groups = [{"params": model[:2], "momentum": 0.0}, {"params": model[2:], "momentum": 0.0}]
+    step(model, mp_optim.SGD(groups, lr=0.1))
+    groups[0] = {"params": model[:2], "momentum": 0.9}
+    with pytest.raises(ValueError, match=r"moments 8\.00 MiB"):
+        step(model, mp_optim.SGD(groups, lr=0.1))
+
+
+def test_disk_space_is_compared_with_the_bytes_of_the_file(grant, tmp_path, monkeypatch):
+    usage = host_memory_check.shutil.disk_usage(tmp_path)._replace(free=40 * MIB)
+    monkeypatch.setattr(host_memory_check.shutil, "disk_usage", lambda _: usage)
+    grant(1 << 40)
+    config = in_config(optimizer_offload_fraction=1.0, optimizer_state_path=str(tmp_path))
+    said = r"needs 48.00 MiB of disk, and free disk space of .* leaves 40.00 MiB; set .*'bfloat16'"
+    with pytest.raises(ValueError, match=said):
+        get_megatron_optimizer(config, nn.ParameterList(params()))
+
+
+def test_message_says_so_where_nothing_fits(grant, monkeypatch):
+    grant(MIB)
+    model = params()
+    with pytest.raises(ValueError, match="no other form of state, mode or place fits"):
+        step(model, mp_optim.AdamW(model))
+    monkeypatch.setenv("MP_OPTIM_HOST_MEMORY_CHECK", "off")
+    step(model, mp_optim.AdamW(model))
+
+
+_UNDER_A_LIMIT = """
+import re, resource, torch, mp_optim
+from torch import nn
+
+def used():
+    found = re.search(r"VmData:\\s+(\\d+) kB", open("/proc/self/status").read())
+    return int(found[1]) << 10
+
+def train(**settings):
+    model = [nn.Parameter(torch.zeros(6 << 20, dtype=torch.bfloat16)) for _ in range(4)]
+    optimizer = mp_optim.AdamW(model, **settings)
+    for _ in range(2):
+        for param in model:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+
+train(offload=1.0, offload_mode="speculative")  # imports what is imported late
+limit = used() + (500 << 20)  # 48 of them for the model
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+try:
+    train(offload=1.0, offload_mode="speculative")
+except ValueError as error:
+    print(error)
+train()
+train(offload=1.0, offload_mode="sync")
+print("trained")
+"""
+
+
+def test_process_with_a_limit_is_refused_and_trains_with_settings_that_it_is_told():
+    refusal, trained = run_forked_program("-c", _UNDER_A_LIMIT).splitlines()
+    assert re.search(r"RLIMIT_DATA \(ulimit -d\) .* set offload_mode='sync' \(", refusal)
+    assert trained == "trained"

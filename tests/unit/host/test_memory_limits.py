@@ -1,0 +1,102 @@
+"""Limits of host memory, on hosts made of files."""
+
+from __future__ import annotations
+
+import pytest
+
+from mp_optim.host.memory_limits import memory_limits, resident_bytes
+from support.fake_host import FakeHost
+
+GIB = 1 << 30
+UNLIMITED_V1 = 9223372036854771712
+
+
+@pytest.fixture
+def host(tmp_path):
+    return FakeHost(tmp_path)
+
+
+def free(host, ranks=1):
+    return {limit.name: limit.free for limit in memory_limits(host.seen_by(0, ranks))}
+
+
+def write_v2(host, folder, limit, used, stat="anon 0", high="max"):
+    for name, value in (("max", limit), ("high", high), ("current", used), ("stat", stat)):
+        host.write(f"sys/fs/cgroup{folder}/memory.{name}", str(value))
+
+
+def write_ranks(host, resident):
+    """Ranks that a launcher with process id 1 started; this process is the first."""
+    host.write("proc/1/task/1/children", " ".join(str(10 + rank) for rank in range(len(resident))))
+    for rank, size in enumerate(resident):
+        text = f"Pid:\t{10 + rank}\nPPid:\t1\nRssAnon:\t{size // 1024} kB\nRssShmem:\t0 kB"
+        host.write(f"proc/{10 + rank}/status", text)
+        if rank == 0:
+            host.write("proc/self/status", text)
+
+
+def test_memory_limits_are_none_where_a_system_has_no_such_files(host):
+    assert memory_limits(host.seen_by()) == [] and resident_bytes(host.seen_by()) == 0
+
+
+def test_memory_limits_walk_up_the_cgroups_of_version_2(host):
+    host.write("proc/self/cgroup", "0::/kube/pod")
+    write_v2(host, "/kube/pod", "max", GIB)
+    write_v2(host, "/kube", 10 * GIB, 7 * GIB, high=9 * GIB)
+    write_v2(host, "", 64 * GIB, 20 * GIB)
+    assert free(host) == {
+        "memory.max of /sys/fs/cgroup/kube": 3 * GIB,
+        "memory.high of /sys/fs/cgroup/kube": 2 * GIB,
+        "memory.max of /sys/fs/cgroup": 44 * GIB,
+    }
+
+
+def test_memory_limits_count_page_cache_as_free_but_not_shared_memory(host):
+    host.write("proc/self/cgroup", "0::/")
+    stat = f"anon {GIB}\nfile {5 * GIB}\nshmem {GIB}\ninactive_file {3 * GIB}\nactive_file {GIB}"
+    write_v2(host, "", 8 * GIB, 7 * GIB, f"{stat}\nslab_reclaimable {GIB // 2}")
+    assert free(host) == {"memory.max of /sys/fs/cgroup": 8 * GIB - 7 * GIB + 4 * GIB + GIB // 2}
+
+
+def test_memory_limits_read_version_1_where_the_mount_has_the_containers_root(host):
+    host.write("proc/self/cgroup", "4:cpu,memory:/docker/ab\n3:cpuset:/\n0::/")
+    top = "sys/fs/cgroup/memory"  # /docker/ab is not there: the container sees its own as the top
+    host.write(f"{top}/memory.limit_in_bytes", str(4 * GIB))
+    host.write(f"{top}/memory.usage_in_bytes", str(3 * GIB))
+    host.write(f"{top}/memory.stat", f"cache 9\ntotal_inactive_file {GIB}\ntotal_active_file 0")
+    assert free(host) == {"memory.limit_in_bytes of /sys/fs/cgroup/memory": 2 * GIB}
+    host.write(f"{top}/memory.limit_in_bytes", str(UNLIMITED_V1))
+    assert free(host) == {}
+
+
+def test_memory_limits_are_of_memory_not_of_swap(host):
+    host.write("proc/meminfo", "MemTotal: 8192 kB\nMemAvailable: 4096 kB\nSwapFree: 999999 kB")
+    assert free(host) == {"MemAvailable": 4096 * 1024}
+
+
+def test_memory_limits_have_those_of_the_process(host):
+    host.write("proc/self/status", "Name: python\nVmSize: 1024 kB\nVmData: 512 kB")
+    host.write(
+        "proc/self/limits",
+        "Limit                     Soft Limit           Hard Limit           Units     \n"
+        "Max data size             2097152              unlimited            bytes     \n"
+        "Max address space         unlimited            unlimited            bytes     \n"
+        "Max locked memory         65536                65536                bytes     ",
+    )
+    assert free(host) == {"RLIMIT_DATA (ulimit -d)": 2097152 - 512 * 1024}
+
+
+@pytest.mark.parametrize("taken", [0, 20])
+def test_memory_limits_share_what_is_left_and_what_ranks_took(host, taken):
+    """A rank that checks after three others allocated 20 GiB each has the share that it had."""
+    left = 100 - 4 - 3 * taken  # each process holds 1 GiB before
+    host.write("proc/meminfo", f"MemTotal: {100 << 20} kB\nMemAvailable: {left << 20} kB")
+    write_ranks(host, [GIB, *[(1 + taken) * GIB] * 3])
+    assert free(host, 4) == {"MemAvailable, which 4 ranks share": 24 * GIB}
+
+
+def test_memory_limits_share_the_whole_where_other_ranks_are_not_found(host):
+    host.write("proc/meminfo", f"MemTotal: {100 << 20} kB\nMemAvailable: {90 << 20} kB")
+    assert free(host, 4) == {"MemAvailable, which 4 ranks share": 25 * GIB}
+    host.write("proc/meminfo", f"MemTotal: {100 << 20} kB\nMemAvailable: {9 << 20} kB")
+    assert free(host, 4) == {"MemAvailable, which 4 ranks share": 9 * GIB}
