@@ -140,6 +140,8 @@ def torch_adamw(model: nn.Module, setting: Setting) -> Loop:
 
 def torchao_8bit(model: nn.Module, setting: Setting) -> Loop:
     """``AdamW8bit``, its parameters rounded stochastically."""
+    if setting.device.type == "cpu":  # to compile its step takes a minute
+        torch.compiler.set_stance("force_eager")
     adam = _library("torchao", "torchao.optim").AdamW8bit
     made = adam(model.parameters(), bf16_stochastic_round=True, **_settings(setting))
     return Loop(model, made, setting)

@@ -59,4 +59,4 @@ def rows(sizes: Sizes) -> list[Row]:
     return [*short, *(job(f"{name}, 64K tokens", name, 120, **longer) for name in _LONG)]
 
 
-PART = Part("One job, all optimizers: Qwen3-4B shape, blocks checkpointed", rows, JOB_COLUMNS, 12)
+PART = Part("One job, all optimizers: Qwen3-4B shape, blocks checkpointed", rows, JOB_COLUMNS, 16)

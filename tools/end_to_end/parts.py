@@ -11,6 +11,8 @@ CARD = Part(
     {"tflops": "TFLOPS, 8192 x 8192 bf16 matmul", "bus_each_way": "GB/s each way, both busy"},
     0.3,
 )
-PARTS: dict[str, Part] = {"card": CARD, "D": part_d.PART, "A": part_a.PART, "E": part_e.PART}
-PARTS |= {"B": part_b.PART, "C": part_c.PART}
+PARTS: dict[str, Part] = {
+    **{"card": CARD, "D": part_d.PART, "A": part_a.PART},
+    **{"B": part_b.PART, "E": part_e.PART, "C": part_c.PART},
+}
 """``card`` is run before any other part; its matmul rate is the unit of the others."""

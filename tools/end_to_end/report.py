@@ -1,16 +1,20 @@
-"""Every record as one JSON file and one Markdown page."""
+"""Every record as one JSON file, one Markdown page and one picture."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from end_to_end import picture, predictions
 from end_to_end.parts import PARTS
 from end_to_end.rows import Part, Record, Sizes
 from end_to_end.runner import Results
 
 NOT_RUN = "not run"
+PAGE = Path(__file__).with_name("page.md")
+"""The text above the tables; words in capitals are replaced."""
 
 
 def collected(results: Results, sizes: Sizes) -> dict[str, list[Record]]:
@@ -19,8 +23,17 @@ def collected(results: Results, sizes: Sizes) -> dict[str, list[Record]]:
     found: dict[str, list[Record]] = {}
     for name, part in PARTS.items():
         found[name] = [
-            results.record(name, row)
-            or {"name": row.name, "source": row.source, "columns": None, "cause": NOT_RUN}
+            (
+                results.record(name, row)
+                or {
+                    "name": row.name,
+                    "arguments": dict(row.arguments),
+                    "source": row.source,
+                    "columns": None,
+                    "cause": NOT_RUN,
+                }
+            )
+            | {"predicted": predictions.predicted(row.arguments)}
             for row in part.rows(sizes)
         ]
         if part.compare is not None:
@@ -33,37 +46,62 @@ def collected(results: Results, sizes: Sizes) -> dict[str, list[Record]]:
 
 
 def write(results: Results, sizes: Sizes) -> None:
-    """Write training.json and training.md next to the folder of the records."""
+    """Write training.json, training.md and training.png next to the folder of the records."""
     found = collected(results, sizes)
     file = results.folder.with_suffix(".json")
-    file.write_text(json.dumps({"parts": found}, indent=1) + "\n")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    data = {"parts": found, "published": picture.PUBLISHED}
+    file.write_text(json.dumps(data, indent=1) + "\n")
     file.with_suffix(".md").write_text(markdown(found))
+    picture.draw(found, file.with_suffix(".png"))
 
 
 def markdown(found: Mapping[str, list[Record]]) -> str:
     """Return the page: a table of each part, and what it was measured on."""
-    lines: list[str] = []
+    published = ", ".join(f"[{each['name']}]({each['source']})" for each in picture.PUBLISHED)
+    lines = [
+        PAGE.read_text()
+        .replace("EXECUTED", f"{predictions.EXECUTED / 1e12:.0f}")
+        .replace("MEMORY", f"{predictions.MEMORY_SLACK}")
+        .replace("SLACK", f"{predictions.SLACK}")
+        .replace("PUBLISHED", published)
+    ]
     for name, part in PARTS.items():
-        lines += [f"### {_title(name, part)}", "", *_table(part, found[name]), ""]
+        title = part.title if name == "card" else f"Part {name}. {part.title}"
+        lines += [f"## {title}", "", *_table(part, found[name]), ""]
         machines = {_said(each["facts"]) for each in found[name] if each.get("facts")}
         lines += [f"{each}." for each in sorted(machines)] + [""] * bool(machines)
-    return "\n".join(lines)
-
-
-def _title(name: str, part: Part) -> str:
-    return part.title if name == "card" else f"Part {name}. {part.title}"
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def _table(part: Part, records: list[Record]) -> list[str]:
     columns = [
         key for key in part.columns if any(key in (each["columns"] or {}) for each in records)
     ]
-    heads = ["row", *(part.columns[key] for key in columns), ""]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    guesses = list(dict.fromkeys(key for each in records for key in each["predicted"]))
+    heads = ["row", *(f"{_head(part, key)}, predicted" for key in guesses)]
+    heads += [_head(part, key) for key in columns]
+    lines = ["| " + " | ".join([*heads, ""]) + " |", "|---" * (len(heads) + 1) + "|"]
     for each in records:
-        values = [_cell((each["columns"] or {}).get(key)) for key in columns]
-        lines.append("| " + " | ".join([_linked(each), *values, each["cause"]]) + " |")
+        cells = [_cell(each["predicted"].get(key)) for key in guesses]
+        cells += [_cell((each["columns"] or {}).get(key)) for key in columns]
+        lines.append("| " + " | ".join([_linked(each), *cells, _verdict(part, each)]) + " |")
     return lines
+
+
+def _head(part: Part, column: str) -> str:
+    return part.columns.get(column, "host GiB")
+
+
+def _verdict(part: Part, record: Record) -> str:
+    """Return why there is no result, or the columns that refute their prediction."""
+    columns = record["columns"] or {}
+    refuted = [
+        _head(part, key)
+        for key, value in record["predicted"].items()
+        if key in columns and predictions.is_refuted(key, value, columns[key])
+    ]
+    return str(record["cause"]) or (f"refuted: {'; '.join(refuted)}" if refuted else "")
 
 
 def _linked(record: Record) -> str:

@@ -1,0 +1,161 @@
+"""tools/benchmark_training.py in a miniature: every row of every part, and its page."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import benchmark_training
+import pytest
+import torch
+from benchmark_training import Options
+
+from end_to_end import measure, predictions, report, runner
+from end_to_end.contenders import CONTENDERS
+from end_to_end.model import Shape, build
+from end_to_end.parts import PARTS
+from end_to_end.rows import NotInstalledError, Row, Sizes
+from support.kernels import needs_kernels
+from support.launch import ROOT, TOOLS, run_forked_program
+
+NEEDS_A_GPU = {
+    "torchao CPUOffloadOptimizer": "only supports CUDA",
+    "FlashAdamW": "requires a CUDA device",
+}
+"""Rivals that refuse a CPU, and their words."""
+BUILDS = "DeepSpeed"
+"""Compiles C++ for a minute at its first use."""
+
+
+def miniature(folder: Path, *arguments: str) -> str:
+    program = str(TOOLS / "benchmark_training.py")
+    always = ("--miniature", "--patience", "4", "--output", str(folder))
+    return run_forked_program(program, *always, *arguments)
+
+
+def records(folder: Path, part: str) -> dict[str, dict[str, Any]]:
+    parts = json.loads((folder / "training.json").read_text())["parts"]
+    return {each["name"]: each for each in parts[part]}
+
+
+def test_miniature_runs_every_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parts on a CPU. A rival that is not installed or refuses a CPU has a row with that."""
+    names = [row.name for part in PARTS.values() for row in part.rows(Sizes(True))]
+    assert len(names) > 30
+    said = miniature(tmp_path, "--part", *(name for name in PARTS if name != "card"))
+    assert all(f": {name}: " in said for name in names)
+    for part in PARTS:
+        for name, record in records(tmp_path, part).items():
+            refused = next((why for who, why in NEEDS_A_GPU.items() if name.startswith(who)), "")
+            if record["cause"].startswith("not installed: ") or name.startswith(BUILDS):
+                continue
+            if "limit" in record["arguments"]:  # a row that has to run out of memory
+                refused = "out of memory"
+            if refused:
+                assert refused in record["cause"], record
+                continue
+            assert record["cause"] == "" and record["columns"], record
+            assert record["facts"]["commit"] and record["facts"]["torch"]
+            assert next((tmp_path / "training" / part).glob("*.log"), None)
+    check_losses(records(tmp_path, "D"), records(tmp_path, "A"))
+    before = (tmp_path / "training.json").read_text()
+    monkeypatch.delattr(runner, "run")
+    benchmark_training.main(Options(("D",), tmp_path, miniature=True))
+    assert (tmp_path / "training.json").read_text() == before
+
+
+def check_losses(*parts: dict[str, dict[str, Any]]) -> None:
+    """The loss falls in each row; ours has one loss in every place, and Megatron's the same."""
+    trained = {
+        (number, name): record["columns"]
+        for number, part in enumerate(parts)
+        for name, record in part.items()
+        if record["columns"] and not name.startswith("forward")
+    }
+    assert all(each["loss"] < each["loss_first"] for each in trained.values())
+    same = {
+        each["loss"]
+        for (_, name), each in trained.items()
+        if name.startswith("ours") and "8-bit" not in name and "64K" not in name
+    }
+    assert len(same) == 1
+    for (_, name), each in trained.items():
+        assert each["loss"] == pytest.approx(same.copy().pop(), abs=0.1), name
+
+
+@needs_kernels
+def test_part_a_ends_on_the_simulated_accelerator(tmp_path: Path) -> None:
+    """Settings of part A, ours; a race or a wait that is left out is an error there."""
+    miniature(tmp_path, "--part", "A", "--only", "ours", "--device", "simulated")
+    found = {name: each for name, each in records(tmp_path, "A").items() if name.startswith("ours")}
+    assert len(found) == 7 and all(each["columns"] for each in found.values()), found
+
+
+def test_row_without_a_result_is_a_record_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, row = runner.Results(tmp_path), Row("a row", "measure:card")
+    for action, cause, is_finished in (
+        (raising(torch.OutOfMemoryError("3 GiB")), "out of memory: 3 GiB", True),
+        (raising(RuntimeError("cudaHostAlloc: out of memory")), "out of memory: cuda", True),
+        (raising(NotInstalledError("apex")), "not installed: apex", False),
+        (raising(ValueError("no clipping\nat all")), "ValueError: no clipping", True),
+        (lambda **_: os.kill(os.getpid(), signal.SIGKILL), "killed by signal 9: see a", True),
+    ):
+        monkeypatch.setattr(measure, "card", action)
+        record = runner.run(results, "A", row, "cpu")
+        assert record["columns"] is None and record["cause"].startswith(cause), record
+        assert results.is_finished("A", row, retry=False) == is_finished
+        assert not results.is_finished("A", row, retry=True)
+    assert "cudaHostAlloc" not in results.file("A", row).with_suffix(".log").read_text()
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def call(**arguments: object) -> None:
+        raise error
+
+    return call
+
+
+def test_row_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    arguments = {"shape": "tiny", "contender": "torch fused AdamW, pure bf16", "warmup": 0}
+    endless = {**arguments, "sequences": 2, "sequence": 32, "micro": 2, "steps": 10**6}
+    record = runner.run(runner.Results(tmp_path), "A", Row("r", "job:train", endless, 2.0), "cpu")
+    assert record["cause"] == "took more than 2 s"
+
+
+def test_page_of_training_is_up_to_date(tmp_path: Path) -> None:
+    folder = ROOT / "docs" / "benchmarks"
+    found = report.collected(runner.Results(folder), Sizes())
+    data = json.loads((folder / "training.json").read_text())
+    command = "run: python tools/benchmark_training.py --report --output docs/benchmarks"
+    assert json.loads(json.dumps(found)) == data["parts"], command
+    assert report.markdown(found) == (folder / "training.md").read_text(), command
+    assert {each for each in CONTENDERS if "ours" not in each} <= predictions.BILLS.keys()
+
+
+def test_measured_value_refutes_its_prediction() -> None:
+    row = next(row for row in PARTS["D"].rows(Sizes()) if row.name == "ours, 1, overlap")
+    expected = predictions.predicted(row.arguments)
+    record = {"name": row.name, "source": "", "cause": "", "predicted": expected}
+    nothing: dict[str, list[Any]] = {name: [] for name in PARTS}
+    for factor, verdict in (
+        (1.2, "refuted: peak GiB allocated"),
+        (1 / 1.4, "refuted: tokens/s"),
+        (1.0, ""),
+    ):
+        record["columns"] = {key: value * factor for key, value in expected.items()}
+        line = report.markdown({**nothing, "D": [record]}).split(row.name)[1].splitlines()[0]
+        assert line.endswith(f"| {verdict} |")
+
+
+def test_shape_counts_the_parameters_of_its_model() -> None:
+    for name, params in (("tiny", 1_641_088), ("atom", None)):
+        model = build(name, torch.device("cpu"), torch.bfloat16)
+        count = sum(param.numel() for param in model.parameters())
+        assert count == Shape(name).params and params in (count, None)
+    assert Shape("Qwen3-4B").params == 4_022_468_096
