@@ -20,13 +20,7 @@ from mp_optim.kernels.multi_tensor import TorchBackend
 from mp_optim.kernels.native import NativeBackend
 from mp_optim.kernels.native_library import ENVIRONMENT, native_library
 from mp_optim.kernels.reference import Backend, ReferenceBackend
-from mp_optim.kernels.self_test import (
-    BFLOAT16_MOMENTS,
-    REMAINDERS,
-    SelfTest,
-    prove,
-    prove_by_a_step,
-)
+from mp_optim.kernels.self_test import BFLOAT16_MOMENTS, REMAINDERS, SelfTest, prove
 
 _SAME_BITS = "auto: the bits are the same in every place"
 _BY_FORM = "each form of a kernel is compared with reference at its first use"
@@ -42,9 +36,6 @@ class _Source:
         load: makes it, or says why it cannot be had; so does any exception.
         devices: types of the devices it serves; all if None.
         missing: what to say where the module it is made of is not installed.
-        is_proven: every release of it was held to ``reference``'s bits at every level of
-            instructions, and what it computes depends on nothing else of a machine: a step of each
-            rule is enough to see that this installation is one of these.
         by_form: it compares each form of its kernels with ``reference`` at the first use of the
             form, and steps as ``reference`` does where one differs.
     """
@@ -52,7 +43,6 @@ class _Source:
     load: Callable[[], Backend | str]
     devices: Callable[[], tuple[str, ...]] | None = None
     missing: Mapping[str, str] | None = None
-    is_proven: bool = False
     by_form: bool = False
 
 
@@ -68,8 +58,8 @@ def _triton() -> Backend | str:
 
 
 _SOURCES: dict[str, _Source] = {
-    "native": _Source(_native, lambda: ("cpu",), is_proven=True),
-    "reference": _Source(ReferenceBackend, is_proven=True),
+    "native": _Source(_native, lambda: ("cpu",)),
+    "reference": _Source(ReferenceBackend),
     "torch": _Source(TorchBackend),
     "triton": _Source(
         _triton,
@@ -112,31 +102,26 @@ def forget() -> None:
     choose_backend.cache_clear()
 
 
-def proof_of(name: str, device: torch.device, whole: bool = False) -> SelfTest:
-    """What is known about a backend on a device: it is loaded, and takes its first step, when this
-    is first asked.
+def proof_of(name: str, device: torch.device, by_form: bool = True) -> SelfTest:
+    """Return the self-test of a backend on a device; the first call loads and steps it.
 
     Args:
-        whole: prove all of it here, also what was proven before it was released.
+        by_form: leave kernels that are compared form by form to their first use; False takes the
+            step of each rule by them, too.
     """
-    return (_proven(name, device, True) if whole else _backend_and_proof(name, device))[1]
+    return _proven(name, device, by_form)[1]
 
 
 @cache
-def _proven(name: str, device: torch.device, whole: bool) -> tuple[Backend, SelfTest]:
+def _proven(name: str, device: torch.device, by_form: bool) -> tuple[Backend, SelfTest]:
     """A backend and its proof; ``reference`` stands in for one that cannot be had."""
     source, backend = _SOURCES[name], _loaded(name, device)
     if isinstance(backend, str):
         return ReferenceBackend(), SelfTest.unusable(name, device, backend)
-    if source.by_form and not whole:
+    if source.by_form and by_form:
         backend.prove_at_first_use()
         return backend, SelfTest(name, str(device), True, True, 0.0, 0.0, _BY_FORM)
-    return backend, (prove if whole else prove_by_a_step)(backend, device)
-
-
-def _backend_and_proof(name: str, device: torch.device) -> tuple[Backend, SelfTest]:
-    source = _SOURCES[name]
-    return _proven(name, device, not (source.is_proven or source.by_form))
+    return backend, prove(backend, device)
 
 
 def _loaded(name: str, device: torch.device) -> Backend | str:
@@ -173,7 +158,7 @@ def choose_backend(name: str, device: torch.device) -> tuple[Backend, str]:
     if name not in _SOURCES:
         raise ValueError(f"fused_backend={name!r} is not available; choose from {list(BACKENDS)}")
     where = _serving_device(name, device)
-    backend, proof = _backend_and_proof(name, where)
+    backend, proof = _proven(name, where, True)
     if not proof.usable:
         raise ValueError(f"fused_backend={name!r} is not available: {proof.reason}; choose 'auto'")
     if where != device:
@@ -203,7 +188,7 @@ def _serving_device(name: str, device: torch.device) -> torch.device:
 def _auto(device: torch.device) -> tuple[Backend, str]:
     passed_over: list[str] = []
     for name in candidates(device):
-        backend, proof = _backend_and_proof(name, device)
+        backend, proof = _proven(name, device, True)
         if proof.usable and proof.exact:
             if isinstance(backend, NativeBackend):
                 return backend, f"{_SAME_BITS}; {backend.library.level}"

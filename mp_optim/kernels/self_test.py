@@ -1,9 +1,8 @@
-"""Self-test of a backend: tiny steps of each rule on a device, compared with ``reference``.
+"""Self-test of a backend: one step of each rule on a device, before it writes a parameter.
 
-Two depths. :func:`prove` tries what kernels, compilers and libraries can get wrong: whole tiles and
-tails, alignments, dtypes, denormals, codes, flags on a device. :func:`prove_by_a_step` takes each
-rule's kernels over one tensor, whose bits are recorded here: for what was proven whole before it
-came to this machine.
+Its bits are compared with recorded ones. Where they differ, the differences from ``reference`` on
+the same device decide whether the backend is usable. The tests have more sizes, alignments and
+dtypes, and so has :mod:`~mp_optim.kernels.triton.proofs` for kernels that are compiled here.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -40,22 +39,6 @@ _SETTINGS = {"lr": _LR, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True}
 _MULTIPLIER, _FACTOR = fp32(0.37), fp32(0.011)
 _BFLOAT16_UNIT = 2.0**-7
 
-SIZES = (0, 1, 257, 1024 + 256 + 16, 16384, 2 * 8192 + 2048 + 3)
-"""Elements of the tensors that a backend is tried on.
-
-NOTE: they follow the kernels, and change with them: a whole tile of Triton's is 1024 elements, and
-the rest of a tensor that ends at a multiple of 16 goes another way; its chunks are 8192, those of
-its sums 16384; native's and the libraries' are smaller, or 65536 (``multi_tensor``), of which one
-is as good as another.
-"""
-
-INTERPRETED_SIZES = (0, 257)
-"""The same where kernels are interpreted.
-
-NOTE: there :data:`SIZES` take 13 seconds instead of 2, and nothing is compiled that could go wrong
-from a whole tile on; the tests of Triton call :func:`compare_steps` with them.
-"""
-
 RECORDED = {
     **{rule: RULES[rule].checksum for rule in KERNEL_RULES},
     "sums": 0xE1117FF3,
@@ -65,7 +48,7 @@ RECORDED = {
 """The checksum of what a step of each rule leaves behind, of Muon's passes, of a step with state in
 few bits, and of sums of squares (:func:`digests`). They are the bits of docs/numerics.md, and so
 change with it alone."""
-_RECORDED_SIZE = (256 + 35,)  # a whole block of native's, and a part of one
+_SIZE = 256 + 35  # a whole block of native's, and a part of one
 
 
 @dataclass(frozen=True)
@@ -99,66 +82,69 @@ class SelfTest:
 
 
 def prove(backend: Backend, device: torch.device) -> SelfTest:
-    """Prove a backend on a device; an exception is a verdict too."""
-    sizes = INTERPRETED_SIZES if backend.interpreted else SIZES
+    """Take one step of each rule; an exception is a verdict too."""
     try:
-        found = compare_steps(backend, device, _kernel_rules(backend), sizes)
+        if digests(_steps(backend, device, 2)).items() <= RECORDED.items():
+            return _verdict(backend, device, Deviation(), {})
+        found = Deviation()
+        ours, theirs = (_steps(each, device, 1) for each in (backend, ReferenceBackend()))
+        for name, lists in ours.items():
+            allowed = _BFLOAT16_UNIT if name == "muon" else None
+            for mine, other in zip(lists, theirs[name], strict=True):
+                found.lists(mine, other, _LR, allowed)
     except Exception as error:
-        return _failed(backend, device, error)
+        return SelfTest.unusable(backend.name, device, failure(error))
     lacks = _lacks(backend, device) if found.tolerable else {}
     return _verdict(backend, device, found, lacks)
-
-
-def prove_by_a_step(backend: Backend, device: torch.device) -> SelfTest:
-    """The same, by one step of each rule; by all of :func:`prove` where that has other bits than
-    those recorded."""
-    try:
-        found = digests(backend, device)
-    except Exception as error:
-        return _failed(backend, device, error)
-    if found.items() <= RECORDED.items():
-        return _verdict(backend, device, Deviation(), {})
-    return prove(backend, device)
 
 
 # -- steps and their verdict ----------------------------------------------------------------------
 
 
 @in_own_modes
-def digests(backend: Backend, device: torch.device) -> dict[str, int]:
-    """What :data:`RECORDED` is of. State is not that of a first step, so that all of it counts;
-    outputs are those of Muon's second pass."""
-    found = {}
-    for rule in _kernel_rules(backend):
-        lists = Case(rule, torch.bfloat16).lists(device, _RECORDED_SIZE)
-        for key, (moment,) in lists.state.items():
+def _steps(backend: Backend, device: torch.device, step: int) -> dict[str, list[TensorLists]]:
+    """Return the tensors that each key of :data:`RECORDED` is a checksum of, after its step.
+
+    Args:
+        step: 2, which is recorded, has moments, so that all of them count. 1 has none, so that
+            differences of parameters are fractions of lr.
+    """
+    can, found = CAPABILITIES.get(backend.name, Capability()), {}
+    for rule in (rule for rule in can.rules if RULES[rule].has_kernels):
+        lists = _lists(rule, device)
+        for key, (moment,) in lists.state.items() if step > 1 else ():
             moment.copy_(lists.main[0].square() * (2.0**-20 if key == SECOND else 1.0))
-        _step(backend, rule, lists, 2, _MULTIPLIER)
-        found[rule] = _digest([*lists.main, *chain(*lists.state.values())])
-    found["sums"] = _digest([backend.sum_of_squares(lists.grad)])
-    lists = Case("adam", torch.bfloat16, first=UINT4).lists(device, _RECORDED_SIZE)
-    _step(backend, "adam", lists, 2, _MULTIPLIER)
-    found["few bits"] = _digest([*lists.main, *chain(*lists.state.values())])
-    momenta, params = _muon_step(backend, device, _RECORDED_SIZE)
-    found["muon"] = _digest([*params.main, *params.output, *chain(*momenta.state.values())])
+        _step(backend, rule, lists, step)
+        found[rule] = [lists]
+    sums = backend.sum_of_squares(_lists("adam", device).grad)
+    found["sums"] = [TensorLists([], [], {"sums": [sums]}, [])]
+    if can.compact:
+        lists = _in_few_bits(_lists("adam", device), UINT4)
+        _step(backend, "adam", lists, step)
+        found["few bits"] = [lists]
+    momenta, params = _muon_step(backend, device)
+    found["muon"] = [params, replace(momenta, output=[])]
     return found
+
+
+def digests(steps: Mapping[str, Sequence[TensorLists]]) -> dict[str, int]:
+    """Return a checksum of the tensors of each step."""
+    return {
+        name: _digest(
+            chain.from_iterable(
+                [*lists.main, *lists.output, *chain(*lists.state.values())] for lists in every
+            )
+        )
+        for name, every in steps.items()
+    }
 
 
 def _digest(tensors: Iterable[Tensor | None]) -> int:
     checksum = 0
     for tensor in tensors:
-        assert tensor is not None
-        checksum = zlib.crc32(bytes(tensor.cpu().view(torch.uint8).tolist()), checksum)
+        if tensor is not None:
+            checksum = zlib.crc32(bytes(tensor.cpu().view(torch.uint8).tolist()), checksum)
     return checksum
-
-
-def _kernel_rules(backend: Backend) -> list[str]:
-    can = CAPABILITIES.get(backend.name, Capability()).rules
-    return [rule for rule in can if RULES[rule].has_kernels]
-
-
-def _failed(backend: Backend, device: torch.device, error: Exception) -> SelfTest:
-    return SelfTest.unusable(backend.name, device, failure(error))
 
 
 def failure(error: Exception) -> str:
@@ -189,48 +175,20 @@ def _verdict(
 
 
 @in_own_modes
-def compare_steps(
-    backend: Backend, device: torch.device, rules: Sequence[str], sizes: Sequence[int] = SIZES
-) -> Deviation:
-    """Steps of each rule and the sums of squares, against ``reference`` on the same device.
-
-    Args:
-        sizes: elements of the tensors; the first three should be small ones.
-    """
-    found = Deviation()
-    trial = _Trial(backend, device, sizes, found)
-    for rule in rules:
-        trial.steps(Case(rule))
-        trial.steps(Case(rule, torch.bfloat16, torch.bfloat16, _MULTIPLIER))
-        trial.steps(Case(rule, torch.float16, torch.float16, _MULTIPLIER, shift=1))
-    for rule in rules:
-        if backend.takes_device_multipliers:
-            trial.multipliers_on_the_device(rule)
-        if found.same:
-            trial.denormals(rule)
-    trial.muon()
-    if "adam" in rules and CAPABILITIES.get(backend.name, Capability()).compact:
-        for first in (torch.uint8, UINT4):
-            trial.steps(Case("adam", torch.bfloat16, None, _MULTIPLIER, first=first))
-    return found
-
-
-@in_own_modes
 def _lacks(backend: Backend, device: torch.device) -> dict[str, str]:
     """One Adam step with each form of state that the backend claims apart from FP32."""
     can, lacks = CAPABILITIES.get(backend.name, Capability()), {}
-    case = Case("adam", torch.bfloat16, torch.bfloat16)
     for form, claimed in ((BFLOAT16_MOMENTS, can.bfloat16_moments), (REMAINDERS, can.remainders)):
         if "adam" not in claimed:
             continue
         ours, theirs = (
-            _compacted(case.lists(device, SIZES[:3]), form == BFLOAT16_MOMENTS) for _ in range(2)
+            _compacted(_lists("adam", device), form == BFLOAT16_MOMENTS) for _ in range(2)
         )
         allowed = _BFLOAT16_UNIT if form == REMAINDERS else MOST_RELATIVE
         found = Deviation()
         try:
-            _step(backend, "adam", ours, 1, 1.0)
-            _step(ReferenceBackend(), "adam", theirs, 1, 1.0)
+            _step(backend, "adam", ours, 1)
+            _step(ReferenceBackend(), "adam", theirs, 1)
             for index, main in enumerate(ours.main):
                 first, expected = ours.state["exp_avg"][index], theirs.state["exp_avg"][index]
                 found.others(main, theirs.main[index], allowed)
@@ -242,81 +200,17 @@ def _lacks(backend: Backend, device: torch.device) -> dict[str, str]:
     return lacks
 
 
-def _step(
-    backend: Backend,
-    rule: str,
-    lists: TensorLists,
-    step: int,
-    multiplier: float | Tensor,
-    **settings: float,
-) -> None:
-    group = {**_SETTINGS, **RULES[rule].defaults, **RULES[rule].trial, **settings}
-    step_with(backend, rule, lists, group, step, multiplier)
+def _step(backend: Backend, rule: str, lists: TensorLists, step: int) -> None:
+    group = {**_SETTINGS, **RULES[rule].defaults, **RULES[rule].trial}
+    step_with(backend, rule, lists, group, step, _MULTIPLIER)
 
 
-# -- trials ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """A backend beside ``reference`` on one device; differences are added to ``found``."""
-
-    backend: Backend
-    device: torch.device
-    sizes: Sequence[int]
-    found: Deviation
-
-    def steps(self, case: Case) -> None:
-        """Two steps and the sums of squares."""
-        ours, theirs = (case.lists(self.device, self.sizes) for _ in range(2))
-        sums = self.backend.sum_of_squares(ours.grad)
-        self.found.others(sums, ReferenceBackend().sum_of_squares(ours.grad))
-        for step in (1, 2):
-            _step(self.backend, case.rule, ours, step, case.multiplier)
-            _step(ReferenceBackend(), case.rule, theirs, step, case.multiplier)
-        self.found.lists(ours, theirs, _LR)
-
-    def denormals(self, rule: str) -> None:
-        """Gradients whose second moments, and some whose first ones, are denormal, divided by an
-        eps that hides nothing: who takes them for 0 is usable, but not exact."""
-        apart = Deviation()
-        ours, theirs = (Case(rule).lists(self.device, self.sizes[:3]) for _ in range(2))
-        for backend, lists in ((self.backend, ours), (ReferenceBackend(), theirs)):
-            for main, grad in zip(lists.main, lists.grad, strict=True):
-                main.zero_()
-                grad.mul_(1e-20)[::3].mul_(1e-19)
-            _step(backend, rule, lists, 1, 1.0, eps=1e-30)
-        apart.lists(ours, theirs, _LR)
-        self.found.same &= apart.same
-
-    def multipliers_on_the_device(self, rule: str) -> None:
-        """A step with the multiplier there, then one whose flag says that nothing is to be
-        written."""
-        case = Case(rule, torch.bfloat16, torch.bfloat16, _MULTIPLIER)
-        ours, theirs = (case.lists(self.device, self.sizes) for _ in range(2))
-        control = torch.tensor([_MULTIPLIER, 0.0], device="cpu").to(self.device)
-        _step(self.backend, rule, ours, 1, control)
-        _step(ReferenceBackend(), rule, theirs, 1, _MULTIPLIER)
-        control[1:].fill_(1.0)
-        _step(self.backend, rule, ours, 2, control)
-        self.found.lists(ours, theirs, _LR)
-
-    def muon(self) -> None:
-        """Muon's passes over elements, with what is to be orthogonalised as the direction."""
-        ours = _muon_step(self.backend, self.device, self.sizes)
-        theirs = _muon_step(ReferenceBackend(), self.device, self.sizes)
-        for mine, others in zip(ours, theirs, strict=True):
-            self.found.lists(mine, others, _LR, _BFLOAT16_UNIT)
-
-
-def _muon_step(
-    backend: Backend, device: torch.device, sizes: Sequence[int]
-) -> tuple[TensorLists, TensorLists]:
-    """What both passes read and wrote: momenta, and params."""
-    plain = Case("adam", torch.bfloat16, torch.bfloat16).lists(device, sizes)
+def _muon_step(backend: Backend, device: torch.device) -> tuple[TensorLists, TensorLists]:
+    """Take both passes of Muon, with rounded momenta as directions; return momenta and params."""
+    plain = _lists("adam", device)
     rounded = [torch.zeros_like(grad) for grad in plain.grad]
     momenta = TensorLists([], plain.grad, {MOMENTUM: [0.25 * p for p in plain.main]}, rounded)
-    params = TensorLists(plain.main, rounded, {}, plain.output)
+    params = TensorLists(plain.main, rounded, {}, [torch.zeros_like(grad) for grad in plain.grad])
     scalars = MuonScalars.at(_SETTINGS)
     backend.muon_momentum(momenta, scalars, _MULTIPLIER)
     backend.muon_apply(params, scalars, [_FACTOR] * len(params.main))
@@ -335,44 +229,11 @@ def values_of(count: int, stream: int, device: torch.device) -> Tensor:
     return (whole >> (words & 7)).float() * 2.0**-23
 
 
-def shifted(values: Tensor, dtype: torch.dtype, shift: int) -> Tensor:
-    """A copy that begins ``shift`` elements into its storage."""
-    memory = torch.zeros(len(values) + shift, dtype=dtype, device=values.device)
-    return memory[shift:].copy_(values)
-
-
-@dataclass(frozen=True)
-class Case:
-    """What tensors a backend is tried on.
-
-    Attributes:
-        shift: how many elements into its storage each tensor begins.
-        first: the first moment's form in 8 or 4 bits; the rest of the state is in 8 then, rounded
-            stochastically.
-    """
-
-    rule: str
-    grad: torch.dtype = torch.float32
-    output: torch.dtype | None = None
-    multiplier: float = 1.0
-    shift: int = 0
-    first: torch.dtype | None = None
-
-    def lists(self, device: torch.device, sizes: Sequence[int]) -> TensorLists:
-        """Fresh lists, the same at every call; their state is that of no step."""
-        mains, grads = [], []
-        for index, size in enumerate(sizes):
-            main = values_of(size, 2 * index, device)
-            mains.append(shifted(main, torch.float32, self.shift))
-            grads.append(shifted(values_of(size, 2 * index + 1, device), self.grad, self.shift))
-        outputs: list[Tensor | None] = [None] * len(mains)
-        if self.output is not None:
-            outputs = [shifted(main * 0.0, self.output, self.shift) for main in mains]
-        state = {}
-        for key in RULES[self.rule].moment_names:
-            state[key] = [shifted(main * 0.0, torch.float32, self.shift) for main in mains]
-        lists = TensorLists(mains, grads, state, outputs)
-        return lists if self.first is None else _in_few_bits(lists, self.first)
+def _lists(rule: str, device: torch.device) -> TensorLists:
+    """Return lists of one tensor, equal at every call; their state is that of no step."""
+    main, grad = (values_of(_SIZE, stream, device) for stream in (0, 1))
+    state = {key: [torch.zeros_like(main)] for key in RULES[rule].moment_names}
+    return TensorLists([main.clone()], [grad.bfloat16()], state, [None])
 
 
 def _in_few_bits(lists: TensorLists, first: torch.dtype) -> TensorLists:
@@ -425,9 +286,10 @@ class Deviation:
     def lists(
         self, ours: TensorLists, theirs: TensorLists, lr: float, allowed: float | None = None
     ) -> None:
-        """Compare what two sets of lists hold.
+        """Compare the tensors of two lists.
 
         Args:
+            lr: unit of the differences of parameters.
             allowed: of moments, relative; :data:`MOST_RELATIVE` by default.
         """
         for main, expected in zip(ours.main, theirs.main, strict=True):

@@ -26,10 +26,8 @@ class Options:
     """One trial of so many."""
     list: bool = False
     """Show the names of trials."""
-    step: bool = False
-    """A step of each rule instead, whose bits are recorded in the library."""
     proof: bool = False
-    """The library's own self-test instead."""
+    """The library's own self-test instead: a step of each rule."""
     sass: bool = False
     """Tables of their machine code instead, and what follows from it for some cards."""
     record: bool = False

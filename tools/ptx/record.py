@@ -27,7 +27,7 @@ TARGETS = {
 KNOWN = {
     "compiled": "compiled",
     "executed": "executed from PTX, the bits of `reference`",
-    "proven": "proven by the library's self-test, on PTX",
+    "proven": "self-test on PTX, all forms",
     "read": "machine code read",
     "predicted": "time predicted",
     "ran": "run and timed",

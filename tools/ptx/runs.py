@@ -13,7 +13,7 @@ from rich.console import Console
 from ptx.kernels import MachineBackend  # isort: skip  (before what interprets kernels)
 
 from mp_optim.kernels.reference import ReferenceBackend
-from mp_optim.kernels.self_test import RECORDED, digests, prove
+from mp_optim.kernels.self_test import prove
 from ptx import forms, mutants, record, trials
 from ptx.options import Options
 from ptx.results import Executed, OnTarget, Results, table
@@ -40,16 +40,11 @@ def self_test(options: Options, console: Console) -> bool:
         noting, began = Noting(), time.perf_counter()
         host = torch.device("cpu")
         with StaticDriver(arch, noting.carry):
-            if options.step:
-                found = digests(noting.backend, host)
-                exact = found.items() <= RECORDED.items()
-                said = "the recorded bits" if exact else f"other bits: {found}"
-            else:
-                proof = prove(noting.backend, host)
-                exact, said = proof.exact, proof.reason
+            proof = prove(noting.backend, host)
+            exact, said = proof.exact, proof.reason
         launched = f"{sum(noting.launched.values())} launches of {len(noting.launched)} forms"
         console.print(f"sm_{arch}: {said}; {launched}, {time.perf_counter() - began:.0f} s")
-        if options.record and exact and options.proof:
+        if options.record and exact:
             record.note(f"sm_{arch}", "proven", f"{said}, {launched}")
         right &= exact
     return right
@@ -208,6 +203,6 @@ def run(options: Options, console: Console) -> bool:
         return True
     if options.mutants:
         return mutated(options, console)
-    if options.step or options.proof:
+    if options.proof:
         return self_test(options, console)
     return all_trials(options, console)

@@ -26,7 +26,7 @@ Table = list[list[str]]
 def _backends(devices: Sequence[torch.device]) -> Table:
     rows = [["backend", "on", "usable", "same bits as reference", "rules", "why"]]
     for name in (name for name in BACKENDS if name != "auto"):
-        proofs = [proof_of(name, device, whole=True) for device in devices]
+        proofs = [proof_of(name, device, by_form=False) for device in devices]
         shown = [proof for proof in proofs if proof.usable] or proofs[-1:]
         rules = ", ".join(CAPABILITIES.get(name, Capability()).rules)
         for proof in shown:
@@ -137,7 +137,7 @@ def _show_rich(facts: Table, backends: Table, auto: Table, config: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what there is on this process's machine, with every backend loaded and proven whole;
+    """Print what there is on this process's machine, with every backend loaded and stepped;
     returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="mp-optim doctor",

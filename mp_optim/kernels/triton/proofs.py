@@ -15,18 +15,21 @@ from mp_optim.host.calls import in_own_modes, warn
 from mp_optim.kernels.codecs import Noise, encode_, is_packed, split_
 from mp_optim.kernels.kernel_args import AlikeLists, TensorLists
 from mp_optim.kernels.reference import ReferenceBackend
-from mp_optim.kernels.self_test import (
-    INTERPRETED_SIZES,
-    SIZES,
-    Deviation,
-    failure,
-    shifted,
-    values_of,
-)
+from mp_optim.kernels.self_test import Deviation, failure, values_of
 
 Trial = Callable[[ReferenceBackend, TensorLists], Tensor | None]
 """Calls the method of a backend that is about to be called, over other lists; returns its result if
 it has one."""
+SIZES = (0, 1, 257, 1024 + 256 + 16, 16384, 2 * 8192 + 2048 + 3)
+"""Elements of the tensors that a form is tried on.
+
+NOTE: they follow the kernels, and change with them: a whole tile is 1024 elements, and the rest of
+a tensor that ends at a multiple of 16 has a branch of its own; chunks of a step are 8192 elements,
+those of a sum 16384.
+"""
+INTERPRETED_SIZES = (0, 257)
+"""The same where kernels are interpreted: nothing is compiled that could be wrong from a whole tile
+on."""
 _TINY = 300
 """Elements of the last tensor of a trial, whose gradients have denormal squares."""
 
@@ -104,9 +107,9 @@ def trial_lists(part: AlikeLists, sizes: tuple[int, ...], shift: int) -> TensorL
     grads[-1] = grads[-1] * 1e-20
     mains: list[Tensor] = []
     if kind.main is not None:
-        mains = [shifted(value, kind.main, shift) for value in whole]
+        mains = [_shifted(value, kind.main, shift) for value in whole]
     if kind.remainder is not None:
-        state[REMAINDER] = [shifted(value * 0.0, kind.remainder, shift) for value in whole]
+        state[REMAINDER] = [_shifted(value * 0.0, kind.remainder, shift) for value in whole]
         for value, main, rest in zip(whole, mains, state[REMAINDER], strict=True):
             split_(value, main, rest)
     for key in lists.state:
@@ -121,26 +124,32 @@ def trial_lists(part: AlikeLists, sizes: tuple[int, ...], shift: int) -> TensorL
             state[scale_key(key)] = [scale for scale in scales if scale is not None]
         rooms = [packed_bytes(size) if is_packed(key, dtype) else size for size in sizes]
         state[key] = [
-            shifted(torch.zeros(room, dtype=torch.float32, device=device), dtype, shift)
+            _shifted(torch.zeros(room, dtype=torch.float32, device=device), dtype, shift)
             for room in rooms
         ]
         for value, stored, scale in zip(whole, state[key], scales, strict=True):
             before = value.square() * 2.0**-20 if is_second else value * 0.25
             encode_(before, stored, scale, is_second)
     if kind.average is not None:
-        state[AVERAGE] = [shifted(value.flip(0), kind.average, shift) for value in whole]
+        state[AVERAGE] = [_shifted(value.flip(0), kind.average, shift) for value in whole]
     outputs: list[Tensor | None] = [None] * len(whole)
     if kind.output is not None:
         written = torch.arange(BLOCK, device=device) % 5 != 0
         weights = [each * written.repeat(blocks_of(len(each)))[: len(each)] for each in whole]
-        outputs = [shifted(value, kind.output, shift) for value in weights]
+        outputs = [_shifted(value, kind.output, shift) for value in weights]
     noise = [Noise(0x9ABCDEF1, 77 + index, 256 * index) for index in range(len(whole))]
     return TensorLists(
         mains,
-        [shifted(value, kind.grad, shift) for value in grads],
+        [_shifted(value, kind.grad, shift) for value in grads],
         {key: state[key] for key in lists.state if key in state},
         outputs,
         noise=noise if lists.noise else None,
         average_weight=lists.average_weight,
         follows=lists.follows and kind.compares_weights,
     )
+
+
+def _shifted(values: Tensor, dtype: torch.dtype, shift: int) -> Tensor:
+    """Return a copy that begins ``shift`` elements into its storage."""
+    memory = torch.zeros(len(values) + shift, dtype=dtype, device=values.device)
+    return memory[shift:].copy_(values)

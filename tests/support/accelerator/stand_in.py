@@ -16,7 +16,7 @@ from mp_optim.host.accelerator import KINDS, Accelerator
 from mp_optim.kernels import selection
 from mp_optim.kernels.native_library import NativeLibrary
 from mp_optim.kernels.reference import Backend
-from mp_optim.kernels.self_test import SelfTest, prove_by_a_step
+from mp_optim.kernels.self_test import SelfTest, prove
 from mp_optim.kernels.sums import index_on
 from mp_optim.mixed_precision import clip_and_skip as verdict
 from mp_optim.offload import worker as product_worker
@@ -181,7 +181,7 @@ def _hooked(simulation: Simulation, original: Callable[..., Any]) -> Callable[..
 
 def _taken_for_right(backend: Backend, device: torch.device) -> SelfTest:
     if device.type != KIND:
-        return prove_by_a_step(backend, device)
+        return prove(backend, device)
     return SelfTest(backend.name, str(device), True, True, 0.0, 0.0, "")
 
 
@@ -203,7 +203,7 @@ def simulated_accelerator(pace: Pace = Pace.LAZY, seed: int = 0) -> Iterator[Sim
         context.enter_context(mock.patch.dict(KINDS, kind))
         only = mock.patch.object(selection, "_ON_ACCELERATOR", ("reference",))
         context.enter_context(only)  # which is torch's operations, and takes long to prove here
-        context.enter_context(mock.patch.object(selection, "prove_by_a_step", _taken_for_right))
+        context.enter_context(mock.patch.object(selection, "prove", _taken_for_right))
         for name, value in {
             "record_stream": _record_stream(simulation),
             "tolist": _to_list(simulation, Tensor.tolist),

@@ -88,6 +88,5 @@ def test_triton_steps_as_reference_when_a_form_is_wrong(
 def test_a_choice_of_triton_proves_nothing_until_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(selection, "prove", None)
-    monkeypatch.setattr(selection, "prove_by_a_step", None)
-    _, proof = selection._proven.__wrapped__("triton", CPU, False)
+    _, proof = selection._proven.__wrapped__("triton", CPU, True)
     assert proof.exact and "first use" in proof.reason

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import mp_optim
 from mp_optim.config.rules import KERNEL_RULES
-from mp_optim.kernels import choose_backend
+from mp_optim.kernels import choose_backend, selection
 from mp_optim.kernels.kernel_args import TensorLists
+from mp_optim.kernels.native import NativeBackend
 from mp_optim.kernels.reference import ReferenceBackend
-from mp_optim.kernels.self_test import RECORDED, SelfTest, digests, prove, prove_by_a_step
+from mp_optim.kernels.self_test import RECORDED, SelfTest, _steps, digests, prove
 
 CPU = torch.device("cpu")
-SMALLEST_NORMAL = 2.0**-126
 Spoil = Callable[[TensorLists], object]
 
 
@@ -55,157 +55,36 @@ def test_one_that_is_right_is_exact() -> None:
     assert proof.usable and proof.exact and proof.reason == "same bits as reference"
 
 
-@pytest.mark.parametrize("rule", KERNEL_RULES)
-@pytest.mark.parametrize("first", [2048, 8192, 16384])
-def test_elements_from_a_whole_tile_or_chunk_on(first: int, rule: str) -> None:
-    def spoil(lists: TensorLists) -> None:
-        for main in lists.main:
-            if main.dtype == torch.float32:
-                one_bit_off(main[first:])
-
-    assert not proven(spoil, rule).exact
-
-
-@pytest.mark.parametrize("rule", KERNEL_RULES)
-def test_misaligned_tensors(rule: str) -> None:
-    def spoil(lists: TensorLists) -> None:
-        for main in lists.main:
-            if main.dtype == torch.float32 and main.data_ptr() % 16:
-                one_bit_off(main)
-
-    assert not proven(spoil, rule).exact
-
-
-@pytest.mark.parametrize("rule", KERNEL_RULES)
-def test_gradients_in_fp16(rule: str) -> None:
-    def spoil(lists: TensorLists) -> None:
-        if lists.grad[0].dtype == torch.float16:
-            for output in lists.output:
-                assert output is not None
-                output[-1:].mul_(1.001)
-
-    assert not proven(spoil, rule).exact
-
-
-def test_second_moments_that_are_flushed() -> None:
-    def spoil(lists: TensorLists) -> None:
-        for moment in lists.state["exp_avg_sq"]:
-            if moment.dtype == torch.float32:
-                moment[moment < SMALLEST_NORMAL] = 0.0
-
-    proof = proven(spoil)
-    assert proof.usable and not proof.exact
-    assert "denormal" in proof.reason
-
-
-@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
-def test_divisions_and_roots_that_take_denormals_for_0(key: str) -> None:
-    """What is stored is right: only the step itself is that of a 0."""
-
-    def spoil(lists: TensorLists) -> None:
-        for main, moment in zip(lists.main, lists.state[key], strict=True):
-            if main.dtype == moment.dtype == torch.float32:
-                denormal = (moment != 0.0) & (moment.abs() < SMALLEST_NORMAL)
-                main[denormal] = 0.0
-
-    proof = proven(spoil)
-    assert proof.usable and not proof.exact
-
-
-def test_state_in_8_bits() -> None:
-    def spoil(lists: TensorLists) -> None:
-        if lists.state["exp_avg"][0].dtype == torch.int8:
-            lists.state["exp_avg_sq"][1][-1] += 1
-
-    assert not proven(spoil).exact
-
-
-def test_noise_that_is_left_out() -> None:
-    class ToNearest(ReferenceBackend):
-        name = "triton"
-
-        def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: Any) -> None:
-            super().step(rule, replace(lists, noise=None), scalars, multiplier)
-
-    assert not prove(ToNearest(), CPU).exact
-
-
-def test_sums_from_a_second_chunk_on() -> None:
-    class FirstChunk(ReferenceBackend):
-        name = "triton"
-
-        def sum_of_squares(self, tensors: Any) -> Tensor:
-            return super().sum_of_squares([tensor[:16384] for tensor in tensors])
-
-    assert not prove(FirstChunk(), CPU).exact
-
-
-class OnDevice(ReferenceBackend):
-    """Takes multipliers on the device, and heeds the flag of all rules but one."""
-
-    name = "triton"
-    takes_device_multipliers = True
-
-    def __init__(self, deaf: str) -> None:
-        self.deaf = deaf
-
-    def _number(self, rule: str, multiplier: Any) -> float | None:
-        if not isinstance(multiplier, Tensor):
-            return float(multiplier)
-        return float(multiplier[0]) if rule == self.deaf or multiplier[1] == 0.0 else None
-
-    def step(self, rule: str, lists: TensorLists, scalars: Any, multiplier: Any) -> None:
-        if (number := self._number(rule, multiplier)) is not None:
-            super().step(rule, lists, scalars, number)
-
-    def lamb(self, lists: TensorLists, scalars: Any, multiplier: Any) -> None:
-        if (number := self._number("lamb", multiplier)) is not None:
-            super().lamb(lists, scalars, number)
-
-
-def test_a_flag_that_is_set_changes_nothing() -> None:
-    assert prove(OnDevice(""), CPU).exact
-    for rule in KERNEL_RULES:
-        proof = prove(OnDevice(rule), CPU)
-        assert not proof.exact and not proof.usable and "wrong" in proof.reason
-
-
-# -- by a step ------------------------------------------------------------------------------------
-
-
 def test_recorded_bits_are_those_of_reference_and_of_what_auto_takes() -> None:
-    assert (
-        digests(ReferenceBackend(), CPU) == RECORDED == digests(choose_backend("auto", CPU)[0], CPU)
-    )
+    for backend in (ReferenceBackend(), choose_backend("auto", CPU)[0]):
+        assert digests(_steps(backend, CPU, 2)) == RECORDED
 
 
 @pytest.mark.parametrize("rule", KERNEL_RULES)
 @pytest.mark.parametrize("first", [0, 256])
-def test_one_step_notices_a_bit_of_any_rule(first: int, rule: str) -> None:
+def test_self_test_finds_a_wrong_bit_of_any_rule(first: int, rule: str) -> None:
     def spoil(lists: TensorLists) -> None:
         for main in lists.main:
             if main.dtype == torch.float32:
                 one_bit_off(main[first:])
 
-    proof = prove_by_a_step(StandIn(rule, spoil), CPU)
+    proof = prove(StandIn(rule, spoil), CPU)
     assert proof.usable and not proof.exact and "ulp" in proof.reason
 
 
 @pytest.mark.parametrize(
     "key", ["exp_avg", "exp_avg_sq", "exp_avg_scale", "remainder", "averaged_param"]
 )
-def test_one_step_notices_state_in_few_bits(key: str) -> None:
+def test_self_test_finds_wrong_state_in_few_bits(key: str) -> None:
     def spoil(lists: TensorLists) -> None:
         if "remainder" in lists.state:
             for tensor in lists.state[key]:
                 tensor[:1] += 1
 
-    stand_in = StandIn("adam", spoil)
-    assert digests(stand_in, CPU) != RECORDED
-    assert not prove_by_a_step(stand_in, CPU).exact
+    assert not prove(StandIn("adam", spoil), CPU).exact
 
 
-def test_one_step_notices_sums() -> None:
+def test_self_test_finds_wrong_sums_and_a_wrong_pass_of_muon() -> None:
     class AWhole(ReferenceBackend):
         name = "triton"
 
@@ -214,19 +93,48 @@ def test_one_step_notices_sums() -> None:
                 [tensor[: len(tensor) // 256 * 256] for tensor in tensors]
             )
 
-    assert not prove_by_a_step(AWhole(), CPU).exact
+    class Still(ReferenceBackend):
+        name = "triton"
+
+        def muon_apply(self, *arguments: Any) -> None: ...
+
+    assert not prove(AWhole(), CPU).usable
+    assert not prove(Still(), CPU).usable
 
 
-def test_what_is_right_by_a_step_is_proven_whole_on_demand() -> None:
-    """The whole proof knows sizes that a step does not."""
+@pytest.mark.parametrize(("factor", "usable"), [(1.0 + 2.0**-22, True), (1.01, False)])
+def test_wrong_kernel_is_found_before_it_writes_a_parameter(
+    factor: float, usable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``auto`` steps as ``reference`` does; a name is refused where differences are large."""
 
-    def spoil(lists: TensorLists) -> None:
+    def trained(backend: str) -> Tensor:
+        param = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 700))
+        optimizer = mp_optim.AdamW([param], lr=0.01, backend=backend)
+        param.grad = param.detach() * 0.5
+        optimizer.step()
+        return param.detach()
+
+    if choose_backend("native", CPU)[0].name != "native":
+        pytest.skip("there are no native kernels")
+    step = NativeBackend.step
+
+    def wrong(self: NativeBackend, rule: str, lists: TensorLists, *given: Any) -> None:
+        step(self, rule, lists, *given)
         for main in lists.main:
-            if main.dtype == torch.float32:
-                one_bit_off(main[2048:])
+            main.mul_(factor)
 
-    stand_in = StandIn("adam", spoil)
-    assert prove_by_a_step(stand_in, CPU).exact and not prove(stand_in, CPU).exact
+    selection.forget()
+    monkeypatch.setattr(NativeBackend, "step", wrong)
+    try:
+        assert torch.equal(trained("auto"), trained("reference"))
+        if usable:
+            assert not torch.equal(trained("native"), trained("reference"))
+        else:
+            with pytest.raises(ValueError, match="'native' is not available: wrong: a first step"):
+                trained("native")
+    finally:
+        selection.forget()
 
 
 def test_a_driver_that_refuses_the_assemblers_code_is_named() -> None:
