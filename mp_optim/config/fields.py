@@ -200,11 +200,8 @@ class ConfigFields:
     bits in all three (docs/settings.md)."""
     offload_place: str = "host"
     """Where offloaded parameters are stepped: host, or streamed: main params and state stay in host
-    memory and come to the accelerator window by window in ``step()``; or auto: a share of them is
-    streamed while the host steps the rest. The same bits in all three."""
-    offload_streamed_fraction: float | None = None
-    """With ``offload_place="auto"``: the share of offloaded elements that is streamed, 0 to 1; by
-    default the first steps are timed, and both finish together."""
+    memory and are copied to the accelerator window by window in ``step()``. The same bits in both.
+    docs/settings.md says which is faster."""
     stream_window_bytes: int = 256 << 20
     """Bytes of main params and state in a window, with ``offload_place="streamed"`` or
     ``optimizer_state_path``; streamed, at most three are on the accelerator, within ``step()``.
@@ -213,7 +210,7 @@ class ConfigFields:
     optimizer_state_path: str | None = None
     """A folder on a local disk. Main params and state of what is offloaded lie there in a file
     between steps; host memory holds windows of ``stream_window_bytes``, five (``offload_place``
-    host) or six, or eleven (auto). With ``offload_mode`` speculative the file is twice as large. It
+    host) or six (streamed). With ``offload_mode`` speculative the file is twice as large. It
     has no name, goes with the process, and is no checkpoint. The same bits as in memory."""
     release_gradients: bool = False
     """With ``offload_mode`` overlap or speculative: what is offloaded leaves ``.grad`` as soon as
@@ -390,8 +387,7 @@ CHECKS: dict[str, Check] = {
         in_bytes=True,
     ),
     "offload_mode": Choice(("sync", "overlap", "speculative")),
-    "offload_place": Choice(("host", "streamed", "auto")),
-    "offload_streamed_fraction": Number(0.0, 1.0, said="must be between 0 and 1", optional=True),
+    "offload_place": Choice(("host", "streamed")),
     "stream_window_bytes": Whole(
         4096,
         2**62,

@@ -270,7 +270,6 @@ def inner_optimizer(
         overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_optimizer_d2h_h2d,
         offload_mode=config.offload_mode,
         offload_place=config.offload_place,
-        offload_streamed_fraction=config.offload_streamed_fraction,
         stream_window_bytes=config.stream_window_bytes,
         optimizer_state_path=config.optimizer_state_path,
         bucket_bytes=config.offload_bucket_bytes,

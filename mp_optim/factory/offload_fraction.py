@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 OFFLOADING = frozenset(
     (
         *("optimizer_cpu_offload", "optimizer_offload_fraction", "gpu_memory"),
-        *("offload_mode", "offload_place", "offload_streamed_fraction", "stream_window_bytes"),
+        *("offload_mode", "offload_place", "stream_window_bytes"),
         *("optimizer_state_path", "release_gradients", "overlap_cpu_optimizer_d2h_h2d"),
         *("offload_bucket_bytes", "pin_cpu_grads", "pin_cpu_params"),
     )

@@ -33,7 +33,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mp_optim.core import Slot, SlotUpdates
-from mp_optim.core.executor import Place
 from mp_optim.host.calls import writes_counted
 from mp_optim.host.leases import sums_of_bits
 from mp_optim.offload.bucket_buffers import Buckets, BucketStep, Staging
@@ -228,7 +227,7 @@ class EarlyBucket:
     is there until ``Schedule.end_iteration``; then it means nothing, and uploads may read it.
 
     Args:
-        buckets: those of the place, of which this is one.
+        buckets: all buckets, of which this is one.
         comes_down: its gradients come down though they stay on the device, too.
         is_ahead: it may be stepped ahead.
 
@@ -240,11 +239,8 @@ class EarlyBucket:
         is_trusted: nothing may have written, without a trace, what that job stepped from or to.
     """
 
-    def __init__(
-        self, buckets: Buckets, index: int, place: Place, comes_down: bool, is_ahead: bool
-    ) -> None:
-        self.index, self.place = index, place
-        self.comes_down, self.is_ahead = comes_down, is_ahead
+    def __init__(self, buckets: Buckets, index: int, comes_down: bool, is_ahead: bool) -> None:
+        self.index, self.comes_down, self.is_ahead = index, comes_down, is_ahead
         self.slots = slots = buckets.members[index]
         self.label = buckets.label(sorted(slots))
         self.staging = buckets.staging[index]
@@ -508,19 +504,19 @@ class Arrivals:
         """There are other slots."""
         self.is_order_known, self.order = False, {}
 
-    def learn_order(self, slots: Iterable[Slot], parts: Iterable[SlotUpdates]) -> list[Slot] | None:
+    def learn_order(self, slots: Iterable[Slot], updates: SlotUpdates) -> list[Slot] | None:
         """After the first step that followed a backward: all slots in the order of that, if it is
         another than theirs, and may be followed.
 
         Args:
-            parts: the updates of the step.
+            updates: of the step.
         """
         if not self.order:
             return None
         self.is_order_known = True
         before = list(slots)
         order = list({**self.order, **dict.fromkeys(before)})
-        return None if order == before or any(map(_are_split, parts)) else order
+        return None if order == before or _are_split(updates) else order
 
 
 def _are_split(updates: SlotUpdates) -> bool:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from mp_optim.config.setting_checks import RefusedSettings
 from mp_optim.core import Slot, SlotUpdates
-from mp_optim.core.executor import Place
 from mp_optim.host.calls import in_own_modes, warn
 from mp_optim.kernels import choose_backend
 from mp_optim.offload.backward_jobs import (
@@ -50,8 +49,7 @@ class Schedule:
 
     Attributes:
         worker: the thread.
-        early: buckets that backward may begin, by place, in the order in which their gradients are
-            expected. buckets: all of them.
+        buckets: backward may begin them; in the order in which their gradients are expected.
         counts: how many buckets were published as they had been speculated on, how many were
             stepped again, in how many steps speculation paused, and of how many buckets the
             gradients were changed after backward.
@@ -70,7 +68,6 @@ class Schedule:
         )
         self.worker = Worker("mp_optim-host", capacity=64, set_up=settings.set_up)
         self.released = ReleasedGrads(self.worker)
-        self.early: dict[Place, list[EarlyBucket]] = {}
         self.buckets: list[EarlyBucket] = []
         self.is_last_microbatch = True
         self.gradients: GradientSource
@@ -89,17 +86,15 @@ class Schedule:
         """Have the buckets that the host part has now. Nothing may be begun."""
         host_part, settings = self._host_part, self._host_part.settings
         self._transfer = settings.transfer
-        self.early, largest = {}, 0
-        for place, comes_down in host_part.early_places.items():
-            buckets = host_part.buckets[place]
+        self.buckets, largest = [], 0
+        if self.is_early and (buckets := host_part.buckets) is not None:
             is_ahead = self.mode == "speculative" and buckets.has_outputs
-            self.early[place] = [
-                EarlyBucket(buckets, index, place, comes_down, is_ahead)
+            self.buckets = [
+                EarlyBucket(buckets, index, host_part.comes_down, is_ahead)
                 for index in range(len(buckets.members))
             ]
             for staging in buckets.staging:
                 largest = max(largest, staging.capacity // (1 + buckets.has_outputs))
-        self.buckets = list(itertools.chain(*self.early.values()))
         self._bucket_of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
         make = partial(Staging, settings.transfer, largest, settings.pin_staging)
         self.released.landings = [(make(), None), (make(), None)]
@@ -190,7 +185,7 @@ class Schedule:
     def _begin_up_to(self, bucket: EarlyBucket) -> None:
         """Hand a complete bucket to the worker, and before it those that backward has left behind:
         they lack gradients that will not come."""
-        for earlier in self.early[bucket.place][: max(0, bucket.index - 1)]:
+        for earlier in self.buckets[: max(0, bucket.index - 1)]:
             if earlier.waiting and earlier.job is None:
                 self._begin(earlier)
         self._begin(bucket)
@@ -361,8 +356,7 @@ class Schedule:
             bucket.waiting, bucket.job = {}, None
         self.arrivals.forget_sums()
         self.speculates, self.multiplier, self._is_collected = False, None, False
-        if self._host_part.window_lanes:
-            self._host_part.drop_early()
+        self._host_part.drop_early()
 
     # -- in step ----------------------------------------------------------------------------------
 
@@ -371,9 +365,9 @@ class Schedule:
         same."""
         if not self.is_early:
             return
-        stale, buckets = 0, self.early["host"]
+        stale = 0
         for step in steps:
-            bucket = buckets[step.bucket]
+            bucket = self.buckets[step.bucket]
             bucket.expected = frozenset(step.updates.slots)
             if self.released.held:
                 step.downloaded = self.released.put_in_place(step.updates, step.staged)
@@ -432,17 +426,13 @@ class Schedule:
         return list(itertools.compress(written, same))
 
     def hits(
-        self,
-        steps: Sequence[BucketStep],
-        buckets: Sequence[EarlyBucket],
-        planned: Mapping[int, Sequence[Launch]],
-        mark: Any,
+        self, steps: Sequence[BucketStep], planned: Mapping[int, Sequence[Launch]], mark: Any
     ) -> set[int]:
         """The buckets whose spares hold this step; they are counted, and those that were stepped
         from the same gradients to something else."""
         hoped = []
         for step in steps:
-            bucket = buckets[step.bucket]
+            bucket = self.buckets[step.bucket]
             if (job := bucket.job) is None or not job.stepped:
                 continue
             now = planned[step.bucket]

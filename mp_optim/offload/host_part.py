@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 from operator import attrgetter
 
 from mp_optim.core import Slot
 from mp_optim.core.executor import Executor, Place
 from mp_optim.host.host_memory import zeros_beside
 from mp_optim.offload.bucket_buffers import Buckets, Staging
-from mp_optim.offload.buckets import DiskBytes, HostBytes, HostSlot, Split, by_place
+from mp_optim.offload.buckets import DiskBytes, HostBytes, HostSlot
 from mp_optim.offload.settings import HostStepSettings, OffloadedStep
 from mp_optim.offload.speculation import Ahead
 from mp_optim.offload.streaming import WindowLane, disk_bytes, state_bytes
@@ -34,7 +34,7 @@ def label_of(executor: Executor, slots: Sequence[Slot]) -> str:
 
 
 class HostPart:
-    """Offloaded slots, by place.
+    """Offloaded slots, which are all stepped in one place.
 
     Args:
         bind_tensors: makes the executor have the tensors of now.
@@ -44,12 +44,10 @@ class HostPart:
         executor: of the slots.
         label: names some slots, for errors and the timeline.
         slots: in the order in which their gradients are expected.
-        by_place: the same, of each place.
-        split: which of them are streamed, if some are and others are not.
-        window_lanes: by place, of the slots that are stepped in windows.
-        buckets: by place, of gradients that come down to it, but for those that come with windows.
-        early_places: places whose buckets' gradients backward may bring down, and whether they come
-            down though they stay on the device, too.
+        lane: steps them in windows; None if the host steps whole buckets.
+        buckets: of gradients that are copied to the host; None if gradients stay on the device
+            until a window is stepped.
+        comes_down: whether backward copies gradients to the host that stay on the device, too.
         ahead: steps into a spare, if that is speculated on.
         releases: gradients leave the device during backward.
     """
@@ -65,30 +63,22 @@ class HostPart:
         self.label = partial(label_of, executor)
         self._bind_tensors = bind_tensors
         self.slots: list[HostSlot] = []
-        self.by_place: dict[Place, list[HostSlot]] = {}
-        self.buckets: dict[Place, Buckets] = {}
-        self.early_places: dict[Place, bool] = {}
+        self.buckets: Buckets | None = None
+        self.comes_down = False
         self.releases = False
-        self.split = Split(how.streamed_fraction) if how.place == "auto" else None
-        self.window_lanes = dict(self._new_lanes())
+        self.lane: WindowLane | None = None
+        if how.place == "streamed" or settings.state_file is not None:
+            self.lane = WindowLane(self._rule_executor, how.place, settings, self.label)
         self.ahead = self._new_ahead()
-        self._place_of: dict[Slot, Place] = {}
+        self._offloaded: frozenset[Slot] = frozenset()
         self._is_allocated = False
-
-    def _new_lanes(self) -> Iterator[tuple[Place, WindowLane]]:
-        """A lane of windows for each place that has some."""
-        place, on_disk = self.how.place, self.settings.state_file is not None
-        if on_disk and place != "streamed":
-            yield "host", WindowLane(self._rule_executor, "host", self.settings, self.label)
-        if place != "host":
-            yield "streamed", WindowLane(self._rule_executor, "streamed", self.settings, self.label)
 
     def _new_ahead(self) -> Ahead | None:
         if self.how.mode != "speculative" or self.how.place == "streamed":
             return None
         how, run = self.settings, None
-        if how.state_file is not None:
-            run = self.window_lanes["host"].step_ahead
+        if self.lane is not None:
+            run = self.lane.step_ahead
         return Ahead(self._rule_executor, how.timeline, how.state_file, run)
 
     @property
@@ -99,15 +89,16 @@ class HostPart:
 
     def place_of(self, slot: Slot) -> Place:
         """Where a slot is stepped."""
-        return self._place_of.get(slot, "device")
+        return self.how.place if slot in self._offloaded else "device"
 
     # -- cutting: nothing may be begun ------------------------------------------------------------
 
     def use_slots(self, slots: Sequence[HostSlot]) -> None:
         """Have these slots from now on."""
         self.slots = list(slots)
+        self._offloaded = frozenset(slot.slot for slot in slots)
         self._use_allocators()
-        self.place_slots()
+        self.cut()
         if (file := self.settings.state_file) is not None:
             file.reserve(sum(self.disk_bytes()))
 
@@ -126,7 +117,7 @@ class HostPart:
     def _use_allocators(self) -> None:
         """Have state of what is stepped in windows be allocated in memory that copies read."""
         self._is_allocated = False
-        if not self.window_lanes:
+        if self.lane is None:
             return
         settings = self.settings
         empty_host = partial(settings.transfer.empty_host, pin=settings.pin_mains)
@@ -135,55 +126,42 @@ class HostPart:
         self._rule_executor.rows.allocators = dict.fromkeys(slots, file.zeros if file else allocate)
 
     def _take_other_memory(self) -> None:
-        for lane in self.window_lanes.values():
-            lane.use(self.settings)
-        self.cut()
-
-    def place_slots(self) -> None:
-        """Give each slot its place anew, by the split of now."""
-        self.by_place = by_place(self.slots, self.how.offloaded_place, self.split)
-        self._place_of = {
-            slot.slot: place for place, part in self.by_place.items() for slot in part
-        }
+        if self.lane is not None:
+            self.lane.use(self.settings)
         self.cut()
 
     def follow(self, order: Sequence[Slot]) -> None:
         """Have buckets and windows in this order."""
         rank = {slot: index for index, slot in enumerate(order)}
-        for part in self.by_place.values():
-            part.sort(key=lambda slot: rank[slot.slot])
+        self.slots.sort(key=lambda slot: rank[slot.slot])
         self.cut()
 
     def cut(self) -> None:
-        """Cut the slots of each place into buckets or windows, with other memory."""
-        self.buckets, self.early_places = {}, {}
-        for place, slots in self.by_place.items():
-            if place in self.window_lanes:
-                self.window_lanes[place].source.drop_early()
-                may_come = slots if self.split is None else self.slots
-                self.window_lanes[place].cut(slots, may_come, self.releases)
-            if (buckets := self._new_buckets(place, slots)) is None:
-                continue
-            self.buckets[place] = buckets
-            # In windows of memory that the host reads, gradients are read where they are.
-            in_place = place in self.window_lanes and self.settings.transfer.is_same_place
-            if self.how.is_early:
-                self.early_places[place] = place == "host" and (buckets.has_outputs or not in_place)
+        """Cut the slots into buckets or windows, with other memory."""
+        on_host, settings = self.how.place == "host", self.settings
+        if self.lane is not None:
+            self.lane.source.drop_early()
+            self.lane.cut(self.slots, self.releases)
+        self.buckets = self._new_buckets()
+        # In windows of memory that the host reads, gradients are read where they are.
+        in_place = self.lane is not None and settings.transfer.is_same_place
+        has_outputs = self.buckets is not None and self.buckets.has_outputs
+        self.comes_down = on_host and (has_outputs or not in_place)
         if self.ahead is not None:
-            members, how = self.buckets["host"].members, self.settings
-            self.ahead.cut(members, how.transfer, how.pin_mains)
+            assert self.buckets is not None  # speculation copies gradients to the host
+            self.ahead.cut(self.buckets.members, settings.transfer, settings.pin_mains)
         self._step_together()
 
-    def _new_buckets(self, place: Place, slots: Sequence[HostSlot]) -> Buckets | None:
-        """Buckets of a place, if gradients come down to it but with windows."""
-        how, is_in_windows = self.settings, place in self.window_lanes
-        is_needed = self.how.is_early and (place == "host" or self.releases)
-        if is_in_windows and not is_needed:
+    def _new_buckets(self) -> Buckets | None:
+        """Return buckets, unless gradients stay on the device until a window is stepped."""
+        how, on_host = self.settings, self.how.place == "host"
+        is_needed = self.how.is_early and (on_host or self.releases)
+        if self.lane is not None and not is_needed:
             return None
-        has_outputs = not is_in_windows or (place == "host" and self.ahead is not None)
+        has_outputs = self.lane is None or (on_host and self.ahead is not None)
         return Buckets(
             self.how.mode,
-            slots,
+            self.slots,
             how.bucket_bytes,
             how.pipelined,
             lambda size: Staging(how.transfer, size, how.pin_staging),
@@ -194,14 +172,13 @@ class HostPart:
     def _step_together(self) -> None:
         """Say which slots are stepped at a time: those of a bucket, or all that are in windows."""
         sets: dict[int, list[list[int]]] = {}
-        for place, slots in self.by_place.items():
-            together: Sequence[Sequence[Slot]] = [[slot.slot for slot in slots]]
-            if place not in self.window_lanes:
-                together = self.buckets[place].members
-            for each in together:
-                for group, members in groupby(sorted(each), key=attrgetter("group")):
-                    positions = [slot.position for slot in members]
-                    sets.setdefault(group, []).append(positions)
+        together: Sequence[Sequence[Slot]] = [[slot.slot for slot in self.slots]]
+        if self.lane is None and self.buckets is not None:
+            together = self.buckets.members
+        for each in together:
+            for group, members in groupby(sorted(each), key=attrgetter("group")):
+                positions = [slot.position for slot in members]
+                sets.setdefault(group, []).append(positions)
         for group, of_group in sets.items():
             self.executor.step_together(group, of_group)
 
@@ -214,52 +191,42 @@ class HostPart:
     def begin_early(self, speculates: bool) -> None:
         """With the first gradient of a backward: read the windows that the step will begin with,
         but where the worker reads them to step them ahead."""
-        if self.settings.state_file is None:
+        if self.settings.state_file is None or self.lane is None:
             return
         self.settings.state_file.settle()
-        for place, lane in self.window_lanes.items():
-            if place == "streamed" or not speculates:
-                lane.source.begin_early()
-            else:
-                lane.resize()
+        if speculates:
+            self.lane.resize()
+        else:
+            self.lane.source.begin_early()
 
     def drop_early(self) -> None:
         """Windows that were read during backward are of no use any more."""
-        for lane in self.window_lanes.values():
-            lane.source.drop_early()
+        if self.lane is not None:
+            self.lane.source.drop_early()
 
     # -- what it takes ----------------------------------------------------------------------------
-
-    def _may_have(self, place: Place) -> Sequence[HostSlot]:
-        """The slots of a place; while the split is measured, all may be there."""
-        is_measuring = self.split is not None and self.split.is_measuring
-        return self.slots if is_measuring else self.by_place[place]
 
     def host_bytes(self) -> HostBytes:
         """What is held as soon as all slots were stepped once, with gradients of their dtypes; what
         is held from then on."""
         held = HostBytes(())
-        if self.window_lanes and self.settings.state_file is None:
+        if self.lane is not None and self.settings.state_file is None:
             held = state_bytes(self._rule_executor, self.slots)
         if self.ahead is not None:
             self._bind_tensors()
             if reserved := self.ahead.reserved():
                 mains, state = zip(*reserved, strict=True)
                 held = held._replace(back_mains=mains, back_state=state)
-        pieces = [piece for buckets in self.buckets.values() for piece in buckets.staging]
-        windows = [
-            lane.host_bytes(self._may_have(place)) for place, lane in self.window_lanes.items()
-        ]
-        return held._replace(
-            staging=tuple(piece.capacity for piece in pieces), windows=tuple(chain(*windows))
-        )
+        pieces = () if self.buckets is None else self.buckets.staging
+        windows = () if self.lane is None else self.lane.host_bytes()
+        return held._replace(staging=tuple(piece.capacity for piece in pieces), windows=windows)
 
     @property
     def device_bytes(self) -> int:
         """Device memory that is held within ``step()``, beside gradients and parameters."""
-        if "streamed" not in self.window_lanes or not (slots := self._may_have("streamed")):
+        if self.how.place != "streamed" or self.lane is None or not self.slots:
             return 0
-        return sum(self.window_lanes["streamed"].sizes_for(slots)[:IN_FLIGHT])
+        return sum(self.lane.sizes[:IN_FLIGHT])
 
     def disk_bytes(self) -> DiskBytes:
         """What is kept in a file rather than in memory."""
@@ -273,30 +240,22 @@ class HostPart:
         """Bytes of gradients in the model's dtype that the device does without where they are
         released."""
         elements = {slot.slot: slot for slot in self.slots}
+        if self.buckets is None or not self.how.is_early:
+            return 0
         sizes = []
-        for place in self.early_places:
-            for bucket in self.buckets[place].members:
-                slots = map(elements.__getitem__, bucket)
-                # the gradient of a float8 parameter has 16 bits
-                sizes.append(sum(slot.numel * max(2, slot.dtype.itemsize) for slot in slots))
+        for bucket in self.buckets.members:
+            slots = map(elements.__getitem__, bucket)
+            # the gradient of a float8 parameter has 16 bits
+            sizes.append(sum(slot.numel * max(2, slot.dtype.itemsize) for slot in slots))
         return sum(sorted(sizes)[:-2])
-
-    @property
-    def streamed_share(self) -> float:
-        """Which share of the elements is streamed."""
-        streamed = sum(slot.share for slot in self.by_place["streamed"])
-        return streamed / max(sum(slot.share for slot in self.slots), 1)
 
     def notes(self) -> Iterator[str]:
         """How the slots are stepped, in words."""
-        if self.split is not None and self.slots:
-            yield f"auto: {self.streamed_share:.0%} is streamed ({self.split})"
-        for place, lane in self.window_lanes.items():
-            if self.by_place[place]:
-                yield lane.note()
-        if "host" in self.by_place and self.how.is_early:
+        if self.lane is not None and self.slots:
+            yield self.lane.note()
+        if self.how.place == "host" and self.how.is_early and self.buckets is not None:
             yield (
-                f"host: offload_mode {self.how.mode}, {len(self.buckets['host'].members)} "
+                f"host: offload_mode {self.how.mode}, {len(self.buckets.members)} "
                 f"buckets of at most {self.settings.bucket_bytes:,} bytes, "
                 f"{self.host_bytes().back:,} bytes double buffer"
                 + (", gradients released" if self.releases else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -40,9 +40,8 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
             during backward, and those that leave the device are measured on the host.
             ``speculative``: they are also stepped, into a back buffer of main params and
             moments.
-        offload_place: ``host``, or ``streamed``: main params and state come to the device window by
-            window and are stepped there; or ``auto``: a share of them does, beside the host.
-        offload_streamed_fraction: that share; by default it is measured.
+        offload_place: ``host``, or ``streamed``: main params and state are copied to the device
+            window by window and stepped there.
         stream_window_bytes: of such a window; there are at most three.
         optimizer_state_path: a folder on a local disk; main params and state of what is offloaded
             lie there in a file between steps, and in host memory are windows of them. The file has
@@ -73,7 +72,6 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
         *,
         offload_mode: str = "sync",
         offload_place: str = "host",
-        offload_streamed_fraction: float | None = None,
         stream_window_bytes: int = 256 << 20,
         optimizer_state_path: str | None = None,
         host_threads: int | None = None,
@@ -83,7 +81,7 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
         sub_optimizer_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        how = OffloadedStep(offload_place, offload_mode, offload_streamed_fraction)
+        how = OffloadedStep(cast(Place, offload_place), offload_mode)
         classes = how.classes(cpu_optimizer_cls, gpu_optimizer_cls)
         construction = sub_optimizer_kwargs or {}
         is_ours = any(issubclass(cls, SlotOptimizer) for cls in classes.values())

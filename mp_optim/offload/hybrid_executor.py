@@ -316,9 +316,7 @@ class PlacedExecutor(Executor):
         self.optimizers: dict[Place, torch.optim.Optimizer] = {}
         self.executors: dict[Place, Executor] = {}
         self._distinct: list[Executor] = []  # all of these, each once
-        self._placed = PlacedSlots(
-            param_groups, self.executors, how.offloaded_place, copies, remainders
-        )
+        self._placed = PlacedSlots(param_groups, self.executors, how.place, copies, remainders)
 
     def build(
         self,
@@ -334,7 +332,7 @@ class PlacedExecutor(Executor):
             share_settings: makes the groups here and in the parts alike, as long as nothing wraps
                 the optimizer. It must not keep the optimizer alive.
         """
-        placed, offloaded = self._placed, self._how.offloaded_place
+        placed, offloaded = self._placed, self._how.place
         placed.assign(self.param_groups, self.fraction)
         placed.file, size = settings.state_file, 0
         for slot, param in iter_slots(self.param_groups):
@@ -378,17 +376,18 @@ class PlacedExecutor(Executor):
         return self.stepper.host_part.place_of(slot)
 
     def host_slots(self) -> Sequence[Slot]:
-        return [each.slot for each in self.stepper.host_part.by_place.get("host", ())]
+        part = self.stepper.host_part
+        return [each.slot for each in part.slots] if part.how.place == "host" else []
 
     def executor_at(self, place: Place) -> Executor:
         """What steps the slots of a place."""
-        return self.executors["device" if place == "device" else self._how.offloaded_place]
+        return self.executors[place]
 
     def marks_changes(self, slot: Slot) -> bool:
         self._placed.bind()
         place, part = self.place(slot), self.stepper.host_part
         # parts of slots, and steps that may be dropped, are not marked
-        is_whole = place == "device" or (not part.window_lanes and part.ahead is None)
+        is_whole = place == "device" or (part.lane is None and part.ahead is None)
         return is_whole and self.executor_at(place).marks_changes(slot)
 
     def carried_out_by(self, group: int, place: Place, device: torch.device) -> tuple[str, str]:

@@ -59,49 +59,30 @@ class OffloadedStep:
     """Where and when offloaded slots are stepped.
 
     Attributes:
-        place: ``host``, ``streamed``, or ``auto``: some on the host and some streamed.
+        place: ``host`` or ``streamed``.
         mode: what is done during backward.
-        streamed_fraction: with ``auto``, the share of their elements that is streamed; None: it is
-            measured.
 
     Raises:
-        ValueError: place or mode is unknown, or no share between 0 and 1.
+        ValueError: place or mode is unknown.
     """
 
-    place: str
+    place: Place
     mode: str
-    streamed_fraction: float | None = None
 
     def __post_init__(self) -> None:
         check_field("offload_mode", self.mode)
         check_field("offload_place", self.place)
-        check_field("offload_streamed_fraction", self.streamed_fraction)
 
     @property
     def is_early(self) -> bool:
         """Whether anything is begun during backward."""
         return self.mode != "sync"
 
-    @property
-    def offloaded_place(self) -> Place:
-        """By which the optimizer of the offloaded slots is known."""
-        return "streamed" if self.place == "streamed" else "host"
-
     def classes(
         self, host: type[torch.optim.Optimizer], device: type[torch.optim.Optimizer]
     ) -> dict[Place, type[torch.optim.Optimizer]]:
-        """The optimizer class of the device, and that of what is offloaded.
-
-        Raises:
-            ValueError: slots cannot be stepped by either class where they may change.
-        """
-        if self.place == "auto" and host is not device:
-            raise ValueError(
-                f"offload_place='auto': a parameter is stepped on the host or streamed, by one "
-                f"class; {host.__name__} and {device.__name__} are two"
-            )
-        offloaded = device if self.place == "streamed" else host
-        return {"device": device, self.offloaded_place: offloaded}
+        """Return the optimizer class of the device, and the class of the offloaded slots."""
+        return {"device": device, self.place: device if self.place == "streamed" else host}
 
     def check(
         self,

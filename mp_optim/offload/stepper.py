@@ -11,22 +11,23 @@ into buckets and windows accordingly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, replace
 from itertools import chain
 from typing import Any
 
+from torch import Tensor
+
 from mp_optim.core import Slot, SlotUpdates, UpdateSelection
-from mp_optim.core.executor import Executor, Place
-from mp_optim.host.transfer import Transfer, fetch
+from mp_optim.core.executor import Executor
+from mp_optim.host.transfer import Transfer
 from mp_optim.offload.backward_scheduler import Schedule
 from mp_optim.offload.bucket_buffers import BucketStep
-from mp_optim.offload.buckets import HostSlot, Split, StepTime
+from mp_optim.offload.buckets import HostSlot
 from mp_optim.offload.double_buffer import BackLaunch
 from mp_optim.offload.host_part import HostPart
 from mp_optim.offload.settings import HostStepSettings, OffloadedStep
 from mp_optim.offload.timeline import WAIT_DISK, TransferBytes
-from mp_optim.offload.window_plan import IN_FLIGHT
 
 
 class Stepper:
@@ -87,21 +88,8 @@ class Stepper:
 
     def _cut_anew(self) -> None:
         """There are other buckets now."""
-        self._selections: tuple[Sequence[Slot], dict[Place, UpdateSelection]] | None = None
+        self._selections: tuple[Sequence[Slot], UpdateSelection, UpdateSelection] | None = None
         self.schedule.cut()
-
-    def stream(self, share: float) -> None:
-        """From the next step on, stream this share of the elements."""
-        self.host_part.split = Split(share)
-        self._split_anew()
-
-    def _split_anew(self) -> None:
-        self.schedule.discard()
-        if self.host_part.ahead is not None:  # what is streamed from now on has no back buffer
-            self.host_part.ahead.restore()
-        self.schedule.arrivals.forget_order()
-        self.host_part.place_slots()
-        self._cut_anew()
 
     def release_gradients(self) -> None:
         """From now on gradients come with a claim, and are begun only if they can be released.
@@ -110,7 +98,7 @@ class Stepper:
             ValueError: a streamed parameter does not fit into a window with its gradient.
         """
         self.host_part.releases = True
-        if "streamed" in self.host_part.window_lanes:
+        if self.host_part.how.place == "streamed":
             self.schedule.discard()
             self.host_part.cut()
             self._cut_anew()
@@ -129,133 +117,105 @@ class Stepper:
             WorkerError: the worker failed; nothing was stepped.
         """
         self.schedule.collect()  # nobody above has, if no wrapper is there
-        if self.host_part.window_lanes:
+        lane = self.host_part.lane
+        if lane is not None:
             self.host_part.allocate()
         self.transfer_bytes = TransferBytes()
-        parts = self._parts(updates)
-        of_device = parts.pop("device")
+        offloaded, of_device = self._parts(updates)
 
         def step_device() -> None:
             if of_device:
                 device.step_slots(of_device)
 
-        self._step(parts, step_device)
-        for lane in self.host_part.window_lanes.values():
+        self._step(offloaded, step_device)
+        if lane is not None:
             self.transfer_bytes.add(*astuple(lane.moved))
             lane.moved = TransferBytes()
         self.timeline.end_step()
         if self.schedule.is_early:
             if self.host_part.ahead is not None:
-                self.schedule.check_prediction(parts["host"])
+                self.schedule.check_prediction(offloaded)
             if not self.schedule.arrivals.is_order_known:
-                self._learn_order(parts.values())
+                self._learn_order(offloaded)
             self.schedule.end_iteration()
-        if (split := self.host_part.split) is not None and split.is_measuring:
-            self._measure(split, [part for part in parts.values() if part])
 
-    def _parts(self, updates: SlotUpdates) -> dict[Place, SlotUpdates]:
-        """The updates of each place."""
-        slots = updates.slots
+    def _parts(self, updates: SlotUpdates) -> tuple[SlotUpdates, SlotUpdates]:
+        """Return the updates of offloaded slots, and of those that stay on the device."""
+        slots, place_of = updates.slots, self.host_part.place_of
         if self._selections is None or self._selections[0] is not slots:
-            indices: dict[Place, list[int]] = {place: [] for place in self.host_part.by_place}
-            indices["device"] = []
+            indices: tuple[list[int], list[int]] = [], []
             for index, slot in enumerate(slots):
-                indices[self.host_part.place_of(slot)].append(index)
-            chosen = {
-                place: UpdateSelection(part, [slots[i] for i in part], len(slots))
-                for place, part in indices.items()
-            }
-            self._selections = slots, chosen
-        return {place: part.take(updates) for place, part in self._selections[1].items()}
+                indices[place_of(slot) == "device"].append(index)
+            away, here = (
+                UpdateSelection(part, [slots[i] for i in part], len(slots)) for part in indices
+            )
+            self._selections = slots, away, here
+        return self._selections[1].take(updates), self._selections[2].take(updates)
 
-    def _step(self, parts: Mapping[Place, SlotUpdates], step_device: Callable[[], None]) -> None:
-        """Step the host part, and what is streamed so that it stays ahead of that.
+    def _step(self, updates: SlotUpdates, step_device: Callable[[], None]) -> None:
+        """Step the offloaded slots, and those of the device once the first copies are queued.
 
-        Spares that backward began to fill are made to hold this step. Then the device gets its own
-        slots, and as many windows as may be in flight, to work on beside the host, and the spares
-        are published. The host steps what is left, by bucket or window; further windows are queued
-        as it goes.
+        Spares that backward began to fill are made to hold this step, and published. The other
+        slots are stepped by bucket or by window.
         """
-        speculates = self.schedule.speculates
+        speculates, lane = self.schedule.speculates, self.host_part.lane
         steps: list[BucketStep] = []
-        if "host" in parts and ("host" not in self.host_part.window_lanes or speculates):
-            steps = self.host_part.buckets["host"].steps(parts["host"], self.transfer_bytes)
+        if self.host_part.how.place == "host" and (lane is None or speculates):
+            assert self.host_part.buckets is not None
+            steps = self.host_part.buckets.steps(updates, self.transfer_bytes)
             self.schedule.judge(steps)
-        lanes, ahead = self.host_part.window_lanes, self.host_part.ahead
-        windows = {place: self._in_windows(place, parts[place], steps) for place in lanes}
+        ahead = self.host_part.ahead
         transfer = self.host_part.settings.transfer
         mark = transfer.mark()  # no download waits for the device's step
+        on_host = self._gradients_on_host(updates, steps)
         spares = self._fill_spares(steps, mark) if speculates else {}
-        streamed = self._streamed(windows.get("streamed"), step_device)
-        lead = _Lead(streamed)
 
         def begin() -> None:
-            lead.start()
+            step_device()
             for step in steps:
                 if ahead is not None:
                     ahead.publish(step, spares.get(step.bucket, ()))
 
-        left = [step for step in steps if not spares.get(step.bucket)]
-        if "host" in windows:
-            updates, on_host = windows["host"]
-            published = [step.updates.slots for step in steps if spares.get(step.bucket)]
-            updates = _without(updates, set(chain(*published)))
-            host = lanes["host"].steps(updates, on_host, begin)
+        if lane is None:
+            self._in_place([step for step in steps if not spares.get(step.bucket)], mark, begin)
         else:
-            host = self._in_place(left, mark, begin)
-        try:
-            for done in host:
-                lead.keep_up(done)
-            lead.keep_up(1.0)
-        finally:
-            host.close()
-            streamed.close()
+            if on_host:
+                columns = zip(updates.slots, updates.grads, strict=True)
+                grads = [on_host.get(slot, grad) for slot, grad in columns]
+                updates = replace(updates, grads=grads)
+            published = [step.updates.slots for step in steps if spares.get(step.bucket)]
+            lane.steps(_without(updates, set(chain(*published))), on_host, begin)
         if steps:
             # NOTE: the device waits for the uploads, the host for nothing. It cannot be later: what
             # the device is given next reads the parameters.
             transfer.join()
 
-    def _in_windows(
-        self, place: Place, updates: SlotUpdates, counted: Sequence[BucketStep]
-    ) -> tuple[SlotUpdates, Collection[Slot]]:
-        """The updates of a lane of windows, and which slots have their gradients in host memory.
+    def _gradients_on_host(
+        self, updates: SlotUpdates, counted: Sequence[BucketStep]
+    ) -> Mapping[Slot, Tensor]:
+        """Return the gradients that windows read from host memory, by slot.
 
         Args:
             counted: steps of the host's buckets, whose bytes are counted.
         """
-        if (buckets := self.host_part.buckets.get(place)) is None:
-            return updates, ()
-        early = self.schedule.early[place]
+        buckets = self.host_part.buckets
+        if self.host_part.lane is None or buckets is None:
+            return {}
         routes = [
-            (early[bucket], selection.take(updates))
+            (self.schedule.buckets[bucket], selection.take(updates))
             for bucket, _, selection in buckets.routes(updates.slots)
         ]
         down = self.schedule.gradients_on_host(routes)
-        if down:
-            columns = zip(updates.slots, updates.grads, strict=True)
-            grads = [down.get(slot, grad) for slot, grad in columns]
-            updates = replace(updates, grads=grads)
-        if not counted or place != "host":
+        if not counted:
             self.transfer_bytes.add(sum(grad.nbytes for grad in down.values()))
-        return updates, down
+        return down
 
-    def _streamed(
-        self, windows: tuple[SlotUpdates, Collection[Slot]] | None, step_device: Callable[[], None]
-    ) -> Generator[float, None, None]:
-        if windows is None:
-            step_device()
-        else:
-            yield from self.host_part.window_lanes["streamed"].steps(*windows, step_device)
-
-    def _in_place(
-        self, steps: Sequence[BucketStep], mark: Any, begin: Callable[[], None]
-    ) -> Generator[float, None, None]:
-        """Step bucket by bucket where state rests, with gradients that are complete at a mark.
-        Yields which share of the buckets is stepped."""
+    def _in_place(self, steps: Sequence[BucketStep], mark: Any, begin: Callable[[], None]) -> None:
+        """Step bucket by bucket in host memory, with gradients that are complete at a mark."""
         depth = 1
         if self.host_part.settings.pipelined:
             depth = len(steps) if self.schedule.is_early else 2
-        for step in steps[:depth]:  # before begin(): the host must not wait for windows first
+        for step in steps[:depth]:
             step.start(mark)
         begin()
         for done, step in enumerate(steps):
@@ -263,7 +223,6 @@ class Stepper:
             if done and following < len(steps):
                 steps[following].start(mark)
             step.wait(self.timeline)
-            yield done / len(steps)
             try:
                 with self.timeline.stage("host_step", step.label):
                     self._executor.step_slots(step.staged)
@@ -283,10 +242,10 @@ class Stepper:
     ) -> dict[int, Sequence[BackLaunch]]:
         """Make the spare of every bucket hold this step, mostly by finding that it does. Launches
         by bucket; none for one that has to be stepped where it is."""
-        ahead, buckets = self.host_part.ahead, self.schedule.early["host"]
+        ahead, buckets = self.host_part.ahead, self.schedule.buckets
         assert ahead is not None
         planned = ahead.planned(steps)
-        hits = self.schedule.hits(steps, buckets, planned, mark)
+        hits = self.schedule.hits(steps, planned, mark)
         try:
             return ahead.fill(steps, buckets, planned, hits, mark)
         except Exception:
@@ -295,24 +254,14 @@ class Stepper:
 
     # -- what follows from a step -----------------------------------------------------------------
 
-    def _learn_order(self, parts: Iterable[SlotUpdates]) -> None:
+    def _learn_order(self, updates: SlotUpdates) -> None:
         """After the first backward: cut buckets in the order in which gradients got ready."""
-        before = [slot.slot for part in self.host_part.by_place.values() for slot in part]
-        order = self.schedule.arrivals.learn_order(before, parts)
+        before = [slot.slot for slot in self.host_part.slots]
+        order = self.schedule.arrivals.learn_order(before, updates)
         if order is not None:
             self.schedule.end_iteration()
             self.host_part.follow(order)
             self._cut_anew()
-
-    def _measure(self, split: Split, parts: Sequence[SlotUpdates]) -> None:
-        """Take note of how long a step of something took, the device's part included."""
-        if not parts:
-            return
-        output = parts[0].outputs[0]
-        on_device = parts[0].grads[0] if output is None else output
-        fetch(self.transfer, on_device.new_zeros(1))()  # after all that is queued
-        if split.record(StepTime(*self.timeline.last_step())):
-            self._split_anew()
 
     # -- what it says of itself -------------------------------------------------------------------
 
@@ -328,39 +277,11 @@ class Stepper:
         found = self.timeline.metrics()
         if self.schedule.is_early:
             found |= self.schedule.counts
-        if self.host_part.split is not None:
-            found["streamed_fraction"] = self.host_part.streamed_share
         if self.host_part.settings.state_file is not None:
             found["bytes_read"] = self.transfer_bytes.read
             found["bytes_written"] = self.transfer_bytes.written
             found["disk_wait_ms"] = self.timeline.milliseconds(WAIT_DISK)
         return found
-
-
-class _Lead:
-    """Windows that are queued on the device while the host steps.
-
-    Args:
-        windows: yields which share of them is queued.
-    """
-
-    def __init__(self, windows: Iterator[float]) -> None:
-        self._windows = windows
-        self._queued = self._lead = 0.0
-
-    def start(self) -> None:
-        """Queue the device's own slots, and windows, until all that may be in flight come up: the
-        next one would wait for the first to be down."""
-        for _ in range(IN_FLIGHT):
-            self._queued = self._lead = next(self._windows, 1.0)
-
-    def keep_up(self, done: float) -> None:
-        """Stay ahead of the host, which is done with this share of its part."""
-        while self._queued < min(done + self._lead, 1.0):
-            self._queued = next(self._windows, 1.0)
-        if done == 1.0:
-            for _ in self._windows:
-                pass
 
 
 def _without(updates: SlotUpdates, slots: Collection[Slot]) -> SlotUpdates:

@@ -13,7 +13,7 @@ that were copied between accelerator and host.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -91,13 +91,10 @@ class WindowLane:
                 self._is_host,
             )
 
-    def cut(
-        self, slots: Sequence[HostSlot], may_come: Sequence[HostSlot], carries_grads: bool
-    ) -> None:
+    def cut(self, slots: Sequence[HostSlot], carries_grads: bool) -> None:
         """Step these slots from now on.
 
         Args:
-            may_come: those that may be stepped here, later.
             carries_grads: gradients of streamed slots may wait on the host.
 
         Raises:
@@ -109,7 +106,7 @@ class WindowLane:
             raise ValueError(
                 f"stream_window_bytes={self._most}: must be at least {SMALLEST_WINDOW}"
             )
-        largest = max(may_come, key=self._smallest, default=None)
+        largest = max(slots, key=self._smallest, default=None)
         if largest is not None and (size := self._smallest(largest)) > self._most:
             self._refuse(largest.slot, size)
 
@@ -154,28 +151,24 @@ class WindowLane:
         elements, size = self.source.form.cuts({key: dtype for key, (_, dtype) in forms})
         return min(whole, size + self._along_bytes(slot, elements))
 
-    def sizes_for(self, slots: Sequence[HostSlot]) -> list[int]:
-        """Bytes of each window that there is at a time, if these slots are stepped here."""
-        sizes = list(map(self._slot_bytes, slots))
-        least = max(map(self._smallest, slots), default=0)
-        return self.source.window_sizes(sizes, least, self._most, self._lag)
-
     @property
     def sizes(self) -> list[int]:
-        """The same for the slots of now."""
+        """Bytes of each window that is allocated at a time."""
         self.resize()
         return self._sizes
 
     def resize(self) -> None:
         """Find the sizes, in the caller's thread: the worker's finds them known."""
         if not self._sizes:
-            sizes = self.sizes_for(self._slots)
+            slots = list(map(self._slot_bytes, self._slots))
+            least = max(map(self._smallest, self._slots), default=0)
+            sizes = self.source.window_sizes(slots, least, self._most, self._lag)
             self.source.resize(sizes)
             self._sizes = sizes
 
-    def host_bytes(self, slots: Sequence[HostSlot]) -> tuple[int, ...]:
-        """The pieces of host memory that windows take then."""
-        return self.source.host_bytes(self.sizes_for(slots)) if slots else ()
+    def host_bytes(self) -> tuple[int, ...]:
+        """Return the bytes of each piece of host memory that windows take."""
+        return self.source.host_bytes(self.sizes) if self._slots else ()
 
     def note(self) -> str:
         """How the slots are stepped, in words."""
@@ -197,16 +190,12 @@ class WindowLane:
 
     def steps(
         self, updates: SlotUpdates, on_host: Collection[Slot], step_device: Callable[[], None]
-    ) -> Generator[float, None, None]:
-        """Step, window by window, at the caller's pace; all is stepped at the end.
+    ) -> None:
+        """Step window by window.
 
         Args:
             on_host: slots whose gradients are in host memory.
             step_device: called when the first window is on its way.
-
-        Yields:
-            Which share of the windows is stepped, or queued on the device; first 0.0, as soon as
-            ``step_device`` was called.
         """
         launches = self._executor.plan(updates)
         may_cut = [self._executor.rule.is_elementwise(each.settings) for each in launches]
@@ -222,7 +211,7 @@ class WindowLane:
         site = self._site(windows, updates, on_host)
         lent = self.source.lend(windows)
         try:
-            yield from self._stream(launches, len(windows), lent, site, step_device)
+            self._stream(launches, len(windows), lent, site, step_device)
             for number in range(max(0, len(windows) - site.lag), len(windows)):
                 lent.store(number)
         finally:
@@ -262,7 +251,7 @@ class WindowLane:
         lent: LentWindows,
         site: Site,
         step_device: Callable[[], None],
-    ) -> Iterator[float]:
+    ) -> None:
         """Step all windows, and what lies on the device while the first one comes."""
         try:
             coming = lent.fetch(0)
@@ -276,7 +265,6 @@ class WindowLane:
                 for launch in launches:
                     self._executor.announce(launch, site.device)
                 resident = site.bring(coming)
-            yield 0.0
             self._executor.step_mark.touch()
             for number in range(count):
                 window, stepped = coming, resident
@@ -293,7 +281,6 @@ class WindowLane:
                     for launch in launches_of(launches, window, stepped):
                         self._executor.carry_out(launch)
                 site.send_back(number, window, stepped)
-                yield (number + 1) / count
         finally:
             # NOTE: the site's memory and the host's are read and written by copies until here.
             with self._timeline.stage(WAIT_COPIES):

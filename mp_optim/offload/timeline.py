@@ -64,12 +64,6 @@ class StepTimeline:
         self.began = time.perf_counter() if self._began is None else self._began
         self._began = None
 
-    def last_step(self) -> tuple[float, float]:
-        """Seconds since the last ``step()`` began to ask for results, and seconds of arithmetic on
-        the host for it, behind backward or not."""
-        arithmetic = (span.end - span.start for span in self.last if span.stage in ARITHMETIC)
-        return time.perf_counter() - self.began, sum(arithmetic)
-
     def metrics(self) -> dict[str, float]:
         """Milliseconds of the last round.
 

@@ -78,9 +78,8 @@ class StackSettings(TypedDict, total=False):
         offload_mode: work during backward: ``"sync"`` (none), ``"overlap"`` (gradients are copied
             to the host) or ``"speculative"`` (they are stepped there). All three give the same
             bits.
-        offload_place: where offloaded state is stepped: ``"host"``; ``"streamed"``: on the
-            accelerator, window by window; or ``"auto"``: both at once, in shares that the first
-            steps measure. All three give the same bits.
+        offload_place: where offloaded state is stepped: ``"host"``, or ``"streamed"``: on the
+            accelerator, window by window. Both give the same bits.
         stream_window_bytes: bytes of a window of streamed state (default 256 MiB), or text such as
             ``"64MiB"``.
         optimizer_state_path: folder on a local disk for an unnamed file with the offloaded state;

@@ -63,7 +63,7 @@ def go_backward(model, step):
 def build(dtype=torch.bfloat16, fraction=1.0, place="streamed", window=4096, **fields):
     model = Model(dtype)
     offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
-    if place in ("streamed", "auto"):
+    if place == "streamed":
         offload |= {"offload_place": place, "stream_window_bytes": window}
     fields.setdefault("weight_decay", 0.1)
     config = OptimizerConfig(

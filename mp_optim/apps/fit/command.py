@@ -46,6 +46,7 @@ from mp_optim.apps.fit.fit import (
     Limits,
     Rates,
     blocks_of,
+    place_seconds,
     search,
     step_seconds,
 )
@@ -423,6 +424,7 @@ def as_data(found: Estimate, options: Options, made: Program) -> dict[str, Any]:
         "host_for_a_save_in_the_background": found.plan.background_save,
         "disk": found.plan.disk.total,
         "optimizer_step_seconds": found.seconds,
+        "offload_place_seconds": place_seconds(found, rates_of(options)),
         "assumed": assumptions(options),
         "recipes": recipes(found, made.recipe) if made.is_hf else {},
     }
@@ -470,6 +472,10 @@ def report(found: Estimate, options: Options, made: Program) -> str:
         lines.append(f"disk: {found.plan.disk.total / GIB:.2f} GiB for each accelerator")
     if found.seconds is not None:
         lines.append(f"optimizer's step: {found.seconds:.2f} s (modelled)")
+    if by_place := place_seconds(found, rates_of(options)):
+        each = ", ".join(f"{place!r} {seconds:.2f} s" for place, seconds in by_place.items())
+        fastest = min(by_place, key=by_place.__getitem__)
+        lines.append(f"offload_place: {each}; take {fastest!r} if its memory fits (modelled)")
     lines += ["", "assumed:", *(f"- {each}" for each in assumptions(options))]
     if made.is_hf:
         for name, text in recipes(found, made.recipe).items():

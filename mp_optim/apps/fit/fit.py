@@ -261,18 +261,29 @@ class Rates:
 
 
 def step_seconds(found: Estimate, rates: Rates) -> Estimate:
-    """The estimate with seconds of the optimizer's step, nothing of it hidden behind backward, by
-    ``apps/fit/step_time.py``: the device steps its share at the rate of its memory, then the host's
-    share is stepped there or streamed; state on a disk is read and written once."""
+    """Return the estimate with seconds of the optimizer's step, nothing of it hidden behind
+    backward, by ``apps/fit/step_time.py``: the device steps its share at the rate of its memory,
+    then the host's share is stepped there or streamed; state on a disk is read and written once."""
+    return replace(found, seconds=_seconds(found, rates, found.candidate.config.offload_place))
+
+
+def place_seconds(found: Estimate, rates: Rates) -> dict[str, float]:
+    """Return the seconds of a step for each ``offload_place``; empty if no state is on the host."""
+    if not found.plan.fraction or found.plan.disk.total:
+        return {}
+    return {place: _seconds(found, rates, place) for place in ("host", "streamed")}
+
+
+def _seconds(found: Estimate, rates: Rates, place: str) -> float:
     plan, config = found.plan, found.candidate.config
     ranks = found.candidate.layout.dp if _is_sharded(found.candidate) else 1
     params = plan.params / ranks
     away = int(params * plan.fraction)
     places = (plan.accelerator, plan.pinned_host, plan.pageable_host, plan.disk)
-    state = sum(place.main_params + place.moments for place in places) / max(params, 1)
+    state = sum(each.main_params + each.moments for each in places) / max(params, 1)
     form = Form("as planned", state, reads_param=False)
     seconds = (params - away) * (form.measure + form.update) / rates.machine.device
-    if away and config.offload_place == "streamed":
+    if away and place == "streamed":
         comes_too = 2 if config.release_gradients else 0  # the gradient, which waits on the host
         carried = replace(form, state=form.state + comes_too)
         seconds += streamed(rates.machine, carried, away).seconds
@@ -280,7 +291,7 @@ def step_seconds(found: Estimate, rates: Rates) -> Estimate:
         seconds += on_host(rates.machine, form, away).seconds
     if plan.disk.total:
         seconds = max(seconds, 2 * plan.disk.total / rates.disk)
-    return replace(found, seconds=seconds)
+    return seconds
 
 
 def _is_sharded(candidate: Candidate) -> bool:

@@ -163,21 +163,18 @@ class Lanes:
     host: Lane
 
     @staticmethod
-    def of(machine: Machine, streams: bool, hosts: bool) -> Lanes:
-        """The lanes of a machine that streams state, steps on the host, or both at once.
+    def of(machine: Machine, streams: bool) -> Lanes:
+        """Return the lanes of a machine that streams state, or steps on the host.
 
-        The host's memory is shared. Streaming comes first, since it takes fewer bytes of it for a
-        parameter: each direction has half of the memory's rate at most, and the host's step has
-        what two busy directions leave. The traffic of the host's own gradients and params is
-        counted as work of the host.
+        Streaming shares the host's memory between two directions: each has half of its rate at
+        most. The traffic of the host's own gradients and params is counted as work of the host.
         """
         limit = machine.host / 2 if streams else machine.host
-        left = machine.host - (2 * machine.each_way if streams and hosts else 0.0)
         return Lanes(
             Lane("up", min(machine.up, limit), machine.latency),
             Lane("down", min(machine.down, limit), machine.latency),
             Lane("device", machine.device, machine.latency),
-            Lane("host", left, machine.latency),
+            Lane("host", machine.host, machine.latency),
         )
 
 
@@ -185,14 +182,14 @@ def streamed(machine: Machine, form: Form, params: int, window: int = WINDOW) ->
     """All state goes up, is stepped on the device and goes down, window by window. Gradients and
     model params stay on the device, whose first work is to measure."""
     schedule = Schedule()
-    stream_windows(schedule, Lanes.of(machine, True, False), form, params, window)
+    stream_windows(schedule, Lanes.of(machine, streams=True), form, params, window)
     return schedule
 
 
 def on_host(machine: Machine, form: Form, params: int) -> Schedule:
     """``sync``: all gradients come down and are measured, then each bucket is stepped and its
     params go up."""
-    schedule, lanes = Schedule(), Lanes.of(machine, False, True)
+    schedule, lanes = Schedule(), Lanes.of(machine, streams=False)
     step_on_host(schedule, lanes, form, params, measure_on_host(schedule, lanes, form, params))
     return schedule
 

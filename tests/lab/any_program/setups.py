@@ -192,7 +192,7 @@ def places(precision: str) -> SearchStrategy[Place]:
         st.sampled_from(BACKENDS),
         compact,
         st.booleans(),
-        st.sampled_from(("host", "host", "streamed", "auto")),
+        st.sampled_from(("host", "host", "streamed")),
         st.sampled_from((False, False, True)),
     ).map(fitting)
 

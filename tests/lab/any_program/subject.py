@@ -121,8 +121,6 @@ def config_of(setup: Setup, place: Place) -> OptimizerConfig:
             "offload_mode": place.mode,
             "offload_place": place.where,
         }
-        if place.where == "auto" and place.overlap:
-            fields["offload_streamed_fraction"] = 0.5
         if place.where != "host" or place.on_disk:
             fields["stream_window_bytes"] = 1 << 16
         if place.on_disk:

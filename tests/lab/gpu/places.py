@@ -1,4 +1,4 @@
-"""All state in host memory, stepped by the host, streamed, or both at once, beside what the model
+"""All state in host memory, stepped by the host or streamed, beside what the model
 of bus, device and host says for the rates that are measured here."""
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from benchmarks.section import Section
 from lab.gpu.hybrid import filled_model, optimizer_of
 from lab.gpu.speed import Rate
 from lab.gpu.timing import alternate
-from lab.streaming.schedules import FORMS, auto
+from lab.streaming.schedules import FORMS
 from mp_optim.apps.fit.step_time import Form, Machine, on_host, streamed
 from mp_optim.host.transfer import Transfer, transfer_for
-from mp_optim.offload.buckets import STEPS
 
 BYTES = 256 << 20
 """Of what is copied to measure a rate; also of a window."""
@@ -29,14 +28,13 @@ SETTINGS: Mapping[str, dict[str, Any]] = {
 MODELS: Mapping[str, Callable[[Machine, Form, int], float]] = {
     "host": lambda machine, form, params: on_host(machine, form, params).seconds,
     "streamed": lambda machine, form, params: streamed(machine, form, params).seconds,
-    "auto": lambda machine, form, params: auto(machine, form, params).seconds,
 }
 
 
 def places(rate: Rate, numel: int, rounds: int) -> Section:
     """Gparam/s of each place, measured and as the model has it, and the one of the other."""
     machine = machine_of(rate, rounds)
-    section = Section("State in host memory: stepped there, streamed, or both")
+    section = Section("State in host memory: stepped there, or streamed")
     section.rows["rates, GB/s"] = {
         "up": machine.up / 1e9,
         "down": machine.down / 1e9,
@@ -66,16 +64,12 @@ def _measured(
         **pipelined,
         **form,
     )
-    for _ in range(3 * STEPS if place == "auto" else 1):
-        optimizer.step()
+    optimizer.step()
     timing = alternate(device, {place: optimizer.step}, rounds, place)[place]
     row = {
         "ms": timing.median * 1e3,
         "spread": timing.spread,
         "gparams": numel / timing.median / 1e9,
-        "streamed_fraction": optimizer.metrics().get(
-            "streamed_fraction", float(place == "streamed")
-        ),
     }
     del model, optimizer
     gc.collect()

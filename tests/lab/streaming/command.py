@@ -1,6 +1,6 @@
-"""How fast would a step be whose state lies in host memory: stepped by the host, streamed through
-the accelerator, or both? A model of bus, device and host; nothing is measured. Prints markdown, by
-default what docs/benchmarks/streaming.md shows.
+"""Model the time of a step whose state is in host memory: stepped by the host, or streamed through
+the accelerator. Prints markdown, by default the tables of docs/benchmarks/streaming.md. Nothing is
+measured.
 
 $ python tests/lab streams
 $ python tests/lab streams --rates 25 25 60 900      # your own machine

@@ -1,5 +1,5 @@
 """What streams and copy engines make of the order in which the host queues a step: the windows of
-``mp_optim/offload/streaming.py``, and the host's buckets beside them.
+``mp_optim/offload/streaming.py``.
 
 There is one copy engine a direction. What waits for it in several streams goes in the order in
 which it got ready, whole; within a stream that is at once, after an event of another a little
@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lab.streaming.schedules import whole
-from mp_optim.apps.fit.step_time import BUCKET, GRAD, IN_FLIGHT, WINDOW, Form, Lanes, Machine
+from mp_optim.apps.fit.step_time import IN_FLIGHT, WINDOW, Form, Lanes, Machine
 
 ROW, EVENT = 5e-6, 2e-6
 """Seconds of a copy of some hundred bytes, and until a stream knows of another's work."""
@@ -98,35 +97,22 @@ class Order:
     Attributes:
         rows: each window's kernel is behind a copy of its numbers; else those went up at first.
         waits: a window comes up after all kernels that were queued before.
-        lead: times that windows are queued before the host begins: once for the device's own, then
-            one each.
-        one_stream: the host's gradients come down in the stream of windows, begun after them.
     """
 
     rows: bool = False
     waits: bool = False
-    lead: int = IN_FLIGHT
-    one_stream: bool = False
 
 
 NOW = Order()
-BEFORE = Order(rows=True, waits=True, lead=1 + IN_FLIGHT, one_stream=True)
+BEFORE = Order(rows=True, waits=True)
 """As it was until the order was looked at."""
 
 
-@dataclass(frozen=True)
-class Taken:
-    """Seconds of a step, until the host began with its first bucket, and that it waited in all."""
-
-    seconds: float
-    first: float
-    waited: float
-
-
-def windows_of(
-    device: Device, lanes: Lanes, form: Form, params: int, window: int, order: Order
-) -> Iterator[float]:
-    """Queue windows, as ``WindowLane`` does."""
+def streamed_in(
+    order: Order, machine: Machine, form: Form, params: int, window: int = WINDOW
+) -> float:
+    """Return the seconds of a step with everything streamed, queued as ``WindowLane`` does."""
+    device, lanes = Device(), Lanes.of(machine, streams=True)
     size = max(int(window // form.state), 1)
     counts = [min(size, params - start) for start in range(0, params, size)]
     ups: list[Work] = []
@@ -140,7 +126,6 @@ def windows_of(
     if not order.rows:
         device.queue("compute", "up", ROW)
     bring(0)
-    yield 0.0
     for number, count in enumerate(counts):
         if number >= IN_FLIGHT - 1:
             device.wait(downs[number - IN_FLIGHT + 1])
@@ -154,56 +139,4 @@ def windows_of(
         stepped = device.queue("compute", "device", seconds, [came])
         seconds = lanes.down.latency + count * form.state / lanes.down.rate
         downs.append(device.queue("down", "down", seconds, [stepped]))
-        yield (number + 1) / len(counts)
-
-
-def streamed_in(
-    order: Order, machine: Machine, form: Form, params: int, window: int = WINDOW
-) -> Taken:
-    """A step with everything streamed."""
-    device = Device()
-    for _ in windows_of(device, Lanes.of(machine, True, False), form, params, window, order):
-        pass
-    return Taken(device.finish(), 0.0, device.waited)
-
-
-def both_in(
-    order: Order, machine: Machine, form: Form, stream: int, host: int, window: int = WINDOW
-) -> Taken:
-    """A step (``sync``) in which so many parameters are streamed, and so many stepped by the host,
-    as ``Stepper`` does."""
-    device, lanes = Device(), Lanes.of(machine, True, True)
-    size = max(min(BUCKET // GRAD, -(-host // 16)), 1)
-    counts = [min(size, host - start) for start in range(0, host, size)]
-    windows = windows_of(device, lanes, whole(form), stream, window, order)
-    coming: list[Work] = []
-
-    def start() -> None:
-        if len(coming) < len(counts):
-            seconds = lanes.down.latency + counts[len(coming)] * GRAD / lanes.down.rate
-            named = "down" if order.one_stream else "marked"
-            coming.append(device.queue(named, "down", seconds))
-
-    if not order.one_stream:
-        start(), start()
-    queued = lead = 0.0
-    for _ in range(order.lead):
-        queued = lead = next(windows, 1.0)
-    if order.one_stream:
-        start(), start()
-    first, waited = 0.0, 0.0
-    for done, count in enumerate(counts):
-        if done:
-            start()
-        began = device.now
-        device.wait(coming[done])
-        waited += device.now - began
-        first = first or device.now
-        while queued < min(done / len(counts) + lead, 1.0):
-            queued = next(windows, 1.0)
-        device.now += lanes.host.latency + count * (form.update + 2 * GRAD) / lanes.host.rate
-        seconds = lanes.up.latency + count * GRAD / lanes.up.rate
-        device.queue("up", "up", seconds, device.last("compute"))
-    for _ in windows:
-        pass
-    return Taken(device.finish(), first, waited)
+    return device.finish()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lab.streaming.queues import BEFORE, NOW, both_in, streamed_in
-from lab.streaming.schedules import FORMS, auto, auto_behind_backward, behind_backward
+from lab.streaming.queues import BEFORE, NOW, streamed_in
+from lab.streaming.schedules import FORMS, behind_backward
 from mp_optim.apps.fit.step_time import GB, Form, Machine, on_host, streamed
 
 NOT_MEASURED = "Modelled, not measured."
@@ -52,7 +52,7 @@ def lines(setting: Setting) -> Iterator[str]:
     yield ""
     yield (
         f"{NOT_MEASURED} Milliseconds of a step of {million:,.0f} million parameters, by the order "
-        "in which copies are queued; of `auto` also until the host has its first bucket:"
+        "in which copies are queued:"
     )
     yield ""
     yield from orders(setting)
@@ -61,19 +61,18 @@ def lines(setting: Setting) -> Iterator[str]:
 def rates(setting: Setting) -> Iterator[str]:
     """Gparam/s of every machine and form, with what binds streaming and how near it comes."""
     yield (
-        "| machine, GB/s up, down, host memory | state | host | streamed | auto | of it streamed "
-        "| streaming's limit | reached |"
+        "| machine, GB/s up, down, host memory | state | host | streamed | streaming's limit "
+        "| reached |"
     )
-    yield "|---" * 8 + "|"
+    yield "|---" * 6 + "|"
     for machine in setting.machines:
         binds = "bus" if machine.each_way == machine.bus else "host memory"
         for form in FORMS:
             stream = streamed(machine, form, setting.params, setting.window).seconds
             host = on_host(machine, form, setting.params).seconds
-            split = auto(machine, form, setting.params, setting.window)
-            speeds = (_speed(setting.params, s) for s in (host, stream, split.seconds))
+            speeds = (_speed(setting.params, s) for s in (host, stream))
             yield (
-                f"| {_of(machine)} | {form.name} | {' | '.join(speeds)} | {split.share:.0%} | "
+                f"| {_of(machine)} | {form.name} | {' | '.join(speeds)} | "
                 f"{binds}, {machine.each_way / GB:.0f} GB/s each way | "
                 f"{reached(machine, form, setting.params, setting.window):.2f} |"
             )
@@ -87,25 +86,20 @@ def reached(machine: Machine, form: Form, params: int, window: int) -> float:
 
 def exposed(setting: Setting) -> Iterator[str]:
     """Seconds after backward: of what begins then, and of what the host did before."""
-    yield (
-        "| machine | state | host, `sync` | host, `speculative` | streamed | auto, host's share "
-        "behind backward | of it streamed |"
-    )
-    yield "|---" * 7 + "|"
+    yield "| machine | state | host, `sync` | host, `speculative` | streamed |"
+    yield "|---" * 5 + "|"
     billions = setting.params / 1e9
     backward = setting.backward * billions
     for machine in setting.machines:
         for form in FORMS:
             hidden = behind_backward(machine, form, setting.params, backward)
-            split = auto_behind_backward(machine, form, setting.params, backward, setting.window)
             seconds = (
                 on_host(machine, form, setting.params).seconds,
                 hidden.seconds - backward,
                 streamed(machine, form, setting.params, setting.window).seconds,
-                split.seconds,
             )
             cells = " | ".join(f"{each / billions:.3f}" for each in seconds)
-            yield f"| {machine.name} | {form.name} | {cells} | {split.share:.0%} |"
+            yield f"| {machine.name} | {form.name} | {cells} |"
 
 
 def sizes(machine: Machine) -> Iterator[str]:
@@ -127,25 +121,15 @@ def _fewest(machine: Machine, form: Form, window: int) -> str:
 
 
 def orders(setting: Setting) -> Iterator[str]:
-    """What the order of copies does, where some is streamed and the host steps the rest."""
-    yield (
-        "| machine | state | streamed, numbers behind the next window | streamed | auto, gradients "
-        "behind windows | auto |"
-    )
-    yield "|---" * 6 + "|"
+    """Yield the table of what the order of copies costs."""
+    yield "| machine | state | streamed, numbers behind the next window | streamed |"
+    yield "|---" * 4 + "|"
     for machine in setting.machines:
         for form in FORMS:
             cells = []
             for order in (BEFORE, NOW):
-                taken = streamed_in(order, machine, form, setting.params, setting.window)
-                cells.append(f"{1e3 * taken.seconds:.0f}")
-            share = auto(machine, form, setting.params, setting.window).share
-            stream = int(share * setting.params)
-            for order in (BEFORE, NOW) if 0.0 < share < 1.0 else ():
-                parts = stream, setting.params - stream, setting.window
-                both = both_in(order, machine, form, *parts)
-                cells.append(f"{1e3 * both.seconds:.0f}, host from {1e3 * both.first:.0f} on")
-            cells += ["-"] * (4 - len(cells))
+                seconds = streamed_in(order, machine, form, setting.params, setting.window)
+                cells.append(f"{1e3 * seconds:.0f}")
             yield f"| {machine.name} | {form.name} | {' | '.join(cells)} |"
 
 

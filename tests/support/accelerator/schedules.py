@@ -88,10 +88,10 @@ class Schedule:
                 "offload_place": self.place,
                 "stream_window_bytes": 65536,
                 "optimizer_state_path": tempfile.gettempdir(),
-            } | ({"offload_streamed_fraction": 0.5} if self.place == "auto" else {})
+            }
         host = {"overlap_cpu_optimizer_d2h_h2d": self.pipelined}
         streamed = {"offload_place": self.place, "stream_window_bytes": 4096}
-        return {"host": host, "streamed": streamed, "auto": host | streamed}[self.place]
+        return host if self.place == "host" else streamed
 
     @property
     def tears(self) -> bool:
@@ -231,8 +231,6 @@ class Run:
         return param.grad if grad is None else grad
 
     def round(self, number: int, what: Round) -> None:
-        if self.schedule.place == "auto":
-            self._stream((self.schedule.seed + 2 * number) % 5 / 4)
         if what.event == "abandon":
             self.optimizer.zero_grad()
             self._backward(100 + number)
@@ -244,10 +242,6 @@ class Run:
         if what.event == "wider":
             for param in self.model.parameters():
                 del param.main_grad
-
-    def _stream(self, share: float) -> None:
-        for part in self._hybrids():
-            part.stepper.stream(share)
 
     def outcome(self) -> dict[str, Tensor]:
         bits = {**params_of(self.model), **state_of(self.optimizer)}

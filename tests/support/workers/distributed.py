@@ -49,11 +49,6 @@ BYTES = [("no_shard", False), ("optim", False), ("optim", True), ("optim_grads",
 PLACES = {
     "host": {},
     "streamed": {"offload_place": "streamed", "stream_window_bytes": 4096},
-    "auto": {
-        "offload_place": "auto",
-        "offload_streamed_fraction": 0.5,
-        "stream_window_bytes": 4096,
-    },
     "disk": {"optimizer_state_path": gettempdir(), "stream_window_bytes": 65536},
 }
 
@@ -216,7 +211,7 @@ def cases() -> list[Case]:
     ]
     found += [
         Case(3, "bf16-stochastic", "optim", 0.5, place="streamed"),
-        Case(2, "bf16", "optim_grads-overlap", 1.0, mode="speculative", place="auto"),
+        Case(2, "bf16", "optim_grads-overlap", 1.0, mode="speculative"),
         Case(3, "bf16-stochastic", "optim_grads", 0.5, place="disk"),
     ]
     return found

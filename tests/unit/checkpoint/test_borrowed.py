@@ -89,7 +89,7 @@ def assert_same_moment(first, handle, reader):
     assert differences(first, checkpoint.verify(handle.path)) == []
 
 
-WAYS = ("sync", "overlap", "speculative", "streamed", "auto", "disk")
+WAYS = ("sync", "overlap", "speculative", "streamed", "disk")
 
 
 def drawn(seed, folder):
@@ -100,9 +100,8 @@ def drawn(seed, folder):
     settings = {}
     if form in ("bf16", "fp32"):
         settings["optimizer"] = chance.choice(["adam", "sgd", "lion", "lamb"])
-    if mode in ("streamed", "auto"):
-        settings["offload_place"] = mode
-        mode = chance.choice(["sync", "speculative"] if mode == "auto" else ["sync"])
+    if mode == "streamed":
+        mode, settings["offload_place"] = "sync", "streamed"
     if mode == "disk":
         mode, settings["optimizer_state_path"] = "sync", str(folder)
     if chance.random() < 0.5:
@@ -327,27 +326,6 @@ def test_steps_in_place_of_what_left_the_memory_that_is_read(tmp_path, reader):
     run(model, optimizer, 10, start=2)
     assert optimizer.metrics()["speculation_paused"] > 0
     assert_same_moment(*both, reader)
-
-
-def stream(optimizer, share):
-    for hybrid in hybrids(optimizer):
-        hybrid.stepper.stream(share)
-
-
-@pytest.mark.parametrize("steps", range(4))
-def test_halves_come_home_while_a_save_reads(tmp_path, reader, steps):
-    both_places = {"offload_place": "auto", "clip_grad": 0.0}
-    alone, saving = (build_mode("speculative", "bf16", 1.0, **both_places) for _ in range(2))
-    for pair in (alone, saving):
-        stream(pair[1], 0.0)
-        run(*pair, 5)
-    both = begin_both(tmp_path, *saving, reader)
-    for pair in (alone, saving):
-        run(*pair, steps, start=5)
-        stream(pair[1], 0.5)
-        run(*pair, 2, start=5 + steps)
-    assert_same_moment(*both, reader)
-    assert differing(snapshot(*saving), snapshot(*alone)) == []
 
 
 def test_what_was_copied_is_given_back_and_nothing_is_copied_that_was_read(

@@ -190,7 +190,6 @@ WRITERS = [
         (step_in_parts, {"is_on_disk": True}),
         (step_in_parts, {"place": "streamed"}),
         (step_in_parts, {"place": "streamed", "is_on_disk": True}),
-        (step_in_parts, {"place": "auto"}),
     ],
 )
 def test_who_writes_beside_the_step_waits(tmp_path, write, place):

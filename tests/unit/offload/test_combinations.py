@@ -59,7 +59,7 @@ def build(folder: Path | None = None, offloads: bool = True, **fields: Any) -> t
 @st.composite
 def places(draw: st.DrawFn) -> dict[str, Any]:
     """Settings of a place: any combination that there is."""
-    place = draw(st.sampled_from(["host", "streamed", "auto"]))
+    place = draw(st.sampled_from(["host", "streamed"]))
     mode = draw(st.sampled_from(["sync", "overlap", "speculative"]))
     releases = mode != "sync" and draw(st.booleans())
     found: dict[str, Any] = {
@@ -70,8 +70,6 @@ def places(draw: st.DrawFn) -> dict[str, Any]:
         "transfer": draw(st.sampled_from([AdversarialTransfer, None])),
         "on_disk": draw(st.booleans()) or (place == "streamed" and mode != "sync" and not releases),
     }
-    if place == "auto":
-        found["offload_streamed_fraction"] = draw(st.sampled_from([None, 0.0, 0.4, 1.0]))
     if place != "host" or found["on_disk"]:
         found["stream_window_bytes"] = draw(st.sampled_from([65_536, WINDOW, 1 << 20]))
     return found
@@ -186,19 +184,11 @@ def test_the_bits_of_the_device_in_other_programs(
 
 # -- what each is for -----------------------------------------------------------------------------
 
-EVERY = [
-    ("host", "overlap"),
-    ("host", "speculative"),
-    ("streamed", "overlap"),
-    ("auto", "overlap"),
-    ("auto", "speculative"),
-]
+EVERY = [("host", "overlap"), ("host", "speculative"), ("streamed", "overlap")]
 ON_DISK = {"stream_window_bytes": 65_536, "clip_grad": 0.0, "transfer": AdversarialTransfer}
 
 
 def on_disk(folder: Path, place: str, mode: str, **fields: Any) -> tuple[Model, Any]:
-    if place == "auto":
-        fields.setdefault("offload_streamed_fraction", 0.4)
     how = {"offload_place": place, "offload_mode": mode}
     return build(folder, **how, **{**ON_DISK, **fields})
 
@@ -240,17 +230,10 @@ def test_the_disk_is_read_during_backward(
         assert early == size if place != "streamed" else 0 < early < size
 
 
-@pytest.mark.parametrize("place", ["host", "auto"])
 @pytest.mark.parametrize("releases", [False, True])
-def test_a_step_ahead_is_published_on_the_disk(tmp_path: Path, place: str, releases: bool) -> None:
+def test_a_step_ahead_is_published_on_the_disk(tmp_path: Path, releases: bool) -> None:
     """Nothing of it is read or written in step()."""
-    how = {"release_gradients": releases, "offload_streamed_fraction": 0.0}
-    model, optimizer = on_disk(
-        tmp_path,
-        place,
-        "speculative",
-        **how if place == "auto" else {"release_gradients": releases},
-    )
+    model, optimizer = on_disk(tmp_path, "host", "speculative", release_gradients=releases)
     for step in range(4):
         optimizer.zero_grad()
         accumulate(model, step)
@@ -472,17 +455,3 @@ def test_a_save_in_the_background_has_the_state_of_its_call(tmp_path: Path) -> N
         other = build(offloads=False, clip_grad=0.0)
         checkpoint.load(saved, *other)
         assert differing(snapshot(*other), on_device(3 + 2 * number)) == []
-
-
-@pytest.mark.parametrize("mode", ["overlap", "speculative"])
-def test_splits_change_between_steps_on_a_disk(tmp_path: Path, mode: str) -> None:
-    model, optimizer = on_disk(tmp_path, "auto", mode)
-    (hybrid,) = hybrids(optimizer)
-    for step, share in enumerate([0.0, 1.0, 0.5, 0.5, 0.0, 0.3, 0.3]):
-        hybrid.stepper.stream(share)
-        train(model, optimizer, 1, step)
-    assert differing(snapshot(model, optimizer), on_device(7)) == []
-    assert (
-        sum(hybrid.stepper.host_part.disk_bytes())
-        == hybrid.stepper.host_part.settings.state_file.capacity
-    )

@@ -64,7 +64,7 @@ def schedules(draw):
     owner = draw(st.sampled_from(["stack", "zero", "hybrid"]))
     mode = draw(st.sampled_from(MODES))
     releases = owner == "stack" and mode != "sync" and draw(st.booleans())
-    place = draw(st.sampled_from(["host", "auto", "streamed"]))
+    place = draw(st.sampled_from(["host", "streamed"]))
     has_no_early_work = place == "streamed" and mode != "sync" and not releases
     unfit = {"zero": ["wider"], "hybrid": ["overflow"], "stack": []}[owner]
     unfit += WRITES_GRADIENTS if releases else []

@@ -1,5 +1,5 @@
 """The model of streamed state: no schedule is faster than what its lanes can carry, none loses a
-byte, and the splits are as good as they claim."""
+byte."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.streaming import report
-from lab.streaming.queues import BEFORE, NOW, Device, both_in, streamed_in
-from lab.streaming.schedules import FORMS, auto, auto_behind_backward, behind_backward, both, whole
+from lab.streaming.queues import BEFORE, NOW, Device, streamed_in
+from lab.streaming.schedules import FORMS, behind_backward
 from mp_optim.apps.fit.step_time import (
     GB,
     IN_FLIGHT,
     MACHINES,
     WINDOW,
     Form,
-    Lanes,
     Machine,
     Schedule,
     on_host,
@@ -84,21 +83,6 @@ def test_the_host_loses_no_byte_and_beats_no_lane(machine, form, params, backwar
 
 
 @quickly
-@given(machines, forms, counts, counts, windows)
-def test_both_at_once_lose_no_byte_and_beat_no_lane(machine, form, stream, host, window):
-    if machine.each_way == machine.host / 2:
-        with pytest.raises(ValueError, match="takes all of the host's memory"):
-            both(machine, form, stream, host, window)
-        return
-    schedule = both(machine, form, stream, host, window)
-    carried = stream * whole(form).state + 2 * host
-    assert bytes_through(schedule, "up") == pytest.approx(carried)
-    assert bytes_through(schedule, "down") == pytest.approx(carried)
-    bound = max(carried / machine.bus, memory(machine, form, stream, host))
-    assert bound <= schedule.seconds * SLACK
-
-
-@quickly
 @given(machines, forms, counts, windows)
 def test_work_of_a_lane_is_in_order_and_at_most_three_windows_are_on_the_device(
     machine, form, params, window
@@ -113,31 +97,6 @@ def test_work_of_a_lane_is_in_order_and_at_most_three_windows_are_on_the_device(
     for index in range(IN_FLIGHT, len(come)):
         assert come[index].begin >= gone[index - IN_FLIGHT].end
     assert all(up.end <= down.begin for up, down in zip(come, gone, strict=True))
-
-
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(machines, forms, counts, windows, st.floats(0.01, 5))
-def test_auto_is_never_slower_than_the_better_of_the_two(machine, form, params, window, backward):
-    """With main params in host memory, as they are there."""
-    stream = streamed(machine, whole(form), params, window).seconds
-    host = on_host(machine, form, params).seconds
-    split = auto(machine, form, params, window)
-    assert split.seconds <= min(stream, host)
-    assert 0 <= split.share <= 1
-    hidden = behind_backward(machine, form, params, backward).seconds - backward
-    late = auto_behind_backward(machine, form, params, backward, window)
-    assert late.seconds <= min(stream, hidden) * SLACK
-
-
-@each_form
-@pytest.mark.parametrize("machine", MACHINES[::3], ids=lambda m: m.name)
-def test_no_split_is_much_better_than_the_one_that_is_found(machine, form):
-    """Within 3 %: parts finish together to a bucket or a window."""
-    tried = (
-        both(machine, form, stream, PARAMS - stream).seconds
-        for stream in range(PARAMS // 50, PARAMS, PARAMS // 50)
-    )
-    assert auto(machine, form, PARAMS).seconds <= min(tried) * 1.03
 
 
 @quickly
@@ -183,14 +142,6 @@ def test_by_hand():
     assert one.seconds == pytest.approx(1.4 + 1.02 + 1.15 + 1.2)
 
 
-def test_what_the_host_leaves_streaming_and_the_other_way_round():
-    machine = MACHINES[0]
-    lanes = Lanes.of(machine, streams=True, hosts=True)
-    assert lanes.up.rate == lanes.down.rate == 25 * GB
-    assert lanes.host.rate == pytest.approx(machine.host - 50 * GB)
-    assert Lanes.of(machine, streams=False, hosts=True).host.rate == machine.host
-
-
 def test_traffic_of_a_form_is_that_of_the_kernels():
     """docs/benchmarks.md: 30 bytes with FP32 state are moved by a full step on the host."""
     assert [form.measure + form.update for form in FORMS][:2] == [30, 20]
@@ -213,18 +164,9 @@ def test_numbers_that_go_up_first_let_uploads_and_kernels_run_side_by_side(machi
     now = streamed_in(NOW, machine, form, 10**9)
     before = streamed_in(BEFORE, machine, form, 10**9)
     ideal = streamed(machine, form, 10**9)
-    assert now.seconds == pytest.approx(ideal.seconds, rel=2e-3)
+    assert now == pytest.approx(ideal.seconds, rel=2e-3)
     kernels = sum(work.end - work.begin for work in ideal.works if work.lane.name == "device")
-    assert before.seconds - now.seconds > 0.5 * (kernels - 2e-5)
-
-
-@pytest.mark.parametrize("machine", [MACHINES[0], MACHINES[2], MACHINES[3]], ids=lambda m: m.name)
-def test_the_host_does_not_wait_for_windows_before_its_first_gradients(machine):
-    stream = int(auto(machine, FORMS[0], 10**9).share * 10**9)
-    now, before = (
-        both_in(order, machine, FORMS[0], stream, 10**9 - stream) for order in (NOW, BEFORE)
-    )
-    assert now.first < 0.1 * before.first and now.seconds < 0.95 * before.seconds
+    assert before - now > 0.5 * (kernels - 2e-5)
 
 
 def test_queues_by_hand():

@@ -22,12 +22,6 @@ PLACES = {
     "overlap": {"fraction": 1.0, "offload_mode": "overlap"},
     "speculative": {"fraction": 1.0, "offload_mode": "speculative"},
     "streamed": {"fraction": 1.0, "offload_place": "streamed", "stream_window_bytes": 4096},
-    "auto": {
-        "fraction": 1.0,
-        "offload_place": "auto",
-        "offload_streamed_fraction": 0.5,
-        "stream_window_bytes": 4096,
-    },
     "reference": {"fused_backend": "reference"},
 }
 FORMS = {

@@ -17,12 +17,6 @@ PLACES = {
     "released": {"fraction": 1.0, "offload_mode": "overlap", "release_gradients": True},
     "speculative": {"fraction": 1.0, "offload_mode": "speculative"},
     "streamed": {"fraction": 1.0, "offload_place": "streamed", "stream_window_bytes": 4096},
-    "auto": {
-        "fraction": 1.0,
-        "offload_place": "auto",
-        "offload_streamed_fraction": 0.5,
-        "stream_window_bytes": 4096,
-    },
     "reference": {"fused_backend": "reference"},
 }
 FORMS = ["bf16", "fp16", "fp32", "bf16-remainder", "bf16-8bit8", "bf16-stochastic"]

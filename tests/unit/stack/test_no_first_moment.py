@@ -17,7 +17,6 @@ PLACES = {
     "host": {"fraction": 0.5},
     "speculative": {"fraction": 1.0, "offload_mode": "speculative"},
     "streamed": {"fraction": 1.0, "offload_place": "streamed"},
-    "auto": {"fraction": 1.0, "offload_place": "auto"},
     "disk": {"fraction": 1.0},
 }
 EIGHT_BITS = "bf16-8bit"
@@ -27,7 +26,7 @@ def built(place, path, beta1=0.0, precision="bf16"):
     fields = dict(PLACES[place])
     if place == "disk":
         fields["optimizer_state_path"] = str(path)
-    if place in ("streamed", "auto", "disk"):
+    if place in ("streamed", "disk"):
         fields["stream_window_bytes"] = 1 << 16
     return build(precision, adam_beta1=beta1, adam_beta2=0.95, **fields)
 

@@ -25,7 +25,6 @@ PLACES: dict[str, dict[str, Any]] = {
     "overlap": {"fraction": 1.0, "offload_mode": "overlap"},
     "speculative": {"fraction": 1.0, "offload_mode": "speculative"},
     "streamed": {"fraction": 1.0, "offload_place": "streamed"},
-    "auto": {"fraction": 1.0, "offload_place": "auto"},
     "disk": {"fraction": 1.0},
 }
 
@@ -97,7 +96,7 @@ def test_every_place_has_the_same_bits_and_resumes(place: str, tmp_path: Path) -
     fields = dict(PLACES[place])
     if place == "disk":
         fields["optimizer_state_path"] = str(tmp_path)
-    if place in ("streamed", "auto", "disk"):
+    if place in ("streamed", "disk"):
         fields["stream_window_bytes"] = 1 << 16
     device = build("bf16-below")
     train(*device, 4)
