@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -189,7 +189,7 @@ class BackwardOverlap:
         """The loss scale may have changed: start to bring it to the host, for the prediction in the
         next backward."""
         scaler = self._wrapper.grad_scaler
-        if scaler is None or scaler.present_scale.device.type == "cpu":
+        if scaler is None or scaler.scale.device.type == "cpu":
             return
         self._inverse_scale = fetch(self.stepper.transfer, scaler.inv_scale)
 
@@ -254,11 +254,6 @@ class EarlyWork:
         """The caller had control since gradients were measured, and may have written to them."""
         for stepper in self.steppers:
             stepper.schedule.arrivals.forget_comparisons()
-
-    def released(self) -> Iterator[Tensor]:
-        """Gradients that were released; they may still be on their way."""
-        for overlap in self.overlaps:
-            yield from overlap.released.values()
 
     def forget_released(self) -> None:
         """Forget gradients that were released."""

@@ -3,7 +3,6 @@ device."""
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -38,31 +37,11 @@ class MegatronGradScaler(ABC):
     def __init__(self, initial_scale: float, device: torch.device | str = "cpu") -> None:
         check_setting("initial_scale", initial_scale, _SCALER_STATE["scale"])
         self._scale = torch.tensor([initial_scale], dtype=torch.float32, device=device)
-        self._asked = False
-        self._lent: weakref.ref[Tensor] | None = None
 
     @property
     def scale(self) -> Tensor:
-        """FP32, shape (1,), live: what the loss is multiplied with. A caller that asks is taken to
-        scale by it."""
-        self._asked = True
-        lent = None if self._lent is None else self._lent()
-        if lent is None:
-            lent = self._scale.detach()
-            self._lent = weakref.ref(lent)
-        return lent
-
-    @property
-    def present_scale(self) -> Tensor:
-        """The same, for those who only look."""
+        """FP32, shape (1,), live: the factor of the loss."""
         return self._scale
-
-    @property
-    def was_asked(self) -> bool:
-        """Whether gradients of the coming step may be scaled: the caller asked for :attr:`scale`
-        since the last one, or kept what he got then."""
-        own = type(self).scale is MegatronGradScaler.scale
-        return self._asked or not own or (self._lent is not None and self._lent() is not None)
 
     @property
     def trackers(self) -> tuple[Tensor, ...]:
@@ -80,9 +59,6 @@ class MegatronGradScaler(ABC):
         shrink."""
         return False
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lent": None}
-
     @property
     def inv_scale(self) -> Tensor:
         """FP64, shape (1,): what gradients are multiplied with."""
@@ -90,9 +66,7 @@ class MegatronGradScaler(ABC):
 
     @abstractmethod
     def update(self, found_inf: bool | Tensor) -> None:
-        """Take note of one step. Call after the step's gradients were divided by :attr:`scale`. The
-        next step's have not been scaled yet: an implementation of yours calls this one."""
-        self._asked = False
+        """Take note of one step. Call after the step's gradients were divided by :attr:`scale`."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
@@ -109,7 +83,7 @@ class ConstantGradScaler(MegatronGradScaler):
     """The scale stays what it is."""
 
     def update(self, found_inf: bool | Tensor) -> None:
-        super().update(found_inf)
+        """Change nothing."""
 
     def scale_after(self, scale: float, trackers: Sequence[float], found_inf: bool) -> float | None:
         return scale
@@ -190,7 +164,6 @@ class DynamicGradScaler(MegatronGradScaler):
         return scale > self.min_scale
 
     def update(self, found_inf: bool | Tensor) -> None:
-        super().update(found_inf)
         inf = torch.as_tensor(found_inf, device=self._scale.device).bool().reshape(1)
         left = torch.where(inf, (self._hysteresis_tracker - 1).clamp(min=0), self.hysteresis)
         clean = torch.where(inf, 0, self._growth_tracker + 1)

@@ -7,7 +7,6 @@ How steps are counted, and what becomes of the counts of one that is skipped, is
 
 from __future__ import annotations
 
-import itertools
 import math
 import uuid
 from abc import abstractmethod
@@ -22,7 +21,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.core import Slot, current_grad, iter_slots, local_tensor
+from mp_optim.core import Slot, iter_slots, local_tensor
 from mp_optim.core.identity import has_names
 from mp_optim.core.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.core.model_parallel import ModelParallel
@@ -150,7 +149,6 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             ValueError: a hyperparameter is out of range, naming it; nothing was stepped.
             BrokenOffError: the step before was broken off half-way (by a signal, or an error in a
                 kernel).
-            RuntimeError: there is a loss scale, and the gradients were not scaled by it.
         """
         loss = None
         if closure is not None:
@@ -163,8 +161,6 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def unhooked_step(self) -> StepResult:
         """:meth:`step` without torch's hooks around it, for an optimizer above that has them."""
         self.check_lists()
-        if self.grad_scaler is not None:
-            self.watch.check_scaled(self)
         with self.step_mark.step(self):
             if self.early_work.overlaps:
                 self.early_work.collect()
@@ -226,8 +222,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         drop the gradients that were not offloaded. Called after the step and its mark."""
         if isinstance(verdict, DeviceVerdict):
             verdict.when_settled(weak_method(self.judge_step))
-        elif verdict.skip or self.watch.skips or self.config.clip_grad > 0.0:
-            self.judge_step(verdict)  # a taken step needs it for the clipped norm alone
+        elif verdict.skip or self.watch.skips:
+            self.judge_step(verdict)
         self.watch.see_untrained(self)
         self.health.verdict = verdict
         if self.config.release_gradients:
@@ -245,11 +241,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     # -- loss scale, gradients --------------------------------------------------------------------
 
     def get_loss_scale(self) -> Tensor:
-        """FP32, shape (1,), on the parameters' device.
-
-        A caller that asks is taken to scale by it: say so like this, once a step, where gradients
-        come scaled from elsewhere.
-        """
+        """Return the loss scale, FP32, shape (1,), on the parameters' device. Gradients have to be
+        those of the loss times this scale."""
         if self.grad_scaler is None:
             return torch.ones(1, dtype=torch.float32, device=self.device)
         return self.grad_scaler.scale
@@ -271,14 +264,6 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     @abstractmethod
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The local gradients there are now, by name."""
-
-    def own_gradient(self) -> tuple[object, int] | None:
-        """What holds the first gradient of this rank's backward, and how often that was written to;
-        None if there is none, and what is stepped comes from other ranks."""
-        grads = (current_grad(param) for _, param in iter_slots(self.param_groups))
-        present = (grad for grad in grads if grad is not None)
-        first = next(itertools.chain(present, self.early_work.released()), None)
-        return None if first is None else (first, first._version)
 
     def finish_grad_sync(self) -> None:
         """Reduce what has not been reduced over the ranks, and wait; :meth:`step` does so

@@ -1,18 +1,15 @@
-"""Says which steps were skipped, and where steps cannot have trained anything: gradients that were
-not scaled, that are not there, or that are skipped again and again; and where gradients were
-clipped already. A healthy step pays a comparison or two for it, and never waits for the device."""
+"""Warns of skipped steps, and of steps without any gradient. A healthy step pays a comparison for
+it, and never waits for the device."""
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.core import ParamGroups
@@ -21,18 +18,8 @@ from mp_optim.core.state_dict import names_in_words
 from mp_optim.host.calls import warn
 from mp_optim.kernels.kernel_args import fp32
 from mp_optim.mixed_precision.clip_and_skip import StepCounts, Verdict
-from mp_optim.mixed_precision.grad_norm import NormKey
 from mp_optim.mixed_precision.grad_scaler import MegatronGradScaler
 from mp_optim.mixed_precision.health import GradientHealth
-from mp_optim.process_groups.missing_ranks import all_gather
-
-_IN_A_ROW = 5
-_ALIKE = 1e-3
-"""Largest relative difference between the norms of FP32 gradients that were clipped to one norm."""
-_IN_A_ROW_OF_BF16 = 10
-_ALIKE_OF_BF16 = 2.0**-7
-"""The same for bfloat16: torch rounds norms, their root and the clip coefficient to 8 bits each."""
-
 
 _log = logging.getLogger(__name__)
 
@@ -47,12 +34,8 @@ class Watched(Protocol):
     health: GradientHealth
 
     @property
-    def chained_optimizers(self) -> list[Any]: ...
-    @property
     def is_stub_optimizer(self) -> bool: ...
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]: ...
-    def norm_ranks(self) -> list[ProcessGroup]: ...
-    def own_gradient(self) -> tuple[object, int] | None: ...
 
 
 class StandstillWatch:
@@ -67,51 +50,6 @@ class StandstillWatch:
         self.params: ModelParams | None = None
         self.skips = 0
         self._warned_of_no_gradient = False
-        self._norms: list[float] = []  # of the last steps
-        self._warned_of_clipping = False
-        self._ranks_scaled = False
-        self._stepped: tuple[weakref.ref[object], int] | None = None
-
-    def check_scaled(self, stack: Watched) -> None:
-        """Raise if there is a loss scale, and the caller did not ask for it since the last step.
-
-        Where ranks share the model, one that got scaled gradients from another need not have asked:
-        they compare notes at the first step, and are believed afterwards. One whose backward did
-        not come to the model has no gradients of its own to judge by.
-
-        Raises:
-            RuntimeError: on all ranks alike; nothing was stepped.
-        """
-        scaler = stack.grad_scaler
-        if scaler is None:
-            return
-        # the ranks that agree on one norm, if there are several
-        ranks = next((ranks for ranks in stack.norm_ranks() if ranks.size() > 1), None)
-        if ranks is not None and self._ranks_scaled:
-            return
-        own = stack.own_gradient()
-        is_new = own is not None and not self._is_stepped(*own)
-        if (
-            _is_suspect(ranks, scaler.was_asked, is_new)
-            and (scale := float(scaler.present_scale)) != 1.0
-        ):
-            raise RuntimeError(
-                f"the loss scale is {scale:g}, and the gradients of this step were not scaled by "
-                "it: nobody asked for it since the last step, so dividing by it would leave next "
-                "to nothing. Call optimizer.scale_loss(loss).backward(). Where a framework calls "
-                "backward itself (HF Trainer, Lightning, accelerate), set loss_scale=1.0 in "
-                "OptimizerConfig, or use bf16; with torch.amp.GradScaler leave fp16 off. If they "
-                "were scaled otherwise, take the scale from optimizer.get_loss_scale() once a "
-                "step, which says so"
-            )
-        self._ranks_scaled = ranks is not None
-        self._stepped = None if own is None else (weakref.ref(own[0]), own[1])
-
-    def _is_stepped(self, holder: object, writes: int) -> bool:
-        """Whether it is what the last step was taken with: then it is scaled as it was, and is
-        taken again."""
-        before = self._stepped
-        return before is not None and before[0]() is holder and before[1] == writes
 
     def see_gradients(self, stack: Watched, present: bool) -> None:
         """Warn, once, of a step for which no parameter has a gradient."""
@@ -144,7 +82,6 @@ class StandstillWatch:
         """Judge a step by its verdict, as the host knows it."""
         if not verdict.skip:
             self.skips = 0
-            self._see_norm(verdict.grad_norm, stack.config.clip_grad)
             return
         self.skips += 1
         if verdict.disagrees:  # which is an error
@@ -152,35 +89,6 @@ class StandstillWatch:
         scales = _scales(stack.grad_scaler, verdict)
         told = self._warn(stack, verdict, scales)
         _log_skip(stack, verdict, scales, told)
-
-    def _see_norm(self, norm: float | None, limit: float) -> None:
-        """Warn, once, if some steps in a row came with one norm, and would be clipped again.
-
-        Only clipped gradients have one norm again and again. Constant ones, of a test or a
-        benchmark, have it to the last bit. Clipped gradients in bfloat16 have norms next to the
-        limit.
-
-        Args:
-            norm: of a step, before it was clipped.
-            limit: ``clip_grad`` of the config.
-        """
-        over = 1.0 + _ALIKE_OF_BF16
-        if self._warned_of_clipping or norm is None or not 0.0 < norm <= limit * over:
-            self._norms.clear()
-            return
-        self._norms = [*self._norms[1 - _IN_A_ROW_OF_BF16 :], norm]
-        last, count = self._norms[-_IN_A_ROW:], len(self._norms)
-        is_one = count >= _IN_A_ROW and max(last) <= min(min(last), limit) * (1.0 + _ALIKE)
-        is_at_limit = count == _IN_A_ROW_OF_BF16 and min(self._norms) >= limit * (2.0 - over)
-        if not (is_one or is_at_limit) or min(last) == max(last):
-            return
-        self._warned_of_clipping = True
-        warn(
-            f"the gradient norm was {norm:.4g} in {count} steps in a row, so something clips "
-            f"gradients before the optimizer clips them to {limit:g}. Clip in one place: here, and "
-            "no max_grad_norm, gradient_clip_val or clip_grad_norm_ there (0 for the HF Trainer); "
-            "or there, and clip_grad=0 in OptimizerConfig (max_grad_norm=None)"
-        )
 
     def _warn(self, stack: Watched, verdict: Verdict, scales: Sequence[float]) -> str:
         """Warn of the 1st, 10th, 100th ... skipped one in a row;
@@ -218,14 +126,14 @@ _SAID_FIRST = 3
 
 
 def _log_skip(stack: Watched, verdict: Verdict, scales: Sequence[float], told: str) -> None:
-    """Log a skipped step, if it is due, on the first of the ranks that skip it.
+    """Log a skipped step, if it is due: as a warning on rank 0, as information on other ranks.
 
     Args:
         told: what a warning has just said of the cause. The line is one for the record then.
     """
     count = stack.counts.skipped[verdict.cause]
     is_due = count <= _SAID_FIRST or count & (count - 1) == 0
-    if not is_due or not _is_first(stack):
+    if not is_due:
         return
     line = f"step {stack.counts.steps} was skipped: {verdict.reason}"
     if told not in line:
@@ -237,25 +145,8 @@ def _log_skip(stack: Watched, verdict: Verdict, scales: Sequence[float], told: s
         line += f"; largest gradient norms: {norms}"
     if count > _SAID_FIRST + 1:
         line += f"; {count // 2 - 1} skipped before it for the same cause were not said"
-    _log.log(logging.INFO if told else logging.WARNING, line)
-
-
-def _is_first(stack: Watched) -> bool:
-    """Whether no rank with a lower number is known to have the same verdict."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return True
-    alike = [ranks for part in stack.chained_optimizers for ranks in _ranks_alike(part)]
-    return not alike or min(set.intersection(*alike)) == dist.get_rank()
-
-
-def _ranks_alike(part: Any) -> Iterator[set[int]]:
-    """Of each kind of a part's parameters, the ranks that have its sums of squares in common."""
-    keys: list[NormKey] = list(map(part.norm_key, part.slots()))
-    for shard_groups in dict.fromkeys(key.shard_groups for key in keys):
-        ranks = {dist.get_rank()}
-        for group in (*shard_groups, *part.norm_ranks()):
-            ranks.update(dist.get_process_group_ranks(group))
-        yield ranks
+    is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    _log.log(logging.WARNING if is_first and not told else logging.INFO, line)
 
 
 def _culprit(stack: Watched) -> str:
@@ -269,12 +160,3 @@ def _culprit(stack: Watched) -> str:
     culprits = (name for (name, _), good in zip(named, of_each, strict=True) if not good)
     name = next(culprits, "")
     return f"the gradient of {name} holds an inf or nan" if name else ""
-
-
-def _is_suspect(ranks: ProcessGroup | None, was_asked: bool, is_new: bool) -> bool:
-    """Whether there are new gradients, and no rank asked for the loss scale. Collective."""
-    if ranks is None:
-        return is_new and not was_asked
-    notes = all_gather(ranks, "comparing whether gradients were scaled", (was_asked, is_new))
-    asked, new = zip(*notes, strict=True)
-    return any(new) and not any(asked)

@@ -408,7 +408,7 @@ class WrappedOptimizer(MegatronOptimizer):
         scaler = self.grad_scaler
         return {
             "grad_norm": float("nan") if verdict.grad_norm is None else verdict.grad_norm,
-            "loss_scale": 1.0 if scaler is None else float(scaler.present_scale),
+            "loss_scale": 1.0 if scaler is None else float(scaler.scale),
             "multiplier": verdict.multipliers.get(MAIN_NORM, 0.0),
             "bytes_down": 0 if stepper is None else stepper.transfer_bytes.down,
             "bytes_up": 0 if stepper is None else stepper.transfer_bytes.up,

@@ -371,10 +371,6 @@ class AmpLossScale(ConstantGradScaler):
         super().__init__(1.0)  # on the host: a number's way to a device would be waited for
         self._scale = scale.detach().reshape(1)
 
-    @property
-    def was_asked(self) -> bool:
-        return True
-
     def may_shrink(self, scale: float) -> bool:
         return True
 

@@ -150,10 +150,6 @@ class CompositeOptimizer(MegatronOptimizer):
     def param_checksums(self) -> list[int | None]:
         return [checksum for member in self.members for checksum in member.param_checksums()]
 
-    def own_gradient(self) -> tuple[object, int] | None:
-        of_members = (member.own_gradient() for member in self.members)
-        return next((own for own in of_members if own is not None), None)
-
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for member in self.members:
             yield from member.named_gradients()

@@ -67,7 +67,6 @@ class GradReducer:
 
     Attributes:
         has_gradients: whether a parameter had a gradient since the last :meth:`zero`.
-        taken: how many gradients it was ever given.
         on_reduced: called with a bucket's index when its owned shard is complete; perhaps during
             backward, which then has at most two reductions under way.
         order: of the reductions; perhaps with those of other reducers.
@@ -104,7 +103,7 @@ class GradReducer:
         self._complete = False
         self.first_used, self.synchronizes, self.rounds = first_used, True, 0
         LaunchOrder([self], again=not self._keeps_grads)
-        self.has_gradients, self.taken, self.late = False, 0, ""
+        self.has_gradients, self.late = False, ""
         self.bytes_reduced = self.grad_bytes_gathered = 0
         self._entries: dict[int, Entry] = {}  # by mark
         self._watched: dict[int, _Watched] = {}  # by id of the entry
@@ -162,7 +161,6 @@ class GradReducer:
         if grad is None:
             return
         self.has_gradients = True
-        self.taken += 1
         if grad.layout != torch.strided:
             raise TypeError(
                 f"{entry.name}: gradient has layout {grad.layout}; dense gradients are reduced "

@@ -173,11 +173,6 @@ class MegatronHooks:
         self.on_reduced: Callable[[int], None] | None = None
 
     @property
-    def taken(self) -> int:
-        """How often the buckets were written to."""
-        return sum(bucket.local_grads()._version for bucket in self._buckets)
-
-    @property
     def bytes_reduced(self) -> int:
         """Bytes of the buckets."""
         return sum(bucket.local_grads().nbytes for bucket in self._buckets)

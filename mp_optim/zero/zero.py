@@ -158,14 +158,6 @@ class DistributedOptimizer(CompositeOptimizer):
     def finish_param_sync(self) -> None:
         self._model.gatherer.finish()
 
-    def own_gradient(self) -> tuple[object, int] | None:
-        reducer = self.grad_reducer
-        by_hand = sum(param.grad is not None for param in self.get_parameters())
-        if not (reducer.has_gradients or by_hand):
-            return None
-        # ZeRO-2 keeps none that could be asked
-        return reducer, reducer.taken + by_hand
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, and ``main_grad`` and what was reduced."""
         super().zero_grad(set_to_none=True)

@@ -182,7 +182,6 @@ class MegatronFace(torch.optim.Optimizer):
         """
         stack = self.stack
         stack.check_lists()
-        stack.watch.check_scaled(stack)
         with stack.step_mark.step(stack):
             stack.early_work.collect()
             grads = stack.collect_grads()

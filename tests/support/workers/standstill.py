@@ -1,5 +1,5 @@
-"""Two pipeline stages: the first gets scaled gradients from the second, and never asks for the
-scale itself."""
+"""Two pipeline stages: one has a gradient that is not finite, and an optimizer without parameters
+steps."""
 
 import sys
 import warnings
@@ -26,20 +26,6 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     found: dict[str, object] = {}
-
-    model, stack = stage(rank, initial_loss_scale=2.0**10)
-    for _ in range(3):
-        loss = model[f"stage{rank}"].sum()
-        stack.zero_grad()
-        (stack.scale_loss(loss) if rank == 1 else loss * 2.0**10).backward()
-        found["norm"] = stack.step().grad_norm
-
-    model, stack = stage(rank)
-    model[f"stage{rank}"].sum().backward()
-    try:
-        stack.step()
-    except RuntimeError as error:
-        found["refused"] = "were not scaled" in str(error)
 
     model, stack = stage(rank, loss_scale=8.0)
     stack.scale_loss(model[f"stage{rank}"].sum()).backward()

@@ -85,35 +85,6 @@ def test_as_little_on_the_host_as_there_is_room_for() -> None:
     assert optimizer.stack.config.optimizer_offload_fraction == 0.0
 
 
-def norms_in_turn(
-    clip: float | None, scale: float, dtype: torch.dtype = torch.float32, steps: int = 8
-) -> None:
-    params = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in (50, 300, 7)]
-    optimizer = mp_optim.AdamW(params, max_grad_norm=1.0)
-    for _ in range(steps):
-        for param in params:
-            param.grad = (torch.randn(param.shape) * scale).to(dtype)
-        if clip is not None:
-            nn.utils.clip_grad_norm_(params, clip)
-        optimizer.step()
-
-
-@pytest.mark.parametrize(("dtype", "steps"), [(torch.float32, 5), (torch.bfloat16, 10)])
-def test_clipping_twice_is_said_once(dtype: torch.dtype, steps: int) -> None:
-    torch.manual_seed(0)
-    with pytest.warns(UserWarning, match=f"gradient norm was .* in {steps} steps") as told:
-        norms_in_turn(1.0, 10.0, dtype, 3 * steps)
-    assert len(told) == 1
-
-
-@pytest.mark.filterwarnings("error")
-def test_clipping_once_is_not() -> None:
-    norms_in_turn(clip=None, scale=10.0)
-    norms_in_turn(clip=None, scale=0.01)
-    norms_in_turn(clip=1.0, scale=0.01)  # which clips nothing
-    norms_in_turn(None, 357**-0.5, torch.bfloat16, 400)  # at the limit, 4 % up and down
-
-
 def test_state_of_torchs_adamw_goes_on_under_ours() -> None:
     """What torch saved of bfloat16 parameters has no FP32 values; the message says what to do."""
     layers = model()

@@ -518,5 +518,5 @@ def test_a_loss_scale_of_torchs_costs_no_copy_to_the_device() -> None:
 
     scale = torch.ones((), device="meta")
     with Places():
-        assert AmpLossScale(scale).present_scale.device.type == "meta"
+        assert AmpLossScale(scale).scale.device.type == "meta"
     assert "meta" not in places
