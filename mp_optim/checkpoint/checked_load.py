@@ -1,6 +1,7 @@
-"""One rank's part of a load: check the files, check the values, try the caller's own code, and only
-then write. All ranks finish each of the four before any begins the next, so a load
-that one of them refuses has changed nothing anywhere.
+"""One rank's part of a load: check the files, check the values, and only then write. All ranks
+finish each of the three before any begins the next, so a checkpoint that one rank refuses has
+changed nothing on any rank. Code of the caller (hooks, extra state of modules, foreign schedulers)
+is called by the write.
 
 A checkpoint is read into the live tensors where nothing about them can be refused, and else into
 tensors of their own, which are checked before any live one is written.
@@ -9,9 +10,7 @@ tensors of their own, which are checked before any live one is written.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,12 +24,10 @@ from mp_optim.checkpoint.entries import (
     STATE,
     Models,
     check_entries,
-    chunks_of,
     entries_of,
     entry_name,
     key_and_fqn,
     load_model,
-    plain_of,
     refused,
     slots_by_name,
     state_by_index,
@@ -41,10 +38,9 @@ from mp_optim.checkpoint.entries import (
 )
 from mp_optim.checkpoint.file_format import Index, Saved
 from mp_optim.checkpoint.reading import Reading, ValueCheck, plan_reading
-from mp_optim.core import Slot, local_tensor
+from mp_optim.core import Slot
 from mp_optim.core.flat_shard import FlatShard, PartitionShard, is_cut, scales_of_elements
 from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer, StateLoad, match_without_state
-from mp_optim.core.load_rollback import kept_settings, kept_state
 from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.core.slot_state import (
     AVERAGE,
@@ -81,7 +77,7 @@ class CheckedLoad:
         staged: tensors that are read to be checked, or loaded in another form. live: those that
             are read into where they belong.
         refused: why state is not taken that is saved, of some entries.
-        read_anywhere: names that some rank reads. keeps: some rank has hooks that may refuse.
+        read_anywhere: names that some rank reads.
     """
 
     version: Path
@@ -98,12 +94,9 @@ class CheckedLoad:
     live: dict[str, Tensor]
     refused: Mapping[str, str]
     read_anywhere: set[str]
-    keeps: bool
 
     def __post_init__(self) -> None:
         self._reading = Reading(self.version, self.index, {})
-        self._kept = ExitStack()
-        self._is_written, self._was_broken_off = False, False
 
     @classmethod
     def agreed(
@@ -137,10 +130,8 @@ class CheckedLoad:
         copies = _copies_of(model, optimizer, parallel, tensors) | new.keys()
         staged, live = _targets_of(tensors, saved, copies, convert=convert)
         read_anywhere = ranks.union({*staged, *live})
-        hooks = {"hooks"} if _has_own_hooks(model, optimizer) else set()
-        keeps = bool(ranks.union(hooks))
         taken = (version, index, common, model, optimizer, scheduler, parallel, convert)
-        return cls(*taken, entries, saved, staged, live, not_taken, read_anywhere, keeps)
+        return cls(*taken, entries, saved, staged, live, not_taken, read_anywhere)
 
     # -- the files --------------------------------------------------------------------------------
 
@@ -161,6 +152,8 @@ class CheckedLoad:
             raise ValueError(
                 f"{self.version} holds no scheduler state; load it with scheduler=None"
             )
+        if (check := getattr(self.scheduler, "check_state_dict", None)) is not None:
+            check(self.common["scheduler"])
         if self.optimizer is not None:
             if self.common["optimizer"] is None:
                 raise ValueError(
@@ -262,56 +255,22 @@ class CheckedLoad:
         plan_reading({name: weights}, self.version, self.index).read({name})
         own.check_weights(saved, checksum, weights)
 
-    # -- the caller's own code --------------------------------------------------------------------
-
-    def rehearse(self) -> None:
-        """Have the scheduler, the modules' extra state and their hooks take what was saved, with
-        the tensors that are there: what these refuse is known only by doing. :meth:`take_back`
-        undoes it."""
-        keep = self._kept.callback  # the last is put back first, and each if another fails
-        if self.optimizer is not None:
-            keep(kept_settings(self.optimizer))
-        if self.scheduler is not None:
-            keep(_kept_scheduler(self.scheduler))
-        if self.optimizer is not None and self.keeps:
-            keep(kept_state(self.optimizer))
-        keep(_kept_model(self.model, self.entries, self.parallel, values=self.keeps))
-        saved = {name: value for name, value in self.staged.items() if _is_extra_state(name)}
-        load_model(
-            self.model, {**self.entries, **saved}, deepcopy(self.common["model"]), self.parallel
-        )
-        self._load_scheduler()
-
-    def take_back(self) -> None:
-        """Give everything what it had before :meth:`rehearse`. The tensors that :meth:`write` has
-        begun to replace are lost if none of the caller's hooks could refuse them: then the
-        optimizer raises until something is loaded."""
-        self._kept.close()
-        if self.optimizer is None or not self._is_written:
-            return
-        mark = self.optimizer.step_mark
-        if self.keeps and not self._was_broken_off:
-            mark.clear()
-        else:
-            mark.touch()
-
-    def _load_scheduler(self) -> None:
-        if self.scheduler is not None:  # it may keep what it is given
-            self.scheduler.load_state_dict(deepcopy(self.common["scheduler"]))
-
     # -- writing ----------------------------------------------------------------------------------
 
     def write(self) -> None:
-        self._is_written = True
-        if self.optimizer is not None:
-            self._was_broken_off = self.optimizer.step_mark.is_set
+        """Write what was checked, and call the caller's own code.
+
+        Raises:
+            Exception: raised by that code. The optimizer refuses to step until something is loaded.
+        """
         self._reading.read(self.live)
         tensors = self.staged | self.live
         load_model(self.model, tensors, deepcopy(self.common["model"]), self.parallel)
         if self.optimizer is not None:
             state_dict = self._state_dict(self.optimizer, tensors)
             self.optimizer.load_state_dict(state_dict, convert=self.convert)
-        self._load_scheduler()
+        if self.scheduler is not None:  # it may keep what it is given
+            self.scheduler.load_state_dict(deepcopy(self.common["scheduler"]))
 
 
 # -- what a checkpoint is read into ---------------------------------------------------------------
@@ -453,68 +412,3 @@ def _blank(own: Tensor, zeros: dict[tuple[torch.dtype, torch.device], Tensor]) -
 
 def _is_extra_state(entry: str) -> bool:
     return entry.startswith(MODEL) and entry.rpartition(".")[2] == _EXTRA_STATE
-
-
-_OWN_HOOKS = ("torch", "mp_optim")
-"""Packages whose load hooks never refuse a checkpoint."""
-
-
-def _has_own_hooks(models: Models, optimizer: SlotKeyedOptimizer | None) -> bool:
-    """Whether modules or the optimizer have load hooks of the caller's: not torch's or ours."""
-    hooks: list[Any] = []
-    if optimizer is not None:
-        hooks += optimizer._optimizer_load_state_dict_pre_hooks.values()
-        hooks += optimizer._optimizer_load_state_dict_post_hooks.values()
-    for module in itertools.chain(*(chunk.modules() for _, chunk in chunks_of(models))):
-        hooks += module._load_state_dict_pre_hooks.values()
-        hooks += module._load_state_dict_post_hooks.values()
-    for hook in hooks:
-        while isinstance(hook, functools.partial):
-            hook = hook.func
-        if str(getattr(hook, "__module__", "")).partition(".")[0] not in _OWN_HOOKS:
-            return True
-    return False
-
-
-def _kept_model(
-    models: Models, tensors: Mapping[str, Tensor], parallel: ModelParallel, *, values: bool
-) -> Callable[[], None]:
-    """Keep the extra state of a model; returns what puts it back.
-
-    Args:
-        tensors: of :func:`mp_optim.checkpoint.entries.entries_of`.
-        values: keep what is in the tensors, too, on the host.
-    """
-    own = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
-    plain = deepcopy(plain_of(models, parallel))
-    copies = {
-        name: _memory(tensor).to("cpu", copy=True)
-        for name, tensor in own.items()
-        if values or _is_extra_state(name)
-    }
-
-    @torch.no_grad()
-    def put_back() -> None:
-        for name, copied in copies.items():
-            _memory(own[name]).copy_(copied)
-        load_model(models, own, plain, parallel)
-
-    return put_back
-
-
-def _memory(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
-    if isinstance(tensor, PartitionShard):
-        return _memory(tensor.held)
-    return tensor.local if isinstance(tensor, FlatShard) else local_tensor(tensor)
-
-
-def _kept_scheduler(scheduler: Any) -> Callable[[], None]:
-    state, names = deepcopy(scheduler.state_dict()), set(getattr(scheduler, "__dict__", ()))
-
-    def put_back() -> None:
-        scheduler.load_state_dict(deepcopy(state))
-        for name in set(getattr(scheduler, "__dict__", ())) - names:
-            delattr(scheduler, name)
-
-    return put_back

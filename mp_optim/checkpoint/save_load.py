@@ -324,7 +324,9 @@ def load(
         ValueError: entries are missing, unexpected or mis-shaped, listing their names; bits would
             be lost; files are damaged or hold something else than data; or ranks call it with
             another path or other settings. Nothing was replaced.
-        Exception: what the scheduler, or hooks for loading, raised; everything was put back.
+        Exception: raised by a foreign scheduler, a module's ``set_extra_state`` or a hook for
+            loading. Model and optimizer are partly loaded then, and the optimizer raises
+            BrokenOffError until a load succeeds.
     """
     stack = _checked_stack("load", path, model, optimizer)
     wait_for_previous(_concerned(Path(path), model, stack, process_group))
@@ -347,10 +349,10 @@ def load(
     ranks.run_on_all(loading, load.check_files)
     ranks.run_on_all(loading, load.check_values)
     try:
-        ranks.run_on_all(loading, load.rehearse)
         ranks.run_on_all(loading, load.write)
     except BaseException:
-        load.take_back()
+        if stack is not None:
+            stack.step_mark.touch()
         raise
     extra: dict[str, Any] = common["extra"]
     return extra
