@@ -130,9 +130,6 @@ class ConfigFields:
     muon_split_qkv: bool = True
     """Muon orthogonalises the query, key and value parts of a fused weight (``linear_qkv``) each by
     itself."""
-    muon_split_heads: bool = False
-    """Muon orthogonalises each head's rows of query, key and value weights by themselves, fused or
-    not."""
     muon_scale_mode: str = "spectral"
     """Scale of muon's steps: spectral sqrt(max(rows, columns)), unit_rms_norm sqrt(rows / columns),
     or shape_scaling sqrt(max(1, rows / columns))."""

@@ -31,7 +31,6 @@ from mp_optim.config.setting_checks import (
     Number,
     Whole,
     as_bool,
-    as_number,
     check_setting,
     check_shared,
 )
@@ -278,11 +277,6 @@ def _chosen(
     return _tuned(name, known, default, **{field: check})
 
 
-_HEAD_ROWS = Allowed(
-    lambda rows: rows is None or as_number(rows) >= 1,
-    "a whole number >= 1, or None",
-    is_number=False,
-)
 _EXP_AVG = Moment("exp_avg")
 _EXP_AVG_SQ = Moment("exp_avg_sq", SECOND_DTYPE)
 _MOMENTUM = Moment("momentum_buffer")
@@ -379,7 +373,6 @@ _MUON = RuleSpec(
             distributed="it adds up products in an order that depends on the ranks",
         ),
         Hyperparameter("qkv_split_shapes", None, None, per_group=True),
-        _tuned("head_rows", _HEAD_ROWS, None),
         _chosen(
             "moment2_method",
             "muon_moment2_method",
@@ -392,11 +385,7 @@ _MUON = RuleSpec(
         _CAUTION,
         _CAUTIOUS_WD,
     ),
-    other_fields={
-        "muon_split_qkv": as_bool,
-        "muon_split_heads": as_bool,
-        "muon_scalar_optimizer": Choice(SCALAR_OPTIMIZERS),
-    },
+    other_fields={"muon_split_qkv": as_bool, "muon_scalar_optimizer": Choice(SCALAR_OPTIMIZERS)},
     construction={"scalar_optimizer": "muon_scalar_optimizer"},
     reads="matrices",
     has_kernels=False,

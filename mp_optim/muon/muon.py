@@ -229,8 +229,6 @@ class FusedMuon(RuleOptimizer):
             whole, on one of them; ``blockwise`` each part by itself.
         qkv_split_shapes: rows of the query, key and value part of each query group in a fused
             matrix, whose parts are orthogonalised by themselves; None for matrices that are one.
-        head_rows: rows of each head of an attention weight: each head is a matrix of its own; None
-            for matrices that are not split so.
         moment2_method: ``normuon`` brings the rows of a direction to one size (see
             :mod:`mp_optim.muon.orthogonalization`); None leaves them. beta2: of their average.
         betas, eps, bias_correction, adam_w_mode: of groups that are stepped by Adam or Lion.
@@ -256,7 +254,6 @@ class FusedMuon(RuleOptimizer):
         fp32_matmul_prec: str = "medium",
         tp_mode: str = "duplicated",
         qkv_split_shapes: tuple[int, ...] | None = None,
-        head_rows: int | None = None,
         moment2_method: str | None = None,
         beta2: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -291,7 +288,6 @@ class FusedMuon(RuleOptimizer):
             "ns_method": ns_method,
             "tp_mode": tp_mode,
             "qkv_split_shapes": qkv_split_shapes,
-            "head_rows": head_rows,
             "moment2_method": moment2_method,
             "beta2": beta2,
             "caution": caution,

@@ -70,7 +70,6 @@ class Orthogonalization:
         scale_mode, lr: what a direction is multiplied with; ``lr`` has the extra factor in it.
         blockwise: whether a rank's part is a matrix of its own.
         parts: rows of the parts of each query group of a fused matrix; None if it is one.
-        head_rows: rows of each head, which is a matrix of its own; None if there are none.
         is_normalized: whether rows are brought to one size, and scaled, afterwards.
         beta2: of the moment that says by how much.
     """
@@ -82,7 +81,6 @@ class Orthogonalization:
     lr: float
     blockwise: bool
     parts: tuple[int, ...] | None
-    head_rows: int | None
     is_normalized: bool
     beta2: float
 
@@ -96,8 +94,7 @@ class Orthogonalization:
             group["scale_mode"],
             float(group["lr"]) * group["extra_scale_factor"],
             group["tp_mode"] == "blockwise",
-            None if group["head_rows"] else group["qkv_split_shapes"],
-            group["head_rows"],
+            group["qkv_split_shapes"],
             bool(group.get("moment2_method")),
             float(group.get("beta2", 0.0)),
         )
@@ -224,19 +221,16 @@ def pieces_of(rule: Orthogonalization, rows: int, columns: int) -> list[tuple[in
     """The shapes of what is orthogonalised by itself in a matrix.
 
     Raises:
-        ValueError: the rows are no multiple of those of heads, or of a fused matrix's parts.
+        ValueError: the rows are no multiple of those of a fused matrix's parts.
     """
-    name, sizes = "rows", tuple[int, ...]((rows,))
-    if rule.head_rows is not None:
-        sizes, name = (rule.head_rows,), "head_rows"
-    elif rule.parts is not None:
-        sizes, name = rule.parts, "qkv_split_shapes"
-    count, left = divmod(rows, sum(sizes) or 1)
+    if rule.parts is None:
+        return [(rows, columns)]
+    count, left = divmod(rows, sum(rule.parts))
     if left:
-        raise ValueError(f"{name}={sizes}: {rows} rows are not a multiple of {sum(sizes)}")
-    if name == "qkv_split_shapes":
-        return [(size * count, columns) for size in sizes]
-    return [(sizes[0], columns)] * max(count, 1)
+        raise ValueError(
+            f"qkv_split_shapes={rule.parts}: {rows} rows are not a multiple of {sum(rule.parts)}"
+        )
+    return [(size * count, columns) for size in rule.parts]
 
 
 def whole_directions(rule: Orthogonalization, wholes: Sequence[Tensor]) -> list[Direction]:
@@ -245,27 +239,10 @@ def whole_directions(rule: Orthogonalization, wholes: Sequence[Tensor]) -> list[
     Args:
         wholes: contiguous, in ``rule.dtype``, on one device; overwritten.
     """
-    if rule.head_rows is not None:
-        heads = heads_of(wholes, rule.head_rows)
-        orthogonalize_each(heads, rule.polynomials, rule.method)
-        return [Direction(whole, rule.factor(rule.head_rows, whole.size(-1))) for whole in wholes]
     if rule.parts is not None:
         return _by_parts(rule, wholes, rule.parts)
     orthogonalize_each(wholes, rule.polynomials, rule.method)
     return [Direction(whole, rule.factor(*whole.shape[-2:])) for whole in wholes]
-
-
-def heads_of(wholes: Sequence[Tensor], rows: int) -> list[Tensor]:
-    """Views of attention weights as stacks of heads; also of fused ones, whose parts are whole
-    heads one after the other.
-
-    Raises:
-        ValueError: the rows are no multiple of those of heads.
-    """
-    for whole in wholes:
-        if whole.size(-2) % rows:
-            raise ValueError(f"head_rows={rows}: {whole.size(-2)} rows are not a multiple of it")
-    return [whole.view(-1, rows, whole.size(-1)) for whole in wholes]
 
 
 def _by_parts(
@@ -435,9 +412,7 @@ class _Param:
         if self.layout is not None and self.ranks_over((), 0):
             own = self.layout.tensor_parallel_rows(rows)
             numbers = torch.tensor(own, dtype=torch.long, device="cpu")
-        if rule.head_rows is not None:
-            index = numbers // rule.head_rows
-        elif rule.parts is not None:
+        if rule.parts is not None:
             order = torch.arange(len(rule.parts), device="cpu")
             of_group = order.repeat_interleave(torch.tensor(rule.parts, device="cpu"))
             index = of_group[numbers % sum(rule.parts)]

@@ -88,7 +88,6 @@ class ParamGroupOverride(TypedDict, total=False):
     optimizer: str
     """With muon: which of muon and ``muon_scalar_optimizer`` steps the parameters."""
     qkv_split_shapes: tuple[int, ...]
-    head_rows: int | None
 
 
 Overrides = Mapping[ParamKey, ParamGroupOverride]

@@ -132,8 +132,6 @@ def module_of(params: Any) -> nn.Module | None:
 
 # -- Muon -----------------------------------------------------------------------------------------
 
-_BY_HEADS = ("linear_qkv", "q_proj", "k_proj", "v_proj")
-
 
 def _whole_shape(param: Tensor) -> torch.Size:
     """The shape of what a tensor may be a flat part of."""
@@ -223,8 +221,8 @@ class MuonAssignment:
     def settings(
         self, param: Tensor, name: str, is_expert: bool, override: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The overrides of a parameter with ``optimizer`` among them, ``qkv_split_shapes`` where it
-        is fused, and ``head_rows`` where its heads are split.
+        """Return the overrides of a parameter with ``optimizer`` among them, and
+        ``qkv_split_shapes`` where it is fused.
 
         Raises:
             ValueError: it is fused, and neither model nor override says how; or it is no matrix and
@@ -242,37 +240,15 @@ class MuonAssignment:
             raise ValueError(
                 f"{name} has shape {tuple(shape)}: override optimizer='muon' is for matrices"
             )
-        heads = override.get("head_rows", self._head_rows(param, name))
-        if heads is not None:
-            _check_rows(param, name, "head_rows", heads, heads)
-            return {**override, "optimizer": chosen, "head_rows": heads}
         parts = override.get("qkv_split_shapes", self._qkv_parts(param, name))
         if parts is None:
             return {**override, "optimizer": chosen}
-        _check_rows(param, name, "the sum of qkv_split_shapes", parts, sum(parts))
+        if (height := shape[-2]) % sum(parts):
+            raise ValueError(
+                f"{name} has {height} rows, which is no multiple of the sum of "
+                f"qkv_split_shapes={parts}"
+            )
         return {**override, "optimizer": chosen, "qkv_split_shapes": parts}
-
-    def _head_rows(self, param: Tensor, name: str) -> int | None:
-        """Rows of each head, of the names that Megatron and Hugging Face give such weights."""
-        if not self._config.muon_split_heads:
-            return None
-        is_attention = name.removesuffix(".weight").split(".")[-1] in _BY_HEADS
-        if not is_attention and not param_attributes.is_qkv(param):
-            return None
-        sizes = self._sizes.get(id(param))
-        for size in ("kv_channels", "head_dim"):
-            if rows := getattr(sizes, size, None):
-                return int(rows)
-        hidden, heads = (
-            getattr(sizes, size, None) for size in ("hidden_size", "num_attention_heads")
-        )
-        if hidden and heads:
-            return int(hidden // heads)
-        raise ValueError(
-            f"{name} is an attention weight and muon_split_heads=True, but the model's config does "
-            "not say how many rows a head has (kv_channels, head_dim, or hidden_size and "
-            "num_attention_heads); override head_rows, with None for a weight without heads"
-        )
 
     def _qkv_parts(self, param: Tensor, name: str) -> tuple[int, ...] | None:
         """Megatron's rows per query group: queries, a gate where the model's attention has one,
@@ -297,8 +273,3 @@ class MuonAssignment:
         queries = heads // groups * width
         gate = (queries,) if getattr(sizes, "attention_output_gate", False) else ()
         return (queries, *gate, width, width)
-
-
-def _check_rows(param: Tensor, name: str, what: str, value: Any, rows: int) -> None:
-    if (height := _whole_shape(param)[-2]) % rows:
-        raise ValueError(f"{name} has {height} rows, which is no multiple of {what}={value}")

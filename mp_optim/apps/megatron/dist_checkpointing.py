@@ -128,7 +128,7 @@ class _Part:
         return merged
 
 
-_NOT_IN_MEGATRONS_MUON = ("optimizer", "qkv_split_shapes", "head_rows")
+_NOT_IN_MEGATRONS_MUON = ("optimizer", "qkv_split_shapes")
 
 
 def megatrons_parts(

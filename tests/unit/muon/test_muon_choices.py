@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.config.rules import COEFFICIENT_TYPES, coefficients
 from mp_optim.muon.muon import FusedMuon
 from mp_optim.muon.newton_schulz import orthogonalize_each
@@ -92,59 +89,6 @@ def stepped(value: Tensor, grads: list[Tensor], **settings) -> Tensor:
     return param.detach()
 
 
-@pytest.mark.parametrize("settings", [{}, {"qkv_split_shapes": (8, 4, 4)}], ids=str)
-@pytest.mark.parametrize("rows", [4, 16])
-def test_a_head_is_a_matrix_of_its_own(rows, settings):
-    value, grads = random(32, 24), [random(32, 24, seed=step) for step in range(1, 4)]
-    found = stepped(value, grads, head_rows=rows, **settings)
-    for start in range(0, 32, rows):
-        head = slice(start, start + rows)
-        alone = stepped(value[head], [grad[head] for grad in grads])
-        assert torch.equal(found[head], alone)
-    assert not torch.equal(found, stepped(value, grads))
-
-
-def test_heads_that_do_not_fit_are_named():
-    with pytest.raises(ValueError, match="head_rows=5: 32 rows are not a multiple"):
-        stepped(random(32, 24), [random(32, 24)], head_rows=5)
-    with pytest.raises(ValueError, match=r"head_rows=0: must be"):
-        stepped(random(32, 24), [random(32, 24)], head_rows=0)
+def test_unknown_methods_are_refused():
     with pytest.raises(ValueError, match=r"ns_method='fast': must be one of"):
         stepped(random(32, 24), [random(32, 24)], ns_method="fast")
-
-
-@dataclasses.dataclass
-class Sizes:
-    hidden_size: int = 16
-    num_attention_heads: int = 4
-    head_dim: int | None = None
-
-
-class Attention(nn.Module):
-    """Weights as Hugging Face names them."""
-
-    def __init__(self, config: Sizes | None) -> None:
-        super().__init__()
-        self.config = config
-        self.q_proj = nn.Linear(16, 16, bias=False)
-        self.k_proj = nn.Linear(16, 8, bias=False)
-        self.o_proj = nn.Linear(16, 16, bias=False)
-
-
-def head_rows_of(config: Sizes | None, **settings) -> dict[str, int | None]:
-    model = Attention(config)
-    given = OptimizerConfig(optimizer="muon", lr=1e-3, **settings)
-    stack = get_megatron_optimizer(given, [model])
-    return {
-        name: group["head_rows"] for group in stack.param_groups for name in group["param_names"]
-    }
-
-
-def test_heads_are_split_where_the_config_says_so():
-    split = head_rows_of(Sizes(), muon_split_heads=True)
-    assert split == {"q_proj.weight": 4, "k_proj.weight": 4, "o_proj.weight": None}
-    wide = head_rows_of(Sizes(head_dim=8), muon_split_heads=True)
-    assert wide["q_proj.weight"] == 8
-    assert set(head_rows_of(Sizes()).values()) == {None}
-    with pytest.raises(ValueError, match=r"q_proj\.weight is an attention weight"):
-        head_rows_of(None, muon_split_heads=True)

@@ -81,10 +81,9 @@ def test_a_step_keeps_its_norm_and_its_rows_come_to_one_size():
         (
             [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]],
             {"qkv_split_shapes": (4, 2, 2)},
-        ),
-        ([list(range(first, first + 4)) for first in range(0, 16, 4)], {"head_rows": 4}),
+        )
     ],
-    ids=["fused", "heads"],
+    ids=["fused"],
 )
 @pytest.mark.parametrize("precision", ["medium", "highest"])
 def test_what_is_a_matrix_of_its_own_keeps_a_norm_of_its_own(rows, settings, precision):
