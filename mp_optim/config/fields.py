@@ -265,8 +265,8 @@ class ConfigFields:
     ``OMP_NUM_THREADS`` says, and during backward (``offload_mode``) two and at least a quarter
     fewer."""
     host_cores: tuple[int, ...] | None = None
-    """Cores that the native kernels' threads are pinned to, in turn, for the whole process; by
-    default those of the rank's share where the host has several NUMA nodes, else none."""
+    """Cores that the native kernels' threads are pinned to, in turn, for the whole process;
+    by default they are not pinned."""
     timers: Callable[..., Any] | None = None
     """Megatron's timers: ``timers(name, log_level=1)`` has ``start(barrier=)`` and ``stop()``;
     called around the measuring (``optimizer-clip-main-grad``) and the stepping

@@ -21,11 +21,9 @@ from mp_optim.core.param_attributes import (
 )
 from mp_optim.core.partition import partition
 from mp_optim.factory.rule_registry import CLASSES, construction_of, settings_of
-from mp_optim.host.accelerator import accelerator_of
 from mp_optim.host.calls import warn
-from mp_optim.host.host_share import host_share, use_accelerator
 from mp_optim.kernels import check_serves
-from mp_optim.kernels.native_library import native_library, set_host_cores, set_host_threads
+from mp_optim.kernels.native_library import set_host_cores, set_host_threads
 from mp_optim.mixed_precision import (
     ConstantGradScaler,
     DynamicGradScaler,
@@ -132,29 +130,16 @@ def _check_partition(config: OptimizerConfig, name: str, param: Tensor, ranks: i
         partition(name, param.shape, dim, stride=stride, sizes=sizes, rank=0, size=ranks)
 
 
-def set_up_host(config: OptimizerConfig, device: torch.device) -> None:
-    """Give the process its threads and cores, for a stack whose parameters lie on a device.
+def set_up_host(config: OptimizerConfig) -> None:
+    """Give the process the threads and cores of a config.
 
     NOTE: these are one number and one list for the process, whichever stack asked last. So a plan,
     which builds a stack to add it up, does not come here.
     """
-    if accelerator_of(device) is not None:
-        use_accelerator(device.index)
     if config.host_threads is not None:
         set_host_threads(config.host_threads)
-    cores = _host_cores(config)
-    if cores is not None:
-        set_host_cores(cores)
-
-
-def _host_cores(config: OptimizerConfig) -> tuple[int, ...] | None:
-    """Cores that the host's threads keep to: those that are named, or those of the rank's share on
-    one of several NUMA nodes."""
-    if config.host_cores is not None or config.host_threads is not None:
-        return config.host_cores
-    share = host_share()
-    kept = share.node is not None and native_library().handle is not None
-    return share.cpus if kept else None
+    if config.host_cores is not None:
+        set_host_cores(config.host_cores)
 
 
 def device_of(chunks: Sequence[nn.Module]) -> torch.device:
@@ -274,7 +259,7 @@ def inner_optimizer(
         optimizer_state_path=config.optimizer_state_path,
         bucket_bytes=config.offload_bucket_bytes,
         host_threads=config.host_threads,
-        host_cores=_host_cores(config),
+        host_cores=config.host_cores,
         sub_optimizer_kwargs=construction,
         **settings,
     )

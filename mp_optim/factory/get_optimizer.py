@@ -16,7 +16,7 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.core.names import ModelParams, canonical_names, named_params, prefixed
 from mp_optim.core.param_attributes import check_attributes
-from mp_optim.factory.build import build, device_of, set_up_host
+from mp_optim.factory.build import build, set_up_host
 from mp_optim.factory.host_memory_check import check_host_memory
 from mp_optim.factory.offload_fraction import with_chosen_fraction
 from mp_optim.host.calls import in_own_modes, warn
@@ -96,7 +96,7 @@ def get_megatron_optimizer(
         config = with_chosen_fraction(config, chunks, config_overrides, groups, expert_predicate)
     check_host_memory(config, chunks, config_overrides, groups, expert_predicate, param_groups)
     parallel = ModelParallel.of(chunks, groups, global_names, expert_predicate)
-    set_up_host(config, device_of(chunks))
+    set_up_host(config)
     optimizer = build(config, chunks, config_overrides, groups, expert_predicate, param_groups)
     params = ModelParams(chunks)
     for stack in (optimizer, *optimizer.chained_optimizers):

@@ -41,7 +41,7 @@ def memory_limits(host: Host) -> list[MemoryLimit]:
     counts as part of their shares, so a rank may check after the others have allocated.
     """
     shared = [*_cgroup_limits(host), *_available(host)]
-    ranks, _ = host.local_ranks()
+    ranks = host.local_ranks()
     if ranks > 1:
         resident = _resident_bytes(host, ranks)
         shared = [_share(limit, ranks, resident) for limit in shared]

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from mp_optim.host.host_share import HostShare, host_share
+from mp_optim.host.host_share import host_share
 
 ENVIRONMENT = "MP_OPTIM_NATIVE"
 """``off``, or the instruction-set level to use: ``avx512``, ``avx2`` or ``neon``; else the best
@@ -305,29 +305,9 @@ def thread_count() -> int:
 
 
 def describe_threads() -> str:
-    """How many threads the kernels run here, why, and what keeps them from more."""
+    """Return how many threads the kernels run here, and why."""
     threads, share = thread_count(), host_share()
     words = [f"host kernels: {threads} threads" if threads > 1 else "host kernels: 1 thread"]
     if _host_threads is not None:
         words.append(f"host_threads={_host_threads}; this rank's share is {share.threads}")
-    words.append(share.reason)
-    return "; ".join([*words, *starving(threads, share)])
-
-
-def starving(threads: int, share: HostShare) -> list[str]:
-    """Warnings about settings that leave cores of the rank's share idle, or crowd them."""
-    warnings = []
-    if threads < share.threads:
-        warnings.append(
-            f"warning: {share.threads - threads} cores of the share stay idle in the step; "
-            "unset host_threads"
-        )
-    if threads > len(share.cpus):
-        warnings.append(
-            f"warning: {threads} threads on {len(share.cpus)} cores wait for one another; "
-            "unset host_threads"
-        )
-    limit = os.environ.get("OMP_THREAD_LIMIT", "")
-    if limit.isdecimal() and 0 < int(limit) < threads:
-        warnings.append(f"warning: OMP_THREAD_LIMIT={limit} allows no more; unset it")
-    return warnings
+    return "; ".join([*words, share.reason])

@@ -107,7 +107,7 @@ class StackOptimizer(WrappedOptimizer):
     def _build(self) -> None:
         container, device = container_of(self.param_groups), self.device
         check_serves(self.config.fused_backend, device)
-        set_up_host(self.config, device)
+        set_up_host(self.config)
         if self._given_settings.get("offload") == "auto":
             asked = replace(self.config, optimizer_offload_fraction="auto")
             self.config = with_chosen_fraction(asked, [container], {}, self.process_groups, None)

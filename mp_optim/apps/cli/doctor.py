@@ -14,7 +14,6 @@ import torch
 
 from mp_optim.config.rules import BACKENDS, CAPABILITIES, Capability
 from mp_optim.host.accelerator import CUDA
-from mp_optim.host.host_share import use_accelerator
 from mp_optim.kernels import choose_backend, proof_of
 from mp_optim.kernels.native import describe_access
 from mp_optim.kernels.native_library import ENVIRONMENT, describe_threads, native_library
@@ -147,7 +146,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.parse_args(arguments)
     devices = [torch.device("cpu"), *([CUDA.current()] if CUDA.is_available() else [])]
-    use_accelerator(devices[-1].index)
     chosen = [(device, choose_backend("auto", device)) for device in devices]
     facts, backends = [*_software(), *_host(), *_accelerators()], _backends(devices)
     auto = [[str(device), backend.name, why] for device, (backend, why) in chosen]

@@ -349,7 +349,7 @@ def test_what_was_copied_is_given_back_and_nothing_is_copied_that_was_read(
 
 def use_small_files(monkeypatch):
     monkeypatch.setattr(writing, "FILE_FROM", 1 << 10)
-    share = HostShare(tuple(range(8)), 8, None, "as the test says")
+    share = HostShare(8, "as the test says")
     monkeypatch.setattr(writing, "host_share", lambda: share)
 
 

@@ -79,7 +79,7 @@ def test_a_model_is_cut_into_sixteen_buckets_unless_they_were_too_small_or_too_l
 )
 def test_backward_keeps_two_threads_and_a_quarter(threads, share, monkeypatch):
     assert threads_beside_backward(threads) == share
-    whole = HostShare(tuple(range(threads)), threads, None, "made up")
+    whole = HostShare(threads, "made up")
     monkeypatch.setattr(cores, "host_share", lambda: whole)
     assert worker_threads(None) == share and worker_threads(5) == 5
 
