@@ -50,8 +50,8 @@ class Options:
     device: str = "cuda"
     """`cpu`, or `simulated` for a simulated accelerator; their times say nothing."""
     miniature: bool = False
-    """1.6 M parameters and a few steps on a CPU (fewer on a simulated accelerator): tries every row,
-    measures nothing."""
+    """Try every row with 1.6 M parameters and a few steps on a CPU (fewer on a simulated
+    accelerator), and measure nothing."""
     only: str = ""
     """Rows whose name contains this."""
     retry: bool = False
