@@ -97,7 +97,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
     from triton.runtime.interpreter import GridExecutor
 
     from mp_optim.kernels import sums
-    from mp_optim.kernels.triton import backend, launches
+    from mp_optim.kernels.triton import backend
     from mp_optim.mixed_precision import clip_and_skip as verdict
 
     modes: list[Any] = []
@@ -132,7 +132,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, *optimizers: Any) -> Iterator[No
         patch.setattr(verdict.ComingVerdict, "__init__", created)
         patch.setattr(verdict.ComingVerdict, "settle", settled)
         patch.setattr(GridExecutor, "__call__", unwatched(GridExecutor.__call__))
-        for module in (verdict, backend, launches, sums):
+        for module in (verdict, backend, sums):
             patch.setattr(module, "root", unwatched(module.root))
         with _Functions(counters) as functions, _Kernels() as kernels:
             modes[:] = [functions, kernels]
