@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any, NoReturn, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +22,10 @@ from mp_optim.kernels.sums import index_on, root
 from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM, Measurement
 from mp_optim.mixed_precision.skip_rule import NUMBERS, Judgement, RollingRule
 
-_Values = tuple[bool, float | None, int | None]
-_Known = _Values | tuple[bool, float | None, int | None, str]
+_Values = tuple[bool, float | None, int | None, str]
 
 
-class StepResult:
+class StepResult(Sequence[Any]):
     """What a step did; unpacks as Megatron's tuple ``(success, grad_norm, num_zeros_in_grad)``, and
     is equal to it.
 
@@ -40,10 +39,9 @@ class StepResult:
         reason: why the step was skipped, in words; empty for one that was taken. Not in the tuple.
     """
 
-    __slots__ = ("_read", "_reason", "_values")
+    __slots__ = ("_read", "_values")
     _values: _Values | None
-    _reason: str
-    _read: Callable[[], _Known] | None
+    _read: Callable[[], _Values] | None
 
     def __init__(
         self,
@@ -52,16 +50,13 @@ class StepResult:
         num_zeros_in_grad: int | None,
         reason: str = "",
     ) -> None:
-        object.__setattr__(self, "_values", (success, grad_norm, num_zeros_in_grad))
-        object.__setattr__(self, "_reason", reason)
-        object.__setattr__(self, "_read", None)
+        self._values, self._read = (success, grad_norm, num_zeros_in_grad, reason), None
 
     @classmethod
-    def later(cls, read: Callable[[], _Known]) -> StepResult:
-        """A result that asks ``read`` for its values, once, when it is looked at."""
+    def later(cls, read: Callable[[], _Values]) -> StepResult:
+        """Return a result that calls ``read`` for its values, once, when it is looked at."""
         result = cls.__new__(cls)
-        object.__setattr__(result, "_values", None)
-        object.__setattr__(result, "_read", read)
+        result._values, result._read = None, read
         return result
 
     @property
@@ -69,65 +64,48 @@ class StepResult:
         """Whether looking does not wait for the device."""
         return self._values is not None
 
-    def _tuple(self) -> _Values:
+    def _known(self) -> _Values:
         if self._values is None:
             assert self._read is not None
-            StepResult.__init__(self, *self._read())
-        assert self._values is not None
+            self._values, self._read = self._read(), None
         return self._values
 
     @property
     def success(self) -> bool:
-        return self._tuple()[0]
+        return self._known()[0]
 
     @property
     def grad_norm(self) -> float | None:
-        return self._tuple()[1]
+        return self._known()[1]
 
     @property
     def num_zeros_in_grad(self) -> int | None:
-        return self._tuple()[2]
+        return self._known()[2]
 
     @property
     def reason(self) -> str:
-        self._tuple()
-        return self._reason
+        return self._known()[3]
 
     def __len__(self) -> int:
         return 3
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._tuple())
-
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Any, ...]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        return self._tuple()[index]
+    def __getitem__(self, index: Any) -> Any:
+        return self._known()[:3][index]
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, StepResult):
-            return self._tuple() == other._tuple()
-        return self._tuple() == other if isinstance(other, tuple) else NotImplemented
+        return tuple(self) == tuple(other) if isinstance(other, (tuple, StepResult)) else False
 
     def __hash__(self) -> int:
-        return hash(self._tuple())
+        return hash(tuple(self))
 
     def __repr__(self) -> str:
-        success, norm, zeros = self._tuple()
-        why = f", reason={self._reason!r}" if self._reason else ""
+        success, norm, zeros, reason = self._known()
+        why = f", reason={reason!r}" if reason else ""
         values = f"success={success!r}, grad_norm={norm!r}, num_zeros_in_grad={zeros!r}"
         return f"StepResult({values}{why})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StepResult, (*self._tuple(), self._reason)
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"a StepResult cannot be changed ({name}={value!r})")
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"a StepResult cannot be changed (del {name})")
+        return StepResult, self._known()
 
 
 @dataclass(frozen=True)
@@ -385,7 +363,7 @@ class DeviceVerdict:
             name: DeviceMultiplier(row, lambda: coming.settle().skip)
             for name, row in zip(decided.names, decided.controls.unbind(), strict=True)
         }
-        self.result = StepResult.later(lambda: (*coming.settle().result, coming.settle().reason))
+        self.result = StepResult.later(lambda: coming.settle().result._known())
 
     def settle(self) -> Verdict:
         """The verdict in the host's numbers; waits until the device has formed it, once."""

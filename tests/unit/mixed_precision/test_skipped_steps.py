@@ -149,7 +149,7 @@ def test_a_result_with_a_reason_is_still_a_tuple_of_three():
     assert result.reason == "because" and repr(result).endswith("reason='because')")
     assert pickle.loads(pickle.dumps(result)).reason == "because"
     assert StepResult.later(lambda: (False, None, 3, "late")).reason == "late"
-    with pytest.raises(AttributeError, match="cannot be changed"):
+    with pytest.raises(AttributeError):
         result.reason = ""
 
 
