@@ -33,8 +33,7 @@ from mp_optim.param_groups.overrides import (
 from mp_optim.process_groups.missing_ranks import MissingRanksError
 from mp_optim.process_groups.process_groups import ProcessGroups
 from mp_optim.rules.audit import AuditError, AuditWarning
-from mp_optim.rules.elementwise import FusedAdam
-from mp_optim.rules.whole_param import FusedLAMB
+from mp_optim.rules.fused import FusedAdam, FusedLAMB
 from mp_optim.zero.composite import ChainedOptimizer
 from mp_optim.zero.zero import DistributedOptimizer
 

@@ -1,6 +1,6 @@
 """The rules, a row each, as data: what a rule keeps of a parameter, and its hyperparameters. The
 config, param groups, checks, checkpoints and the planner read this table;
-:mod:`mp_optim.factory.rule_registry` adds the classes. Its second half says what each
+:mod:`mp_optim.rules` has their steps. Its second half says what each
 ``fused_backend`` has kernels for; that is checked at construction and shown by ``mp-optim doctor``.
 """
 
@@ -190,7 +190,6 @@ class RuleSpec:
         other_fields: fields of the config that only this rule reads and that are no
             hyperparameters, with what they may be.
         fixed: hyperparameters that the stack sets itself.
-        construction: what else its class is constructed with, by field.
         reads: what a step of one element depends on: the element, sums over all of the parameter
             (which ranks that share a parameter reduce), or whole matrices.
         has_kernels: backends carry it out, but for those whose :class:`Capability` says otherwise;
@@ -204,7 +203,6 @@ class RuleSpec:
     hyperparameters: tuple[Hyperparameter, ...]
     other_fields: Mapping[str, Check] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    construction: Mapping[str, str] = field(default_factory=dict)
     reads: Literal["elements", "sums", "matrices"] = "elements"
     has_kernels: bool = True
     trial: Mapping[str, Any] = field(default_factory=dict)
@@ -386,7 +384,6 @@ _MUON = RuleSpec(
         _CAUTIOUS_WD,
     ),
     other_fields={"muon_split_qkv": as_bool, "muon_scalar_optimizer": Choice(SCALAR_OPTIMIZERS)},
-    construction={"scalar_optimizer": "muon_scalar_optimizer"},
     reads="matrices",
     has_kernels=False,
 )

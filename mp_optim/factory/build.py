@@ -20,7 +20,7 @@ from mp_optim.core.param_attributes import (
     partition_stride,
 )
 from mp_optim.core.partition import partition
-from mp_optim.factory.rule_registry import CLASSES, construction_of, settings_of
+from mp_optim.factory.rule_registry import construction_of, rule_of, settings_of
 from mp_optim.host.calls import warn
 from mp_optim.kernels import check_serves
 from mp_optim.kernels.native_library import set_host_cores, set_host_threads
@@ -41,6 +41,7 @@ from mp_optim.param_groups.overrides import (
     get_standard_config_overrides,
 )
 from mp_optim.process_groups.process_groups import ProcessGroups
+from mp_optim.rules.rule_optimizer import RuleOptimizer
 from mp_optim.zero.composite import ChainedOptimizer
 from mp_optim.zero.zero import DistributedOptimizer
 
@@ -238,12 +239,11 @@ def inner_optimizer(
     Args:
         settings: hyperparameters of the rule, for groups that do not have their own.
     """
-    rule, construction = CLASSES[config.optimizer], construction_of(config)
+    rule, construction = rule_of(config), construction_of(config)
     if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0.0:
         warn("optimizer_cpu_offload=True offloads nothing with optimizer_offload_fraction=0.0")
     if not config.optimizer_cpu_offload:
-        optimizer: torch.optim.Optimizer = rule(groups, **construction, **settings)
-        return optimizer
+        return RuleOptimizer(rule, groups, **construction, **settings)
     return HybridDeviceOptimizer(
         groups,
         offload_fraction=float(config.optimizer_offload_fraction),

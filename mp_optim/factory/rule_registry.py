@@ -1,5 +1,5 @@
-"""The class of each rule, and a config as its hyperparameters. How to write another rule is said in
-CONTRIBUTING.md."""
+"""A config as its rule, and as the arguments of the rule's optimizer. How to write another rule is
+said in CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES
-from mp_optim.muon.muon import FusedMuon
-from mp_optim.rules.elementwise import FusedAdam, FusedLion, FusedSGD
-from mp_optim.rules.whole_param import FusedLAMB
+from mp_optim.muon.muon import MuonRule
+from mp_optim.rules.rule import Rule
+from mp_optim.rules.rule_optimizer import NAMED_RULES
 
-CLASSES: dict[str, type[Any]] = {
-    "adam": FusedAdam,
-    "lamb": FusedLAMB,
-    "sgd": FusedSGD,
-    "lion": FusedLion,
-    "muon": FusedMuon,
-}
-assert CLASSES.keys() == RULES.keys()
+assert {*NAMED_RULES, MuonRule.name} == {*RULES}
+
+
+def rule_of(config: OptimizerConfig) -> Rule:
+    """Return the rule that a config asks for."""
+    if config.optimizer == MuonRule.name:
+        return MuonRule(config.muon_scalar_optimizer)
+    return NAMED_RULES[config.optimizer]
 
 
 def settings_of(config: OptimizerConfig) -> dict[str, Any]:
-    """The hyperparameters of the config's rule, as its class takes them."""
+    """Return the rate, the decay and the hyperparameters of the config's rule."""
     rule, scalar = RULES[config.optimizer], RULES[config.elementwise_rule]
     sources = dict(rule.settings)
     if scalar is not rule:
@@ -37,9 +37,7 @@ def settings_of(config: OptimizerConfig) -> dict[str, Any]:
 
 
 def construction_of(config: OptimizerConfig) -> dict[str, Any]:
-    """What else the class of the config's rule is constructed with: what carries it out, and how it
-    stores state."""
-    sources = RULES[config.optimizer].construction
+    """Return the other arguments of the rule's optimizer: the backend, and how state is stored."""
     return {
         "backend": config.fused_backend,
         "exp_avg_dtype": config.exp_avg_dtype,
@@ -53,5 +51,4 @@ def construction_of(config: OptimizerConfig) -> dict[str, Any]:
         "ema_dtype": config.ema_dtype,
         "audit_rate": config.audit_rate,
         "audit_action": config.audit_action,
-        **{name: getattr(config, source) for name, source in sources.items()},
     }

@@ -3,14 +3,15 @@ docs/numerics.md."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mp_optim.config.rules import SCALAR_OPTIMIZERS, coefficients
+from mp_optim.config.rules import coefficients
 from mp_optim.core import SlotUpdate
 from mp_optim.core.slot_state import AVERAGE, MOMENT2, REMAINDER, scale_key
 from mp_optim.kernels import Backend
@@ -38,22 +39,32 @@ from mp_optim.rules.rule import (
     add_up_parts,
     parts_over,
 )
-from mp_optim.rules.rule_optimizer import RuleOptimizer
 
 _SCALARS: dict[str, ElementRule] = {"adam": AdamRule(), "lion": LionRule()}
 
 
 class MuonRule(Rule):
-    """Muon for groups of matrices with ``optimizer="muon"``, and a scalar rule for the others.
+    """Muon for FP32 matrices, shape (rows, columns), and stacks of them, shape (experts, rows,
+    columns), with decoupled weight decay. Groups with ``optimizer="adam"`` or ``"lion"`` are
+    stepped by that rule instead.
+
+    The products of matrices are taken where the model's parameter is, of the whole matrix, however
+    it is split and wherever it is stepped.
 
     Args:
-        scalar: of these.
+        scalar: name of the other rule, which ``backend`` has to have kernels for.
+
+    Raises:
+        ValueError: the other rule is neither adam nor lion.
     """
 
     name = "muon"
+    group_settings: Mapping[str, Any] = MappingProxyType({"optimizer": "muon"})
 
-    def __init__(self, scalar: ElementRule) -> None:
-        self._scalar = scalar
+    def __init__(self, scalar: str = "adam") -> None:
+        if scalar not in _SCALARS:
+            raise ValueError(f"scalar_optimizer={scalar!r}: must be one of {list(_SCALARS)}")
+        self._scalar = _SCALARS[scalar]
 
     @property
     def kernels(self) -> str:
@@ -206,92 +217,3 @@ def _cautious(found: Sequence[Direction], launch: Launch, backend: Backend) -> l
         Direction(way.values * mask, fp32(way.factor * float(scale)))
         for way, mask, scale in zip(found, masks, scales, strict=True)
     ]
-
-
-class FusedMuon(RuleOptimizer):
-    """Muon over FP32 matrices, shape (rows, columns), and stacks of them, shape (experts, rows,
-    columns), with decoupled weight decay. Groups with ``optimizer="adam"`` or ``"lion"`` are
-    stepped by that rule instead.
-
-    The products of matrices are taken where the model's parameter lies, of the whole matrix,
-    however it is split and wherever it is stepped.
-
-    Args:
-        momentum: of the exponential average of gradients.
-        nesterov: orthogonalise the average one step ahead.
-        num_ns_steps, coefficient_type: the Newton-Schulz iteration (see
-            :mod:`mp_optim.config.rules`).
-        ns_method: ``standard``, or ``gram``, whose steps multiply the smaller X X^T where a matrix
-            is at least twice as long as wide.
-        scale_mode, extra_scale_factor: of the step.
-        fp32_matmul_prec: ``medium`` for products in bfloat16, ``highest`` for FP32.
-        tp_mode: ``duplicated`` (Megatron's name) orthogonalises a matrix that is split over ranks
-            whole, on one of them; ``blockwise`` each part by itself.
-        qkv_split_shapes: rows of the query, key and value part of each query group in a fused
-            matrix, whose parts are orthogonalised by themselves; None for matrices that are one.
-        moment2_method: ``normuon`` brings the rows of a direction to one size (see
-            :mod:`mp_optim.muon.orthogonalization`); None leaves them. beta2: of their average.
-        betas, eps, bias_correction, adam_w_mode: of groups that are stepped by Adam or Lion.
-        caution, cautious_wd: see ``OptimizerConfig``; of all groups.
-        scalar_optimizer: which of these two; what ``backend`` has to have kernels for.
-        **precision: fields of :class:`~mp_optim.kernels.state_format.StatePrecision`;
-            ``exp_avg_dtype`` is the momentum's.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 3e-4,
-        momentum: float = 0.95,
-        weight_decay: float = 0.01,
-        *,
-        nesterov: bool = False,
-        num_ns_steps: int = 5,
-        coefficient_type: str = "quintic",
-        ns_method: str = "standard",
-        scale_mode: str = "spectral",
-        extra_scale_factor: float = 1.0,
-        fp32_matmul_prec: str = "medium",
-        tp_mode: str = "duplicated",
-        qkv_split_shapes: tuple[int, ...] | None = None,
-        moment2_method: str | None = None,
-        beta2: float = 0.95,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        bias_correction: bool = True,
-        adam_w_mode: bool = True,
-        caution: bool = False,
-        cautious_wd: bool = False,
-        scalar_optimizer: str = "adam",
-        backend: str = "auto",
-        **precision: Any,
-    ) -> None:
-        if scalar_optimizer not in SCALAR_OPTIMIZERS:
-            raise ValueError(
-                f"scalar_optimizer={scalar_optimizer!r}: must be one of {list(SCALAR_OPTIMIZERS)}"
-            )
-        rule = MuonRule(_SCALARS[scalar_optimizer])
-        settings = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "betas": betas,
-            "eps": eps,
-            "bias_correction": bias_correction,
-            "adam_w_mode": adam_w_mode,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "scale_mode": scale_mode,
-            "extra_scale_factor": extra_scale_factor,
-            "fp32_matmul_prec": fp32_matmul_prec,
-            "num_ns_steps": num_ns_steps,
-            "coefficient_type": coefficient_type,
-            "ns_method": ns_method,
-            "tp_mode": tp_mode,
-            "qkv_split_shapes": qkv_split_shapes,
-            "moment2_method": moment2_method,
-            "beta2": beta2,
-            "caution": caution,
-            "cautious_wd": cautious_wd,
-            "optimizer": rule.name,
-        }
-        super().__init__(rule, params, settings, backend, precision)

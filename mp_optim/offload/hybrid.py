@@ -12,13 +12,13 @@ from mp_optim.core import Slot, iter_slots, local_tensor
 from mp_optim.core.executor import Place
 from mp_optim.host.calls import weak_method
 from mp_optim.host.transfer import Transfer, transfer_for
-from mp_optim.offload.hybrid_executor import PlacedExecutor
-from mp_optim.offload.settings import HostStepSettings, OffloadedStep, only_accelerator
+from mp_optim.offload.hybrid_executor import PlacedExecutor, is_of_rule
+from mp_optim.offload.settings import HostStepSettings, OffloadedStep, SlotStepper, only_accelerator
 from mp_optim.offload.state_file import StateFile
 from mp_optim.offload.stepper import Stepper
 from mp_optim.offload.timeline import StepTimeline
 from mp_optim.offload.worker import occupy, worker_threads
-from mp_optim.rules.elementwise import FusedAdam
+from mp_optim.rules.fused import FusedAdam
 from mp_optim.rules.rule_optimizer import SlotOptimizer
 
 
@@ -29,7 +29,7 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
     Args:
         params: parameters, named parameters or param groups, as torch takes them.
         offload_fraction: share of elements that are offloaded (see :func:`plan_offload`).
-        cpu_optimizer_cls: any torch optimizer class; ours step in one pass.
+        cpu_optimizer_cls: any torch optimizer class, or a rule, which steps in one pass.
         gpu_optimizer_cls: the same, for what is stepped on the device.
         param_update_in_fp32: step 16-bit parameters through FP32 copies kept here (always done for
             this package's own optimizers, which only step FP32).
@@ -63,8 +63,8 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
         self,
         params: Iterable[Any],
         offload_fraction: float = 0.5,
-        cpu_optimizer_cls: type[torch.optim.Optimizer] = FusedAdam,
-        gpu_optimizer_cls: type[torch.optim.Optimizer] = FusedAdam,
+        cpu_optimizer_cls: SlotStepper = FusedAdam,
+        gpu_optimizer_cls: SlotStepper = FusedAdam,
         param_update_in_fp32: bool = False,
         pin_cpu_grads: bool = True,
         pin_cpu_params: bool = True,
@@ -84,7 +84,7 @@ class HybridDeviceOptimizer(SlotOptimizer[PlacedExecutor]):
         how = OffloadedStep(cast(Place, offload_place), offload_mode)
         classes = how.classes(cpu_optimizer_cls, gpu_optimizer_cls)
         construction = sub_optimizer_kwargs or {}
-        is_ours = any(issubclass(cls, SlotOptimizer) for cls in classes.values())
+        is_ours = any(map(is_of_rule, classes.values()))
         remainders = bool({**kwargs, **construction}.get("store_param_remainders", False))
         copies = param_update_in_fp32 or is_ours
         executor = PlacedExecutor([], offload_fraction, how, copies, remainders)

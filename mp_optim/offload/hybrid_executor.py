@@ -44,10 +44,11 @@ from mp_optim.host.torch_types import is_dtensor
 from mp_optim.kernels.written_weights import WrittenWeights
 from mp_optim.offload.buckets import HostSlot, plan_offload
 from mp_optim.offload.grad_hooks import OwnGrads
-from mp_optim.offload.settings import HostStepSettings, OffloadedStep
+from mp_optim.offload.settings import HostStepSettings, OffloadedStep, SlotStepper
 from mp_optim.offload.state_file import StateFile
 from mp_optim.offload.stepper import Stepper
-from mp_optim.rules.rule_optimizer import SlotOptimizer, executor_of
+from mp_optim.rules.rule import Rule
+from mp_optim.rules.rule_optimizer import RuleOptimizer, SlotOptimizer, executor_of
 
 Outputs = Sequence[Tensor | None]
 """What receives each stepped value, if that is not what is stepped."""
@@ -285,6 +286,11 @@ def _share(param: Tensor) -> int:
 # -- what steps them ------------------------------------------------------------------------------
 
 
+def is_of_rule(stepper: SlotStepper) -> bool:
+    """Whether slots are stepped by a rule of this package."""
+    return isinstance(stepper, Rule) or issubclass(stepper, SlotOptimizer)
+
+
 class PlacedExecutor(Executor):
     """Steps a fraction of its slots from host memory, by whatever steps them there, and the rest
     where they lie.
@@ -320,7 +326,7 @@ class PlacedExecutor(Executor):
 
     def build(
         self,
-        classes: Mapping[Place, type[torch.optim.Optimizer]],
+        classes: Mapping[Place, SlotStepper],
         arguments: dict[str, Any],
         settings: HostStepSettings,
         share_settings: Callable[[], None],
@@ -328,7 +334,8 @@ class PlacedExecutor(Executor):
         """Place the slots of the first groups, and build what steps them.
 
         Args:
-            classes: of the optimizers of both places. arguments: for each of them.
+            classes: optimizer classes or rules of both places.
+            arguments: of the optimizer of each place.
             share_settings: makes the groups here and in the parts alike, as long as nothing wraps
                 the optimizer. It must not keep the optimizer alive.
         """
@@ -344,12 +351,13 @@ class PlacedExecutor(Executor):
         self.main_memory = placed.memory = Block(size, empty_host)
         indices = range(len(self.param_groups))
         for place, build in classes.items():
-            is_ours = issubclass(build, SlotOptimizer)
+            is_ours = is_of_rule(build)
             if is_ours and build is classes["device"] and self.executors:
                 self.executors[place] = self.executors["device"]
                 continue
             groups = [self._group_of(index, place, is_ours) for index in indices]
-            self.optimizers[place] = build(groups, **arguments)
+            make = partial(RuleOptimizer, build) if isinstance(build, Rule) else build
+            self.optimizers[place] = make(groups, **arguments)
             self.executors[place] = executor_of(self.optimizers[place])
             self._distinct.append(self.executors[place])
         self.writes_settings = any(executor.writes_settings for executor in self._distinct)

@@ -15,6 +15,7 @@ from mp_optim.core.executor import Executor, Place
 from mp_optim.host.transfer import Transfer
 from mp_optim.offload.state_file import StateFile
 from mp_optim.offload.timeline import StepTimeline
+from mp_optim.rules.rule import Rule
 from mp_optim.rules.rule_executor import RuleExecutor
 
 NamedParam = tuple[Slot, str, Tensor]
@@ -54,6 +55,10 @@ class HostStepSettings:
             raise ValueError(f"bucket_bytes={self.bucket_bytes}: must be at least 1")
 
 
+SlotStepper = type[torch.optim.Optimizer] | Rule
+"""A torch optimizer class, or a rule, which a :class:`RuleOptimizer` steps."""
+
+
 @dataclass(frozen=True)
 class OffloadedStep:
     """Where and when offloaded slots are stepped.
@@ -78,10 +83,8 @@ class OffloadedStep:
         """Whether anything is begun during backward."""
         return self.mode != "sync"
 
-    def classes(
-        self, host: type[torch.optim.Optimizer], device: type[torch.optim.Optimizer]
-    ) -> dict[Place, type[torch.optim.Optimizer]]:
-        """Return the optimizer class of the device, and the class of the offloaded slots."""
+    def classes(self, host: SlotStepper, device: SlotStepper) -> dict[Place, SlotStepper]:
+        """Return the optimizer class or rule of the device, and that of the offloaded slots."""
         return {"device": device, self.place: device if self.place == "streamed" else host}
 
     def check(

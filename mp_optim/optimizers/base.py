@@ -26,7 +26,7 @@ from mp_optim.core.state_dict import plain_groups
 from mp_optim.factory.build import inner_optimizer, set_up_host
 from mp_optim.factory.host_memory_check import check_host_memory
 from mp_optim.factory.offload_fraction import container_of, with_chosen_fraction
-from mp_optim.factory.rule_registry import CLASSES, construction_of, settings_of
+from mp_optim.factory.rule_registry import construction_of, rule_of, settings_of
 from mp_optim.host.calls import in_own_modes, warn
 from mp_optim.host.host_memory import same_values
 from mp_optim.kernels import check_serves
@@ -35,7 +35,7 @@ from mp_optim.mixed_precision import MegatronOptimizer, StepResult, WrappedOptim
 from mp_optim.mixed_precision.grad_scaler import ConstantGradScaler
 from mp_optim.optimizers.settings import config_of
 from mp_optim.process_groups.process_groups import ProcessGroups
-from mp_optim.rules.rule_optimizer import executor_of
+from mp_optim.rules.rule_optimizer import RuleOptimizer, executor_of
 
 _TRAINED = (torch.bfloat16, torch.float16, torch.float32, *FLOAT8_DTYPES)
 _FP16 = (
@@ -81,7 +81,7 @@ class StackOptimizer(WrappedOptimizer):
         self.process_groups = ProcessGroups()
         config = config_of(self.rule, settings, [*inspect.signature(type(self)).parameters][1:])
         given = {**construction_of(config), **RULES[self.rule].fixed, **defaults}
-        self._empty = CLASSES[self.rule]([{"params": []}], **given)
+        self._empty = RuleOptimizer(rule_of(config), [{"params": []}], **given)
         """The rule's optimizer without parameters, which checks settings."""
         self._of_rule = tuple(defaults)  # a wrapper (timm's Lookahead) adds its own
         # not WrappedOptimizer's, which builds at once what steps

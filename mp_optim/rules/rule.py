@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -133,6 +134,7 @@ class Rule(ABC):
             ``marks_changes``.
         needs_numbers: whether :meth:`apply` works with the multiplier itself, rather than hand it
             to a backend.
+        group_settings: settings of every group that are no hyperparameters, with their defaults.
     """
 
     name = "custom"
@@ -140,6 +142,7 @@ class Rule(ABC):
     marks_changes = False
     hands_weights = False
     needs_numbers = True
+    group_settings: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def kernels(self) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from mp_optim.config.rules import RULES
 from mp_optim.config.setting_checks import check_schedule
 from mp_optim.core import (
     CachedTensorList,
@@ -37,6 +38,8 @@ from mp_optim.host.host_memory import as_tensor
 from mp_optim.kernels.checksums import global_grad_norm
 from mp_optim.kernels.selection import warn_of_missing_kernels
 from mp_optim.kernels.state_format import StatePrecision
+from mp_optim.rules.elementwise import AdamRule, LionRule, SgdRule
+from mp_optim.rules.lamb import LambRule
 from mp_optim.rules.rule import Rule
 from mp_optim.rules.rule_executor import RuleExecutor
 
@@ -190,32 +193,51 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         return self.executor.metrics()
 
 
+NAMED_RULES: dict[str, Rule] = {
+    rule.name: rule for rule in (AdamRule(), LambRule(), LionRule(), SgdRule())
+}
+"""The rules of this room, by name."""
+
+
 class RuleOptimizer(SlotOptimizer[RuleExecutor]):
-    """Steps FP32 tensors, and bfloat16 ones beside remainders, by a rule of this package.
+    """Steps FP32 tensors, and bfloat16 ones with remainders, by a rule of this package.
 
     Args:
-        settings: hyperparameters, for groups that do not have their own.
+        rule: a name of :data:`NAMED_RULES`, or a rule, such as ``MuonRule("adam")``.
+        params: parameters, named parameters or groups.
+        lr: learning rate.
+        weight_decay: factor of the weight decay.
         backend: ``fused_backend`` of the config.
-        precision: fields of :class:`~mp_optim.kernels.state_format.StatePrecision`: how state is
-            stored; ``audit_rate`` and ``audit_action`` of the config may be among them.
+        **settings: hyperparameters of the rule, for groups that do not have their own (names and
+            defaults are in its row in :mod:`mp_optim.config.rules`); fields of
+            :class:`~mp_optim.kernels.state_format.StatePrecision`, such as ``exp_avg_dtype``; and
+            ``audit_rate`` and ``audit_action`` of the config.
 
     Raises:
         ValueError: the backend is not usable, has no kernels for the rule, or does not store state
             so.
+        TypeError: a setting is unknown.
     """
 
     def __init__(
         self,
-        rule: Rule,
+        rule: str | Rule,
         params: Iterable[Any],
-        settings: dict[str, Any],
-        backend: str,
-        precision: Mapping[str, Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        *,
+        backend: str = "auto",
+        **settings: Any,
     ) -> None:
-        kept = dict(precision)
+        if isinstance(rule, str):
+            rule = NAMED_RULES[rule]
+        defaults = {**RULES[rule.name].defaults, **rule.group_settings}
+        kept = {name: settings.pop(name) for name in settings.keys() - defaults.keys()}
         audit = kept.pop("audit_rate", 0.0), kept.pop("audit_action", "warn")
         executor = RuleExecutor([], rule, StatePrecision(**kept), backend, *audit)
-        super().__init__(params, settings, executor)
+        given = {"lr": lr, "weight_decay": weight_decay, **defaults, **settings}
+        super().__init__(params, given, executor)
+        executor.label = rule.name if type(self) is RuleOptimizer else type(self).__name__
         warn_of_missing_kernels(backend, rule.kernels, self.param_groups)
 
 

@@ -11,7 +11,7 @@ import torch
 from benchmarks.section import Section
 from benchmarks.timing import Timing, alternate
 from mp_optim.core import Slot, SlotUpdate
-from mp_optim.rules.elementwise import FusedLion
+from mp_optim.rules.rule_optimizer import RuleOptimizer
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Probe:
 def memory_limit(numel: int, rounds: int) -> tuple[Section, Probe]:
     """The ways that there are, and the fastest of them."""
     flat, other = torch.zeros(2 * numel), torch.zeros(numel)
-    lion = FusedLion([torch.zeros(numel)])
+    lion = RuleOptimizer("lion", [torch.zeros(numel)])
     update = [SlotUpdate(Slot(0, 0), other)]
     ways: dict[str, tuple[Callable[[], object], int]] = {
         "x *= c": (lambda: flat.mul_(1.0001), 2 * flat.nbytes),

@@ -32,7 +32,7 @@ from mp_optim.factory import get_optimizer as api
 from mp_optim.mixed_precision import MegatronGradScaler, MegatronOptimizer
 from mp_optim.offload import hybrid
 from mp_optim.process_groups.process_groups import ProcessGroups
-from mp_optim.rules.elementwise import FusedAdam
+from mp_optim.rules.fused import FusedAdam
 from mp_optim.zero import composite
 
 _HOME = "megatron.core.optimizer"

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.section import Section
 from lab.gpu.waiting import with_host_verdict
-from mp_optim import FusedAdam, FusedLAMB, OptimizerConfig, get_megatron_optimizer
+from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.core.quantized import quantize_weights
 from mp_optim.kernels import choose_backend, proof_of
 from mp_optim.kernels.triton import triton_backend
-from mp_optim.rules.elementwise import FusedLion
+from mp_optim.rules.rule_optimizer import RuleOptimizer
 
 STEPS = 50
 
@@ -118,13 +118,13 @@ def bits(device: torch.device, steps: int = STEPS) -> Section:
         section.rows[f"float8 weights: {steps} steps, fraction {fraction} as 0"] = {
             "same": float(same)
         }
-    for rule in (FusedAdam, FusedLAMB, FusedLion):
+    for rule in ("adam", "lamb", "lion"):
         for states, precision in _STATES.items():
             ours, theirs = (
                 _stream(rule, where, precision) for where in (device, torch.device("cpu"))
             )
             same = all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-            section.rows[f"{rule.__name__}, {states}: one stream of gradients, device as CPU"] = {
+            section.rows[f"{rule}, {states}: one stream of gradients, device as CPU"] = {
                 "same": float(same)
             }
     torch.use_deterministic_algorithms(False)
@@ -163,13 +163,13 @@ _STATES: dict[str, dict[str, Any]] = {
 }
 
 
-def _stream(rule: Any, device: torch.device, precision: dict[str, Any]) -> list[Tensor]:
+def _stream(rule: str, device: torch.device, precision: dict[str, Any]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     params = [
         nn.Parameter(torch.randn(size, generator=generator).to(device))
         for size in (1, 1000, 300_001)
     ]
-    optimizer = rule(params, lr=1e-2, weight_decay=0.1, **precision)
+    optimizer = RuleOptimizer(rule, params, lr=1e-2, weight_decay=0.1, **precision)
     for _ in range(20):
         for param in params:
             param.grad = torch.randn(param.shape, generator=generator).to(device)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from mp_optim import MegatronOptimizer, OptimizerConfig, checkpoint, get_megatron_optimizer
-from mp_optim.rules.whole_param import FusedLAMB
+from mp_optim.rules.fused import FusedLAMB
 
 STEPS = 4
 NAN_AT = 2

@@ -5,12 +5,13 @@ import torch
 from torch import nn
 
 from mp_optim.core.slot_state import AVERAGE
-from mp_optim.factory.rule_registry import CLASSES
+from mp_optim.muon.muon import MuonRule
+from mp_optim.rules.rule_optimizer import NAMED_RULES, RuleOptimizer
 from support.kernels import NEED_KERNELS, needs_kernels
 from support.models import same_bits
 
 BACKENDS = {
-    "reference": tuple(CLASSES),
+    "reference": (*NAMED_RULES, MuonRule()),
     "native": ("adam", "lamb", "sgd", "lion"),
     "torch": ("adam", "sgd"),
     "apex": ("adam", "lamb", "sgd"),
@@ -34,7 +35,7 @@ def test_every_rule_and_backend_keeps_to_the_formula_to_the_bit(backend, standin
             dtype = torch.bfloat16 if form else torch.float32
             params = [torch.randn(shape) for shape in ((37, 5), (2, 9001), (5, 4, 3))]
             params = [nn.Parameter(param.to(dtype)) for param in params]
-            optimizer = CLASSES[rule](params, lr=1e-2, backend=backend, ema_decay=0.9, **form)
+            optimizer = RuleOptimizer(rule, params, lr=1e-2, backend=backend, ema_decay=0.9, **form)
             expected = None
             for _ in range(3):
                 for param in params:
@@ -58,7 +59,8 @@ def test_averages_in_bfloat16_have_the_same_bits_by_native_kernels(form):
         torch.manual_seed(0)
         dtype = torch.bfloat16 if form else torch.float32
         params = [nn.Parameter(torch.randn(n).to(dtype)) for n in (100_003, 7, 8192)]
-        optimizer = CLASSES["adam"](
+        optimizer = RuleOptimizer(
+            "adam",
             params,
             lr=1e-2,
             backend=backend,

@@ -23,8 +23,7 @@ from mp_optim.kernels.kernel_args import TensorLists
 from mp_optim.kernels.native_library import native_library
 from mp_optim.kernels.reference import ReferenceBackend, step_with
 from mp_optim.kernels.self_test import Deviation
-from mp_optim.rules.elementwise import FusedAdam, FusedLion, FusedSGD
-from mp_optim.rules.whole_param import FusedLAMB
+from mp_optim.rules.rule_optimizer import RuleOptimizer
 
 NAMES = (
     *("reference", "native", "torch"),
@@ -179,11 +178,10 @@ def written(main: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("cls", [FusedAdam, FusedSGD, FusedLion, FusedLAMB])
+@pytest.mark.parametrize("rule", ["adam", "sgd", "lion", "lamb"])
 def test_backend_continues_from_weights_that_other_code_wrote(
-    candidate: Candidate, cls: Any, dtype: torch.dtype
+    candidate: Candidate, rule: str, dtype: torch.dtype
 ) -> None:
-    rule = cls.__name__.removeprefix("Fused").lower()
     if candidate.name != "reference" and not candidate.claims(rule):
         pytest.skip(f"{candidate.name} has no kernels for {rule}")
     sizes = INTERPRETED_SIZES if candidate.is_interpreted else SIZES
@@ -192,7 +190,7 @@ def test_backend_continues_from_weights_that_other_code_wrote(
     results = []
     for name, params in ((candidate.name, mains), ("reference", [merged for _, merged in pairs])):
         params = [nn.Parameter(param.clone()) for param in params]
-        optimizer = cls(params, lr=0.01, weight_decay=0.1, backend=name)
+        optimizer = RuleOptimizer(rule, params, 0.01, 0.1, backend=name)
         outputs = [weights.clone() for weights, _ in pairs]
         updates = [
             SlotUpdate(Slot(0, i), numbers(p.numel(), 9 + i, candidate.device), 0.5, outputs[i])
@@ -414,10 +412,7 @@ def test_gradients_that_are_not_finite_spread(candidate: Candidate, rule: str, b
     candidate.check(found)
 
 
-RULE_CLASSES = {"adam": FusedAdam, "lamb": FusedLAMB, "sgd": FusedSGD, "lion": FusedLion}
-
-
-@pytest.mark.parametrize("rule", RULE_CLASSES)
+@pytest.mark.parametrize("rule", ["adam", "lamb", "sgd", "lion"])
 def test_optimizers_with_strides_missing_gradients_and_outputs(
     candidate: Candidate, rule: str
 ) -> None:
@@ -426,8 +421,7 @@ def test_optimizers_with_strides_missing_gradients_and_outputs(
     if not candidate.claims(rule) and candidate.name != "torch":
         pytest.skip("refused at construction")
     results = []
-    cls: Any = RULE_CLASSES[rule]
-    extra = {"momentum": 0.9} if cls is FusedSGD else {}
+    extra = {"momentum": 0.9} if rule == "sgd" else {}
     for name in (candidate.name, "reference"):
         params = [
             numbers(120, 1, candidate.device).view(10, 12).t(),
@@ -441,7 +435,7 @@ def test_optimizers_with_strides_missing_gradients_and_outputs(
             None,
             torch.zeros(64, device=candidate.device, dtype=torch.bfloat16),
         ]
-        optimizer = cls(params, lr=0.01, weight_decay=0.1, backend=name, **extra)
+        optimizer = RuleOptimizer(rule, params, 0.01, 0.1, backend=name, **extra)
         before = params[1].clone()
         for step in range(2):
             grads = [

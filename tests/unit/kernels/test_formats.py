@@ -4,6 +4,7 @@ trap."""
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,8 +18,8 @@ from mp_optim.core import Slot, SlotUpdate
 from mp_optim.kernels import chunking as batching
 from mp_optim.kernels.codecs import SECOND, Noise, decode, encode_, join, split_
 from mp_optim.kernels.state_format import StatePrecision, moment_specs
-from mp_optim.rules.elementwise import FusedAdam, FusedLion, FusedSGD
-from mp_optim.rules.whole_param import FusedLAMB
+from mp_optim.rules.fused import FusedAdam
+from mp_optim.rules.rule_optimizer import RuleOptimizer
 from support import numpy_rules as oracle
 
 BLOCKED = [
@@ -282,7 +283,7 @@ def updates(mains: list[Tensor], step: int) -> list[SlotUpdate]:
     ]
 
 
-RULES = {"adam": FusedAdam, "lamb": FusedLAMB, "lion": FusedLion, "sgd": FusedSGD}
+RULES = {name: partial(RuleOptimizer, name) for name in ("adam", "lamb", "lion", "sgd")}
 PRECISIONS = [
     StatePrecision(torch.float16, torch.uint8, True),
     StatePrecision(torch.uint8, torch.bfloat16, True, 8),

@@ -35,8 +35,7 @@ from mp_optim.kernels.multi_tensor import (
 )
 from mp_optim.kernels.reference import ReferenceBackend, step_with
 from mp_optim.kernels.self_test import Deviation
-from mp_optim.rules.elementwise import FusedAdam
-from mp_optim.rules.whole_param import FusedLAMB
+from mp_optim.rules.fused import FusedAdam, FusedLAMB
 from support.standins import amp_c, te
 from support.standins.gpu import GPU, Gpu, SegmentationFaultError
 
@@ -251,12 +250,14 @@ def test_sgd_steps_bfloat16_too(standins: Gpu, name: str, grad: torch.dtype) -> 
 @each_library
 def test_first_step_of_a_momentum_buffer_is_per_parameter(standins: Gpu, name: str) -> None:
     """apex takes from the last parameter whether it is the first step of all."""
-    from mp_optim.rules.elementwise import FusedSGD
+    from mp_optim.rules.rule_optimizer import RuleOptimizer
 
     results = []
     for backend in (name, "reference"):
         params = [torch.ones(5), torch.ones(6)]
-        optimizer = FusedSGD(params, lr=0.1, momentum=0.9, dampening=0.5, backend=backend)
+        optimizer = RuleOptimizer(
+            "sgd", params, lr=0.1, momentum=0.9, dampening=0.5, backend=backend
+        )
         for slots in ([0], [0, 1]):
             optimizer.step_slots([SlotUpdate(Slot(0, i), torch.ones(5 + i)) for i in slots])
         results.append(torch.cat(params))

@@ -1,6 +1,7 @@
 """How the kernels read and write memory changes their time, never a bit."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -12,11 +13,10 @@ from mp_optim.kernels import native
 from mp_optim.kernels.checksums import global_grad_norm
 from mp_optim.kernels.native import MemoryAccess, get_access, set_access
 from mp_optim.kernels.native_library import NativeLibrary, native_library
-from mp_optim.rules.elementwise import FusedAdam, FusedLion, FusedSGD
-from mp_optim.rules.whole_param import FusedLAMB
+from mp_optim.rules.rule_optimizer import RuleOptimizer
 from support.launch import run
 
-RULES = {"adam": FusedAdam, "lamb": FusedLAMB, "lion": FusedLion, "sgd": FusedSGD}
+RULES = {name: partial(RuleOptimizer, name) for name in ("adam", "lamb", "lion", "sgd")}
 ACCESSES = st.builds(
     MemoryAccess,
     prefetch=st.integers(0, 5000),

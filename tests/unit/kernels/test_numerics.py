@@ -15,9 +15,8 @@ from mp_optim.core import Slot, SlotUpdate
 from mp_optim.kernels import choose_backend, sums
 from mp_optim.kernels import chunking as batching
 from mp_optim.kernels.sums import sum_of_squares
-from mp_optim.rules.elementwise import FusedAdam, FusedLion, FusedSGD
+from mp_optim.rules.fused import FusedAdam, FusedLAMB
 from mp_optim.rules.rule_optimizer import RuleOptimizer
-from mp_optim.rules.whole_param import FusedLAMB
 from support import numpy_rules as oracle
 
 # Units of lr, at lr = 1e-2 where an ulp of |p| < 4 is 2.4e-5: a hundred steps round p a hundred
@@ -102,7 +101,7 @@ def test_rules_with_two_moments_equal_numpy(cls: Any, extra: dict[str, Any]) -> 
 )
 def test_sgd_equals_numpy(extra: dict[str, Any]) -> None:
     mains = tensors(0)
-    optimizer = FusedSGD(mains, lr=0.1, weight_decay=0.01, **extra)
+    optimizer = RuleOptimizer("sgd", mains, lr=0.1, weight_decay=0.01, **extra)
     expected = [(p.numpy().copy(), np.zeros(p.shape, np.float32)) for p in mains]
     run(optimizer, 3)
     for step in range(3):
@@ -147,7 +146,7 @@ def test_adam_with_bfloat16_moments_equals_numpy() -> None:
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_lion_equals_numpy(decay: float) -> None:
     mains = tensors(0)
-    optimizer = FusedLion(mains, lr=0.01, weight_decay=decay)
+    optimizer = RuleOptimizer("lion", mains, lr=0.01, weight_decay=decay)
     expected = [(p.numpy().copy(), np.zeros(p.shape, np.float32)) for p in mains]
     run(optimizer, 3)
     for step in range(3):
@@ -178,7 +177,7 @@ def test_output_is_rounded_to_nearest_even_through_any_strides() -> None:
     before = main + 1.0
     output = torch.empty(2, 2, dtype=torch.bfloat16).t().copy_(before)
     grad = torch.ones(4, 2, dtype=torch.bfloat16)[::2]
-    FusedSGD([before], lr=1.0).step_slots([SlotUpdate(Slot(0, 0), grad, 1.0, output)])
+    RuleOptimizer("sgd", [before], lr=1.0).step_slots([SlotUpdate(Slot(0, 0), grad, 1.0, output)])
     assert output.tolist() == [[1.0, 1 + 2**-6], [2.0, -1.0]]
 
 

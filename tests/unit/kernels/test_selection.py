@@ -24,8 +24,8 @@ from mp_optim.kernels.reference import ReferenceBackend
 from mp_optim.kernels.self_test import SelfTest
 from mp_optim.kernels.triton.backend import TritonBackend
 from mp_optim.kernels.triton.kernels import rules as triton_rules
-from mp_optim.rules.elementwise import FusedAdam, FusedLion
-from mp_optim.rules.whole_param import FusedLAMB
+from mp_optim.rules.fused import FusedAdam, FusedLAMB
+from mp_optim.rules.rule_optimizer import RuleOptimizer
 from support.standins.gpu import Gpu
 
 CPU = torch.device("cpu")
@@ -335,7 +335,7 @@ def test_rules_refuse_what_the_config_would(standins: Gpu) -> None:
     with pytest.raises(
         ValueError, match="fused_backend='apex': has no kernels for optimizer='lion'"
     ):
-        FusedLion([torch.zeros(3)], backend="apex")
+        RuleOptimizer("lion", [torch.zeros(3)], backend="apex")
     with pytest.raises(ValueError, match="exp_avg_dtype="):
         FusedAdam([torch.zeros(3)], backend="apex", exp_avg_dtype=torch.bfloat16)
 

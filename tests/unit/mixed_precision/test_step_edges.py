@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mp_optim import HybridDeviceOptimizer, get_megatron_optimizer
-from mp_optim.rules.elementwise import FusedAdam
+from mp_optim.rules.fused import FusedAdam
 from support.models import config_for, same_bits
 
 each_backend = pytest.mark.parametrize(

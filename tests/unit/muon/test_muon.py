@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from mp_optim.config.rules import COEFFICIENT_TYPES, coefficients, scale_factor
-from mp_optim.muon.muon import FusedMuon
+from mp_optim.muon.muon import MuonRule
 from mp_optim.muon.newton_schulz import iterate, orthogonalize_each
+from mp_optim.rules.rule_optimizer import RuleOptimizer
 
 SHAPES = [(64, 128), (128, 48), (32, 32), (300, 7), (1, 5), (5, 1)]
 SIMPLE = {"coefficient_type": "simple", "scale_mode": "shape_scaling"}
@@ -30,7 +31,9 @@ def random(*shape, seed=0):
 def stepped(value, grads, **settings):
     """A parameter after steps, and its optimizer."""
     param = nn.Parameter(value.clone())
-    optimizer = FusedMuon([param], **{"lr": 0.02, "weight_decay": 0.1, **SIMPLE, **settings})
+    optimizer = RuleOptimizer(
+        MuonRule(), [param], **{"lr": 0.02, "weight_decay": 0.1, **SIMPLE, **settings}
+    )
     for grad in grads:
         param.grad = grad.clone()
         optimizer.step()
@@ -185,7 +188,7 @@ def test_state_dict_round_trips():
     expected, _ = stepped(random(2, 6, 4), grads, nesterov=True)
     half, optimizer = stepped(random(2, 6, 4), grads[:2], nesterov=True)
     param = nn.Parameter(half.clone())
-    other = FusedMuon([param], lr=1.0)
+    other = RuleOptimizer(MuonRule(), [param], lr=1.0)
     other.load_state_dict(optimizer.state_dict())
     assert other.param_groups[0]["nesterov"] is True
     for grad in grads[2:]:
@@ -196,8 +199,11 @@ def test_state_dict_round_trips():
 
 def test_groups_choose_adam_for_what_is_no_matrix():
     matrix, vector = nn.Parameter(random(4, 4)), nn.Parameter(random(4))
-    optimizer = FusedMuon(
-        [{"params": [matrix]}, {"params": [vector], "optimizer": "adam"}], lr=1e-2, weight_decay=0.0
+    optimizer = RuleOptimizer(
+        MuonRule(),
+        [{"params": [matrix]}, {"params": [vector], "optimizer": "adam"}],
+        lr=1e-2,
+        weight_decay=0.0,
     )
     twin = nn.Parameter(vector.detach().clone())
     adam = torch.optim.Adam([twin], lr=1e-2)
@@ -229,14 +235,16 @@ def test_groups_choose_adam_for_what_is_no_matrix():
 )
 def test_a_bad_setting_is_named(settings, reason):
     with pytest.raises(ValueError, match=reason):
-        FusedMuon([{"params": [nn.Parameter(random(2, 2))], **settings}])
+        RuleOptimizer(MuonRule(), [{"params": [nn.Parameter(random(2, 2))], **settings}])
 
 
 def test_a_vector_is_refused_by_name():
     with pytest.raises(ValueError, match=r"bias has shape \(3,\): muon steps matrices"):
-        FusedMuon([("weight", nn.Parameter(random(3, 3))), ("bias", nn.Parameter(random(3)))])
+        RuleOptimizer(
+            MuonRule(), [("weight", nn.Parameter(random(3, 3))), ("bias", nn.Parameter(random(3)))]
+        )
     with pytest.raises(ValueError, match="scalar_optimizer='sgd'"):
-        FusedMuon([nn.Parameter(random(2, 2))], scalar_optimizer="sgd")
+        MuonRule("sgd")
 
 
 @pytest.mark.parametrize(
@@ -274,8 +282,8 @@ def test_empty_matrices_are_stepped(shape, parts):
     """They count the step, decay nothing, and leave the others alone."""
     empty, other = nn.Parameter(torch.zeros(shape)), nn.Parameter(random(8, 8))
     alone = nn.Parameter(random(8, 8))
-    both = FusedMuon([empty, other], lr=0.1, qkv_split_shapes=parts)
-    one = FusedMuon([alone], lr=0.1, qkv_split_shapes=parts)
+    both = RuleOptimizer(MuonRule(), [empty, other], lr=0.1, qkv_split_shapes=parts)
+    one = RuleOptimizer(MuonRule(), [alone], lr=0.1, qkv_split_shapes=parts)
     empty.grad, other.grad, alone.grad = (
         torch.zeros(shape),
         random(8, 8, seed=3),

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mp_optim.muon.muon import FusedMuon
+from mp_optim.muon.muon import MuonRule
+from mp_optim.rules.rule_optimizer import RuleOptimizer
 
 SHAPES = [(64, 128), (128, 64), (48, 48), (37, 91), (300, 91), (256, 16), (1, 9), (9, 1)]
 
@@ -27,7 +28,7 @@ def random(shape: tuple[int, ...], seed: int) -> Tensor:
 def stepped(shapes, places, **settings) -> list[Tensor]:
     """Parameters after two steps; their values and gradients depend on their places alone."""
     params = [nn.Parameter(random(s, at)) for s, at in zip(shapes, places, strict=True)]
-    optimizer = FusedMuon(params, lr=0.1, nesterov=True, **settings)
+    optimizer = RuleOptimizer(MuonRule(), params, lr=0.1, nesterov=True, **settings)
     for step in range(1, 3):
         for param, at in zip(params, places, strict=True):
             param.grad = random(tuple(param.shape), 1000 * step + at)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from mp_optim.config.rules import COEFFICIENT_TYPES, coefficients
-from mp_optim.muon.muon import FusedMuon
+from mp_optim.muon.muon import MuonRule
 from mp_optim.muon.newton_schulz import orthogonalize_each
+from mp_optim.rules.rule_optimizer import RuleOptimizer
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,7 @@ def test_a_gram_does_not_depend_on_what_is_stepped_beside_it():
 
 def stepped(value: Tensor, grads: list[Tensor], **settings) -> Tensor:
     param = nn.Parameter(value.clone())
-    optimizer = FusedMuon([param], lr=0.02, weight_decay=0.1, **settings)
+    optimizer = RuleOptimizer(MuonRule(), [param], lr=0.02, weight_decay=0.1, **settings)
     for grad in grads:
         param.grad = grad.clone()
         optimizer.step()

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from mp_optim.core import Slot, SlotUpdate
 from mp_optim.kernels.native_library import native_library
 from mp_optim.kernels.triton import triton_backend
-from mp_optim.muon.muon import FusedMuon
+from mp_optim.muon.muon import MuonRule
+from mp_optim.rules.rule_optimizer import RuleOptimizer
 from support.kernels import needs_kernels
 
 MOMENTA = ["float32", "bfloat16", "float16", "uint8"]
@@ -61,7 +62,8 @@ def stepped(backend: str, form: dict[str, Any], grads: torch.dtype) -> list[Tens
         nn.Parameter(values(shape, at, dtype).to(device)) for at, shape in enumerate(form["shapes"])
     ]
     outputs = [torch.zeros_like(param, dtype=form["output"]) for param in params]
-    optimizer = FusedMuon(
+    optimizer = RuleOptimizer(
+        MuonRule(),
         [(f"p{at}", param) for at, param in enumerate(params)],
         lr=0.02,
         weight_decay=form["decay"],
@@ -171,7 +173,7 @@ def test_the_momentum_is_numpys_in_fp64(momentum: float) -> None:
     scale = torch.logspace(-6, 6, 64)
     grads = [values(shape, 1, torch.float32) * scale, values(shape, 2, torch.float32)]
     param = nn.Parameter(torch.zeros(shape))
-    optimizer = FusedMuon([param], momentum=momentum, backend="native")
+    optimizer = RuleOptimizer(MuonRule(), [param], momentum=momentum, backend="native")
     expected = np.zeros(shape, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         for grad in grads:

@@ -11,7 +11,8 @@ from torch import nn
 import mp_optim
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.config.rules import coefficients, scale_factor
-from mp_optim.muon.muon import FusedMuon
+from mp_optim.muon.muon import MuonRule
+from mp_optim.rules.rule_optimizer import RuleOptimizer
 from support import numpy_rules
 
 SETTINGS = {"lr": 0.1, "weight_decay": 0.0, "fp32_matmul_prec": "highest"}
@@ -27,7 +28,7 @@ def random(*shape, seed=0):
 
 def stepped(value, grads, **settings):
     param = nn.Parameter(value.clone())
-    optimizer = FusedMuon([param], **{**NORMUON, **settings})
+    optimizer = RuleOptimizer(MuonRule(), [param], **{**NORMUON, **settings})
     for grad in grads:
         param.grad = grad.clone()
         optimizer.step()
@@ -137,7 +138,7 @@ def test_cautious_updates_keep_of_it_what_goes_the_way_of_the_gradient():
 )
 def test_refused_by_name(settings, says):
     with pytest.raises(ValueError, match=re.escape(says)):
-        FusedMuon([nn.Parameter(torch.zeros(2, 3))], **{**NORMUON, **settings})
+        RuleOptimizer(MuonRule(), [nn.Parameter(torch.zeros(2, 3))], **{**NORMUON, **settings})
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_fields_are_refused_by_name(fields, says):
 
 def test_turned_on_after_steps_it_is_refused_until_the_group_begins_anew():
     param = nn.Parameter(random(4, 6))
-    optimizer = FusedMuon([param], **SETTINGS)
+    optimizer = RuleOptimizer(MuonRule(), [param], **SETTINGS)
     param.grad = random(4, 6, seed=1)
     optimizer.step()
     optimizer.param_groups[0] |= {"moment2_method": "normuon", "beta2": 0.9}

@@ -14,11 +14,11 @@ from torch import nn
 
 import mp_optim
 from mp_optim.config.rules import KERNEL_RULES, RULES
-from mp_optim.factory.rule_registry import CLASSES
 from mp_optim.kernels import choose_backend
 from mp_optim.kernels.element_rules import RULE_SCALARS, LionScalars
 from mp_optim.kernels.kernel_args import TensorLists
 from mp_optim.kernels.reference import ReferenceBackend, step_with
+from mp_optim.rules.rule_optimizer import RuleOptimizer
 from support.numpy_rules import Array, F, adam, lion
 from support.triton_cases import GROUP, KEYS, Case, lists_of
 
@@ -190,7 +190,7 @@ def test_cautious_steps_are_longer_by_the_share_that_is_left() -> None:
 def test_rules_without_refuse_the_field_and_the_setting(rule: str) -> None:
     with pytest.raises(ValueError, match=r"^caution=True: has no effect with optimizer="):
         mp_optim.OptimizerConfig(optimizer=rule, lr=1e-3, caution=True)
-    optimizer = CLASSES[rule]([nn.Parameter(torch.ones(3))])
+    optimizer = RuleOptimizer(rule, [nn.Parameter(torch.ones(3))])
     optimizer.param_groups[0]["caution"] = True
     optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
     with pytest.raises(ValueError, match=rf"caution=True: {rule} has none"):

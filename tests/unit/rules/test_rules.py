@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from mp_optim.kernels import choose_backend
-from mp_optim.rules.elementwise import FusedAdam, FusedSGD
-from mp_optim.rules.whole_param import FusedLAMB
+from mp_optim.rules.fused import FusedAdam, FusedLAMB
+from mp_optim.rules.rule_optimizer import RuleOptimizer
 
 LR = 1e-2
 
@@ -81,7 +81,7 @@ def test_unknown_backend_and_bad_settings_are_named():
         with pytest.raises(ValueError, match=next(iter(settings))):
             FusedAdam([nn.Parameter(torch.ones(1))], **settings)
     with pytest.raises(ValueError, match="nesterov"):
-        FusedSGD([nn.Parameter(torch.ones(1))], nesterov=True)
+        RuleOptimizer("sgd", [nn.Parameter(torch.ones(1))], nesterov=True)
 
 
 def test_standalone_needs_fp32_dense_gradients():

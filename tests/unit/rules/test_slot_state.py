@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from mp_optim.core import Slot, SlotUpdate, SlotUpdates
 from mp_optim.host import host_memory
-from mp_optim.rules.elementwise import FusedAdam, FusedSGD
-from mp_optim.rules.rule_optimizer import ForeignExecutor, executor_of
-from mp_optim.rules.whole_param import FusedLAMB
+from mp_optim.rules.fused import FusedAdam, FusedLAMB
+from mp_optim.rules.rule_optimizer import ForeignExecutor, RuleOptimizer, executor_of
 
 A, B = Slot(0, 0), Slot(0, 1)
 
@@ -71,7 +70,7 @@ def test_step_evaluates_the_closure_once_and_skips_missing_gradients() -> None:
         loss.backward()
         return loss
 
-    assert FusedSGD([used, unused], lr=0.5).step(closure).item() == 4.0
+    assert RuleOptimizer("sgd", [used, unused], lr=0.5).step(closure).item() == 4.0
     assert calls == [True] and used.tolist() == [0.0, 0.0] and unused.tolist() == [1.0, 1.0]
 
 
@@ -79,7 +78,7 @@ def test_sparse_gradients_are_refused_before_anything_moves() -> None:
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     params[0].grad, params[1].grad = torch.ones(2), torch.ones(2).to_sparse()
     with pytest.raises(TypeError, match=r"group0\.param1"):
-        FusedSGD(params).step()
+        RuleOptimizer("sgd", params).step()
     assert params[0].tolist() == [1.0, 1.0]
 
 

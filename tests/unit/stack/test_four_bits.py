@@ -11,7 +11,7 @@ import torch
 from mp_optim import HybridDeviceOptimizer, OptimizerConfig, checkpoint
 from mp_optim.config.state_forms import UINT4
 from mp_optim.core import Slot
-from mp_optim.rules.elementwise import FusedAdam
+from mp_optim.rules.fused import FusedAdam
 from support.models import build, same_bits, train
 
 FORM = "bf16-4bit"

@@ -66,7 +66,7 @@ def test_work_begun_during_backward_orthogonalises_whole_matrices(ranks, shape):
         assert all(torch.equal(value, overlap[name]) for name, value in sync.items())
         refused = rank["early"]["speculative", shape]
         assert (
-            "offload_mode='speculative': FusedMuon steps up.weight" in refused
+            "offload_mode='speculative': muon steps up.weight" in refused
             and "use 'overlap'" in refused
         )
 

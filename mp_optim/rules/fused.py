@@ -1,46 +1,52 @@
-"""LAMB, which scales a whole parameter's update: You et al. 2020, with apex's settings. Formulas:
-docs/numerics.md."""
+"""FusedAdam and FusedLAMB: apex's names and arguments for two rules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from mp_optim.core import SlotUpdate
-from mp_optim.kernels import Backend
-from mp_optim.kernels.kernel_args import LambScalars, fp32
-from mp_optim.kernels.sums import reduce_rows
-from mp_optim.rules.rule import Launch, Rule, Settings
 from mp_optim.rules.rule_optimizer import RuleOptimizer
 
 
-class LambRule(Rule):
-    """LAMB. The trust ratio is per parameter: nothing crosses devices, and for a sharded parameter
-    one small tensor of sums is reduced."""
+class FusedAdam(RuleOptimizer):
+    """Adam over FP32 tensors on any device, in one pass per batch.
 
-    name = "lamb"
-    clips = True
-    needs_numbers = False
+    With ``betas[0]`` at 0 it keeps no first moment, which would be the gradient.
 
-    def is_collective(self, group: Settings, update: SlotUpdate) -> bool:
-        return bool(update.shard_groups)
+    Args:
+        params: FP32 parameters, named parameters or groups.
+        adam_w_mode: decoupled weight decay; False adds ``weight_decay * p`` to the gradient.
+        caution: see ``OptimizerConfig.caution``.
+        cautious_wd: see ``OptimizerConfig.cautious_wd``.
+        backend: see ``OptimizerConfig.fused_backend``.
+        **precision: fields of :class:`~mp_optim.kernels.state_format.StatePrecision`, such as
+            ``exp_avg_dtype``.
+    """
 
-    def effective_multiplier(self, group: Settings, multiplier: float, grad_norm: float) -> float:
-        limit = group["max_grad_norm"]
-        if not limit or grad_norm <= limit:
-            return multiplier
-        return fp32(multiplier * limit / grad_norm)
-
-    def apply(self, launch: Launch, backend: Backend) -> None:
-        lists, multiplier = launch.lists, launch.factor
-        scalars = LambScalars.at(launch.settings, launch.step)
-        shard_groups = launch.updates.shard_groups
-        if any(shard_groups):
-            sums = backend.lamb_moments(lists, scalars, multiplier)
-            reduce_rows(sums, shard_groups, "adding up LAMB's norms")
-            backend.lamb_finish(lists, scalars, sums, multiplier)
-        else:
-            backend.lamb(lists, scalars, multiplier)
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        caution: bool = False,
+        cautious_wd: bool = False,
+        backend: str = "auto",
+        **precision: Any,
+    ) -> None:
+        settings = {
+            "betas": betas,
+            "eps": eps,
+            "bias_correction": bias_correction,
+            "adam_w_mode": adam_w_mode,
+            "caution": caution,
+            "cautious_wd": cautious_wd,
+        }
+        super().__init__("adam", params, lr, weight_decay, backend=backend, **settings, **precision)
 
 
 class FusedLAMB(RuleOptimizer):
@@ -75,8 +81,6 @@ class FusedLAMB(RuleOptimizer):
         **precision: Any,
     ) -> None:
         settings = {
-            "lr": lr,
-            "weight_decay": weight_decay,
             "betas": betas,
             "eps": eps,
             "bias_correction": bias_correction,
@@ -85,4 +89,4 @@ class FusedLAMB(RuleOptimizer):
             "use_nvlamb": use_nvlamb,
             "grad_averaging": grad_averaging,
         }
-        super().__init__(LambRule(), params, settings, backend, precision)
+        super().__init__("lamb", params, lr, weight_decay, backend=backend, **settings, **precision)
