@@ -30,6 +30,6 @@ echo "== pytest"
 python -m pytest -n auto -m "not slow" --durations=40
 echo "== the package as it is released"
 wait "$smoke" && cat "$log" || { cat "$log"; exit 1; }
-# Again without the native kernels: all tests that step something and do not choose level or backend themselves. The
-# other levels of this CPU, what is marked slow, and coverage are for the night (python tests/lab nightly).
-python tests/lab levels off
+# Again without the native kernels: the tests of code that branches there. All tests that step something, the other levels
+# of this CPU, what is marked slow, and coverage are for the night (python tests/lab nightly).
+python tests/lab levels off --branches

@@ -27,6 +27,14 @@ TESTS = (
     "tests/unit/stack/test_placement_invariance.py",
     "tests/unit/stack/test_upstream_defects.py",
 )
+BRANCHES = (
+    "tests/unit/kernels/test_selection.py",
+    "tests/unit/rules/test_audit.py",
+    *("tests/unit/mixed_precision/test_step.py", "tests/unit/stack/test_contract.py"),
+    "tests/unit/stack/test_placement_invariance.py",
+)
+"""Tests of code that branches where there is no native library. In all others ``reference``, which
+the suite compares with the native kernels bit for bit, takes the same steps."""
 CHOOSE_THEMSELVES = (
     *("native", "sanitizers", "triton", "conformance", "guards", "memory_access"),
     *("muon_passes", "muon_batches"),
@@ -47,6 +55,8 @@ class Options:
     levels: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Those of `off`, `avx2`, `avx512` and `neon` that are to be run; one that this CPU
     does not have is left out. All if none is given."""
+    branches: bool = False
+    """Only the tests of code that branches where there is no native library."""
     processes: str = "auto"
     """Processes of pytest."""
 
@@ -69,7 +79,8 @@ def main(options: Options) -> int:
         unchanged = CHOOSE_THEMSELVES + (NAME_BACKENDS if level == "off" else ())
         ignored = [f"--ignore-glob=tests/unit/*/test_{name}.py" for name in unchanged]
         variables = environment(MP_OPTIM_NATIVE=level)
-        if subprocess.run([*command, *TESTS, *ignored], cwd=ROOT, env=variables).returncode:
+        tests = BRANCHES if options.branches else TESTS
+        if subprocess.run([*command, *tests, *ignored], cwd=ROOT, env=variables).returncode:
             failed.append(level)
     if failed:
         print(f"failed: {', '.join(failed)}")

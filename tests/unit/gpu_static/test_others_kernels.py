@@ -14,7 +14,9 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton's assembler is for Linux")
 
 
-@pytest.mark.parametrize("arch", ["80", "90", "100", "120"])
+@pytest.mark.parametrize(
+    "arch", ["90", *(pytest.param(a, marks=pytest.mark.slow) for a in ("80", "100", "120"))]
+)
 def test_others_kernels_do_what_they_do_in_torch(arch: str, tmp_path: Path) -> None:
     printed = run("-m", "support.workers.ptx_tutorials", arch, TRITON_CACHE_DIR=str(tmp_path))
     found = json.loads(printed)

@@ -48,7 +48,7 @@ def test_missing_kernels_are_said_once_at_construction(without_compiler: Path, h
     assert said.count("there are no native kernels") == 1
     assert said.startswith("<string>"), "the warning points at the caller's line"
     assert "without a C++ compiler" in said and "five to six times as long" in said
-    assert "Install a wheel" in said and "MP_OPTIM_NATIVE=off" in said
+    assert "install a wheel" in said and "MP_OPTIM_NATIVE=off" in said
 
 
 def test_who_asks_for_torch_operations_is_not_warned(without_compiler: Path) -> None:

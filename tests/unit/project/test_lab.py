@@ -24,6 +24,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert left.value.code == 2
 
 
+@pytest.mark.slow
 def test_a_night_runs_its_machines_with_one_seed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,7 +54,7 @@ def test_a_machine_that_fails_ends_alone_and_fails_the_night(
 
 def test_what_a_night_and_the_levels_run_exists() -> None:
     unchanged = levels.CHOOSE_THEMSELVES + levels.NAME_BACKENDS
-    named = [*nightly.KILL_TESTS, *levels.TESTS]
+    named = [*nightly.KILL_TESTS, *levels.TESTS, *levels.BRANCHES]
     assert all(list(ROOT.glob(f"tests/unit/*/test_{name}.py")) for name in unchanged)
     assert [name for name in named if not (ROOT / name).exists()] == []
     machines = nightly.machines(nightly.Options(seed=1))

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections import Counter
 
+import pytest
+
 from support.launch import ROOT
 
 SOURCE = '''\
@@ -144,6 +146,7 @@ def test_another_process_that_it_forks():
 """
 
 
+@pytest.mark.slow
 def test_faults_are_noticed_or_survive(tmp_path):
     """A package in which it is known what no test sees; one fault is in what another process
     runs, and one in what a process runs that is forked from one of an earlier test."""
