@@ -11,7 +11,7 @@ import torch
 from benchmarks import megatron
 from end_to_end.rows import Columns, NotInstalledError, Part, Row, Sizes
 from lab.gpu import speed
-from lab.gpu.opponents import Opponent
+from lab.gpu.opponents import megatron_core
 
 ADAMS = {"torch": (), "apex": ("apex",), "Transformer Engine": ("transformer_engine",)}
 """Module that Megatron takes each Adam from. It prefers the last that is installed."""
@@ -47,20 +47,10 @@ def compare(*, device: torch.device, adam: str, wide: bool, params: int, rounds:
                 raise NotInstalledError(module)
     if importlib.util.find_spec("megatron") is None:
         raise NotInstalledError("megatron-core")
-    opponent = Opponent(
-        "Megatron-core",
-        wide,
-        lambda tensors: megatron.megatron_step(
-            tensors,
-            [
-                torch.full_like(each, 1e-3, dtype=torch.float32 if wide else torch.bfloat16)
-                for each in tensors
-            ],
-            fused=True,
-        ),
-    )
     rate = speed.Rate(device)
-    section = speed.steps(rate, params, rounds, [opponent])
+    section = speed.steps(rate, params, rounds, [megatron_core(wide)])
+    if section.missing:
+        raise NotInstalledError("; ".join(section.missing.values()))
     found: Columns = {"adam": megatron.adam()}
     for label, row in section.rows.items():
         key = ("queued" if label.endswith("other work") else "alone", label.startswith("Mega"))

@@ -35,19 +35,26 @@ class Opponent(NamedTuple):
 
 
 def opponents() -> Iterator[Opponent]:
-    """Yield every opponent; building one raises ImportError if its library is not installed."""
+    """Yield the sequence with each Adam; building one raises ImportError without its library."""
     for adam in ADAMS:
         name = f"{SEQUENCE}: upcast, norm, clip, {adam}, downcast"
         yield Opponent(name, False, lambda params, a=adam: UnfusedSequence(params, a).step)
-    for dtype in (torch.bfloat16, torch.float32):
-        said = "bf16" if dtype == torch.bfloat16 else "FP32"
-        yield Opponent(
-            f"Megatron-core with {megatron.adam()}, {said} main_grad",
-            dtype == torch.float32,
-            lambda params, d=dtype: megatron.megatron_step(
-                params, [torch.full_like(param, 1e-3, dtype=d) for param in params], fused=True
-            ),
-        )
+
+
+def megatron_core(wide: bool) -> Opponent:
+    """Return Megatron-core's own optimizer, with the Adam that it finds.
+
+    Args:
+        wide: True for FP32 ``main_grad``, False for bf16.
+    """
+    dtype = torch.float32 if wide else torch.bfloat16
+    return Opponent(
+        f"Megatron-core with {megatron.adam()}, {'FP32' if wide else 'bf16'} main_grad",
+        wide,
+        lambda params: megatron.megatron_step(
+            params, [torch.full_like(param, 1e-3, dtype=dtype) for param in params], fused=True
+        ),
+    )
 
 
 def _adam(name: str, params: list[Tensor]) -> torch.optim.Optimizer:

@@ -62,7 +62,7 @@ PARTS = {
     "syncs": Part("a step does not wait for the device", "run:syncs"),
     "rates": Part("rates of copies, the limit of the rows below", "run:rates"),
     "kernels": Part("the kernels against apex, Transformer Engine, torch", "run:kernels"),
-    "steps": Part("the full step against an unfused sequence and Megatron-core", "run:steps"),
+    "steps": Part("the full step against an unfused sequence", "run:steps"),
     "hybrid": Part("steps at offload fractions, bytes over the bus", "run:hybrids"),
     "places": Part(
         "state on the host, streamed, or both, against the model", "run:places_of_state"

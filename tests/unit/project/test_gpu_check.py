@@ -73,10 +73,10 @@ def test_every_opponent_of_the_step_trains_as_ours(monkeypatch: pytest.MonkeyPat
 
         return opponent._replace(build=build)
 
-    monkeypatch.setattr(speed, "opponents", lambda: map(keep, opponents.opponents()))
+    cores = map(opponents.megatron_core, (False, True))
     rate = speed.Rate(torch.device("cpu"))
     rate.limit = 1e10
-    section = speed.steps(rate, 1000, 1)
+    section = speed.steps(rate, 1000, 1, map(keep, [*opponents.opponents(), *cores]))
     assert section.missing == {} and len(section.rows) == 4 * len(trained) == 20
     ours = [name for name in section.rows if name.startswith("mp_optim")]
     assert all(section.rows[name]["times_ours"] == 1.0 for name in ours) and len(ours) == 10
