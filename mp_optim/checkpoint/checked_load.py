@@ -324,7 +324,7 @@ def _copies_of(
         return set()
     copies = set()
     for name, slot in slots_by_name(models, optimizer, parallel).items():
-        for key in optimizer.state_of(slot).in_blocks():
+        for key in optimizer.state_of(slot).coded():
             if entry_name(scale_key(key), name) not in tensors:
                 copies.add(entry_name(key, name))
     return copies

@@ -267,7 +267,7 @@ def refused(
         return {}
     why_of: dict[str, str] = {}
     for name, slot in slots_by_name(models, optimizer, parallel).items():
-        if why := optimizer.state_of(slot).refusal():
+        if why := optimizer.state_of(slot).layout.refusal:
             why_of[name] = why
     found = {name: key_and_fqn(name)[1] for name in saved} if why_of else {}
     return {name: why_of[fqn] for name, fqn in found.items() if fqn in why_of}

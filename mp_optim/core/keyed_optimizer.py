@@ -231,7 +231,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             self,
             self.slot_name(slot),
             state.coded(),
-            lambda key, leaf: state.laid_out({key: leaf})[key],
+            lambda key, leaf: state.layout.show({key: leaf})[key],
             scale_key,
         )
         saved = state.shown()  # its keys are those of a state dict, as torch's functions expect

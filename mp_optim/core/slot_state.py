@@ -2,14 +2,15 @@
 
 Every optimizer of a stack gives a :class:`SlotState` for each slot, and does so by one method. The
 executor that steps the slot keeps the tensors. A precision wrapper puts one object around them
-(``ParamState``), which shows them beside the main param, and through a ``View`` as DTensors or as a
-shard.
+(``ParamState``), which shows them next to the main param, in a :class:`StateLayout`: as DTensors or
+as a shard.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,9 +59,48 @@ def without_keys(state: State, keys: Iterable[str]) -> State:
     return {key: value for key, value in state.items() if key not in gone}
 
 
+def local_state(state: State) -> State:
+    """Return a state with the local part of each DTensor."""
+    return {
+        key: local_tensor(value) if isinstance(value, Tensor) else value
+        for key, value in state.items()
+    }
+
+
+def _ignore_write() -> None:
+    """Do nothing after a write to the model's parameter."""
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """How callers see the state that this rank keeps of one parameter.
+
+    Attributes:
+        show: returns kept state in the callers' layout: DTensors, or parts of a whole parameter.
+        take: returns shown or saved state as this rank keeps it; its argument stays unchanged.
+        is_as_stored: whether state is shown as it is stored: in blocks, and of any shape.
+        is_whole: whether a checksum of the whole parameter is a checksum of this rank's part.
+        refusal: reason why no saved state is taken; empty if some is.
+        written: called when the model's parameter took another value.
+    """
+
+    show: Callable[[State], State] = dict
+    take: Callable[[State], State] = dict
+    is_as_stored: bool = True
+    is_whole: bool = True
+    refusal: str = ""
+    written: Callable[[], None] = _ignore_write
+
+
 class SlotState(ABC):
     """One slot's state as one layer shows it. Made for one use: the optimizer gives another when it
-    is asked again."""
+    is asked again.
+
+    Attributes:
+        layout: how callers see this state.
+    """
+
+    layout = StateLayout()
 
     @abstractmethod
     def tensors(self) -> State:
@@ -77,10 +117,6 @@ class SlotState(ABC):
         these."""
         return self.tensors()
 
-    def as_kept(self, shown: State) -> State:
-        """State as it is shown, as this rank keeps it: of a DTensor its local part."""
-        return shown
-
     def full_precision(self) -> State:
         """The state with everything in FP32, copied where it is stored in fewer bits."""
         return self.tensors()
@@ -93,22 +129,10 @@ class SlotState(ABC):
         """Whether nothing is allocated yet, and whatever was saved would be taken as it is."""
         return False
 
-    def refusal(self) -> str:
-        """Why no saved state is taken here, whatever it is; empty if some is."""
-        return ""
-
     def coded(self) -> dict[str, Coded]:
-        """State that is stored in blocks, by key."""
+        """Return the state that is stored in blocks, by key. A layer that shows no scales for a key
+        shows an FP32 copy, and a value that is loaded for it may be refused."""
         return {}
-
-    def in_blocks(self) -> set[str]:
-        """Keys of what is stored in blocks. A layer that shows no scales for them shows FP32 copies
-        of them, and what is loaded for those may be refused."""
-        return set(self.coded())
-
-    def laid_out(self, state: State) -> State:
-        """State that this rank keeps, in the layout that callers see: of a DTensor a DTensor."""
-        return state
 
     def is_lone(self) -> bool:
         """Whether what is stepped are 16 bits that are all there is of a main param."""

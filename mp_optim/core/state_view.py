@@ -301,7 +301,7 @@ class Assignment:
         if whole and self._is_saved_form(given):
             self._values = given  # in a form that can be converted; or the check tells what is not
         else:
-            for key, value in state.as_kept(given).items():
+            for key, value in state.layout.take(given).items():
                 self._take(key, value, given[key])
             scales = set(map(scale_key, self._coded.keys() & self._values.keys()))
             self._values = without_keys(self._values, scales)
@@ -385,7 +385,7 @@ class Assignment:
 
     def _has_values(self, key: str, value: Tensor) -> bool:
         """Whether state that is shown in another form than it is kept has these values already."""
-        shown = self._state.as_kept({key: self._state.shown()[key]})[key]
+        shown = self._state.layout.take({key: self._state.shown()[key]})[key]
         if value.device == HOST:
             wait_for(shown.device)
         if value.shape != shown.shape or value.dtype != shown.dtype:

@@ -49,7 +49,7 @@ from mp_optim.core.quantized import (
     is_quantized,
     quantize_,
 )
-from mp_optim.core.slot_state import SlotState, State
+from mp_optim.core.slot_state import SlotState, State, StateLayout
 from mp_optim.core.tensor_layout import (
     ParamLayout,
     first_element,
@@ -70,8 +70,8 @@ from mp_optim.mixed_precision.param_state import (
     Agreement,
     ParamState,
     UntrainedState,
-    View,
     as_sharded,
+    state_layout_of,
 )
 from mp_optim.mixed_precision.slot_table import SlotTable
 from mp_optim.process_groups.process_groups import ProcessGroups
@@ -501,27 +501,29 @@ class MainParams:
 
     # -- state ------------------------------------------------------------------------------------
 
-    def state_of(self, slot: Slot, view: View | None = None) -> SlotState:
+    def state_of(self, slot: Slot, layout: StateLayout | None = None) -> SlotState:
         """A slot's state as the wrapper shows it, or as a layer above it does.
 
         Args:
-            view: that layer's.
+            layout: that layer's.
         """
         if not self.is_bound(slot):
 
             def prepared() -> SlotState:
                 separate = self._separates(slot, self._prepare(slot))
-                return self._trained_state(slot, separate, view)
+                return self._trained_state(slot, separate, layout)
 
-            view_of = view or View(self.param(slot))
-            return UntrainedState(view_of, prepared, partial(self._take_in, slot))
-        return self._trained_state(slot, self.is_separate(slot), view)
+            shown_in = layout or state_layout_of(self.param(slot))
+            return UntrainedState(shown_in, prepared, partial(self._take_in, slot))
+        return self._trained_state(slot, self.is_separate(slot), layout)
 
-    def _trained_state(self, slot: Slot, separate: bool, view: View | None = None) -> ParamState:
+    def _trained_state(
+        self, slot: Slot, separate: bool, layout: StateLayout | None = None
+    ) -> ParamState:
         self._hand_out(slot)
         param = self.param(slot)
-        view, name = view or View(param), self.name(slot)
-        return ParamState(self._executor, slot, name, param, separate, self.agreement, view)
+        layout, name = layout or state_layout_of(param), self.name(slot)
+        return ParamState(self._executor, slot, name, param, separate, self.agreement, layout)
 
     def checksums(self) -> list[int | None]:
         """See :meth:`~mp_optim.core.keyed_optimizer.SlotKeyedOptimizer.param_checksums`."""

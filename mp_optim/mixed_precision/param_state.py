@@ -19,7 +19,9 @@ from mp_optim.core.slot_state import (
     REMAINDER,
     SlotState,
     State,
+    StateLayout,
     WithMainParam,
+    local_state,
     without_blocks,
 )
 from mp_optim.core.state_dict import names_in_words
@@ -136,55 +138,14 @@ class Agreement:
             )
 
 
-class View:
-    """How the state of a parameter is shown: of one that a rank has all of as it is stored, of a
-    DTensor in its layout.
-
-    Args:
-        param: the model's.
-    """
-
-    def __init__(self, param: Tensor) -> None:
-        self.param = param
-
-    @property
-    def is_as_stored(self) -> bool:
-        """Whether state is shown as it is stored: in blocks, too, and of whatever shape."""
-        return not is_dtensor(self.param)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether a checksum of the whole parameter is one of what this rank has."""
-        return not is_cut(self.param)
-
-    def show(self, state: State) -> State:
-        """State as it is shown."""
-        return {key: as_sharded(value, self.param, key) for key, value in state.items()}
-
-    def take(self, state: State) -> State:
-        """The inverse, of saved or shown state; never modifies its argument."""
-        return {
-            key: local_tensor(value) if isinstance(value, Tensor) else value
-            for key, value in state.items()
-        }
-
-    def take_saved(self, saved: State, convert: bool) -> State:
-        """The same, before it is fitted; nothing of what is refused, with ``convert``.
-
-        Raises:
-            ValueError: it is refused, and ``convert`` is false.
-        """
-        why = self.refusal() if saved else ""
-        if why and not convert:
-            raise ValueError(why)
-        return {} if why else self.take(saved)
-
-    def refusal(self) -> str:
-        """See :meth:`~mp_optim.core.slot_state.SlotState.refusal`."""
-        return ""
-
-    def written(self) -> None:
-        """The model's parameter took another value."""
+def state_layout_of(param: Tensor) -> StateLayout:
+    """Return the layout of the state of a model's parameter: that of a DTensor, or as stored."""
+    return StateLayout(
+        show=lambda state: {key: as_sharded(value, param, key) for key, value in state.items()},
+        take=local_state,
+        is_as_stored=not is_dtensor(param),
+        is_whole=not is_cut(param),
+    )
 
 
 class UntrainedState(SlotState):
@@ -192,16 +153,16 @@ class UntrainedState(SlotState):
     that froze it later, makes it one that has been.
 
     Args:
-        view: how state would be shown.
+        layout: how state would be shown.
         prepared: gives it a main param, which nothing shows yet; returns its state as that of one
             that is trained.
         take: makes it one that is.
     """
 
     def __init__(
-        self, view: View, prepared: Callable[[], SlotState], take: Callable[[], None]
+        self, layout: StateLayout, prepared: Callable[[], SlotState], take: Callable[[], None]
     ) -> None:
-        self._view, self._prepared, self._take = view, prepared, take
+        self.layout, self._prepared, self._take = layout, prepared, take
 
     @cached_property
     def _trained(self) -> SlotState:
@@ -211,10 +172,7 @@ class UntrainedState(SlotState):
         return {}
 
     def takes_any(self) -> bool:
-        return not self.refusal()
-
-    def refusal(self) -> str:
-        return self._view.refusal()
+        return not self.layout.refusal
 
     def fit(self, saved: State, convert: bool) -> State:
         return self._trained.fit(saved, convert) if saved else saved
@@ -249,7 +207,7 @@ class ParamState(WithMainParam):
         name: of the slot. param: the tensor in the wrapper's groups.
         is_separate: whether it is stepped on another tensor.
         agreement: what is not yet certain about loaded slots.
-        view: how state is shown.
+        layout: how state is shown.
     """
 
     def __init__(
@@ -260,7 +218,7 @@ class ParamState(WithMainParam):
         param: Tensor,
         is_separate: bool,
         agreement: Agreement,
-        view: View,
+        layout: StateLayout,
     ) -> None:
         missing = (
             f"state of {name}: master_param is missing, so its full-precision value is lost; "
@@ -269,7 +227,7 @@ class ParamState(WithMainParam):
             "from_torch(state_dict, names), main_from_model=True)"
         )
         self._executor, self._slot, self._param = executor, slot, param
-        self._is_separate, self._agreement, self._view = is_separate, agreement, view
+        self._is_separate, self._agreement, self.layout = is_separate, agreement, layout
         self._stepped = stepped = param_at(executor.param_groups, slot)
         below = executor.state_of(slot)
         # else it is FP32 itself, or has a remainder
@@ -282,37 +240,33 @@ class ParamState(WithMainParam):
         return local_tensor(self._param)
 
     def tensors(self) -> State:
-        if not self._view.is_as_stored:
-            return self._view.show(self._beside_main(without_blocks(self.below)))
-        return self._view.show(unpacked(self.kept(), self._stepped))
+        if not self.layout.is_as_stored:
+            return self.layout.show(self._beside_main(without_blocks(self.below)))
+        return self.layout.show(unpacked(self.kept(), self._stepped))
 
     def shown(self) -> State:
         return self.tensors()
 
-    def laid_out(self, state: State) -> State:
-        return self._view.show(state)
-
-    def as_kept(self, shown: State) -> State:
-        return self._view.take(shown)
-
     def takes_any(self) -> bool:
         """Not of a DTensor: how a tensor of another shape is split is not known."""
-        return self._view.is_as_stored and self.below.takes_any()
+        return self.layout.is_as_stored and self.below.takes_any()
 
     def full_precision(self) -> State:
-        return self._view.show(super().full_precision())
+        return self.layout.show(super().full_precision())
 
     def fit(self, saved: State, convert: bool) -> State:
-        state = self._view.take_saved(saved, convert)
-        if saved and not state:
-            return {}  # nothing can take it here
+        if saved and self.layout.refusal:
+            if not convert:
+                raise ValueError(self.layout.refusal)
+            return {}
+        state = self.layout.take(saved)
         if REMAINDER in state and self._main is not None:  # `fitted` joins it where bf16 is stepped
             state[MASTER] = joined(self.name, self._local, state.pop(REMAINDER))
         return super().fit(state, convert)
 
     def check(self, state: State) -> None:
         self._check_dtype(state)
-        super().check(self._view.take(state))
+        super().check(self.layout.take(state))
 
     def _check_dtype(self, saved: State) -> None:
         """Raise ValueError if an FP32 parameter is here that had fewer bits when it was saved."""
@@ -329,7 +283,7 @@ class ParamState(WithMainParam):
                 )
 
     def load(self, state: State) -> None:
-        state = self._view.take(state)
+        state = self.layout.take(state)
         self._agreement.forget(self._slot)
         is_narrowed = MASTER in state and self._stepped.dtype == torch.bfloat16
         if is_narrowed and not stands_for(state[MASTER], self._local):
@@ -345,7 +299,7 @@ class ParamState(WithMainParam):
     def check_weights(
         self, saved: State, checksum: int | None, weights: Tensor | None = None
     ) -> None:
-        if checksum is None or REMAINDER not in saved or not self._view.is_whole:
+        if checksum is None or REMAINDER not in saved or not self.layout.is_whole:
             return  # a checksum is of the whole parameter
         if REMAINDER in self.below.tensors():
             return  # its weights may be loaded later
@@ -354,7 +308,7 @@ class ParamState(WithMainParam):
         self._agreement.check([(self._slot, checksum)], lambda _: beside, lambda _: self.name)
 
     def expect_weights(self, saved: State, checksum: int | None) -> None:
-        if checksum is None or REMAINDER not in saved or not self._view.is_whole:
+        if checksum is None or REMAINDER not in saved or not self.layout.is_whole:
             return
         if REMAINDER not in self.below.tensors():
             return
@@ -367,7 +321,7 @@ class ParamState(WithMainParam):
     def write_model(self) -> bool:
         differs = self._write_model()
         if differs:
-            self._view.written()
+            self.layout.written()
         return differs
 
     def _write_model(self) -> bool:

@@ -26,7 +26,7 @@ from mp_optim.core.executor import Executor, Mode
 from mp_optim.core.identity import SharedSettings
 from mp_optim.core.interrupted_step import StepMark
 from mp_optim.core.quantized import FLOAT8_DTYPES, quantize_
-from mp_optim.core.slot_state import SlotState
+from mp_optim.core.slot_state import SlotState, StateLayout
 from mp_optim.core.tensors import lazy
 from mp_optim.mixed_precision.backward_overlap import BackwardOverlap, overlap_of
 from mp_optim.mixed_precision.description import Description, describe
@@ -48,7 +48,6 @@ from mp_optim.mixed_precision.grad_norm import (
 from mp_optim.mixed_precision.grad_scaler import MegatronGradScaler
 from mp_optim.mixed_precision.main_params import MainParams
 from mp_optim.mixed_precision.megatron_optimizer import MegatronOptimizer
-from mp_optim.mixed_precision.param_state import View
 from mp_optim.mixed_precision.slot_table import SlotColumns, SlotTable
 from mp_optim.offload.hybrid_executor import stepper_of
 from mp_optim.process_groups.process_groups import ProcessGroups
@@ -367,8 +366,8 @@ class WrappedOptimizer(MegatronOptimizer):
         mains.bind_trainable(slot)
         mains.check_remainders(slot)
 
-    def state_of(self, slot: Slot, view: View | None = None) -> SlotState:
-        return self.engine.mains.state_of(slot, view)
+    def state_of(self, slot: Slot, layout: StateLayout | None = None) -> SlotState:
+        return self.engine.mains.state_of(slot, layout)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         self.executor.allocate_state([slot for slot in slots if self.has_state(slot)])

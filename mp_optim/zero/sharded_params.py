@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,9 +36,8 @@ from mp_optim.core.param_attributes import (
     set_norm_attributes,
     set_shard_info,
 )
-from mp_optim.core.slot_state import State, is_scale
+from mp_optim.core.slot_state import StateLayout, is_scale, local_state
 from mp_optim.core.tensors import SeenParams
-from mp_optim.mixed_precision.param_state import View
 from mp_optim.zero.buckets import SHARD_ALIGNMENT, Entry
 from mp_optim.zero.transport import make_transport
 
@@ -109,44 +109,31 @@ class ParamShard:
         return scale[self.start // SHARD_ALIGNMENT : -(-self.stop // SHARD_ALIGNMENT)]
 
 
-class ShardView(View):
-    """State of what this rank owns, shown as a part of the whole parameter's.
+def shard_layout(param: Tensor, shard: ParamShard) -> StateLayout:
+    """Return the layout that shows the state of this rank's part as a part of the whole.
 
     Args:
-        param: the model's parameter. shard: what this rank owns of it.
+        param: the model's parameter. Its version counts writes to this rank's part; other parts
+            are gathered with the next step.
+        shard: this rank's part.
     """
-
-    def __init__(self, param: Tensor, shard: ParamShard) -> None:
-        super().__init__(param)
-        self._shard = shard
-
-    @property
-    def is_as_stored(self) -> bool:
-        return self._shard.shown_whole
-
-    @property
-    def is_whole(self) -> bool:
-        return self._shard.shown_whole
-
-    def show(self, state: State) -> State:
-        return {key: self._shard.expose(key, value) for key, value in state.items()}
-
-    def take(self, state: State) -> State:
-        return super().take({key: self._shard.localize(key, value) for key, value in state.items()})
-
-    def refusal(self) -> str:
-        if self._shard.grad is not None or not self.param.numel():
-            return ""
-        return (
-            f"state of {self._shard.name}: it was frozen when the optimizer was built, so it "
+    refusal = ""
+    if shard.grad is None and param.numel():
+        refusal = (
+            f"state of {shard.name}: it was frozen when the optimizer was built, so it "
             "is in no bucket, and no rank keeps its state; build the optimizer while it can be "
             "trained, and freeze it then, or load with convert=True, which drops its state"
         )
-
-    def written(self) -> None:
-        """Of a parameter that ranks share out, what this rank owns; the rest comes with the next
-        step."""
-        increment_version(self.param)
+    return StateLayout(
+        show=lambda state: {key: shard.expose(key, value) for key, value in state.items()},
+        take=lambda state: local_state(
+            {key: shard.localize(key, value) for key, value in state.items()}
+        ),
+        is_as_stored=shard.shown_whole,
+        is_whole=shard.shown_whole,
+        refusal=refusal,
+        written=partial(increment_version, param),
+    )
 
 
 def in_forward_order(

@@ -44,7 +44,7 @@ from mp_optim.process_groups.agreement import check_agreement
 from mp_optim.process_groups.missing_ranks import naming_missing_ranks
 from mp_optim.process_groups.process_groups import ProcessGroups
 from mp_optim.zero.composite import CompositeOptimizer
-from mp_optim.zero.sharded_params import ShardedParams, ShardView, in_forward_order
+from mp_optim.zero.sharded_params import ShardedParams, in_forward_order, shard_layout
 from mp_optim.zero.transport import Reducer
 
 Build = Callable[[list[dict[str, Any]]], WrappedOptimizer]
@@ -200,8 +200,8 @@ class DistributedOptimizer(CompositeOptimizer):
         super().make_current(slot)
 
     def state_of(self, slot: Slot) -> SlotState:
-        view = ShardView(param_at(self.param_groups, slot), self._model.shards[slot])
-        return self.shards.state_of(slot, view)
+        layout = shard_layout(param_at(self.param_groups, slot), self._model.shards[slot])
+        return self.shards.state_of(slot, layout)
 
     def main_param(self, slot: Slot) -> Tensor:
         self.step_mark.check("main_param")

@@ -79,7 +79,7 @@ def perform(layout: str, folder: str) -> dict[str, Any]:
     for slot in optimizer.slots():
         name, state = optimizer.slot_name(slot), optimizer.slot_state(slot)
         known: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(known, optimizer.state_of(slot).in_blocks())
+        dist.all_gather_object(known, set(optimizer.state_of(slot).coded()))
         is_small[name] = not set().union(*known)  # one rank may own all of it
         if is_small[name] and layout != "layer_wise":
             moments[name] = whole(state["exp_avg"])
