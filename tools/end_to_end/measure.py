@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
 import torch
 
 from mp_optim.host import host_memory, transfer
+from mp_optim.host.host_share import Host
+from mp_optim.host.memory_limits import memory_limits
 
 GIB = float(1 << 30)
 MATMUL = 8192
@@ -70,27 +73,9 @@ def memory(device: torch.device, pinned: Pinned) -> dict[str, float]:
 
 
 def host_memory_left() -> float:
-    """Return the GiB that processes can still take of the host: of its memory, and of the control
-    group's where that has a limit. Infinite where the system tells neither."""
-    left = [_kib("/proc/meminfo", "MemAvailable:") * 1024.0]
-    for group in ("/sys/fs/cgroup", "/sys/fs/cgroup/memory"):
-        for limit, used in (("memory.max", "memory.current"), _CGROUP_1):
-            files = Path(group, limit), Path(group, used)
-            if all(file.exists() for file in files) and files[0].read_text().strip() != "max":
-                taken = int(files[1].read_text()) - _reclaimable(Path(group, "memory.stat"))
-                left.append(int(files[0].read_text()) - taken)
-    return min((each for each in left if each > 0), default=float("inf")) / GIB
-
-
-_CGROUP_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-
-
-def _reclaimable(stat: Path) -> int:
-    """Return the bytes of a control group's page cache that the system gives back by itself."""
-    for line in stat.read_text().splitlines() if stat.exists() else ():
-        if line.startswith("inactive_file "):
-            return int(line.split()[1])
-    return 0
+    """Return the GiB that processes can still take of the host; infinite if no limit is known."""
+    limits = memory_limits(Host(frozenset()))
+    return min((limit.free for limit in limits), default=math.inf) / GIB
 
 
 def _kib(path: str, name: str) -> int:

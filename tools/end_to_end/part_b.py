@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -139,7 +141,9 @@ def fitted(
     )
     found, limits, columns = chosen(options, tried)
     if found.missing(limits):
-        raise UnfinishedError(columns, f"not tried: {fit.verdict(found, limits)}")
+        raise UnfinishedError(
+            {**columns, "fits": False}, f"not tried: {fit.verdict(found, limits)}"
+        )
     contender = Contender(partial(ours, **found.candidate.words))
     return _trained(device, columns, contender, shape, job)
 
@@ -251,8 +255,8 @@ def _trained(
         if not is_out_of_memory(error):
             raise
         traceback.print_exc()
-        raise UnfinishedError(columns, cause_of(error)) from error
-    columns = {**columns, **found}
+        raise UnfinishedError({**columns, "fits": False}, cause_of(error)) from error
+    columns = {**columns, **found, "fits": True}
     on_host = 0.0 if device.type == "cuda" else columns["estimate_host"]
     return {**columns, "error": columns["allocated"] / (columns["estimate"] + on_host) - 1}
 
@@ -270,43 +274,58 @@ def _counted(call: Callable[[], Columns]) -> Columns:
     return {**columns, "allocated": peak / GIB}
 
 
+# -- predictions ----------------------------------------------------------------------------------
+
+ESTIMATES = Path(__file__).with_name("part_b_estimates.json")
+"""GiB of each row on a machine, as ``python -m end_to_end.part_b`` writes them."""
+GPU, RAM = "80GB", "128GB"
+
+
+def estimate(row: Row) -> Columns:
+    """Return the GiB of a row on a machine of ``GPU`` and ``RAM``, and whether it should run."""
+    given, job = row.arguments, {"seq": row.arguments["sequence"], "batch": row.arguments["micro"]}
+    form = given.get("main_params", "exact")
+    options = fit.Options(given["shape"], GPU, RAM, **job, main_params=form)
+    limits = fit.limits_of(options)
+    if "contender" in given:
+        columns = expected(given["contender"], given["shape"], job["seq"], job["batch"])
+    else:
+        columns = chosen(options, given["tried"])[2]
+    device = int(columns["estimate"] * GIB) + limits.reserve
+    host = int(columns["estimate_host"] * GIB) + limits.host_reserve
+    found = {"allocated": columns["estimate"], "host": columns["estimate_host"]}
+    rounded = {name: round(value, 2) for name, value in found.items()}
+    return {**rounded, "fits": device <= limits.device and host <= limits.host}
+
+
+@cache
+def _estimates() -> dict[str, Columns]:
+    return json.loads(ESTIMATES.read_text())  # type: ignore[no-any-return]
+
+
+def predict(row: Row) -> Columns:
+    """Return the predicted columns of a row; the miniature's rows have none."""
+    return _estimates().get(row.name, {})
+
+
 _SHOWN = ("tokens_per_s", "allocated", "reserved", "rss", "pinned", "clips")
 PART = Part(
     "What fits: 8K tokens a step, blocks checkpointed",
     rows,
     {
-        "estimate": "estimated GiB",
-        "error": "allocated beyond it, share",
-        "estimate_host": "estimated GiB on the host",
+        "fits": "fits",
+        "estimate": "GiB estimated there",
+        "error": "allocated beyond the estimate, share",
+        "estimate_host": "host GiB estimated there",
         **{name: JOB_COLUMNS[name] for name in _SHOWN},
         "settings": "settings by fit",
     },
     14,
+    text=Path(__file__).with_suffix(".md").read_text(),
+    predict=predict,
 )
 
 
-def estimates(gpu: str, ram: str) -> Iterator[str]:
-    """Yield a table of the estimates of all rows for a machine.
-
-    Args:
-        gpu, ram: options of ``mp-optim fit``.
-    """
-    yield "| row | device GiB | host GiB | settings by fit |"
-    yield "|---" * 4 + "|"
-    for row in rows(Sizes()):
-        given, batch = row.arguments, {"seq": row.arguments["sequence"]}
-        if "contender" in given:
-            columns = expected(given["contender"], given["shape"], batch["seq"], given["micro"])
-        else:
-            form = given.get("main_params", "exact")
-            options = fit.Options(
-                given["shape"], gpu, ram, **batch, batch=given["micro"], main_params=form
-            )
-            columns = chosen(options, given["tried"])[2]
-        values = f"{columns['estimate']:.1f} | {columns['estimate_host']:.1f}"
-        yield f"| {row.name} | {values} | {columns.get('settings', '')} |"
-
-
 if __name__ == "__main__":
-    for line in estimates("80GB", "128GB"):
-        print(line, flush=True)
+    made = {row.name: estimate(row) for row in rows(Sizes())}
+    ESTIMATES.write_text(json.dumps(made, indent=1) + "\n")

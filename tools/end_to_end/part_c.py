@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import statistics
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -21,6 +22,7 @@ from end_to_end.measure import Clock, Pinned, memory
 from end_to_end.model import build
 from end_to_end.rows import Columns, Part, Record, Row, Sizes
 
+SHAPE = "Qwen3-0.6B"
 BASE = "ours, on the device"
 REFERENCE = "torch fused AdamW, FP32 params, autocast"
 _PLACES: dict[str, dict[str, Any]] = {
@@ -52,14 +54,14 @@ def rows(sizes: Sizes) -> list[Row]:
         "at": 250,
     }
     small: Columns = {"shape": sizes.shape, "sequences": 2, "sequence": 32}
-    small |= {"steps": [6, 4], "at": 4}
+    small |= {"steps": [3, 2], "at": 2}
     job, mini = (small, True) if sizes.miniature else (large, False)
     first, *places = _PLACES
     found = [_row(first, job, settings=_PLACES[first], saves=True)]
     found += [_row(_RESUMED, job, settings=_PLACES["ours, streamed"], resumes=True)]
     found += [_row(name, job, settings=_PLACES[name]) for name in places]
     if mini:
-        found += [_row(CONTROL, job, settings={}, flips=5)]
+        found += [_row(CONTROL, job, settings={}, flips=3)]
     return found + [_row(name, job, CONTENDERS[name].source, contender=name) for name in _OTHERS]
 
 
@@ -111,8 +113,7 @@ def curve(
     begun, losses, found, before = clock.now(), list[Tensor](), dict[str, Any](), list[Tensor]()
     start = _load(model, loop.optimizer) if resumes else 0
     for step in range(start + 1, last + 1):
-        for group in loop.optimizer.param_groups:
-            group["lr"] = RATES[step > steps[0]]
+        _set_rate(loop.optimizer, RATES[step > steps[0]])
         mixed = torch.autocast(device.type, torch.bfloat16) if chosen.autocast else nullcontext()
         with mixed:
             loss = loop.forward(*batches.of_step(step, device))
@@ -150,6 +151,14 @@ def _same_bits_each_time(strict: bool) -> None:
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it at its first use
     torch.use_deterministic_algorithms(True, warn_only=not strict)
+
+
+def _set_rate(optimizer: Any, rate: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao's: the compiled step reads it
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def _load(model: nn.Module, optimizer: Any) -> int:
@@ -204,7 +213,7 @@ def compare(records: list[Record]) -> None:
         if reference:
             first = len(reference["losses"]) - len(of_row["losses"])
             pairs = zip(of_row["losses"], reference["losses"][first:], strict=True)
-            of_row["loss_gap"] = max(abs(one - other) for one, other in pairs)
+            of_row["loss_gap"] = statistics.mean(abs(one - other) for one, other in pairs)
         if of_row["digests"] and name != BASE:
             of_row["same_bits"] = same_bits(of_row, base) if base else f"'{BASE}' was not run"
     for of_row in columns.values():
@@ -238,6 +247,26 @@ def same_bits(of_row: Columns, base: Columns) -> str:
     return f"yes: {len(there)} tensors after steps {', '.join(steps)}"
 
 
+# -- predictions ----------------------------------------------------------------------------------
+
+_MOVED = {"FP32": 0.57, "bf16": 0.01}
+"""Share of bf16 weights that moved at the second rate, with main params and without, in a model of
+2 M parameters on a CPU."""
+
+
+def predict(row: Row) -> Columns:
+    """Return the predicted columns of a row; of the miniature only whether the bits are equal."""
+    name, found = row.name, Columns()
+    if name == CONTROL or ("contender" not in row.arguments and name != BASE):
+        found["same_bits"] = "no" if name == CONTROL else "yes"
+    if row.arguments["shape"] != SHAPE:
+        return found
+    lost = "pure bf16" in name or "bitsandbytes" in name
+    if name != REFERENCE:
+        found["loss_gap"] = 0.04 if lost else 0.02
+    return {**found, "moved_bf16": _MOVED["bf16" if lost else "FP32"]}
+
+
 PART = Part(
     "Same bits, same curve: Qwen3-0.6B shape, 300 steps at 3e-4 and 200 at 1e-6",
     rows,
@@ -245,12 +274,14 @@ PART = Part(
         "same_bits": f"bits of '{BASE}'",
         "loss_middle": "loss, last steps at 3e-4",
         "loss": "loss, last steps at 1e-6",
-        "loss_gap": "largest difference from FP32's loss",
+        "loss_gap": "mean difference from FP32's loss",
         "moved_bf16": "share of bf16 weights that 1e-6 moved",
         "moved": "the same in the model's own dtype",
         "seconds": "seconds",
         "allocated": "peak GiB allocated",
     },
-    9,
+    10,
     compare,
+    Path(__file__).with_suffix(".md").read_text(),
+    predict,
 )

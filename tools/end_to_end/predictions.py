@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from end_to_end.model import Shape
+from end_to_end.rows import Columns, Row
 from mp_optim.apps.fit.step_time import Form, Machine, streamed
 from ptx.record import ROOT
 
@@ -24,6 +25,8 @@ SLACK = 1.3
 """A rate below the predicted one by this factor refutes it."""
 MEMORY_SLACK = 1.1
 """A peak above the predicted one by this factor refutes it."""
+SHARE_SLACK = 0.2
+"""A share that differs from the predicted one by more refutes it."""
 ACTIVATIONS = {("Qwen3-4B", 2): 2.75e9, ("Qwen3-0.6B", 11): 7.37e9}
 """Bytes of activations and logits at their peak, by shape and sequences of a micro-batch, as
 ``mp_optim.apps.fit.activations.trace`` counts them for :class:`~end_to_end.model.Model`."""
@@ -110,8 +113,9 @@ def seconds(contender: str, shape: Shape, tokens: int, sequence: int) -> float:
     return whole + after + (bill.exposed(shape.params, BACKWARD * whole) if bill.exposed else 0.0)
 
 
-def predicted(arguments: Mapping[str, Any]) -> dict[str, float]:
+def predicted(row: Row) -> Columns:
     """Return predicted columns of a row of parts A, D and E, else none."""
+    arguments = row.arguments
     if "wide" in arguments:
         a_byte = 1e3 * arguments["params"] / machine().device
         theirs, own = (46, 34) if arguments["wide"] else (52, 30)
@@ -128,8 +132,13 @@ def predicted(arguments: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def is_refuted(column: str, value: float, measured: float) -> bool:
-    """True if a measured value refutes a predicted one: throughput, memory, or milliseconds."""
+def is_refuted(column: str, value: Any, measured: Any) -> bool:
+    """True if a measured value refutes a predicted one: yes or no, throughput, memory, a share, or
+    something that should be small."""
+    if isinstance(value, bool | str):
+        return str(measured).partition(":")[0] != str(value)
     if column == "tokens_per_s":
-        return measured < value / SLACK
-    return measured > value * (MEMORY_SLACK if column == "allocated" else SLACK)
+        return bool(measured < value / SLACK)
+    if column == "moved_bf16":
+        return abs(measured - value) > SHARE_SLACK
+    return bool(measured > value * (MEMORY_SLACK if column == "allocated" else SLACK))

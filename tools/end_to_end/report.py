@@ -33,7 +33,7 @@ def collected(results: Results, sizes: Sizes) -> dict[str, list[Record]]:
                     "cause": NOT_RUN,
                 }
             )
-            | {"predicted": predictions.predicted(row.arguments)}
+            | {"predicted": (part.predict or predictions.predicted)(row)}
             for row in part.rows(sizes)
         ]
         if part.compare is not None:
@@ -59,19 +59,22 @@ def write(results: Results, sizes: Sizes) -> None:
 def markdown(found: Mapping[str, list[Record]]) -> str:
     """Return the page: a table of each part, and what it was measured on."""
     published = ", ".join(f"[{each['name']}]({each['source']})" for each in picture.PUBLISHED)
-    lines = [
-        PAGE.read_text()
-        .replace("EXECUTED", f"{predictions.EXECUTED / 1e12:.0f}")
-        .replace("MEMORY", f"{predictions.MEMORY_SLACK}")
-        .replace("SLACK", f"{predictions.SLACK}")
-        .replace("PUBLISHED", published)
-    ]
+    lines = [_filled(PAGE.read_text()).replace("PUBLISHED", published)]
     for name, part in PARTS.items():
         title = part.title if name == "card" else f"Part {name}. {part.title}"
-        lines += [f"## {title}", "", *_table(part, found[name]), ""]
+        lines += [f"## {title}", ""] + [f"{_filled(part.text)}"] * bool(part.text)
+        lines += [*_table(part, found[name]), ""]
         machines = {_said(each["facts"]) for each in found[name] if each.get("facts")}
         lines += [f"{each}." for each in sorted(machines)] + [""] * bool(machines)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _filled(text: str) -> str:
+    return (
+        text.replace("EXECUTED", f"{predictions.EXECUTED / 1e12:.0f}")
+        .replace("MEMORY", f"{predictions.MEMORY_SLACK}")
+        .replace("SLACK", f"{predictions.SLACK}")
+    )
 
 
 def _table(part: Part, records: list[Record]) -> list[str]:

@@ -94,6 +94,8 @@ class Part:
             not have stay empty.
         minutes: estimate on an H100.
         compare: adds columns that need several records, or None.
+        text: Markdown between heading and table.
+        predict: returns predicted columns of a row, or None.
     """
 
     title: str
@@ -101,3 +103,5 @@ class Part:
     columns: Mapping[str, str]
     minutes: float
     compare: Callable[[list[Record]], None] | None = None
+    text: str = ""
+    predict: Callable[[Row], Columns] | None = None
