@@ -99,14 +99,15 @@ def check_peaks(part: dict[str, dict[str, Any]]) -> None:
 
 
 def check_bits(part: dict[str, dict[str, Any]]) -> None:
-    """Each place and the resume have the bits of the device; a flipped bit is found and named."""
+    """Each place and the resume have the bits of the device. A flipped bit is found and named, in
+    the weight and in its main param, which follows it."""
     said = {
         name: each["columns"].get("same_bits") for name, each in part.items() if each["columns"]
     }
     ours = {name for name in said if name.startswith("ours")}
     assert len(ours) == 6 and said.pop("ours, on the device") is None
     assert all(said[name].startswith("yes: 180 tensors after ") for name in ours & said.keys())
-    assert said[part_c.CONTROL] == "no: 1 of 180 tensors after step 3, embedding.weight first"
+    assert said[part_c.CONTROL] == "no: 2 of 180 tensors after step 3, embedding.weight first"
     for name, record in part.items():
         if name in said and record["predicted"]:
             assert "refuted" not in report._verdict(PARTS["C"], record), record
