@@ -264,7 +264,7 @@ def test_the_layers_are_drawn_without_a_program_in_the_browser() -> None:
     corners = re.findall(r'<rect x="(\d+)" y="(\d+)"', page)
     places = {name: (int(x), int(y)) for name, (x, y) in zip(names, corners, strict=True)}
     assert len({*places.values()}) == len(places) > 15  # no two on one spot
-    for above, below in (("api", "planner"), ("slots", "ranks"), ("groups", "slots")):
+    for above, below in (("optimizers", "factory"), ("core", "host"), ("param_groups", "core")):
         assert places[above][1] < places[below][1]
     assert page.count("marker-end") == text_of("decisions.md").count(" --> ")
 
