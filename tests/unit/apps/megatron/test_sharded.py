@@ -40,7 +40,11 @@ def built(
 ) -> tuple[nn.Module, Any]:
     distributed = settings.get("use_distributed_optimizer", False)
     model = gpt.gpt(precision, experts=experts, distributed=distributed)
-    if settings.keys() & {"exp_avg_dtype", "muon_momentum"}:  # what this core has not
+    if settings.keys() & {
+        "exp_avg_dtype",
+        "muon_momentum",
+        "muon_moment2_method",
+    }:  # what this core has not
         config = OptimizerConfig(lr=1e-2, clip_grad=0.5, bf16=True, **settings)
         return model, factory(config, [model], {})
     return model, factory(gpt.optimizer_config(precision, **settings), [model])
