@@ -44,7 +44,6 @@ _OF_THE_HOST = (
     *("test_selection", "test_triton"),
     # call kernels of the host, or the interpreter's, by their name
     "test_counts_are_of_elements_that_go_the_way_of_their_gradient",
-    "test_native_kernels_are_shown_and_tell_autograd",
     "test_native_kernels_have_the_bits_of_reference",
     "test_averages_in_bfloat16_have_the_same_bits_by_native_kernels",
     "test_launches_of_triton_are_repeated_by_kernels_of_the_host",
