@@ -1,12 +1,17 @@
-"""Which tests need the native kernels."""
+"""Skip tests of kernels whose package is not installed; fail where it is and cannot be used."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import torch
 
+from mp_optim.kernels import proof_of
 from mp_optim.kernels.native_library import native_library
+
+_PACKAGES = {"apex": "amp_C", "transformer_engine": "transformer_engine", "triton": "triton"}
 
 NEED_KERNELS = [
     pytest.mark.native,
@@ -20,3 +25,13 @@ def needs_kernels(test: Any) -> Any:
     for mark in NEED_KERNELS:
         test = mark(test)
     return test
+
+
+def require_usable(name: str, device: torch.device) -> None:
+    """Skip if the package of a backend is not installed. Fail if it is and the backend is unusable:
+    a skip would hide a broken kernel."""
+    proof = proof_of(name, device)
+    package = _PACKAGES.get(name)
+    if not proof.usable and package is not None and find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    assert proof.usable, f"{name} on {device}: {proof.reason}"

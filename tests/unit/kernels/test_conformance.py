@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from mp_optim.config.rules import CAPABILITIES, KERNEL_RULES, Capability
 from mp_optim.core import Slot, SlotUpdate
 from mp_optim.core.slot_state import REMAINDER
-from mp_optim.kernels import Backend, choose_backend, proof_of
+from mp_optim.kernels import Backend, choose_backend
 from mp_optim.kernels.codecs import join
 from mp_optim.kernels.kernel_args import TensorLists
 from mp_optim.kernels.native_library import native_library
 from mp_optim.kernels.reference import ReferenceBackend, step_with
 from mp_optim.kernels.self_test import Deviation
 from mp_optim.rules.rule_optimizer import RuleOptimizer
+from support.kernels import require_usable
 
 NAMES = (
     *("reference", "native", "torch"),
@@ -108,9 +109,7 @@ def candidate(request: pytest.FixtureRequest, device: torch.device) -> Iterator[
         pytest.skip("no native kernels here")
     if name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton's interpreter is not turned on (TRITON_INTERPRET=1)")
-    proof = proof_of(name, device)
-    if not proof.usable:
-        pytest.skip(f"{name} is not usable: {proof.reason}")
+    require_usable(name, device)
     yield Candidate(name, choose_backend(name, device)[0], device, name in EXACT)
 
 
@@ -272,7 +271,7 @@ def test_values_halfway_between_two_are_written_as_the_even_one(
 ) -> None:
     """Random ones hardly ever are. Nothing is moved here."""
     if not candidate.exact:
-        pytest.skip("promises no bits")
+        pytest.skip(f"{candidate.name} promises a tolerance, not the bits of reference")
     lists = lists_of(rule, candidate.device, output=output, sizes=(600,))
     below = lists.main[0].to(output)
     above = torch.nextafter(below, torch.full_like(below, math.inf))
@@ -291,7 +290,7 @@ def test_values_halfway_between_two_are_written_as_the_even_one(
 def test_state_in_fewer_bits(candidate: Candidate, moments: torch.dtype, remainder: bool) -> None:
     """One step from the same state; what is left are single roundings of bfloat16."""
     if candidate.name not in ("reference", "native", "transformer_engine", "triton"):
-        pytest.skip("does not claim it, or has a suite of its own for it")
+        pytest.skip(f"{candidate.name} has no kernels for state in fewer bits")
     results = []
     for backend in (candidate.backend, ReferenceBackend()):
         lists = lists_of("adam", candidate.device, torch.bfloat16, torch.bfloat16)
@@ -343,7 +342,7 @@ def test_nothing_and_tensors_of_no_elements(candidate: Candidate, rule: str) -> 
 )
 def test_large_and_many_tensors(candidate: Candidate, rule: str, sizes: tuple[int, ...]) -> None:
     if candidate.name == "reference" or not candidate.claims(rule):
-        pytest.skip("is reference")
+        pytest.skip(f"{candidate.name} has no kernels of its own for {rule}")
     if candidate.name == "triton" and candidate.device.type == "cpu":
         # The interpreter takes long for a program. These have several chunks of steps and sums.
         sizes = (70_001, 5) if len(sizes) == 2 else sizes[:40]
@@ -420,7 +419,7 @@ def test_optimizers_with_strides_missing_gradients_and_outputs(
     """Through a whole optimizer: strided tensors, one without gradient, one without elements,
     16-bit outputs."""
     if not candidate.claims(rule) and candidate.name != "torch":
-        pytest.skip("refused at construction")
+        pytest.skip(f"{candidate.name} refuses {rule} at construction")
     results = []
     extra = {"momentum": 0.9} if rule == "sgd" else {}
     for name in (candidate.name, "reference"):

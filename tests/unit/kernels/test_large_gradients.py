@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import mp_optim
-from mp_optim.kernels import proof_of
-from support.kernels import NEED_KERNELS
+from support.kernels import NEED_KERNELS, require_usable
 
 BACKENDS = ["reference", pytest.param("native", marks=NEED_KERNELS)]
 LARGE = [2e20, 1e30, 3.4e38]
@@ -157,9 +156,7 @@ def every_other(forms: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(("case", "state", "noisy"), every_other(drawn(["fp32", "8bit"], ["4bit"])))
 def test_kernels_for_gpus_have_the_same_bits(case: Case, state: str, noisy: bool) -> None:
-    proof = proof_of("triton", torch.device("cpu"))
-    if not proof.usable:
-        pytest.skip(f"triton is not usable: {proof.reason}")
+    require_usable("triton", torch.device("cpu"))
     settings = {"state": state, "stochastic_rounding": noisy}
     ours, theirs = (Run(case, **settings, backend=name) for name in ("triton", "reference"))
     for element, large in ((None, 0.0), *((300, large) for large in LARGE), (300, -LARGE[-1])):

@@ -1,11 +1,15 @@
-"""An installation without a C++ compiler: it says so once, when an optimizer is built."""
+"""Installations with and without kernels."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
+from mp_optim.kernels.native_library import native_library
+from mp_optim.kernels.triton import triton_backend
 from support.installed import copy_package
 from support.launch import TOOLS, run_forked_program
 
@@ -53,3 +57,17 @@ def test_missing_kernels_are_said_once_at_construction(without_compiler: Path, h
 
 def test_who_asks_for_torch_operations_is_not_warned(without_compiler: Path) -> None:
     assert said_by(without_compiler, STACK, MP_OPTIM_NATIVE="off") == ""
+
+
+@pytest.mark.skipif(os.environ.get("MP_OPTIM_NATIVE") == "off", reason="native kernels are off")
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_native_kernels_are_found_where_they_were_compiled() -> None:
+    """A lost library would look like success: tests of kernels are skipped without it."""
+    library = native_library()
+    assert library.handle is not None or library.why.startswith("this CPU has none"), library.why
+
+
+def test_triton_kernels_are_found_where_triton_is_installed() -> None:
+    pytest.importorskip("triton")
+    backend, why = triton_backend()
+    assert backend is not None, why

@@ -16,6 +16,7 @@ from mp_optim.kernels.kernel_args import TensorLists
 from mp_optim.kernels.native import NativeBackend
 from mp_optim.kernels.reference import ReferenceBackend
 from mp_optim.kernels.self_test import RECORDED, SelfTest, _steps, digests, prove
+from support.kernels import needs_kernels
 
 CPU = torch.device("cpu")
 Spoil = Callable[[TensorLists], object]
@@ -102,6 +103,7 @@ def test_self_test_finds_wrong_sums_and_a_wrong_pass_of_muon() -> None:
     assert not prove(Still(), CPU).usable
 
 
+@needs_kernels
 @pytest.mark.parametrize(("factor", "usable"), [(1.0 + 2.0**-22, True), (1.01, False)])
 def test_wrong_kernel_is_found_before_it_writes_a_parameter(
     factor: float, usable: bool, monkeypatch: pytest.MonkeyPatch
@@ -115,8 +117,7 @@ def test_wrong_kernel_is_found_before_it_writes_a_parameter(
         optimizer.step()
         return param.detach()
 
-    if choose_backend("native", CPU)[0].name != "native":
-        pytest.skip("there are no native kernels")
+    assert choose_backend("native", CPU)[0].name == "native"
     step = NativeBackend.step
 
     def wrong(self: NativeBackend, rule: str, lists: TensorLists, *given: Any) -> None:

@@ -241,8 +241,9 @@ def test_a_state_dict_of_before_loads() -> None:
 
 def test_a_kernel_is_told_every_number_and_switch() -> None:
     """Neither is left out without a word."""
-    launches = pytest.importorskip("mp_optim.kernels.triton.launches")
-    tiles = pytest.importorskip("mp_optim.kernels.triton.kernels.tiles")
+    pytest.importorskip("triton")
+    from mp_optim.kernels.triton import launches
+    from mp_optim.kernels.triton.kernels import tiles
 
     numbers = (0.9, 0.1, 0.99, 0.01, 0.1, 0.0)
     many = SimpleNamespace(__slots__=tuple("abcdefghijk"), **dict.fromkeys("abcdefghijk", 1.0))
