@@ -834,6 +834,8 @@ def test_the_worker_leaves_cores_to_others(monkeypatch):
     class Library:
         """Told by every call how many threads to take."""
 
+        level = "scalar"
+
         def call(self, *arguments):
             self.threads = arguments[-1]
 

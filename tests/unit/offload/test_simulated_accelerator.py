@@ -374,7 +374,7 @@ NEVER_WRONG = ("drain", "collect", "accelerator.on", "wait_for(job)", "was_read"
 """Without these the bits are right, if by luck: what the worker has not finished is not used, or it
 finishes in time as its thread happens to run; and of two reads into one piece of memory the later
 one is carried out last at every pace."""
-NEVER_WRONG_SITES = ("lanes.HostSite.wait: self.wait_for(number)",)
+NEVER_WRONG_SITES = ("streaming.HostSite.wait: self.wait_for(number)",)
 """Reported like the others, but no schedule here gives wrong bits: between two steps the host
 fetches which weights differ, and waits for the device."""
 # The locks of the worker, and of a save, order threads, not streams.

@@ -17,7 +17,7 @@ FILES = {
         "class Kind(Protocol):\n    def of(self): ...\n\n\n"
         "class Base(Exported):\n    def step(self): ...\n\n    def close(self): ...\n"
     ),
-    "update/rules.py": "class Rule:\n    def apply(self): ...\n\n    def scale(self): ...\n",
+    "rules/plain.py": "class Rule:\n    def apply(self): ...\n\n    def scale(self): ...\n",
 }
 
 

@@ -105,24 +105,34 @@ def of_factory(draw, folder, mesh):
     return model, get_megatron_optimizer(config, [model], **given)
 
 
-def train(draw, model, optimizer):
-    """No step, or some, of which the last may raise."""
-    for step in range(steps := draw.choice((0, 2, 3))):
-        loss = model(torch.randn(4, 24, dtype=next(model.parameters()).dtype)).float().sum()
-        optimizer.scale_loss(loss).backward()
-        if step == steps - 1 and draw.random() < 0.5:
-            optimizer.param_groups[0]["lr"] = "large"
-            try:  # pytest.raises would keep the exception, and with it the frames of the step
-                optimizer.step()
-            except (TypeError, ValueError):
-                pass
-            else:
-                raise AssertionError("the step took a learning rate that is no number")
-        else:
-            optimizer.step()
+def backward(model, optimizer):
+    loss = model(torch.randn(4, 24, dtype=next(model.parameters()).dtype)).float().sum()
+    optimizer.scale_loss(loss).backward()
+
+
+def fail(model, optimizer):
+    backward(model, optimizer)
+    optimizer.param_groups[0]["lr"] = "large"
+    try:  # pytest.raises would keep the exception, and with it the frames of the step
+        optimizer.step()
+    except (TypeError, ValueError):
+        optimizer.zero_grad()
+    else:
+        raise AssertionError("the step took a learning rate that is no number")
+
+
+def trained(draw, model, optimizer):
+    """Memory of the optimizer after no step or some, and perhaps one that raises."""
+    for _ in range(draw.choice((0, 1, 3))):
+        backward(model, optimizer)
+        optimizer.step()
         optimizer.zero_grad()
     if draw.random() < 0.3:
         optimizer.state_dict()
+    memory = memory_of(optimizer)
+    if draw.random() < 0.4:
+        fail(model, optimizer)
+    return memory
 
 
 def storage_of(tensor):
@@ -180,8 +190,7 @@ def test_deleted_optimizer_leaves_nothing_without_the_collector(seed, tmp_path, 
             model, optimizer = of_class(draw, tmp_path)
         else:
             model, optimizer = of_factory(draw, tmp_path, one_rank)
-        train(draw, model, optimizer)
-        return model, weakref.ref(optimizer), memory_of(optimizer)
+        return model, weakref.ref(optimizer), trained(draw, model, optimizer)
 
     threads = set(threading.enumerate())
     gc.collect()

@@ -422,7 +422,7 @@ def test_a_build_that_fails_leaves_the_groups() -> None:
 
 # -- switches of torch's --------------------------------------------------------------------------
 
-RULES = ["AdamW", "Adam", "LAMB", "Lion", "SGD", "Adafactor", "Muon"]
+RULES = ["AdamW", "Adam", "LAMB", "Lion", "SGD", "Muon"]
 SWITCHES = ["maximize", "amsgrad", "capturable", "differentiable"]
 
 
