@@ -1,140 +1,211 @@
 #!/usr/bin/env python
-"""Windows of a file past the page cache, as the optimizer's state would be read and written, in
-turn with ``dd``, which does nothing else.
+"""AdamW with its state on a disk: the rate of a step next to that of the disk, and its memory.
 
-python tools/benchmark_disk.py --folder /mnt/nvme --size 8192      # on an idle machine
+python tools/benchmark_disk.py speed --folder /mnt/nvme     # on an idle machine
+python tools/benchmark_disk.py limit --folder /mnt/nvme --window 32 --mode overlap
+
+``speed`` takes steps in turn with processes of ``dd`` that read a file of the same size and write
+one, with direct access, as a step does. ``limit`` trains under a limit of memory, and again in
+memory without one, each in a process of its own, and compares the parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import resource
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 import torch
 import tyro
+from measuring.kernels import require_kernels
+from torch import nn
 
-from mp_optim.host.direct_file import PIECE, THREADS, DirectFile, Ticket
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.host.direct_file import PIECE
 
 MIB = 1 << 20
-PATTERNS = ("read", "write", "read and write")
+LAYER = 4 << 20
+"""Elements of each parameter."""
 
 
 @dataclass
 class Options:
-    """What to measure."""
+    """The measurement and its sizes."""
 
+    what: tyro.conf.Positional[Literal["speed", "limit", "run"]]
+    """``run`` is one of the two processes of ``limit``."""
     folder: Path = Path()
-    """On the disk that is measured; what is made there is removed."""
-    size: int = 2048
-    """MiB of the file."""
+    """On the disk; files that are made there are removed."""
+    state: int = 2048
+    """MiB of main params and state, of which a parameter has 12 bytes."""
     window: int = 64
-    """MiB of a window; two are read and two written at once."""
+    """MiB of a window, of which five are in host memory."""
     rounds: int = 5
-    threads: int = THREADS
-    """Of ours; ``dd`` has as many processes, half of them for each direction where it has both."""
+    """Of ``speed``."""
+    mode: Literal["sync", "overlap", "speculative"] = "sync"
+    """``offload_mode`` of ``limit``."""
+    steps: int = 20
+    """Of ``limit``."""
+    memory: int = 256
+    """MiB that ``limit`` allows besides the model and its gradients; 0: no limit, no disk."""
+    threads: int = 4
+    """Processes of ``dd``."""
 
 
-def main(options: Options) -> None:
-    size = options.size // options.window * options.window * MIB
-    seconds: dict[tuple[str, str], list[float]] = {}
+class Training:
+    """A model with gradients, and its optimizer."""
+
+    def __init__(self, options: Options, dtype: torch.dtype) -> None:
+        count = max(1, options.state * MIB // 12 // LAYER)
+        torch.manual_seed(0)
+        self.model = nn.ParameterList()
+        for _ in range(count):
+            self.model.append(nn.Parameter(torch.randn(LAYER, dtype=dtype)))
+            self.model[-1].grad = torch.zeros(LAYER, dtype=dtype)
+        self._incoming = torch.zeros(LAYER, dtype=dtype)
+        self._options, self._dtype = options, dtype
+
+    def build(self, folder: str | None, mode: str = "sync") -> None:
+        """Make the optimizer, with its state in a folder or in memory."""
+        window = self._options.window * MIB
+        disk = {"optimizer_state_path": folder, "stream_window_bytes": window, "offload_mode": mode}
+        config = OptimizerConfig(
+            lr=1e-3,
+            bf16=self._dtype == torch.bfloat16,
+            clip_grad=0.0,
+            optimizer_cpu_offload=True,
+            optimizer_offload_fraction=1.0,
+            **(disk if folder else {}),
+        )
+        self.optimizer = get_megatron_optimizer(config, self.model)
+
+    def backward(self) -> None:
+        """Give each parameter a new gradient in the same memory."""
+        for param in self.model:
+            param.grad.zero_()
+            torch.autograd.backward(param, self._incoming.normal_())
+
+    def digest(self) -> str:
+        """Return a digest of all parameters."""
+        found = hashlib.sha256()
+        for param in self.model:
+            found.update(param.detach().view(torch.uint8).numpy())
+        return found.hexdigest()[:16]
+
+
+def speed(options: Options) -> None:
+    """Print GB/s in both directions of steps and of ``dd``, in turn."""
+    seconds: dict[str, list[float]] = {"dd": [], "step": []}
     with TemporaryDirectory(dir=options.folder) as folder:
-        file = DirectFile(folder, size, options.threads)
-        raw = Raw(Path(folder) / "raw", size, options.threads)
-        print(file)
-        with contextlib.closing(file):
-            ours = Windows(file, options.window * MIB)
-            for name, run in (("write", raw.run), ("write", ours.run)):
-                run(name)  # blocks that were never written cost more the first time
-            for _ in range(options.rounds):
-                for pattern in PATTERNS:
-                    for who, run in (("dd", raw.run), ("ours", ours.run)):
-                        seconds.setdefault((pattern, who), []).append(timed(run, pattern))
-    print("\n".join(table(seconds, size)))
+        training = Training(options, torch.float32)
+        training.build(folder)
+        size = 12 * LAYER * len(training.model)
+        raw = Path(folder) / "raw"
+        with raw.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+        copy_by_dd(raw, size, options.threads)  # the first write of a block costs more
+        training.optimizer.step()
+        for _ in range(options.rounds):
+            seconds["dd"].append(timed(lambda: copy_by_dd(raw, size, options.threads)))
+            seconds["step"].append(timed(training.optimizer.step))
+    rates = {name: 2 * size / statistics.median(each) / 1e9 for name, each in seconds.items()}
+    ratios = [a / b for a, b in zip(*seconds.values(), strict=True)]
+    print("| state, GB | dd, GB/s | step, GB/s | step of dd |\n|---|---|---|---|")
+    print(
+        f"| {size / 1e9:.2f} | {rates['dd']:.2f} | {rates['step']:.2f} | "
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
+    )
+    metrics = training.optimizer.metrics()
+    print(f"last step: {metrics['host_ms']:.0f} ms of arithmetic, ", end="")
+    print(f"{metrics['disk_wait_ms']:.0f} ms of waiting for the disk")
 
 
-def timed(run: Callable[[str], None], pattern: str) -> float:
+def copy_by_dd(path: Path, size: int, processes: int) -> None:
+    """Read a file and write it by processes with direct access, both at once, in order."""
+    processes, blocks = max(processes // 2, 1), size // PIECE
+    ways = (
+        (f"if={path}", "of=/dev/null", "skip", "iflag=direct"),
+        ("if=/dev/zero", f"of={path}", "seek", "oflag=direct"),
+    )
+    with contextlib.ExitStack() as running:
+        for source, target, begin, flag in ways:
+            for index in range(processes):
+                first = blocks * index // processes
+                count = blocks * (index + 1) // processes - first
+                command = ["dd", f"bs={PIECE}", f"count={count}", source, target]
+                command += [f"{begin}={first}", flag, "conv=notrunc"]
+                running.enter_context(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Return the seconds of a call."""
     begin = time.perf_counter()
-    run(pattern)
+    run()
     return time.perf_counter() - begin
 
 
-def table(seconds: dict[tuple[str, str], list[float]], size: int) -> Iterator[str]:
-    """GB/s by median, and ours of dd's by the median of rounds."""
-    yield "| pattern | dd, GB/s | ours, GB/s | ours of dd's |"
-    yield "|---|---|---|---|"
-    for pattern in PATTERNS:
-        moved = size * (2 if pattern == "read and write" else 1)
-        raw, ours = seconds[pattern, "dd"], seconds[pattern, "ours"]
-        ratios = [a / b for a, b in zip(raw, ours, strict=True)]
-        speeds = [moved / statistics.median(each) / 1e9 for each in (raw, ours)]
-        yield (
-            f"| {pattern} | {speeds[0]:.2f} | {speeds[1]:.2f} | "
-            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
-        )
+def limit(options: Options) -> None:
+    """Train under the limit and in memory.
+
+    Raises:
+        SystemExit: parameters differ.
+    """
+    digests = []
+    for memory in (options.memory, 0):
+        said = asdict(options) | {"memory": memory}
+        del said["what"]
+        flags = [f"--{name}={value}" for name, value in said.items()]
+        command = [sys.executable, __file__, "run", *flags]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        print(done.stdout, end="")
+        digests.append(done.stdout.split()[0])
+    if len(set(digests)) > 1:
+        raise SystemExit("the parameters differ")
+    print("the same parameters")
 
 
-class Windows:
-    """Ours: every window of the file once, double-buffered."""
-
-    def __init__(self, file: DirectFile, window: int) -> None:
-        self._file = file
-        self._offsets = range(0, file.num_bytes, window)
-        memory = torch.ones(4 * window + PIECE, dtype=torch.uint8)
-        begin = -memory.data_ptr() % PIECE
-        self._buffers = memory[begin : begin + 4 * window].split(window)
-
-    def run(self, pattern: str) -> None:
-        under_way: list[list[Ticket]] = []
-        for index, offset in enumerate(self._offsets):
-            if len(under_way) == 2:
-                for ticket in under_way.pop(0):
-                    ticket.wait()
-            come, go = self._buffers[index % 2], self._buffers[2 + index % 2]
-            tickets = []
-            if "read" in pattern:
-                tickets.append(self._file.read_into(come, offset))
-            if "write" in pattern:
-                behind = self._offsets[index - len(self._offsets) // 2]
-                tickets.append(self._file.write_from(go, behind))
-            under_way.append(tickets)
-        for ticket in [ticket for tickets in under_way for ticket in tickets]:
-            ticket.wait()
+def run(options: Options) -> None:
+    """Train, and print the digest of the parameters and the memory used besides the model's."""
+    training = Training(options, torch.bfloat16)
+    training.backward()  # memory that backward needs once is allocated
+    before = {name: status(name) for name in ("RssAnon", "VmData")}
+    if options.memory:
+        allowed = before["VmData"] + options.memory * MIB
+        resource.setrlimit(resource.RLIMIT_DATA, (allowed, resource.RLIM_INFINITY))
+    torch.manual_seed(1)
+    most = 0
+    with TemporaryDirectory(dir=options.folder) as folder:
+        training.build(folder if options.memory else None, options.mode)
+        for _ in range(options.steps):
+            training.backward()
+            training.optimizer.step()
+            most = max(most, status("RssAnon") - before["RssAnon"])
+    print(
+        f"{training.digest()}: {options.steps} steps of {options.state} MiB of state, "
+        f"limit {options.memory or 'none'}: at most {most / MIB:.0f} MiB besides the model"
+    )
 
 
-class Raw:
-    """``dd`` with direct access: processes that read or write their part of a file in order."""
+def status(name: str) -> int:
+    """Return the bytes in a line of /proc/self/status."""
+    text = Path("/proc/self/status").read_text().split(f"\n{name}:")[1]
+    return int(text.split()[0]) * 1024
 
-    def __init__(self, path: Path, size: int, processes: int) -> None:
-        self._path, self._size, self._processes = path, size, processes
-        with path.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, size)
 
-    def run(self, pattern: str) -> None:
-        kinds = pattern.split(" and ")
-        processes = max(self._processes // len(kinds), 1)
-        blocks = self._size // PIECE
-        with contextlib.ExitStack() as running:
-            for kind in kinds:
-                for index in range(processes):
-                    begin = blocks * index // processes
-                    count = blocks * (index + 1) // processes - begin
-                    command = self._command(kind, begin, count)
-                    running.enter_context(subprocess.Popen(command, stderr=subprocess.DEVNULL))
-
-    def _command(self, kind: str, begin: int, count: int) -> list[str]:
-        common = ["dd", f"bs={PIECE}", f"count={count}"]
-        if kind == "read":
-            ends = [f"if={self._path}", "of=/dev/null", f"skip={begin}", "iflag=direct"]
-        else:
-            ends = ["if=/dev/zero", f"of={self._path}", f"seek={begin}", "oflag=direct"]
-        return [*common, *ends, "conv=notrunc"]
+def main(options: Options) -> None:
+    """Print the measurement that was asked for."""
+    require_kernels()
+    {"speed": speed, "limit": limit, "run": run}[options.what](options)
 
 
 if __name__ == "__main__":

@@ -6,41 +6,34 @@ python tools/benchmark_quality.py --steps 2000 --output docs/benchmarks
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import statistics
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import torch
 import tyro
 from measuring.kernels import require_kernels
 from rich.progress import track
 
-from benchmarks.quality_report import write
 from mp_optim import OptimizerConfig
 from mp_optim.kernels.native_library import set_host_threads
 from training.config import DataConfig, ModelConfig, RunConfig, SchedulerConfig, TrainConfig
 from training.loop import train
 
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
 
 def _compact(moments: str, bits: int | str = 16, **more: Any) -> dict[str, Any]:
     remainder = {} if bits == 16 else {"param_remainder_bits": bits}
-    return {
-        "use_precision_aware_optimizer": True,
-        "exp_avg_dtype": moments,
-        "exp_avg_sq_dtype": moments,
-        **remainder,
-        **more,
-    }
-
-
-def _offload(fraction: float) -> dict[str, Any]:
-    return {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+    dtypes = {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
+    return {"use_precision_aware_optimizer": True, **dtypes, **remainder, **more}
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -54,24 +47,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "8-bit moments, 8-bit remainder, stochastic": _compact("uint8", 8, stochastic_rounding=True),
     "bf16 moments, no main params": _compact("bfloat16", 0, stochastic_rounding=True),
 }
-"""Forms of state by name; the first is what the others are compared with."""
-
-FLOAT8: dict[str, tuple[str, dict[str, Any]]] = {
-    f"float8 weights, {scale}{place}": (word, settings)
-    for scale, word in (("a scale each", "tensor"), ("a scale a row", "row"))
-    for place, settings in (
-        ("", {}),
-        (", half on the host", _offload(0.5)),
-        (", all on the host", _offload(1.0)),
-    )
-}
-"""Model weights in 8 bits by name: where their scales are, and where they are stepped."""
+"""Forms of state by name; the others are compared with the first."""
+FLOAT8 = {"float8 weights, a scale each": "tensor", "float8 weights, a scale a row": "row"}
+"""Model weights in 8 bits by name, with the extent of their scales."""
 
 
 @dataclass
 class Options:
-    """What to train. Besides the forms of state there are those of float8 weights, which have to be
-    named."""
+    """The forms to train; those of float8 weights have to be named."""
 
     steps: int = 2000
     seeds: int = 3
@@ -81,23 +64,20 @@ class Options:
     """The highest learning rate, which falls to a tenth."""
     forms: tuple[str, ...] = tuple(FORMS)
     output: Path | None = None
-    """Folder for quality.json, quality.md and quality.png; runs that are in the first already are
-    not done again."""
+    """Folder for quality.md and quality.png."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run and its outcome: held-out loss at the end, and the training losses."""
+    """One training run: held-out loss at the end, and the training losses."""
 
     form: str
-    seed: int
     eval_loss: float
     losses: list[float]
 
 
 def run_config(form: str, seed: int, steps: int, lr: float = 3e-3) -> TrainConfig:
-    """A mixture of experts small enough to train often."""
-    weights, settings = FLOAT8[form] if form in FLOAT8 else ("none", FORMS[form])
+    """Return a mixture of experts small enough to train often."""
     return TrainConfig(
         model=ModelConfig(
             hidden_size=64,
@@ -107,7 +87,7 @@ def run_config(form: str, seed: int, steps: int, lr: float = 3e-3) -> TrainConfi
             num_kv_heads=2,
             num_experts=4,
             num_experts_per_tok=2,
-            float8_weights=weights,
+            float8_weights=FLOAT8.get(form, "none"),
         ),
         data=DataConfig(source="stdlib", seq_length=128, max_megabytes=16.0),
         optimizer=OptimizerConfig(
@@ -117,7 +97,7 @@ def run_config(form: str, seed: int, steps: int, lr: float = 3e-3) -> TrainConfi
             adam_beta2=0.99,
             clip_grad=1.0,
             bf16=True,
-            **settings,
+            **FORMS.get(form, {}),
         ),
         scheduler=SchedulerConfig(lr_warmup_steps=steps // 20),
         run=RunConfig(
@@ -136,56 +116,61 @@ def run_one(job: tuple[str, int, int, float]) -> Run:
     """Train once, on one thread."""
     torch.set_num_threads(1)
     set_host_threads(1)
-    form, *settings = job
-    records = train(run_config(form, *settings)).records
-    return Run(
-        form,
-        job[1],
-        float(records[-1].eval_loss or float("nan")),
-        [record.loss for record in records],
-    )
+    records = train(run_config(*job)).records
+    losses = [record.loss for record in records]
+    return Run(job[0], float(records[-1].eval_loss or float("nan")), losses)
+
+
+def table(runs: Sequence[Run], forms: Sequence[str], steps: int) -> str:
+    """Return the held-out losses by form, next to the spread of the first form's."""
+    base = [run.eval_loss for run in runs if run.form == forms[0]]
+    lines = [
+        f"Held-out loss (nats per byte) after {steps:,} steps, {len(base)} seeds. Spread of "
+        f"{forms[0]} over the seeds: {min(base):.4f} to {max(base):.4f}.",
+        "",
+        "| state | mean | per seed | mean within the spread |",
+        "|---|---|---|---|",
+    ]
+    for form in forms:
+        found = [run.eval_loss for run in runs if run.form == form]
+        mean = statistics.mean(found)
+        inside = "yes" if min(base) <= mean <= max(base) else "lower" if mean < min(base) else "no"
+        seeds = ", ".join(f"{value:.4f}" for value in found)
+        lines.append(f"| {form} | {mean:.4f} | {seeds} | {inside} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(runs: Sequence[Run], forms: Sequence[str], path: Path, width: int = 50) -> None:
+    """Draw the training losses, each the mean of ``width`` steps and all seeds."""
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for form in forms:
+        curves = [run.losses for run in runs if run.form == form]
+        means = [statistics.mean(values) for values in zip(*curves, strict=True)]
+        ends = range(1, len(means) + 1)
+        smooth = [statistics.mean(means[max(0, end - width) : end]) for end in ends]
+        axes.plot(smooth, label=form, linewidth=1)
+    axes.set(xlabel="step", ylabel=f"training loss (mean of {width} steps and all seeds)")
+    axes.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 def main(options: Options) -> None:
+    """Train every form with every seed; print the table, and write it with a picture."""
     require_kernels()
-    known = {(run.form, run.seed): run for run in _found(options)}
     jobs = [
         (form, 1000 + seed, options.steps, options.lr)
         for seed in range(options.seeds)
         for form in options.forms
     ]
-    missing = [job for job in jobs if job[:2] not in known]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        for run in track(pool.map(run_one, missing), total=len(missing), description="training"):
-            known[run.form, run.seed] = run
-            if options.output is not None:
-                options.output.mkdir(parents=True, exist_ok=True)
-                _store(options).write_text(
-                    json.dumps([dataclasses.asdict(run) for run in known.values()])
-                )
-    runs = [known[job[:2]] for job in jobs]
-    for form in options.forms:
-        found = [run.eval_loss for run in runs if run.form == form]
-        print(
-            f"{form:45s} {statistics.mean(found):.4f}  "
-            f"{' '.join(f'{value:.4f}' for value in found)}"
-        )
+        runs = list(track(pool.map(run_one, jobs), total=len(jobs), description="training"))
+    text = table(runs, options.forms, options.steps)
+    print(text)
     if options.output is not None:
-        write(options.output, [dataclasses.asdict(run) for run in runs], options.steps)
-
-
-def _store(options: Options) -> Path:
-    """Where finished runs are kept, so that a broken off benchmark goes on where it was."""
-    assert options.output is not None
-    return options.output / "quality.json"
-
-
-def _found(options: Options) -> list[Run]:
-    """Runs of as many steps that finished before."""
-    if options.output is None or not _store(options).exists():
-        return []
-    runs = [Run(**run) for run in json.loads(_store(options).read_text())]
-    return [run for run in runs if len(run.losses) == options.steps]
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "quality.md").write_text(text)
+        draw(runs, options.forms, options.output / "quality.png")
 
 
 if __name__ == "__main__":

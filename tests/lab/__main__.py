@@ -15,11 +15,7 @@ COMMANDS = {
     "layouts": ("lab.layout_fuzz.command", "random layouts of ranks against one process"),
     "mutants": ("lab.mutation.command", "small faults, and whether a test notices them"),
     "levels": ("lab.levels", "tests that step something, by each level of native kernels"),
-    "audit": ("lab.audit", "flipped bits under audited steps, and what they cost"),
     "nightly": ("lab.nightly", "all of these and the kill tests, as long as a night"),
-    "trace": ("lab.trace_step", "draw one step of an offloaded optimizer, thread by thread"),
-    "streams": ("lab.streaming.command", "a model of steps whose state is in host memory"),
-    "muon-ranks": ("lab.muon_ranks", "a model of Muon's products and exchanges over ranks"),
 }
 """Module and meaning of each. A module has ``Options`` and ``main(options)``, which returns the
 exit status."""

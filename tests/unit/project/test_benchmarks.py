@@ -9,9 +9,6 @@ from support.kernels import needs_kernels
 from support.launch import TOOLS, run_forked_program
 
 BENCHMARKS = {path.stem for path in TOOLS.glob("benchmark_*.py")}
-FILES_ALONE = {"benchmark_disk"}
-"""Steps nothing."""
-
 PROGRAM = """
 import runpy, sys
 sys.path.remove("")  # the checkout
@@ -20,7 +17,7 @@ from mp_optim.apps.cli import doctor
 _, folder, tools, *names = sys.argv
 assert mp_optim.__file__.startswith(folder), mp_optim.__file__
 for name in names:
-    sys.argv[1:] = ["limit", "--folder", folder] if name == "benchmark_disk_step" else []
+    sys.argv[1:] = ["limit", "--folder", folder] if name == "benchmark_disk" else []
     try:
         runpy.run_path(f"{tools}/{name}.py", run_name="__main__")
     except SystemExit as refused:
@@ -34,7 +31,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Lines of every benchmark, and of the doctor."""
     folder = copy_package(tmp_path_factory.mktemp("stale"))
     make_kernels_stale(folder)
-    names = sorted(BENCHMARKS - FILES_ALONE)
+    names = sorted(BENCHMARKS)
     variables = {"PYTHONPATH": f"{folder}:{TOOLS}", "TRITON_INTERPRET": "0"}
     return run_forked_program(
         "-c", PROGRAM, str(folder), str(TOOLS), *names, MP_OPTIM_NATIVE="", **variables
@@ -44,7 +41,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @needs_kernels
 def test_every_benchmark_refuses_kernels_that_do_not_fit(said: list[str]) -> None:
     refused = [line for line in said if "nothing was measured" in line]
-    assert {line.split()[0] for line in refused} == BENCHMARKS - FILES_ALONE
+    assert {line.split()[0] for line in refused} == BENCHMARKS
     for line in refused:
         assert "fused_backend='auto' takes 'reference'" in line
         assert "has interface" in line and "this version needs" in line

@@ -394,8 +394,6 @@ def test_every_installed_command_exists(document):
 @pytest.mark.parametrize(
     ("tool", "document"),
     [
-        ("tools/draw_layers.py", "docs/decisions.md"),
-        ("tests/lab streams", "docs/benchmarks/streaming.md"),
         ("tools/settings_table.py", "docs/settings.md"),
         ("tools/offload_table.py", "docs/settings.md"),
         pytest.param("tools/fit_published.py", "docs/fit.md", marks=pytest.mark.slow),

@@ -1,14 +1,13 @@
 """The lab's own commands; what its machines find is tested where they are: in ``unit/stack``,
-``test_mutation.py``, ``test_model_stream.py`` and ``test_gpu_check.py``."""
+``test_mutation.py`` and ``test_gpu_check.py``."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from lab import levels, nightly, trace_step
+from lab import levels, nightly
 from lab.__main__ import COMMANDS, main
 from support.launch import ROOT
 
@@ -61,15 +60,3 @@ def test_what_a_night_and_the_levels_run_exists() -> None:
     for commands in machines.values():
         for program, command, *_ in commands:
             assert program == "-m" or command in COMMANDS
-
-
-def test_a_step_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    size = ("--params", "1e5", "--backward-ms", "20")
-    assert main(["trace", *size, "--output", str(tmp_path)]) == 0
-    assert "of the host's work hidden under backward" in capsys.readouterr().out
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    ours = [event["name"] for event in events if event.get("cat") == "mp_optim"]
-    assert {"backward", "step"} <= set(ours) and len(set(ours)) > 2
-    assert (tmp_path / "trace.png").stat().st_size > 1000
-    with pytest.raises(ValueError, match="at least one tensor"):
-        trace_step.Options(tensors=0)

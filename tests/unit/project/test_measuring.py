@@ -1,4 +1,4 @@
-"""The tools that count what there is to read: a package and a walk whose figures are known."""
+"""The tools that count: a package and a walk with known figures."""
 
 from __future__ import annotations
 
@@ -10,39 +10,24 @@ import measure_code
 from support.launch import run_forked_program
 
 FILES = {
-    "__init__.py": "from mp_optim.below import Base as Exported\n",
-    "below.py": "import torch\n\n\nclass Base(torch.optim.Optimizer):\n    def step(self): ...\n",
-    "above.py": (
-        "from typing import Protocol\n\nfrom mp_optim import Exported\n\n\n"
-        "class Kind(Protocol):\n    def of(self): ...\n\n\n"
-        "class Base(Exported):\n    def step(self): ...\n\n    def close(self): ...\n"
-    ),
-    "rules/plain.py": "class Rule:\n    def apply(self): ...\n\n    def scale(self): ...\n",
+    "__init__.py": "from mp_optim.rules.plain import Rule\n",
+    "apps/tool.py": '"""A tool."""\n\n\ndef main(): ...  # a comment\n',
+    "rules/plain.py": "class Rule:\n    # why\n    def apply(self):\n        'Text.'\n",
 }
 
 
-def test_classes_are_followed_through_imports_and_namesakes(tmp_path: Path) -> None:
+def test_measure_code_counts_code_without_docstrings_and_comments(tmp_path: Path) -> None:
     for name, text in FILES.items():
         path = tmp_path / "mp_optim" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    paths = sorted(tmp_path.rglob("*.py"))
-    figures = measure_code.Figures()
-    measure_code.count_classes([measure_code.Module.read(path) for path in paths], figures)
-    assert figures.values == {
-        "lines of Python": str(sum(text.count("\n") for text in FILES.values())),
-        "lines of code": "14",
-        "files": "4",
-        "classes": "4",
-        "functions": "6",
-        "Protocols": "1",
-        "deepest inheritance of what steps": "2 (Base < Base)",
-        "methods on the widest rule": "2 (Rule)",
-        "methods on the widest class": "2 (Base)",
-    }
+    figures = measure_code.measure(tmp_path)
+    assert figures["lines of code"] == "4" and figures["lines of code outside apps"] == "3"
+    assert figures["lines"] == "9" and figures["files"] == "3"
+    assert figures["classes"] == "1" and figures["functions"] == "2"
 
 
-def test_a_walk_counts_functions_of_the_package_in_every_thread() -> None:
+def test_profile_step_counts_functions_of_the_package_in_every_thread() -> None:
     built = json.loads(run_forked_program("tools/measuring/passes.py", "build"))
     first, second = built.values()
     assert first["calls"] > second["calls"] > second["functions"] >= second["files"] > 1

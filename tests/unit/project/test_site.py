@@ -257,18 +257,6 @@ def test_documents_beside_the_docs_are_linked_as_pages() -> None:
     assert linked("[a](../examples/finetune.ipynb)") == "[a](finetune.ipynb)"
 
 
-def test_the_layers_are_drawn_without_a_program_in_the_browser() -> None:
-    page = program("docs_site/flowchart").on_page_markdown(text_of("decisions.md"))
-    assert "mermaid" not in page
-    names = re.findall(r"<text[^>]*>(\w+)</text>", page)
-    corners = re.findall(r'<rect x="(\d+)" y="(\d+)"', page)
-    places = {name: (int(x), int(y)) for name, (x, y) in zip(names, corners, strict=True)}
-    assert len({*places.values()}) == len(places) > 15  # no two on one spot
-    for above, below in (("optimizers", "factory"), ("core", "host"), ("param_groups", "core")):
-        assert places[above][1] < places[below][1]
-    assert page.count("marker-end") == text_of("decisions.md").count(" --> ")
-
-
 def test_every_public_name_is_in_the_reference() -> None:
     reference = "".join(path.read_text() for path in (DOCS / "api").glob("*.md"))
     shown = {*re.findall(r"::: mp_optim\.(\w+)", reference)}
