@@ -3,12 +3,12 @@
 import mp_optim.host.torch_import  # noqa: F401  before any other import of torch
 from mp_optim import checkpoint
 from mp_optim.apps.deltas import apply_delta
+from mp_optim.apps.fit.model_plan import plan
 from mp_optim.config import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
 from mp_optim.core.interrupted_step import BrokenOffError
 from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.core.weight_delta import WeightDelta, WeightPatch
 from mp_optim.factory.get_optimizer import get_megatron_optimizer
-from mp_optim.factory.memory_plan import plan
 from mp_optim.mixed_precision import (
     ConstantGradScaler,
     DynamicGradScaler,

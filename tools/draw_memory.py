@@ -19,8 +19,8 @@ import matplotlib.pyplot as plt
 from plan_memory import GIB, load
 
 from mp_optim import OptimizerConfig, plan
-from mp_optim.factory.memory_plan import MemoryPlan, specs_of
-from mp_optim.factory.offload_fraction import FORMS
+from mp_optim.apps.fit.model_plan import FORMS, specs_of
+from mp_optim.factory.memory_plan import MemoryPlan
 
 MODELS = Path(__file__).parents[1] / "tests" / "functional" / "full_size"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"

@@ -15,8 +15,8 @@ from plan_memory import GIB, load
 from settings_table import MODELS, Machine
 
 from mp_optim import OptimizerConfig
-from mp_optim.factory.memory_plan import Layout, MemoryPlan, plan, specs_of
-from mp_optim.factory.offload_fraction import FORMS
+from mp_optim.apps.fit.model_plan import FORMS, Layout, plan, specs_of
+from mp_optim.factory.memory_plan import MemoryPlan
 
 FORM = "8-bit moments, remainders"
 WAYS: dict[str, dict[str, Any]] = {

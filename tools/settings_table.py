@@ -15,8 +15,8 @@ from pathlib import Path
 from plan_memory import GIB, load
 
 from mp_optim import OptimizerConfig
-from mp_optim.factory.memory_plan import Layout, MemoryPlan, specs_of
-from mp_optim.factory.offload_fraction import FORMS, smallest_fraction
+from mp_optim.apps.fit.model_plan import FORMS, Layout, smallest_fraction, specs_of
+from mp_optim.factory.memory_plan import MemoryPlan
 
 MODELS = Path(__file__).parents[1] / "tests" / "functional" / "full_size"
 

@@ -1,31 +1,21 @@
 """The memory of one rank: the very stack that would be built, built on the meta device and added
-up, for parameters of given names, shapes and dtypes that a layout spreads over ranks.
-"""
+up."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import nn
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.core import param_at
-from mp_optim.core.names import named_params
-from mp_optim.core.param_attributes import (
-    ShardInfo,
-    is_copied_in_tensor_parallel,
-    is_expert_param,
-    set_shard_info,
-)
-from mp_optim.core.quantized import FLOAT8_DTYPES
+from mp_optim.core.param_attributes import ShardInfo, set_shard_info
 from mp_optim.core.slot_state import AVERAGE, REMAINDER
 from mp_optim.core.tensor_layout import region_of
 from mp_optim.factory.build import build
@@ -34,174 +24,6 @@ from mp_optim.mixed_precision import MegatronOptimizer, WrappedOptimizer
 from mp_optim.offload.hybrid_executor import PlacedExecutor, stepper_of
 from mp_optim.param_groups.overrides import ParamKey
 from mp_optim.zero.buckets import make_buckets
-
-# -- what is planned for --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ParamSpec:
-    """One parameter of the whole model.
-
-    Attributes:
-        name: FQN.
-        shape: of the whole parameter, before any sharding.
-        dtype: of the model's parameter.
-        is_expert: whether it belongs to a routed expert.
-        trainable: whether it gets gradients and state.
-        vector_like: whether tensor parallelism leaves it whole whatever its shape.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.bfloat16
-    is_expert: bool = False
-    trainable: bool = True
-    vector_like: bool = False
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole parameter."""
-        return torch.Size(self.shape).numel()
-
-
-def specs_of(source: Any, dtype: torch.dtype | None = None) -> list[ParamSpec]:
-    """Parameters of a model; tied ones once, under their first name.
-
-    Args:
-        source: a module (on any device, also meta), a list of modules, a ``transformers`` config
-            (its model is built on the meta device), or parameter specs.
-        dtype: instead of the source's own; a config without one is taken as bfloat16.
-
-    Raises:
-        TypeError: the source is something else.
-    """
-    if hasattr(source, "to_diff_dict") and hasattr(source, "model_type"):
-        return specs_of(_meta_model(source, dtype))
-    items: list[Any] = [source] if isinstance(source, nn.Module) else []
-    if not items and isinstance(source, Iterable):
-        items = list(source)
-    if items and all(isinstance(item, ParamSpec) for item in items):
-        return items
-    if not items or not all(isinstance(item, nn.Module) for item in items):
-        raise TypeError(
-            f"source is a {type(source).__name__}: plan for a module, a list of modules, a "
-            "transformers config or a list of ParamSpec"
-        )
-    specs: dict[int, ParamSpec] = {}
-    for name, param in named_params(items):
-        specs.setdefault(
-            id(param),
-            ParamSpec(
-                name,
-                tuple(param.shape),
-                dtype or param.dtype,
-                is_expert_param(param, name),
-                param.requires_grad,
-                is_copied_in_tensor_parallel(param),
-            ),
-        )
-    return list(specs.values())
-
-
-def _meta_model(config: Any, dtype: torch.dtype | None) -> Any:
-    import transformers
-
-    dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-
-
-Sharding = Literal["no_shard", "fsdp2"]
-"""What is spread over the data-parallel ranks: nothing but what the config's distributed optimizer
-spreads, or parameters, gradients and state (FSDP2)."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Sizes of the parallel groups.
-
-    Attributes:
-        dp: data-parallel ranks of the dense parameters; the experts' are dp // ep.
-        tp: tensor-parallel ranks. Every matrix is split along its first dimension that tp
-            divides (Megatron splits some along the other one: the bytes are the same); vectors are
-            held by all.
-        ep: expert-parallel ranks, taken out of dp, as Megatron does.
-        sharding: what dp shards: "no_shard" nothing but what the config's distributed optimizer
-            does, "fsdp2" parameters, gradients and state.
-
-    Raises:
-        ValueError: a size that cannot be, naming it.
-    """
-
-    dp: int = 1
-    tp: int = 1
-    ep: int = 1
-    sharding: Sharding = "no_shard"
-
-    def __post_init__(self) -> None:
-        for name in ("dp", "tp", "ep"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: must be a whole number >= 1")
-        if self.dp % self.ep:
-            raise ValueError(f"ep={self.ep}: must divide dp={self.dp}")
-        if self.sharding not in get_args(Sharding):
-            raise ValueError(
-                f"sharding={self.sharding!r}: must be one of {list(get_args(Sharding))}"
-            )
-
-
-_EXPERT = re.compile(r"experts\.(\d+)\.")
-
-
-def _model_shard(specs: Sequence[ParamSpec], layout: Layout) -> list[ParamSpec]:
-    """The parameters that the first rank of a model copy holds, in the shapes it holds them in."""
-    numbers: dict[str, int] = {}  # of parameters that are one expert's own; not of stacks of all
-    for spec in specs:
-        if spec.is_expert and (match := _EXPERT.search(spec.name)):
-            numbers[spec.name] = int(match[1])
-    count = 1 + max(numbers.values(), default=-1)
-    held = []
-    for spec in specs:
-        shape, number = spec.shape, numbers.get(spec.name)
-        if number is not None and count % layout.ep:
-            raise ValueError(f"ep={layout.ep}: does not divide the {count} experts of {spec.name}")
-        if number is not None and number >= count // layout.ep:
-            continue
-        if spec.is_expert and number is None and layout.ep > 1:  # a stack of all experts
-            if not shape or shape[0] % layout.ep:
-                raise ValueError(
-                    f"ep={layout.ep}: does not divide the experts of {spec.name}, shape {shape}"
-                )
-            shape = (shape[0] // layout.ep, *shape[1:])
-        held.append(replace(spec, shape=_split(shape, layout.tp, spec.vector_like)))
-    return held
-
-
-def _split(shape: tuple[int, ...], tp: int, whole: bool) -> tuple[int, ...]:
-    if tp == 1 or whole or len(shape) < 2:
-        return shape
-    for dim in range(len(shape) - 2, len(shape)):  # of a stack, the matrices
-        if shape[dim] % tp == 0:
-            return (*shape[:dim], shape[dim] // tp, *shape[dim + 1 :])
-    return shape
-
-
-def _meta_param(spec: ParamSpec, layout: Layout) -> nn.Parameter:
-    """What the first data-parallel rank keeps of a parameter of :func:`_model_shard`."""
-    shape = spec.shape
-    if layout.sharding == "fsdp2" and shape:
-        ranks = layout.dp // layout.ep if spec.is_expert else layout.dp
-        shape = (math.ceil(shape[0] / ranks), *shape[1:])
-    values = torch.empty(shape, dtype=spec.dtype, device="meta")
-    param = nn.Parameter(values, requires_grad=spec.trainable)
-    set_shard_info(param, ShardInfo(whole_shape=torch.Size(spec.shape)))
-    if spec.dtype in FLOAT8_DTYPES:
-        param.fp8_scale = torch.empty((), dtype=torch.float32, device="meta")  # type: ignore[attr-defined]
-    return param
-
-
-# -- plans ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -276,38 +98,6 @@ class MemoryPlan:
         return f"{text}\na save in the background: at most {saving:.3f} more on the host"
 
 
-def plan(source: Any, config: OptimizerConfig, layout: Layout | None = None) -> MemoryPlan:
-    """Bytes per rank of a model and its optimizer, allocating nothing.
-
-    Args:
-        source: a module (also on the meta device), a ``transformers`` config, or a list of
-            :class:`~mp_optim.factory.ParamSpec`.
-        config: what :func:`mp_optim.get_megatron_optimizer` would be given.
-        layout: how the model is spread; by default over one rank. With
-            ``use_distributed_optimizer`` its ``dp`` ranks share what the config says.
-
-    Raises:
-        ValueError, TypeError: whatever the config, the source or the layout would raise when built.
-    """
-    layout = layout or Layout()
-    dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
-    specs = specs_of(source) if isinstance(source, nn.Module) else specs_of(source, dtype)
-    mine = _model_shard(specs, layout)
-    if config.is_distributed and layout.sharding != "no_shard":
-        raise ValueError(
-            f"sharding={layout.sharding!r} with use_distributed_optimizer=True: only one of them "
-            "shards"
-        )
-    of_rank = plan_rank(
-        [(spec.name, _meta_param(spec, layout)) for spec in mine],
-        {spec.name for spec in mine if spec.is_expert},
-        config,
-        layout.dp,
-        layout.dp // layout.ep,
-    )
-    return replace(of_rank, params=sum(spec.numel for spec in specs if spec.trainable))
-
-
 NamedParams = list[tuple[str, nn.Parameter]]
 
 
@@ -320,9 +110,10 @@ def plan_rank(
     config_overrides: Mapping[ParamKey, Any] | None = None,
     param_groups: Sequence[Mapping[str, Any]] | None = None,
 ) -> MemoryPlan:
-    """The same, of meta parameters as one rank holds them before data parallelism.
+    """Return the bytes that one rank needs, allocating nothing.
 
     Args:
+        named: meta parameters as the rank holds them before data parallelism.
         experts: names of those that are data-parallel over ``expert_ranks``, not ``ranks``.
         config_overrides: as for :func:`mp_optim.get_megatron_optimizer`.
         param_groups: groups of these parameters, instead of those made from the overrides.

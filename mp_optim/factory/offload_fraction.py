@@ -1,6 +1,4 @@
-"""Many plans at once, over offload fractions and forms of state, and the smallest fraction that
-fits, which ``optimizer_offload_fraction="auto"`` takes.
-"""
+"""The smallest offload fraction that fits this rank, for ``optimizer_offload_fraction="auto"``."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,19 +13,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.config.state_forms import MOMENT_WORDS, REMAINDERS
 from mp_optim.core import local_tensor
 from mp_optim.core.names import named_params
 from mp_optim.core.param_attributes import is_expert_param
 from mp_optim.factory.build import device_of, with_data_parallel
-from mp_optim.factory.memory_plan import (
-    Layout,
-    MemoryPlan,
-    plan,
-    plan_rank,
-    specs_of,
-    with_defaults,
-)
+from mp_optim.factory.memory_plan import MemoryPlan, plan_rank, with_defaults
 from mp_optim.host.accelerator import accelerator_of
 from mp_optim.host.torch_types import is_dtensor
 from mp_optim.param_groups.overrides import ParamKey
@@ -47,44 +36,6 @@ OFFLOADING = frozenset(
     )
 )
 """Fields that are about what is offloaded."""
-FORMS: Mapping[str, Mapping[str, Any]] = {
-    "FP32": {},
-    **{
-        f"{words} moments, remainders": {
-            "use_precision_aware_optimizer": True,
-            "exp_avg_dtype": dtype,
-            "exp_avg_sq_dtype": dtype,
-        }
-        for words, dtype in (("bf16", "bfloat16"), ("8-bit", "uint8"))
-    },
-}
-"""Forms of optimizer state by name, as fields of the config."""
-
-_FORM = (
-    "use_precision_aware_optimizer",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-    "fp32_state_below",
-    "store_param_remainders",
-    "param_remainder_bits",
-)
-
-
-def form_of(config: OptimizerConfig) -> str:
-    """What a config's form of optimizer state is called in a sweep."""
-    dtypes = dict.fromkeys((config.exp_avg_dtype, config.exp_avg_sq_dtype))
-    moments = " and ".join(MOMENT_WORDS[dtype] for dtype in dtypes)
-    if config.keeps_remainders:
-        return f"{moments} moments, {REMAINDERS[config.param_remainder_bits].words}"
-    return "FP32" if moments == "FP32" else f"{moments} moments"
-
-
-@dataclass(frozen=True)
-class SweepRow:
-    """One plan of a sweep."""
-
-    form: str
-    plan: MemoryPlan
 
 
 def with_fraction(config: OptimizerConfig, fraction: float) -> OptimizerConfig:
@@ -97,68 +48,21 @@ def with_fraction(config: OptimizerConfig, fraction: float) -> OptimizerConfig:
     )
 
 
-def sweep(
-    source: Any,
-    config: OptimizerConfig,
-    layout: Layout | None = None,
-    *,
-    fractions: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
-    forms: Mapping[str, Mapping[str, Any]] = FORMS,
-) -> list[SweepRow]:
-    """A plan for every form of state and every fraction, in this order: first the config's own
-    form, if it is none of these, and without those that the config's rule does not have."""
-    specs = specs_of(source)
-    own = form_of(config)
-    configs = {} if own in forms else {own: config}
-    for name, form in forms.items():
-        try:
-            configs[name] = config if name == own else with_defaults(config, _FORM, **form)
-        except ValueError:  # the rule has no such moments
-            continue
-    return [
-        SweepRow(name, plan(specs, with_fraction(in_form, fraction), layout))
-        for name, in_form in configs.items()
-        for fraction in fractions
-    ]
-
-
-def smallest_fraction(
-    source: Any,
-    config: OptimizerConfig,
-    layout: Layout | None = None,
-    *,
-    gpu_memory: int,
-    host_memory: int | None = None,
-    steps: int = 64,
-) -> MemoryPlan:
-    """The plan with the smallest offload fraction, in ``steps``-ths, that fits.
-
-    Args:
-        gpu_memory: bytes on the accelerator for parameters, gradients and optimizer.
-        host_memory: bytes on the host, if that is limited.
-
-    Raises:
-        ValueError: none fits, saying what is missing.
-    """
-    specs = specs_of(source)
-    return least(
-        lambda chosen: plan(specs, chosen, layout),
-        config,
-        gpu_memory=gpu_memory,
-        host_memory=host_memory,
-        steps=steps,
-    )
-
-
 def least(
     plan_of: Callable[[OptimizerConfig], MemoryPlan],
     config: OptimizerConfig,
-    *,
     gpu_memory: int,
-    host_memory: int | None = None,
     steps: int = 64,
 ) -> MemoryPlan:
-    """The same for any way to plan a config."""
+    """Return the plan with the smallest offload fraction, in ``steps``-ths, that fits.
+
+    Args:
+        plan_of: returns the plan of a config.
+        gpu_memory: bytes on the accelerator for parameters, gradients and optimizer.
+
+    Raises:
+        ValueError: none fits, with the bytes that are missing.
+    """
     # Nothing first: a little that is streamed, in large windows, may take more.
     low, high = 0, 0
     best = plan_of(with_fraction(config, 0.0))
@@ -179,14 +83,6 @@ def least(
             best, high = tried, middle
         else:
             low = middle + 1
-    if host_memory is not None and best.host_total > host_memory:
-        raise ValueError(
-            f"host_memory={in_words(host_memory)}: offloading {best.fraction:g} of the optimizer, "
-            f"the least that fits {in_words(gpu_memory)} of accelerator memory, takes "
-            f"{in_words(best.host_total)} of the host; keep the state in fewer bits "
-            "(use_precision_aware_optimizer), or on a disk (optimizer_state_path), or shard it "
-            "over more ranks"
-        )
     return best
 
 
@@ -260,7 +156,7 @@ def with_chosen_fraction(
     fraction = agree_on_largest(
         sharing,
         "agreeing on optimizer_offload_fraction",
-        lambda: least(plan_of, config, gpu_memory=limit).fraction,
+        lambda: least(plan_of, config, limit).fraction,
     )
     found = plan_of(with_fraction(config, fraction))
     _log.info(

@@ -50,9 +50,9 @@ from mp_optim.apps.fit.fit import (
     search,
     step_seconds,
 )
+from mp_optim.apps.fit.model_plan import Layout, plan, specs_of
 from mp_optim.apps.fit.recipes import Recipe, recipes
 from mp_optim.apps.fit.step_time import GB, MACHINES
-from mp_optim.factory.memory_plan import Layout, plan, specs_of
 from mp_optim.optimizers.settings import config_of
 
 GIB = 2**30

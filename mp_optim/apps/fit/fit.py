@@ -12,9 +12,10 @@ from typing import Any
 from torch import nn
 
 from mp_optim.apps.fit.activations import Moment, Timeline
+from mp_optim.apps.fit.model_plan import Layout
 from mp_optim.apps.fit.step_time import GB, MACHINES, Form, Machine, on_host, streamed
 from mp_optim.config import OptimizerConfig
-from mp_optim.factory.memory_plan import Layout, MemoryPlan
+from mp_optim.factory.memory_plan import MemoryPlan
 
 ERROR = 0.05
 """Share by which published peaks exceed the estimate at most, rounded up to a percent

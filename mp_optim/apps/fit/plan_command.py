@@ -16,15 +16,17 @@ import tyro
 
 from mp_optim import OptimizerConfig
 from mp_optim.apps.cli.command import WIDE, console, hf_config, model_errors
-from mp_optim.factory.memory_plan import Layout, MemoryPlan, specs_of
-from mp_optim.factory.offload_fraction import (
+from mp_optim.apps.fit.model_plan import (
     FORMS,
-    OFFLOADING,
+    Layout,
     SweepRow,
     form_of,
     smallest_fraction,
+    specs_of,
     sweep,
 )
+from mp_optim.factory.memory_plan import MemoryPlan
+from mp_optim.factory.offload_fraction import OFFLOADING
 from mp_optim.optimizers.settings import config_of
 
 if TYPE_CHECKING:

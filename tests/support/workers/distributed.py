@@ -25,8 +25,8 @@ from mp_optim import (
     checkpoint,
     get_megatron_optimizer,
 )
+from mp_optim.apps.fit.model_plan import Layout, plan
 from mp_optim.core.flat_shard import FlatShard
-from mp_optim.factory.memory_plan import Layout, plan
 from mp_optim.process_groups import missing_ranks
 from mp_optim.zero.grad_reducer import start_reduction
 from support.by_day import is_asked_for

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
-from mp_optim.factory.memory_plan import plan
+from mp_optim.apps.fit.model_plan import plan
 from mp_optim.host.host_memory import page_locked_bytes
 from mp_optim.offload.state_file import StateFile
 from mp_optim.offload.worker import WorkerError

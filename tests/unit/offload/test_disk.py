@@ -24,8 +24,8 @@ from mp_optim import (
     checkpoint,
     get_megatron_optimizer,
 )
+from mp_optim.apps.fit.model_plan import plan
 from mp_optim.core.interrupted_step import BrokenOffError
-from mp_optim.factory.memory_plan import plan
 from mp_optim.host.host_memory import page_locked_bytes
 from mp_optim.offload.state_storage import FileSource
 from mp_optim.offload.worker import WorkerError

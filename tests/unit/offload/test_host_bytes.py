@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.factory.memory_plan import plan
+from mp_optim.apps.fit.model_plan import plan
 from mp_optim.host.host_memory import page_locked_bytes
 from support.offload import MODES, CountingTransfer, hybrids
 

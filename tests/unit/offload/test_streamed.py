@@ -11,9 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mp_optim import FusedAdam, HybridDeviceOptimizer, OptimizerConfig, checkpoint
+from mp_optim.apps.fit.model_plan import plan, smallest_fraction
 from mp_optim.core.interrupted_step import BrokenOffError
-from mp_optim.factory.memory_plan import plan
-from mp_optim.factory.offload_fraction import smallest_fraction, with_fraction
+from mp_optim.factory.offload_fraction import with_fraction
 from mp_optim.host.host_memory import page_locked_bytes
 from mp_optim.kernels.triton import triton_backend
 from mp_optim.rules.rule_executor import RuleExecutor

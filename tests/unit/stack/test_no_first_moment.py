@@ -8,7 +8,7 @@ from torch import nn
 
 from mp_optim import AdamW, OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.apps import convert as foreign
-from mp_optim.factory.memory_plan import plan
+from mp_optim.apps.fit.model_plan import plan
 from support.models import build, same_bits, train
 from support.offload import snapshot
 

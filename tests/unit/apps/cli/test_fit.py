@@ -17,7 +17,8 @@ from mp_optim.apps.cli.command import main
 from mp_optim.apps.fit import command as fit
 from mp_optim.apps.fit.activations import Moment, Timeline, build_hf
 from mp_optim.apps.fit.fit import Blocks, Candidate, Estimate, Limits, search, step_seconds
-from mp_optim.factory.memory_plan import Layout, Memory, MemoryPlan, plan, specs_of
+from mp_optim.apps.fit.model_plan import Layout, plan, specs_of
+from mp_optim.factory.memory_plan import Memory, MemoryPlan
 
 GIB = 2**30
 LLAMA = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
-from mp_optim.factory.memory_plan import plan
+from mp_optim.apps.fit.model_plan import plan
 from mp_optim.host.host_memory import page_locked_bytes, power_of_two
 from mp_optim.host.transfer import Transfer
 from mp_optim.offload import hybrid

@@ -11,14 +11,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mp_optim import OptimizerConfig, ParamKey, get_megatron_optimizer
-from mp_optim.factory.memory_plan import Layout, ParamSpec, memory_of, plan, specs_of
-from mp_optim.factory.offload_fraction import (
+from mp_optim.apps.fit.model_plan import (
     FORMS,
+    Layout,
+    ParamSpec,
     form_of,
+    plan,
     smallest_fraction,
+    specs_of,
     sweep,
-    with_fraction,
 )
+from mp_optim.factory.memory_plan import memory_of
+from mp_optim.factory.offload_fraction import with_fraction
 from mp_optim.kernels.native_library import describe_threads, set_host_threads
 
 GIB = 2**30
