@@ -79,7 +79,10 @@ def fetch(transfer: Transfer, tensor: Tensor) -> Callable[[], Tensor]:
 
 
 class MetaTransfer(Transfer):
-    """The host of a model on the meta device: nothing has memory."""
+    """The host of a model on the meta device: nothing has memory. It is planned as if the device
+    were an accelerator."""
+
+    is_same_place = False
 
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="meta")

@@ -73,9 +73,12 @@ class NativeTable:
         numel: elements of each tensor.
         made_for: of one that is kept for further launches (in ``TensorLists.prepared``), the lists
             that it is of. written: their tensors that kernels write.
+        continues: main params continue from written weights before the kernel, which cannot compare
+            weights of this dtype.
     """
 
     made_for: tuple[Any, ...] = ()
+    continues = False
     written: list[Tensor]
 
     def __init__(
@@ -165,6 +168,8 @@ class NativeBackend(ReferenceBackend):
         if lists.prepared and scales is None:
             kept = lists.prepared.get(rule)
         if kept is not None and all_same(kept.made_for, lists.made_for) and kept.take(lists):
+            if kept.continues:
+                continue_from(lists.main, lists.output, lists.changed)
             self.library.call("mp_step", ctypes.byref(kept.tensors), *given, None, thread_count())
             tell_autograd(kept.written)
             return
@@ -172,7 +177,8 @@ class NativeBackend(ReferenceBackend):
         by_dtypes = alike_lists(lists, moments)
         for indices, kind, alike in by_dtypes:
             own = None if scales is None else array("f", [float(scales[at]) for at in indices])
-            if alike.follows and not (kind and kind.compares_weights):
+            continues = alike.follows and not (kind and kind.compares_weights)
+            if continues:
                 continue_from(alike.main, alike.output, alike.changed)
                 alike = replace(alike, follows=False)
             if kind is None:
@@ -185,7 +191,7 @@ class NativeBackend(ReferenceBackend):
             mark_written(alike)
             if len(by_dtypes) == 1 and lists.prepared is not None and own is None:
                 table.written = model_tensors(alike)
-                table.made_for = lists.made_for
+                table.made_for, table.continues = lists.made_for, continues
                 lists.prepared[rule] = table
 
     def agreements(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> Tensor:

@@ -18,6 +18,9 @@ A bucket holds gradients and parameters in the model's dtype, each tensor rounde
                                                                                moments once more
 ================  =======================  ==================================  =====================
 
+With ``sync`` a model in host memory has no staging: its gradients and parameters are read and
+written in place. A plan on the meta device is for an accelerator and counts the staging.
+
 A background save adds, for as long as it lasts, at most one more back buffer
 (:mod:`~mp_optim.offload.double_buffer`).
 

@@ -45,8 +45,7 @@ class HostPart:
         label: names some slots, for errors and the timeline.
         slots: in the order in which their gradients are expected.
         lane: steps them in windows; None if the host steps whole buckets.
-        buckets: of gradients that are copied to the host; None if gradients stay on the device
-            until a window is stepped.
+        buckets: of gradients that are copied to staging memory; None if nothing copies them.
         comes_down: whether backward copies gradients to the host that stay on the device, too.
         ahead: steps into a spare, if that is speculated on.
         releases: gradients leave the device during backward.
@@ -90,6 +89,16 @@ class HostPart:
     def place_of(self, slot: Slot) -> Place:
         """Where a slot is stepped."""
         return self.how.place if slot in self._offloaded else "device"
+
+    @property
+    def is_in_place(self) -> bool:
+        """True if a step reads gradients from the parameters and writes the parameters itself."""
+        return self.lane is None and self.buckets is None
+
+    def copied_slots(self) -> Sequence[Slot]:
+        """Return the slots whose parameters a step writes by copies, not in a kernel."""
+        is_copied = self.how.place == "host" and not self.is_in_place
+        return [each.slot for each in self.slots] if is_copied else ()
 
     # -- cutting: nothing may be begun ------------------------------------------------------------
 
@@ -153,10 +162,13 @@ class HostPart:
         self._step_together()
 
     def _new_buckets(self) -> Buckets | None:
-        """Return buckets, unless gradients stay on the device until a window is stepped."""
+        """Return buckets, unless nothing copies gradients to staging memory."""
         how, on_host = self.settings, self.how.place == "host"
-        is_needed = self.how.is_early and (on_host or self.releases)
-        if self.lane is not None and not is_needed:
+        if self.lane is not None:
+            is_needed = self.how.is_early and (on_host or self.releases)
+        else:  # a step that begins nothing in backward reads a model in host memory in place
+            is_needed = self.how.is_early or not how.transfer.is_same_place
+        if not is_needed:
             return None
         has_outputs = self.lane is None or (on_host and self.ahead is not None)
         return Buckets(

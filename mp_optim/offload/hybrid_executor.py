@@ -24,6 +24,7 @@ from mp_optim.core import (
     SlotUpdates,
     all_params,
     all_same,
+    check_shape,
     follow,
     group_settings,
     iter_slots,
@@ -87,11 +88,13 @@ class PlacedSlots:
         memory: of copies that are not on the device, in one piece for those of the first groups.
         file: has them, if there is one.
         exposed: called before an offloaded slot's tensors may be written.
+        written_by_copies: returns the slots whose parameters a step writes by copies.
     """
 
     memory: Block
     file: StateFile | None
     exposed: Callable[[Slot], object]
+    written_by_copies: Callable[[], Sequence[Slot] | None]
 
     def __init__(
         self,
@@ -201,7 +204,7 @@ class PlacedSlots:
         if self._bound is not None and all_same(params, self._bound):
             return True
         stays, self._outputs = True, None
-        self._follow([slot for slot in self._copied() if self[slot].place == "host"])
+        self._follow(self._summed())
         for slot, param in iter_slots(self._param_groups):
             executor, now = self._executors[self[slot].place], self._stepped(slot)
             before = executor.stepped(slot)
@@ -216,13 +219,13 @@ class PlacedSlots:
     def written(self) -> None:
         """Remember offloaded parameters as a step left them."""
         if self._bound is None:  # else this package's own tensors are stepped themselves
-            slots = [slot for slot in self._copied() if self[slot].place == "host"]
+            slots = self._summed()
             self._written.note(slots, list(map(self._local, slots)))
 
-    def _copied(self) -> list[Slot]:
-        """Slots that are stepped on copies made here."""
-        every = (slot for slot, _ in iter_slots(self._param_groups))
-        return [slot for slot in every if self[slot].main is not None]
+    def _summed(self) -> list[Slot]:
+        """Return the slots whose copies made here are compared with parameters by checksums."""
+        slots = self.written_by_copies() or ()
+        return [slot for slot in slots if self[slot].main is not None]
 
     def _local(self, slot: Slot) -> Tensor:
         return local_tensor(param_at(self._param_groups, slot))
@@ -265,6 +268,7 @@ class PlacedSlots:
         local = local_tensor(param)
         if placed.main is None:
             placed.main = self.copy(local, placed.place, self._stepped_dtype(local.dtype))
+        check_shape(placed.main, local, slot_name(self._param_groups, slot))
         return placed.main
 
 
@@ -369,6 +373,7 @@ class PlacedExecutor(Executor):
         # The schedule keeps `placed` by `placed.bind`, and its source of gradients.
         schedule = self.stepper.schedule
         placed.exposed = weak_method(schedule.distrust)
+        placed.written_by_copies = weak_method(self.stepper.host_part.copied_slots)
         schedule.gradients = OwnGrads(
             self.param_groups,
             self.stepper.host_part.place_of,
@@ -384,8 +389,7 @@ class PlacedExecutor(Executor):
         return self.stepper.host_part.place_of(slot)
 
     def host_slots(self) -> Sequence[Slot]:
-        part = self.stepper.host_part
-        return [each.slot for each in part.slots] if part.how.place == "host" else []
+        return self.stepper.host_part.copied_slots()
 
     def executor_at(self, place: Place) -> Executor:
         """What steps the slots of a place."""

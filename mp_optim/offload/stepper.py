@@ -160,9 +160,10 @@ class Stepper:
         """
         speculates, lane = self.schedule.speculates, self.host_part.lane
         steps: list[BucketStep] = []
-        if self.host_part.how.place == "host" and (lane is None or speculates):
-            assert self.host_part.buckets is not None
-            steps = self.host_part.buckets.steps(updates, self.transfer_bytes)
+        buckets = self.host_part.buckets
+        takes_buckets = self.host_part.how.place == "host" and (lane is None or speculates)
+        if buckets is not None and takes_buckets:
+            steps = buckets.steps(updates, self.transfer_bytes)
             self.schedule.judge(steps)
         ahead = self.host_part.ahead
         transfer = self.host_part.settings.transfer
@@ -176,8 +177,13 @@ class Stepper:
                 if ahead is not None:
                     ahead.publish(step, spares.get(step.bucket, ()))
 
-        if lane is None:
-            self._in_place([step for step in steps if not spares.get(step.bucket)], mark, begin)
+        if self.host_part.is_in_place:
+            begin()
+            if updates:
+                with self.timeline.stage("host_step", self.host_part.label(updates.slots)):
+                    self._executor.step_slots(updates)
+        elif lane is None:
+            self._by_bucket([step for step in steps if not spares.get(step.bucket)], mark, begin)
         else:
             if on_host:
                 columns = zip(updates.slots, updates.grads, strict=True)
@@ -210,8 +216,8 @@ class Stepper:
             self.transfer_bytes.add(sum(grad.nbytes for grad in down.values()))
         return down
 
-    def _in_place(self, steps: Sequence[BucketStep], mark: Any, begin: Callable[[], None]) -> None:
-        """Step bucket by bucket in host memory, with gradients that are complete at a mark."""
+    def _by_bucket(self, steps: Sequence[BucketStep], mark: Any, begin: Callable[[], None]) -> None:
+        """Step bucket by bucket in staging memory, with gradients that are complete at a mark."""
         depth = 1
         if self.host_part.settings.pipelined:
             depth = len(steps) if self.schedule.is_early else 2

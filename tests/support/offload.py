@@ -33,6 +33,8 @@ MODES = ("sync", "overlap", "speculative")
 class CountingTransfer(Transfer):
     """Knows which host buffers are alive, and their bytes."""
 
+    is_same_place = False
+
     def __init__(self) -> None:
         self._buffers: list[tuple[StorageWeakRef, int]] = []
 

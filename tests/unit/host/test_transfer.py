@@ -164,6 +164,8 @@ def test_the_description_says_what_memory_was_not_to_be_had(
 class Registering(Transfer):
     """Copies at once, from and to memory that is registered."""
 
+    is_same_place = False
+
     def empty_host(self, num_bytes: int, pin: bool) -> Tensor:
         return page_locked(num_bytes, SIMULATED)
 

@@ -18,6 +18,8 @@ Event = tuple[str, Any]
 class RecordingTransfer(Transfer):
     """Notes marks, and which mark each download waits for."""
 
+    is_same_place = False
+
     def __init__(self, events: list[Event]) -> None:
         self.events = events
 

@@ -655,6 +655,31 @@ def test_tensors_stay_the_same_objects_when_buffers_are_swapped():
     assert same_bits(main.bfloat16(), model.dense.detach())
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_sync_steps_a_model_in_host_memory_in_place(precision, fraction):
+    """Nothing is staged, and writes to gradients and weights between steps are followed."""
+
+    def trained(share):
+        model, optimizer = build(precision, share, experts=False)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(tokens_of(step)).backward()
+            model.dense.grad.data.mul_(0.5)
+            if step == 2:
+                model.dense.data[0] = 0.25
+            assert optimizer.step().success
+        return model, optimizer
+
+    model, optimizer = trained(fraction)
+    assert differing(snapshot(model, optimizer), snapshot(*trained(0.0))) == []
+    metrics = optimizer.metrics()
+    assert metrics["bytes_down"] == metrics["bytes_up"] == 0 and metrics["host_ms"] > 0
+    assert hybrids(optimizer)[0].stepper.host_part.host_bytes().staging == ()
+    assert "host" in {row.place for row in optimizer.describe().rows}
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_metrics_and_description(mode):
     model, optimizer = build_mode(mode, fraction=1.0, clip_grad=0.0)

@@ -174,6 +174,8 @@ def test_the_plan_reaches_the_fraction_with_little_excess(fraction):
 
 def test_only_16_bit_values_travel():
     model, optimizer = build("bf16", 1.0)
+    for hybrid in hybrids(optimizer):
+        hybrid.stepper.use_transfer(AdversarialTransfer())
     train(model, optimizer, 1)
     trainable = sum(p.nbytes for p in model.parameters())
     assert optimizer.metrics()["bytes_down"] == trainable

@@ -24,6 +24,7 @@ from mp_optim.apps.fit.model_plan import (
 from mp_optim.factory.memory_plan import memory_of
 from mp_optim.factory.offload_fraction import with_fraction
 from mp_optim.kernels.native_library import describe_threads, set_host_threads
+from support.offload import CountingTransfer, hybrids
 
 GIB = 2**30
 
@@ -101,6 +102,8 @@ def test_planned_bytes_are_those_of_the_real_tensors(
     specs, config = case
     model = Bag(specs)
     optimizer = get_megatron_optimizer(config, model)
+    for hybrid in hybrids(optimizer):  # planned for an accelerator
+        hybrid.stepper.use_transfer(CountingTransfer())
     for param in model.parameters():
         if param.requires_grad:
             param.grad = torch.zeros_like(param)

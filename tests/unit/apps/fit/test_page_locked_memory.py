@@ -42,6 +42,8 @@ class ChargingTransfer(Transfer):
     """Charges each piece of memory that is alive: page-locked ones from 1 MiB by pages of 4 KiB,
     smaller ones by powers of two."""
 
+    is_same_place = False
+
     def __init__(self) -> None:
         self._pieces: list[tuple[StorageWeakRef, bool, int]] = []
 
