@@ -20,13 +20,13 @@ from mp_optim.config.setting_checks import (
     Choice,
     Number,
     SettingError,
-    Whole,
     as_bool,
     as_cores,
     as_dtype,
     as_folder,
     as_fraction,
     as_timers,
+    whole,
 )
 from mp_optim.config.state_forms import KAHAN_IS_GONE, NO_REMAINDER, REMAINDER_CHOICES, REMAINDERS
 
@@ -318,7 +318,7 @@ _MOST_THREADS = 1024
 _SCALE = Number(  # loss scales and their reciprocals are normal FP32 numbers
     2.0**-126, 2.0**126, said="must be positive and at most 2**126, at least 2**-126"
 )
-_STEPS = Whole(1, _INT32, "must be a whole number of steps >= 1, below 2**31")
+_STEPS = whole(1, _INT32, "must be a whole number of steps >= 1, below 2**31")
 _THRESHOLD = Number(0.0, open_low=True, may_be_infinite=True, said="must be > 0 (inf: never skip)")
 _NO_RULE = f"optimizer is {rules_in_words()}"
 _MOMENTS_IN_8_BITS = (
@@ -336,7 +336,7 @@ _OTHER_RULES = {
     **dict.fromkeys(("adamw8bit", "adam8bit", "adamw_8bit"), _MOMENTS_IN_8_BITS),
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "'adam' is AdamW"),
 }
-_BITS = Whole(0, 16, REMAINDER_CHOICES)
+_BITS = whole(0, 16, REMAINDER_CHOICES)
 EMA_DECAY = Number(0.0, 1.0, open_high=True, optional=True, said="must be in [0, 1), or None")
 
 
@@ -356,9 +356,9 @@ CHECKS: dict[str, Check] = {
     "weight_decay": RATE,
     **dict.fromkeys(("params_dtype", "main_grads_dtype", "main_params_dtype"), as_dtype),
     **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "ema_dtype"), as_dtype),
-    "fp32_state_below": Whole(0, 2**62, "must be a whole number of elements >= 0"),
+    "fp32_state_below": whole(0, 2**62, "must be a whole number of elements >= 0"),
     "param_remainder_bits": _as_remainder_form,
-    "stochastic_rounding_seed": Whole(0, 2**32 - 1, "must be a whole number in [0, 2**32)"),
+    "stochastic_rounding_seed": whole(0, 2**32 - 1, "must be a whole number in [0, 2**32)"),
     "ema_decay": EMA_DECAY,
     "loss_scale": replace(_SCALE, optional=True),
     "initial_loss_scale": _SCALE,
@@ -368,15 +368,15 @@ CHECKS: dict[str, Check] = {
     "clip_grad": Number(),
     "grad_norm_skip_threshold": _THRESHOLD,
     "skip_step_sigma_factor": _THRESHOLD,
-    "skip_step_rolling_interval_length": Whole(
+    "skip_step_rolling_interval_length": whole(
         4, 2**20, "must be a whole number of steps >= 4, at most 2**20"
     ),
-    "log_param_grad_norms": Whole(0, _INT32, "must be a whole number of parameters >= 0"),
-    "log_update_ratios_interval": Whole(
+    "log_param_grad_norms": whole(0, _INT32, "must be a whole number of parameters >= 0"),
+    "log_update_ratios_interval": whole(
         0, _INT32, "must be a whole number of steps >= 0 (0: never)"
     ),
     "optimizer_offload_fraction": as_fraction,
-    "gpu_memory": Whole(
+    "gpu_memory": whole(
         1,
         2**62,
         "must be a whole number of bytes >= 1, or text with a unit such as '60GiB'",
@@ -385,23 +385,23 @@ CHECKS: dict[str, Check] = {
     ),
     "offload_mode": Choice(("sync", "overlap", "speculative")),
     "offload_place": Choice(("host", "streamed")),
-    "stream_window_bytes": Whole(
+    "stream_window_bytes": whole(
         4096,
         2**62,
         "must be a whole number of bytes >= 4096, or text such as '256MiB'",
         in_bytes=True,
     ),
     "optimizer_state_path": as_folder,
-    "offload_bucket_bytes": Whole(
+    "offload_bucket_bytes": whole(
         1, 2**62, "must be a whole number of bytes >= 1, or text such as '64MiB'", in_bytes=True
     ),
     "data_parallel_sharding_strategy": Choice(("no_shard", "optim", "optim_grads")),
     "grad_reduce_op": Choice(("avg", "sum")),
-    "bucket_size": Whole(1, 2**62, "must be a whole number of elements >= 1", optional=True),
+    "bucket_size": whole(1, 2**62, "must be a whole number of elements >= 1", optional=True),
     "fused_backend": Choice(BACKENDS),
     "audit_rate": Number(0.0, 1.0, said="must be between 0 and 1"),
     "audit_action": Choice(("warn", "raise")),
-    "host_threads": Whole(
+    "host_threads": whole(
         1, _MOST_THREADS, f"must be a whole number >= 1, at most {_MOST_THREADS}", optional=True
     ),
     "host_cores": as_cores,

@@ -16,23 +16,21 @@ import torch
 
 from mp_optim.config.setting_checks import (
     BETA,
-    BETAS,
     FINITE,
-    FLAG,
-    FRACTION,
     LARGEST,
     NOT_NEGATIVE,
     POSITIVE,
     RATE,
     WHOLE,
-    Allowed,
     Check,
     Choice,
     Number,
-    Whole,
+    as_betas,
     as_bool,
+    as_flag,
     check_setting,
     check_shared,
+    whole,
 )
 from mp_optim.config.state_forms import FIRST_FORMS, FP32, SECOND_FORMS, StateForm
 
@@ -173,7 +171,7 @@ class Hyperparameter:
     """
 
     name: str
-    allowed: Allowed | None
+    allowed: Check | None
     default: Any
     fields: Mapping[str, Check] = field(default_factory=dict)
     per_group: bool = False
@@ -261,7 +259,7 @@ def _each_row(shape: torch.Size) -> torch.Size | None:
     return torch.Size([*shape[:-1], 1]) if len(shape) >= 2 else None
 
 
-def _tuned(name: str, allowed: Allowed, default: Any, **fields: Check) -> Hyperparameter:
+def _tuned(name: str, allowed: Check, default: Any, **fields: Check) -> Hyperparameter:
     """One that param groups may have for themselves."""
     return Hyperparameter(name, allowed, default, fields, per_group=True)
 
@@ -271,8 +269,7 @@ def _chosen(
 ) -> Hyperparameter:
     """One of some words, of which param groups may have others."""
     check = Choice(choices, tuple(elsewhere.items()))
-    known = Allowed(choices.__contains__, f"one of {list(choices)}", is_number=False)
-    return _tuned(name, known, default, **{field: check})
+    return _tuned(name, check, default, **{field: check})
 
 
 _EXP_AVG = Moment("exp_avg")
@@ -280,12 +277,12 @@ _EXP_AVG_SQ = Moment("exp_avg_sq", SECOND_DTYPE)
 _MOMENTUM = Moment("momentum_buffer")
 _MOMENT2 = Moment("moment2_buffer", None, _each_row, elementwise=False)
 
-_BETAS = _tuned("betas", BETAS, (0.9, 0.999), adam_beta1=BETA, adam_beta2=BETA)
+_BETAS = _tuned("betas", as_betas, (0.9, 0.999), adam_beta1=BETA, adam_beta2=BETA)
 _EPS = _tuned("eps", NOT_NEGATIVE, 1e-8, adam_eps=RATE)
-_BIAS_CORRECTION = Hyperparameter("bias_correction", FLAG, True)
-_ADAM_W_MODE = Hyperparameter("adam_w_mode", FLAG, True, {"decoupled_weight_decay": as_bool})
-_CAUTION = Hyperparameter("caution", FLAG, False, {"caution": as_bool})
-_CAUTIOUS_WD = _tuned("cautious_wd", FLAG, False, cautious_wd=as_bool)
+_BIAS_CORRECTION = Hyperparameter("bias_correction", as_flag, True)
+_ADAM_W_MODE = Hyperparameter("adam_w_mode", as_flag, True, {"decoupled_weight_decay": as_bool})
+_CAUTION = Hyperparameter("caution", as_flag, False, {"caution": as_bool})
+_CAUTIOUS_WD = _tuned("cautious_wd", as_flag, False, cautious_wd=as_bool)
 _UP_TO_1 = Number(0.0, 1.0, said="must be a finite number >= 0, at most 1")
 _FACTOR = Number(
     0.0, LARGEST, open_low=True, said=f"must be a finite number > 0, at most {LARGEST:g}"
@@ -306,8 +303,8 @@ _LAMB = RuleSpec(
         _BIAS_CORRECTION,
         _ADAM_W_MODE,
         Hyperparameter("max_grad_norm", NOT_NEGATIVE, 1.0),
-        Hyperparameter("use_nvlamb", FLAG, False, {"lamb_use_nvlamb": as_bool}),
-        Hyperparameter("grad_averaging", FLAG, True, {"lamb_grad_averaging": as_bool}),
+        Hyperparameter("use_nvlamb", as_flag, False, {"lamb_use_nvlamb": as_bool}),
+        Hyperparameter("grad_averaging", as_flag, True, {"lamb_grad_averaging": as_bool}),
     ),
     fixed={"max_grad_norm": 0.0},  # clip_grad is the stack's one clip
     reads="sums",
@@ -320,7 +317,7 @@ _SGD = RuleSpec(
     (
         _tuned("momentum", NOT_NEGATIVE, 0.0, sgd_momentum=_UP_TO_1),
         Hyperparameter("dampening", FINITE, 0.0),
-        Hyperparameter("nesterov", FLAG, False),
+        Hyperparameter("nesterov", as_flag, False),
     ),
     trial={"momentum": 0.9},
     checksum=0xDD9A7FF0,
@@ -329,7 +326,7 @@ _LION = RuleSpec(
     "lion",
     (_EXP_AVG,),
     (
-        _tuned("betas", BETAS, (0.95, 0.98), lion_beta1=BETA, lion_beta2=BETA),
+        _tuned("betas", as_betas, (0.95, 0.98), lion_beta1=BETA, lion_beta2=BETA),
         _CAUTION,
         _CAUTIOUS_WD,
     ),
@@ -344,8 +341,8 @@ _MUON = RuleSpec(
         replace(_EPS, fields={}),
         _BIAS_CORRECTION,
         replace(_ADAM_W_MODE, fields={}),
-        _tuned("momentum", FRACTION, 0.95, muon_momentum=BETA),
-        _tuned("nesterov", FLAG, False, muon_use_nesterov=as_bool),
+        _tuned("momentum", BETA, 0.95, muon_momentum=BETA),
+        _tuned("nesterov", as_flag, False, muon_use_nesterov=as_bool),
         _chosen("scale_mode", "muon_scale_mode", SCALE_MODES, "spectral"),
         _tuned("extra_scale_factor", POSITIVE, 1.0, muon_extra_scale_factor=_FACTOR),
         _chosen(
@@ -359,7 +356,7 @@ _MUON = RuleSpec(
             "num_ns_steps",
             WHOLE,
             5,
-            muon_num_ns_steps=Whole(1, 100, "must be a whole number >= 1, at most 100"),
+            muon_num_ns_steps=whole(1, 100, "must be a whole number >= 1, at most 100"),
         ),
         _chosen("coefficient_type", "muon_coefficient_type", COEFFICIENT_TYPES, "quintic"),
         _chosen("ns_method", "muon_ns_method", NS_METHODS, "standard"),
@@ -379,7 +376,7 @@ _MUON = RuleSpec(
             adamuon="a second moment of each element is not kept",
             namo="a second moment of each matrix is not kept",
         ),
-        _tuned("beta2", FRACTION, 0.95, muon_beta2=BETA),
+        _tuned("beta2", BETA, 0.95, muon_beta2=BETA),
         _CAUTION,
         _CAUTIOUS_WD,
     ),

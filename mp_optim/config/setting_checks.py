@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -35,6 +36,25 @@ def nearest(name: str, known: Sequence[str], cutoff: float = 0.4) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+class SettingError(ValueError):
+    """A setting that is refused, in parts for callers that call it by another name.
+
+    Attributes:
+        name: the setting's name.
+        value: the value that was given.
+        reason: a fact about the value, and how to mend it.
+    """
+
+    def __init__(self, name: str, value: object, reason: str) -> None:
+        super().__init__(name, value, reason)
+        self.name, self.value, self.reason = name, value, reason
+
+    def __str__(self) -> str:
+        text = repr(self.value)
+        shown = text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+        return f"{self.name}={shown}: {self.reason}"
+
+
 # -- fields ---------------------------------------------------------------------------------------
 
 Check = Callable[[Any], Any]
@@ -44,46 +64,22 @@ be, in words."""
 
 @dataclass(frozen=True)
 class Number:
-    """A real number between two limits, which belong to it unless they are ``open``."""
+    """A number between two limits, which belong to it unless they are ``open``.
+
+    Attributes:
+        said: the end of an error.
+        whole: only whole numbers; one that is written as a float counts.
+        in_bytes: text with a unit counts too: ``"60GB"``, ``"1.5GiB"``.
+    """
 
     low: float = 0.0
     high: float = math.inf
+    said: str = "must be a finite number >= 0"
     open_low: bool = False
     open_high: bool = False
     may_be_infinite: bool = False
     optional: bool = False
-    said: str = "must be a finite number >= 0"
-
-    def __call__(self, value: Any) -> Any:
-        if value is None and self.optional:
-            return None
-        value = _real(value, "float | None" if self.optional else "float")
-        try:
-            number = float(value)
-        except OverflowError:
-            raise ValueError(self.said) from None
-        if not self.holds(number):
-            raise ValueError(self.said)
-        return value if isinstance(value, (int, float)) and not _is_numpys(value) else number
-
-    def holds(self, number: float) -> bool:
-        low = number > self.low if self.open_low else number >= self.low
-        high = number < self.high if self.open_high else number <= self.high
-        return low and high and (self.may_be_infinite or not math.isinf(number))
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A whole number between two limits; one written as a float counts.
-
-    Attributes:
-        in_bytes: text with a unit counts too: ``"60GB"``, ``"1.5GiB"``.
-    """
-
-    low: int
-    high: int
-    said: str
-    optional: bool = False
+    whole: bool = False
     in_bytes: bool = False
 
     def __call__(self, value: Any) -> Any:
@@ -91,14 +87,31 @@ class Whole:
             return None
         if self.in_bytes and isinstance(value, str) and (match := _SIZE.fullmatch(value)):
             value = int(Fraction(match["number"]) * _UNITS[match["unit"].lower()])
-        value = _real(value, "int | None" if self.optional else "int")
-        try:
-            whole = int(value) if isinstance(value, Integral) else int(float(value))
-        except (ValueError, OverflowError):  # nan, inf
-            raise ValueError(self.said) from None
-        if whole != value or not self.low <= whole <= self.high:
+        value = _from_text(value)
+        if not _is_real(value):
+            kind = "int" if self.whole else "float"
+            raise ValueError(_wrong_kind(value, f"{kind} | None" if self.optional else kind))
+        if not self.holds(value):
             raise ValueError(self.said)
-        return whole
+        if self.whole:
+            return int(value) if isinstance(value, Integral) else int(float(value))
+        return value if isinstance(value, int | float) and not _is_numpys(value) else float(value)
+
+    def holds(self, value: Any) -> bool:
+        """True if a value is a number between the limits."""
+        if not _is_real(value):
+            return False
+        try:
+            number = float(value)
+        except OverflowError:
+            return False
+        low = number > self.low if self.open_low else number >= self.low
+        high = number < self.high if self.open_high else number <= self.high
+        is_finite = self.may_be_infinite or not math.isinf(number)
+        return low and high and is_finite and (number.is_integer() or not self.whole)
+
+
+whole = partial(Number, whole=True)
 
 
 @dataclass(frozen=True)
@@ -135,11 +148,8 @@ def _from_text(value: Any) -> Any:
     return int(value) if value.isdigit() else float(value)
 
 
-def _real(value: Any, kind: str) -> Any:
-    value = _from_text(value)
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ValueError(_wrong_kind(value, kind))
-    return value
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _wrong_kind(value: Any, kind: str) -> str:
@@ -207,7 +217,7 @@ def as_cores(value: Any) -> tuple[int, ...] | None:
     said = "must name at least one core, each once, as whole numbers >= 0 in a tuple or list"
     if not isinstance(value, (tuple, list, range)) or not value:
         raise ValueError(said)
-    cores = tuple(map(Whole(0, 2**20, said), value))
+    cores = tuple(map(whole(0, 2**20, said), value))
     if len(set(cores)) != len(cores):
         raise ValueError(said)
     return cores
@@ -241,91 +251,47 @@ BETA = Number(0.0, 1.0, open_high=True, said="must be in [0, 1)")
 
 # -- hyperparameters ------------------------------------------------------------------------------
 
-
-def as_number(value: object) -> float:
-    """The number that a setting is; nan if it is none, or not finite in FP32."""
-    if isinstance(value, Tensor):
-        value = value.item() if value.numel() == 1 and not value.is_meta else None
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return math.nan
-    try:
-        number = float(value)
-    except OverflowError:
-        return math.nan
-    return number if abs(number) <= _LARGEST_FP32 else math.nan
+FINITE = Number(-_LARGEST_FP32, _LARGEST_FP32, "must be a finite number")
+NOT_NEGATIVE = Number(0.0, _LARGEST_FP32)
+POSITIVE = Number(0.0, _LARGEST_FP32, "must be a finite number > 0", open_low=True)
+WHOLE = whole(0, 2**53, "must be a whole number >= 0")
 
 
-def is_whole(value: object, least: int) -> bool:
-    """Whether a setting is a whole number of at least so much."""
-    number = as_number(value)
-    return number >= least and number == int(number)
+def as_flag(value: Any) -> bool:
+    if not (isinstance(value, bool | int) and value in (0, 1)):
+        raise ValueError("must be True or False")
+    return bool(value)
 
 
-@dataclass(frozen=True)
-class Allowed:
-    """What a hyperparameter may be: a test, and the same in words.
-
-    Attributes:
-        holds: is given a finite number, unless values are not numbers.
-    """
-
-    holds: Callable[[Any], bool]
-    words: str
-    is_number: bool = True
+def as_betas(value: Any) -> list[Any]:
+    betas = [*map(_scalar, value)] if isinstance(value, list | tuple | Tensor) else []
+    if len(betas) != 2 or not all(map(BETA.holds, betas)):
+        raise ValueError("must be two numbers in [0, 1)")
+    return betas
 
 
-FINITE = Allowed(lambda number: True, "a finite number")
-NOT_NEGATIVE = Allowed(lambda number: number >= 0.0, "a finite number >= 0")
-POSITIVE = Allowed(lambda number: number > 0.0, "a finite number > 0")
-FRACTION = Allowed(BETA.holds, "in [0, 1)")
-WHOLE = Allowed(lambda number: is_whole(number, 0), "a whole number >= 0")
-FLAG = Allowed(
-    lambda value: isinstance(value, bool | int) and value in (0, 1),
-    "True or False",
-    is_number=False,
-)
+def _scalar(value: Any) -> Any:
+    """Return the element of a tensor that has one; any other value unchanged."""
+    is_scalar = isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta
+    return value.item() if is_scalar else value
 
 
-def _are_betas(value: Any) -> bool:
-    betas = list(value) if isinstance(value, list | tuple | Tensor) else []
-    return len(betas) == 2 and all(BETA.holds(as_number(beta)) for beta in betas)
-
-
-BETAS = Allowed(_are_betas, "two numbers in [0, 1)", is_number=False)
-
-
-def check_setting(name: str, value: object, allowed: Allowed) -> None:
-    """Raise unless a setting is what is allowed.
+def check_setting(name: str, value: Any, check: Check) -> None:
+    """Raise unless a hyperparameter is what is allowed. A tensor of one element counts as a number,
+    text does not.
 
     Raises:
-        ValueError: with the setting's name, its value and what it must be.
+        SettingError: naming setting and value.
     """
-    if allowed.is_number:
-        number = as_number(value)
-        good = not math.isnan(number) and allowed.holds(number)
-    else:
-        good = allowed.holds(value)
-    if not good:
-        raise ValueError(f"{name}={value!r}: must be {allowed.words}")
-
-
-class SettingError(ValueError):
-    """A setting that is refused, in parts for callers that call it by another name.
-
-    Attributes:
-        name: the setting's name.
-        value: the value that was given.
-        reason: a fact about the value, and how to mend it.
-    """
-
-    def __init__(self, name: str, value: object, reason: str) -> None:
-        super().__init__(name, value, reason)
-        self.name, self.value, self.reason = name, value, reason
-
-    def __str__(self) -> str:
-        text = repr(self.value)
-        shown = text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
-        return f"{self.name}={shown}: {self.reason}"
+    plain = _scalar(value)
+    if isinstance(check, Number):
+        if not check.holds(plain):
+            raise SettingError(name, value, check.said)
+        return
+    try:
+        check(plain)
+    except ValueError as error:
+        raise SettingError(name, value, str(error)) from None
 
 
 class RefusedSettings(ValueError):

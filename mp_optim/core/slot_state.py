@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.config.setting_checks import Allowed, check_setting
+from mp_optim.config.setting_checks import check_setting, whole
 from mp_optim.core.shown_copies import Coded
 from mp_optim.core.tensors import local_tensor
 from mp_optim.host.host_memory import same_values
@@ -204,9 +204,7 @@ def without_blocks(state: SlotState) -> State:
 
 # -- checks ---------------------------------------------------------------------------------------
 
-_STEPS = Allowed(
-    lambda steps: 0.0 <= steps <= 2.0**24 and steps == int(steps), "a whole number in [0, 2**24]"
-)
+_STEPS = whole(0, 2**24, "must be a whole number in [0, 2**24]")
 """What an FP32 counter counts to."""
 
 

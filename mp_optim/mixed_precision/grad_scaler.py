@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.config.setting_checks import WHOLE, Allowed, check_setting
+from mp_optim.config.setting_checks import WHOLE, Number, check_setting, whole
 from mp_optim.host.calls import in_own_modes
 from mp_optim.host.host_memory import as_tensor
 from mp_optim.kernels.kernel_args import fp32
@@ -20,14 +20,14 @@ _LARGEST = 2.0**126
 
 
 _SCALER_STATE = {
-    "scale": Allowed(lambda scale: 0.0 < scale <= _LARGEST, "positive and at most 2**126"),
+    "scale": Number(0.0, _LARGEST, "must be positive and at most 2**126", open_low=True),
     "growth_tracker": WHOLE,
     "hysteresis_tracker": WHOLE,
 }
 """What the state of a dynamic scale consists of, and may be."""
-_GROWTH = Allowed(lambda factor: factor > 1.0, "greater than 1")
-_BACKOFF = Allowed(lambda factor: 0.0 < factor < 1.0, "between 0 and 1")
-_STEPS = Allowed(lambda steps: steps >= 1 and int(steps) == steps, "a whole number >= 1")
+_GROWTH = Number(1.0, said="must be greater than 1", open_low=True)
+_BACKOFF = Number(0.0, 1.0, "must be between 0 and 1", open_low=True, open_high=True)
+_STEPS = whole(1, 2**53, "must be a whole number >= 1")
 
 
 class MegatronGradScaler(ABC):
@@ -130,7 +130,7 @@ class DynamicGradScaler(MegatronGradScaler):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(initial_scale, device)
-        floor = Allowed(lambda least: 0.0 < least <= initial_scale, "in (0, initial_scale]")
+        floor = Number(0.0, initial_scale, "must be in (0, initial_scale]", open_low=True)
         check_setting("min_scale", min_scale, floor)
         check_setting("growth_factor", growth_factor, _GROWTH)
         check_setting("backoff_factor", backoff_factor, _BACKOFF)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES
-from mp_optim.config.setting_checks import LARGEST, SCHEDULED, as_number, nearest
+from mp_optim.config.setting_checks import LARGEST, SCHEDULED, Number, nearest
 from mp_optim.core.names import named_params
 from mp_optim.core.param_attributes import is_expert_param
 from mp_optim.param_groups.tables import MuonAssignment, Tables
@@ -414,4 +414,4 @@ def check_group_settings(where: str, group: Mapping[str, Any], rule: str) -> Non
 
 
 def _within(value: Any, most: float) -> bool:
-    return not isinstance(value, Tensor) and 0.0 <= as_number(value) <= most
+    return Number(0.0, most).holds(value)
