@@ -253,7 +253,7 @@ class CheckedLoad:
             return
         weights = torch.empty_like(self.live[name], device="cpu")
         plan_reading({name: weights}, self.version, self.index).read({name})
-        own.check_weights(saved, checksum, weights)
+        own.fit(saved, self.convert, checksum, weights)
 
     # -- writing ----------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer, match_without_stat
 from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.core.names import ModelParams, canonical_names, matched_names, prefixed
 from mp_optim.core.partition import Partition
-from mp_optim.core.slot_state import AVERAGE, State, scale_key, without_blocks
+from mp_optim.core.slot_state import AVERAGE, State, scale_key
 from mp_optim.core.state_dict import CHECKSUMS, match_by_name, names_in_words, with_params
 from mp_optim.host.torch_types import is_dtensor
 from mp_optim.process_groups.agreement import Ranks
@@ -166,7 +166,7 @@ def _slot_state(
     optimizer.make_current(slot)
     shape = param_at(optimizer.param_groups, slot).shape
     live = optimizer.state_of(slot)
-    state = live.full_precision() if full_precision else without_blocks(live)
+    state = live.full_precision() if full_precision else live.exported(in_blocks=False)
     whole = torch.Size(partition.whole_shape(shape))
     return {
         key: value if _is_of_whole(key, value, whole) else as_partition(value, partition, shape)
@@ -244,7 +244,7 @@ def unallocated(
     new: dict[str, Tensor] = {}
     for name, entry in saved.items():
         slot = slots.get(key_and_fqn(name)[1])
-        if slot is not None and name not in present and optimizer.state_of(slot).takes_any():
+        if slot is not None and name not in present and optimizer.state_of(slot).is_unallocated():
             partition = parallel.partitions.get(names[slot])
             param = param_at(optimizer.param_groups, slot)
             if is_dtensor(param) and entry.shape == param.shape:

@@ -183,7 +183,7 @@ class Executor:
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         """Allocate the state of some slots together."""
         for slot in slots:
-            self.state_of(slot).tensors()
+            self.state_of(slot).live()
 
     def memory_moved(self, slot: Slot | None = None) -> None:
         """Main params and state, of a slot or of any, were given other memory (``tensor.data =

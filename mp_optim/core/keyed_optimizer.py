@@ -219,7 +219,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         be written."""
         self.make_current(slot)
         self.step_mark.copies.take_edits()
-        return self.state_of(slot).shown()
+        return self.state_of(slot).exported()
 
     @in_own_modes
     def shown_state(self, slot: Slot) -> State:
@@ -234,7 +234,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             lambda key, leaf: state.layout.show({key: leaf})[key],
             scale_key,
         )
-        saved = state.shown()  # its keys are those of a state dict, as torch's functions expect
+        saved = state.exported()  # its keys are those of a state dict, as torch's functions expect
         return {key: shown.get(key, value) for key, value in saved.items()}
 
     def full_slot_state(self, slot: Slot) -> State:
@@ -244,17 +244,21 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         return self.state_of(slot).full_precision()
 
     def load_slot_state(self, slot: Slot, state: State) -> None:
-        """Copy ``state`` into the slot. Raises ValueError if a key is missing, unknown or
-        mis-shaped."""
+        """Copy a saved state into the slot.
+
+        Raises:
+            ValueError: a key is missing or unknown, a value does not fit, or bits would be lost.
+        """
         self.follow_model(slot)
         self.step_mark.copies.take_edits()
-        self.state_of(slot).load(state)
+        own = self.state_of(slot)
+        own.load(own.fit(state))
         self.step_mark.copies.refresh()
 
     def has_slot_state(self, slot: Slot) -> bool:
         """Whether a slot has any state."""
         self.make_current(slot)
-        return bool(self.state_of(slot).kept())
+        return bool(self.state_of(slot).live())
 
     @in_own_modes
     def assign_states(self, states: Mapping[Slot, State], *, whole: bool) -> None:
@@ -304,7 +308,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         before that raises RuntimeError. Gradients are the caller's to clear."""
         self.step_mark.open_state()  # a save would keep the accelerator's memory
         for slot in self.slots():
-            self.step_mark.parked.park(self.state_of(slot).kept().values())
+            self.step_mark.parked.park(self.state_of(slot).live().values())
         self.memory_moved()
 
     @in_own_modes
@@ -634,10 +638,7 @@ class StateLoad:
         room = _KEPT_BYTES
         for slot, saved in self._saved.items():
             state = self._optimizer.state_of(slot)
-            if not self._convert:
-                state.check_weights(saved, self._match.checksums.get(slot))
-            fitted = state.fit(saved, self._convert)
-            state.check(fitted)
+            fitted = state.fit(saved, self._convert, self._match.checksums.get(slot))
             if AVERAGE in fitted and AVERAGE not in saved:
                 self._without_average.append(self._optimizer.slot_name(slot))
             room -= _converted_bytes(fitted, saved)
@@ -648,10 +649,8 @@ class StateLoad:
         """Copy what was checked into the slots and the groups."""
         optimizer = self._optimizer
         for slot, saved in self._saved.items():
-            fitted = self._fitted.pop(slot, None)
-            if fitted is None:
-                fitted = optimizer.state_of(slot).fit(saved, self._convert)
-            optimizer.load_slot_state(slot, fitted)
+            state, fitted = optimizer.state_of(slot), self._fitted.pop(slot, None)
+            state.load(state.fit(saved, self._convert) if fitted is None else fitted)
         self._match.write_settings(optimizer.param_groups)
 
     def tell_of_averages(self) -> None:
@@ -666,11 +665,11 @@ class StateLoad:
     def write_model(self) -> list[str]:
         """Give the model's parameters the values of their main params; returns the names of those
         that had others."""
-        optimizer = self._optimizer
+        optimizer, written = self._optimizer, []
         for slot, saved in self._saved.items():
             checksum = None if self._convert else self._match.checksums.get(slot)
-            optimizer.state_of(slot).expect_weights(saved, checksum)
-        written = [slot for slot in self._saved if optimizer.state_of(slot).write_model()]
+            if optimizer.state_of(slot).finish_load(saved, checksum):
+                written.append(slot)
         return [optimizer.slot_name(slot) for slot in written]
 
 

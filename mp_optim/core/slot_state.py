@@ -1,14 +1,12 @@
-"""The state of one slot: what is in it, and how a saved one is checked and loaded.
+"""The state of one slot: its tensors, and how a saved state is checked and loaded.
 
-Every optimizer of a stack gives a :class:`SlotState` for each slot, and does so by one method. The
-executor that steps the slot keeps the tensors. A precision wrapper puts one object around them
-(``ParamState``), which shows them next to the main param, in a :class:`StateLayout`: as DTensors or
-as a shard.
+Every optimizer of a stack returns a :class:`SlotState` for each slot, by ``state_of``. An executor
+keeps the tensors (:class:`StateStore`). A precision wrapper adds the main param and a
+:class:`StateLayout`, which shows the state as DTensors or as a shard.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.config.setting_checks import check_setting, whole
+from mp_optim.core.identity import Slot
 from mp_optim.core.shown_copies import Coded
 from mp_optim.core.tensors import local_tensor
 from mp_optim.host.host_memory import same_values
@@ -92,114 +91,191 @@ class StateLayout:
     written: Callable[[], None] = _ignore_write
 
 
-class SlotState(ABC):
-    """One slot's state as one layer shows it. Made for one use: the optimizer gives another when it
-    is asked again.
+class StateStore:
+    """The state that an executor keeps, in the form that it steps. Each method is about one slot.
+    This class keeps nothing: the store of a parameter that was never trained.
 
     Attributes:
-        layout: how callers see this state.
+        allocates_late: True if a slot has no state before its first step.
     """
 
-    layout = StateLayout()
+    allocates_late = True
 
-    @abstractmethod
-    def tensors(self) -> State:
-        """The live tensors, allocated if they did not exist; copies
-        only of what a wrapper shows otherwise: 4-bit codes, and codes of a DTensor's part."""
-
-    def shown(self) -> State:
-        """The state as it leaves the optimizer: the live tensors, and 4-bit codes as FP32 copies of
-        the parameter's shape."""
-        return self.tensors()
-
-    def kept(self) -> State:
-        """The very tensors that are kept, as they are stored: what is shown may be views of
-        these."""
-        return self.tensors()
-
-    def full_precision(self) -> State:
-        """The state with everything in FP32, copied where it is stored in fewer bits."""
-        return self.tensors()
-
-    def is_required(self) -> bool:
-        """Whether a saved state without any for this slot is incomplete."""
-        return bool(self.tensors())
-
-    def takes_any(self) -> bool:
-        """Whether nothing is allocated yet, and whatever was saved would be taken as it is."""
-        return False
-
-    def coded(self) -> dict[str, Coded]:
-        """Return the state that is stored in blocks, by key. A layer that shows no scales for a key
-        shows an FP32 copy, and a value that is loaded for it may be refused."""
+    def live_state(self, slot: Slot) -> State:
+        """Return the live tensors as they are stored; allocate them unless ``allocates_late``."""
         return {}
 
-    def is_lone(self) -> bool:
-        """Whether what is stepped are 16 bits that are all there is of a main param."""
+    def unpacked_state(self, slot: Slot) -> State:
+        """Return the live tensors, and FP32 copies of the parameter's shape for 4-bit codes."""
+        return self.live_state(slot)
+
+    def full_state(self, slot: Slot) -> State:
+        """Return the state in FP32, copied where it is stored in fewer bits."""
+        return self.live_state(slot)
+
+    def coded_state(self, slot: Slot) -> dict[str, Coded]:
+        """Return the state that is stored in blocks, by key."""
+        return {}
+
+    def has_no_fp32_main(self, slot: Slot) -> bool:
+        """Whether the 16 bits that are stepped are all there is of a main param."""
         return False
 
-    # -- loading: fit, check, then load -----------------------------------------------------------
-
-    def fit(self, saved: State, convert: bool) -> State:
-        """A saved state in the form that :meth:`load` takes; writes nothing.
+    def fit_state(self, slot: Slot, saved: State, convert: bool) -> State:
+        """Return a saved state in the form that :meth:`load_state` takes; write nothing.
 
         Raises:
             ValueError: bits would be lost, and ``convert`` is false.
         """
         return saved
 
-    @abstractmethod
-    def check(self, state: State) -> None:
-        """Raise ValueError if a fitted state lacks a key, or has an unknown or mis-shaped one;
-        writes nothing."""
+    def check_fitted(self, slot: Slot, state: State) -> None:
+        """Raise ValueError if a fitted state lacks a key, or has an unknown or mis-shaped one."""
 
-    def check_values(self, key: str, values: Tensor) -> None:  # noqa: B027
-        """Raise ValueError if this may not be some of what is saved under a key; :meth:`check` does
-        so for all."""
+    def check_values(self, slot: Slot, key: str, values: Tensor) -> None:
+        """Raise ValueError if the state under a key cannot have these values."""
 
-    @abstractmethod
-    def load(self, state: State) -> None:
-        """Copy a fitted state into the slot.
+    def load_state(self, slot: Slot, state: State) -> None:
+        """Copy a fitted state into the slot."""
 
-        Raises:
-            ValueError: as :meth:`check`.
-        """
+    def reset_state(self, slot: Slot) -> None:
+        """Give the slot the state it had before the first step; the main param keeps its value."""
 
-    @abstractmethod
-    def reset(self) -> None:
-        """Begin again, as before the first step; the main param keeps its value."""
 
-    def check_weights(  # noqa: B027
-        self, saved: State, checksum: int | None, weights: Tensor | None = None
-    ) -> None:
-        """Raise ValueError if a saved state has to be loaded beside the parameter it was saved
-        with, which had this checksum, and another parameter is there.
+@dataclass(frozen=True, eq=False)
+class SlotState:
+    """One slot's state as one layer shows it.
+
+    Attributes:
+        store: keeps the state. slot: the key there.
+        name: FQN of the slot, for messages.
+        main: the live main param, shown as ``master_param``; None if the state is all there is.
+        missing: the message if a saved state has no main param.
+        layout: how callers see this state.
+    """
+
+    store: StateStore
+    slot: Slot
+    name: str
+    main: Tensor | None = None
+    missing: str = ""
+    layout: StateLayout = StateLayout()
+
+    def live(self) -> State:
+        """Return the live tensors as they are stored. Exported ones may be views of them."""
+        return self._with_main(self.store.live_state(self.slot))
+
+    def exported(self, *, in_blocks: bool = True) -> State:
+        """Return the state as it leaves the optimizer, in the layout: live tensors, and FP32 copies
+        of 4-bit codes.
 
         Args:
-            weights: that the parameter will have then; by default those it has.
+            in_blocks: False for FP32 copies of all state that is stored in blocks. A layout that
+                cuts the parameter shows none: blocks are cut from this rank's part.
         """
+        if in_blocks and self.layout.is_as_stored:
+            state = self.store.unpacked_state(self.slot)
+        else:
+            state = self._without_blocks()
+        return self.layout.show(self._with_main(state))
 
-    def expect_weights(self, saved: State, checksum: int | None) -> None:  # noqa: B027
-        """A saved state was loaded that belongs to a parameter of this checksum."""
+    def full_precision(self) -> State:
+        """Return the state in FP32, in the layout, copied where it is stored in fewer bits."""
+        state = self.store.full_state(self.slot)
+        if self.main is not None:
+            state = {**state, MASTER: self.main.float()}
+        return self.layout.show(state)
 
-    def write_model(self) -> bool:
-        """Give the model's parameter the value of the main param that was loaded; returns whether
-        it had another."""
+    def coded(self) -> dict[str, Coded]:
+        """Return the state that is stored in blocks, by key. A layout without scales shows FP32
+        copies of it, and a value that is loaded for it may be refused."""
+        return self.store.coded_state(self.slot)
+
+    def _with_main(self, state: State) -> State:
+        return dict(state) if self.main is None else {**state, MASTER: self.main}
+
+    def _without_blocks(self) -> State:
+        state = self.store.live_state(self.slot)
+        if not any(map(is_scale, state)):
+            return state
+        full = self.store.full_state(self.slot)
+        return {
+            key: full[key] if scale_key(key) in state else value
+            for key, value in state.items()
+            if not is_scale(key)
+        }
+
+    def is_required(self) -> bool:
+        """Whether saved state without any for this slot is incomplete."""
+        return self.main is not None or not self.store.allocates_late
+
+    def is_unallocated(self) -> bool:
+        """Whether nothing is allocated yet, so that any saved state is taken as it is. False for a
+        DTensor: it is not known how a tensor of another shape is split."""
+        return self.layout.is_as_stored and not self.store.live_state(self.slot)
+
+    # -- loading: fit, which checks, then load ----------------------------------------------------
+
+    def fit(
+        self,
+        saved: State,
+        convert: bool = False,
+        checksum: int | None = None,
+        weights: Tensor | None = None,
+    ) -> State:
+        """Return a saved state in the form that :meth:`load` takes; write nothing.
+
+        Args:
+            convert: also if that loses bits.
+            checksum: of the parameter that the state was saved with, if it has to be loaded with
+                that parameter.
+            weights: values that the parameter will have then; by default the present ones.
+
+        Raises:
+            ValueError: a key is missing or unknown, a value does not fit, or bits would be lost.
+        """
+        if saved and self.layout.refusal:
+            if not convert:
+                raise ValueError(self.layout.refusal)
+            saved = {}
+        state = self.layout.take(saved)
+        main = None if self.main is None else state.pop(MASTER, None)
+        fitted = self.store.fit_state(self.slot, state, convert)
+        if self.main is None:
+            self.store.check_fitted(self.slot, fitted)
+            return fitted
+        if main is None:
+            raise ValueError(self.missing)
+        value = _as_lone(self.name, as_master(self.name, main, convert), self.main, convert)
+        check_fits(f"{self.name}.{MASTER}", self.main, value)
+        if AVERAGE in fitted and AVERAGE not in state:  # it starts from the main param
+            fitted = {**fitted, AVERAGE: value.to(fitted[AVERAGE].dtype)}
+        self.store.check_fitted(self.slot, fitted)
+        return {**fitted, MASTER: value}
+
+    def check_values(self, key: str, values: Tensor) -> None:
+        """Raise ValueError if the state under a key cannot have these values."""
+        self.store.check_values(self.slot, key, values)
+
+    def load(self, state: State) -> None:
+        """Copy a state that :meth:`fit` returned into the slot."""
+        rest = state if self.main is None else without_keys(state, [MASTER])
+        self.store.load_state(self.slot, rest)
+        if self.main is not None:
+            self.main.copy_(state[MASTER])
+
+    def finish_load(self, saved: State, checksum: int | None) -> bool:
+        """Give the model's parameter the value of the main param that was loaded, after all slots
+        were; return whether it had another.
+
+        Args:
+            saved, checksum: as for :meth:`fit`.
+        """
         return False
 
-
-def without_blocks(state: SlotState) -> State:
-    """A slot's tensors, with moments that are stored in blocks in FP32. Blocks are cut from this
-    rank's part, so no other layout could read them."""
-    tensors = state.tensors()
-    if not any(map(is_scale, tensors)):
-        return tensors
-    full = state.full_precision()
-    return {
-        key: full[key] if scale_key(key) in tensors else value
-        for key, value in tensors.items()
-        if not is_scale(key)
-    }
+    def reset(self) -> None:
+        """Give the slot the state it had before the first step; the main param keeps its value."""
+        self.store.reset_state(self.slot)
 
 
 # -- checks ---------------------------------------------------------------------------------------
@@ -282,89 +358,3 @@ def _as_lone(label: str, value: Tensor, main: Tensor, convert: bool) -> Tensor:
             "is all that is kept here; load with convert=True, or keep main params"
         )
     return narrow
-
-
-# -- beside the main param of a parameter of fewer bits -------------------------------------------
-
-
-class WithMainParam(SlotState):
-    """The state that an executor keeps and, under ``master_param``, the main param.
-
-    Args:
-        below: what the executor keeps.
-        name: of the slot, for messages.
-        main: the live main param; None if nothing is shown beside the state.
-        missing: what to say of a saved state that has no main param.
-    """
-
-    def __init__(self, below: SlotState, name: str, main: Tensor | None, missing: str) -> None:
-        self.below, self.name = below, name
-        self._main, self._missing = main, missing
-
-    def _beside_main(self, state: State) -> State:
-        return state if self._main is None else {**state, MASTER: self._main}
-
-    def tensors(self) -> State:
-        return self.kept()
-
-    def kept(self) -> State:
-        return self._beside_main(self.below.kept())
-
-    def shown(self) -> State:
-        return self._beside_main(self.below.shown())
-
-    def full_precision(self) -> State:
-        full = self._beside_main(self.below.full_precision())
-        return {key: value.float() if key == MASTER else value for key, value in full.items()}
-
-    def is_required(self) -> bool:
-        return self._main is not None or self.below.is_required()
-
-    def takes_any(self) -> bool:
-        return self.below.takes_any()
-
-    def coded(self) -> dict[str, Coded]:
-        return self.below.coded()
-
-    def fit(self, saved: State, convert: bool) -> State:
-        if self._main is None:
-            return self.below.fit(saved, convert)
-        rest, main = _split(saved)
-        fitted = self.below.fit(rest, convert)
-        if main is None:
-            return fitted
-        value = _as_lone(self.name, as_master(self.name, main, convert), self._main, convert)
-        if AVERAGE in fitted and AVERAGE not in saved:  # it starts from the main param
-            fitted = {**fitted, AVERAGE: value.to(fitted[AVERAGE].dtype)}
-        return {**fitted, MASTER: value}
-
-    def check(self, state: State) -> None:
-        rest = state
-        if self._main is not None:
-            if MASTER not in state:
-                raise ValueError(self._missing)
-            rest, main = _split(state)
-            check_fits(f"{self.name}.{MASTER}", self._main, main)
-        self.below.check(rest)
-
-    def check_values(self, key: str, values: Tensor) -> None:
-        self.below.check_values(key, values)
-
-    def load(self, state: State) -> None:
-        if self._main is None:
-            self.below.load(state)
-            return
-        rest, main = _split(state)
-        self.below.load(rest)
-        if main is not None:
-            self._main.copy_(main)
-
-    def reset(self) -> None:
-        self.below.reset()
-
-
-def _split(state: State) -> tuple[State, Any]:
-    """A state without its main param, and that."""
-    rest = dict(state)
-    main = rest.pop(MASTER, None)
-    return rest, local_tensor(main) if isinstance(main, Tensor) else main

@@ -291,7 +291,7 @@ class Assignment:
         whole: bool,
     ) -> None:
         self._name, self._state, self._home, self._parked = name, state, home, parked
-        self._kept, self._coded = state.kept(), state.coded()
+        self._kept, self._coded = state.live(), state.coded()
         self._values: State = {}
         self._memory: dict[str, Tensor] = {}
         self._devices: dict[str, torch.device] = {}
@@ -305,10 +305,9 @@ class Assignment:
                 self._take(key, value, given[key])
             scales = set(map(scale_key, self._coded.keys() & self._values.keys()))
             self._values = without_keys(self._values, scales)
-            complete = {**without_keys(state.shown(), scales), **self._values}
+            complete = {**without_keys(state.exported(), scales), **self._values}
         if self._values:
-            self._fitted = state.fit(complete, convert=False)
-            state.check(self._fitted)
+            self._fitted = state.fit(complete)
 
     def _take(self, key: str, value: Any, given: Any) -> None:
         """Decide what becomes of one value, in the form that is kept and as it was given."""
@@ -353,10 +352,10 @@ class Assignment:
         """Return whether a state has other keys than it is shown with, or codes for values."""
         stored = {key: coded.stored.dtype for key, coded in self._coded.items()}
         has_codes = any(getattr(given.get(key), "dtype", None) == stored[key] for key in stored)
-        return has_codes or given.keys() != self._state.shown().keys()
+        return has_codes or given.keys() != self._state.exported().keys()
 
     def _check_key(self, key: str) -> None:
-        shown = self._state.shown()
+        shown = self._state.exported()
         if key not in shown:
             raise ValueError(
                 f"optimizer.state: {self._name} has no {key!r}, and keeps nothing else than "
@@ -385,7 +384,7 @@ class Assignment:
 
     def _has_values(self, key: str, value: Tensor) -> bool:
         """Whether state that is shown in another form than it is kept has these values already."""
-        shown = self._state.layout.take({key: self._state.shown()[key]})[key]
+        shown = self._state.layout.take({key: self._state.exported()[key]})[key]
         if value.device == HOST:
             wait_for(shown.device)
         if value.shape != shown.shape or value.dtype != shown.dtype:
@@ -396,7 +395,7 @@ class Assignment:
         """Do it."""
         if self._fitted:
             self._state.load(self._fitted)
-            self._kept = self._state.kept()
+            self._kept = self._state.live()
         for key, memory in self._memory.items():
             self._parked.give(self._kept[key], memory)
         for key, device in self._devices.items():

@@ -261,7 +261,7 @@ def _tensors(member: WrappedOptimizer, config: OptimizerConfig) -> Iterator[tupl
         if on_device and member.has_separate_main(slot):
             main = param_at(member.executor.param_groups, slot)
             yield "accelerator", "main_params", main.nbytes
-        for key, value in member.executor.state_of(slot).tensors().items():
+        for key, value in member.executor.state_of(slot).live().items():
             if is_reserved and key != "step":
                 continue
             is_here = on_device and key != "step"

@@ -74,7 +74,7 @@ def describe(groups: ParamGroups, executor: Executor, table: SlotTable) -> Descr
     for index, (slot, param) in enumerate(iter_slots(groups)):
         place, dtype = executor.place(slot), str(param.dtype).removeprefix("torch.")
         backend, why = executor.carried_out_by(slot.group, place, param.device)
-        state = executor.state_of(slot).tensors() if table.bound[index] else {}
+        state = executor.state_of(slot).live() if table.bound[index] else {}
         main = param_at(executor.param_groups, slot)
         tensors = [*state.values(), *([main] if table.separate[index] else [])]
         kind = DescriptionRow(slot.group, place, dtype, 0, 0, 0, backend, why)

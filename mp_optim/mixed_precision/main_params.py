@@ -49,7 +49,7 @@ from mp_optim.core.quantized import (
     is_quantized,
     quantize_,
 )
-from mp_optim.core.slot_state import SlotState, State, StateLayout
+from mp_optim.core.slot_state import SlotState, State, StateLayout, StateStore
 from mp_optim.core.tensor_layout import (
     ParamLayout,
     first_element,
@@ -71,6 +71,7 @@ from mp_optim.mixed_precision.param_state import (
     ParamState,
     UntrainedState,
     as_sharded,
+    param_state,
     state_layout_of,
 )
 from mp_optim.mixed_precision.slot_table import SlotTable
@@ -321,7 +322,7 @@ class MainParams:
 
     def stored(self, slot: Slot) -> State:
         """A slot's state in the wrapped optimizer."""
-        return self._executor.state_of(slot).tensors()
+        return self._executor.state_of(slot).live()
 
     def stepped_value(self, slot: Slot) -> Tensor:
         """The FP32 value of what is stepped for a slot."""
@@ -509,12 +510,18 @@ class MainParams:
         """
         if not self.is_bound(slot):
 
-            def prepared() -> SlotState:
+            def prepared() -> ParamState:
                 separate = self._separates(slot, self._prepare(slot))
                 return self._trained_state(slot, separate, layout)
 
-            shown_in = layout or state_layout_of(self.param(slot))
-            return UntrainedState(shown_in, prepared, partial(self._take_in, slot))
+            return UntrainedState(
+                StateStore(),
+                slot,
+                self.name(slot),
+                layout=layout or state_layout_of(self.param(slot)),
+                prepared=prepared,
+                take=partial(self._take_in, slot),
+            )
         return self._trained_state(slot, self.is_separate(slot), layout)
 
     def _trained_state(
@@ -523,7 +530,7 @@ class MainParams:
         self._hand_out(slot)
         param = self.param(slot)
         layout, name = layout or state_layout_of(param), self.name(slot)
-        return ParamState(self._executor, slot, name, param, separate, self.agreement, layout)
+        return param_state(self._executor, slot, name, param, separate, self.agreement, layout)
 
     def checksums(self) -> list[int | None]:
         """See :meth:`~mp_optim.core.keyed_optimizer.SlotKeyedOptimizer.param_checksums`."""

@@ -4,7 +4,7 @@ its main param, and only beside the weights it was saved with."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,22 +14,13 @@ from mp_optim.core import Slot, local_tensor, param_at
 from mp_optim.core.executor import Executor
 from mp_optim.core.flat_shard import is_cut
 from mp_optim.core.quantized import holds, is_quantized, quantize_
-from mp_optim.core.slot_state import (
-    MASTER,
-    REMAINDER,
-    SlotState,
-    State,
-    StateLayout,
-    WithMainParam,
-    local_state,
-    without_blocks,
-)
+from mp_optim.core.slot_state import MASTER, REMAINDER, SlotState, State, StateLayout, local_state
 from mp_optim.core.state_dict import names_in_words
 from mp_optim.host.host_memory import same_values
 from mp_optim.host.torch_types import is_dtensor
 from mp_optim.kernels.checksums import checksums_of
 from mp_optim.kernels.codecs import split_
-from mp_optim.kernels.state_format import joined, unpacked
+from mp_optim.kernels.state_format import joined
 
 
 def as_sharded(local: Tensor, param: Tensor, key: str = "") -> Tensor:
@@ -148,129 +139,123 @@ def state_layout_of(param: Tensor) -> StateLayout:
     )
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class UntrainedState(SlotState):
-    """Of a parameter that has never been trainable here: it costs nothing. Saved state, from a run
-    that froze it later, makes it one that has been.
+    """State of a parameter that has never been trainable here: it costs nothing. Loading the state
+    of a run that trained the parameter makes it trainable.
 
-    Args:
-        layout: how state would be shown.
-        prepared: gives it a main param, which nothing shows yet; returns its state as that of one
-            that is trained.
-        take: makes it one that is.
+    Attributes:
+        prepared: makes a main param, which nothing shows yet, and returns the state of a trained
+            parameter.
+        take: makes the parameter one that was trainable.
     """
 
-    def __init__(
-        self, layout: StateLayout, prepared: Callable[[], SlotState], take: Callable[[], None]
-    ) -> None:
-        self.layout, self._prepared, self._take = layout, prepared, take
+    prepared: Callable[[], ParamState]
+    take: Callable[[], None]
 
-    @cached_property
-    def _trained(self) -> SlotState:
-        return self._prepared()
-
-    def tensors(self) -> State:
-        return {}
-
-    def takes_any(self) -> bool:
+    def is_unallocated(self) -> bool:
         return not self.layout.refusal
 
-    def fit(self, saved: State, convert: bool) -> State:
-        return self._trained.fit(saved, convert) if saved else saved
-
-    def check(self, state: State) -> None:
-        if state:
-            self._trained.check(state)
+    def fit(
+        self,
+        saved: State,
+        convert: bool = False,
+        checksum: int | None = None,
+        weights: Tensor | None = None,
+    ) -> State:
+        if saved and not self.layout.refusal:
+            return self.prepared().fit(saved, convert, checksum, weights)
+        return super().fit(saved, convert)
 
     def check_values(self, key: str, values: Tensor) -> None:
-        self._trained.check_values(key, values)
-
-    def check_weights(
-        self, saved: State, checksum: int | None, weights: Tensor | None = None
-    ) -> None:
-        if saved:
-            self._trained.check_weights(saved, checksum, weights)
+        self.prepared().check_values(key, values)
 
     def load(self, state: State) -> None:
         if state:
-            self._take()
-            self._trained.load(state)
-
-    def reset(self) -> None:
-        """There is nothing yet."""
+            trained = self.prepared()
+            self.take()
+            trained.load(state)
 
 
-class ParamState(WithMainParam):
-    """Of a parameter that is trained.
+def param_state(
+    executor: Executor,
+    slot: Slot,
+    name: str,
+    param: Tensor,
+    is_separate: bool,
+    agreement: Agreement,
+    layout: StateLayout,
+) -> ParamState:
+    """Return the state of a parameter that is trained.
 
     Args:
-        executor: what steps the slot, and keeps its state.
-        name: of the slot. param: the tensor in the wrapper's groups.
-        is_separate: whether it is stepped on another tensor.
-        agreement: what is not yet certain about loaded slots.
-        layout: how state is shown.
+        executor: steps the slot, and keeps its state.
+        name: FQN of the slot. param: the tensor in the wrapper's groups.
+        is_separate: whether another tensor is stepped for it.
+        agreement: of the wrapper. layout: how state is shown.
     """
+    below, stepped = executor.state_of(slot), param_at(executor.param_groups, slot)
+    # else the parameter is FP32 itself, or has a remainder
+    has_main = is_separate and param.dtype != torch.float32 and stepped.dtype == torch.float32
+    is_shown = has_main or below.store.has_no_fp32_main(below.slot)
+    return ParamState(
+        below.store,
+        below.slot,
+        name,
+        stepped if is_shown else None,
+        f"state of {name}: master_param is missing, so its full-precision value is lost; "
+        "to start from the model's values, add them under that key, or load what torch.optim "
+        "saved by mp_optim.apps.convert.import_state(optimizer, "
+        "from_torch(state_dict, names), main_from_model=True)",
+        layout,
+        executor=executor,
+        param=param,
+        is_separate=is_separate,
+        agreement=agreement,
+    )
 
-    def __init__(
-        self,
-        executor: Executor,
-        slot: Slot,
-        name: str,
-        param: Tensor,
-        is_separate: bool,
-        agreement: Agreement,
-        layout: StateLayout,
-    ) -> None:
-        missing = (
-            f"state of {name}: master_param is missing, so its full-precision value is lost; "
-            "to start from the model's values, add them under that key, or load what torch.optim "
-            "saved by mp_optim.apps.convert.import_state(optimizer, "
-            "from_torch(state_dict, names), main_from_model=True)"
-        )
-        self._executor, self._slot, self._param = executor, slot, param
-        self._is_separate, self._agreement, self.layout = is_separate, agreement, layout
-        self._stepped = stepped = param_at(executor.param_groups, slot)
-        below = executor.state_of(slot)
-        # else it is FP32 itself, or has a remainder
-        has_main = is_separate and param.dtype != torch.float32 and stepped.dtype == torch.float32
-        super().__init__(below, name, stepped if has_main or below.is_lone() else None, missing)
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ParamState(SlotState):
+    """State of a parameter that is trained (:func:`param_state`)."""
+
+    executor: Executor
+    param: Tensor
+    is_separate: bool
+    agreement: Agreement
 
     @property
     def _local(self) -> Tensor:
-        """What this rank has of the parameter."""
-        return local_tensor(self._param)
+        """This rank's part of the parameter."""
+        return local_tensor(self.param)
 
-    def tensors(self) -> State:
-        if not self.layout.is_as_stored:
-            return self.layout.show(self._beside_main(without_blocks(self.below)))
-        return self.layout.show(unpacked(self.kept(), self._stepped))
+    @property
+    def _stepped(self) -> Tensor:
+        return param_at(self.executor.param_groups, self.slot)
 
-    def shown(self) -> State:
-        return self.tensors()
-
-    def takes_any(self) -> bool:
-        """Not of a DTensor: how a tensor of another shape is split is not known."""
-        return self.layout.is_as_stored and self.below.takes_any()
-
-    def full_precision(self) -> State:
-        return self.layout.show(super().full_precision())
-
-    def fit(self, saved: State, convert: bool) -> State:
-        if saved and self.layout.refusal:
-            if not convert:
-                raise ValueError(self.layout.refusal)
-            return {}
+    def fit(
+        self,
+        saved: State,
+        convert: bool = False,
+        checksum: int | None = None,
+        weights: Tensor | None = None,
+    ) -> State:
+        if not saved or self.layout.refusal:
+            return super().fit(saved, convert)
+        self._check_dtype(saved)
         state = self.layout.take(saved)
-        if REMAINDER in state and self._main is not None:  # `fitted` joins it where bf16 is stepped
+        is_tied = self._belongs_to_weights(state) and not self._keeps_remainder()
+        if checksum is not None and is_tied and not convert:
+            # a remainder that is kept may be loaded before its weights
+            beside = self._local if weights is None else weights
+            self.agreement.check([(self.slot, checksum)], lambda _: beside, lambda _: self.name)
+        if REMAINDER in state and self.main is not None:  # `fitted` joins it where bf16 is stepped
             state[MASTER] = joined(self.name, self._local, state.pop(REMAINDER))
         return super().fit(state, convert)
 
-    def check(self, state: State) -> None:
-        self._check_dtype(state)
-        super().check(self.layout.take(state))
-
     def _check_dtype(self, saved: State) -> None:
         """Raise ValueError if an FP32 parameter is here that had fewer bits when it was saved."""
-        if self._param.dtype != torch.float32:
+        if self.param.dtype != torch.float32:
             return
         was = {REMAINDER: "bfloat16", MASTER: "of 16 or 8 bits"}
         for key, dtype in was.items():
@@ -283,57 +268,47 @@ class ParamState(WithMainParam):
                 )
 
     def load(self, state: State) -> None:
-        state = self.layout.take(state)
-        self._agreement.forget(self._slot)
+        self.agreement.forget(self.slot)
         is_narrowed = MASTER in state and self._stepped.dtype == torch.bfloat16
         if is_narrowed and not stands_for(state[MASTER], self._local):
-            self._agreement.written.add(self._slot)  # as soon as parameter and remainder are split
+            self.agreement.written.add(self.slot)  # as soon as parameter and remainder are split
         super().load(state)
 
     # -- remainders belong to the parameters they were saved with ---------------------------------
 
+    def _belongs_to_weights(self, saved: State) -> bool:
+        """Whether a saved state belongs to the parameter whose checksum was saved with it: a
+        checksum is of the whole parameter."""
+        return REMAINDER in saved and self.layout.is_whole
+
+    def _keeps_remainder(self) -> bool:
+        return REMAINDER in self.store.live_state(self.slot)
+
     def has_remainder(self) -> bool:
         """Whether the main param is the parameter and a remainder."""
-        return self._stepped.dtype == torch.bfloat16 and REMAINDER in self.below.tensors()
-
-    def check_weights(
-        self, saved: State, checksum: int | None, weights: Tensor | None = None
-    ) -> None:
-        if checksum is None or REMAINDER not in saved or not self.layout.is_whole:
-            return  # a checksum is of the whole parameter
-        if REMAINDER in self.below.tensors():
-            return  # its weights may be loaded later
-        self._check_dtype(saved)
-        beside = self._local if weights is None else weights
-        self._agreement.check([(self._slot, checksum)], lambda _: beside, lambda _: self.name)
-
-    def expect_weights(self, saved: State, checksum: int | None) -> None:
-        if checksum is None or REMAINDER not in saved or not self.layout.is_whole:
-            return
-        if REMAINDER not in self.below.tensors():
-            return
-        if checksums_of([self._local]) != [checksum]:  # its weights are yet to come
-            self._agreement.expected[self._slot] = checksum
-
-    # -- the model's parameter --------------------------------------------------------------------
+        return self._stepped.dtype == torch.bfloat16 and self._keeps_remainder()
 
     @torch.no_grad()
-    def write_model(self) -> bool:
+    def finish_load(self, saved: State, checksum: int | None) -> bool:
+        is_tied = self._belongs_to_weights(saved) and self._keeps_remainder()
+        if checksum is not None and is_tied and checksums_of([self._local]) != [checksum]:
+            self.agreement.expected[self.slot] = checksum  # its weights are yet to come
         differs = self._write_model()
         if differs:
             self.layout.written()
         return differs
 
     def _write_model(self) -> bool:
-        noted = self._slot in self._agreement.written
-        self._agreement.written.discard(self._slot)
-        if not self._is_separate or self._param.dtype == torch.float32:
-            return noted  # it is stepped itself, or says all that its main param says
-        if is_quantized(self._param):
-            main = self._executor.main_param(self._slot)
-            differs = not holds(self._param, main)
+        """Give the model's parameter the value of the main param; return whether it had another."""
+        noted = self.slot in self.agreement.written
+        self.agreement.written.discard(self.slot)
+        if not self.is_separate or self.param.dtype == torch.float32:
+            return noted  # the parameter itself is stepped, or has all bits of its main param
+        if is_quantized(self.param):
+            main = self.executor.main_param(self.slot)
+            differs = not holds(self.param, main)
             if differs:
-                quantize_(self._param, main)
+                quantize_(self.param, main)
             return differs
         main, local = self._stepped, self._local
         # a bfloat16 main param was noted when it was split

@@ -392,6 +392,10 @@ class WrappedOptimizer(MegatronOptimizer):
         if isinstance(self.optimizer, SlotOptimizer):
             self.optimizer.step_mark = mark
 
+    def recover(self) -> None:
+        super().recover()
+        self.engine.mains.written.forget()  # main params may not have their weights' values
+
     # -- what is going on -------------------------------------------------------------------------
 
     def describe(self) -> Description:

@@ -37,7 +37,7 @@ from mp_optim.core import (
 from mp_optim.core.executor import Executor, Mode, Place
 from mp_optim.core.interrupted_step import StepMark
 from mp_optim.core.param_attributes import shard_info
-from mp_optim.core.slot_state import SlotState, WithMainParam
+from mp_optim.core.slot_state import SlotState
 from mp_optim.core.tensor_layout import split_dims
 from mp_optim.host.calls import in_own_modes, weak_method
 from mp_optim.host.host_memory import Block, aligned_bytes
@@ -580,9 +580,8 @@ class PlacedExecutor(Executor):
         state, main = self._placed.current(slot).state_of(slot), self._placed[slot].main
         if main is None or main.dtype == param_at(self.param_groups, slot).dtype:
             return state  # the parameter says as much as the copy
-        name = self.slot_name(slot)
-        missing = f"state of {name}: master_param ({main.dtype}) is missing"
-        return WithMainParam(state, name, main, missing)
+        missing = f"state of {state.name}: master_param ({main.dtype}) is missing"
+        return replace(state, main=main, missing=missing)
 
     # -- stepping ---------------------------------------------------------------------------------
 

@@ -97,7 +97,7 @@ class Ahead:
     def _reserve(self, index: int) -> tuple[int, int]:
         live: dict[Key, Tensor] = {}
         for slot in self._buckets[index]:
-            tensors = {**self._executor.state_of(slot).tensors()}
+            tensors = {**self._executor.state_of(slot).live()}
             tensors[MAIN] = param_at(self._executor.param_groups, slot)
             for key in tensors.keys() - {"step"}:
                 live[slot.group, slot.position, key] = tensors[key]

@@ -30,19 +30,19 @@ from mp_optim.core import (
 )
 from mp_optim.core.executor import Executor, Place
 from mp_optim.core.interrupted_step import StepMark
-from mp_optim.core.slot_state import REMAINDER, STEP, SlotState
+from mp_optim.core.slot_state import STEP, SlotState
 from mp_optim.core.tensors import continue_from
 from mp_optim.host.calls import in_own_modes, writes_counted
 from mp_optim.host.leases import before_writing, borrows
 from mp_optim.kernels import Backend, check_forms, choose_backend, rule_note
-from mp_optim.kernels.codecs import Noise, join, mix, split_
+from mp_optim.kernels.codecs import Noise, mix
 from mp_optim.kernels.kernel_args import TensorLists, contiguous, contiguous_outputs
 from mp_optim.kernels.reference import Scales
 from mp_optim.kernels.state_format import StatePrecision
 from mp_optim.rules.audit import Audit, Audited, AuditError
 from mp_optim.rules.group_state import GroupState, SteppedTogether
 from mp_optim.rules.rule import Launch, Rule
-from mp_optim.rules.rule_state import RuleSlotState, RuleState
+from mp_optim.rules.rule_state import RuleState
 
 _HOST = torch.device("cpu")
 _Shared = tuple[torch.device, torch.dtype, float, Multiplier, tuple[str, ...]]
@@ -477,7 +477,7 @@ class RuleExecutor(Executor):
     def state_of(self, slot: Slot) -> SlotState:
         self.report_audit(wait=True)
         self.rows.groups[slot.group].show(slot.position)
-        return RuleSlotState(self.rows, slot, self)
+        return SlotState(self.rows, slot, self.slot_name(slot))
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         self.rows.settle()
@@ -495,25 +495,11 @@ class RuleExecutor(Executor):
 
     @in_own_modes
     def main_param(self, slot: Slot) -> Tensor:
-        main = self.rows.stepped(slot)
-        if self.rows.is_split(main.dtype):
-            return join(main, _beside(main, self.rows.uncounted_live(slot).get(REMAINDER)))
-        return self.stepped(slot)
+        is_split = self.rows.is_split(self.rows.stepped(slot).dtype)
+        return self.rows.full_main(slot) if is_split else self.stepped(slot)
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
-        main, state = self.rows.stepped(slot), self.rows.live(slot)
-        if self.rows.is_split(main.dtype):
-            beside = _beside(main, state.get(REMAINDER))
-            split_(value.to(main.device, torch.float32), main, beside)
-            if beside is not None:
-                state[REMAINDER].copy_(beside)
-        else:
-            main.copy_(value)
-
-
-def _beside(main: Tensor, remainder: Tensor | None) -> Tensor | None:
-    """What is beside a parameter where it is; it may be parked."""
-    return None if remainder is None else remainder.to(main.device)
+        self.rows.set_main_param(slot, value)
 
 
 def _audited(

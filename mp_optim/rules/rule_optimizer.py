@@ -31,7 +31,7 @@ from mp_optim.core import (
 )
 from mp_optim.core.executor import Executor, Mode, Place
 from mp_optim.core.keyed_optimizer import Closure, SlotKeyedOptimizer
-from mp_optim.core.slot_state import STEP, SlotState, State, check_state, check_step
+from mp_optim.core.slot_state import STEP, SlotState, State, StateStore, check_state, check_step
 from mp_optim.core.tensors import SeenParams, check_memory, continue_from
 from mp_optim.host.calls import in_own_modes
 from mp_optim.host.host_memory import as_tensor
@@ -241,7 +241,7 @@ class RuleOptimizer(SlotOptimizer[RuleExecutor]):
         warn_of_missing_kernels(backend, rule.kernels, self.param_groups)
 
 
-class ForeignExecutor(Executor):
+class ForeignExecutor(Executor, StateStore):
     """Slots over an optimizer that is keyed by tensors: its state moves along when a tensor is
     replaced.
 
@@ -317,9 +317,41 @@ class ForeignExecutor(Executor):
         return self.label, "given by the caller; gets FP32 gradients"
 
     def state_of(self, slot: Slot) -> SlotState:
-        param = self._param(slot)
-        group = self.param_groups[slot.group]
-        return ForeignSlotState(self.optimizer, self.slot_name(slot), param, group)
+        return SlotState(self, slot, self.slot_name(slot))
+
+    def live_state(self, slot: Slot) -> State:
+        """Return the foreign state's tensors, and its numbers as tensors; empty before the first
+        step. An item of a list has a key of its own, ``key[0]``."""
+        return dict(_flat(self.optimizer.state.get(self._param(slot), {})))
+
+    def check_fitted(self, slot: Slot, state: State) -> None:
+        live = self.live_state(slot)
+        if state and live:
+            check_state(self.slot_name(slot), live, state)
+        elif STEP in state:  # what is not allocated yet takes anything
+            check_step(self.slot_name(slot), state[STEP])
+
+    def check_values(self, slot: Slot, key: str, values: Tensor) -> None:
+        if key == STEP:
+            check_step(self.slot_name(slot), values)
+
+    def load_state(self, slot: Slot, state: State) -> None:
+        if not state:
+            self.reset_state(slot)
+            return
+        param, group = self._param(slot), self.param_groups[slot.group]
+        live = self.optimizer.state.get(param, {})
+        leaves = dict(_leaves(live))
+        step_on_device = bool(group.get("fused") or group.get("capturable"))
+        loaded: dict[str, Any] = {}
+        for key, value in state.items():
+            present = leaves.get(key, _present_form(key, value))
+            is_on_host = key == STEP and not step_on_device
+            loaded[key] = _in_form_of(present, value, None if is_on_host else param.device)
+        self.optimizer.state[param] = {**live, **_nested(loaded)}
+
+    def reset_state(self, slot: Slot) -> None:
+        self.optimizer.state.pop(self._param(slot), None)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         """Nothing: the optimizer does so when it steps a parameter for the first time.
@@ -369,71 +401,6 @@ class ForeignExecutor(Executor):
                 update.output.copy_(main)
 
 
-class ForeignSlotState(SlotState):
-    """A slot's state in an optimizer that is keyed by tensors, under the tensor at the slot."""
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, name: str, param: Tensor, group: dict[str, Any]
-    ) -> None:
-        self._optimizer, self._name = optimizer, name
-        self._param, self._group = param, group
-
-    def tensors(self) -> State:
-        """The foreign state's tensors, and its numbers as tensors; empty before the first step.
-        What is in a list has a key of its own, ``key[0]``."""
-        return dict(_flat(self._optimizer.state.get(self._param, {})))
-
-    def is_required(self) -> bool:
-        """Never: a foreign optimizer allocates state when it steps a parameter for the first
-        time."""
-        return False
-
-    def takes_any(self) -> bool:
-        return not self.tensors()
-
-    def check(self, state: State) -> None:
-        """State that the foreign optimizer has not allocated yet fits anything, and a slot it has
-        never stepped has none."""
-        live = self.tensors()
-        if state and live:
-            check_state(self._name, live, state)
-        elif "step" in state:
-            check_step(self._name, state["step"])
-
-    def check_values(self, key: str, values: Tensor) -> None:
-        if key == STEP:
-            check_step(self._name, values)
-
-    def load(self, state: State) -> None:
-        self.check(state)
-        if not state:
-            self._optimizer.state.pop(self._param, None)
-            return
-        live = self._optimizer.state.get(self._param, {})
-        leaves = dict(_leaves(live))
-        loaded: dict[str, Any] = {}
-        for key, value in state.items():
-            present = leaves.get(key, _present_form(key, value))
-            loaded[key] = self._in_form_of(present, key, value)
-        self._optimizer.state[self._param] = {**live, **_nested(loaded)}
-
-    def reset(self) -> None:
-        self._optimizer.state.pop(self._param, None)
-
-    def _in_form_of(self, live: Any, key: str, saved: Any) -> Any:
-        """A copy of a saved value: a number where the foreign optimizer keeps a number, an empty
-        list where it keeps one, a tensor on the parameter's device where it keeps a tensor."""
-        if isinstance(live, list):
-            return []
-        step_on_device = self._group.get("fused") or self._group.get("capturable")
-        stays = not isinstance(saved, Tensor) or (key == "step" and not step_on_device)
-        if stays:
-            copy = as_tensor(saved).detach().clone()
-        else:
-            copy = saved.detach().to(self._param.device, copy=True)
-        return copy if isinstance(live, Tensor) else type(live)(copy.item())
-
-
 _ITEM = re.compile(r"(?P<list>.+)\[(?P<index>\d+)\]")
 
 
@@ -478,6 +445,21 @@ def _present_form(key: str, saved: Any) -> Any:
     if saved.dtype == torch.float64 and saved.dim() == 0:
         return int(saved) if saved == saved.round() else float(saved)
     return saved
+
+
+def _in_form_of(live: Any, saved: Any, device: torch.device | None) -> Any:
+    """Return a copy of a saved value: a number where the foreign optimizer keeps a number, an empty
+    list where it keeps one, else a tensor.
+
+    Args:
+        device: of the tensor; None for the saved one's.
+    """
+    if isinstance(live, list):
+        return []
+    tensor = as_tensor(saved).detach()
+    is_moved = isinstance(saved, Tensor) and device is not None
+    copy = tensor.to(device if is_moved else tensor.device, copy=True)
+    return copy if isinstance(live, Tensor) else type(live)(copy.item())
 
 
 def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from mp_optim.core import (
     local_tensor,
     slot_name,
 )
-from mp_optim.core.executor import Executor
 from mp_optim.core.interrupted_step import ParkedTensors
 from mp_optim.core.shown_copies import Coded
 from mp_optim.core.slot_state import (
@@ -32,8 +31,8 @@ from mp_optim.core.slot_state import (
     REMAINDER,
     SECOND,
     STEP,
-    SlotState,
     State,
+    StateStore,
     check_fits,
     check_state,
     check_step,
@@ -44,7 +43,7 @@ from mp_optim.core.tensors import SeenParams
 from mp_optim.host.calls import in_own_modes
 from mp_optim.host.host_memory import TensorSpec, as_tensor, beside, zeros
 from mp_optim.host.leases import give_memory
-from mp_optim.kernels.codecs import is_blocked
+from mp_optim.kernels.codecs import is_blocked, join, split_
 from mp_optim.kernels.kernel_args import MAIN
 from mp_optim.kernels.state_format import (
     StatePrecision,
@@ -65,7 +64,7 @@ Allocate = Callable[[Sequence[TensorSpec]], list[Tensor]]
 """Makes zeroed tensors of some forms."""
 
 
-class RuleState:
+class RuleState(StateStore):
     """What is kept for the slots of a rule: per slot ``step`` (0-d FP32 on the CPU), its moments,
     with ``<moment>_scale`` if they are stored in blocks (as 4-bit codes they are 1-D, two codes a
     byte), ``remainder`` if there is one, and ``averaged_param`` if averages are kept (which begins
@@ -84,6 +83,8 @@ class RuleState:
         parked: tensors that are elsewhere than what is stepped, and stay there until they are asked
             back.
     """
+
+    allocates_late = False
 
     def __init__(self, rule: Rule, precision: StatePrecision, param_groups: ParamGroups) -> None:
         self.rule, self.precision, self.param_groups = rule, precision, param_groups
@@ -132,7 +133,7 @@ class RuleState:
     # -- state ------------------------------------------------------------------------------------
 
     @in_own_modes
-    def live(self, slot: Slot) -> State:
+    def live_state(self, slot: Slot) -> State:
         """A slot's tensors, allocated where the slot is stepped now, with its count."""
         self.settle()
         return self.uncounted_live(slot)
@@ -438,98 +439,81 @@ class RuleState:
         """Whether a stepped tensor of this dtype is the upper half of a main param."""
         return dtype != torch.float32 and self.precision.main_dtype(dtype) == dtype
 
+    def has_no_fp32_main(self, slot: Slot) -> bool:
+        return self.precision.has_no_main_params and self.is_split(self.stepped(slot).dtype)
 
-class RuleSlotState(SlotState):
-    """A slot's state in the rule's rows.
+    def full_main(self, slot: Slot) -> Tensor:
+        """Return an FP32 copy of a main param that is stored in parts."""
+        main = self.stepped(slot)
+        return join(main, _beside(main, self.uncounted_live(slot).get(REMAINDER)))
 
-    Args:
-        executor: whose rows they are.
-    """
+    def set_main_param(self, slot: Slot, value: Tensor) -> None:
+        """Give a main param another value of any floating dtype."""
+        main, state = self.stepped(slot), self.live_state(slot)
+        if not self.is_split(main.dtype):
+            main.copy_(value)
+            return
+        beside = _beside(main, state.get(REMAINDER))
+        split_(value.to(main.device, torch.float32), main, beside)
+        if beside is not None:
+            state[REMAINDER].copy_(beside)
 
-    def __init__(self, rows: RuleState, slot: Slot, executor: Executor) -> None:
-        self._rows, self._slot, self._executor = rows, slot, executor
-        self._name = rows.name(slot)
+    # -- state that leaves, and saved state ------------------------------------------------------
 
-    @cached_property
-    def _live(self) -> State:
-        return self._rows.live(self._slot)
+    def unpacked_state(self, slot: Slot) -> State:
+        return unpacked(self.live_state(slot), self.stepped(slot))
 
-    def tensors(self) -> State:
-        return dict(self._live)
+    def full_state(self, slot: Slot) -> State:
+        return full_precision(self.live_state(slot), self.stepped(slot))
 
-    def shown(self) -> State:
-        return unpacked(self._live, self._rows.stepped(self._slot))
-
-    def full_precision(self) -> State:
-        return full_precision(self._live, self._rows.stepped(self._slot))
-
-    def is_lone(self) -> bool:
-        rows = self._rows
-        return rows.precision.has_no_main_params and rows.is_split(rows.stepped(self._slot).dtype)
-
-    def coded(self) -> dict[str, Coded]:
-        live, main = self._live, self._rows.stepped(self._slot)
-        found = {}
+    def coded_state(self, slot: Slot) -> dict[str, Coded]:
+        live, main, found = self.live_state(slot), self.stepped(slot), {}
         for key in [key for key in live if scale_key(key) in live]:
-            check = partial(check_moment, f"{self._name}.{key}", key)
+            check = partial(check_moment, f"{self.name(slot)}.{key}", key)
             shape = shape_of(key, live[key], main)
             found[key] = coded(key, live[key], live[scale_key(key)], shape, check)
         return found
 
-    def fit(self, saved: State, convert: bool) -> State:
-        stepped = self._rows.stepped(self._slot)
-        live, group = self._live, self._rows.param_groups[self._slot.group]
-        if saved and STEP not in saved and not self._rows.rule.reads_steps(group):
+    def fit_state(self, slot: Slot, saved: State, convert: bool) -> State:
+        stepped, live, name = self.stepped(slot), self.live_state(slot), self.name(slot)
+        group = self.param_groups[slot.group]
+        if saved and STEP not in saved and not self.rule.reads_steps(group):
             # torch counts none; there is state, so it was stepped
             saved = {key: value for key, value in saved.items() if value is not None}
             saved[STEP] = 1.0
-        for moment in self._rows.rule.unread_moments(group):
-            decided = self._rows.deciding_setting(group)
-            shape = stepped.shape
-            saved = without_unread(self._name, moment, decided, live, shape, saved, convert)
-        return fitted(self._name, live, stepped, saved, convert)
+        for moment in self.rule.unread_moments(group):
+            decided = self.deciding_setting(group)
+            saved = without_unread(name, moment, decided, live, stepped.shape, saved, convert)
+        return fitted(name, live, stepped, saved, convert)
 
-    def check(self, state: State) -> None:
-        rest, main = self._without_main(self._packed(state))
-        if main is not None:
-            check_fits(f"{self._name}.{MASTER}", self._executor.main_param(self._slot), main)
-        check_state(self._name, self._live, rest)
+    def check_fitted(self, slot: Slot, state: State) -> None:
+        live, rest = self.live_state(slot), dict(state)
+        if REMAINDER in live and MASTER in state:  # the main param stands for the remainder
+            form = torch.empty(self.stepped(slot).shape, dtype=torch.float32, device="meta")
+            check_fits(f"{self.name(slot)}.{MASTER}", form, rest.pop(MASTER))
+            rest[REMAINDER] = live[REMAINDER]
+        check_state(self.name(slot), live, rest)
         for key in rest.keys() & {SECOND, MOMENT2}:
-            self.check_values(key, rest[key])
+            self.check_values(slot, key, rest[key])
 
-    def check_values(self, key: str, values: Tensor) -> None:
+    def check_values(self, slot: Slot, key: str, values: Tensor) -> None:
         if key == STEP:
-            check_step(self._name, values)
-        check_moment(f"{self._name}.{key}", key, values)
+            check_step(self.name(slot), values)
+        check_moment(f"{self.name(slot)}.{key}", key, values)
 
-    def load(self, state: State) -> None:
-        state = self._packed(state)
-        self.check(state)
-        rest, main = self._without_main(state)
-        for key, tensor in self._live.items():
-            tensor.copy_(as_tensor(rest[key]))
-        if main is not None:
-            self._executor.set_main_param(self._slot, main)
+    def load_state(self, slot: Slot, state: State) -> None:
+        for key, tensor in self.live_state(slot).items():
+            if key != REMAINDER or MASTER not in state:
+                tensor.copy_(as_tensor(state[key]))
+        if MASTER in state:
+            self.set_main_param(slot, state[MASTER])
 
-    def reset(self) -> None:
-        for key, tensor in self._live.items():
+    def reset_state(self, slot: Slot) -> None:
+        for key, tensor in self.live_state(slot).items():
             if key != REMAINDER:  # it belongs to the main param
                 tensor.zero_()
 
-    def _packed(self, state: State) -> State:
-        """A state to load with codes, where it has the FP32 values they stand for, and remainders
-        in their own width."""
-        for key, tensor in self._live.items():
-            dtype = getattr(state.get(key), "dtype", None)
-            has_values = scale_key(key) in self._live and dtype == torch.float32
-            if has_values or (key == REMAINDER and dtype == torch.int32 != tensor.dtype):
-                return self.fit(state, convert=False)
-        return state
 
-    def _without_main(self, state: State) -> tuple[State, Tensor | None]:
-        """A state to load, and the FP32 main param in it that stands for a remainder."""
-        live = self._live
-        if MASTER not in state or REMAINDER not in live:
-            return state, None
-        rest = {key: value for key, value in state.items() if key != MASTER}
-        return {**rest, REMAINDER: live[REMAINDER]}, state[MASTER]
+def _beside(main: Tensor, remainder: Tensor | None) -> Tensor | None:
+    """Return a remainder on the device of its parameter; it may be parked."""
+    return None if remainder is None else remainder.to(main.device)

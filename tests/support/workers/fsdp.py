@@ -150,7 +150,7 @@ def moved_by_hand(form: str) -> list[str]:
 def stays_where_it_is() -> bool:
     """State that rests on the host is shown there, though the mesh is of an accelerator."""
     _, optimizer = build_sharded("bf16", 0.0)
-    kept = optimizer.state_of(optimizer.slots()[0]).kept()["exp_avg"]
+    kept = optimizer.state_of(optimizer.slots()[0]).live()["exp_avg"]
     param = optimizer.param_groups[0]["params"][0]
     with mock.patch.object(type(param.device_mesh), "device_type", "cuda"):
         shown = optimizer.state[param]["exp_avg"]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mp_optim import FusedAdam, HybridDeviceOptimizer, checkpoint, get_megatron_optimizer
 from mp_optim.core.interrupted_step import BrokenOffError
+from mp_optim.core.slot_state import SlotState
 from mp_optim.kernels.native import NativeBackend
 from mp_optim.kernels.reference import ReferenceBackend
 from mp_optim.mixed_precision.main_params import MainParams
@@ -213,12 +214,12 @@ def test_optimizers_by_themselves_are_not_gone_on_from(make, monkeypatch):
     optimizer.step()
 
 
-def test_a_load_that_is_broken_off_is_not_gone_on_from(monkeypatch):
+def test_step_raises_after_an_interrupted_load(monkeypatch):
     model, optimizer = built(STACKS["sync"])
     backward(model, optimizer, 0)
     optimizer.step()
     state, calls = copy.deepcopy(optimizer.state_dict()), iter(range(1000))
-    original = type(optimizer).load_slot_state
+    original = SlotState.load
 
     def third(*args: Any) -> None:
         if next(calls) == 2:
@@ -226,7 +227,7 @@ def test_a_load_that_is_broken_off_is_not_gone_on_from(monkeypatch):
         original(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(optimizer), "load_slot_state", third)
+        patch.setattr(SlotState, "load", third)
         with pytest.raises(KeyboardInterrupt):
             optimizer.load_state_dict(state)
     with pytest.raises(BrokenOffError):

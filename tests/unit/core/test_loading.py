@@ -1,13 +1,14 @@
 """Loading state by slot: everything is checked before anything is written, and fitted once."""
 
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from mp_optim import FusedAdam
 from mp_optim.core import Slot
-from mp_optim.core.slot_state import SlotState, WithMainParam
+from mp_optim.core.slot_state import SlotState
 from support.models import build, train
 
 
@@ -20,21 +21,16 @@ def stepped(*sizes: int) -> FusedAdam:
     return optimizer
 
 
-class Counting(WithMainParam):
-    """A state that counts what is asked of it."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Counting(SlotState):
+    """A state that counts the calls of its methods."""
 
-    def __init__(self, below: SlotState, calls: Counter[str]) -> None:
-        super().__init__(below, "a slot", None, "")
-        self.calls = calls
+    calls: Counter[str]
 
-    def fit(self, saved, convert):
-        self.calls["fit"] += 1
-        return super().fit(saved, convert)
-
-    def check(self, state):
+    def fit(self, *args):
         assert not self.calls["load"]
-        self.calls["check"] += 1
-        super().check(state)
+        self.calls["fit"] += 1
+        return super().fit(*args)
 
     def load(self, state):
         self.calls["load"] += 1
@@ -47,15 +43,16 @@ class CountingAdam(FusedAdam):
     calls: Counter[str]
 
     def state_of(self, slot: Slot) -> SlotState:
-        return Counting(super().state_of(slot), self.calls)
+        state = super().state_of(slot)
+        return Counting(state.store, slot, state.name, calls=self.calls)
 
 
-def test_each_state_is_fitted_checked_and_loaded_once():
+def test_load_state_dict_fits_and_loads_each_state_once():
     saved = stepped(5, 7).state_dict()
     optimizer = CountingAdam([torch.nn.Parameter(torch.ones(size)) for size in (5, 7)])
     optimizer.calls = Counter()
     optimizer.load_state_dict(saved)
-    assert optimizer.calls == {"fit": 2, "check": 2, "load": 2}
+    assert optimizer.calls == {"fit": 2, "load": 2}
 
 
 def test_what_does_not_fit_is_refused_before_any_slot_is_loaded():
@@ -77,12 +74,11 @@ def test_a_state_object_shows_what_the_optimizer_shows(precision, fraction):
     for slot in optimizer.slots():
         state = optimizer.state_of(slot)
         shown, full = optimizer.slot_state(slot), optimizer.full_slot_state(slot)
-        assert state.is_required() and state.tensors().keys() == shown.keys()
-        assert all(torch.equal(state.tensors()[key], shown[key]) for key in shown)
+        assert state.is_required() and state.exported().keys() == shown.keys()
+        assert all(torch.equal(state.exported()[key], shown[key]) for key in shown)
         assert state.full_precision().keys() == full.keys()
         assert all(value.dtype == torch.float32 for value in full.values())
-        fitted = state.fit(state.tensors(), False)
-        state.check(fitted)
+        fitted = state.fit(state.exported())
         before = {key: value.clone() for key, value in shown.items()}
         state.load(fitted)
         after = optimizer.slot_state(slot)

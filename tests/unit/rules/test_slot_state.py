@@ -123,7 +123,7 @@ def foreign(params: list[Tensor]) -> ForeignExecutor:
 
 
 def state_in(executor: ForeignExecutor, slot: Slot) -> dict[str, Any]:
-    return executor.state_of(slot).tensors()
+    return executor.state_of(slot).live()
 
 
 def test_foreign_steps_as_torch_does_and_only_where_told() -> None:

@@ -83,7 +83,7 @@ def found(model, optimizer):
 def kept(optimizer):
     """What the layers below keep, tensor by tensor: no view, no copy."""
     for slot in optimizer.slots():
-        for key, value in optimizer.state_of(slot).kept().items():
+        for key, value in optimizer.state_of(slot).live().items():
             if key != "step":
                 yield f"{optimizer.slot_name(slot)}.{key}", value
 
