@@ -4,7 +4,6 @@ and an optimizer need."""
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mp_optim.checkpoint.common import as_json
 from mp_optim.checkpoint.file_format import Index, Saved
 from mp_optim.config.rules import moment_of
-from mp_optim.config.setting_checks import plain_setting
 from mp_optim.core import Slot, param_at
 from mp_optim.core.flat_shard import PartitionShard, as_partition, part_like
 from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer, match_without_state
@@ -468,7 +467,7 @@ def without_checksums(
     return result
 
 
-# -- common.pt: plain data ------------------------------------------------------------------------
+# -- common.json: plain data ----------------------------------------------------------------------
 
 
 def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
@@ -476,7 +475,7 @@ def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
     b"" on the others.
 
     Raises:
-        ValueError: it holds what a safe load would refuse.
+        ValueError: a value is no plain data, naming its type.
     """
     optimizer = common["optimizer"]
     groups = [] if optimizer is None else optimizer["param_groups"]
@@ -485,31 +484,12 @@ def packed(common: Mapping[str, Any], ranks: Ranks) -> bytes:
     others = ranks.gather(None if digest == ranks.broadcast(digest) else groups)
 
     def pack() -> bytes:
-        buffer, content = io.BytesIO(), _without_numpy(common)
-        if optimizer is not None:
-            whole = _merged(groups, filter(None, others))
-            content["optimizer"] = {**optimizer, "param_groups": whole}
-        try:
-            torch.save(content, buffer)
-        except Exception as error:  # of whatever it holds
-            raise ValueError(
-                f"extra or the scheduler's state holds what cannot be saved ({error}): give plain "
-                "data, numbers, strings, tensors and containers of them"
-            ) from error
-        _check_plain(buffer, content)
-        return buffer.getvalue()
+        if optimizer is None:
+            return as_json(common)
+        whole = {**optimizer, "param_groups": _merged(groups, filter(None, others))}
+        return as_json({**common, "optimizer": whole})
 
     return ranks.run_on_first("saving what is not a tensor", pack) or b""
-
-
-def _without_numpy(value: Any) -> Any:
-    """Return a copy of plain data with Python's numbers for numpy's, which schedules put there."""
-    if type(value) is dict:
-        return {_without_numpy(key): _without_numpy(item) for key, item in value.items()}
-    if type(value) in (list, tuple, set):
-        return type(value)(map(_without_numpy, value))
-    is_number = not isinstance(value, Tensor) and getattr(value, "ndim", 1) == 0
-    return plain_setting(value) if is_number else value
 
 
 def _merged(
@@ -530,27 +510,3 @@ def _merged(
                 start += len(new)
                 seen |= set(names)
     return result
-
-
-def _check_plain(buffer: io.BytesIO, common: Any) -> None:
-    """Raise ValueError if another process would refuse it: what this one happens to trust
-    (``torch.serialization.add_safe_globals``), the next may not."""
-    buffer.seek(0)
-    unsafe = set(torch.serialization.get_unsafe_globals_in_checkpoint(buffer))
-    listed = torch.serialization.get_safe_globals()
-    trusted = {entry[0] if isinstance(entry, tuple) else entry for entry in listed}
-    values = [common]
-    while values:
-        value = values.pop()
-        if type(value) in trusted:
-            unsafe.add(f"{type(value).__module__}.{type(value).__name__}")
-        elif isinstance(value, dict):
-            values += [*value.keys(), *value.values()]
-        elif isinstance(value, (list, tuple, set)):
-            values += value
-    if unsafe:
-        raise ValueError(
-            "extra, the scheduler's state and what the model's state dict holds beside tensors may "
-            "be numbers, strings, tensors and containers of them, nothing else; they hold "
-            f"{sorted(unsafe)}"
-        )

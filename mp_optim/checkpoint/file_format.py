@@ -4,25 +4,19 @@ torch's readers. Nothing in them is believed before it was checked.
 ``manifest.json`` has the size and a checksum of each file. ``index.json`` has the entries: a tensor
 is saved in boxes, whose elements are raw bytes in row-major order, so that a reader needs no
 unpickler; and a CRC-32 of each MiB of the tensors' files, so that a reader of a part of one can
-tell damage before it replaces anything. ``common.pt`` has the plain data. ``.metadata`` is a pickle
-for ``torch.distributed.checkpoint``, which is never read here.
+tell damage before it replaces anything. ``.metadata`` is a pickle for
+``torch.distributed.checkpoint``, which is never read here.
 """
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import hashlib
 import io
-import itertools
 import json
 import math
-import mmap
-import os
 import pickle
-import pickletools
 import struct
-import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +24,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from operator import add, le
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,12 +37,10 @@ from mp_optim.core.partition import Box
 BLOCK_BYTES = 1 << 20
 """Bytes of a data file that have a CRC-32 of their own."""
 INDEX = "index.json"
-COMMON = "common.pt"
 METADATA = ".metadata"
 _MANIFEST_FORMAT = 2
 _INDEX_FORMAT = 1
 _MOST_BYTES = 1 << 62
-_PARTS_OF_COMMON = {"optimizer", "extra", "model", "scheduler"}
 
 
 # -- manifest.json --------------------------------------------------------------------------------
@@ -155,8 +147,8 @@ def _read_text(path: Path) -> bytes:
     return b"".join(blocks)
 
 
-def _read_checked(folder: Path, files: Files, name: str) -> bytes:
-    """The content of a file that is small enough to be checked always.
+def read_checked(folder: Path, files: Files, name: str) -> bytes:
+    """Return the content of a text file that is small enough to be checked always.
 
     Raises:
         ValueError: it is not in the manifest, or not what was written.
@@ -166,18 +158,13 @@ def _read_checked(folder: Path, files: Files, name: str) -> bytes:
             f"{folder / MANIFEST} lists no {name}: this is no checkpoint of mp_optim's, or it is "
             "damaged"
         )
-    path = inside(folder, name, MANIFEST)
-    if path.suffix == ".json":
-        content = _read_text(path)
-        actual = FileSum(len(content), hashlib.sha256(content).hexdigest())
-    else:
-        content, actual = b"", file_sum(path)
-    if actual != files[name]:
+    content = _read_text(inside(folder, name, MANIFEST))
+    if FileSum(len(content), hashlib.sha256(content).hexdigest()) != files[name]:
         raise ValueError(
             f"{folder} is damaged: the checksums of {[name]} are not those of its {MANIFEST}; "
             "nothing was loaded"
         )
-    return content or path.read_bytes()
+    return content
 
 
 def verify_files(folder: Path, files: Iterable[tuple[str, FileSum]]) -> None:
@@ -264,7 +251,7 @@ def read_index(version: Path, files: Files) -> Index:
     Raises:
         ValueError: the index is damaged or no plain data.
     """
-    content = _read_checked(version, files, INDEX)
+    content = read_checked(version, files, INDEX)
     sizes = {file: entry.bytes for file, entry in files.items()}
     try:
         return from_json(content, sizes)
@@ -301,7 +288,7 @@ def from_json(content: bytes, sizes: Mapping[str, int]) -> Index:
 
 def _entry(plain: Any, files: list[str]) -> Saved:
     dtype_name, plain_shape, *where = plain
-    dtype = _dtype(dtype_name)
+    dtype = dtype_named(dtype_name)
     shape = _shape(tuple(plain_shape))
     if len(where) == 2:
         where = [[((0,) * len(shape), shape, *where)]]
@@ -315,7 +302,7 @@ def _entry(plain: Any, files: list[str]) -> Saved:
 
 
 @lru_cache
-def _dtype(name: str) -> torch.dtype:
+def dtype_named(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"it has the dtype {name!r}")
@@ -458,212 +445,3 @@ def byte_view(tensor: Tensor) -> memoryview:
     if not tensor.nbytes:
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-# -- common.pt ------------------------------------------------------------------------------------
-
-
-def read_common(version: Path, files: Files) -> dict[str, Any]:
-    """What is saved next to the tensors. Neither its checksum nor its pickle is taken on trust.
-
-    Raises:
-        ValueError: it is damaged, or not plain data.
-    """
-    content = _read_checked(version, files, COMMON)
-    try:
-        common: dict[str, Any] = load_plain(content)
-        if not isinstance(common, dict) or not common.keys() >= _PARTS_OF_COMMON:
-            raise ValueError(f"it has no {sorted(_PARTS_OF_COMMON)}")
-        if not isinstance(common["model"], dict):
-            raise ValueError(f"its 'model' is a {type(common['model']).__name__}")
-        for group in (common["optimizer"] or {"param_groups": ()})["param_groups"]:
-            if len(group["params"]) != len(set(group["param_names"])):
-                raise ValueError("a param group has not one name for each parameter")
-    except Exception as error:  # damage raises anything
-        first = (str(error).splitlines() or [""])[0]
-        raise ValueError(
-            f"{version / COMMON} is damaged or no plain data: {type(error).__name__}: {first}"
-        ) from error
-    return common
-
-
-# -- pickles of others ----------------------------------------------------------------------------
-#
-# Nothing in them is called, and they take no more memory than they have bytes. Torch's own safe
-# unpickler makes objects of any size that a pickle names: ``bytearray(n)`` is eight bytes in a file
-# and n in memory, a compressed record a thousandth. So a pickle is checked before torch reads it.
-
-_BY_NUMBER = {"complex", "_MEM_FORMAT_ENCODING"}
-"""What may be called with a number: all else would be something of that size."""
-_LEGACY_PICKLES = 5
-"""In a file that ``torch.save`` wrote before it wrote archives; elements follow."""
-
-
-class Record:
-    """Takes the place of a pickled object, and can do nothing."""
-
-    def __new__(cls, *args: Any, **_: Any) -> Record:
-        is_sized = bool(args) and isinstance(args[0], (int, float))
-        if is_sized and cls.__name__ not in _BY_NUMBER:
-            raise pickle.UnpicklingError(f"it wants a {cls.__name__} of a size")
-        if _mentions_bytes(args):
-            raise pickle.UnpicklingError("it has something else make a bytearray")
-        return super().__new__(cls)
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-def _mentions_bytes(args: tuple[Any, ...]) -> bool:
-    seen: dict[int, Any] = {}
-    waiting: list[Any] = [args]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, type) and value.__name__ == bytearray.__name__:
-            return True
-        if isinstance(value, (tuple, list)) and id(value) not in seen:
-            seen[id(value)] = value
-            waiting += value
-    return False
-
-
-class InertUnpickler(pickle.Unpickler):
-    """Makes records of a class of its own of everything that a pickle names: nothing that is
-    imported is called, or can be changed."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        # An unpickler's memory grows to the highest number that a pickle gives an object; picklers
-        # give them in order.
-        start = stream.tell()
-        for count, (opcode, number, _) in enumerate(pickletools.genops(stream)):
-            if opcode.name.endswith("PUT") and not 0 <= int(number or 0) <= count:
-                raise ValueError(f"it remembers object {number} when it has read {count}")
-        stream.seek(start)
-        super().__init__(stream)
-        self._classes: dict[tuple[str, str], type[Record]] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        return self._classes.setdefault((module, name), type(name, (Record,), {}))
-
-    def persistent_load(self, pid: Any) -> Any:
-        return Record()
-
-
-def load_plain_file(path: str | os.PathLike[str]) -> Any:
-    """What is in a file of ``torch.save``: plain data and tensors, or nothing is read.
-
-    Raises:
-        OSError: it cannot be opened.
-        ValueError: it is no such file, damaged, holds objects of classes, or would take more memory
-            than it has bytes.
-    """
-    with open(path, "rb") as file:
-        try:
-            # It may be larger than memory has room for twice.
-            return load_plain(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
-        except Exception as error:  # zipfile's, pickle's, RuntimeError, and more
-            first = (str(error).splitlines() or [""])[0]
-            raise ValueError(
-                f"{os.fspath(path)} is not a whole file of torch.save with nothing but plain data "
-                f"and tensors: {type(error).__name__}: {first} (objects of classes could run code, "
-                "and are not read)"
-            ) from error
-
-
-def load_plain(content: bytes | memoryview) -> Any:
-    """What ``torch.save`` wrote: plain data and tensors, with ``weights_only``.
-
-    Raises:
-        Exception: it is damaged, no plain data, or would take more memory than it has bytes.
-    """
-    content = memoryview(content)
-    whole = [content]
-    if zipfile.is_zipfile(_stream(whole)):
-        whole = _plain_archive(content)
-    else:
-        stream = _stream(whole)
-        for _ in range(_LEGACY_PICKLES):
-            InertUnpickler(stream).load()
-    return torch.load(_stream(whole), map_location="cpu", weights_only=True)
-
-
-def _plain_archive(content: memoryview) -> list[memoryview]:
-    """A new archive of the records that were checked, byte for byte: another reader could find
-    other records in the same file."""
-    copied, records = _Pieces(), zipfile.ZipFile(_stream([content])).infolist()
-    names = {record.filename for record in records}
-    if len(names) < len(records) or sum(r.file_size for r in records) > len(content):
-        raise ValueError("its records are larger than the file, or there twice")
-    with zipfile.ZipFile(cast("IO[bytes]", copied), "w", zipfile.ZIP_STORED) as archive:
-        for record in records:
-            if record.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"its record {record.filename!r} is compressed")
-            # not by ZipFile.read, which wants checksums that torch can leave out
-            lengths = struct.unpack_from("<HH", content, record.header_offset + 26)
-            start = record.header_offset + 30 + sum(lengths)
-            value = content[start : start + record.file_size]
-            if len(value) < record.file_size:
-                raise ValueError(f"its record {record.filename!r} is cut off")
-            if record.filename.endswith(".pkl"):
-                InertUnpickler(io.BytesIO(value)).load()
-            archive.writestr(record.filename, cast("bytes", value))
-    return copied.pieces
-
-
-class _Pieces:
-    """A file for writing that keeps what it is given and copies nothing."""
-
-    def __init__(self) -> None:
-        self.pieces: list[memoryview] = []
-        self._size = 0
-
-    def write(self, data: bytes | memoryview) -> int:
-        self.pieces.append(memoryview(data))
-        self._size += len(data)
-        return len(data)
-
-    def tell(self) -> int:
-        return self._size
-
-    def flush(self) -> None:
-        """Nothing waits."""
-
-
-def _stream(pieces: Sequence[memoryview]) -> io.BufferedReader:
-    return io.BufferedReader(_PieceReader(pieces))
-
-
-class _PieceReader(io.RawIOBase):
-    """A file for reading over several pieces of memory."""
-
-    def __init__(self, pieces: Sequence[memoryview]) -> None:
-        self._pieces = [piece for piece in pieces if piece]
-        self._ends = list(itertools.accumulate(map(len, self._pieces)))
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        size = self._ends[-1] if self._ends else 0
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: size}[whence]
-        if start + offset < 0:
-            raise ValueError(f"there is no byte {start + offset}")
-        self._at = start + offset
-        return self._at
-
-    def readinto(self, to: Any, /) -> int:
-        number = bisect.bisect_right(self._ends, self._at)
-        if number == len(self._ends):
-            return 0
-        rest = self._pieces[number][self._at - self._ends[number] :]
-        count = min(len(to), len(rest))
-        to[:count] = rest[:count]
-        self._at += count
-        return count

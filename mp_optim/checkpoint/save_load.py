@@ -3,7 +3,7 @@
 Layout of a checkpoint directory::
 
     <path>/latest          name of the newest complete version; replaced atomically
-    <path>/version-<n>/    torch.distributed.checkpoint files; index.json; common.pt; manifest.json
+    <path>/version-<n>/    tensors' files; .metadata; index.json; common.json; manifest.json
 
 An interrupted save leaves ``latest`` where it was.
 """
@@ -34,6 +34,7 @@ from mp_optim.checkpoint.commit import (
     staging_of,
     write_durably,
 )
+from mp_optim.checkpoint.common import COMMON, read_common
 from mp_optim.checkpoint.entries import (
     Models,
     check_names,
@@ -47,10 +48,8 @@ from mp_optim.checkpoint.entries import (
     plain_of,
 )
 from mp_optim.checkpoint.file_format import (
-    COMMON,
     Index,
     file_sum,
-    read_common,
     read_index,
     read_manifest,
     verify_files,

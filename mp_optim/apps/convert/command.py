@@ -20,7 +20,7 @@ import torch
 import tyro
 
 from mp_optim.apps import convert as foreign
-from mp_optim.checkpoint.file_format import load_plain_file
+from mp_optim.apps.convert.torch_files import load_plain_file
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.apps.convert.state import ForeignGroup, ForeignState, positional_state
-from mp_optim.checkpoint.file_format import load_plain_file
+from mp_optim.apps.convert.torch_files import load_plain_file
 from mp_optim.core.slot_state import MASTER, STEP
 
 # -- torch: Adam and AdamW, and any optimizer whose state is tensors of the parameter's shape -----

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mp_optim.apps.convert.torch_files import load_plain_file
+from mp_optim.checkpoint.common import read_common
 from mp_optim.checkpoint.entries import MODEL, key_and_fqn
-from mp_optim.checkpoint.file_format import load_plain_file, read_common
 from mp_optim.checkpoint.reading import open_checkpoint
 from mp_optim.core import Slot, group_settings, local_tensor, param_at
 from mp_optim.core.keyed_optimizer import OverStack, SlotKeyedOptimizer, load_checked, stack_of

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mp_optim.apps.convert.formats import COPIES, states_of_members
+from mp_optim.apps.convert.torch_files import load_plain_file
 from mp_optim.apps.megatron import torch_format
 from mp_optim.apps.megatron.torch_format import REQUEST, SavedSettings
-from mp_optim.checkpoint.file_format import load_plain_file
 from mp_optim.core import current_grad, local_tensor, param_at
 from mp_optim.core.names import matched_names
 from mp_optim.host.calls import in_own_modes

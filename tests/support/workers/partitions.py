@@ -7,7 +7,6 @@ are stepped alike, to the bit.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
@@ -30,6 +29,7 @@ from mp_optim import (
     get_megatron_optimizer,
 )
 from mp_optim.checkpoint import FlatShard
+from mp_optim.checkpoint.common import as_json, from_json
 from mp_optim.checkpoint.reading import open_checkpoint
 from support.forged import replaced
 
@@ -526,13 +526,11 @@ def other_weights(root: Path, rank: int, world: dist.ProcessGroup) -> list[Any]:
     again = build({"bf16": True}, world, ("fused", "copied"), seed=1)
     checkpoint.load(root, *again)
     if rank == 0:
-        common = torch.load(version / "common.pt", weights_only=True)
+        common = from_json((version / "common.json").read_bytes())
         for group in common["optimizer"]["param_groups"]:
             sums = group["param_checksums"]
             group["param_checksums"] = [x ^ 1 if isinstance(x, int) else x for x in sums]
-        content = io.BytesIO()
-        torch.save(common, content)
-        replaced(version, "common.pt", content.getvalue())
+        replaced(version, "common.json", as_json(common))
     dist.barrier()
     before = snapshot(*again)
     text = message(lambda: checkpoint.load(root, *again))

@@ -106,7 +106,7 @@ def test_a_version_without_manifest_is_not_complete(tmp_path, trained):
         checkpoint.load(tmp_path, *build("bf16"))
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.json"])
 def test_damage_is_found(tmp_path, trained, name):
     version = checkpoint.save(tmp_path, *trained)
     assert checkpoint.verify(tmp_path) == version

@@ -203,9 +203,9 @@ def test_the_tool(tmp_path, capsys):
     status, text = run("diff", tmp_path / "a", version)
     assert status == 1 and "model.embed" in text and "different" in text
     assert run("verify", version)[0] == 0
-    with (version / "common.pt").open("r+b") as file:
+    with (version / "common.json").open("r+b") as file:
         file.write(b"?")
     status, text = run("verify", version)
-    assert status == 1 and "common.pt" in text
+    assert status == 1 and "common.json" in text
     status, text = run("list", tmp_path)
     assert status == 1 and "no complete checkpoint" in text

@@ -22,7 +22,7 @@ from mp_optim import checkpoint
 from mp_optim.apps import convert as foreign
 from mp_optim.apps.cli import inspect
 from mp_optim.apps.convert import command as convert
-from mp_optim.checkpoint.file_format import InertUnpickler, Record
+from mp_optim.apps.convert.torch_files import InertUnpickler, Record
 from mp_optim.checkpoint.reading import open_checkpoint
 from support.forged import archive, replaced
 from support.models import build
@@ -117,20 +117,22 @@ def new(tmp_path, tmp_path_factory):
 
 def test_no_code_in_plain_data_runs(tmp_path, new):
     canary = tmp_path / "ran"
-    good = torch.load(new / "common.pt", weights_only=True)
     canary.with_suffix(".py").write_text(f"open({str(canary)!r}, 'w')")
     torch.save(Calls(os.system, f"touch {canary}"), canary.with_suffix(".pt"))
-    for name, bomb in bombs(canary).items():
-        whole = io.BytesIO()
-        torch.save({**good, "extra": Calls(pickle.loads, bomb)}, whole)
-        for content in (archive(bomb), whole.getvalue()):  # as it is, and in what is complete
-            replaced(new, "common.pt", content)
-            with pytest.raises(ValueError, match=r"common\.pt is damaged or no plain data"):
+    (tmp_path / "state").mkdir()
+    for number, (name, bomb) in enumerate(bombs(canary).items()):
+        for way, content in enumerate((bomb, archive(bomb))):
+            replaced(new, "common.json", content)
+            with pytest.raises(ValueError, match=r"common\.json is damaged"):
                 checkpoint.load(new, *target())
+            file = tmp_path / "state" / f"{number}-{way}.pt"
+            file.write_bytes(content)
+            with pytest.raises(ValueError, match="is not a whole file of torch"):
+                foreign.from_file(file)
             assert not canary.exists(), name
     for name, door in doors(new.parent).items():
         if name in ("load", "model", "verified"):
-            with pytest.raises(ValueError, match=r"common\.pt is damaged or no plain data"):
+            with pytest.raises(ValueError, match=r"common\.json is damaged"):
                 door()
         elif name not in ("foreign", "convert"):  # refuse compact state
             door()
@@ -150,7 +152,7 @@ def test_a_pickle_that_is_no_plain_data_is_never_read(tmp_path, new):
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("name", ["common.pt", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["common.json", "__0_0.distcp"])
 def test_no_code_runs_elsewhere(tmp_path, new, name):
     version, canary = new, tmp_path / "ran"
     torch.save(Calls(os.system, f"touch {canary}"), tmp_path / "bomb")

@@ -1,0 +1,124 @@
+"""Files of ``torch.save`` from other programs.
+
+Nothing in their pickles is called, and they take no more memory than they have bytes. Torch's own
+safe unpickler makes objects of any size that a pickle names: ``bytearray(n)`` is eight bytes in a
+file and n in memory, a compressed record a thousandth. So a pickle is checked before torch reads
+it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import pickletools
+import struct
+import zipfile
+from typing import Any, BinaryIO
+
+import torch
+
+_BY_NUMBER = {"complex", "_MEM_FORMAT_ENCODING"}
+"""What may be called with a number: all else would be something of that size."""
+_LEGACY_PICKLES = 5
+"""In a file that ``torch.save`` wrote before it wrote archives; elements follow."""
+_ARCHIVE = b"PK\x03\x04"
+
+
+class Record:
+    """Takes the place of a pickled object, and can do nothing."""
+
+    def __new__(cls, *args: Any, **_: Any) -> Record:
+        is_sized = bool(args) and isinstance(args[0], (int, float))
+        if is_sized and cls.__name__ not in _BY_NUMBER:
+            raise pickle.UnpicklingError(f"it wants a {cls.__name__} of a size")
+        if _mentions_bytes(args):
+            raise pickle.UnpicklingError("it has something else make a bytearray")
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _mentions_bytes(args: tuple[Any, ...]) -> bool:
+    seen: dict[int, Any] = {}
+    waiting: list[Any] = [args]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, type) and value.__name__ == bytearray.__name__:
+            return True
+        if isinstance(value, (tuple, list)) and id(value) not in seen:
+            seen[id(value)] = value
+            waiting += value
+    return False
+
+
+class InertUnpickler(pickle.Unpickler):
+    """Makes records of a class of its own of everything that a pickle names: nothing that is
+    imported is called, or can be changed."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        # An unpickler's memory grows to the highest number that a pickle gives an object; picklers
+        # give them in order.
+        start = stream.tell()
+        for count, (opcode, number, _) in enumerate(pickletools.genops(stream)):
+            if opcode.name.endswith("PUT") and not 0 <= int(number or 0) <= count:
+                raise ValueError(f"it remembers object {number} when it has read {count}")
+        stream.seek(start)
+        super().__init__(stream)
+        self._classes: dict[tuple[str, str], type[Record]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._classes.setdefault((module, name), type(name, (Record,), {}))
+
+    def persistent_load(self, pid: Any) -> Any:
+        return Record()
+
+
+def load_plain_file(path: str | os.PathLike[str]) -> Any:
+    """Return the plain data and tensors of a file of ``torch.save``, or read nothing.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: it is no such file, damaged, holds objects of classes, or would take more memory
+            than it has bytes.
+    """
+    with open(path, "rb") as file:
+        try:
+            _check_pickles(file)
+            file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # zipfile's, pickle's, RuntimeError, and more
+            first = (str(error).splitlines() or [""])[0]
+            raise ValueError(
+                f"{os.fspath(path)} is not a whole file of torch.save with nothing but plain data "
+                f"and tensors: {type(error).__name__}: {first} (objects of classes could run code, "
+                "and are not read)"
+            ) from error
+
+
+def _check_pickles(file: BinaryIO) -> None:
+    """Raise an Exception unless torch may read the pickles of a file, which is an archive if it
+    begins like one, as for torch."""
+    is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
+    file.seek(0)
+    if not is_archive:
+        for _ in range(_LEGACY_PICKLES):
+            InertUnpickler(file).load()
+        return
+    size, records = os.fstat(file.fileno()).st_size, zipfile.ZipFile(file).infolist()
+    names = {record.filename for record in records}
+    if len(names) < len(records) or sum(record.file_size for record in records) > size:
+        raise ValueError("its records are larger than the file, or listed twice")
+    for record in records:
+        if record.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"its record {record.filename!r} is compressed")
+        if record.filename.endswith(".pkl"):
+            # ZipFile.read wants checksums that torch can leave out
+            file.seek(record.header_offset + 26)
+            lengths = struct.unpack("<HH", file.read(4))
+            file.seek(sum(lengths), os.SEEK_CUR)
+            InertUnpickler(io.BytesIO(file.read(record.file_size))).load()
