@@ -17,7 +17,7 @@ from mp_optim.kernels.kernel_args import TensorLists
 from mp_optim.kernels.reference import ReferenceBackend
 from ptx.forms import Form
 from ptx.kernels import MachineBackend
-from support.triton_cases import GROUP, LONE, ODD, PASSES, Case, lists_of, step_with
+from support.kernel_cases import GROUP, LONE, ODD, PASSES, Case, lists_of, step_with
 
 _DTYPES = {
     "fp32": torch.float32,

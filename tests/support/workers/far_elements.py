@@ -24,7 +24,7 @@ from mp_optim.kernels.kernel_args import AlikeLists, TensorLists
 from mp_optim.kernels.reference import ReferenceBackend
 from mp_optim.kernels.triton.tables import _COLUMNS, Column, Plan
 from ptx.triton_driver import StaticDriver
-from support.triton_cases import GROUP, PASSES, Case, lists_of, step_with
+from support.kernel_cases import GROUP, PASSES, Case, lists_of, step_with
 
 BEFORE = 2**31 + 3 * 16384
 """Elements before those that are there: whole chunks of every kernel."""

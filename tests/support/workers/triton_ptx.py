@@ -23,7 +23,7 @@ from ptx import forms
 from ptx.sass import usage
 from ptx.trials import launches_of, trials_of
 from ptx.triton_driver import Launch, StaticDriver
-from support.triton_cases import PASSES, Case
+from support.kernel_cases import PASSES, Case
 
 TRIALS = (
     "adam: bfloat16 bfloat16 - float32 float32 -, aligned, host",

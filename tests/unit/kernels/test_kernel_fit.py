@@ -11,8 +11,8 @@ from mp_optim.core import CachedTensorList
 from mp_optim.kernels import choose_backend
 from mp_optim.kernels.element_rules import AdamScalars
 from mp_optim.kernels.triton import triton_backend
+from support.kernel_cases import GROUP, KEYS, Case, lists_of
 from support.kernels import NEED_KERNELS
-from support.triton_cases import GROUP, KEYS, Case, lists_of
 
 NAMES = [
     pytest.param("native", marks=NEED_KERNELS),

@@ -53,111 +53,60 @@ def bits(values: Any) -> bytes:
     return array.tobytes()
 
 
-ADAM: list[dict[str, Any]] = [
-    {"weight_decay": 0.1},
-    {"adam_w_mode": False, "weight_decay": 0.1},
-    {"bias_correction": False},
+def lion(p: Any, g: Any, m: Any, step: int, group: dict[str, Any], multiplier: float) -> Any:
+    return oracle.lion(p, g, m, group, multiplier)
+
+
+ORACLES = {
+    "adam": (oracle.adam, ("exp_avg", "exp_avg_sq")),
+    "lamb": (oracle.lamb, ("exp_avg", "exp_avg_sq")),
+    "sgd": (oracle.sgd, ("momentum_buffer",)),
+    "lion": (lion, ("exp_avg",)),
+}
+BF16 = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("adam", {"weight_decay": 0.1}),
+    ("adam", {"adam_w_mode": False, "weight_decay": 0.1}),
+    ("adam", {"bias_correction": False}),
+    ("adam", BF16),
+    ("lamb", {}),
+    ("lamb", {"adam_w_mode": False}),
+    ("lamb", {"grad_averaging": False}),
+    ("lamb", {"weight_decay": 0.0}),
+    ("lamb", {"weight_decay": 0.0, "use_nvlamb": True}),
+    ("sgd", {"weight_decay": 0.01}),
+    ("sgd", {"weight_decay": 0.01, "momentum": 0.9, "dampening": 0.1}),
+    ("sgd", {"weight_decay": 0.01, "momentum": 0.9, "nesterov": True}),
+    ("lion", {"weight_decay": 0.0}),
+    ("lion", {"weight_decay": 0.1}),
 ]
-LAMB: list[dict[str, Any]] = [
-    {},
-    {"adam_w_mode": False},
-    {"grad_averaging": False},
-    {"weight_decay": 0.0},
-    {"weight_decay": 0.0, "use_nvlamb": True},
-]
 
 
-RULES = {FusedAdam: (oracle.adam, ADAM), FusedLAMB: (oracle.lamb, LAMB)}
-
-
-@pytest.mark.parametrize(
-    ("cls", "extra"), [(cls, extra) for cls in RULES for extra in RULES[cls][1]]
-)
-def test_rules_with_two_moments_equal_numpy(cls: Any, extra: dict[str, Any]) -> None:
-    mains = tensors(0)
-    optimizer = cls(mains, lr=3e-3, **extra)
-    rule, _ = RULES[cls]
+@pytest.mark.parametrize(("rule", "extra"), SETTINGS)
+def test_rules_equal_numpy(rule: str, extra: dict[str, Any]) -> None:
+    """A step uses the moments before they are rounded; the next one starts from the rounded
+    ones."""
+    stepped, moments = ORACLES[rule]
+    mains, rounded = tensors(0), oracle.bf16 if extra == BF16 else np.array
+    optimizer = RuleOptimizer(rule, mains, lr=3e-3, **extra)
     expected = [
-        (p.numpy().copy(), np.zeros(p.shape, np.float32), np.zeros(p.shape, np.float32))
-        for p in mains
+        (p.numpy().copy(), *[np.zeros(p.shape, np.float32) for _ in moments]) for p in mains
     ]
     run(optimizer, 3, torch.bfloat16)
     for step in range(3):
         grads = [g.bfloat16().float().numpy() for g in tensors(100 + step, 0.1)]
-        expected = [
-            rule(e[0], g, e[1], e[2], step + 1, optimizer.param_groups[0], 0.3)
+        found = [
+            stepped(e[0], g, *e[1:], step + 1, optimizer.param_groups[0], 0.3)
             for e, g in zip(expected, grads, strict=True)
         ]
-    for i, (p, m, v) in enumerate(expected):
-        state = optimizer.slot_state(Slot(0, i))
+        expected = [(p, *map(rounded, state)) for p, *state in found]
+    for i, (p, *state) in enumerate(expected):
+        kept = optimizer.slot_state(Slot(0, i))
         assert bits(mains[i]) == bits(p), SHAPES[i]
-        assert bits(state["exp_avg"]) == bits(m)
-        assert bits(state["exp_avg_sq"]) == bits(v)
-        assert state["step"].item() == 3
-
-
-@pytest.mark.parametrize(
-    "extra", [{}, {"momentum": 0.9, "dampening": 0.1}, {"momentum": 0.9, "nesterov": True}]
-)
-def test_sgd_equals_numpy(extra: dict[str, Any]) -> None:
-    mains = tensors(0)
-    optimizer = RuleOptimizer("sgd", mains, lr=0.1, weight_decay=0.01, **extra)
-    expected = [(p.numpy().copy(), np.zeros(p.shape, np.float32)) for p in mains]
-    run(optimizer, 3)
-    for step in range(3):
-        expected = [
-            oracle.sgd(p, g.numpy(), m, step + 1, optimizer.param_groups[0], 0.3)
-            for (p, m), g in zip(expected, tensors(100 + step, 0.1), strict=True)
-        ]
-    assert [bits(p) for p in mains] == [bits(p) for p, _ in expected]
-    assert set(optimizer.slot_state(Slot(0, 2))) == (
-        {"step", "momentum_buffer"} if extra else {"step"}
-    )
-
-
-def test_adam_with_bfloat16_moments_equals_numpy() -> None:
-    """The step uses the moments before they are rounded; the next one starts from the rounded
-    ones."""
-    mains = tensors(0)
-    optimizer = FusedAdam(
-        mains, lr=3e-3, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16
-    )
-    expected = [
-        (p.numpy().copy(), np.zeros(p.shape, np.float32), np.zeros(p.shape, np.float32))
-        for p in mains
-    ]
-    run(optimizer, 3)
-    for step in range(3):
-        stepped = [
-            oracle.adam(p, g.numpy(), m, v, step + 1, optimizer.param_groups[0], 0.3)
-            for (p, m, v), g in zip(expected, tensors(100 + step, 0.1), strict=True)
-        ]
-        expected = [(p, oracle.bf16(m), oracle.bf16(v)) for p, m, v in stepped]
-    for i, (p, m, v) in enumerate(expected):
-        state = optimizer.slot_state(Slot(0, i))
-        assert state["exp_avg"].dtype == torch.bfloat16
-        assert (
-            bits(mains[i]),
-            bits(state["exp_avg"].float()),
-            bits(state["exp_avg_sq"].float()),
-        ) == (bits(p), bits(m), bits(v))
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_lion_equals_numpy(decay: float) -> None:
-    mains = tensors(0)
-    optimizer = RuleOptimizer("lion", mains, lr=0.01, weight_decay=decay)
-    expected = [(p.numpy().copy(), np.zeros(p.shape, np.float32)) for p in mains]
-    run(optimizer, 3)
-    for step in range(3):
-        expected = [
-            oracle.lion(p, g.numpy(), m, optimizer.param_groups[0], 0.3)
-            for (p, m), g in zip(expected, tensors(100 + step, 0.1), strict=True)
-        ]
-    assert [bits(p) for p in mains] == [bits(p) for p, _ in expected]
-    assert [bits(optimizer.slot_state(Slot(0, i))["exp_avg"]) for i in range(len(mains))] == [
-        bits(m) for _, m in expected
-    ]
+        assert kept.pop("step") == 3
+        assert set(kept) == (set(moments) if rule != "sgd" or "momentum" in extra else set())
+        for name, value in zip(moments, state, strict=True):
+            assert name not in kept or bits(kept[name].float()) == bits(value)
 
 
 @pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB])

@@ -261,6 +261,12 @@ def test_the_host_part_of_a_named_backend_is_native_and_says_that_bits_differ(
     assert why == "apex kernels run on cpu; apex has other bits, so placement shows in the results"
 
 
+APEX = {"fused_backend": "apex", "use_precision_aware_optimizer": True}
+TE = {**APEX, "fused_backend": "transformer_engine"}
+BF16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+CODES = {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"}
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -274,55 +280,21 @@ def test_the_host_part_of_a_named_backend_is_native_and_says_that_bits_differ(
             "fused_backend='auto', or an optimizer of ['adam', 'sgd']",
         ),
         (
-            {"use_precision_aware_optimizer": True, "bf16": True, "fused_backend": "apex"},
+            {**APEX, "bf16": True},
             "store_param_remainders=True: fused_backend='apex' keeps main params in float32",
         ),
         (
-            {
-                "use_precision_aware_optimizer": True,
-                "exp_avg_dtype": "bf16",
-                "fused_backend": "apex",
-            },
+            {**APEX, "exp_avg_dtype": "bf16"},
             "exp_avg_dtype=torch.bfloat16: fused_backend='apex' keeps moments in torch.float32",
         ),
         (
-            {
-                "use_precision_aware_optimizer": True,
-                "exp_avg_sq_dtype": "bf16",
-                "fused_backend": "transformer_engine",
-            },
+            {**TE, "exp_avg_sq_dtype": "bf16"},
             "exp_avg_sq_dtype=torch.bfloat16: fused_backend='transformer_engine' keeps moments in "
             "torch.float32, or both",
         ),
-        (
-            {
-                "use_precision_aware_optimizer": True,
-                "exp_avg_dtype": "uint8",
-                "exp_avg_sq_dtype": "uint8",
-                "fused_backend": "transformer_engine",
-            },
-            "exp_avg_dtype=torch.uint8",
-        ),
-        (
-            {
-                "use_precision_aware_optimizer": True,
-                "bf16": True,
-                "param_remainder_bits": 8,
-                "fused_backend": "transformer_engine",
-            },
-            "param_remainder_bits=8",
-        ),
-        (
-            {
-                "use_precision_aware_optimizer": True,
-                "bf16": True,
-                "exp_avg_dtype": "bf16",
-                "exp_avg_sq_dtype": "bf16",
-                "stochastic_rounding": True,
-                "fused_backend": "transformer_engine",
-            },
-            "stochastic_rounding=True",
-        ),
+        ({**TE, **CODES}, "exp_avg_dtype=torch.uint8"),
+        ({**TE, "bf16": True, "param_remainder_bits": 8}, "param_remainder_bits=8"),
+        ({**TE, "bf16": True, **BF16, "stochastic_rounding": True}, "stochastic_rounding=True"),
     ],
 )
 def test_what_a_library_cannot_do_is_refused(settings: dict[str, Any], words: str) -> None:

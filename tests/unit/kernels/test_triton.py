@@ -1,54 +1,41 @@
-"""The Triton kernels equal ``reference`` bit for bit. Without a GPU they run under Triton's
-interpreter."""
+"""How Triton's kernels are launched, chosen and compiled. What they compute is in
+``test_kernel_bits.py``."""
 
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 import os
 import re
 import sys
 import weakref
 from array import array
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import product
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.config.state_forms import BLOCK
 from mp_optim.core import CachedTensorList
-from mp_optim.core.slot_state import scale_key
 from mp_optim.kernels import choose_backend, proof_of
-from mp_optim.kernels.codecs import Noise
 from mp_optim.kernels.kernel_args import LambScalars, TensorLists
-from mp_optim.kernels.reference import ReferenceBackend
 from mp_optim.kernels.triton import triton_backend
 from mp_optim.kernels.triton.backend import TritonBackend
 from mp_optim.kernels.triton.launches import CHUNK, ROWS, SUM_CHUNK, WIDTH
 from mp_optim.kernels.triton.proofs import SIZES as PROOF_SIZES
 from mp_optim.kernels.triton.tables import Column, Plan, Tables
-from support import tritons
+from support import kernel_bits, tritons
+from support.kernel_bits import REFERENCE, SIZES, assert_same, assert_same_lists
+from support.kernel_cases import GROUP, KEYS, Case, lists_of, step_with
 from support.launch import PATH, run, run_forked_program
-from support.triton_cases import GROUP, KEYS, LONE, ODD, PASSES, Case, lists_of, step_with
 
 FOUND, WHY = triton_backend()
-REFERENCE = ReferenceBackend()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-FIRST = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8]
-SECOND = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
-MAINS: list[torch.dtype | str | None] = [None, torch.int16, torch.int8, LONE]
-SIZES = [0, 1, 255, 256, 257, 1023, 1024, 1025, 2047, 2048, 2049, 8191, 8192, 8193, 11_111]
 
 pytestmark = [
     pytest.mark.skipif(FOUND is None, reason=f"no Triton kernels: {WHY}"),
@@ -69,353 +56,14 @@ def kernels() -> Any:
 
 
 def on_device(lists: TensorLists) -> TensorLists:
-    """Copies on the GPU; without one the lists themselves."""
-    if DEVICE == "cpu":
-        return lists
-
-    def moved(tensors: Sequence[Tensor | None]) -> list[Any]:
-        return [
-            None
-            if t is None
-            else torch.empty(t.numel() + 8, dtype=t.dtype, device=DEVICE)[
-                t.storage_offset() : t.storage_offset() + t.numel()
-            ].copy_(t)
-            for t in tensors
-        ]
-
-    return replace(
-        lists,
-        main=moved(lists.main),
-        grad=moved(lists.grad),
-        state={k: moved(v) for k, v in lists.state.items()},
-        output=moved(lists.output),
-    )
+    return kernel_bits.on_device(lists, DEVICE)
 
 
-def on_host(lists: TensorLists) -> TensorLists:
-    """Copies on the CPU."""
-
-    def moved(tensors: Sequence[Tensor | None]) -> list[Any]:
-        return [None if t is None else t.cpu().clone() for t in tensors]
-
-    return replace(
-        lists,
-        main=moved(lists.main),
-        grad=moved(lists.grad),
-        state={k: moved(v) for k, v in lists.state.items()},
-        output=moved(lists.output),
-    )
-
-
-def assert_same(a: Tensor | None, b: Tensor | None, label: str) -> None:
-    """Equal bits; all NaNs count as equal, as IEEE does not say which one an operation makes."""
-    if a is None or b is None:
-        assert a is b
-        return
-    a, bits = (a.cpu(), {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize])
-    same = a.view(bits) == b.view(bits)
-    if a.is_floating_point():
-        same |= a.isnan() & b.isnan()
-    assert bool(same.all()), f"{label}: {a[~same][:4].tolist()} instead of {b[~same][:4].tolist()}"
-
-
-def assert_same_lists(ours: TensorLists, theirs: TensorLists) -> None:
-    for index in range(len(ours.main)):
-        for key, tensors in ours.state.items():
-            assert_same(tensors[index], theirs.state[key][index], f"{key}[{index}]")
-        assert_same(ours.main[index], theirs.main[index], f"main[{index}]")
-        assert_same(ours.output[index], theirs.output[index], f"output[{index}]")
-
-
-def check(
-    rule: str,
-    sizes: Sequence[int],
-    case: Case,
-    *,
-    seed: int = 1,
-    step: int = 2,
-    multiplier: float = 0.375,
-    **settings: Any,
-) -> None:
-    """One step by the kernels and one by ``reference``, from the same lists."""
-    ours, theirs = (lists_of(seed, sizes, KEYS[rule], case) for _ in range(2))
-    ours, group, short = on_device(ours), {**GROUP, **settings}, rule.split()[-1]
-    found = step_with(kernels(), short, ours, group, step, multiplier)
-    expected = step_with(REFERENCE, short, theirs, group, step, multiplier)
-    assert_same_lists(ours, theirs)
-    if expected is not None:
-        assert_same(found, expected, "sums")
-
-
-# -- the same bits --------------------------------------------------------------------------------
-
-
-SMALL = Case(rest=torch.int8, moments=(torch.int8, torch.uint8), output=None)
-
-
-@pytest.mark.repeats
-@pytest.mark.parametrize(
-    ("rule", "aligned", "case"),
-    [
-        pytest.param(
-            rule,
-            aligned,
-            case,
-            marks=[] if (at + aligned + (case is SMALL)) % 2 else pytest.mark.slow,
-        )
-        for at, rule in enumerate(KEYS)
-        for aligned in (True, False)
-        for case in (Case(), SMALL)
-    ],
-    ids=str,
-)
-def test_sizes_around_every_boundary(rule: str, aligned: bool, case: Case) -> None:
-    check(rule, SIZES, replace(case, aligned=aligned))
-
-
-@pytest.mark.parametrize("rest", MAINS)
-@pytest.mark.parametrize("output", [None, *FLOATS])
-@pytest.mark.parametrize("grad", FLOATS)
-def test_dtypes_of_gradient_main_param_and_output(
-    grad: torch.dtype, output: torch.dtype | None, rest: torch.dtype | str | None
-) -> None:
-    for rule in ("adam", "plain sgd", "plain adam"):
-        check(rule, [300, 1], Case(grad, output, rest, odd=True))
-
-
-@pytest.mark.parametrize("noisy", [False, True])
-@pytest.mark.parametrize(
-    ("first", "second"), [*itertools.product(FIRST[:-1], SECOND), (torch.uint8, torch.uint8)]
-)
-def test_dtypes_of_moments(first: torch.dtype, second: torch.dtype, noisy: bool) -> None:
-    for rule in ("adam", "lamb"):
-        check(rule, [700, 3], Case(moments=(first, second), noisy=noisy, odd=first == second))
-    if first == second or second == torch.uint8:
-        rests = ("lion", None), ("sgd", torch.int8), ("lion", LONE), ("adam", torch.int16)
-        for rule, rest in rests:
-            check(rule, [700, 3], Case(moments=(first, second), noisy=noisy, rest=rest))
-
-
-EXAMPLES = 12 if DEVICE == "cpu" else 5  # on a GPU nearly every one is compiled
-cases = st.builds(
-    Case,
-    st.sampled_from(FLOATS),
-    st.sampled_from([None, *FLOATS]),
-    st.sampled_from(MAINS),
-    st.tuples(st.sampled_from(FIRST), st.sampled_from(SECOND)),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
-    average=st.sampled_from([None, torch.float32, torch.bfloat16]),
-)
-sizes_of_tensors = st.lists(
-    st.one_of(st.integers(0, 70), st.sampled_from(SIZES), st.integers(0, 5000)),
-    min_size=1,
-    max_size=4,
-)
-
-
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.data())
-@pytest.mark.parametrize("rule", list(KEYS))
-def test_every_rule_equals_reference(rule: str, data: st.DataObject) -> None:
-    check_drawn(rule, data)
-
-
-@pytest.mark.repeats
-@pytest.mark.slow
-@settings(max_examples=4 * EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.data())
-@pytest.mark.parametrize("rule", list(KEYS))
-def test_every_rule_equals_reference_in_more_cases(rule: str, data: st.DataObject) -> None:
-    check_drawn(rule, data)
-
-
-def check_drawn(rule: str, data: st.DataObject) -> None:
-    check(
-        rule,
-        data.draw(sizes_of_tensors),
-        data.draw(cases),
-        seed=data.draw(st.integers(0, 2**20)),
-        step=data.draw(st.sampled_from([1, 2, 1000])),
-        multiplier=float(np.float32(data.draw(st.sampled_from([1.0, 0.37, 1e-6, 1e-42])))),
-        lr=data.draw(st.sampled_from([0.0, 1.0, 1e-3, 0.3])),
-        eps=data.draw(st.sampled_from([0.0, 1e-8, 1.0])),
-        weight_decay=data.draw(st.sampled_from([0.0, 0.1, 1.0])),
-        bias_correction=data.draw(st.booleans()),
-        adam_w_mode=data.draw(st.booleans()),
-        grad_averaging=data.draw(st.booleans()),
-        dampening=data.draw(st.sampled_from([0.0, 0.5])),
-        nesterov=rule == "sgd" and data.draw(st.booleans()),
-        momentum=0.0 if rule == "plain sgd" else 0.9,
-        betas=(0.0 if rule == "plain adam" else 0.9, 0.999),
-    )
-
-
-@pytest.mark.parametrize("rule", ["adam", "lamb"])
-def test_parts_that_begin_inside_a_parameter_have_their_own_random_numbers(
-    rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As under the distributed optimizer; and none of it is left to ``reference``."""
-    bytewise = Case(torch.float32, None, torch.int8, (torch.int8, torch.uint8))
-    for case in (
-        replace(bytewise, average=torch.bfloat16),
-        Case(moments=(torch.bfloat16, torch.bfloat16), average=torch.float32),
-    ):
-        case = replace(case, noisy=True, inside=True)
-        theirs = lists_of(1, [700, 3, 9000, 300], KEYS[rule], case)
-        plain = lists_of(1, [700, 3, 9000, 300], KEYS[rule], replace(case, inside=False))
-        step_with(REFERENCE, rule, theirs, GROUP, 2, 0.375)
-        step_with(REFERENCE, rule, plain, GROUP, 2, 0.375)
-        first = [lists.state["exp_avg"] for lists in (theirs, plain)]
-        assert list(map(torch.equal, *first)) == [False, True, False, False]
-        with monkeypatch.context() as alone:
-            for method in ("step", "lamb_moments", "lamb_apply"):
-                alone.setattr(ReferenceBackend, method, refuse_reference)
-            ours = on_device(lists_of(1, [700, 3, 9000, 300], KEYS[rule], case))
-            step_with(kernels(), rule, ours, GROUP, 2, 0.375)
-        assert_same_lists(ours, theirs)
-
-
-def refuse_reference(*arguments: object) -> None:
-    raise AssertionError("a step by reference")
-
-
-@pytest.mark.repeats
-def test_many_steps_of_compact_state() -> None:
-    case = Case(rest=torch.int8, moments=(torch.int8, torch.uint8), noisy=True)
-    for rule in ("adam", "lamb"):
-        ours, theirs = (lists_of(3, [700, 256], KEYS[rule], case) for _ in range(2))
-        ours = on_device(ours)
-        for step in range(1, 8):
-            for backend, lists in ((kernels(), ours), (REFERENCE, theirs)):
-                lists.noise[:] = [
-                    Noise(step * 0x1234567, noise.stream) for noise in lists.noise or []
-                ]
-                step_with(backend, rule, lists, GROUP, step, 0.5)
-        assert_same_lists(ours, theirs)
-
-
-def test_blocks_with_zeros_denormals_and_values_that_are_no_numbers() -> None:
-    """Every kind of block beside others: what one holds must not leak into another."""
-    blocks = [0.0, 1e-45, 1e-40, 2.0**-100, 2.0**-101, 1.0, 3e38, math.inf, math.nan]
-    rows = torch.tensor(blocks).repeat_interleave(BLOCK).view(-1, BLOCK) * torch.linspace(
-        -1, 1, BLOCK
-    )
-    x = torch.cat([rows.flatten(), torch.tensor(ODD)])
-    group = {**GROUP, "momentum": 0.5, "betas": (0.5, 0.5), "weight_decay": 0.0}
-    for first, second in zip(FIRST, [*SECOND, torch.uint8], strict=True):
-        for noisy in (False, True):
-            ours, theirs = (
-                lists_of(
-                    1,
-                    [len(x)],
-                    KEYS["adam"],
-                    Case(torch.float32, None, None, (first, second), noisy),
-                )
-                for _ in range(2)
-            )
-            for lists in (ours, theirs):
-                lists.grad[0].copy_(x)
-            ours = on_device(ours)
-            step_with(kernels(), "adam", ours, group, 1, 1.0)
-            step_with(REFERENCE, "adam", theirs, group, 1, 1.0)
-            assert_same_lists(ours, theirs)
-
-
-def test_a_root_that_is_far_below_its_block_is_stored_as_the_smallest_code() -> None:
-    for second in (torch.float16, torch.uint8):
-        lists = lists_of(
-            1, [BLOCK], KEYS["adam"], Case(torch.float32, None, None, (torch.float32, second))
-        )
-        lists.grad[0].fill_(1e-12)[0] = 1e6
-        for key in ("exp_avg_sq", scale_key("exp_avg_sq")):
-            lists.state[key][0].zero_()
-        lists = on_device(lists)
-        step_with(kernels(), "adam", lists, GROUP, 1, 1.0)
-        codes = lists.state["exp_avg_sq"][0]
-        assert (codes.view(torch.int16) if second == torch.float16 else codes).min() == 1
-
-
-@pytest.mark.repeats
-@pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
-def test_every_half_is_read_and_floats_near_a_half_are_rounded_as_torch_does(stride: int) -> None:
-    group = {**GROUP, "lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
-    for dtype in (torch.float16, torch.bfloat16):
-        every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-        main = torch.zeros(2**16, device=DEVICE)
-        step_with(
-            kernels(), "sgd", TensorLists([main], [every.to(DEVICE)], {}, [None]), group, 1, 1.0
-        )
-        assert_same(main, torch.zeros(2**16) - every.float(), "read")
-        exact = every.float()
-        exact = exact[exact.isfinite()]
-        near = torch.cat(
-            [torch.nextafter(exact, torch.tensor(s)) for s in (math.inf, -math.inf)]
-            + [(exact[1:] + exact[:-1]) / 2, exact * (1 + 2**-12), exact * (1 + 2**-9)]
-        )[::stride]
-        output, mains = (
-            torch.empty(len(near), dtype=dtype, device=DEVICE),
-            near.to(DEVICE, copy=True),
-        )
-        grads = torch.zeros(len(near), device=DEVICE)
-        step_with(kernels(), "sgd", TensorLists([mains], [grads], {}, [output]), group, 1, 1.0)
-        assert_same(output, near.to(dtype), "rounded")
-
-
-_SWITCHES = ({"caution": True}, {"cautious_wd": True}, {"caution": True, "cautious_wd": True})
-
-
-@pytest.mark.parametrize(
-    "form",
-    [(torch.float32, torch.float32), (torch.int8, torch.uint8)],
-    ids=lambda form: str(form[0]).removeprefix("torch."),
-)
-@pytest.mark.parametrize(
-    ("rule", "switches"),
-    [
-        *product(["adam", "lion", "plain adam"], _SWITCHES),
-        *product(["muon_momentum", "muon_apply"], _SWITCHES[1:2]),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("is_flagged", [False, True], ids=["host", "device"])
-def test_cautious_steps_equal_reference(
-    rule: str, switches: dict[str, Any], form: Any, is_flagged: bool
-) -> None:
-    """The multiplier on the host, or on the device beside a flag: with odd values in tensors that
-    begin anywhere, then with plain ones in aligned tensors."""
-    if rule.startswith("muon"):
-        form, is_flagged = (form[0], None), False
-    given = torch.tensor([0.37, 0.0], device=DEVICE) if is_flagged else 0.37
-    case = Case(moments=form, odd=not is_flagged, aligned=is_flagged)
-    group = {**GROUP, **switches, "betas": (0.9 * (not rule.startswith("plain")), 0.999)}
-    theirs = lists_of(5, [0, 1, 257, 2500], PASSES[rule], case)
-    ours = on_device(lists_of(5, [0, 1, 257, 2500], PASSES[rule], case))
-    for step in (2, 3):
-        made = step_with(kernels(), rule.split()[-1], ours, group, step, given)
-        expected = step_with(REFERENCE, rule.split()[-1], theirs, group, step, 0.37)
-        if expected is not None:
-            assert made is not None and torch.equal(made.cpu(), expected)
-    assert_same_lists(on_host(ours), theirs)
+def check(rule: str, sizes: list[int], case: Case, **settings: Any) -> None:
+    kernel_bits.check(kernels(), rule, sizes, case, device=DEVICE, **settings)
 
 
 # -- sums -----------------------------------------------------------------------------------------
-
-
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    sizes_of_tensors, st.sampled_from(FLOATS), st.booleans(), st.booleans(), st.integers(0, 2**20)
-)
-def test_sums_of_squares_equal_reference(
-    sizes: list[int], dtype: torch.dtype, odd: bool, aligned: bool, seed: int
-) -> None:
-    lists = lists_of(seed, sizes, (), Case(dtype, odd=odd, aligned=aligned))
-    assert_same(
-        kernels().sum_of_squares(on_device(lists).grad),
-        REFERENCE.sum_of_squares(lists.grad),
-        "sums",
-    )
 
 
 @pytest.fixture
@@ -429,31 +77,10 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, no_tables_yet: None) -> None:
 
 def test_sums_in_several_rounds(small_chunks: None) -> None:
     sizes = [0, 1024 * 4, 1024 * 16 + 1, 18_000, 5]
-    lists = lists_of(5, sizes, (), Case(torch.float32))
-    assert_same(
-        kernels().sum_of_squares(on_device(lists).grad),
-        REFERENCE.sum_of_squares(lists.grad),
-        "sums",
-    )
+    grads = lists_of(5, sizes, (), Case(torch.float32)).grad
+    ours = [grad.to(DEVICE) for grad in grads]
+    assert_same(kernels().sum_of_squares(ours), REFERENCE.sum_of_squares(grads), "sums")
     check("lamb", sizes, Case())
-
-
-def test_sums_of_mixed_dtypes_and_strides_and_of_nothing() -> None:
-    tensors = [
-        torch.randn(40, 30).t(),
-        torch.randn(5).double(),
-        torch.randn(2000).half(),
-        torch.zeros(0),
-        torch.randn(7).bfloat16(),
-    ]
-    on_gpu = [tensor.to(DEVICE) for tensor in tensors]
-    assert_same(kernels().sum_of_squares(on_gpu), REFERENCE.sum_of_squares(tensors), "sums")
-    assert kernels().sum_of_squares([]).shape == (0,)
-    nothing = lists_of(1, [0, 0], KEYS["lamb"], Case())
-    assert torch.equal(
-        kernels().lamb_moments(on_device(nothing), LambScalars.at(GROUP, 1), 1.0).cpu(),
-        torch.zeros(2, 2, dtype=torch.float64),
-    )
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the tables of this test are made by hand, on the CPU")
@@ -519,23 +146,17 @@ def test_both_ends_of_a_tensor_of_more_elements_than_31_bits_count(count: int) -
 
 
 @pytest.mark.parametrize("rule", list(KEYS))
-def test_multiplier_and_skip_may_be_on_the_device(rule: str) -> None:
-    case, sizes = (Case(rest=torch.int16, moments=(torch.int8, torch.bfloat16)), [2500, 7])
-    short = rule.split()[-1]
-    for control in ([0.37], [0.37, 0.0]):
-        ours, theirs = (on_device(lists_of(1, sizes, KEYS[rule], case)) for _ in range(2))
-        step_with(kernels(), short, ours, GROUP, 2, torch.tensor(control, device=DEVICE))
-        step_with(kernels(), short, theirs, GROUP, 2, float(np.float32(0.37)))
-        assert_same_lists(ours, on_host(theirs))
-    ours, theirs = (on_device(lists_of(1, sizes, KEYS[rule], case)) for _ in range(2))
+def test_step_writes_nothing_when_the_flag_on_the_device_is_set(rule: str) -> None:
+    case = Case(rest=torch.int16, moments=(torch.int8, torch.bfloat16))
+    ours, theirs = (on_device(lists_of(1, [2500, 7], KEYS[rule], case)) for _ in range(2))
     skip = torch.tensor([0.37, 1.0], device=DEVICE)
     if rule == "lamb":
         scalars = LambScalars.at(GROUP, 2)
         assert not kernels().lamb_moments(ours, scalars, skip).any()
         kernels().lamb_apply(ours, scalars, torch.ones(2, device=DEVICE), skip=skip[1:])
     else:
-        step_with(kernels(), short, ours, GROUP, 2, skip)
-    assert_same_lists(ours, on_host(theirs))
+        step_with(kernels(), rule.split()[-1], ours, GROUP, 2, skip)
+    assert_same_lists(ours, theirs)
 
 
 def test_ratios_may_be_on_the_device() -> None:
@@ -545,7 +166,7 @@ def test_ratios_may_be_on_the_device() -> None:
         lists.output[1] = torch.zeros(7, dtype=torch.float16, device=DEVICE)  # two kinds
     kernels().lamb_apply(ours, scalars, torch.tensor(ratios, device=DEVICE))
     kernels().lamb_apply(theirs, scalars, ratios)
-    assert_same_lists(ours, on_host(theirs))
+    assert_same_lists(ours, theirs)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -568,41 +189,9 @@ def test_ratios_are_formed_on_the_device_as_on_the_host(decay: float) -> None:
         theirs, scalars, torch.tensor(ratios, dtype=torch.float64).float().tolist()
     )
     assert_same_lists(ours, theirs)
-    before = on_device(on_host(ours))
+    before = deepcopy(ours)
     kernels().lamb(ours, scalars, torch.tensor([0.375, 1.0], device=DEVICE))
-    assert_same_lists(ours, on_host(before))
-
-
-def test_fp64_gradients_and_mixed_dtypes_in_one_call() -> None:
-    group = [
-        Case(torch.float64, None),
-        Case(),
-        Case(torch.float32, None),
-        Case(torch.float16, torch.float32),
-        Case(),
-    ]
-
-    def joined(keys: tuple[str, ...]) -> TensorLists:
-        parts = [lists_of(at, [900], keys, case) for at, case in enumerate(group)]
-        return TensorLists(
-            [p.main[0] for p in parts],
-            [p.grad[0] for p in parts],
-            {key: [p.state[key][0] for p in parts] for key in keys},
-            [p.output[0] for p in parts],
-        )
-
-    for rule in ("adam", "lamb", "lion", "sgd"):
-        theirs, ours = joined(KEYS[rule]), on_device(joined(KEYS[rule]))
-        assert_sums = (
-            step_with(REFERENCE, rule, theirs, GROUP, 2, 0.5),
-            step_with(kernels(), rule, ours, GROUP, 2, 0.5),
-        )
-        assert_same_lists(ours, theirs)
-        assert_same(assert_sums[1], assert_sums[0], "sums")
-        skipped, before = on_device(joined(KEYS[rule])), on_device(joined(KEYS[rule]))
-        if rule != "lamb":
-            step_with(kernels(), rule, skipped, GROUP, 2, torch.tensor([1.0, 1.0], device=DEVICE))
-            assert_same_lists(skipped, on_host(before))
+    assert_same_lists(ours, before)
 
 
 # -- tables ---------------------------------------------------------------------------------------
@@ -770,7 +359,7 @@ def test_step_does_not_synchronize_and_refuses_a_capture() -> None:
     sums = kernels().sum_of_squares(ours.grad)
     step_with(kernels(), "adam", theirs, GROUP, 2, control)
     torch.cuda.set_sync_debug_mode("default")
-    assert_same_lists(on_host(ours), on_host(theirs))
+    assert_same_lists(ours, theirs)
     assert_same(sums.cpu(), kernels().sum_of_squares(theirs.grad).cpu(), "sums")
 
 

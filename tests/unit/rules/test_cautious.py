@@ -19,8 +19,8 @@ from mp_optim.kernels.element_rules import RULE_SCALARS, LionScalars
 from mp_optim.kernels.kernel_args import TensorLists
 from mp_optim.kernels.reference import ReferenceBackend, step_with
 from mp_optim.rules.rule_optimizer import RuleOptimizer
+from support.kernel_cases import GROUP, KEYS, Case, lists_of
 from support.numpy_rules import Array, F, adam, lion
-from support.triton_cases import GROUP, KEYS, Case, lists_of
 
 HOST = torch.device("cpu")
 SWITCHES = ({"caution": True}, {"cautious_wd": True}, {"caution": True, "cautious_wd": True})

@@ -1,21 +1,21 @@
-"""What the Triton kernels are launched on: lists of tensors of every form, and a step with them."""
+"""Lists of tensors of every form for the kernels, and a step over them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mp_optim.config.state_forms import blocks_of
+from mp_optim.config.state_forms import BLOCK, blocks_of
 from mp_optim.core.slot_state import AVERAGE, REMAINDER, scale_key
 from mp_optim.kernels.codecs import Noise, encode_, is_blocked, split_
 from mp_optim.kernels.element_rules import RULE_SCALARS, TEXTS
-from mp_optim.kernels.kernel_args import LambScalars, MuonScalars, TensorLists, fp32
+from mp_optim.kernels.kernel_args import MAIN, LambScalars, MuonScalars, TensorLists, fp32
 from mp_optim.kernels.state_format import moment_specs
 
 ODD = [
@@ -30,6 +30,7 @@ ODD = [
     65520.0,
     6e-8,
     2.0**-133,
+    1e-33,
     math.inf,
     -math.inf,
     math.nan,
@@ -92,6 +93,31 @@ def values(generator: torch.Generator, n: int, odd: bool) -> Tensor:
     return x
 
 
+def some_mild(generator: torch.Generator, value: Tensor) -> Tensor:
+    """Return values of which two thirds of the blocks hold no odd one, half of these tiny ones."""
+    mild, blocks = values(generator, len(value), False), blocks_of(len(value))
+    kinds = torch.randint(0, 3, (blocks,), generator=generator).repeat_interleave(BLOCK)
+    kinds = kinds[: len(value)]
+    return torch.where(kinds == 0, value, torch.where(kinds == 1, mild, mild * 1e-30))
+
+
+def into_other_memory(lists: TensorLists) -> TensorLists:
+    """Return the same call with the present values as its source, stepped into other memory, which
+    is filled with ones."""
+
+    def other(tensor: Tensor) -> Tensor:
+        found = torch.empty(tensor.numel() + 3, dtype=tensor.dtype)[3:]
+        found.view(torch.uint8).fill_(0xFF)
+        return found
+
+    return replace(
+        lists,
+        main=[other(main) for main in lists.main],
+        source={MAIN: lists.main, **lists.state},
+        state={key: [other(tensor) for tensor in tensors] for key, tensors in lists.state.items()},
+    )
+
+
 def lists_of(seed: int, sizes: Sequence[int], keys: tuple[str, ...], case: Case) -> TensorLists:
     """The same lists for the same arguments."""
     generator = torch.Generator().manual_seed(seed)
@@ -112,17 +138,17 @@ def lists_of(seed: int, sizes: Sequence[int], keys: tuple[str, ...], case: Case)
         whole, main = main, [put(torch.zeros(n), torch.bfloat16) for n in sizes]
         for value, param, rest in zip(whole, main, state[REMAINDER], strict=True):
             split_(value, param, rest)
-    dtypes = (*case.moments, case.moments[0])
-    kept = [pair for pair in zip(keys, dtypes, strict=False) if pair[0]]
+    kept = [pair for pair in zip(keys, case.moments, strict=False) if pair[0]]
     for key, dtype in kept:
-        forms = [moment_specs(key, torch.Size([n]), dtype)[key] for n in sizes]
-        state[key] = [put(torch.zeros(shape), kind) for shape, kind in forms]
-        if is_blocked(dtype):
-            state[scale_key(key)] = [torch.zeros(blocks_of(n)) for n in sizes]
+        second, in_blocks = key == "exp_avg_sq", is_blocked(dtype)
+        forms = [moment_specs(key, torch.Size([n]), dtype) for n in sizes]
+        for name in forms[0] if forms else ():
+            state[name] = [put(torch.zeros(form[name][0]), form[name][1]) for form in forms]
         scales = state.get(scale_key(key), [None] * len(sizes))
         for stored, scale, n in zip(state[key], scales, sizes, strict=True):
             value = values(generator, n, case.odd)
-            second = key == "exp_avg_sq"
+            if in_blocks and case.odd:
+                value = some_mild(generator, value)
             encode_(value.abs_() if second else value, stored, scale, second)
     grads = random(case.grad)
     outputs = [None] * len(sizes) if case.output is None else random(case.output)
@@ -133,7 +159,10 @@ def lists_of(seed: int, sizes: Sequence[int], keys: tuple[str, ...], case: Case)
         grads,
         state,
         outputs,
-        [Noise(0x9ABCDEF1, 77 + at, STARTS[at % 4] * case.inside) for at in range(len(sizes))]
+        [
+            Noise(0x9ABCDEF1, 0xFFFFFF00 + 7919 * at & 0xFFFFFFFF, STARTS[at % 4] * case.inside)
+            for at in range(len(sizes))
+        ]
         if case.noisy
         else None,
         average_weight=fp32(0.01),
