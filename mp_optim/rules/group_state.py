@@ -9,26 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.core import CachedTensorList
+from mp_optim.core import CachedTensorList, all_same
 from mp_optim.core.tensor_layout import region_of
 from mp_optim.core.tensors import SeenParams
 
 
-class SteppedTogether:
-    """Slots of a group that are mostly stepped at a time, and what is kept of that for the next
-    time: those of one place, or of one bucket there.
+class LaunchCache:
+    """Lists and the launch of the slots that are mostly stepped at a time, kept between steps: the
+    slots of one place, or of one bucket there.
 
     Attributes:
-        positions: of the slots, in order. known: the last list that was compared with them.
-        watched: all state tensors of the slots, in the memory that they had at the last step; empty
-            if that is not known. forms: how they were laid out when they were last checked.
-        count: how often each of them was stepped, if it is known to be the same for all.
-        mains: what is stepped. seen: how it was laid out then, if it is a model's parameters: whose
-            memory others may move (``param.data = ...``), and so it is not held.
+        positions: of the slots, in order.
+        known: the last list that was compared with them.
+        watched: all state tensors of the slots, in the memory of the last step; empty if that is
+            not known.
+        forms: layouts of these tensors when they were last checked.
+        count: how often each slot was stepped, if it is known to be the same for all.
+        mains: the tensors that are stepped.
+        seen: their layout, if they are a model's parameters, whose memory others may move
+            (``param.data = ...``). Such memory is not held.
         lists: state tensors by key.
-        launch: what the executor made for them, without gradients, as long as all that it was made
-            from stays: ``outputs`` as they were given, the settings that were ``checked``, and the
-            ``moments`` that are kept under them.
     """
 
     def __init__(self, positions: Iterable[int]) -> None:
@@ -36,19 +36,34 @@ class SteppedTogether:
         self.count: float | None = None
         self.known: Sequence[int] | None = None
         self.forms: list[tuple[object, ...]] = []
-        self.replaced()
+        self.forget()
 
-    def replaced(self) -> None:
-        """Forget tensors: some are others now, or have other memory, and what is kept here keeps
-        the memory alive that they had."""
+    def forget(self) -> None:
+        """Forget tensors: some were replaced or have other memory, and lists of them keep the
+        former memory alive."""
         self.watched = CachedTensorList()
         self.lists: dict[str, CachedTensorList] = {}
         self.mains: CachedTensorList | None = None
         self.seen: SeenParams | None = None
-        self.launch: Any = None
-        self.outputs: Sequence[Tensor | None] = ()
-        self.checked: dict[str, Any] | None = None
-        self.moments: tuple[tuple[str, ...], ...] = ()
+        self._launch: Any = None
+        self._sources: tuple[object, ...] = ()
+        self._names: object = None
+
+    def keep_launch(self, launch: Any, sources: tuple[object, ...], names: object) -> None:
+        """Keep a launch without gradients.
+
+        Args:
+            sources: the objects that it was made from.
+            names: of the moments that are kept under its settings. A launch depends on settings by
+                these names alone.
+        """
+        self._launch, self._sources, self._names = launch, sources, names
+
+    def launch_from(self, sources: tuple[object, ...], names: object) -> Any:
+        """Return the kept launch if it was made from the same objects and for equal names, else
+        None."""
+        is_same = all_same(sources, self._sources) and names == self._names
+        return self._launch if is_same else None
 
 
 class GroupState:
@@ -72,30 +87,30 @@ class GroupState:
         self.shapes: list[torch.Size | None] = [None] * count
         self.is_shown = False
         self._version = self.steps._version
-        self._together: list[SteppedTogether] = []  # of each slot
+        self._caches: list[LaunchCache] = []  # of each slot
         self.step_together([])
 
     def step_together(self, sets: Iterable[Sequence[int]]) -> None:
         """The slots at each of these positions are mostly stepped at a time, and so are those that
         are left."""
-        found: dict[int, SteppedTogether] = {}
+        found: dict[int, LaunchCache] = {}
         for positions in sets:
-            found |= dict.fromkeys(positions, SteppedTogether(positions))
+            found |= dict.fromkeys(positions, LaunchCache(positions))
         every = range(len(self.slots))
-        rest = SteppedTogether(position for position in every if position not in found)
-        self._together = [found.get(position, rest) for position in every]
-        self._sets = list(dict.fromkeys(self._together))
+        rest = LaunchCache(position for position in every if position not in found)
+        self._caches = [found.get(position, rest) for position in every]
+        self._sets = list(dict.fromkeys(self._caches))
 
-    def together(self, positions: Sequence[int]) -> SteppedTogether | None:
-        """What is kept for slots that are mostly stepped at a time, if these are all of them."""
-        kept = self._together[positions[0]]
+    def launch_cache_for(self, positions: Sequence[int]) -> LaunchCache | None:
+        """Return the cache of slots that are mostly stepped at a time, if these are all of them."""
+        kept = self._caches[positions[0]]
         if positions is not kept.known and positions == kept.positions:
             kept.known = positions
         return kept if positions is kept.known else None
 
-    def sets_of(self, positions: Iterable[int] | None = None) -> Iterable[SteppedTogether]:
+    def sets_of(self, positions: Iterable[int] | None = None) -> Iterable[LaunchCache]:
         """Return the sets that some slots are stepped with, or all sets."""
-        every = self._together
+        every = self._caches
         if positions is None:
             return self._sets
         return dict.fromkeys(map(every.__getitem__, positions))
@@ -103,22 +118,22 @@ class GroupState:
     def show(self, position: int) -> None:
         """Watch the memory of state from now on: a caller is given the state of a slot."""
         self.is_shown = True
-        self._watched_of(self._together[position])
+        self._watched_of(self._caches[position])
 
-    def has_moved(self, kept: SteppedTogether) -> bool:
+    def has_moved(self, kept: LaunchCache) -> bool:
         """Return whether state of a set has other memory than at the last step, or another form."""
         if kept.watched:
             return kept.watched.has_moved()
         return self.forms_of(kept) != kept.forms
 
-    def _watched_of(self, kept: SteppedTogether) -> CachedTensorList:
+    def _watched_of(self, kept: LaunchCache) -> CachedTensorList:
         if not kept.watched:
             kept.watched = CachedTensorList(
                 value for position in kept.positions for value in self.slots[position].values()
             ).hold()
         return kept.watched
 
-    def forms_of(self, kept: SteppedTogether) -> list[tuple[object, ...]]:
+    def forms_of(self, kept: LaunchCache) -> list[tuple[object, ...]]:
         """Return the layout of all state tensors of a set, and the addresses of counts."""
         return [
             (t.shape, t.dtype, t.device, t.is_contiguous(), t.dim() or t.data_ptr())
@@ -127,7 +142,7 @@ class GroupState:
 
     def tensors(self, name: str, positions: Sequence[int]) -> list[Tensor]:
         """State tensors of that name; the same list every time for what is stepped together."""
-        kept = self.together(positions)
+        kept = self.launch_cache_for(positions)
         if kept is None:
             return [self.slots[position][name] for position in positions]
         if name not in kept.lists:
@@ -138,7 +153,7 @@ class GroupState:
     def replaced(self, positions: Iterable[int] | None = None) -> None:
         """Forget lists of tensors: at some positions, or anywhere, there are others now."""
         for kept in self.sets_of(positions):
-            kept.replaced()
+            kept.forget()
 
     def was_stepped(self, position: int) -> bool:
         """Whether a slot was ever stepped."""
@@ -147,7 +162,7 @@ class GroupState:
 
     def count(self, positions: Sequence[int], by: int = 1) -> None:
         """Add a step to the given slots; -1 takes it back."""
-        kept = self.together(positions)
+        kept = self.launch_cache_for(positions)
         if kept is None or self.steps._version != self._version:
             self._forget_counts()
         elif kept.count is not None:
@@ -158,12 +173,12 @@ class GroupState:
             self.steps[torch.tensor(positions, device="cpu")] += by
         self._version = self.steps._version
 
-    def counts(self, positions: Sequence[int], kept: SteppedTogether | None) -> list[float]:
+    def counts(self, positions: Sequence[int], kept: LaunchCache | None) -> list[float]:
         """How often each of the given slots was stepped; of those that are mostly stepped at a time
         a single number if it is the same for all.
 
         Args:
-            kept: for these positions (:meth:`together`).
+            kept: for these positions (:meth:`launch_cache_for`).
         """
         if self.steps._version != self._version:
             self._forget_counts()

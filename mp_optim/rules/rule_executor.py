@@ -40,7 +40,7 @@ from mp_optim.kernels.kernel_args import TensorLists, contiguous, contiguous_out
 from mp_optim.kernels.reference import Scales
 from mp_optim.kernels.state_format import StatePrecision
 from mp_optim.rules.audit import Audit, Audited, AuditError
-from mp_optim.rules.group_state import GroupState, SteppedTogether
+from mp_optim.rules.group_state import GroupState
 from mp_optim.rules.rule import Launch, Rule
 from mp_optim.rules.rule_state import RuleState
 
@@ -97,8 +97,7 @@ class RuleExecutor(Executor):
             self.audit = Audit(audit_rate, action, name_of, partial(_marks, self.rows))
         self._plan_key = object()  # another one makes the plans kept in StepSlots stale
         self._plain: Backend | None = None  # one that has kernels for the rule
-        self._checked: dict[int, dict[str, Any]] = {}
-        self._values: dict[int, list[Any]] = {}
+        self._checked: dict[int, list[Any]] = {}  # values of each group, as they were checked
 
     # -- groups and settings ----------------------------------------------------------------------
 
@@ -127,24 +126,18 @@ class RuleExecutor(Executor):
         self.rule.check_shapes(group, self.rows.whole_shapes(group["params"]))
 
     def check_groups(self) -> None:
-        """See the base class; looks again only at what was changed."""
         for index, group in enumerate(self.param_groups):
             values = list(group.values())
-            if index in self._checked and all_same(values, self._values[index]):
-                continue
-            now = group_settings(group)
-            if any(isinstance(value, Tensor) for value in now.values()):
-                self._checked.pop(index, None)  # it can be written in place
-            elif self._checked.get(index) == now:
-                self._values[index] = values
+            if all_same(values, self._checked.get(index, ())):
                 continue
             try:
                 self.check_settings(group)
             except (TypeError, ValueError) as error:
                 text = f"param_groups[{index}]: {error}; nothing was stepped"
                 raise RefusedSettings(text) from error
-            if not any(isinstance(value, Tensor) for value in now.values()):
-                self._checked[index], self._values[index] = now, values
+            # a tensor can be written in place, so it is checked in every step
+            is_fixed = not any(isinstance(value, Tensor) for value in values)
+            self._checked[index] = values if is_fixed else []
 
     def is_collective(self, update: SlotUpdate) -> bool:
         """Whether stepping a slot is a collective of the ranks that hold its parts."""
@@ -229,21 +222,28 @@ class RuleExecutor(Executor):
         self, of_group: GroupSlots, updates: SlotUpdates, settings: dict[str, Any]
     ) -> list[Launch]:
         index, positions, rows = of_group.group, of_group.positions, self.rows
-        kept = rows.groups[index].together(positions)
+        kept = rows.groups[index].launch_cache_for(positions)
         mains = rows.mains(index, positions, kept)
         counts = rows.groups[index].counts(positions, kept)
         is_common = len(set(updates.multipliers)) == 1 and len(set(counts)) == 1
         multiplier = updates.multipliers[0]
+        # NOTE: a list of main params stays the same object only while they and their state keep
+        # their memory (RuleState.follow_memory); a plan for another thread has settings of its own.
+        sources = mains, settings, updates.outputs, updates.changed
+        of_rule = self.rule.moments(settings), self.rule.unread_moments(settings)
         if is_common and kept is not None:
-            reused = self._reuse_launch(kept, mains, updates, settings, int(counts[0]) + 1)
-            if reused is not None:
-                return [reused]
+            last: Launch | None = kept.launch_from(sources, of_rule)
+            if last is not None:
+                return [self._with_grads(last, updates, int(counts[0]) + 1)]
         names = rows.moment_keys(index, positions)
         if is_common and all(len(each) == 1 for each in (mains.devices, mains.dtypes, set(names))):
             shared = mains[0].device, mains[0].dtype, counts[0], multiplier, names[0]
             planned = self._planned(index, shared, updates, positions, mains, settings)
-            if kept is not None:
-                self._keep(kept, planned, updates.outputs, settings)
+            # not copies of strided tensors, nor tensors whose memory others may move
+            may_stay = planned.lists.main is mains and planned.lists.output is planned.outputs
+            is_live = settings is self.param_groups[index]
+            if kept is not None and mains is kept.mains and may_stay and is_live:
+                kept.keep_launch(_without_grads(planned), sources, of_rule)
             return [planned]
         if len(counts) < len(positions):
             counts = counts * len(positions)
@@ -257,73 +257,23 @@ class RuleExecutor(Executor):
             several.append(self._planned(index, shared, chosen, of_launch, some, settings))
         return several
 
-    def _reuse_launch(
-        self,
-        kept: SteppedTogether,
-        mains: CachedTensorList,
-        updates: SlotUpdates,
-        settings: dict[str, Any],
-        step: int,
-    ) -> Launch | None:
-        """Reuse the last launch of these slots if main params, outputs, settings and change bitmaps
-        are the same objects: only gradients, step, multiplier and random bits differ.
+    def _with_grads(self, last: Launch, updates: SlotUpdates, step: int) -> Launch:
+        """Return a launch with other gradients, step, multiplier and random bits.
 
         Args:
-            settings: of the group. A plan for another thread has a copy, and is never reused.
             step: of these parameters, from 1 on.
-
-        Returns:
-            None if anything was replaced.
-
-        NOTE: ``mains`` is the same list only while main params and state keep their memory
-        (:meth:`follow_memory`). Checked settings are the same object while they are equal
-        (:meth:`check_groups`). If they are not, as with a learning rate schedule, a launch depends
-        on them only by the names of the moments.
         """
-        last: Launch | None = kept.launch
-        if (
-            last is None
-            or last.mains is not mains
-            or last.settings is not settings
-            or kept.outputs is not updates.outputs
-            or last.updates.changed is not updates.changed
-        ):
-            return None
-        checked = self._checked.get(last.group)
-        is_same = checked is not None and checked is kept.checked
-        if not is_same and self._moments(settings) != kept.moments:
-            return None
-        precision, grads = self.rows.precision, updates.grads
+        grads = updates.grads
         if not isinstance(grads, CachedTensorList) or not grads.contiguous:
             grads = contiguous(CachedTensorList.of(grads))
         lists = replace(
             last.lists,
             grad=grads,
             noise=self._noise(step, updates),
-            average_weight=precision.average_weight(step),
+            average_weight=self.rows.precision.average_weight(step),
         )
         multiplier = updates.multipliers[0]
         return last._replace(step=step, multiplier=multiplier, updates=updates, lists=lists)
-
-    def _moments(self, settings: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
-        return self.rule.moments(settings), self.rule.unread_moments(settings)
-
-    def _keep(
-        self,
-        kept: SteppedTogether,
-        planned: Launch,
-        outputs: Sequence[Tensor | None],
-        settings: dict[str, Any],
-    ) -> None:
-        """Keep a launch for the next step, if all that it is made of but gradients may stay: not
-        copies of what is not contiguous, nor tensors whose memory others may move."""
-        lists, mains, live = planned.lists, planned.mains, self.param_groups[planned.group]
-        stays = lists.main is mains and lists.output is planned.outputs
-        if mains is kept.mains and stays and settings is live:
-            updates = replace(planned.updates, grads=())
-            kept.launch = planned._replace(updates=updates, lists=replace(lists, grad=[]))
-            kept.outputs, kept.moments = outputs, self._moments(settings)
-            kept.checked = self._checked.get(planned.group)
 
     def _planned(
         self,
@@ -500,6 +450,12 @@ class RuleExecutor(Executor):
 
     def set_main_param(self, slot: Slot, value: Tensor) -> None:
         self.rows.set_main_param(slot, value)
+
+
+def _without_grads(launch: Launch) -> Launch:
+    """Return a launch that keeps no gradients alive."""
+    updates = replace(launch.updates, grads=())
+    return launch._replace(updates=updates, lists=replace(launch.lists, grad=[]))
 
 
 def _audited(

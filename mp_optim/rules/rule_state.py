@@ -57,7 +57,7 @@ from mp_optim.kernels.state_format import (
     unpacked,
     without_unread,
 )
-from mp_optim.rules.group_state import GroupState, SteppedTogether
+from mp_optim.rules.group_state import GroupState, LaunchCache
 from mp_optim.rules.rule import Rule
 
 Allocate = Callable[[Sequence[TensorSpec]], list[Tensor]]
@@ -273,12 +273,12 @@ class RuleState(StateStore):
             self.uncounted_live(slot)
 
     def mains(
-        self, index: int, positions: Sequence[int], kept: SteppedTogether | None
+        self, index: int, positions: Sequence[int], kept: LaunchCache | None
     ) -> CachedTensorList:
         """The plain tensors to step at some positions of a group, with state that fits them.
 
         Args:
-            kept: for these positions (:meth:`GroupState.together`).
+            kept: for these positions (:meth:`GroupState.launch_cache_for`).
         """
         params, group_state = self.param_groups[index]["params"], self.groups[index]
         tensors, fitting = list(params), group_state.mains
@@ -333,7 +333,7 @@ class RuleState(StateStore):
                     kept.watched = CachedTensorList()
                     kept.forms = group_state.forms_of(kept)
                 if has_moved:
-                    kept.replaced()
+                    kept.forget()
 
     def _bring_home(self, mains: CachedTensorList) -> None:
         """Have main params be on the device where they were stepped, if they are not parked."""
@@ -341,7 +341,7 @@ class RuleState(StateStore):
             if main.device != before.device and id(main) not in self.parked.homes:
                 give_memory(main, main.data.to(before.device))
 
-    def _check_memory(self, slot: Slot, kept: SteppedTogether) -> None:
+    def _check_memory(self, slot: Slot, kept: LaunchCache) -> None:
         """Check the state of a slot after its tensors may have been given other memory.
 
         Args:
