@@ -30,7 +30,6 @@ from mp_optim.core import (
     stream_of,
 )
 from mp_optim.core.executor import Executor
-from mp_optim.core.flat_shard import is_cut
 from mp_optim.core.param_attributes import (
     check_attributes,
     grad_norm_group,
@@ -49,7 +48,7 @@ from mp_optim.core.quantized import (
     is_quantized,
     quantize_,
 )
-from mp_optim.core.slot_state import SlotState, State, StateLayout, StateStore
+from mp_optim.core.slot_state import MASTER, SlotState, State, StateLayout, StateStore
 from mp_optim.core.tensor_layout import (
     ParamLayout,
     first_element,
@@ -70,7 +69,6 @@ from mp_optim.mixed_precision.param_state import (
     Agreement,
     ParamState,
     UntrainedState,
-    as_sharded,
     param_state,
     state_layout_of,
 )
@@ -95,6 +93,8 @@ class MainParams:
         changes: what is to be published, if that is asked for.
         reloaded: how often a main param took the value of a parameter that was written from
             outside.
+        layout_of: returns the layout in which an optimizer above shows the state of a slot; None
+            for the layout of the slot's parameter.
 
     Raises:
         TypeError, ValueError: a parameter cannot be stepped, naming it.
@@ -117,6 +117,7 @@ class MainParams:
         self.written = WrittenWeights()
         self.changes: ChangedWeights | None = None
         self.reloaded = 0
+        self.layout_of: Callable[[Slot], StateLayout] | None = None
         for index in range(len(param_groups)):
             self.bind_group(index)
 
@@ -287,13 +288,18 @@ class MainParams:
         return self.table.bound[self.table.index(slot)]
 
     def main_param(self, slot: Slot) -> Tensor:
-        """The parameter itself if it is stepped itself; else its main param, in its layout."""
+        """Return the main param of a slot that was ever trainable, in the layout that callers see:
+        the parameter itself if that is stepped."""
         param = self.param(slot)
-        is_stepped_itself = param.dtype == torch.float32 and not self.is_separate(slot)
-        if is_stepped_itself or not self.is_bound(slot):
+        if param.dtype != torch.float32 or self.is_separate(slot):
+            self._hand_out(slot)
+            main = self._executor.main_param(slot)
+        elif self.layout_of is None:
             return param
-        self._hand_out(slot)
-        return as_sharded(self._executor.main_param(slot), param)
+        else:
+            main = param.detach()
+        shown: Tensor = self._state_layout(slot).show({MASTER: main})[MASTER]
+        return shown
 
     def sharers(self, slot: Slot) -> tuple[ProcessGroup, ...]:
         """The groups of ranks that have other parts of a slot's parameter, or copies of what is
@@ -502,34 +508,35 @@ class MainParams:
 
     # -- state ------------------------------------------------------------------------------------
 
-    def state_of(self, slot: Slot, layout: StateLayout | None = None) -> SlotState:
-        """A slot's state as the wrapper shows it, or as a layer above it does.
+    def _state_layout(self, slot: Slot) -> StateLayout:
+        if self.layout_of is None:
+            return state_layout_of(self.param(slot))
+        return self.layout_of(slot)
 
-        Args:
-            layout: that layer's.
-        """
+    def home(self, slot: Slot) -> torch.device:
+        """Return the device on which a slot is stepped."""
+        return self._executor.home(slot, self.param(slot))
+
+    def state_of(self, slot: Slot) -> SlotState:
+        """Return a slot's state in the layout that callers see."""
         if not self.is_bound(slot):
 
             def prepared() -> ParamState:
-                separate = self._separates(slot, self._prepare(slot))
-                return self._trained_state(slot, separate, layout)
+                return self._trained_state(slot, self._separates(slot, self._prepare(slot)))
 
             return UntrainedState(
                 StateStore(),
                 slot,
                 self.name(slot),
-                layout=layout or state_layout_of(self.param(slot)),
+                layout=self._state_layout(slot),
                 prepared=prepared,
                 take=partial(self._take_in, slot),
             )
-        return self._trained_state(slot, self.is_separate(slot), layout)
+        return self._trained_state(slot, self.is_separate(slot))
 
-    def _trained_state(
-        self, slot: Slot, separate: bool, layout: StateLayout | None = None
-    ) -> ParamState:
+    def _trained_state(self, slot: Slot, separate: bool) -> ParamState:
         self._hand_out(slot)
-        param = self.param(slot)
-        layout, name = layout or state_layout_of(param), self.name(slot)
+        param, layout, name = self.param(slot), self._state_layout(slot), self.name(slot)
         return param_state(self._executor, slot, name, param, separate, self.agreement, layout)
 
     def checksums(self) -> list[int | None]:
@@ -537,7 +544,7 @@ class MainParams:
         slots = [
             slot
             for slot in filter(self.is_bound, self.table.slots)
-            if not is_cut(self.param(slot))
+            if self._state_layout(slot).is_whole
             and self._trained_state(slot, self.is_separate(slot)).has_remainder()
         ]
         known = dict(zip(slots, checksums_of([self._local(slot) for slot in slots]), strict=True))

@@ -21,12 +21,13 @@ from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.core import Slot, iter_slots, local_tensor
+from mp_optim.core import Slot, iter_slots, local_tensor, param_at
 from mp_optim.core.identity import has_names
 from mp_optim.core.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.core.names import ModelParams
 from mp_optim.core.param_attributes import clear_decoupled_grad
+from mp_optim.core.slot_state import SlotState
 from mp_optim.core.weight_delta import WeightDelta, WeightPatch
 from mp_optim.host.calls import in_own_modes, weak_method
 from mp_optim.mixed_precision.averaged_weights import AveragedWeights, scale_rows_
@@ -342,20 +343,40 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         return any(any(mains.table.quantized) for mains in self.all_mains())
 
     @abstractmethod
+    def leaf(self, slot: Slot) -> tuple[MainParams, Slot]:
+        """Return the main params of the wrapper that steps a slot, and the slot's number there."""
+
+    def state_of(self, slot: Slot) -> SlotState:
+        mains, there = self.leaf(slot)
+        return mains.state_of(there)
+
+    def home(self, slot: Slot) -> torch.device:
+        mains, there = self.leaf(slot)
+        return mains.home(there)
+
     def has_state(self, slot: Slot) -> bool:
-        """Whether a slot has ever been trainable; one that has not costs nothing."""
+        """Return whether a slot has ever been trainable; one that has not costs nothing."""
+        mains, there = self.leaf(slot)
+        return mains.is_bound(there)
 
-    @abstractmethod
     def has_separate_main(self, slot: Slot) -> bool:
-        """Whether a slot is stepped on a tensor other than the model's parameter."""
+        """Return whether a slot is stepped on a tensor other than the model's parameter."""
+        mains, there = self.leaf(slot)
+        return mains.is_separate(there)
 
-    @abstractmethod
     def norm_key(self, slot: Slot) -> NormKey:
-        """Which norm a slot's gradient counts in."""
+        """Return the norm in which a slot's gradient counts."""
+        mains, there = self.leaf(slot)
+        return mains.table.keys[mains.table.index(there)]
 
-    @abstractmethod
     def main_param(self, slot: Slot) -> Tensor:
-        """A slot's main param, as :meth:`named_main_params` has it."""
+        """Return a slot's main param, as :meth:`named_main_params` has it."""
+        self.step_mark.check("main_param")
+        self.make_current(slot)
+        mains, there = self.leaf(slot)
+        return (
+            mains.main_param(there) if mains.is_bound(there) else param_at(self.param_groups, slot)
+        )
 
     def named_main_params(self) -> Iterator[tuple[str, Tensor]]:
         """(FQN, FP32 tensor of the parameter's shape), in slot order.

@@ -26,7 +26,6 @@ from mp_optim.core.executor import Executor, Mode
 from mp_optim.core.identity import SharedSettings
 from mp_optim.core.interrupted_step import StepMark
 from mp_optim.core.quantized import FLOAT8_DTYPES, quantize_
-from mp_optim.core.slot_state import SlotState, StateLayout
 from mp_optim.core.tensors import lazy
 from mp_optim.mixed_precision.backward_overlap import BackwardOverlap, overlap_of
 from mp_optim.mixed_precision.description import Description, describe
@@ -366,26 +365,11 @@ class WrappedOptimizer(MegatronOptimizer):
         mains.bind_trainable(slot)
         mains.check_remainders(slot)
 
-    def state_of(self, slot: Slot, layout: StateLayout | None = None) -> SlotState:
-        return self.engine.mains.state_of(slot, layout)
+    def leaf(self, slot: Slot) -> tuple[MainParams, Slot]:
+        return self.engine.mains, slot
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         self.executor.allocate_state([slot for slot in slots if self.has_state(slot)])
-
-    def main_param(self, slot: Slot) -> Tensor:
-        self.step_mark.check("main_param")
-        self.make_current(slot)
-        return self.engine.mains.main_param(slot)
-
-    def has_separate_main(self, slot: Slot) -> bool:
-        return self.engine.mains.is_separate(slot)
-
-    def has_state(self, slot: Slot) -> bool:
-        return self.engine.mains.is_bound(slot)
-
-    def norm_key(self, slot: Slot) -> NormKey:
-        table = self.engine.table
-        return table.keys[table.index(slot)]
 
     def use_mark(self, mark: StepMark) -> None:
         super().use_mark(mark)

@@ -23,10 +23,9 @@ from mp_optim.config import OptimizerConfig
 from mp_optim.core import Slot, iter_slots
 from mp_optim.core.executor import Mode
 from mp_optim.core.interrupted_step import StepMark
-from mp_optim.core.slot_state import SlotState
 from mp_optim.mixed_precision import MegatronGradScaler, MegatronOptimizer
 from mp_optim.mixed_precision.description import Description, DescriptionRow
-from mp_optim.mixed_precision.grad_norm import GradsOfMembers, NormKey, StepGrads
+from mp_optim.mixed_precision.grad_norm import GradsOfMembers, StepGrads
 from mp_optim.mixed_precision.main_params import MainParams
 from mp_optim.zero.grad_reducer import GradReducer, reduce_in_one_order
 from mp_optim.zero.transport import Reducer
@@ -70,7 +69,11 @@ class CompositeOptimizer(MegatronOptimizer):
 
     @abstractmethod
     def locate(self, slot: Slot) -> tuple[MegatronOptimizer, Slot]:
-        """The member that has a slot, and which of that member's slots it is."""
+        """Return the member that has a slot, and the slot's number there."""
+
+    def leaf(self, slot: Slot) -> tuple[MainParams, Slot]:
+        member, member_slot = self.locate(slot)
+        return member.leaf(member_slot)
 
     @property
     def grad_reducer(self) -> Reducer | None:
@@ -89,32 +92,6 @@ class CompositeOptimizer(MegatronOptimizer):
         raise AttributeError(
             "a chain of several optimizers has no single inner one; use .chained_optimizers"
         )
-
-    # -- asked about a slot -----------------------------------------------------------------------
-
-    def state_of(self, slot: Slot) -> SlotState:
-        member, member_slot = self.locate(slot)
-        return member.state_of(member_slot)
-
-    def home(self, slot: Slot) -> torch.device:
-        member, member_slot = self.locate(slot)
-        return member.home(member_slot)
-
-    def main_param(self, slot: Slot) -> Tensor:
-        member, member_slot = self.locate(slot)
-        return member.main_param(member_slot)
-
-    def norm_key(self, slot: Slot) -> NormKey:
-        member, member_slot = self.locate(slot)
-        return member.norm_key(member_slot)
-
-    def has_separate_main(self, slot: Slot) -> bool:
-        member, member_slot = self.locate(slot)
-        return member.has_separate_main(member_slot)
-
-    def has_state(self, slot: Slot) -> bool:
-        member, member_slot = self.locate(slot)
-        return member.has_state(member_slot)
 
     # -- asked about some slots, or all -----------------------------------------------------------
 
@@ -146,9 +123,6 @@ class CompositeOptimizer(MegatronOptimizer):
 
     def all_mains(self) -> list[MainParams]:
         return [mains for member in self.members for mains in member.all_mains()]
-
-    def param_checksums(self) -> list[int | None]:
-        return [checksum for member in self.members for checksum in member.param_checksums()]
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for member in self.members:

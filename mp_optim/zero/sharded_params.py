@@ -3,7 +3,7 @@ and the form in which its state is shown and loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from mp_optim.core import (
     all_params,
     group_settings,
     iter_slots,
+    param_at,
     same_memory,
     slot_name,
 )
@@ -109,15 +110,18 @@ class ParamShard:
         return scale[self.start // SHARD_ALIGNMENT : -(-self.stop // SHARD_ALIGNMENT)]
 
 
-def shard_layout(param: Tensor, shard: ParamShard) -> StateLayout:
-    """Return the layout that shows the state of this rank's part as a part of the whole.
+def _layout_of(groups: ParamGroups, shards: Mapping[Slot, ParamShard], slot: Slot) -> StateLayout:
+    """Return the layout that shows the state of this rank's part of a parameter as a part of the
+    whole.
+
+    The version of the model's parameter counts writes to this rank's part; other parts are gathered
+    with the next step.
 
     Args:
-        param: the model's parameter. Its version counts writes to this rank's part; other parts
-            are gathered with the next step.
-        shard: this rank's part.
+        groups: of the model's parameters.
+        shards: this rank's parts, by slot.
     """
-    refusal = ""
+    param, shard, refusal = param_at(groups, slot), shards[slot], ""
     if shard.grad is None and param.numel():
         refusal = (
             f"state of {shard.name}: it was frozen when the optimizer was built, so it "
@@ -167,6 +171,7 @@ class ShardedParams:
         steps_everything: every rank steps all parameters, rather than what it owns.
         frozen: slots that were trained when the buckets were made, and are not now.
         bytes: that were reduced and gathered in the last step.
+        layout_of: returns the layout that shows the state of a slot.
     """
 
     def __init__(
@@ -194,6 +199,7 @@ class ShardedParams:
             for entry in bucket.entries:
                 self._entries[slot_of[id(entry.param)]] = index, entry
         self.shards = {slot: self._shard(slot, param) for slot, param in iter_slots(param_groups)}
+        self.layout_of = partial(_layout_of, param_groups, self.shards)
         self._index = {slot: index for index, slot in enumerate(self.shards)}
         self.tensors: list[list[Tensor]] = [[] for _ in self.buckets]
         for slot, (index, _) in self._entries.items():

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
@@ -23,7 +23,6 @@ from mp_optim.core import (
     Slot,
     group_settings,
     iter_slots,
-    param_at,
     slot_name,
     with_names,
 )
@@ -34,7 +33,7 @@ from mp_optim.core.param_attributes import (
     set_main_param,
     shown_mains_of,
 )
-from mp_optim.core.slot_state import MASTER, SlotState
+from mp_optim.core.slot_state import MASTER
 from mp_optim.host.calls import in_own_modes
 from mp_optim.mixed_precision import MegatronGradScaler, MegatronOptimizer
 from mp_optim.mixed_precision.grad_norm import GradsOfMembers, Measurement, NormKey, StepGrads
@@ -44,7 +43,7 @@ from mp_optim.process_groups.agreement import check_agreement
 from mp_optim.process_groups.missing_ranks import naming_missing_ranks
 from mp_optim.process_groups.process_groups import ProcessGroups
 from mp_optim.zero.composite import CompositeOptimizer
-from mp_optim.zero.sharded_params import ShardedParams, in_forward_order, shard_layout
+from mp_optim.zero.sharded_params import ShardedParams, in_forward_order
 from mp_optim.zero.transport import Reducer
 
 Build = Callable[[list[dict[str, Any]]], WrappedOptimizer]
@@ -108,6 +107,7 @@ class DistributedOptimizer(CompositeOptimizer):
             self.param_groups, config, self._group, model_chunks, divisor, self._guard
         )
         self.shards = build(self._model.groups())
+        self.shards.engine.mains.layout_of = self._model.layout_of
         self.groups_below = [self.shards.param_groups, *self.shards.groups_below]
         self.take_members([self.shards])
         self.averages.shares.append(self._model.share)
@@ -177,12 +177,6 @@ class DistributedOptimizer(CompositeOptimizer):
         owned = self.shards.collect_grads()
         return ReducedGrads(self, trained, owned)
 
-    def norm_key(self, slot: Slot) -> NormKey:
-        key = super().norm_key(slot)
-        if not self._model.steps_everything:
-            return key
-        return NormKey(key.group, (self._group,))  # each measures what it would own
-
     # -- parameters and state: what this rank owns ------------------------------------------------
 
     @in_own_modes
@@ -198,24 +192,6 @@ class DistributedOptimizer(CompositeOptimizer):
     def make_current(self, slot: Slot | None = None) -> None:
         self.follow_model(slot)
         super().make_current(slot)
-
-    def state_of(self, slot: Slot) -> SlotState:
-        layout = shard_layout(param_at(self.param_groups, slot), self._model.shards[slot])
-        return self.shards.state_of(slot, layout)
-
-    def main_param(self, slot: Slot) -> Tensor:
-        self.step_mark.check("main_param")
-        self.follow_model(slot)
-        main, param = super().main_param(slot), param_at(self.param_groups, slot)
-        if not param.requires_grad:
-            return param
-        shown: Tensor = self._model.shards[slot].expose(MASTER, main.detach())
-        return shown
-
-    def param_checksums(self) -> list[int | None]:
-        if self._model.steps_everything:
-            return super().param_checksums()
-        return [None] * len(self._model.shards)  # a checksum is of the whole parameter
 
     def sharers(self) -> Iterator[tuple[str, tuple[ProcessGroup, ...]]]:
         for name, groups in super().sharers():
@@ -265,14 +241,15 @@ class ReducedGrads(GradsOfMembers):
         """Where each rank steps everything, it measures what it would own, so that the sum is made
         of the same parts as with sharding."""
         optimizer = self._optimizer
-        keys = {slot: optimizer.norm_key(slot) for slot in optimizer.slots()}
+        over = (optimizer._group,)
+        keys = {slot: NormKey(optimizer.norm_key(slot).group, over) for slot in optimizer.slots()}
         nothing = torch.empty(0, dtype=torch.float32, device=optimizer.device)
         owned = [self._model.owned_grad(slot) for slot in self._trained]
         grads = [nothing if grad is None else grad for grad in owned]
         distinct = list(dict.fromkeys(keys.values()))
         where = {slot: index for index, slot in enumerate(keys)}
         indices = [where[slot] for slot in self._trained]
-        of_grads, over = [keys[slot] for slot in self._trained], (optimizer._group,)
+        of_grads = [keys[slot] for slot in self._trained]
         return optimizer.shards.agreed_sums(grads, of_grads, distinct, indices, over=over)
 
     def skip(self) -> None:
