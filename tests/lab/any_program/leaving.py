@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,9 @@ def resumed(
     _carry_config(before, after)
     for name, param in before.params():
         after.model.param(name).requires_grad_(param.requires_grad)
+    gone = weakref.ref(before.optimizer)
     before.close()
+    assert gone() is None, "a deleted optimizer waits for the garbage collector"
     return after
 
 

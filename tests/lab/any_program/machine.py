@@ -338,12 +338,16 @@ class AnyProgram(Program):
             live = self.subject.live_group(group)
             group.settings |= {"lr": float(live["lr"]), "weight_decay": float(live["weight_decay"])}
 
-    @operation(how=st.sampled_from(("threads", "park", "numbers")), count=st.integers(1, 3))
+    @operation(
+        how=st.sampled_from(("threads", "park", "numbers", "flush")), count=st.integers(1, 3)
+    )
     def between(self, how: str, count: int) -> None:
         """What happens between the steps of a loop and concerns no number."""
         if how == "threads":
             torch.set_num_threads(count)
             set_host_threads(count)
+        elif how == "flush":
+            self.subject.flushes = not self.subject.flushes
         elif how == "park":
             self.subject.optimizer.offload_to_cpu()
             self.subject.optimizer.restore_from_cpu()

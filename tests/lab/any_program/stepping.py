@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 
 from lab.any_program import gradients
 from lab.any_program.oracle import Oracle, Outcome
@@ -37,10 +39,12 @@ def take_step(subject: Subject, oracle: Oracle, closure: bool) -> None:
     grads = subject.own_grads(oracle)
     subject.bind(oracle)
     expected = oracle.step(grads, subject.place)
+    with flush_mode(subject.flushes):
+        result = subject.optimizer.step(lambda: 7.0) if closure else subject.optimizer.step()
     if closure:
-        assert subject.optimizer.step(lambda: 7.0) == 7.0
+        assert result == 7.0
     else:
-        compare_step(expected, subject.optimizer.step())
+        compare_step(expected, result)
     now = subject.grads()
     changed = [
         name for name, grad in grads.items() if not np.array_equal(grad, now[name], equal_nan=True)
@@ -48,6 +52,17 @@ def take_step(subject: Subject, oracle: Oracle, closure: bool) -> None:
     assert changed == [], "the step changed gradients"
     if oracle.scaler:
         assert float(subject.optimizer.get_loss_scale()) == oracle.scaler.scale
+
+
+@contextlib.contextmanager
+def flush_mode(flushes: bool) -> Iterator[None]:
+    """Set the mode of this thread for a block, which must leave the mode as it is."""
+    torch.set_flush_denormal(flushes)
+    try:
+        yield
+        assert (float(torch.tensor(1e-40) * 1.0) == 0.0) == flushes, "the flush mode has changed"
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def compare_step(expected: Outcome, result: Any) -> None:

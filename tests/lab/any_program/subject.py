@@ -147,7 +147,13 @@ def variant_of(setup: Setup) -> dict[str, Any]:
 
 
 class Subject:
-    """A model and its optimizer in one place."""
+    """A model and its optimizer in one place.
+
+    Attributes:
+        flushes: whether the program takes steps with denormal numbers flushed to zero.
+    """
+
+    flushes = False
 
     def __init__(
         self, setup: Setup, place: Place, model: Model, groups: list[Group] | None

@@ -13,7 +13,7 @@ from torch import Tensor
 from lab.layout_fuzz.case import Case, Layer, Layout, Param
 from lab.layout_fuzz.holding import Place
 from lab.layout_fuzz.model import Network, dtype_of, gradient, initial, row_factors, used
-from lab.layout_fuzz.running import Outcome, config_of
+from lab.layout_fuzz.running import Outcome, config_of, halve
 from mp_optim import get_megatron_optimizer
 
 __all__ = ["expected"]
@@ -65,6 +65,9 @@ class _Alone:
                     group["lr"] *= 0.5 ** (step in self.case.halve_lr)
                 if step in self.case.scaled:
                     self.optimizer.scale_rows_(self._factors())
+                if step in self.case.written:
+                    for param in self.model.parameters():
+                        halve(param)
                 outcome.losses.append(self._losses(step, layout))
                 self._set_gradients(step, layout)
                 result = self.optimizer.step()

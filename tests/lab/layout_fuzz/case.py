@@ -128,6 +128,7 @@ class Case:
         scales: powers of two that the gradients of each step are multiplied by.
         halve_lr: steps before which the learning rate is halved.
         scaled: steps before which every second row of all parameters is halved.
+        written: steps before which other code halves all parameters through ``.data``.
         averaged: steps before which the model has its averages for a moment.
         publishes: steps after which it is published which weights changed.
         late: after each step a backward pass gives gradients that ``zero_grad`` clears, as the
@@ -155,6 +156,7 @@ class Case:
     scales: tuple[int, ...] = (0,)
     halve_lr: tuple[int, ...] = ()
     scaled: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
     averaged: tuple[int, ...] = ()
     publishes: tuple[int, ...] = ()
     late: bool = False

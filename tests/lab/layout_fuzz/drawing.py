@@ -151,13 +151,14 @@ class _Draw:
         return tuple(step for step in range(steps) if apart.random() < 0.6 or step == steps - 1)
 
     def writes(self, case: Case, steps: int) -> dict[str, Any]:
-        """Before which steps rows are scaled, and averages are in the model's place; drawn apart,
-        so that nothing else of a case depends on it."""
+        """Before which steps rows are scaled, parameters are written by ``.data``, and averages
+        are in the model's place; drawn apart, so that nothing else of a case depends on it."""
         apart = random.Random(f"writes {self.seed}")
         scaled = tuple(step for step in range(steps) if apart.random() < 0.15)
         averaged = tuple(step for step in range(steps) if apart.random() < 0.3)
         kept = "ema_decay" in self.averages(case)
-        return {"scaled": scaled, "averaged": averaged if kept else ()}
+        written = tuple(step for step in range(steps) if apart.random() < 0.15)
+        return {"scaled": scaled, "written": written, "averaged": averaged if kept else ()}
 
     def bad_gradient(self, case: Case, steps: int, streams: int) -> BadGradient:
         pick = self.chance

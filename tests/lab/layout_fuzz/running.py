@@ -9,6 +9,7 @@ import os
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,7 @@ from mp_optim.checkpoint.entries import entry_name
 from mp_optim.checkpoint.file_format import read_index, read_manifest
 from mp_optim.config.rules import RULES
 
-__all__ = ["FORMS", "OTHER_SETTINGS", "Outcome", "config_of", "perform"]
+__all__ = ["FORMS", "OTHER_SETTINGS", "Outcome", "config_of", "halve", "perform"]
 
 FORMS: dict[str, dict[str, Any]] = {
     "moments": {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
@@ -137,6 +138,9 @@ def _perform(case: Case, phase: int, rank: int, folder: str, outcome: Outcome) -
             saved.wait()
     outcome.stage = "reading"
     run.read()
+    gone = weakref.ref(run.optimizer)
+    del run.optimizer
+    assert gone() is None, "a deleted optimizer waits for the garbage collector"
     outcome.stage = ""
 
 
@@ -269,6 +273,10 @@ class _Run:
             if self._differs("factors", step):
                 factors = {name: of_rows * 0.5 for name, of_rows in factors.items()}
             self.optimizer.scale_rows_(factors)
+        if step in self.case.written:
+            self._finish_sync()
+            for param in self.model.parameters():
+                halve(param)
         if not self._differs("zero_grad", step):
             self.optimizer.zero_grad()
         if self._differs("dies", step):
@@ -279,6 +287,9 @@ class _Run:
             next(
                 p for group in self.optimizer.param_groups for p in group["params"]
             ).requires_grad_(False)
+
+    def _finish_sync(self) -> None:
+        getattr(self.optimizer, "finish_param_sync", lambda: None)()
 
     def _factors(self) -> Iterator[tuple[str, Tensor]]:
         """Of the rows that this rank names, for each parameter that is trained."""
@@ -362,7 +373,7 @@ class _Run:
     @torch.no_grad()
     def read(self) -> None:
         """Everything by name; whole tensors need all ranks."""
-        getattr(self.optimizer, "finish_param_sync", lambda: None)()
+        self._finish_sync()
         tensors = self.outcome.tensors
         if self.optimizer.config.ema_decay is not None:
             with self.optimizer.averaged_weights():
@@ -381,6 +392,12 @@ class _Run:
     def _read_model(self, kind: str) -> None:
         for name, param in self.model.named_parameters():
             self.outcome.tensors[f"{kind}/{name}"] = _whole(param, None)
+
+
+def halve(param: Tensor) -> None:
+    """Halve a parameter where torch counts no write."""
+    local = param.to_local() if isinstance(param, DTensor) else param
+    local.data.mul_(0.5)
 
 
 def _whole(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
