@@ -124,14 +124,21 @@ def _disk(config: OptimizerConfig) -> Iterator[MemoryLimit]:
 
 
 def _needed(plan: MemoryPlan, limit: MemoryLimit, is_on_host: bool, allocated: int) -> int:
-    """Return the bytes that a plan takes of what a limit limits.
+    """Return the bytes that a plan takes of what a limit limits."""
+    return (
+        plan.disk.total
+        if limit.name.startswith(_DISK)
+        else needed_bytes(plan, is_on_host, allocated)
+    )
+
+
+def needed_bytes(plan: MemoryPlan, is_on_host: bool, allocated: int = 0) -> int:
+    """Return the bytes of host memory that a plan takes beside the model.
 
     Args:
         is_on_host: the model is in host memory, with everything that is planned beside it.
         allocated: bytes of gradients that are there already.
     """
-    if limit.name.startswith(_DISK):
-        return plan.disk.total
     beside = plan.accelerator.total - plan.accelerator.model_params
     return plan.host_total + (beside - min(allocated, beside) if is_on_host else 0)
 
@@ -212,7 +219,7 @@ class _Search:
         fits = _lacking(plan, self.limits, self.is_on_host, self.allocated) is None
         if not self.is_on_host and self.on_device is not None:
             fits = fits and plan.accelerator.total <= self.on_device
-        host = _needed(plan, MemoryLimit("", 0, 0), self.is_on_host, self.allocated)
+        host = needed_bytes(plan, self.is_on_host, self.allocated)
         return host, plan.disk.total, fits
 
     def singles(self) -> Iterator[_Change]:
