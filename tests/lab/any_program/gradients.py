@@ -18,6 +18,7 @@ KINDS = (
     "none",
     "zero",
     "tiny",
+    "denormal",
     "huge",
     "inf",
     "nan",
@@ -54,6 +55,7 @@ def put(param: nn.Parameter, kind: str, seed: int) -> None:
     values = values * {
         "zero": 0.0,
         "tiny": 1e-30,
+        "denormal": 1e-39,
         "huge": 3e4 if param.dtype == torch.float16 else 1e18,
     }.get(kind, 1.0)
     if kind == "main":
