@@ -406,7 +406,8 @@ class SaveHandle:
         else:
             self._future.set_result(self.path)
         finally:
-            del self._work  # and the snapshot with it
+            # and the snapshot with it; an error refers to this frame, and the future to the error
+            del self._work, self
 
     def done(self) -> bool:
         """Whether it is complete or has failed."""

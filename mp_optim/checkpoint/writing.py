@@ -520,7 +520,8 @@ def _write_files(files: Sequence[tuple[Sequence[Item], Path]]) -> list[WrittenFi
     for thread in others:
         thread.join()
     if errors:
-        raise errors[0]
+        del errors[1:]
+        raise errors.pop()  # a frame that kept its own error would be a cycle
     return [written[path] for _, path in files]
 
 

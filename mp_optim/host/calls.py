@@ -165,3 +165,5 @@ def _carry_out(result: Future[T], work: Callable[[], T]) -> None:
         result.set_result(work())
     except BaseException as error:  # the caller that waits for it raises it
         result.set_exception(error)
+    finally:
+        del result, work  # an error refers to this frame, and the result to the error

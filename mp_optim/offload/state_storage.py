@@ -198,7 +198,8 @@ class FileWindows:
                 except OSError as error:
                     failed.append(error)
         if failed:
-            raise failed[0]
+            del failed[1:]
+            raise failed.pop()  # a frame that kept its own error would be a cycle
 
 
 def _versions(window: Window) -> list[int]:

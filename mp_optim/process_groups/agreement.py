@@ -181,10 +181,10 @@ class Ranks:
         """
         if self.group is None:
             return [work()]
-        result, error, own = _attempt(self.rank, work)
+        result, errors, own = _attempt(self.rank, work)
         results = self.gather((result, own))
         reports = self.broadcast([report for _, report in results if report])
-        _raise(what, error, reports)
+        _raise(what, errors, reports)
         return [value for value, _ in results]  # type: ignore[misc]
 
     def broadcast_result(self, what: str, work: Callable[[], T]) -> T:
@@ -195,9 +195,9 @@ class Ranks:
         """
         if self.group is None:
             return work()
-        result, error, own = (None, None, None) if self.rank else _attempt(0, work)
+        result, errors, own = (None, [], None) if self.rank else _attempt(0, work)
         value, report = self.broadcast((result, own))
-        _raise(what, error, [report] if report else [])
+        _raise(what, errors, [report] if report else [])
         item: T = value  # type: ignore[assignment]
         return item
 
@@ -245,19 +245,24 @@ def _new_companion(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def _attempt(
     rank: int, work: Callable[[], T]
-) -> tuple[T | None, BaseException | None, tuple[str, int, str] | None]:
-    """The result; or the error, and what other ranks need to raise the same: its kind, the rank,
-    and a text."""
+) -> tuple[T | None, list[BaseException], tuple[str, int, str] | None]:
+    """Return the result; or a list of the error, and its kind, the rank, and a text, with which
+    other ranks raise the same.
+
+    NOTE: an error refers to its frames, and so to their local variables. A frame that kept the
+    error in one would be a cycle, which holds the optimizer until the garbage collector runs. So
+    the error is in a list, and :func:`_raise` takes it from there.
+    """
     try:
-        return work(), None, None
+        return work(), [], None
     except BaseException as error:  # others wait: they have to learn of an interrupt too
         kind = type(error).__name__
-        return None, error, (kind, rank, f"{kind}: {error}")
+        return None, [error], (kind, rank, f"{kind}: {error}")
 
 
-def _raise(what: str, own: BaseException | None, reports: list[Any]) -> None:
-    if own is not None:
-        raise own
+def _raise(what: str, own: list[BaseException], reports: list[Any]) -> None:
+    if own:
+        raise own.pop()
     if reports:
         kind = _KINDS.get(reports[0][0], RuntimeError)
         texts = "; ".join(f"rank {rank}: {text}" for _, rank, text in reports)
@@ -272,12 +277,12 @@ def agree_on_largest(
     Raises:
         Exception: the error of this rank, or of the first rank whose choice failed; on every rank.
     """
-    value, error, report = _attempt(dist.get_rank() if dist.is_initialized() else 0, choose)
+    value, errors, report = _attempt(dist.get_rank() if dist.is_initialized() else 0, choose)
     for group in groups:
         choices = all_gather(group, doing, (value, report))
         value = max((number for number, _ in choices if number is not None), default=None)
         report = next((failed for _, failed in choices if failed), None)
-    _raise(doing, error, [report] if report else [])
+    _raise(doing, errors, [report] if report else [])
     assert value is not None
     return value
 

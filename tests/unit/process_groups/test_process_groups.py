@@ -1,9 +1,12 @@
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from mp_optim import ProcessGroups
+from mp_optim.process_groups.agreement import agree_on_largest
 
 
 def test_from_megatrons_attribute_names():
@@ -38,4 +41,24 @@ def test_from_a_device_mesh(tmp_path):
                 dist.init_device_mesh("cpu", (1,), mesh_dim_names=("data",))
             )
     finally:
+        dist.destroy_process_group()
+
+
+def test_agreement_frees_the_frames_of_a_failure_at_once(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    held = []
+
+    def fails():
+        local = ProcessGroups()
+        held.append(weakref.ref(local))
+        raise ValueError("no share fits")
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="no share fits"):
+            agree_on_largest([dist.group.WORLD], "choosing a share", fails)
+        assert held[0]() is None
+    finally:
+        gc.enable()
         dist.destroy_process_group()
