@@ -125,11 +125,14 @@ def _disk(config: OptimizerConfig) -> Iterator[MemoryLimit]:
 
 def _needed(plan: MemoryPlan, limit: MemoryLimit, is_on_host: bool, allocated: int) -> int:
     """Return the bytes that a plan takes of what a limit limits."""
-    return (
-        plan.disk.total
-        if limit.name.startswith(_DISK)
-        else needed_bytes(plan, is_on_host, allocated)
-    )
+    if limit.name.startswith(_DISK):
+        return plan.disk.total
+    planned = needed_bytes(plan, is_on_host, allocated)
+    return planned + int(planned * BESIDE)
+
+
+BESIDE = 1 / 32
+"""Share of a plan that a process may take beside it, for temporary tensors and allocators."""
 
 
 def needed_bytes(plan: MemoryPlan, is_on_host: bool, allocated: int = 0) -> int:
@@ -219,7 +222,7 @@ class _Search:
         fits = _lacking(plan, self.limits, self.is_on_host, self.allocated) is None
         if not self.is_on_host and self.on_device is not None:
             fits = fits and plan.accelerator.total <= self.on_device
-        host = needed_bytes(plan, self.is_on_host, self.allocated)
+        host = _needed(plan, MemoryLimit("", 0, 0), self.is_on_host, self.allocated)
         return host, plan.disk.total, fits
 
     def singles(self) -> Iterator[_Change]:
@@ -302,6 +305,7 @@ def _by_purpose(plan: MemoryPlan, search: _Search) -> str:
         spec.name.replace("_", " "): sum(getattr(place, spec.name) for place in places)
         for spec in fields(Memory)
     }
+    sizes["temporary tensors"] = int(sum(sizes.values()) * BESIDE)
     shown = [f"{name} {in_words(size)}" for name, size in sizes.items() if size]
     return f" ({', '.join(shown)})" if shown else ""
 

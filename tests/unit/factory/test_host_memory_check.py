@@ -47,10 +47,10 @@ def in_config(**settings: object) -> OptimizerConfig:
 
 
 def test_adamw_names_need_limit_and_settings_that_fit_before_its_first_step(grant):
-    grant(60 * MIB)  # main params and moments take 48, staging 16
+    grant(60 * MIB)  # main params and moments take 48, staging 16, temporary tensors 2
     model = params()
     optimizer = mp_optim.AdamW(model, offload=1.0, offload_mode="overlap")
-    said = r"offload=1.0: the optimizer needs 64.00 MiB of host memory \(main params 16.00 MiB, .*"
+    said = r"offload=1.0: the optimizer needs 66.00 MiB of host memory \(main params 16.00 MiB, .*"
     said += r"MemAvailable \(60.00 MiB\) leaves 60.00 MiB; set state='bf16', main_params="
     with pytest.raises(ValueError, match=said):
         step(model, optimizer)
@@ -66,14 +66,15 @@ def test_get_megatron_optimizer_refuses_at_construction_in_fields_of_the_config(
 
 
 @pytest.mark.parametrize("of_ranks", [1, 4])
-def test_plan_that_fits_exactly_is_granted_with_gradients_that_are_there(grant, of_ranks):
+def test_plan_that_fits_with_a_32nd_beside_is_granted(grant, of_ranks):
     model = params()
     for param in model:
         param.grad = torch.ones_like(param)
-    optimizer = mp_optim.AdamW(model)  # main params and moments: 12 bytes an element
-    grant(of_ranks * (12 * ELEMENTS + 4096), of_ranks)
+    optimizer = mp_optim.AdamW(model)
+    need = 12 * ELEMENTS * 33 // 32  # main params and moments: 12 bytes an element
+    grant(of_ranks * (need + 4096), of_ranks)
     optimizer.step()
-    grant(of_ranks * (12 * ELEMENTS - 4096), of_ranks)
+    grant(of_ranks * (need - 4096), of_ranks)
     with pytest.raises(ValueError, match=r"offload=0\.0 with a model on the CPU: "):
         step(model, mp_optim.AdamW(model))
 
@@ -82,7 +83,7 @@ def test_groups_of_the_caller_are_planned_with_their_settings(grant):
     model = params()
     for param in model:
         param.grad = torch.ones_like(param)
-    grant(4 * ELEMENTS + 4096)  # FP32 main params
+    grant(4 * ELEMENTS * 33 // 32 + 4096)  # FP32 main params, temporary tensors
     groups = [{"params": model[:2], "momentum": 0.0}, {"params": model[2:], "momentum": 0.0}]
     step(model, mp_optim.SGD(groups, lr=0.1))
     groups[0] = {"params": model[:2], "momentum": 0.9}
