@@ -40,7 +40,7 @@ from mp_optim.checkpoint.file_format import Index, Saved
 from mp_optim.checkpoint.reading import Reading, ValueCheck, plan_reading
 from mp_optim.core import Slot
 from mp_optim.core.flat_shard import FlatShard, PartitionShard, is_cut, scales_of_elements
-from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer, StateLoad, match_without_state
+from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer, match_without_state
 from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.core.slot_state import (
     AVERAGE,
@@ -53,7 +53,7 @@ from mp_optim.core.slot_state import (
     is_scale,
     scale_key,
 )
-from mp_optim.core.state_dict import check_is_state_dict, match_by_name, with_params
+from mp_optim.core.state_dict import StateLoad, check_is_state_dict, match_by_name, with_params
 from mp_optim.host.torch_types import is_dtensor
 from mp_optim.process_groups.agreement import Ranks
 
@@ -238,7 +238,7 @@ class CheckedLoad:
         match = match_without_state(optimizer, state_dict, convert=self.convert)
         # the weights that remainders belong to are yet to come
         yet_to_come = replace(match, checksums={})
-        StateLoad(optimizer, yet_to_come, state, self.convert).check()
+        StateLoad(yet_to_come, state, optimizer.state_of, self.convert).check()
         for fqn, slot in self._slots(optimizer).items():
             checksum = None if self.convert else match.checksums.get(slot)
             if checksum is not None:

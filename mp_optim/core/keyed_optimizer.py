@@ -16,13 +16,14 @@ from mp_optim.core.executor import Executor, Mode
 from mp_optim.core.identity import SharedSettings, check_assigned, check_lists, make_plain, sizes_of
 from mp_optim.core.interrupted_step import StepMark
 from mp_optim.core.model_parallel import ModelParallel
-from mp_optim.core.slot_state import AVERAGE, SlotState, State, scale_key
+from mp_optim.core.slot_state import SlotState, State, scale_key
 from mp_optim.core.state_dict import (
     CHECKSUMS,
     GroupMatch,
+    StateLoad,
     carried,
     check_is_state_dict,
-    match_groups,
+    checked_match,
     names_in_words,
     plain_groups,
 )
@@ -249,7 +250,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a key is missing or unknown, a value does not fit, or bits would be lost.
         """
-        self.follow_model(slot)
+        self.make_current(slot, follow_only=True)
         self.step_mark.copies.take_edits()
         own = self.state_of(slot)
         own.load(own.fit(state))
@@ -269,7 +270,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             whole: all of these slots' state is given.
         """
         self.step_mark.check("state")
-        self.follow_model()
+        self.make_current(follow_only=True)
         parked, taken = self.step_mark.parked, {}
         for slot, given in states.items():
             name, state = self.slot_name(slot), self.state_of(slot)
@@ -297,7 +298,7 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
             BrokenOffError: the last step or load was broken off half-way.
         """
         self.step_mark.check("state")
-        self.follow_model()
+        self.make_current(follow_only=True)
         for slot in slots:
             self.state_of(slot).reset()
         self.step_mark.copies.refresh()
@@ -442,16 +443,17 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
 
     # -- what loading asks of a subclass ----------------------------------------------------------
 
-    def follow_model(self, slot: Slot | None = None) -> None:
-        """Open the state for writing, and let main params follow a model that other code wrote."""
-        self.step_mark.open_state()
+    def make_current(self, slot: Slot | None = None, *, follow_only: bool = False) -> None:
+        """Prepare the state of one slot, or of all, for a caller who may write to it.
 
-    def make_current(self, slot: Slot | None = None) -> None:
-        """Prepare the state of one slot, or of all, for a caller who may write to it: open it,
-        follow the model, give newly trained parameters main params, and check loaded remainders.
+        The order is: open the state for writing, let main params follow a model that other code
+        wrote, give newly trained parameters main params, check loaded remainders.
+
+        Args:
+            follow_only: do only the first two: nothing is read, or all of it is going to be loaded.
 
         Raises:
-            ValueError: a loaded remainder lies beside a parameter that it was not saved with,
+            ValueError: a loaded remainder is next to a parameter that it was not saved with,
                 naming the parameters.
         """
         self.step_mark.open_state()
@@ -496,10 +498,6 @@ def _add_checksums(groups: Sequence[dict[str, Any]], checksums: Sequence[int | N
 
 # -- loading a state dict: all of it is checked before anything is written ------------------------
 
-_KEPT_BYTES = 64 << 20
-"""Of converted state, kept from its check until it is loaded; what is beyond is converted twice, so
-that loading takes no more memory than that."""
-
 
 @in_own_modes
 def load_checked(
@@ -530,38 +528,20 @@ def _restore_state(
     optimizer: SlotKeyedOptimizer, state_dict: dict[str, Any], convert: bool
 ) -> list[str]:
     optimizer.share_settings()  # which say what state there is
-    optimizer.follow_model()
+    optimizer.make_current(follow_only=True)
     match = match_without_state(optimizer, state_dict, convert=convert)
-    load = StateLoad(optimizer, match, state_dict["state"], convert)
+    load = StateLoad(match, state_dict["state"], optimizer.state_of, convert)
     load.check()
     with optimizer.step_mark.under_way(optimizer):
         optimizer.step_mark.touch()
         load.write()
+        match.write_settings(optimizer.param_groups)
         optimizer.share_settings()
         optimizer.load_beside(state_dict)
         written = load.write_model()
     optimizer.step_mark.clear()
     load.tell_of_averages()  # where warnings are errors, after everything
     return written
-
-
-def checked_match(
-    live: ParamGroups,
-    saved: Sequence[dict[str, Any]],
-    check_settings: Callable[[dict[str, Any]], None],
-) -> GroupMatch:
-    """Which saved parameters and settings go where.
-
-    Raises:
-        ValueError: parameters are missing on either side, or a setting is out of range.
-    """
-    match = match_groups(live, saved)
-    for index, (group, settings) in enumerate(zip(live, match.settings, strict=True)):
-        try:
-            check_settings({**group, **settings})
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"param group {index} of the saved state: {error}") from error
-    return match
 
 
 def match_without_state(
@@ -582,104 +562,3 @@ def match_without_state(
     if optimizer.skip_rule is not None:
         optimizer.skip_rule.check_state_dict(state_dict.get("skip_step"))
     return match
-
-
-class StateLoad:
-    """One load of saved state.
-
-    Args:
-        match: where each slot's state is. saved: the state dict's ``"state"``.
-        convert: also where that loses bits.
-
-    Raises:
-        ValueError: state is missing, naming the parameters.
-    """
-
-    def __init__(
-        self,
-        optimizer: SlotKeyedOptimizer,
-        match: GroupMatch,
-        saved: Mapping[Any, Any],
-        convert: bool,
-    ) -> None:
-        self._optimizer, self._match, self._convert = optimizer, match, convert
-        self._saved = self._matched(saved)
-        self._fitted: dict[Slot, State] = {}
-        self._without_average: list[str] = []
-
-    def _matched(self, saved: Mapping[Any, Any]) -> dict[Slot, State]:
-        """What each slot is to be given. A slot whose state was never allocated had none to
-        save."""
-        optimizer = self._optimizer
-        matched: dict[Slot, State] = {}
-        missing: list[str] = []
-        for slot, index in self._match.index_of.items():
-            state = saved.get(index) or {}
-            if not isinstance(state, dict):
-                raise ValueError(
-                    f"state of {optimizer.slot_name(slot)} is a {type(state).__name__}, not a dict"
-                )
-            if not state and optimizer.state_of(slot).is_required():
-                missing.append(optimizer.slot_name(slot))
-            elif state or optimizer.slot_state(slot):
-                matched[slot] = state
-        if missing:
-            raise ValueError(
-                f"the saved state has none for {len(missing)} of {len(self._match.index_of)} "
-                f"parameters: {names_in_words(missing)}. Was it saved before the first step of an "
-                "optimizer that has no state until then, or with these parameters frozen? Load a "
-                "complete one, or none; parameters that had never been trained can be frozen "
-                "(requires_grad_(False)) while it is loaded"
-            )
-        return matched
-
-    def check(self) -> None:
-        """Raise ValueError, naming what does not fit, or would lose bits."""
-        room = _KEPT_BYTES
-        for slot, saved in self._saved.items():
-            state = self._optimizer.state_of(slot)
-            fitted = state.fit(saved, self._convert, self._match.checksums.get(slot))
-            if AVERAGE in fitted and AVERAGE not in saved:
-                self._without_average.append(self._optimizer.slot_name(slot))
-            room -= _converted_bytes(fitted, saved)
-            if room >= 0:
-                self._fitted[slot] = fitted
-
-    def write(self) -> None:
-        """Copy what was checked into the slots and the groups."""
-        optimizer = self._optimizer
-        for slot, saved in self._saved.items():
-            state, fitted = optimizer.state_of(slot), self._fitted.pop(slot, None)
-            state.load(state.fit(saved, self._convert) if fitted is None else fitted)
-        self._match.write_settings(optimizer.param_groups)
-
-    def tell_of_averages(self) -> None:
-        """Warn if averages are kept for which nothing was saved."""
-        if names := self._without_average:
-            warn(
-                f"the saved state has no average for {len(names)} parameters, of which averages "
-                f"are kept (ema_decay): {names_in_words(names)}. They start from the loaded main "
-                "params"
-            )
-
-    def write_model(self) -> list[str]:
-        """Give the model's parameters the values of their main params; returns the names of those
-        that had others."""
-        optimizer, written = self._optimizer, []
-        for slot, saved in self._saved.items():
-            checksum = None if self._convert else self._match.checksums.get(slot)
-            if optimizer.state_of(slot).finish_load(saved, checksum):
-                written.append(slot)
-        return [optimizer.slot_name(slot) for slot in written]
-
-
-def _converted_bytes(fitted: State, saved: State) -> int:
-    """Bytes of what fitting made anew: such tensors have another dtype or key than those that were
-    saved."""
-    made = [
-        value
-        for key, value in fitted.items()
-        if isinstance(value, Tensor)
-        and not (isinstance(saved.get(key), Tensor) and saved[key].dtype == value.dtype)
-    ]
-    return sum(value.nbytes for value in made)

@@ -1,9 +1,10 @@
-"""Plain functions that turn live param groups into plain data and match saved ones to live ones."""
+"""State dicts: live param groups as plain data, matches of saved groups to live ones, and the load
+of saved state."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
@@ -16,6 +17,8 @@ from torch import Tensor
 from mp_optim.config.setting_checks import plain_setting
 from mp_optim.core.identity import ParamGroups, Slot, iter_slots, slot_name
 from mp_optim.core.names import matched_names, without_wrappers
+from mp_optim.core.slot_state import AVERAGE, SlotState, State
+from mp_optim.host.calls import warn
 
 CHECKSUMS = "param_checksums"
 """Key in a saved group: for each parameter, a checksum of what its remainder belongs to, or
@@ -276,3 +279,126 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.tolist()
     return list(value) if isinstance(value, tuple) else value
+
+
+def checked_match(
+    live: ParamGroups,
+    saved: Sequence[dict[str, Any]],
+    check_settings: Callable[[dict[str, Any]], None],
+) -> GroupMatch:
+    """Which saved parameters and settings go where.
+
+    Raises:
+        ValueError: parameters are missing on either side, or a setting is out of range.
+    """
+    match = match_groups(live, saved)
+    for index, (group, settings) in enumerate(zip(live, match.settings, strict=True)):
+        try:
+            check_settings({**group, **settings})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"param group {index} of the saved state: {error}") from error
+    return match
+
+
+# -- loading: all state is checked before anything is written ------------------------------------
+
+_KEPT_BYTES = 64 << 20
+"""Of converted state, kept from its check until it is loaded; what is beyond is converted twice, so
+that loading takes no more memory than that."""
+
+
+class StateLoad:
+    """One load of saved state.
+
+    Args:
+        match: places of each slot's state. saved: the state dict's ``"state"``.
+        state_of: returns the live state of a slot.
+        convert: load also if that loses bits.
+
+    Raises:
+        ValueError: state is missing, naming the parameters.
+    """
+
+    def __init__(
+        self,
+        match: GroupMatch,
+        saved: Mapping[Any, Any],
+        state_of: Callable[[Slot], SlotState],
+        convert: bool,
+    ) -> None:
+        self._match, self._state_of, self._convert = match, state_of, convert
+        self._saved = self._matched(saved)
+        self._fitted: dict[Slot, State] = {}
+        self._without_average: list[str] = []
+
+    def _matched(self, saved: Mapping[Any, Any]) -> dict[Slot, State]:
+        """Return the saved state of each slot. A slot whose state was never allocated had none to
+        save."""
+        matched: dict[Slot, State] = {}
+        missing: list[str] = []
+        for slot, index in self._match.index_of.items():
+            state, own = saved.get(index) or {}, self._state_of(slot)
+            if not isinstance(state, dict):
+                raise ValueError(f"state of {own.name} is a {type(state).__name__}, not a dict")
+            if not state and own.is_required():
+                missing.append(own.name)
+            elif state or own.live():
+                matched[slot] = state
+        if missing:
+            raise ValueError(
+                f"the saved state has none for {len(missing)} of {len(self._match.index_of)} "
+                f"parameters: {names_in_words(missing)}. Was it saved before the first step of an "
+                "optimizer that has no state until then, or with these parameters frozen? Load a "
+                "complete one, or none; parameters that had never been trained can be frozen "
+                "(requires_grad_(False)) while it is loaded"
+            )
+        return matched
+
+    def check(self) -> None:
+        """Raise ValueError, naming what does not fit, or would lose bits."""
+        room = _KEPT_BYTES
+        for slot, saved in self._saved.items():
+            state = self._state_of(slot)
+            fitted = state.fit(saved, self._convert, self._match.checksums.get(slot))
+            if AVERAGE in fitted and AVERAGE not in saved:
+                self._without_average.append(state.name)
+            room -= _converted_bytes(fitted, saved)
+            if room >= 0:
+                self._fitted[slot] = fitted
+
+    def write(self) -> None:
+        """Copy the states that were checked into the slots."""
+        for slot, saved in self._saved.items():
+            state, fitted = self._state_of(slot), self._fitted.pop(slot, None)
+            state.load(state.fit(saved, self._convert) if fitted is None else fitted)
+
+    def tell_of_averages(self) -> None:
+        """Warn if averages are kept for which nothing was saved."""
+        if names := self._without_average:
+            warn(
+                f"the saved state has no average for {len(names)} parameters, of which averages "
+                f"are kept (ema_decay): {names_in_words(names)}. They start from the loaded main "
+                "params"
+            )
+
+    def write_model(self) -> list[str]:
+        """Give the model's parameters the values of their main params; return the names of those
+        that had others."""
+        written = []
+        for slot, saved in self._saved.items():
+            checksum = None if self._convert else self._match.checksums.get(slot)
+            if (state := self._state_of(slot)).finish_load(saved, checksum):
+                written.append(state.name)
+        return written
+
+
+def _converted_bytes(fitted: State, saved: State) -> int:
+    """Bytes of what fitting made anew: such tensors have another dtype or key than those that were
+    saved."""
+    made = [
+        value
+        for key, value in fitted.items()
+        if isinstance(value, Tensor)
+        and not (isinstance(saved.get(key), Tensor) and saved[key].dtype == value.dtype)
+    ]
+    return sum(value.nbytes for value in made)

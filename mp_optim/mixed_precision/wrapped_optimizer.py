@@ -356,14 +356,12 @@ class WrappedOptimizer(MegatronOptimizer):
 
     # -- main params and state --------------------------------------------------------------------
 
-    def follow_model(self, slot: Slot | None = None) -> None:
-        self.engine.mains.follow(slot)
-
-    def make_current(self, slot: Slot | None = None) -> None:
+    def make_current(self, slot: Slot | None = None, *, follow_only: bool = False) -> None:
         mains = self.engine.mains
         mains.follow(slot)
-        mains.bind_trainable(slot)
-        mains.check_remainders(slot)
+        if not follow_only:
+            mains.bind_trainable(slot)
+            mains.check_remainders(slot)
 
     def leaf(self, slot: Slot) -> tuple[MainParams, Slot]:
         return self.engine.mains, slot

@@ -19,10 +19,10 @@ from mp_optim.config.setting_checks import plain_setting
 from mp_optim.config.state_forms import NO_REMAINDER
 from mp_optim.core import ParamGroups, Slot, group_settings, iter_slots, local_tensor, with_names
 from mp_optim.core.identity import SharedSettings
-from mp_optim.core.keyed_optimizer import Closure, SlotKeyedOptimizer, checked_match
+from mp_optim.core.keyed_optimizer import Closure, SlotKeyedOptimizer
 from mp_optim.core.quantized import FLOAT8_DTYPES
 from mp_optim.core.slot_state import State
-from mp_optim.core.state_dict import plain_groups
+from mp_optim.core.state_dict import checked_match, plain_groups
 from mp_optim.factory.build import inner_optimizer, set_up_host
 from mp_optim.factory.host_memory_check import check_host_memory
 from mp_optim.factory.offload_fraction import container_of, with_chosen_fraction

@@ -95,13 +95,9 @@ class CompositeOptimizer(MegatronOptimizer):
 
     # -- asked about some slots, or all -----------------------------------------------------------
 
-    def follow_model(self, slot: Slot | None = None) -> None:
+    def make_current(self, slot: Slot | None = None, *, follow_only: bool = False) -> None:
         for member, member_slot in self._located(slot):
-            member.follow_model(member_slot)
-
-    def make_current(self, slot: Slot | None = None) -> None:
-        for member, member_slot in self._located(slot):
-            member.make_current(member_slot)
+            member.make_current(member_slot, follow_only=follow_only)
 
     def allocate_state(self, slots: Sequence[Slot]) -> None:
         located = [self.locate(slot) for slot in slots]

@@ -152,7 +152,7 @@ class DistributedOptimizer(CompositeOptimizer):
             yield
 
     def finish_grad_sync(self) -> None:
-        self.follow_model()
+        self.make_current(follow_only=True)
         self.grad_reducer.finish()
 
     def finish_param_sync(self) -> None:
@@ -180,18 +180,16 @@ class DistributedOptimizer(CompositeOptimizer):
     # -- parameters and state: what this rank owns ------------------------------------------------
 
     @in_own_modes
-    def follow_model(self, slot: Slot | None = None) -> None:
+    def make_current(self, slot: Slot | None = None, *, follow_only: bool = False) -> None:
         self.finish_param_sync()
         if slot is not None and self._model.is_followed(slot):
-            self.shards.follow_model(slot)
+            self.shards.make_current(slot, follow_only=True)
         elif self._model.follow():
             # copies on the host follow now: state may be read before the next step
-            self.shards.follow_model()
+            self.shards.make_current(follow_only=True)
             self._model.look()
-
-    def make_current(self, slot: Slot | None = None) -> None:
-        self.follow_model(slot)
-        super().make_current(slot)
+        if not follow_only:
+            super().make_current(slot)
 
     def sharers(self) -> Iterator[tuple[str, tuple[ProcessGroup, ...]]]:
         for name, groups in super().sharers():
@@ -199,7 +197,7 @@ class DistributedOptimizer(CompositeOptimizer):
 
     @in_own_modes
     def take_model_params(self, values: Mapping[str, Any]) -> None:
-        self.follow_model()
+        self.make_current(follow_only=True)
         local = {
             shard.name: shard.localize(MASTER, values[shard.name])
             for shard in self._model.shards.values()
