@@ -118,14 +118,11 @@ class Executor:
     def step_slots(self, updates: SlotUpdates) -> None:
         """Step the given slots, and only those: gradients and outputs, each slot at most once."""
 
-    def report_audit(self, wait: bool = False) -> None:
-        """All of a step is queued: tell of elements that a repetition gave other bits.
-
-        Args:
-            wait: also of those that are still on their way from a device.
+    def finish_step(self) -> None:
+        """Check a step, all of which is queued.
 
         Raises:
-            AuditError: there are such, and ``audit_action`` is to raise.
+            AuditError: a repetition gave other bits, and ``audit_action`` is to raise.
         """
 
     def verdict_device(self) -> torch.device | None:

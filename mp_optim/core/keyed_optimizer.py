@@ -53,8 +53,6 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
     """Groups of what steps for this optimizer, each list with a group for each of its own."""
     grad_scaler: Any = None
     """The loss scale, of an optimizer that has one."""
-    skip_rule: Any = None
-    """What keeps a window of steps beside it."""
     model_parallel: ModelParallel = ModelParallel()
     """What of the model this rank has. What leaves (state dicts, checkpoints) has the names of the
     whole model; groups and messages have those here."""
@@ -466,6 +464,13 @@ class SlotKeyedOptimizer(torch.optim.Optimizer):
         """What a state dict holds beside slots and groups."""
         return {}
 
+    def check_beside(self, state_dict: Mapping[str, Any], *, convert: bool) -> None:
+        """Raise ValueError unless :meth:`load_beside` can load this; write nothing.
+
+        Args:
+            convert: keep the present loss scale if none was saved.
+        """
+
     def load_beside(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`saved_beside` made."""
 
@@ -556,9 +561,5 @@ def match_without_state(
     live, names = optimizer.param_groups, optimizer.model_parallel.names
     saved = names.groups_in(state_dict["param_groups"], live)
     match = checked_match(live, saved, optimizer.check_settings)
-    scaler, scale = optimizer.grad_scaler, state_dict.get("grad_scaler")
-    if scaler is not None and (scale or not convert):
-        scaler.check_state_dict(scale)
-    if optimizer.skip_rule is not None:
-        optimizer.skip_rule.check_state_dict(state_dict.get("skip_step"))
+    optimizer.check_beside(state_dict, convert=convert)
     return match

@@ -100,7 +100,7 @@ def get_megatron_optimizer(
     optimizer = build(config, chunks, config_overrides, groups, expert_predicate, param_groups)
     params = ModelParams(chunks)
     for stack in (optimizer, *optimizer.chained_optimizers):
-        stack.watch.params = stack.model_params = params
+        stack.model_params = params
         stack.model_parallel = parallel
     for line in optimizer.choice_notes():
         _log.info(line)

@@ -20,7 +20,7 @@ from mp_optim.host.transfer import Transfer, fetch, transfer_for
 from mp_optim.kernels.kernel_args import fp32
 from mp_optim.kernels.sums import index_on, root
 from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM, Measurement
-from mp_optim.mixed_precision.skip_rule import NUMBERS, Judgement, RollingRule
+from mp_optim.mixed_precision.observer import Observer
 
 _Values = tuple[bool, float | None, int | None, str]
 
@@ -114,31 +114,42 @@ class Verdict:
 
     Attributes:
         multipliers: FP32 value for each norm group: inverse loss scale times clip coefficient.
-        skip: leave everything as it is.
-        found_inf: some gradient is not finite.
+        cause: why nothing is stepped: ``not_finite``, ``over_threshold``, ``spike`` (an observer
+            judged so), or ``disagreement`` of ranks that share parameters; empty for a step that is
+            taken.
         norms: unscaled norm of each norm group.
         num_zeros: zero gradient elements, if counted.
-        disagrees: ranks that share split parameters would step them otherwise; nothing is stepped.
         reason: why the step is skipped, in words; empty for one that is taken.
         scaling: the inverse loss scale, and the grad scaler's trackers, as they were before this
             step; empty without a scaler.
-        judgement: what the rolling rule said; None without one, or if the step was not finite.
-        is_spike: it is for that rule that the step is skipped.
+        limits: metrics of the observer that judged the step.
         param_sums: sum of squares of each parameter's gradient, still scaled, FP64 on the host, in
             slot order; None if they are not kept.
     """
 
     multipliers: dict[str, float] = field(default_factory=dict)
-    skip: bool = False
-    found_inf: bool = False
+    cause: str = ""
     norms: dict[str, float] = field(default_factory=dict)
     num_zeros: int | None = None
-    disagrees: bool = False
     reason: str = ""
     scaling: tuple[float, ...] = ()
-    judgement: Judgement | None = None
-    is_spike: bool = False
+    limits: Mapping[str, float] = field(default_factory=dict)
     param_sums: Tensor | None = field(default=None, compare=False)
+
+    @property
+    def skip(self) -> bool:
+        """True if the step changes nothing."""
+        return bool(self.cause)
+
+    @property
+    def found_inf(self) -> bool:
+        """True if some gradient is not finite."""
+        return self.cause == "not_finite"
+
+    @property
+    def disagrees(self) -> bool:
+        """True if ranks that share parameters would step them differently."""
+        return self.cause == "disagreement"
 
     @property
     def grad_norm(self) -> float | None:
@@ -146,25 +157,20 @@ class Verdict:
         return None if self.found_inf else self.norms.get(MAIN_NORM, 0.0)
 
     @property
-    def cause(self) -> str:
-        """Of a skipped step, as metrics have it."""
-        if self.disagrees:
-            return "disagreement"
-        if self.is_spike:
-            return "spike"
-        return "not_finite" if self.found_inf else "over_threshold"
-
-    @property
     def result(self) -> StepResult:
         """What the caller of ``step`` gets."""
         zeros = None if self.found_inf else self.num_zeros
-        return StepResult(not self.skip, self.grad_norm, zeros, self.reason)
+        return StepResult(not self.cause, self.grad_norm, zeros, self.reason)
+
+    def settle(self) -> Verdict:
+        """Return this verdict, as :meth:`DeviceVerdict.settle` returns one."""
+        return self
 
 
 def not_finite(groups: Iterable[str], scaling: tuple[float, ...]) -> Verdict:
     """The verdict on gradients of some norm groups that are not finite."""
     reason = f"the gradients of norm group {', '.join(groups)} hold an inf or nan"
-    return Verdict(skip=True, found_inf=True, reason=reason, scaling=scaling)
+    return Verdict(cause="not_finite", reason=reason, scaling=scaling)
 
 
 def finite(
@@ -173,33 +179,28 @@ def finite(
     threshold: float,
     num_zeros: int | None,
     scaling: tuple[float, ...],
-    judgement: Judgement | None = None,
+    judged: tuple[str, dict[str, float]] = ("", {}),
 ) -> Verdict:
-    """The verdict on finite gradients: the step is taken if the norm is not above a threshold, and
-    is no spike."""
-    norm, spike = norms.get(MAIN_NORM, 0.0), ""
-    over = norm > threshold
-    if over:
+    """Return the verdict on finite gradients: the step is taken if the norm is not above a
+    threshold, and no observer skips it.
+
+    Args:
+        judged: reason and metrics of the observer that judged the step.
+    """
+    norm = norms.get(MAIN_NORM, 0.0)
+    reason, limits = judged
+    cause = "spike" if reason else ""
+    if norm > threshold:
+        cause = "over_threshold"
         reason = f"the gradient norm is {norm:g}, over grad_norm_skip_threshold={threshold:g}"
-    else:
-        reason = spike = "" if judgement is None else judgement.reason(norm)
-    return Verdict(
-        multipliers,
-        bool(reason),
-        norms=norms,
-        num_zeros=num_zeros,
-        reason=reason,
-        scaling=scaling,
-        judgement=judgement,
-        is_spike=bool(spike),
-    )
+    return Verdict(multipliers, cause, norms, num_zeros, reason, scaling, limits)
 
 
 def decide(
     measurement: Measurement,
     scaled_by: Sequence[Tensor],
     config: Any,
-    rule: RollingRule | None = None,
+    judge: Observer | None = None,
 ) -> Verdict:
     """The step's verdict, formed in double; reads the device once.
 
@@ -208,7 +209,7 @@ def decide(
         scaled_by: reciprocal of the scale that was used in backward, shape (1,) FP64, and the grad
             scaler's trackers; empty for 1.
         config: reads ``clip_grad`` (<= 0: off) and ``grad_norm_skip_threshold``.
-        rule: judges the step, which was begun on the host; its window stays as it is.
+        judge: observer that judges the step, prepared for the host.
     """
     optional = measurement.disagreement, measurement.zeros
     scalars = [*measurement.sums.values(), *scaled_by]
@@ -219,7 +220,7 @@ def decide(
     scaling = tuple(next(values) for _ in scaled_by)
     inverse = scaling[0] if scaling else 1.0
     if measurement.disagreement is not None and next(values) != 0.0:
-        return Verdict(skip=True, disagrees=True)
+        return Verdict(cause="disagreement")
     num_zeros = None if measurement.zeros is None else int(next(values))
     if not all(map(math.isfinite, sums.values())):
         bad = [name for name, value in sums.items() if not math.isfinite(value)]
@@ -231,10 +232,13 @@ def decide(
         coefficient = min(1.0, limit / (norm + 1e-6)) if limit > 0.0 else 1.0
         multipliers[name] = fp32(inverse * coefficient)
     multipliers[EXCLUDED] = multipliers.get(MAIN_NORM, fp32(inverse))
-    judgement = None if rule is None else rule.judge_on_host(norms.get(MAIN_NORM, 0.0))
-    verdict = finite(
-        multipliers, norms, config.grad_norm_skip_threshold, num_zeros, scaling, judgement
-    )
+    judged: tuple[str, dict[str, float]] = "", {}
+    if judge is not None:
+        norm = norms.get(MAIN_NORM, 0.0)
+        _, numbers = judge.judge(torch.tensor(norm, dtype=torch.float64, device="cpu"))
+        judged = judge.explain(norm, numbers.tolist())
+    threshold = config.grad_norm_skip_threshold
+    verdict = finite(multipliers, norms, threshold, num_zeros, scaling, judged)
     return verdict if params is None else replace(verdict, param_sums=params)
 
 
@@ -263,12 +267,12 @@ class VerdictNumbers:
             skipped.
         overflow: bool, shape (): some gradient is not finite.
         report: FP64, 1-D: overflow, skip (2 or 3 because ranks disagree), norms, multipliers before
-            they are rounded, the number of zeros if they were counted, the rolling rule's numbers
-            if there is one, what a verdict has as ``scaling``, and the sums of ``params``
+            they are rounded, the number of zeros if they were counted, the ``judged`` numbers of
+            the observer that judges, what a verdict has as ``scaling``, and the sums of ``params``
             parameters.
         counts_zeros: whether they were counted.
         threshold: the norm above which the step is skipped.
-        rule: the rolling rule, if there is one.
+        judge: the observer that judges, if there is one. judged: how many numbers it gave.
         params: how many parameters' sums of squares are kept, 0 for none.
     """
 
@@ -278,7 +282,8 @@ class VerdictNumbers:
     report: Tensor
     counts_zeros: bool
     threshold: float
-    rule: RollingRule | None
+    judge: Observer | None
+    judged: int
     params: int
 
 
@@ -286,11 +291,10 @@ def decide_on_device(
     measurement: Measurement,
     scaled_by: Sequence[Tensor],
     config: Any,
-    rule: RollingRule | None = None,
+    judge: Observer | None = None,
 ) -> VerdictNumbers:
     """The verdict on the device of the measurement's sums, of which there is at least one; nothing
-    waits. The step goes into the rule's window. Arguments as of
-    :func:`decide`, on the same device."""
+    waits. ``judge`` takes the norm. Arguments as of :func:`decide`, on the same device."""
     names = list(measurement.sums)
     sums = torch.stack(list(measurement.sums.values()))
     scale = scaled_by[0].reshape(()) if scaled_by else None
@@ -304,10 +308,10 @@ def decide_on_device(
         norm = norms[main]
         if threshold < math.inf:
             skip = overflow | (norm > threshold)
-        if rule is not None:
-            spike, judged = rule.judge(norm)
+        if judge is not None:
+            spike, judged = judge.judge(norm)
             skip = skip | spike
-            rule.take(torch.where(overflow, math.nan, norm))
+            judge.take(torch.where(overflow, math.nan, norm))
     multipliers = clip_coefficients(clipped, config.clip_grad)
     if scale is not None:
         multipliers = multipliers * scale
@@ -323,7 +327,8 @@ def decide_on_device(
         torch.cat([flags, norms, multipliers, *more]),
         measurement.zeros is not None,
         config.grad_norm_skip_threshold,
-        rule if len(judged) else None,
+        judge,
+        len(judged),
         0 if measurement.params is None else len(measurement.params),
     )
 
@@ -413,15 +418,17 @@ def _as_verdict(decided: VerdictNumbers, read: Tensor) -> Verdict:
     norms = {name: next(numbers) for name in names}
     multipliers = {name: fp32(next(numbers)) for name in names}
     num_zeros = int(next(numbers)) if decided.counts_zeros else None
-    judged = [next(numbers) for _ in range(NUMBERS if decided.rule else 0)]
+    numbers_judged = [next(numbers) for _ in range(decided.judged)]
     scaling = tuple(numbers)
     if skip > 1.0:
-        return Verdict(skip=True, disagrees=True, param_sums=params)
+        return Verdict(cause="disagreement", param_sums=params)
     if overflow:  # the norm is finite where the sum of squares is
         verdict = not_finite((n for n in names if not math.isfinite(norms[n])), scaling)
     else:
-        judgement = decided.rule.judgement(judged) if decided.rule else None
-        verdict = finite(multipliers, norms, decided.threshold, num_zeros, scaling, judgement)
+        judged: tuple[str, dict[str, float]] = "", {}
+        if decided.judge is not None and numbers_judged:
+            judged = decided.judge.explain(norms[MAIN_NORM], numbers_judged)
+        verdict = finite(multipliers, norms, decided.threshold, num_zeros, scaling, judged)
     return replace(verdict, param_sums=params)
 
 
@@ -444,9 +451,8 @@ def fetched(values: Tensor) -> Callable[[], Tensor]:
 #
 # A slot's ``step``, from which bias corrections and random numbers are made: ``GroupState.count``.
 #
-# - *The host decides*: ``apply_verdict`` (``mixed_precision/megatron_optimizer.py``) hands no
-# skipped
-#   step down, so nothing is counted.
+# - *The host decides*: ``take_step`` (``mixed_precision/step.py``) hands no skipped step down, so
+#   nothing is counted.
 # - *The device decides*: ``RuleExecutor.step_slots`` counts the step as taken, and
 #   ``RuleState.settle`` takes it back before a count is read again, if ``DeviceVerdict.settle``
 #   says that it was skipped.
@@ -455,9 +461,9 @@ def fetched(values: Tensor) -> Callable[[], Tensor]:
 #   skipped step is never published. It never meets a verdict on the device: with a slot on the host
 #   ``PlacedExecutor.verdict_device`` is None, and the host decides.
 #
-# Besides: loss scale, growth and hysteresis are the grad scaler's, for which a step that was
-# skipped for a threshold is clean. Skips in a row are the ``StandstillWatch``'s, outcomes of
-# predictions ``Schedule``'s.
+# Loss scale, growth and hysteresis are the grad scaler's, for which a step that was skipped for a
+# threshold is clean. ``StepWarnings`` (``monitor/step_warnings.py``) counts skips in a row,
+# ``BackwardScheduler`` the outcomes of predictions.
 
 
 class StepCounts:

@@ -7,18 +7,16 @@ non-finite; there is no second pass to look for one.
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mp_optim.core import CachedTensorList, Multiplier
+from mp_optim.core import CachedTensorList
 from mp_optim.kernels import choose_backend
 from mp_optim.kernels.sums import Groups, index_on, reduce_over, reduce_rows, sum_in_pairs
 from mp_optim.process_groups.missing_ranks import all_gather
@@ -246,96 +244,3 @@ def of_parameters(sums: Tensor, indices: Sequence[int], split_over: Sequence[Gro
         of_slots[index_on(sums.device, tuple(indices))] = sums
     reduce_rows(of_slots, split_over, "agreeing on the gradient norms of parameters")
     return of_slots
-
-
-class UpdateWatch:
-    """Main params before a step, to be compared with what the step makes of them. Holds a copy of
-    them: 4 bytes a parameter of this rank, where they are stepped.
-
-    Args:
-        mains: the main params now, one of each slot.
-        split_over: for every slot the groups of ranks over which its parameter is split.
-        fused_backend: of the config. device: of the result.
-    """
-
-    def __init__(
-        self,
-        mains: Callable[[], list[Tensor]],
-        split_over: Sequence[Groups],
-        fused_backend: str,
-        device: torch.device,
-    ) -> None:
-        self._mains, self._split_over, self._device = mains, split_over, device
-        self._fused_backend = fused_backend
-        self._before = [main.detach().clone() for main in mains()]
-
-    def finish(self) -> Tensor:
-        """After the step: for each slot the sum of squares of its main param before, of what the
-        step added to it, and the number of elements; FP64, shape (slots, 3). Collective."""
-        weights = measure(self._before, self._fused_backend, self._device)
-        for before, now in zip(self._before, self._mains(), strict=True):
-            before.sub_(now.detach())
-        updates = measure(self._before, self._fused_backend, self._device)
-        counts = [tensor.numel() for tensor in self._before]
-        self._before.clear()
-        numel = index_on(self._device, tuple(counts)).double()
-        sums = torch.stack([weights, updates, numel], dim=1)
-        reduce_rows(sums, self._split_over, "adding up the updates of parameters")
-        return sums
-
-
-class StepGrads(ABC):
-    """Gradients that were collected for one step. They are let go with this object."""
-
-    @abstractmethod
-    def has_any(self) -> bool:
-        """Whether any parameter has a gradient."""
-
-    @abstractmethod
-    def sums(self, on_host: bool = False) -> Measurement:
-        """Sums of squares, agreed with the other ranks.
-
-        Args:
-            on_host: the verdict is formed there, so that sums may be given as numbers.
-        """
-
-    @abstractmethod
-    def watch_updates(self) -> list[UpdateWatch]:
-        """What is to be compared with the parameters after the step, member by member."""
-
-    @abstractmethod
-    def skip(self) -> None:
-        """The host's verdict is to step nothing."""
-
-    @abstractmethod
-    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
-        """Step the slots that have a gradient.
-
-        Args:
-            multipliers: by norm group.
-            grad_norm: after clipping, for rules that clip by it themselves; they need a number.
-        """
-
-
-class GradsOfMembers(StepGrads):
-    """The members' gradients: their measurements are one measurement, the verdict is for all."""
-
-    def __init__(self, members: Sequence[StepGrads]) -> None:
-        self._members = members
-
-    def has_any(self) -> bool:
-        return any(member.has_any() for member in self._members)
-
-    def sums(self, on_host: bool = False) -> Measurement:
-        return functools.reduce(operator.add, (member.sums() for member in self._members))
-
-    def watch_updates(self) -> list[UpdateWatch]:
-        return [watch for member in self._members for watch in member.watch_updates()]
-
-    def skip(self) -> None:
-        for member in self._members:
-            member.skip()
-
-    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
-        for member in self._members:
-            member.step(multipliers, grad_norm)

@@ -63,8 +63,8 @@ from mp_optim.host.leases import give_memory
 from mp_optim.host.torch_types import is_dtensor
 from mp_optim.kernels.checksums import checksums_of
 from mp_optim.kernels.written_weights import WrittenWeights
-from mp_optim.mixed_precision.changed_weights import ChangedPart, ChangedWeights
 from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM, NormKey
+from mp_optim.mixed_precision.observer import WeightObserver
 from mp_optim.mixed_precision.param_state import (
     Agreement,
     ParamState,
@@ -90,7 +90,8 @@ class MainParams:
         table: what was last seen at every slot.
         written: checksums of weights that steps do not compare with their main params.
         agreement: what is not yet certain about loaded slots.
-        changes: what is to be published, if that is asked for.
+        executor: as it was given.
+        observers: watch the weights.
         reloaded: how often a main param took the value of a parameter that was written from
             outside.
         layout_of: returns the layout in which an optimizer above shows the state of a slot; None
@@ -107,7 +108,7 @@ class MainParams:
         process_groups: ProcessGroups,
         check_param: Callable[[str, Tensor], None],
     ) -> None:
-        self._param_groups, self._executor = param_groups, executor
+        self._param_groups, self.executor = param_groups, executor
         self.process_groups, self._check_param = process_groups, check_param
         self.agreement = Agreement()
         self._ready: dict[Slot, Tensor] = {}
@@ -115,7 +116,7 @@ class MainParams:
         self._shown = shown_mains_of(self)
         self.table = SlotTable()
         self.written = WrittenWeights()
-        self.changes: ChangedWeights | None = None
+        self.observers: list[WeightObserver] = []
         self.reloaded = 0
         self.layout_of: Callable[[Slot], StateLayout] | None = None
         for index in range(len(param_groups)):
@@ -141,7 +142,7 @@ class MainParams:
                     f"{self.name(Slot(index, position))} was made inside torch.inference_mode(), "
                     "so nothing can train it; build the model outside of it"
                 )
-        self._executor.reserve_main_params(coming)
+        self.executor.reserve_main_params(coming)
         rows: list[tuple[Slot, Tensor, NormKey, ParamLayout, int]] = []
         mains: dict[Slot, Tensor] = {}
         for position, param in enumerate(params):
@@ -207,7 +208,7 @@ class MainParams:
         if self._separates(slot, main):
             is_coded = is_quantized(param)
             value = dequantized(param) if is_coded else local_tensor(param)
-            self._executor.set_main_param(slot, value)
+            self.executor.set_main_param(slot, value)
         del self._ready[slot]
         self._trained(self.table.index(slot), main, param)
 
@@ -225,7 +226,7 @@ class MainParams:
         check_attributes(self.name(slot), param)
         check_quantized(self.name(slot), param)
         local = dequantized(param) if is_quantized(param) else local_tensor(param)
-        return self._executor.new_main_param(slot, local)
+        return self.executor.new_main_param(slot, local)
 
     def _separates(self, slot: Slot, main: Tensor) -> bool:
         """Whether what is stepped for a slot is another tensor than the model's."""
@@ -277,7 +278,7 @@ class MainParams:
         return local_tensor(self.param(slot))
 
     def _stepped(self, slot: Slot) -> Tensor:
-        return param_at(self._executor.param_groups, slot)
+        return param_at(self.executor.param_groups, slot)
 
     def is_separate(self, slot: Slot) -> bool:
         """Whether a slot is stepped on a tensor other than the model's parameter."""
@@ -293,7 +294,7 @@ class MainParams:
         param = self.param(slot)
         if param.dtype != torch.float32 or self.is_separate(slot):
             self._hand_out(slot)
-            main = self._executor.main_param(slot)
+            main = self.executor.main_param(slot)
         elif self.layout_of is None:
             return param
         else:
@@ -328,32 +329,32 @@ class MainParams:
 
     def stored(self, slot: Slot) -> State:
         """A slot's state in the wrapped optimizer."""
-        return self._executor.state_of(slot).live()
+        return self.executor.state_of(slot).live()
 
     def stepped_value(self, slot: Slot) -> Tensor:
         """The FP32 value of what is stepped for a slot."""
-        return self._executor.main_param(slot)
+        return self.executor.main_param(slot)
 
     def set_stepped_value(self, slot: Slot, value: Tensor) -> None:
         """Give a slot this FP32 value, of the shape of :meth:`stepped_value`, and the model's
         parameter what follows from it."""
-        self._executor.set_main_param(slot, value)
+        self.executor.set_main_param(slot, value)
         self.write_model(slot)
 
     def _hand_out(self, slot: Slot) -> None:
         """The caller is given the main param or state of a slot, and may write to it."""
         index = self.table.index(slot)
         self.written.forget(index)
-        if self.changes is not None:
-            self.changes.exposed(index)
+        for observer in self.observers:
+            observer.state_exposed(index)
 
     def write_model(self, slot: Slot) -> None:
         """Give the model's parameter at a slot the value of what is stepped for it."""
         param = self.param(slot)
-        if self.changes is not None:
-            self.changes.replaced(self.table.index(slot))
+        for observer in self.observers:
+            observer.weight_written(self.table.index(slot))
         if is_quantized(param):
-            quantize_(param, self._executor.main_param(slot))
+            quantize_(param, self.executor.main_param(slot))
         elif self.is_separate(slot):
             local_tensor(param).copy_(self._stepped(slot))
 
@@ -371,7 +372,7 @@ class MainParams:
             TypeError: a tensor's dtype cannot be stepped, naming the parameter.
             ValueError: its shape changed, or its memory is gone or another parameter's.
         """
-        self._executor.step_mark.open_state()
+        self.executor.step_mark.open_state()
         self.follow_tensors()
         table = self.table
         indices = range(len(table.slots)) if slot is None else (table.index(slot),)
@@ -384,13 +385,16 @@ class MainParams:
         self.follow_tensors()
         staged = self._compared_by_sums()
         self._take_values(sorted(staged), staged)
+        if self.agreement.expected:
+            self.follow()  # weights that were loaded after their remainders
+            self.check_remainders(None)
 
     def _compared_by_sums(self) -> set[int]:
         """Return the indices of weights that are not on the device of their main params, or that
         are quantized."""
         table = self.table
         coded = {index for index, is_coded in enumerate(table.quantized) if is_coded}
-        found = coded.union(map(table.index, self._executor.host_slots()))
+        found = coded.union(map(table.index, self.executor.host_slots()))
         return {index for index in found if table.bound[index] and table.separate[index]}
 
     def stepped(self, indices: Sequence[int]) -> None:
@@ -432,9 +436,9 @@ class MainParams:
             slot, param = self.table.slots[index], self.table.params[index]
             if self._follow(slot, self._stepped(slot), local_tensor(param), param):
                 self.reloaded += 1
-                self._executor.main_written(slot)
-                if self.changes is not None:
-                    self.changes.replaced(index)
+                self.executor.main_written(slot)
+                for observer in self.observers:
+                    observer.weight_written(index)
         again = [index for index in summed if index in chosen]
         self.written.note(again, [self._bits(index) for index in again])
 
@@ -449,7 +453,7 @@ class MainParams:
             self._stay_beside(slot, main, param)
             self.written.forget(index)  # its value is compared next
         elif param.dtype == main.dtype:
-            self._executor.param_groups[slot.group]["params"][slot.position] = local
+            self.executor.param_groups[slot.group]["params"][slot.position] = local
             set_main_param(self._shown, slot, param, local)
         else:  # it was cast: now it needs a main param, or has no place here
             self._trained(index, self._new_main(slot, param), param)
@@ -457,7 +461,7 @@ class MainParams:
     def _stay_beside(self, slot: Slot, main: Tensor, param: Tensor) -> None:
         """What is stepped where its parameter lies goes with it to another device (``model.to``),
         as state goes with what is stepped; but not if it waits on the host."""
-        executor, home = self._executor, self._executor.home(slot, param)
+        executor, home = self.executor, self.executor.home(slot, param)
         is_parked = id(main) in executor.step_mark.parked.homes
         if main.device != home and home == local_tensor(param).device and not is_parked:
             give_memory(main, main.data.to(home))
@@ -468,10 +472,10 @@ class MainParams:
         if not is_quantized(param):
             return follow(main, local, self.name(slot))
         check_quantized(self.name(slot), param)
-        if holds(param, self._executor.main_param(slot)):
+        if holds(param, self.executor.main_param(slot)):
             return False
-        self._executor.step_mark.open_state()
-        self._executor.set_main_param(slot, dequantized(param))
+        self.executor.step_mark.open_state()
+        self.executor.set_main_param(slot, dequantized(param))
         return True
 
     @in_own_modes
@@ -490,21 +494,8 @@ class MainParams:
                 value = dequantized(given) if is_quantized(given) else local_tensor(given)
                 self.set_stepped_value(slot, value)
             elif slot in self.agreement.expected:
-                self._executor.set_main_param(slot, self._local(slot))
+                self.executor.set_main_param(slot, self._local(slot))
         self.agreement.expected.clear()
-
-    # -- what is published ------------------------------------------------------------------------
-
-    def track_changes(self, on: bool) -> None:
-        """Begin to remember which weights change, from nothing; or stop."""
-        self.changes = ChangedWeights(self.table, self._executor) if on else None
-
-    def changed_parts(self, full: bool) -> list[ChangedPart]:
-        """What changed, or everything, by slot; it goes on being remembered."""
-        assert self.changes is not None
-        self.follow()
-        self.changes.look(frozen=True)
-        return list(self.changes.changed(full, self.is_first_copy))
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -515,7 +506,7 @@ class MainParams:
 
     def home(self, slot: Slot) -> torch.device:
         """Return the device on which a slot is stepped."""
-        return self._executor.home(slot, self.param(slot))
+        return self.executor.home(slot, self.param(slot))
 
     def state_of(self, slot: Slot) -> SlotState:
         """Return a slot's state in the layout that callers see."""
@@ -537,7 +528,7 @@ class MainParams:
     def _trained_state(self, slot: Slot, separate: bool) -> ParamState:
         self._hand_out(slot)
         param, layout, name = self.param(slot), self._state_layout(slot), self.name(slot)
-        return param_state(self._executor, slot, name, param, separate, self.agreement, layout)
+        return param_state(self.executor, slot, name, param, separate, self.agreement, layout)
 
     def checksums(self) -> list[int | None]:
         """See :meth:`~mp_optim.core.keyed_optimizer.SlotKeyedOptimizer.param_checksums`."""

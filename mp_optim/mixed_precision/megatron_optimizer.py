@@ -7,51 +7,37 @@ How steps are counted, and what becomes of the counts of one that is skipped, is
 
 from __future__ import annotations
 
-import math
-import uuid
+import itertools
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.core import Slot, iter_slots, local_tensor, param_at
-from mp_optim.core.identity import has_names
+from mp_optim.core import Slot, iter_slots, param_at
 from mp_optim.core.keyed_optimizer import Closure, SlotKeyedOptimizer
-from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.core.names import ModelParams
 from mp_optim.core.param_attributes import clear_decoupled_grad
 from mp_optim.core.slot_state import SlotState
-from mp_optim.core.weight_delta import WeightDelta, WeightPatch
+from mp_optim.core.weight_delta import WeightDelta
 from mp_optim.host.calls import in_own_modes, weak_method
-from mp_optim.mixed_precision.averaged_weights import AveragedWeights, scale_rows_
+from mp_optim.host.torch_types import is_dtensor
 from mp_optim.mixed_precision.backward_overlap import EarlyWork
-from mp_optim.mixed_precision.changed_weights import ChangedPart, ChangedWeights
-from mp_optim.mixed_precision.clip_and_skip import (
-    DeviceVerdict,
-    StepCounts,
-    StepResult,
-    Verdict,
-    decide,
-    decide_on_device,
-)
+from mp_optim.mixed_precision.clip_and_skip import StepCounts
 from mp_optim.mixed_precision.description import Description
-from mp_optim.mixed_precision.grad_norm import MAIN_NORM, NormKey, StepGrads
-from mp_optim.mixed_precision.grad_scaler import MegatronGradScaler, scaling_of
-from mp_optim.mixed_precision.health import GradientHealth
+from mp_optim.mixed_precision.grad_norm import NormKey
+from mp_optim.mixed_precision.grad_scaler import MegatronGradScaler
 from mp_optim.mixed_precision.main_params import MainParams
+from mp_optim.mixed_precision.observer import Observer, Observers
+from mp_optim.mixed_precision.scaled_rows import scale_rows_
 from mp_optim.mixed_precision.settings_agreement import check_write, disagreement
-from mp_optim.mixed_precision.skip_rule import RollingRule
-from mp_optim.mixed_precision.step_warnings import StandstillWatch
+from mp_optim.mixed_precision.step import StepGrads, take_step
 from mp_optim.param_groups.tables import Tables, choice_notes
-
-_HOST = torch.device("cpu")
 
 
 class MegatronOptimizer(SlotKeyedOptimizer):
@@ -71,16 +57,14 @@ class MegatronOptimizer(SlotKeyedOptimizer):
 
     Attributes:
         model_params: the whole model's, if it was built for one; names are looked up there.
-        watch: notices steps that cannot have trained anything.
+        observer_kinds: observers that every stack has, by name (:mod:`mp_optim.monitor`).
+        observers: those of this stack.
         early_work: what was begun during backward.
         counts: of its steps, and the verdict on the last one.
-        skip_rule: the rolling rule of ``skip_step_sigma_factor``.
-        health: takes the loss for it, and tells norms and updates of single parameters.
-        averages: puts averages of main params in the place of the weights.
-        publications: of weights that changed: whose, and how many so far; None if that is off.
     """
 
     model_params: ModelParams | None = None
+    observer_kinds: ClassVar[Mapping[str, type[Observer]]] = {}
 
     def __init__(
         self,
@@ -97,17 +81,19 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def _begin(self, config: OptimizerConfig) -> None:
         """Have no history."""
         self.config = config
-        self.watch = StandstillWatch()
         self.early_work = EarlyWork()
         self.counts = StepCounts(weak_method(self.refuse_disagreement))
-        self.averages = AveragedWeights()
-        self.publications: tuple[str, int] | None = None
-        self.skip_rule = RollingRule(config)
-        self.health = GradientHealth(self._live_groups, self._sizes, self.skip_rule, config)
+        self.observers = Observers(self.observer_kinds, self)
 
-    def judge_step(self, verdict: Verdict) -> None:
-        """Warn about a step that trained nothing, or was skipped like the ones before it."""
-        self.watch.judge(self, verdict)
+    def use_observers(self, observers: Observers) -> None:
+        """Have these observers, which watch the composite that this stack is a member of."""
+        self.observers = observers
+
+    @property
+    def health(self) -> Any:
+        """:class:`~mp_optim.monitor.health.GradientHealth` of the stack: norms of single gradients,
+        update ratios, and the loss for the rolling rule."""
+        return self.observers["health"]
 
     # -- what a step is made of -------------------------------------------------------------------
 
@@ -155,80 +141,9 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        result = self.unhooked_step()
-        return result if closure is None else loss
-
-    @in_own_modes
-    def unhooked_step(self) -> StepResult:
-        """:meth:`step` without torch's hooks around it, for an optimizer above that has them."""
         self.check_lists()
-        with self.step_mark.step(self):
-            if self.early_work.overlaps:
-                self.early_work.collect()
-            config = self.config
-            with _timed(config, "optimizer-clip-main-grad"):
-                grads = self.collect_grads()
-                verdict = self._decide(grads)
-            with _timed(config, "optimizer-inner-step"):
-                self.apply_verdict(grads, verdict)
-            self.update_scale(verdict)
-        self.conclude_step(verdict)
-        return verdict.result
-
-    def _decide(self, grads: StepGrads) -> Verdict | DeviceVerdict:
-        config, device = self.config, self.verdict_device()
-        measurement = grads.sums(on_host=device is None)
-        if not grads.has_any():
-            self.watch.see_gradients(self, False)
-        scaling = () if self.grad_scaler is None else scaling_of(self.grad_scaler)
-        if device is not None:
-            scalars = [*measurement.sums.values(), *scaling]
-            if any(value.device != device for value in scalars):
-                device = None
-        rule: RollingRule | None = None
-        if self.skip_rule.reported is not None or math.isfinite(config.skip_step_sigma_factor):
-            rule = self.skip_rule.begun(device or _HOST)
-        if device is not None:
-            # whatever reads the verdict is on the device: nothing waits for it
-            return DeviceVerdict(decide_on_device(measurement, scaling, config, rule))
-        verdict = decide(measurement, scaling, config, rule)
-        if verdict.disagrees:
-            self.refuse_disagreement()
-        if rule is not None:
-            rule.take_on_host(verdict.norms)
-        return verdict
-
-    def apply_verdict(self, grads: StepGrads, verdict: Verdict | DeviceVerdict) -> None:
-        """Count the step, and take it unless the verdict is to skip it."""
-        self.counts.record(verdict)
-        interval = self.config.log_update_ratios_interval
-        watches = interval > 0 and self.counts.steps % interval == 0
-        with self.health.watching(grads, self.counts.steps) if watches else nullcontext():
-            if verdict.skip:
-                grads.skip()
-                return
-            norm, limit = verdict.norms.get(MAIN_NORM), self.config.clip_grad
-            clipped = min(norm, limit) if norm is not None and limit > 0 else norm
-            grads.step(verdict.multipliers, clipped)
-
-    def update_scale(self, verdict: Verdict | DeviceVerdict) -> None:
-        """Let the loss scale grow or back off, as the last write within the step's mark."""
-        if self.grad_scaler is not None:
-            self.step_mark.touch()
-            self.grad_scaler.update(verdict.found_inf)
-            self.early_work.remember_scale()
-
-    def conclude_step(self, verdict: Verdict | DeviceVerdict) -> None:
-        """Warn about skipped steps, keep the verdict for metrics, and with ``release_gradients``
-        drop the gradients that were not offloaded. Called after the step and its mark."""
-        if isinstance(verdict, DeviceVerdict):
-            verdict.when_settled(weak_method(self.judge_step))
-        elif verdict.skip or self.watch.skips:
-            self.judge_step(verdict)
-        self.watch.see_untrained(self)
-        self.health.verdict = verdict
-        if self.config.release_gradients:
-            self.zero_grad()  # released gradients are None; the others must not differ from them
+        result = take_step(self)
+        return result if closure is None else loss
 
     def refuse_disagreement(self) -> NoReturn:
         """Raise because ranks that share parameters would step them differently.
@@ -407,8 +322,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             ValueError: no averages are kept.
             RuntimeError: in the block, from what steps, saves or loads the optimizer.
         """
-        self.make_current()
-        with self.averages.swapped_in(self.all_mains(), self.step_mark):
+        with self.observers["averaged_weights"].swapped_in():
             yield
 
     def scale_rows_(self, factors: Mapping[str, Tensor]) -> None:
@@ -433,9 +347,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.make_current()
         check_write(self.sharers(), "scale_rows_", factors, self.device)
         with self.step_mark.step(self):
-            wrappers = self.all_mains()
-            scale_rows_(wrappers, factors, self.step_mark)
-            self.averages.share(wrappers)
+            scale_rows_(self.all_mains(), factors, self.step_mark)
+            self.show_written_params()
 
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
         """Continue from the model's present values now, as the next step would by itself.
@@ -456,6 +369,14 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         values = state_dict or {}
         check_write(self.sharers(), "reload_model_params", values, self.device)
         self.take_model_params(values)
+
+    @in_own_modes
+    def show_written_params(self) -> None:
+        """Have all ranks, and FSDP2, use parameters that were written on this rank. Collective if
+        ranks share parameters."""
+        params = itertools.chain.from_iterable(mains.table.params for mains in self.all_mains())
+        if any(map(is_dtensor, params)):
+            _forget_gathered()
 
     def take_model_params(self, values: Mapping[str, Any]) -> None:
         """What :meth:`reload_model_params` does, with nothing compared."""
@@ -485,13 +406,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             ValueError: parameters have no names, or are in 8 bits.
             RuntimeError: inside of ``averaged_weights()``.
         """
-        self.step_mark.check_lent("track_changes")
-        self.make_current()
-        if on:
-            _check_trackable(self)
-        for mains in self.all_mains():
-            mains.track_changes(on)
-        self.publications = (uuid.uuid4().hex, 0) if on else None
+        self.observers["changed_weights"].track(on)
 
     def changed_weights(self, *, full: bool = False) -> WeightDelta:
         """Publish this rank's part of the elements of weights that have another value than at the
@@ -512,24 +427,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
                 ``averaged_weights()``.
             BrokenOffError: the last step or load was broken off half-way.
         """
-        if self.publications is None:
-            raise RuntimeError("changed_weights: call track_changes() first")
-        self.step_mark.check("changed_weights")
-        self.step_mark.check_lent("changed_weights")
-        self.make_current()
-        run, number = self.publications
-        parallel, patches, watched = self.model_parallel, [], 0
-        for mains in self.all_mains():
-            watched += sum(local_tensor(param).numel() for param in mains.table.params)
-            for part in mains.changed_parts(full):
-                name = mains.name(part.slot)
-                if name not in parallel.copies:
-                    patches.append(patch_of(name, part, parallel))
-        tracked = [mains.changes for mains in self.all_mains() if mains.changes is not None]
-        with _publication(tracked):
-            self.publications = run, number + 1
-        ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        return WeightDelta(run, number + 1, full, rank, ranks, watched, tuple(patches))
+        delta: WeightDelta = self.observers["changed_weights"].publish(full)
+        return delta
 
     # -- state: a loss scale beside the slots' ----------------------------------------------------
 
@@ -544,18 +443,25 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         return [checksum for mains in self.all_mains() for checksum in mains.checksums()]
 
     def saved_beside(self) -> dict[str, Any]:
-        beside = {}
-        if self.grad_scaler is not None:
-            beside["grad_scaler"] = self.grad_scaler.state_dict()
-        if self.skip_rule.is_on:
-            beside["skip_step"] = self.skip_rule.state_dict()
+        scaler = self.grad_scaler
+        beside = {} if scaler is None else {"grad_scaler": scaler.state_dict()}
+        for observer in self.observers.values():
+            beside |= observer.state_dict()
         return beside
+
+    def check_beside(self, state_dict: Mapping[str, Any], *, convert: bool) -> None:
+        scaler, scale = self.grad_scaler, state_dict.get("grad_scaler")
+        if scaler is not None and (scale or not convert):
+            scaler.check_state_dict(scale)
+        for observer in self.observers.values():
+            observer.check_state_dict(state_dict)
 
     def load_beside(self, state_dict: Mapping[str, Any]) -> None:
         if self.grad_scaler is not None and state_dict.get("grad_scaler"):
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
             self.early_work.remember_scale()
-        self.skip_rule.load_state_dict(state_dict.get("skip_step"))
+        for observer in self.observers.values():
+            observer.load_state_dict(state_dict)
 
     # -- what is going on -------------------------------------------------------------------------
 
@@ -570,62 +476,24 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def describe(self) -> Description:
         """Per group, place and dtype: count, bytes, backend and why; ``print`` it."""
 
-    @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Numbers about the last step and the run so far."""
+        metrics = self.own_metrics()
+        for observer in self.observers.values():
+            metrics |= observer.metrics()
+        return metrics
+
+    @abstractmethod
+    def own_metrics(self) -> dict[str, float]:
+        """:meth:`metrics` without those of observers."""
 
 
-def _check_trackable(stack: MegatronOptimizer) -> None:
-    """Raise ValueError if weights cannot be published, saying why."""
-    if stack.has_quantized_params:
-        raise ValueError(
-            "track_changes: there are parameters in 8 bits, whose scales change with their "
-            "values: publish the whole weights"
-        )
-    unnamed = [group for group in stack.param_groups if not has_names(group)]
-    if any(group["params"] for group in unnamed):
-        raise ValueError(
-            "track_changes: parameters have no names to publish them by: build the optimizer "
-            "over model.named_parameters()"
-        )
+def _forget_gathered() -> None:
+    """Let FSDP2 gather its parameters anew: after a forward pass without backward the outermost
+    module keeps them whole, and would go on with what they were."""
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp import FSDPModule
 
-
-@contextmanager
-def _publication(tracked: Sequence[ChangedWeights]) -> Iterator[None]:
-    """Publish all tracked changes or none; the body records the publication.
-
-    An exception on the way, also a signal's, leaves the changes lost: the next publication has all
-    elements.
-    """
-    for changes in tracked:
-        changes.is_lost = True
-    for changes in tracked:
-        changes.published()
-    yield
-    for changes in tracked:
-        changes.is_lost = False
-
-
-def patch_of(name: str, part: ChangedPart, parallel: ModelParallel) -> WeightPatch:
-    """What changed of a parameter here, in coordinates of the whole model."""
-    partition, indices, shape = parallel.partitions.get(name), part.indices, part.shape
-    if partition is not None:
-        if indices is None:
-            indices = torch.arange(part.values.numel(), device=part.values.device)
-        indices = partition.whole_index(indices, shape)
-        shape = partition.whole_shape(shape)
-    return WeightPatch(parallel.names[name], shape, part.values.dtype, part.values, indices)
-
-
-@contextmanager
-def _timed(config: OptimizerConfig, name: str) -> Iterator[None]:
-    """A phase of a step, for Megatron's timers, if there are any."""
-    if config.timers is None:
-        yield
-        return
-    timer = config.timers(name, log_level=1)
-    timer.start(barrier=config.barrier_with_L1_time)
-    try:
-        yield
-    finally:
-        timer.stop()
+    for module in list(_module_state_mapping):
+        if isinstance(module, FSDPModule):
+            module.reshard()

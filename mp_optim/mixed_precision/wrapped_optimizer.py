@@ -4,136 +4,29 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.core import (
-    CachedTensorList,
-    Multiplier,
-    Slot,
-    current_grad,
-    iter_slots,
-    local_tensor,
-    with_names,
-)
+from mp_optim.core import Slot, current_grad, iter_slots, local_tensor, with_names
 from mp_optim.core.executor import Executor, Mode
 from mp_optim.core.identity import SharedSettings
 from mp_optim.core.interrupted_step import StepMark
-from mp_optim.core.quantized import FLOAT8_DTYPES, quantize_
+from mp_optim.core.quantized import FLOAT8_DTYPES
 from mp_optim.core.tensors import lazy
-from mp_optim.mixed_precision.backward_overlap import BackwardOverlap, overlap_of
+from mp_optim.mixed_precision.backward_overlap import overlap_of
 from mp_optim.mixed_precision.description import Description, describe
-from mp_optim.mixed_precision.grad_norm import (
-    EXCLUDED,
-    MAIN_NORM,
-    Measurement,
-    NormKey,
-    StepGrads,
-    UpdateWatch,
-    agree,
-    count_zeros,
-    measure,
-    norm_groups,
-    of_parameters,
-    pairwise_sum_on_host,
-    total_by_key,
-)
+from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM
 from mp_optim.mixed_precision.grad_scaler import MegatronGradScaler
 from mp_optim.mixed_precision.main_params import MainParams
 from mp_optim.mixed_precision.megatron_optimizer import MegatronOptimizer
-from mp_optim.mixed_precision.slot_table import SlotColumns, SlotTable
+from mp_optim.mixed_precision.step import Engine, StepGrads, WrappedGrads
 from mp_optim.offload.hybrid_executor import stepper_of
 from mp_optim.process_groups.process_groups import ProcessGroups
 from mp_optim.rules.rule_optimizer import SlotOptimizer, executor_of
-
-
-@dataclass(eq=False)
-class Engine:
-    """What a wrapper steps with.
-
-    Attributes:
-        optimizer: the inner one, as it was given. executor: steps for it.
-        table: what was last seen at every slot, as main params have it.
-        overlap: what may begin during backward; None if nothing may.
-        norm_names: of the norm groups that any rank has, if ranks have said so. has_compared:
-            whether ranks have compared their settings.
-        compared: lines that ranks which share parameters compare in each step, besides settings.
-    """
-
-    optimizer: torch.optim.Optimizer
-    executor: Executor
-    mains: MainParams
-    table: SlotTable
-    overlap: BackwardOverlap | None
-    norm_names: list[str] | None = None
-    has_compared: bool = False
-    compared: Sequence[str] = ()
-
-
-@dataclass(eq=False)
-class WrappedGrads(StepGrads):
-    """Gradients of a wrapper's parameters.
-
-    Attributes:
-        columns: of the slots that have a gradient. grads: these, local.
-    """
-
-    wrapper: WrappedOptimizer
-    engine: Engine
-    columns: SlotColumns
-    grads: CachedTensorList
-
-    def has_any(self) -> bool:
-        return bool(self.columns.indices)
-
-    def sums(self, on_host: bool = False) -> Measurement:
-        some, every = self.columns, self.engine.table.common.keys
-        return self.wrapper.agreed_sums(self.grads, some.keys, every, some.indices, on_host=on_host)
-
-    def watch_updates(self) -> list[UpdateWatch]:
-        engine, backend = self.engine, self.wrapper.config.fused_backend
-        table = engine.table
-
-        def mains() -> list[Tensor]:
-            return [local_tensor(engine.executor.main_param(slot)) for slot in table.slots]
-
-        split_over = engine.mains.split_over()
-        return [UpdateWatch(mains, split_over, backend, table.common.device)]
-
-    def skip(self) -> None:
-        if (overlap := self.engine.overlap) is not None:
-            overlap.skip()
-
-    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
-        executor, table = self.engine.executor, self.engine.table
-        some, changes = self.columns, self.engine.mains.changes
-        if some.group is None:
-            factors = [multipliers[key.group] for key in some.keys]
-        else:
-            factors = [multipliers[some.group]] * len(some.keys)
-        if changes is not None:
-            changes.look(frozen=False)
-        changed = () if changes is None else changes.column(some.indices)
-        updates = some.updates(self.grads, factors, changed)
-        executor.step_slots(executor.clipped(updates, grad_norm))
-        executor.report_audit()
-        if executor.writes_settings:
-            self.wrapper.share_settings()
-        if any(table.quantized):
-            self.wrapper.step_mark.touch()
-            for index in self.columns.indices:
-                if table.quantized[index]:
-                    main = executor.main_param(table.slots[index])
-                    quantize_(table.params[index], main)
-        self.engine.mains.stepped(some.indices)
-        if changes is not None:
-            changes.written()
 
 
 class WrappedOptimizer(MegatronOptimizer):
@@ -173,7 +66,10 @@ class WrappedOptimizer(MegatronOptimizer):
         check_param = partial(self.check_param, config=config)
         mains = MainParams(self.param_groups, executor, self.process_groups, check_param)
         overlap = overlap_of(self, executor, mains.table, config)
-        self.engine = Engine(optimizer, executor, mains, mains.table, overlap)
+        self.engine = Engine(
+            *(optimizer, executor, mains, mains.table, overlap),
+            *(config, self.param_groups, self.process_groups),
+        )
         self.groups_below, self._settings = executor.all_groups(), SharedSettings()
         self.use_mark(self.step_mark)
         self.share_settings()
@@ -252,75 +148,7 @@ class WrappedOptimizer(MegatronOptimizer):
     # -- the step ---------------------------------------------------------------------------------
 
     def collect_grads(self) -> StepGrads:
-        engine = self.engine
-        overlap, mains, table = engine.overlap, engine.mains, engine.table
-        if overlap is not None:
-            overlap.collect()  # again: what reduces gradients first has reported more of them
-        self.share_settings()
-        engine.executor.check_groups()
-        engine.executor.follow_memory()
-        mains.follow_for_step()
-        if mains.agreement.expected:
-            mains.follow()  # weights that were loaded after their remainders
-            mains.check_remainders(None)
-        released: Mapping[int, Tensor] = {}
-        if overlap is not None:
-            overlap.follow(table.params)
-            released = overlap.released
-        columns, grads = table.grads(self.slot_name, released)
-        if not all(table.bound):
-            mains.bind_trained(columns.indices)
-            columns = table.select(columns.indices)
-        return WrappedGrads(self, engine, columns, grads)
-
-    def agreed_sums(
-        self,
-        grads: Sequence[Tensor],
-        keys: Sequence[NormKey],
-        all_keys: Sequence[NormKey],
-        indices: Sequence[int],
-        *,
-        over: tuple[ProcessGroup, ...] = (),
-        on_host: bool = False,
-    ) -> Measurement:
-        """Measure gradients, and agree with the other ranks on the sums of squares. Collective.
-
-        Args:
-            grads, keys: local gradients, and which norm each counts in.
-            all_keys: every key of the model, also those without a gradient now, so that all ranks
-                reduce alike.
-            indices: of the slots of these gradients.
-            over: ranks over which the gradients are split although the parameters are not.
-            on_host: numbers may be returned.
-        """
-        config, engine = self.config, self.engine
-        common, overlap = engine.table.common, engine.overlap
-        device, ranks = common.device, self.process_groups.grad_stats
-        if not engine.has_compared:
-            common.check(config, self.param_groups)
-            engine.has_compared = True
-        if overlap is None:
-            each = measure(grads, config.fused_backend, device)
-        else:
-            each = overlap.measure(grads, device)
-        is_alone = ranks is None and len(all_keys) == 1 and not all_keys[0].shard_groups
-        are_more = config.log_num_zeros_in_grad or config.log_param_grad_norms
-        if on_host and is_alone and not are_more and each.device.type == "cpu":
-            name = all_keys[0].group
-            return Measurement(
-                known={EXCLUDED: 0.0, MAIN_NORM: 0.0, name: pairwise_sum_on_host(each)}
-            )
-        sums = total_by_key(each, keys, all_keys, config.fused_backend)
-        zeros = params = None
-        if config.log_num_zeros_in_grad:
-            zeros = count_zeros(grads, keys, all_keys, device)
-        if engine.norm_names is None or ranks is None:
-            engine.norm_names = norm_groups(all_keys, ranks)
-        numbers = common.numbers(config, self.param_groups, keys, all_keys, over, engine.compared)
-        if config.log_param_grad_norms:
-            split_over = [(*over, *split) for split in engine.mains.split_over()]
-            params = of_parameters(each, indices, split_over)
-        return agree(sums, zeros, ranks, engine.norm_names, numbers, common.copies, params)
+        return WrappedGrads(self, self.engine)
 
     def verdict_device(self) -> torch.device | None:
         return self.engine.executor.verdict_device()
@@ -352,7 +180,7 @@ class WrappedOptimizer(MegatronOptimizer):
             for slot in mains.trained_slots():
                 mains.write_model(slot)
             self.share_settings()
-        self.averages.share(self.all_mains())
+        self.show_written_params()
 
     # -- main params and state --------------------------------------------------------------------
 
@@ -385,7 +213,7 @@ class WrappedOptimizer(MegatronOptimizer):
         rows = describe(self.param_groups, self.executor, self.engine.table)
         return Description(rows.rows, (*rows.notes, *self.choice_notes()))
 
-    def metrics(self) -> dict[str, float]:
+    def own_metrics(self) -> dict[str, float]:
         stepper, verdict = stepper_of(self.executor), self.counts.settle()
         norms = {
             f"grad_norm/{name}": norm for name, norm in verdict.norms.items() if name != EXCLUDED
@@ -401,7 +229,6 @@ class WrappedOptimizer(MegatronOptimizer):
             **self.executor.metrics(),
             **norms,
             **self.counts.metrics(),
-            **self.health.metrics(),
             "reloaded_params": self.engine.mains.reloaded,
         }
 

@@ -603,9 +603,9 @@ class PlacedExecutor(Executor):
         self.stepper.step_slots(updates, self.executors["device"])
         self._placed.written()
 
-    def report_audit(self, wait: bool = False) -> None:
+    def finish_step(self) -> None:
         for executor in self._distinct:
-            executor.report_audit(wait)
+            executor.finish_step()
 
     def verdict_device(self) -> torch.device | None:
         has_slots = bool(self.stepper.host_part.slots)

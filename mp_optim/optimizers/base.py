@@ -33,6 +33,7 @@ from mp_optim.kernels import check_serves
 from mp_optim.kernels.selection import warn_of_missing_kernels
 from mp_optim.mixed_precision import MegatronOptimizer, StepResult, WrappedOptimizer
 from mp_optim.mixed_precision.grad_scaler import ConstantGradScaler
+from mp_optim.mixed_precision.step import take_step
 from mp_optim.optimizers.settings import config_of
 from mp_optim.process_groups.process_groups import ProcessGroups
 from mp_optim.rules.rule_optimizer import RuleOptimizer, executor_of
@@ -189,7 +190,7 @@ class StackOptimizer(WrappedOptimizer):
         if not self._is_built:
             self._build()
         self._is_begun = True
-        self.last_step = self.unhooked_step()
+        self.last_step = take_step(self)
         return loss
 
     @property

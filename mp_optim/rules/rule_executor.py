@@ -378,7 +378,10 @@ class RuleExecutor(Executor):
         audited = _audited(launch, backend, rule, lists, scalars, multiplier, scales)
         return self.audit.begin(audited)
 
-    def report_audit(self, wait: bool = False) -> None:
+    def finish_step(self) -> None:
+        self._report_audit(wait=False)
+
+    def _report_audit(self, wait: bool) -> None:
         if self.audit is None:
             return
         try:
@@ -425,7 +428,7 @@ class RuleExecutor(Executor):
     # -- state and main params --------------------------------------------------------------------
 
     def state_of(self, slot: Slot) -> SlotState:
-        self.report_audit(wait=True)
+        self._report_audit(wait=True)
         self.rows.groups[slot.group].show(slot.position)
         return SlotState(self.rows, slot, self.slot_name(slot))
 

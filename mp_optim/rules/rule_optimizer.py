@@ -178,7 +178,7 @@ class SlotOptimizer(SlotKeyedOptimizer, Generic[E]):
         self.executor.follow_memory()
         with self.step_mark.step(self):
             self.executor.step_slots(self.executor.clipped(SlotUpdates.of(updates), grad_norm))
-            self.executor.report_audit()
+            self.executor.finish_step()
         if self.executor.writes_settings:
             self.share_settings()
 

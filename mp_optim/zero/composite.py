@@ -25,8 +25,9 @@ from mp_optim.core.executor import Mode
 from mp_optim.core.interrupted_step import StepMark
 from mp_optim.mixed_precision import MegatronGradScaler, MegatronOptimizer
 from mp_optim.mixed_precision.description import Description, DescriptionRow
-from mp_optim.mixed_precision.grad_norm import GradsOfMembers, StepGrads
 from mp_optim.mixed_precision.main_params import MainParams
+from mp_optim.mixed_precision.observer import Observers
+from mp_optim.mixed_precision.step import GradsOfMembers, StepGrads
 from mp_optim.zero.grad_reducer import GradReducer, reduce_in_one_order
 from mp_optim.zero.transport import Reducer
 
@@ -60,12 +61,11 @@ class CompositeOptimizer(MegatronOptimizer):
         """Consist of these from now on: they share this optimizer's loss scale and step mark."""
         self.members.extend(members)
         for member in self.members:
-            member.grad_scaler, member.skip_rule = self.grad_scaler, self.skip_rule
-            member.health.skip_rule = self.skip_rule
+            member.grad_scaler = self.grad_scaler
             self.counts.members.append(member.counts)
             self.early_work.overlaps += member.early_work.overlaps
-            self.averages.shares += member.averages.shares
         self.use_mark(self.step_mark)
+        self.use_observers(self.observers)
 
     @abstractmethod
     def locate(self, slot: Slot) -> tuple[MegatronOptimizer, Slot]:
@@ -144,12 +144,17 @@ class CompositeOptimizer(MegatronOptimizer):
             for member in self.members:
                 member.switch_mode(mode)
             self.share_settings()
-        self.averages.share(self.all_mains())
+        self.show_written_params()
 
     def use_mark(self, mark: StepMark) -> None:
         self.step_mark = mark
         for member in self.members:
             member.use_mark(mark)
+
+    def use_observers(self, observers: Observers) -> None:
+        super().use_observers(observers)
+        for member in self.members:
+            member.use_observers(observers)
 
     def recover(self) -> None:
         for member in self.members:
@@ -158,6 +163,10 @@ class CompositeOptimizer(MegatronOptimizer):
     def sharers(self) -> Iterator[tuple[str, tuple[ProcessGroup, ...]]]:
         for member in self.members:
             yield from member.sharers()
+
+    def show_written_params(self) -> None:
+        for member in self.members:
+            member.show_written_params()
 
     def take_model_params(self, values: Mapping[str, Any]) -> None:
         for member in self.members:
@@ -199,15 +208,15 @@ class CompositeOptimizer(MegatronOptimizer):
             first_group += len(member.param_groups)
         return Description(tuple(rows), tuple(notes))
 
-    def metrics(self) -> dict[str, float]:
+    def own_metrics(self) -> dict[str, float]:
         """The first member's; bytes, times and counts added up over all."""
-        metrics = [member.metrics() for member in self.members]
+        metrics = [member.own_metrics() for member in self.members]
         names = dict.fromkeys(name for of_member in metrics for name in of_member)
         added = [name for name in names if re.match(_SUMMED, name)]
         totals: dict[str, float] = dict.fromkeys(added, 0)
         for name in added:
             totals[name] = sum(of_member.get(name, 0) for of_member in metrics)
-        return {**metrics[0], **totals, **self.health.metrics()}
+        return {**metrics[0], **totals}
 
     def _located(self, slot: Slot | None) -> Sequence[tuple[MegatronOptimizer, Slot | None]]:
         """The member that has a slot, and which it is there; all members for None."""

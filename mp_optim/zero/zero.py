@@ -36,8 +36,9 @@ from mp_optim.core.param_attributes import (
 from mp_optim.core.slot_state import MASTER
 from mp_optim.host.calls import in_own_modes
 from mp_optim.mixed_precision import MegatronGradScaler, MegatronOptimizer
-from mp_optim.mixed_precision.grad_norm import GradsOfMembers, Measurement, NormKey, StepGrads
+from mp_optim.mixed_precision.grad_norm import Measurement, NormKey
 from mp_optim.mixed_precision.settings_agreement import of_config, of_groups
+from mp_optim.mixed_precision.step import GradsOfMembers, StepGrads
 from mp_optim.mixed_precision.wrapped_optimizer import WrappedOptimizer
 from mp_optim.process_groups.agreement import check_agreement
 from mp_optim.process_groups.missing_ranks import naming_missing_ranks
@@ -110,7 +111,6 @@ class DistributedOptimizer(CompositeOptimizer):
         self.shards.engine.mains.layout_of = self._model.layout_of
         self.groups_below = [self.shards.param_groups, *self.shards.groups_below]
         self.take_members([self.shards])
-        self.averages.shares.append(self._model.share)
         _show_settings(self, sharded=not self._model.steps_everything)
         # a listener makes backward wait for earlier reductions
         if self.early_work.steppers:
@@ -196,6 +196,11 @@ class DistributedOptimizer(CompositeOptimizer):
             yield name, tuple(dict.fromkeys((self._group, *groups)))
 
     @in_own_modes
+    def show_written_params(self) -> None:
+        self._model.share()
+        super().show_written_params()
+
+    @in_own_modes
     def take_model_params(self, values: Mapping[str, Any]) -> None:
         self.make_current(follow_only=True)
         local = {
@@ -208,10 +213,10 @@ class DistributedOptimizer(CompositeOptimizer):
 
     # -- what is going on -------------------------------------------------------------------------
 
-    def metrics(self) -> dict[str, float]:
+    def own_metrics(self) -> dict[str, float]:
         """As of every optimizer; and bytes of gradients and parameters that were reduced and
         gathered in the last step, counted once each, whatever way they took."""
-        return {**super().metrics(), **self._model.bytes}
+        return {**super().own_metrics(), **self._model.bytes}
 
 
 class ReducedGrads(GradsOfMembers):
@@ -248,7 +253,7 @@ class ReducedGrads(GradsOfMembers):
         where = {slot: index for index, slot in enumerate(keys)}
         indices = [where[slot] for slot in self._trained]
         of_grads = [keys[slot] for slot in self._trained]
-        return optimizer.shards.agreed_sums(grads, of_grads, distinct, indices, over=over)
+        return optimizer.shards.engine.agreed_sums(grads, of_grads, distinct, indices, over=over)
 
     def skip(self) -> None:
         super().skip()

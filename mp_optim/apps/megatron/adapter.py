@@ -21,9 +21,10 @@ from mp_optim.core.names import matched_names
 from mp_optim.host.calls import in_own_modes
 from mp_optim.mixed_precision import MegatronOptimizer, Verdict
 from mp_optim.mixed_precision.clip_and_skip import decide
-from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM, Measurement, StepGrads
+from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM, Measurement
 from mp_optim.mixed_precision.grad_scaler import scaling_of
-from mp_optim.mixed_precision.skip_rule import RollingRule
+from mp_optim.mixed_precision.observer import Observer
+from mp_optim.mixed_precision.step import StepGrads, take_step
 from mp_optim.zero.zero import DistributedOptimizer
 
 _CHUNK = re.compile(r"model(\d+)$")
@@ -38,7 +39,7 @@ class _Prepared:
     grads: StepGrads
     measurement: Measurement
     verdict: Verdict
-    rule: RollingRule | None
+    judge: Observer | None
     clipped: bool = False
 
 
@@ -186,12 +187,11 @@ class MegatronFace(torch.optim.Optimizer):
             stack.early_work.collect()
             grads = stack.collect_grads()
             measurement = grads.sums()
-            rule = stack.skip_rule.begun(torch.device("cpu"))
-            verdict = self._decided(measurement, rule, 0.0)
+            judge = stack.observers.judge_on(torch.device("cpu"))
+            verdict = self._decided(measurement, judge, 0.0)
             if verdict.disagrees:
                 stack.refuse_disagreement()
-        stack.watch.see_gradients(stack, grads.has_any())
-        self._prepared = _Prepared(grads, measurement, verdict, rule)
+        self._prepared = _Prepared(grads, measurement, verdict, judge)
         if verdict.found_inf:
             self._finish(self._prepared)
         return verdict.found_inf
@@ -208,7 +208,7 @@ class MegatronFace(torch.optim.Optimizer):
             RuntimeError: nothing is prepared, or its gradients are not finite.
         """
         prepared = self._require("clip_grad_norm")
-        prepared.verdict = self._decided(prepared.measurement, prepared.rule, clip_grad)
+        prepared.verdict = self._decided(prepared.measurement, prepared.judge, clip_grad)
         prepared.clipped = True
         return self.get_grad_norm()
 
@@ -265,9 +265,9 @@ class MegatronFace(torch.optim.Optimizer):
 
     get_main_grads_for_grad_norm = get_grads_for_grad_norm
 
-    def _decided(self, measurement: Measurement, rule: RollingRule | None, limit: float) -> Verdict:
+    def _decided(self, measurement: Measurement, judge: Observer | None, limit: float) -> Verdict:
         config = dataclasses.replace(self.stack.config, clip_grad=limit)
-        return decide(measurement, scaling_of(self.stack.grad_scaler), config, rule)
+        return decide(measurement, scaling_of(self.stack.grad_scaler), config, judge)
 
     def _require(self, caller: str) -> _Prepared:
         if self._prepared is None:
@@ -278,14 +278,8 @@ class MegatronFace(torch.optim.Optimizer):
         return self._prepared
 
     def _finish(self, prepared: _Prepared) -> None:
-        stack, verdict = self.stack, prepared.verdict
         self._prepared = None
-        with stack.step_mark.step(stack):
-            if prepared.rule is not None:
-                prepared.rule.take_on_host(verdict.norms)
-            stack.apply_verdict(prepared.grads, verdict)
-            stack.update_scale(verdict)
-        stack.conclude_step(verdict)
+        take_step(self.stack, (prepared.grads, prepared.verdict))
 
     # -- checkpoints
 

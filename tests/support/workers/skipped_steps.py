@@ -24,7 +24,7 @@ class Lines(logging.Handler):
 
 def main(folder: Path) -> None:
     dist.init_process_group("gloo")
-    log, handler = logging.getLogger("mp_optim.mixed_precision"), Lines()
+    log, handler = logging.getLogger("mp_optim.monitor"), Lines()
     log.setLevel(logging.INFO)
     log.addHandler(handler)
     model = nn.Linear(4, 4)

@@ -60,7 +60,7 @@ def step(
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    records = [r for r in caplog.records if r.name.startswith("mp_optim.mixed_precision")]
+    records = [r for r in caplog.records if r.name.startswith("mp_optim.monitor")]
     return [record.getMessage() for record in records]
 
 

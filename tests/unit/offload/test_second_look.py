@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from mp_optim import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from mp_optim import OptimizerConfig, get_megatron_optimizer
+from mp_optim.mixed_precision.clip_and_skip import StepCounts
 from mp_optim.offload.backward_jobs import GradVersion, same_bits
 from support.models import AdversarialTransfer
 from support.offload import MODES, build_mode, differing, finish_early_work, hybrids, run, snapshot
@@ -145,7 +146,7 @@ def test_after_a_step_that_was_broken_off_gradients_made_by_hand_are_stepped(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(MegatronOptimizer, "apply_verdict", interrupted)
+            patch.setattr(StepCounts, "record", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 run(model, optimizer, 1)
         for param in model.parameters():

@@ -12,7 +12,7 @@ import mp_optim
 from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.core.interrupted_step import BrokenOffError
 from mp_optim.core.quantized import dequantized, quantize_weights
-from mp_optim.mixed_precision.averaged_weights import AveragedWeights
+from mp_optim.monitor import averaged_weights
 from support.models import build, same_bits, tokens_of, train
 
 AVERAGE = "averaged_param"
@@ -220,7 +220,7 @@ def test_an_interrupt_while_weights_come_back_is_remembered(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(AveragedWeights, "swap_back", interrupted)
+        patch.setattr(averaged_weights, "swap_back", interrupted)
         with optimizer.averaged_weights():
             pass
     with pytest.raises(BrokenOffError, match="broken off"):

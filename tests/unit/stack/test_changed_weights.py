@@ -77,7 +77,7 @@ def test_a_signal_in_a_publication_loses_nothing(place, monkeypatch):
     model, optimizer = build("bf16", **PLACES[place])
     optimizer.track_changes()
     receiver = Receiver(named(model))
-    parts = [mains.changes for mains in optimizer.all_mains()]
+    parts = [each for mains in optimizer.all_mains() for each in mains.observers]
     assert len(parts) == 2
     for number, interrupted_part in enumerate(parts):
         train(model, optimizer, 1, start=number)

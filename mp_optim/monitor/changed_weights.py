@@ -1,21 +1,28 @@
-"""ChangedWeights: which elements of a wrapper's parameters have other values than when they were
-last published."""
+"""Elements of the model's weights that have other values than when they were last published."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mp_optim.core import CachedTensorList, Slot, local_tensor
 from mp_optim.core.executor import Executor
+from mp_optim.core.identity import has_names
+from mp_optim.core.model_parallel import ModelParallel
 from mp_optim.core.quantized import bits_of
 from mp_optim.core.tensor_layout import region_of
-from mp_optim.core.weight_delta import bits_differ, bits_set
+from mp_optim.core.weight_delta import WeightDelta, WeightPatch, bits_differ, bits_set
 from mp_optim.kernels.kernel_args import bitmap_bytes
 from mp_optim.kernels.written_weights import WrittenWeights
+from mp_optim.mixed_precision import MegatronOptimizer
+from mp_optim.mixed_precision.main_params import MainParams
+from mp_optim.mixed_precision.observer import Observer, WeightObserver
 from mp_optim.mixed_precision.slot_table import SlotTable
 
 
@@ -35,7 +42,7 @@ class ChangedPart(NamedTuple):
     watched: int
 
 
-class ChangedWeights:
+class WeightChanges(WeightObserver):
     """What is remembered of each parameter since the last publication. Of one whose steps are
     marked by their kernels, a bitmap, and whether something else wrote it: then all of it counts as
     changed. Of any other that is trained, its values then.
@@ -103,8 +110,8 @@ class ChangedWeights:
         if index not in self._values:
             self._values[index] = self._flat(index).clone()
 
-    def column(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
-        """The bitmaps of some parameters that are going to be stepped; empty if there are none."""
+    def before_launch(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
+        self.look(frozen=False)
         if self._column[0] is not indices:
             bits = [self._bits_of(index) for index in indices]
             present = [each for each in bits if each is not None]
@@ -131,18 +138,14 @@ class ChangedWeights:
         param = self._table.params[index]
         return bits_of(param) if self._table.quantized[index] else local_tensor(param)
 
-    def written(self) -> None:
-        """Remember the parameters as a step left them, which marked the elements it changed."""
+    def after_launch(self) -> None:
         alone = self._alone(frozen=False)
         self._sums.note(alone, list(map(self._weights, alone)))
 
-    def replaced(self, index: int) -> None:
-        """Count all of a parameter as changed: other code wrote it."""
+    def weight_written(self, index: int) -> None:
         self._written.add(index)
 
-    def exposed(self, index: int) -> None:
-        """Compare a parameter at the next look: other code may write it together with its main
-        param."""
+    def state_exposed(self, index: int) -> None:
         if not self._sums.knows(index):  # those without a main param are known
             self._exposed.add(index)
             self._sums.note([index], [self._weights(index)])
@@ -202,6 +205,102 @@ class ChangedWeights:
 
     def _flat(self, index: int) -> Tensor:
         return local_tensor(self._table.params[index]).reshape(-1)
+
+
+class ChangedWeights(Observer):
+    """Publications of the changed weights of a stack, while they are tracked.
+
+    Attributes:
+        run: name of this series of publications. number: how many there were.
+        tracked: main params of each wrapper, and the changes of its weights; empty if off.
+    """
+
+    def __init__(self, stack: MegatronOptimizer, earlier: Mapping[str, Any]) -> None:
+        super().__init__(stack, earlier)
+        self.run, self.number = "", 0
+        self.tracked: list[tuple[MainParams, WeightChanges]] = []
+
+    def track(self, on: bool) -> None:
+        """See :meth:`mp_optim.MegatronOptimizer.track_changes`."""
+        stack = self.stack
+        stack.step_mark.check_lent("track_changes")
+        stack.make_current()
+        if on:
+            _check_trackable(stack)
+        for mains, changes in self.tracked:
+            mains.observers.remove(changes)
+        self.tracked.clear()
+        if not on:
+            return
+        for mains in stack.all_mains():
+            changes = WeightChanges(mains.table, mains.executor)
+            mains.observers.append(changes)
+            self.tracked.append((mains, changes))
+        self.run, self.number = uuid.uuid4().hex, 0
+
+    def publish(self, full: bool) -> WeightDelta:
+        """See :meth:`mp_optim.MegatronOptimizer.changed_weights`."""
+        stack = self.stack
+        if not self.tracked:
+            raise RuntimeError("changed_weights: call track_changes() first")
+        stack.step_mark.check("changed_weights")
+        stack.step_mark.check_lent("changed_weights")
+        stack.make_current()
+        parallel, patches, watched = stack.model_parallel, [], 0
+        for mains, changes in self.tracked:
+            watched += sum(local_tensor(param).numel() for param in mains.table.params)
+            mains.follow()
+            changes.look(frozen=True)
+            for part in changes.changed(full, mains.is_first_copy):
+                name = mains.name(part.slot)
+                if name not in parallel.copies:
+                    patches.append(_patch_of(name, part, parallel))
+        with _publication([changes for _, changes in self.tracked]):
+            self.number += 1
+        ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        return WeightDelta(self.run, self.number, full, rank, ranks, watched, tuple(patches))
+
+
+def _check_trackable(stack: MegatronOptimizer) -> None:
+    """Raise ValueError if weights cannot be published, saying why."""
+    if stack.has_quantized_params:
+        raise ValueError(
+            "track_changes: there are parameters in 8 bits, whose scales change with their "
+            "values: publish the whole weights"
+        )
+    unnamed = [group for group in stack.param_groups if not has_names(group)]
+    if any(group["params"] for group in unnamed):
+        raise ValueError(
+            "track_changes: parameters have no names to publish them by: build the optimizer "
+            "over model.named_parameters()"
+        )
+
+
+@contextmanager
+def _publication(tracked: Sequence[WeightChanges]) -> Iterator[None]:
+    """Publish all tracked changes or none; the body records the publication.
+
+    An exception on the way, also a signal's, leaves the changes lost: the next publication has all
+    elements.
+    """
+    for changes in tracked:
+        changes.is_lost = True
+    for changes in tracked:
+        changes.published()
+    yield
+    for changes in tracked:
+        changes.is_lost = False
+
+
+def _patch_of(name: str, part: ChangedPart, parallel: ModelParallel) -> WeightPatch:
+    """What changed of a parameter here, in coordinates of the whole model."""
+    partition, indices, shape = parallel.partitions.get(name), part.indices, part.shape
+    if partition is not None:
+        if indices is None:
+            indices = torch.arange(part.values.numel(), device=part.values.device)
+        indices = partition.whole_index(indices, shape)
+        shape = partition.whole_shape(shape)
+    return WeightPatch(parallel.names[name], shape, part.values.dtype, part.values, indices)
 
 
 def _index_in_whole(

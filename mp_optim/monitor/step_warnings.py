@@ -4,59 +4,46 @@ it, and never waits for the device."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from mp_optim.config import OptimizerConfig
-from mp_optim.core import ParamGroups
 from mp_optim.core.names import ModelParams
 from mp_optim.core.state_dict import names_in_words
-from mp_optim.host.calls import warn
+from mp_optim.host.calls import warn, weak_method
 from mp_optim.kernels.kernel_args import fp32
-from mp_optim.mixed_precision.clip_and_skip import StepCounts, Verdict
-from mp_optim.mixed_precision.grad_scaler import MegatronGradScaler
-from mp_optim.mixed_precision.health import GradientHealth
+from mp_optim.mixed_precision import MegatronGradScaler, MegatronOptimizer
+from mp_optim.mixed_precision.clip_and_skip import DeviceVerdict, Verdict
+from mp_optim.mixed_precision.observer import Observer
+from mp_optim.mixed_precision.step import StepGrads
+from mp_optim.monitor.health import GradientHealth
 
 _log = logging.getLogger(__name__)
 
 
-class Watched(Protocol):
-    """What is asked of the optimizer that is watched."""
-
-    param_groups: ParamGroups
-    config: OptimizerConfig
-    counts: StepCounts
-    grad_scaler: MegatronGradScaler | None
-    health: GradientHealth
-
-    @property
-    def is_stub_optimizer(self) -> bool: ...
-    def named_gradients(self) -> Iterator[tuple[str, Tensor]]: ...
-
-
-class StandstillWatch:
-    """What one stack's steps have come to so far.
+class StepWarnings(Observer):
+    """Warnings of one stack's steps so far.
 
     Attributes:
-        params: the model's, if the optimizer was built for a whole model.
         skips: skipped steps in a row, as far as the host knows.
     """
 
-    def __init__(self) -> None:
-        self.params: ModelParams | None = None
+    def __init__(self, stack: MegatronOptimizer, earlier: Mapping[str, Any]) -> None:
+        super().__init__(stack, earlier)
+        self._health: GradientHealth = earlier["health"]
         self.skips = 0
         self._warned_of_no_gradient = False
 
-    def see_gradients(self, stack: Watched, present: bool) -> None:
+    def before_step(self, grads: StepGrads) -> None:
         """Warn, once, of a step for which no parameter has a gradient."""
-        if present or self._warned_of_no_gradient or stack.is_stub_optimizer:
+        if self._warned_of_no_gradient or grads.has_any() or self.stack.is_stub_optimizer:
             return
         self._warned_of_no_gradient = True
-        untrained = [] if self.params is None else self.params.untrained(stack.param_groups)
+        stack = self.stack
+        params: ModelParams | None = stack.model_params
+        untrained = [] if params is None else params.untrained(stack.param_groups)
         count = sum(len(group["params"]) for group in stack.param_groups)
         unknown = (
             f"The model has {len(untrained)} trainable parameters that the optimizer does not "
@@ -71,26 +58,33 @@ class StandstillWatch:
             "the model that is trained"
         )
 
-    def see_untrained(self, stack: Watched) -> None:
-        """Warn, once, of parameters of the model that have a gradient and that the optimizer does
-        not have. Looked for after steps 1, 2, 4, 8 and so on."""
-        steps = stack.counts.steps
-        if self.params is not None and steps & (steps - 1) == 0:
-            self.params.warn_of_untrained(stack, with_gradient=True)
+    def after_step(self, verdict: Verdict | DeviceVerdict) -> None:
+        """Judge the step as soon as the host knows its verdict. Warn, once, of parameters of the
+        model that have a gradient and are not in the optimizer: after steps 1, 2, 4, 8 and so on.
+        """
+        if isinstance(verdict, DeviceVerdict):
+            verdict.when_settled(weak_method(self._judge))
+        elif verdict.skip or self.skips:
+            self._judge(verdict)
+        stack = self.stack
+        steps, params = stack.counts.steps, stack.model_params
+        if params is not None and steps & (steps - 1) == 0:
+            params.warn_of_untrained(stack, with_gradient=True)
 
-    def judge(self, stack: Watched, verdict: Verdict) -> None:
-        """Judge a step by its verdict, as the host knows it."""
+    def _judge(self, verdict: Verdict) -> None:
         if not verdict.skip:
             self.skips = 0
             return
         self.skips += 1
-        if verdict.disagrees:  # which is an error
+        stack = self._stack()
+        if verdict.disagrees or stack is None:  # a disagreement is an error
             return
         scales = _scales(stack.grad_scaler, verdict)
         told = self._warn(stack, verdict, scales)
-        _log_skip(stack, verdict, scales, told)
+        norms = self._health.norms_in(verdict, _SAID_FIRST)
+        _log_skip(stack, verdict, scales, told, norms)
 
-    def _warn(self, stack: Watched, verdict: Verdict, scales: Sequence[float]) -> str:
+    def _warn(self, stack: MegatronOptimizer, verdict: Verdict, scales: Sequence[float]) -> str:
         """Warn of the 1st, 10th, 100th ... skipped one in a row;
         of one that a dynamic loss scale is there for, or a threshold, only when it should not have
         come to that. Returns what was said of the cause; empty if nothing was."""
@@ -125,11 +119,19 @@ _SAID_FIRST = 3
 """Skipped steps of one cause that are all logged; after them the 4th, 8th, 16th ..."""
 
 
-def _log_skip(stack: Watched, verdict: Verdict, scales: Sequence[float], told: str) -> None:
+def _log_skip(
+    stack: MegatronOptimizer,
+    verdict: Verdict,
+    scales: Sequence[float],
+    told: str,
+    largest_norms: Mapping[str, float],
+) -> None:
     """Log a skipped step, if it is due: as a warning on rank 0, as information on other ranks.
 
     Args:
-        told: what a warning has just said of the cause. The line is one for the record then.
+        scales: loss scale before the step and, if known, after it.
+        told: cause as a warning has just named it. The line is one for the record then.
+        largest_norms: of single gradients, by name, if they are kept.
     """
     count = stack.counts.skipped[verdict.cause]
     is_due = count <= _SAID_FIRST or count & (count - 1) == 0
@@ -140,8 +142,8 @@ def _log_skip(stack: Watched, verdict: Verdict, scales: Sequence[float], told: s
         line += f" ({told})"
     if scales:
         line += "; loss scale " + " -> ".join(f"{scale:.10g}" for scale in scales)
-    if largest := stack.health.norms_in(verdict, _SAID_FIRST):
-        norms = ", ".join(f"{name} {norm:g}" for name, norm in largest.items())
+    if largest_norms:
+        norms = ", ".join(f"{name} {norm:g}" for name, norm in largest_norms.items())
         line += f"; largest gradient norms: {norms}"
     if count > _SAID_FIRST + 1:
         line += f"; {count // 2 - 1} skipped before it for the same cause were not said"
@@ -149,7 +151,7 @@ def _log_skip(stack: Watched, verdict: Verdict, scales: Sequence[float], told: s
     _log.log(logging.WARNING if is_first and not told else logging.INFO, line)
 
 
-def _culprit(stack: Watched) -> str:
+def _culprit(stack: MegatronOptimizer) -> str:
     """Which gradient is not finite now, if one is; waits for the device, once."""
     named = [(name, grad) for name, grad in stack.named_gradients() if grad.layout == torch.strided]
     finite = [torch.isfinite(grad).all() for _, grad in named]

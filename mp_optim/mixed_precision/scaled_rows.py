@@ -1,0 +1,96 @@
+"""Rows of parameters that are multiplied by factors between two steps (QK-clip)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mp_optim.core import Slot, local_tensor
+from mp_optim.core.interrupted_step import StepMark
+from mp_optim.core.tensor_layout import region_of
+from mp_optim.host.calls import in_own_modes
+from mp_optim.host.torch_types import is_dtensor
+from mp_optim.mixed_precision.main_params import MainParams
+
+
+@in_own_modes
+def scale_rows_(
+    wrappers: Sequence[MainParams], factors: Mapping[str, Tensor], mark: StepMark
+) -> None:
+    """See :meth:`~mp_optim.MegatronOptimizer.scale_rows_`; writes what this rank keeps.
+
+    Args:
+        mark: set before the first parameter is written.
+    """
+    if not isinstance(factors, Mapping):
+        raise ValueError(
+            f"scale_rows_: factors are a {type(factors).__name__}, not a dict of tensors by name"
+        )
+    places = {
+        wrapper.name(slot): (wrapper, slot)
+        for wrapper in wrappers
+        for slot in wrapper.trained_slots()
+    }
+    for name, of_rows in factors.items():
+        if name not in places:
+            raise ValueError(
+                f"scale_rows_: {name} is no parameter that is trained here; the names are those of "
+                "named_main_params()"
+            )
+        wrapper, slot = places[name]
+        _check(name, wrapper.param(slot), of_rows)
+    mark.touch()
+    for name, of_rows in factors.items():
+        _scale(*places[name], of_rows)
+
+
+def _check(name: str, param: Tensor, factors: Any) -> None:
+    shape = region_of(param).shape
+    needed = (
+        f"the parameter has shape {tuple(shape)}, so one floating-point factor is needed for each "
+        f"of {shape[0] if shape else 'its (no)'} rows"
+    )
+    if not isinstance(factors, Tensor):
+        raise ValueError(
+            f"scale_rows_: factors of {name} are a {type(factors).__name__}, not a tensor; {needed}"
+        )
+    if not shape or factors.shape != shape[:1] or not factors.is_floating_point():
+        raise ValueError(
+            f"scale_rows_: factors of {name} are {factors.dtype} of shape {tuple(factors.shape)}; "
+            f"{needed}"
+        )
+    if factors.is_meta or factors.layout != torch.strided or is_dtensor(factors):
+        raise ValueError(
+            f"scale_rows_: factors of {name} are a {type(factors).__name__} of layout "
+            f"{factors.layout} on {factors.device}; a plain dense tensor with values is needed "
+            "(to_dense(), full_tensor())"
+        )
+    finite = factors.float().isfinite()
+    if not bool(finite.all()):
+        row = int((~finite).nonzero()[0])
+        raise ValueError(
+            f"scale_rows_: the factor of row {row} of {name} is {float(factors[row])!r}, which is "
+            "not finite in FP32"
+        )
+
+
+def _scale(wrapper: MainParams, slot: Slot, factors: Tensor) -> None:
+    main = wrapper.stepped_value(slot)
+    of_elements = _for_elements(wrapper.param(slot), factors.to(main.device))
+    if main.numel():
+        wrapper.set_stepped_value(slot, main * of_elements.float())
+
+
+def _for_elements(param: Tensor, factors: Tensor) -> Tensor:
+    """The factor of each element that a rank has of a parameter, in a shape that multiplies it."""
+    region, local = region_of(param), local_tensor(param)
+    if region.offsets is not None:
+        first = region.offsets[0]
+        rows = factors[first : first + local.shape[0]]
+        return rows.view(-1, *[1] * (local.dim() - 1))
+    row = region.shape[1:].numel()
+    indices = torch.arange(local.numel(), device=factors.device) + region.start
+    return factors[indices // row].view(local.shape)

@@ -1,0 +1,358 @@
+"""One step of a stack, from top to bottom.
+
+1. Finish the work that backward began (``EarlyWork`` in ``backward_overlap.py``).
+2. Refresh what was replaced, written or edited since the last step, and collect the gradients.
+3. Measure the gradients: one read of each (``measure`` in ``grad_norm.py``).
+4. Agree with the other ranks: one reduction of a few scalars (``agree`` in ``grad_norm.py``).
+5. Decide: multipliers, or a skip (``clip_and_skip.py``); on the device where no host must know.
+6. Run: the executor steps the slots that have a gradient.
+7. Record: counts, loss scale, observers.
+
+A stack is one precision wrapper (:class:`WrappedGrads`), or a composite of stacks
+(:class:`GradsOfMembers`). How a skipped step is counted is written in ``clip_and_skip.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mp_optim.config import OptimizerConfig
+from mp_optim.core import Multiplier, ParamGroups
+from mp_optim.core.executor import Executor
+from mp_optim.core.interrupted_step import StepMark
+from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer
+from mp_optim.core.quantized import quantize_
+from mp_optim.host.calls import in_own_modes
+from mp_optim.mixed_precision.backward_overlap import BackwardOverlap, EarlyWork
+from mp_optim.mixed_precision.clip_and_skip import (
+    DeviceVerdict,
+    StepCounts,
+    StepResult,
+    Verdict,
+    decide,
+    decide_on_device,
+)
+from mp_optim.mixed_precision.grad_norm import (
+    EXCLUDED,
+    MAIN_NORM,
+    Measurement,
+    NormKey,
+    agree,
+    count_zeros,
+    measure,
+    norm_groups,
+    of_parameters,
+    pairwise_sum_on_host,
+    total_by_key,
+)
+from mp_optim.mixed_precision.grad_scaler import MegatronGradScaler, scaling_of
+from mp_optim.mixed_precision.main_params import MainParams
+from mp_optim.mixed_precision.observer import Observers
+from mp_optim.mixed_precision.slot_table import SlotTable
+from mp_optim.process_groups.process_groups import ProcessGroups
+
+_HOST = torch.device("cpu")
+
+
+class SteppedStack(Protocol):
+    """A wrapper or composite, as its step uses it. See :class:`mp_optim.MegatronOptimizer`."""
+
+    config: OptimizerConfig
+    grad_scaler: MegatronGradScaler | None
+    step_mark: StepMark
+    early_work: EarlyWork
+    observers: Observers
+    counts: StepCounts
+
+    def collect_grads(self) -> StepGrads: ...
+    def verdict_device(self) -> torch.device | None: ...
+    def refuse_disagreement(self) -> NoReturn: ...
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+
+@in_own_modes
+def take_step(
+    stack: SteppedStack, prepared: tuple[StepGrads, Verdict | DeviceVerdict] | None = None
+) -> StepResult:
+    """Step a stack once, or skip the step.
+
+    Args:
+        stack: the outermost optimizer.
+        prepared: gradients and verdict of a caller that collects, measures and decides itself.
+
+    Raises:
+        TypeError, ValueError: a gradient or a hyperparameter cannot be stepped with, naming it;
+            nothing was stepped.
+        BrokenOffError: the step before was broken off half-way.
+    """
+    config, observers = stack.config, stack.observers
+    with stack.step_mark.step(stack):
+        if prepared is None:
+            if stack.early_work.overlaps:
+                stack.early_work.collect()
+            with _timed(config, "optimizer-clip-main-grad"):
+                grads = stack.collect_grads()
+                verdict = _decide(stack, grads)
+        else:
+            grads, verdict = prepared
+        for before_step in observers.before_step:
+            before_step(grads)
+        stack.counts.record(verdict)
+        with _timed(config, "optimizer-inner-step"):
+            if verdict.skip:
+                grads.skip()
+            else:
+                norm, limit = verdict.norms.get(MAIN_NORM), config.clip_grad
+                clipped = min(norm, limit) if norm is not None and limit > 0 else norm
+                grads.step(verdict.multipliers, clipped)
+        if stack.grad_scaler is not None:  # the last write within the mark
+            stack.step_mark.touch()
+            stack.grad_scaler.update(verdict.found_inf)
+            stack.early_work.remember_scale()
+    for after_step in observers.after_step:
+        after_step(verdict)
+    if config.release_gradients:
+        stack.zero_grad()  # released gradients are None; the others must not differ from them
+    return verdict.result
+
+
+def _decide(stack: SteppedStack, grads: StepGrads) -> Verdict | DeviceVerdict:
+    """Measure, agree, and return the verdict: on the device if all that it is made of is there and
+    the kernels read it there, so that no host waits for it."""
+    config, device = stack.config, stack.verdict_device()
+    measurement = grads.sums(on_host=device is None)
+    scaling = scaling_of(stack.grad_scaler)
+    if device is not None:
+        scalars = [*measurement.sums.values(), *scaling]
+        if all(value.device == device for value in scalars):
+            judge = stack.observers.judge_on(device)
+            return DeviceVerdict(decide_on_device(measurement, scaling, config, judge))
+    verdict = decide(measurement, scaling, config, stack.observers.judge_on(_HOST))
+    if verdict.disagrees:
+        stack.refuse_disagreement()
+    return verdict
+
+
+@contextmanager
+def _timed(config: OptimizerConfig, name: str) -> Iterator[None]:
+    """Time a phase of a step with Megatron's timers, if the config has any."""
+    if config.timers is None:
+        yield
+        return
+    timer = config.timers(name, log_level=1)
+    timer.start(barrier=config.barrier_with_L1_time)
+    try:
+        yield
+    finally:
+        timer.stop()
+
+
+# -- gradients of one step ------------------------------------------------------------------------
+
+
+class StepGrads(ABC):
+    """Gradients that were collected for one step, and are freed with this object."""
+
+    @abstractmethod
+    def has_any(self) -> bool:
+        """True if any parameter has a gradient."""
+
+    @abstractmethod
+    def sums(self, on_host: bool = False) -> Measurement:
+        """Return the sums of squares, agreed with the other ranks.
+
+        Args:
+            on_host: the verdict is formed on the host, so sums may be numbers.
+        """
+
+    @abstractmethod
+    def skip(self) -> None:
+        """Step nothing, as the host decided."""
+
+    @abstractmethod
+    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
+        """Step the slots that have a gradient.
+
+        Args:
+            multipliers: by norm group.
+            grad_norm: after clipping, for rules that clip by it themselves; None if it is not known
+                on the host.
+        """
+
+
+class GradsOfMembers(StepGrads):
+    """Gradients of a composite's members, which have one measurement and one verdict."""
+
+    def __init__(self, members: Sequence[StepGrads]) -> None:
+        self._members = members
+
+    def has_any(self) -> bool:
+        return any(member.has_any() for member in self._members)
+
+    def sums(self, on_host: bool = False) -> Measurement:
+        return functools.reduce(operator.add, (member.sums() for member in self._members))
+
+    def skip(self) -> None:
+        for member in self._members:
+            member.skip()
+
+    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
+        for member in self._members:
+            member.step(multipliers, grad_norm)
+
+
+@dataclass(eq=False)
+class Engine:
+    """The parts with which a precision wrapper steps, for the wrapper's life.
+
+    Attributes:
+        optimizer: the inner optimizer, as it was given.
+        executor: the executor of that optimizer.
+        mains: main params.
+        table: columns of all slots, as ``mains`` saw them last.
+        overlap: work during backward; None without it.
+        config: see :class:`mp_optim.OptimizerConfig`.
+        param_groups: the wrapper's live groups.
+        process_groups: ranks that agree on the norm.
+        norm_names: norm groups that any rank has; None until ranks have exchanged them.
+        has_compared: True if ranks have compared their settings.
+        compared: lines that ranks which share parameters compare in each step, besides settings.
+    """
+
+    optimizer: torch.optim.Optimizer
+    executor: Executor
+    mains: MainParams
+    table: SlotTable
+    overlap: BackwardOverlap | None
+    config: OptimizerConfig
+    param_groups: ParamGroups
+    process_groups: ProcessGroups
+    norm_names: list[str] | None = None
+    has_compared: bool = False
+    compared: Sequence[str] = ()
+
+    def agreed_sums(
+        self,
+        grads: Sequence[Tensor],
+        keys: Sequence[NormKey],
+        all_keys: Sequence[NormKey],
+        indices: Sequence[int],
+        *,
+        over: tuple[ProcessGroup, ...] = (),
+        on_host: bool = False,
+    ) -> Measurement:
+        """Measure gradients, and agree with the other ranks on the sums of squares. Collective.
+
+        Args:
+            grads: local gradients.
+            keys: norm key of each gradient.
+            all_keys: every key of the model, also those without a gradient now, so that all ranks
+                reduce alike.
+            indices: of the slots of these gradients.
+            over: ranks over which the gradients are split although the parameters are not.
+            on_host: numbers may be returned.
+        """
+        config, common = self.config, self.table.common
+        device, ranks = common.device, self.process_groups.grad_stats
+        if not self.has_compared:
+            common.check(config, self.param_groups)
+            self.has_compared = True
+        if self.overlap is None:
+            each = measure(grads, config.fused_backend, device)
+        else:
+            each = self.overlap.measure(grads, device)
+        is_alone = ranks is None and len(all_keys) == 1 and not all_keys[0].shard_groups
+        are_more = config.log_num_zeros_in_grad or config.log_param_grad_norms
+        if on_host and is_alone and not are_more and each.device.type == "cpu":
+            name = all_keys[0].group
+            return Measurement(
+                known={EXCLUDED: 0.0, MAIN_NORM: 0.0, name: pairwise_sum_on_host(each)}
+            )
+        sums = total_by_key(each, keys, all_keys, config.fused_backend)
+        zeros = params = None
+        if config.log_num_zeros_in_grad:
+            zeros = count_zeros(grads, keys, all_keys, device)
+        if self.norm_names is None or ranks is None:
+            self.norm_names = norm_groups(all_keys, ranks)
+        numbers = common.numbers(config, self.param_groups, keys, all_keys, over, self.compared)
+        if config.log_param_grad_norms:
+            split_over = [(*over, *split) for split in self.mains.split_over()]
+            params = of_parameters(each, indices, split_over)
+        return agree(sums, zeros, ranks, self.norm_names, numbers, common.copies, params)
+
+
+class WrappedGrads(StepGrads):
+    """Gradients of one precision wrapper's parameters.
+
+    Args:
+        wrapper: the wrapper, which refreshes its settings and main params first.
+        engine: its parts.
+
+    Raises:
+        TypeError, ValueError: a gradient or a hyperparameter cannot be stepped with, naming it.
+    """
+
+    def __init__(self, wrapper: SlotKeyedOptimizer, engine: Engine) -> None:
+        self._wrapper, self._engine = wrapper, engine
+        overlap, mains, table = engine.overlap, engine.mains, engine.table
+        released: Mapping[int, Tensor] = {}
+        if overlap is not None:
+            overlap.collect()  # again: reducing gradients has reported more of them
+        wrapper.share_settings()
+        engine.executor.check_groups()
+        engine.executor.follow_memory()
+        mains.follow_for_step()
+        if overlap is not None:
+            overlap.follow(table.params)
+            released = overlap.released
+        self._columns, self._grads = table.grads(wrapper.slot_name, released)
+        if not all(table.bound):
+            mains.bind_trained(self._columns.indices)
+            self._columns = table.select(self._columns.indices)
+
+    def has_any(self) -> bool:
+        return bool(self._columns.indices)
+
+    def sums(self, on_host: bool = False) -> Measurement:
+        some, every = self._columns, self._engine.table.common.keys
+        return self._engine.agreed_sums(
+            self._grads, some.keys, every, some.indices, on_host=on_host
+        )
+
+    def skip(self) -> None:
+        if self._engine.overlap is not None:
+            self._engine.overlap.skip()
+
+    def step(self, multipliers: Mapping[str, Multiplier], grad_norm: float | None = None) -> None:
+        executor, mains, some = self._engine.executor, self._engine.mains, self._columns
+        if some.group is None:
+            factors = [multipliers[key.group] for key in some.keys]
+        else:
+            factors = [multipliers[some.group]] * len(some.keys)
+        changed: Sequence[Tensor | None] = ()
+        for observer in mains.observers:
+            changed = observer.before_launch(some.indices)
+        updates = some.updates(self._grads, factors, changed)
+        executor.step_slots(executor.clipped(updates, grad_norm))
+        executor.finish_step()
+        if executor.writes_settings:
+            self._wrapper.share_settings()
+        table = self._engine.table
+        if any(table.quantized):
+            self._wrapper.step_mark.touch()
+            for index in some.indices:
+                if table.quantized[index]:
+                    quantize_(table.params[index], executor.main_param(table.slots[index]))
+        mains.stepped(some.indices)
+        for observer in mains.observers:
+            observer.after_launch()

@@ -1,0 +1,92 @@
+"""Averages of main params in the place of a model's weights, for the length of a ``with`` block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from mp_optim.core import Slot, local_tensor
+from mp_optim.core.quantized import is_quantized, quantize_
+from mp_optim.core.slot_state import AVERAGE
+from mp_optim.host.calls import in_own_modes
+from mp_optim.mixed_precision import MegatronOptimizer
+from mp_optim.mixed_precision.main_params import MainParams
+from mp_optim.mixed_precision.observer import Observer
+from mp_optim.process_groups.missing_ranks import MissingRanksError
+
+OwnWeights = list[tuple[MainParams, Slot, Tensor]]
+"""The model's own weights, of the slots whose parameters have other values."""
+
+
+class AveragedWeights(Observer):
+    """Puts the averages of a stack's main params into its model."""
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """See :meth:`mp_optim.MegatronOptimizer.averaged_weights`."""
+        stack = self.stack
+        stack.make_current()
+        for mains in stack.all_mains():
+            _check_kept(mains)
+        own: OwnWeights = []
+        are_there, mark = True, stack.step_mark
+        with mark.lent("averaged_weights"):
+            try:
+                swap_in(stack, own)
+                stack.show_written_params()
+                yield
+            except MissingRanksError:  # parameters that other ranks own do not come back
+                are_there = False
+                raise
+            finally:
+                mark.touch()  # an interrupt from here on leaves it
+                swap_back(own)
+                if are_there:
+                    stack.show_written_params()
+                    mark.clear()
+
+
+@in_own_modes
+def swap_in(stack: MegatronOptimizer, own: OwnWeights) -> None:
+    """Write the averages into the model, in its dtypes. A parameter that was never stepped has no
+    average and keeps its value.
+
+    Args:
+        own: the list that gets the model's own weights.
+    """
+    for mains in stack.all_mains():
+        for slot in mains.trained_slots():
+            state = mains.stored(slot)
+            if state["step"] == 0:
+                continue
+            param, average = mains.param(slot), state[AVERAGE]
+            if is_quantized(param):
+                own.append((mains, slot, param))
+                quantize_(param, average.float())
+                continue
+            local = local_tensor(param)
+            own.append((mains, slot, local.clone()))
+            local.copy_(average.to(local.dtype))  # in the model's dtype to its device
+
+
+@in_own_modes
+def swap_back(own: OwnWeights) -> None:
+    """Give the model its own weights, to the bit."""
+    for mains, slot, value in own:
+        param = mains.param(slot)
+        if is_quantized(param):
+            quantize_(param, mains.stepped_value(slot))
+        else:
+            local_tensor(param).copy_(value)
+
+
+def _check_kept(mains: MainParams) -> None:
+    """Raise ValueError if no averages are kept."""
+    slot = next(iter(mains.trained_slots()), None)
+    if slot is not None and AVERAGE not in mains.stored(slot):
+        raise ValueError(
+            "averaged_weights: no averages are kept; set ema_decay (of OptimizerConfig, or of "
+            "the optimizer's class)"
+        )
