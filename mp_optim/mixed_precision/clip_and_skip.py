@@ -25,6 +25,10 @@ from mp_optim.mixed_precision.observer import Observer
 _Values = tuple[bool, float | None, int | None, str]
 
 
+DISAGREEMENT, NOT_FINITE = "disagreement", "not_finite"
+"""Causes of a skipped step: see :class:`Verdict`."""
+
+
 class StepResult(Sequence[Any]):
     """What a step did; unpacks as Megatron's tuple ``(success, grad_norm, num_zeros_in_grad)``, and
     is equal to it.
@@ -137,19 +141,14 @@ class Verdict:
     param_sums: Tensor | None = field(default=None, compare=False)
 
     @property
-    def skip(self) -> bool:
-        """True if the step changes nothing."""
-        return bool(self.cause)
-
-    @property
     def found_inf(self) -> bool:
         """True if some gradient is not finite."""
-        return self.cause == "not_finite"
+        return self.cause == NOT_FINITE
 
     @property
     def disagrees(self) -> bool:
         """True if ranks that share parameters would step them differently."""
-        return self.cause == "disagreement"
+        return self.cause == DISAGREEMENT
 
     @property
     def grad_norm(self) -> float | None:
@@ -159,8 +158,10 @@ class Verdict:
     @property
     def result(self) -> StepResult:
         """What the caller of ``step`` gets."""
-        zeros = None if self.found_inf else self.num_zeros
-        return StepResult(not self.cause, self.grad_norm, zeros, self.reason)
+        if self.cause == NOT_FINITE:
+            return StepResult(False, None, None, self.reason)
+        norm = self.norms.get(MAIN_NORM, 0.0)
+        return StepResult(not self.cause, norm, self.num_zeros, self.reason)
 
     def settle(self) -> Verdict:
         """Return this verdict, as :meth:`DeviceVerdict.settle` returns one."""
@@ -170,7 +171,7 @@ class Verdict:
 def not_finite(groups: Iterable[str], scaling: tuple[float, ...]) -> Verdict:
     """The verdict on gradients of some norm groups that are not finite."""
     reason = f"the gradients of norm group {', '.join(groups)} hold an inf or nan"
-    return Verdict(cause="not_finite", reason=reason, scaling=scaling)
+    return Verdict(cause=NOT_FINITE, reason=reason, scaling=scaling)
 
 
 def finite(
@@ -220,7 +221,7 @@ def decide(
     scaling = tuple(next(values) for _ in scaled_by)
     inverse = scaling[0] if scaling else 1.0
     if measurement.disagreement is not None and next(values) != 0.0:
-        return Verdict(cause="disagreement")
+        return Verdict(cause=DISAGREEMENT)
     num_zeros = None if measurement.zeros is None else int(next(values))
     if not all(map(math.isfinite, sums.values())):
         bad = [name for name, value in sums.items() if not math.isfinite(value)]
@@ -353,11 +354,11 @@ class DeviceVerdict:
         multipliers: for each norm group, as in :class:`Verdict`.
         found_inf: bool tensor on the device, shape ().
         result: what the caller of ``step`` gets; looking at it settles.
-        skip, norms: not as far as the host knows; the kernels look at the flag beside each
+        cause, norms: empty, as the host does not know them; kernels read the flag next to each
             multiplier.
     """
 
-    skip = False
+    cause = ""
     norms: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, decided: VerdictNumbers) -> None:
@@ -365,7 +366,7 @@ class DeviceVerdict:
         self._coming = coming = ComingVerdict(decided)
         self.found_inf = decided.overflow
         self.multipliers = {
-            name: DeviceMultiplier(row, lambda: coming.settle().skip)
+            name: DeviceMultiplier(row, lambda: bool(coming.settle().cause))
             for name, row in zip(decided.names, decided.controls.unbind(), strict=True)
         }
         self.result = StepResult.later(lambda: coming.settle().result._known())
@@ -421,7 +422,7 @@ def _as_verdict(decided: VerdictNumbers, read: Tensor) -> Verdict:
     numbers_judged = [next(numbers) for _ in range(decided.judged)]
     scaling = tuple(numbers)
     if skip > 1.0:
-        return Verdict(cause="disagreement", param_sums=params)
+        return Verdict(cause=DISAGREEMENT, param_sums=params)
     if overflow:  # the norm is finite where the sum of squares is
         verdict = not_finite((n for n in names if not math.isfinite(norms[n])), scaling)
     else:
@@ -446,8 +447,8 @@ def fetched(values: Tensor) -> Callable[[], Tensor]:
 #
 # A skipped step leaves no trace but in counts of skips. The counts, and who writes them:
 #
-# ``steps`` and ``skipped_steps`` of a stack, and the latter by cause: ``StepCounts``, here. Each
-# member of a composite has its own; ``metrics`` shows the first member's.
+# ``steps`` and ``skipped_steps`` of a stack, and the latter by cause: ``StepCounts``, here. The
+# members of a composite share the composite's.
 #
 # A slot's ``step``, from which bias corrections and random numbers are made: ``GroupState.count``.
 #
@@ -473,14 +474,12 @@ class StepCounts:
         refuse: raises what a step ends in on which ranks disagree.
 
     Attributes:
-        members: of a stack's members, which take the same steps.
         steps: all of them. skipped: those of them, by cause, that the host knows to be skipped.
     """
 
     def __init__(self, refuse: Callable[[], object]) -> None:
         self._refuse = refuse
         self._last: Verdict | DeviceVerdict = Verdict()
-        self.members: list[StepCounts] = []
         self.steps = 0
         self.skipped = Counter(not_finite=0, over_threshold=0, spike=0)
 
@@ -493,13 +492,11 @@ class StepCounts:
         self.steps += 1
         if isinstance(verdict, DeviceVerdict):
             verdict.when_settled(weak_method(self._see))
-        elif verdict.skip:
+        elif verdict.cause:
             self._see(verdict)
-        for member in self.members:
-            member.record(verdict)
 
     def _see(self, verdict: Verdict) -> None:
-        if verdict.skip:
+        if verdict.cause:
             self.skipped[verdict.cause] += 1
 
     def settle(self) -> Verdict:

@@ -383,8 +383,8 @@ class MainParams:
         """Rebind replaced tensors; take the model's value where the step itself does not compare
         it with the main param."""
         self.follow_tensors()
-        staged = self._compared_by_sums()
-        self._take_values(sorted(staged), staged)
+        if staged := self._compared_by_sums():
+            self._take_values(sorted(staged), staged)
         if self.agreement.expected:
             self.follow()  # weights that were loaded after their remainders
             self.check_remainders(None)
@@ -392,15 +392,17 @@ class MainParams:
     def _compared_by_sums(self) -> set[int]:
         """Return the indices of weights that are not on the device of their main params, or that
         are quantized."""
-        table = self.table
+        table, of_host = self.table, self.executor.host_slots()
+        if not of_host and not any(table.quantized):
+            return set()
         coded = {index for index, is_coded in enumerate(table.quantized) if is_coded}
-        found = coded.union(map(table.index, self.executor.host_slots()))
+        found = coded.union(map(table.index, of_host))
         return {index for index in found if table.bound[index] and table.separate[index]}
 
     def stepped(self, indices: Sequence[int]) -> None:
         """Remember the weights of slots as a step left them."""
-        chosen = self._compared_by_sums().intersection(indices)
-        self.written.note([*chosen], [self._bits(index) for index in chosen])
+        if chosen := self._compared_by_sums().intersection(indices):
+            self.written.note([*chosen], [self._bits(index) for index in chosen])
 
     def _bits(self, index: int) -> Tensor:
         param = self.table.params[index]

@@ -1,8 +1,6 @@
-"""MegatronOptimizer: the face of every stack, and its step: collect, measure, agree, decide, apply.
+"""MegatronOptimizer: the methods that every stack offers to its caller.
 
-The way of one step from here to the kernel is told, function by function, in ``docs/design.md``.
-How steps are counted, and what becomes of the counts of one that is skipped, is said in
-:mod:`mp_optim.mixed_precision.clip_and_skip`.
+:mod:`mp_optim.mixed_precision.step` is the step; ``docs/design.md`` follows it to the kernel.
 """
 
 from __future__ import annotations
@@ -44,9 +42,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     """What every stack is to its caller: a torch optimizer over the model's parameters, with a loss
     scale, that measures gradients, agrees on the norm, decides, and steps or skips.
 
-    A :class:`~mp_optim.mixed_precision.wrapped_optimizer.WrappedOptimizer` has one inner
-    optimizer and
-    does the work; a :class:`~mp_optim.zero.composite.CompositeOptimizer` has members and
+    A :class:`~mp_optim.mixed_precision.wrapped_optimizer.WrappedOptimizer` has one inner optimizer
+    and does the work; a :class:`~mp_optim.zero.composite.CompositeOptimizer` has members and
     delegates. They provide what is abstract here.
 
     Args:
@@ -85,9 +82,13 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.counts = StepCounts(weak_method(self.refuse_disagreement))
         self.observers = Observers(self.observer_kinds, self)
 
-    def use_observers(self, observers: Observers) -> None:
-        """Have these observers, which watch the composite that this stack is a member of."""
-        self.observers = observers
+    def join(self, whole: MegatronOptimizer) -> None:
+        """Become a part of a composite, whose steps are counted, scaled and watched as one."""
+        self.grad_scaler, self.counts, self.observers = (
+            whole.grad_scaler,
+            whole.counts,
+            whole.observers,
+        )
 
     @property
     def health(self) -> Any:

@@ -35,17 +35,14 @@ class Observer:
             raise ReferenceError("the optimizer of this observer was deleted; keep the optimizer")
         return stack
 
-    def before_step(self, grads: Any) -> None:
-        """Watch a step that is decided, before anything is written.
+    def before_step(self) -> None:
+        """Watch a step that is decided, before anything is written."""
 
-        Args:
-            grads: the step's :class:`~mp_optim.mixed_precision.step.StepGrads`.
-        """
-
-    def after_step(self, verdict: Any) -> None:
+    def after_step(self, grads: Any, verdict: Any) -> None:
         """Watch a step that is complete, also one that was skipped.
 
         Args:
+            grads: the step's :class:`~mp_optim.mixed_precision.step.StepGrads`.
             verdict: :class:`~mp_optim.mixed_precision.clip_and_skip.Verdict` or ``DeviceVerdict``.
         """
 

@@ -79,7 +79,10 @@ class SlotTable:
         streams: what tells its random numbers from others'.
         layouts: where the model's tensor lies, and how it is split.
         first: index of each group's first slot.
-        split_over: what :meth:`MainParams.split_over` found, for as long as nothing changes.
+        split_over: result of :meth:`MainParams.split_over`; None until it is asked for.
+
+    NOTE: a method that writes a column calls :meth:`invalidate`, which drops all facts that were
+    put together from the columns.
     """
 
     slots: list[Slot] = field(default_factory=list)
@@ -120,21 +123,21 @@ class SlotTable:
         self.keys.append(key)
         self.layouts.append(layout)
         self.streams.append(stream)
-        self._forget()
+        self.invalidate()
 
     def trained(self, index: int, separate: bool) -> None:
         """A slot has a main param now, and state."""
         self.separate[index], self.bound[index] = separate, True
-        self._forget()
+        self.invalidate()
 
-    def _forget(self) -> None:
-        """Drop what was put together from the columns."""
+    def invalidate(self) -> None:
+        """Drop the facts that were put together from the columns."""
         self._last = self.split_over = None
         vars(self).pop("common", None)
 
     def look(self, params: Sequence[Tensor]) -> None:
         """Take what is there now as seen."""
-        self._forget()
+        self.invalidate()
         self.seen.look(params)
         self.quantized = list(map(is_quantized, params))
 

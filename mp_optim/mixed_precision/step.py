@@ -35,6 +35,7 @@ from mp_optim.core.quantized import quantize_
 from mp_optim.host.calls import in_own_modes
 from mp_optim.mixed_precision.backward_overlap import BackwardOverlap, EarlyWork
 from mp_optim.mixed_precision.clip_and_skip import (
+    DISAGREEMENT,
     DeviceVerdict,
     StepCounts,
     StepResult,
@@ -57,7 +58,7 @@ from mp_optim.mixed_precision.grad_norm import (
 )
 from mp_optim.mixed_precision.grad_scaler import MegatronGradScaler, scaling_of
 from mp_optim.mixed_precision.main_params import MainParams
-from mp_optim.mixed_precision.observer import Observers
+from mp_optim.mixed_precision.observer import Observer, Observers
 from mp_optim.mixed_precision.slot_table import SlotTable
 from mp_optim.process_groups.process_groups import ProcessGroups
 
@@ -82,13 +83,14 @@ class SteppedStack(Protocol):
 
 @in_own_modes
 def take_step(
-    stack: SteppedStack, prepared: tuple[StepGrads, Verdict | DeviceVerdict] | None = None
+    stack: SteppedStack, prepared: tuple[StepGrads, Verdict, Observer | None] | None = None
 ) -> StepResult:
     """Step a stack once, or skip the step.
 
     Args:
         stack: the outermost optimizer.
-        prepared: gradients and verdict of a caller that collects, measures and decides itself.
+        prepared: gradients, verdict and judge of a caller that collects, measures and decides
+            itself.
 
     Raises:
         TypeError, ValueError: a gradient or a hyperparameter cannot be stepped with, naming it;
@@ -102,14 +104,16 @@ def take_step(
                 stack.early_work.collect()
             with _timed(config, "optimizer-clip-main-grad"):
                 grads = stack.collect_grads()
-                verdict = _decide(stack, grads)
+                verdict, judge = _decide(stack, grads)
         else:
-            grads, verdict = prepared
+            grads, verdict, judge = prepared
         for before_step in observers.before_step:
-            before_step(grads)
+            before_step()
+        if judge is not None and MAIN_NORM in verdict.norms:
+            judge.take(torch.tensor(verdict.norms[MAIN_NORM], dtype=torch.float64, device=_HOST))
         stack.counts.record(verdict)
         with _timed(config, "optimizer-inner-step"):
-            if verdict.skip:
+            if verdict.cause:
                 grads.skip()
             else:
                 norm, limit = verdict.norms.get(MAIN_NORM), config.clip_grad
@@ -120,27 +124,31 @@ def take_step(
             stack.grad_scaler.update(verdict.found_inf)
             stack.early_work.remember_scale()
     for after_step in observers.after_step:
-        after_step(verdict)
+        after_step(grads, verdict)
     if config.release_gradients:
         stack.zero_grad()  # released gradients are None; the others must not differ from them
     return verdict.result
 
 
-def _decide(stack: SteppedStack, grads: StepGrads) -> Verdict | DeviceVerdict:
-    """Measure, agree, and return the verdict: on the device if all that it is made of is there and
-    the kernels read it there, so that no host waits for it."""
+def _decide(
+    stack: SteppedStack, grads: StepGrads
+) -> tuple[Verdict | DeviceVerdict, Observer | None]:
+    """Measure, agree, and return the verdict and the observer that judged it. The verdict is formed
+    on the device if all that it is made of is there and the kernels read it there, so that no host
+    waits for it; then the observer takes the norm there."""
     config, device = stack.config, stack.verdict_device()
     measurement = grads.sums(on_host=device is None)
-    scaling = scaling_of(stack.grad_scaler)
+    scaling = () if stack.grad_scaler is None else scaling_of(stack.grad_scaler)
     if device is not None:
         scalars = [*measurement.sums.values(), *scaling]
         if all(value.device == device for value in scalars):
             judge = stack.observers.judge_on(device)
-            return DeviceVerdict(decide_on_device(measurement, scaling, config, judge))
-    verdict = decide(measurement, scaling, config, stack.observers.judge_on(_HOST))
-    if verdict.disagrees:
+            return DeviceVerdict(decide_on_device(measurement, scaling, config, judge)), None
+    judge = stack.observers.judge_on(_HOST)
+    verdict = decide(measurement, scaling, config, judge)
+    if verdict.cause == DISAGREEMENT:
         stack.refuse_disagreement()
-    return verdict
+    return verdict, judge
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mp_optim.mixed_precision import MegatronOptimizer
-from mp_optim.mixed_precision.clip_and_skip import DeviceVerdict, Verdict
+from mp_optim.mixed_precision.clip_and_skip import Verdict
 from mp_optim.mixed_precision.observer import Observer, largest
 from mp_optim.monitor.skip_rule import SkipRule
 from mp_optim.monitor.update_ratios import Update, UpdateRatios
@@ -32,10 +32,6 @@ class GradientHealth(Observer):
         super().__init__(stack, earlier)
         self._skip_rule: SkipRule = earlier["skip_rule"]
         self._update_ratios: UpdateRatios = earlier["update_ratios"]
-        self._verdict: Verdict | DeviceVerdict = Verdict()
-
-    def after_step(self, verdict: Verdict | DeviceVerdict) -> None:
-        self._verdict = verdict
 
     def report_loss(self, loss: Tensor | float | None, group: ProcessGroup | None = None) -> None:
         """Report the loss of the coming step, for ``skip_step_sigma_factor``; without that, nothing
@@ -70,7 +66,7 @@ class GradientHealth(Observer):
                 "log_param_grad_norms=0, so no norms of parameters are kept; set it to how many of "
                 "them metrics() is to show"
             )
-        return self.norms_in(self._verdict.settle(), top)
+        return self.norms_in(self.stack.counts.settle(), top)
 
     def norms_in(self, verdict: Verdict, top: int | None = None) -> dict[str, float]:
         """Return the ``top`` largest gradient norms of a verdict by parameter; empty if it has
@@ -95,7 +91,8 @@ class GradientHealth(Observer):
 
     def metrics(self) -> dict[str, float]:
         """Return the limits of the rolling rule, and the largest norms."""
-        verdict = self._verdict.settle()
-        norms = self.norms_in(verdict, self.stack.config.log_param_grad_norms)
+        stack = self.stack
+        verdict: Verdict = stack.counts.settle()
+        norms = self.norms_in(verdict, stack.config.log_param_grad_norms)
         shown = {f"param_grad_norm/{name}": norm for name, norm in norms.items()}
         return {**verdict.limits, **shown}

@@ -30,8 +30,6 @@ from mp_optim.core import local_tensor
 from mp_optim.host.calls import in_own_modes
 from mp_optim.kernels.sums import reduce_over
 from mp_optim.mixed_precision import MegatronOptimizer
-from mp_optim.mixed_precision.clip_and_skip import DeviceVerdict, Verdict
-from mp_optim.mixed_precision.grad_norm import MAIN_NORM
 from mp_optim.mixed_precision.observer import Observer
 
 _TO_SIGMA = 1.4826
@@ -57,7 +55,6 @@ class SkipRule(Observer):
         self._window = torch.full((2, self.length), math.nan, dtype=torch.float64, device="cpu")
         self._next = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._loss = torch.full((1,), math.nan, dtype=torch.float64, device="cpu")
-        self._is_judging = False
         self.reported: Tensor | None = None
 
     @property
@@ -86,8 +83,7 @@ class SkipRule(Observer):
 
     def begin_judging(self, device: torch.device) -> bool:
         reported, self.reported = self.reported, None  # it is of this step alone
-        self._is_judging = self.is_on
-        if not self._is_judging:
+        if not math.isfinite(self._config.skip_step_sigma_factor):
             return False
         if self._window.device != device:
             self._window, self._next, self._loss = (
@@ -140,11 +136,6 @@ class SkipRule(Observer):
                 )
                 return f"the {value_name} is {value:g}, over {limit:g}, {rule}", limits
         return "", limits
-
-    def after_step(self, verdict: Verdict | DeviceVerdict) -> None:
-        # A norm on the device was taken there, when the step was decided.
-        if self._is_judging and isinstance(verdict, Verdict) and MAIN_NORM in verdict.norms:
-            self.take(torch.tensor(verdict.norms[MAIN_NORM], dtype=torch.float64, device="cpu"))
 
     # -- state ------------------------------------------------------------------------------------
 

@@ -36,12 +36,8 @@ class StepWarnings(Observer):
         self.skips = 0
         self._warned_of_no_gradient = False
 
-    def before_step(self, grads: StepGrads) -> None:
-        """Warn, once, of a step for which no parameter has a gradient."""
-        if self._warned_of_no_gradient or grads.has_any() or self.stack.is_stub_optimizer:
-            return
+    def _warn_of_no_gradient(self, stack: MegatronOptimizer) -> None:
         self._warned_of_no_gradient = True
-        stack = self.stack
         params: ModelParams | None = stack.model_params
         untrained = [] if params is None else params.untrained(stack.param_groups)
         count = sum(len(group["params"]) for group in stack.param_groups)
@@ -58,21 +54,24 @@ class StepWarnings(Observer):
             "the model that is trained"
         )
 
-    def after_step(self, verdict: Verdict | DeviceVerdict) -> None:
-        """Judge the step as soon as the host knows its verdict. Warn, once, of parameters of the
-        model that have a gradient and are not in the optimizer: after steps 1, 2, 4, 8 and so on.
-        """
+    def after_step(self, grads: StepGrads, verdict: Verdict | DeviceVerdict) -> None:
+        """Judge the step as soon as the host knows its verdict. Warn, once each, of a step without
+        any gradient; and, after steps 1, 2, 4, 8 and so on, of parameters of the model that have a
+        gradient and are not in the optimizer."""
+        stack = self._stack()
+        assert stack is not None
+        if not (self._warned_of_no_gradient or grads.has_any() or stack.is_stub_optimizer):
+            self._warn_of_no_gradient(stack)
         if isinstance(verdict, DeviceVerdict):
             verdict.when_settled(weak_method(self._judge))
-        elif verdict.skip or self.skips:
+        elif verdict.cause or self.skips:
             self._judge(verdict)
-        stack = self.stack
         steps, params = stack.counts.steps, stack.model_params
         if params is not None and steps & (steps - 1) == 0:
             params.warn_of_untrained(stack, with_gradient=True)
 
     def _judge(self, verdict: Verdict) -> None:
-        if not verdict.skip:
+        if not verdict.cause:
             self.skips = 0
             return
         self.skips += 1

@@ -38,26 +38,26 @@ class UpdateRatios(Observer):
 
     def __init__(self, stack: MegatronOptimizer, earlier: Mapping[str, Any]) -> None:
         super().__init__(stack, earlier)
+        self._config = stack.config
         self._before: list[list[Tensor]] = []
         self._read: Callable[[], Tensor] | None = None
         self._updated = 0
 
-    def before_step(self, grads: StepGrads) -> None:
+    def before_step(self) -> None:
         self._before = []
-        stack = self.stack
-        interval = stack.config.log_update_ratios_interval
-        if interval > 0 and (stack.counts.steps + 1) % interval == 0:
+        interval = self._config.log_update_ratios_interval
+        if interval > 0 and (self.stack.counts.steps + 1) % interval == 0:
             self._before = [
                 [main.detach().clone() for main in _main_tensors(mains)]
-                for mains in stack.all_mains()
+                for mains in self.stack.all_mains()
             ]
 
-    def after_step(self, verdict: Verdict | DeviceVerdict) -> None:
+    def after_step(self, grads: StepGrads, verdict: Verdict | DeviceVerdict) -> None:
         if not self._before:
             return
         stack = self.stack
         pairs = zip(stack.all_mains(), self._before, strict=True)
-        sums = [_sums(mains, before, stack.config.fused_backend) for mains, before in pairs]
+        sums = [_sums(mains, before, self._config.fused_backend) for mains, before in pairs]
         self._before, device = [], sums[0].device
         self._read = fetched(torch.cat([of.to(device) for of in sums]).reshape(-1))
         self._updated = stack.counts.steps
@@ -75,7 +75,7 @@ class UpdateRatios(Observer):
         if self._read is None:
             return {}
         whole = _update(self._read().reshape(-1, 3).sum(dim=0).tolist())
-        shown = self.updates(self.stack.config.log_param_grad_norms)
+        shown = self.updates(self._config.log_param_grad_norms)
         return {
             "update_step": self._updated,
             "update_rms": whole.rms,

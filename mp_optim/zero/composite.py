@@ -26,7 +26,6 @@ from mp_optim.core.interrupted_step import StepMark
 from mp_optim.mixed_precision import MegatronGradScaler, MegatronOptimizer
 from mp_optim.mixed_precision.description import Description, DescriptionRow
 from mp_optim.mixed_precision.main_params import MainParams
-from mp_optim.mixed_precision.observer import Observers
 from mp_optim.mixed_precision.step import GradsOfMembers, StepGrads
 from mp_optim.zero.grad_reducer import GradReducer, reduce_in_one_order
 from mp_optim.zero.transport import Reducer
@@ -61,11 +60,9 @@ class CompositeOptimizer(MegatronOptimizer):
         """Consist of these from now on: they share this optimizer's loss scale and step mark."""
         self.members.extend(members)
         for member in self.members:
-            member.grad_scaler = self.grad_scaler
-            self.counts.members.append(member.counts)
+            member.join(self)
             self.early_work.overlaps += member.early_work.overlaps
         self.use_mark(self.step_mark)
-        self.use_observers(self.observers)
 
     @abstractmethod
     def locate(self, slot: Slot) -> tuple[MegatronOptimizer, Slot]:
@@ -151,10 +148,10 @@ class CompositeOptimizer(MegatronOptimizer):
         for member in self.members:
             member.use_mark(mark)
 
-    def use_observers(self, observers: Observers) -> None:
-        super().use_observers(observers)
+    def join(self, whole: MegatronOptimizer) -> None:
+        super().join(whole)
         for member in self.members:
-            member.use_observers(observers)
+            member.join(whole)
 
     def recover(self) -> None:
         for member in self.members:

@@ -243,7 +243,7 @@ class MegatronFace(torch.optim.Optimizer):
             )
         self.stack.early_work.forget_comparisons()
         self._finish(prepared)
-        return not prepared.verdict.skip
+        return not prepared.verdict.cause
 
     @in_own_modes
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[Any]:
@@ -279,7 +279,7 @@ class MegatronFace(torch.optim.Optimizer):
 
     def _finish(self, prepared: _Prepared) -> None:
         self._prepared = None
-        take_step(self.stack, (prepared.grads, prepared.verdict))
+        take_step(self.stack, (prepared.grads, prepared.verdict, prepared.judge))
 
     # -- checkpoints
 
