@@ -35,35 +35,29 @@ _PARKED = (
 
 
 class StepMark:
-    """One for all layers of a stack.
+    """The consistency flag of all layers of a stack, for the life of the outermost optimizer.
 
-    NOTE: what writes main params, state, model parameters or the loss scale in a step, or scales
-    rows, calls :meth:`touch` first, in the thread of the step. What is written where it is not read
-    (back buffers) needs no mark.
+    NOTE: code that writes main params, state, model parameters or the loss scale in a step, or
+    scales rows, calls :meth:`touch` first, in the thread of the step. Back buffers, which nothing
+    reads, need no mark.
 
     Attributes:
-        parked: what waits on the host; meanwhile nothing is stepped.
-        copies: of state, that callers may have edited.
+        is_set: True from the first write of a step or load until it is complete.
+        parked: tensors that wait on the host; meanwhile nothing is stepped.
+        copies: of state, which callers may have edited.
     """
 
     def __init__(self) -> None:
         self.parked = ParkedTensors()
         self.copies = ShownCopies()
-        self._touched = False
-        self._outermost: object | None = None
-        self._why = ""
-        self._lent_to = ""
-        self._thread = 0
-
-    @property
-    def is_set(self) -> bool:
-        """Whether a step has begun to write, and is not complete."""
-        return self._touched
+        self.is_set = False
+        self._why = self._lent_to = ""
+        self._writer: tuple[object, int] | None = None  # the outermost layer, and its thread
 
     def touch(self) -> None:
         """Announce writes that are complete only when the step is. Waits until background saves
         have copied what they borrow of accelerators; launches announce the host's memory."""
-        self._touched = True
+        self.is_set = True
         wait_for_devices()
 
     def open_state(self) -> None:
@@ -78,18 +72,16 @@ class StepMark:
             self.copies.take_edits()
 
     def break_off(self, why: Exception) -> None:
-        """What was stepped before is found to be wrong."""
-        self._touched, self._why = True, repr(why)
+        """Refuse further steps: an earlier one is found to be wrong."""
+        self.is_set, self._why = True, repr(why)
 
     def clear(self) -> None:
-        """Everything belongs together again."""
-        self._why, self._outermost = "", None
-        self._touched = False
+        """Allow steps again: everything was loaded, or is built again."""
+        self.is_set, self._why, self._writer = False, "", None
 
     @contextmanager
     def lent(self, borrower: str) -> Iterator[None]:
-        """The model has other weights for a while, with which nothing may be stepped, saved or
-        loaded.
+        """Refuse steps, saves and loads while the model has other weights.
 
         Args:
             borrower: the optimizer's method that gives it those.
@@ -109,25 +101,18 @@ class StepMark:
                 f"{doing}: inside of `with optimizer.{self._lent_to}()`, where the model's weights "
                 "are not those that are trained; do it after the block"
             )
-        if self._outermost is not None and self._thread != get_ident():
-            raise self._under_way(doing, "another thread")
-        if self._outermost is None:
+        if self._writer is None:
             self._take_edits()
-
-    def _under_way(self, doing: str, who: str) -> RuntimeError:
-        return RuntimeError(
-            f"{doing}: {who} is inside of a step or load of this optimizer, which is not complete; "
-            "do it after that (a lock around both, or a flag that the training loop looks at "
-            "between steps)"
-        )
+        elif self._writer[1] != get_ident():
+            raise _under_way(doing, "another thread")
 
     def check(self, doing: str) -> None:
         """Raise BrokenOffError if a step was broken off, and RuntimeError if one is under way, or
         the model has other weights now."""
         self.check_lent(doing)
-        if self._touched and self._outermost is not None:
-            raise self._under_way(doing, "this thread")
-        if self._touched:
+        if self.is_set and self._writer is not None:
+            raise _under_way(doing, "this thread")
+        if self.is_set:
             raise BrokenOffError(
                 f"{doing}: an earlier step, load or scaling of this optimizer was broken off "
                 f"half-way{self._why and f' by {self._why}'}, so that some parameters have taken "
@@ -136,47 +121,54 @@ class StepMark:
             )
 
     @contextmanager
+    def _writing(self, layer: object) -> Iterator[None]:
+        self._take_edits()
+        self._writer = layer, get_ident()
+        try:
+            yield
+        except BaseException as error:
+            self._why = repr(error)
+            raise
+        finally:
+            self._writer = None
+            self.copies.refresh()
+
+    @contextmanager
     def step(self, layer: object) -> Iterator[None]:
-        """A step of a layer, or rows that are scaled; of the outermost layer, all of it.
+        """Mark a step of a layer, or rows that are scaled: of the outermost layer, all of it.
 
         Raises:
             BrokenOffError: one before it was broken off.
             RuntimeError: main params or state wait on the host.
         """
-        is_inner = self._outermost is not None and self._outermost is not layer
-        if is_inner and self._thread == get_ident():
+        outermost, thread = self._writer or (layer, 0)
+        if outermost is not layer and thread == get_ident():
             yield
             return
-        if self._lent_to or self._touched or self._outermost is not None:
+        if self._lent_to or self.is_set or self._writer is not None:
             self.check("step")
         if self.parked.homes:
             raise RuntimeError(_PARKED)
-        self._take_edits()
-        self._thread, self._outermost = get_ident(), layer
-        try:
+        with self._writing(layer):
             yield
-        except BaseException as error:
-            self._why = repr(error)
-            raise
-        finally:
-            self._outermost = None
-            self.copies.refresh()
         # In this order: an interrupt between the two leaves the mark, which is safe.
-        self._touched = False
+        self.is_set = False
 
     @contextmanager
-    def under_way(self, layer: object) -> Iterator[None]:
-        """Something is written by a layer; the mark stays what it is made."""
-        self._take_edits()
-        self._thread, self._outermost = get_ident(), layer
-        try:
+    def load(self, layer: object) -> Iterator[None]:
+        """Mark a load by a layer, which makes the stack consistent again."""
+        with self._writing(layer):
+            self.touch()
             yield
-        except BaseException as error:
-            self._why = repr(error)
-            raise
-        finally:
-            self._outermost = None
-            self.copies.refresh()
+        self.clear()
+
+
+def _under_way(doing: str, who: str) -> RuntimeError:
+    return RuntimeError(
+        f"{doing}: {who} is inside of a step or load of this optimizer, which is not complete; "
+        "do it after that (a lock around both, or a flag that the training loop looks at "
+        "between steps)"
+    )
 
 
 HOST = torch.device("cpu")

@@ -537,14 +537,12 @@ def _restore_state(
     match = match_without_state(optimizer, state_dict, convert=convert)
     load = StateLoad(match, state_dict["state"], optimizer.state_of, convert)
     load.check()
-    with optimizer.step_mark.under_way(optimizer):
-        optimizer.step_mark.touch()
+    with optimizer.step_mark.load(optimizer):
         load.write()
         match.write_settings(optimizer.param_groups)
         optimizer.share_settings()
         optimizer.load_beside(state_dict)
         written = load.write_model()
-    optimizer.step_mark.clear()
     load.tell_of_averages()  # where warnings are errors, after everything
     return written
 

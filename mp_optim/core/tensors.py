@@ -399,9 +399,7 @@ class SeenParams:
 
     def moved(self, params: Sequence[Tensor]) -> bool:
         """Whether parameters are others than were last seen, or were moved or reshaped since."""
-        if self._gone or not all_same(params, self.params):
-            return True
-        return Marks.of(params, self.plain) != self.marks
+        return len(params) != len(self.params) or bool(self.changed(params))
 
     def is_same(self, index: int, param: Tensor) -> bool:
         """Whether a parameter is the one that was last seen at an index, and was neither moved nor
