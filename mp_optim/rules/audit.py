@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from mp_optim.kernels.chunking import part_of_state
 from mp_optim.kernels.codecs import Noise, is_packed, mix
 from mp_optim.kernels.kernel_args import MAIN, TensorLists
 from mp_optim.kernels.native_library import native_library, other_level
+from mp_optim.rules.rule import Launch
 
 CELL = 32
 """Blocks that are sampled together."""
@@ -367,21 +368,29 @@ class Audited:
     """A launch that is about to be carried out.
 
     Attributes:
-        rule, lists, scalars, multiplier, scales: what ``backend.step`` takes.
-        slots: of the tensors. firsts: where each begins in what the rank has of its parameter.
-        step: from 1 on. device: where it is stepped. backend: name of what steps it.
+        launch: as the executor formed it.
+        backend: name of the backend that steps it.
+        rule, lists, scalars, multiplier, scales: arguments of ``backend.step``; those after
+            ``lists`` only if it is called now.
     """
 
+    launch: Launch
+    backend: str
     rule: str
     lists: TensorLists
-    scalars: Any
-    multiplier: float | Tensor
-    scales: Sequence[float] | Tensor | None
-    slots: Sequence[Slot]
-    firsts: Sequence[int]
-    step: int
-    device: torch.device
-    backend: str
+    scalars: Any = None
+    multiplier: float | Tensor = 1.0
+    scales: Sequence[float] | Tensor | None = None
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """The slot of each tensor."""
+        return self.launch.updates.slots
+
+    @cached_property
+    def firsts(self) -> Sequence[int]:
+        """Places where the tensors begin in the local part of their parameters."""
+        return self.launch.firsts or [0] * len(self.slots)
 
     def kind(self, run: Run) -> tuple[torch.dtype | None, ...]:
         """Dtypes of what a run is in."""
@@ -424,7 +433,7 @@ class Audited:
         )
         expected = partial(again.of, _brought(given, transfer))
         names = {_repeats(self.backend)[0].name}
-        if self.device.type == "cpu":
+        if self.launch.device.type == "cpu":
             names.add(self.backend)
 
         def written() -> Check:
@@ -433,7 +442,7 @@ class Audited:
                 runs,
                 [self.slots[run.owner] for run in runs],
                 [self.firsts[run.owner] + run.start for run in runs],
-                self.step,
+                self.launch.step,
                 False,
                 bool(names & _TORCH_OPERATIONS),
                 "param" if output is None else "main_param",
@@ -546,19 +555,19 @@ class Audit:
         self._transfers: dict[torch.device, Transfer] = {}
 
     @in_own_modes
-    def begin(self, launch: Audited) -> Callable[[], None] | None:
+    def begin(self, audited: Audited) -> Callable[[], None] | None:
         """Sample a launch before it is carried out; what is returned is called after it. None if
         nothing is sampled."""
-        main = CachedTensorList.of(launch.lists.main)
+        main = CachedTensorList.of(audited.lists.main)
         sizes, ends = main.sizes, main.block_ends
         by_kind: dict[object, list[Run]] = {}
-        for run in draw(sizes, ends, self.rate, _seed(launch)):
-            by_kind.setdefault(launch.kind(run), []).append(run)
+        for run in draw(sizes, ends, self.rate, _seed(audited)):
+            by_kind.setdefault(audited.kind(run), []).append(run)
         if not by_kind:
             return None
-        transfer = self._transfer(launch.device)
-        begun = [launch.begin(runs, transfer) for runs in by_kind.values()]
-        return partial(self._written, launch.device, begun)
+        transfer = self._transfer(audited.launch.device)
+        begun = [audited.begin(runs, transfer) for runs in by_kind.values()]
+        return partial(self._written, audited.launch.device, begun)
 
     @in_own_modes
     def _written(self, device: torch.device, begun: Sequence[Callable[[], Check]]) -> None:
@@ -583,7 +592,7 @@ class Audit:
             self._pending.append((begun, is_host, check))
 
     @in_own_modes
-    def compare_rested(self, launch: Audited) -> None:
+    def compare_rested(self, audited: Audited) -> None:
         """Compare the state that earlier steps left with the state that a launch is about to read.
 
         NOTE: call this before main params follow the model: a staged copy's marks do not show it.
@@ -591,26 +600,26 @@ class Audit:
         if not self._resting:
             return
         by_kind: dict[object, list[tuple[Run, Rested]]] = {}
-        for owner, slot in enumerate(launch.slots):
+        for owner, slot in enumerate(audited.slots):
             if slot not in self._resting:
                 continue
-            first, numel = launch.firsts[owner], launch.lists.main[owner].numel()
+            first, numel = audited.firsts[owner], audited.lists.main[owner].numel()
             left, marks = [], self._marks.get(slot)
             is_untouched = marks is not None and marks == self._marks_of(slot)
             for rested in self._resting.pop(slot):
                 run = rested.run._replace(owner=owner, start=rested.run.start - first)
                 if not 0 <= run.start < numel:  # in another window
                     left.append(rested)
-                elif is_untouched and rested.check.step + 1 == launch.step:
-                    kind = rested.check.main, launch.kind(run)
+                elif is_untouched and rested.check.step + 1 == audited.launch.step:
+                    kind = rested.check.main, audited.kind(run)
                     by_kind.setdefault(kind, []).append((run, rested))
             if left:
                 self._resting[slot] = left
         for pairs in by_kind.values():
-            self._compare_rested(launch, pairs)
+            self._compare_rested(audited, pairs)
 
-    def _compare_rested(self, launch: Audited, pairs: Sequence[tuple[Run, Rested]]) -> None:
-        columns, was = launch.present(), pairs[0][1].check
+    def _compare_rested(self, audited: Audited, pairs: Sequence[tuple[Run, Rested]]) -> None:
+        columns, was = audited.present(), pairs[0][1].check
         if was.main == "param":  # others write it, too
             del columns[MAIN]
         runs, rested = [run for run, _ in pairs], [each for _, each in pairs]
@@ -624,16 +633,16 @@ class Audit:
 
         check = Check(
             runs,
-            [launch.slots[run.owner] for run in runs],
+            [audited.slots[run.owner] for run in runs],
             [each.run.start for each in rested],
             was.step,
             True,
             False,
             was.main,
-            _brought(gather(columns, runs), self._transfer(launch.device)),
+            _brought(gather(columns, runs), self._transfer(audited.launch.device)),
             expected,
         )
-        self._add(check, launch.device.type == "cpu", self._round)
+        self._add(check, audited.launch.device.type == "cpu", self._round)
 
     # -- what comes of it -------------------------------------------------------------------------
 
@@ -692,9 +701,9 @@ class Audit:
         return {"audited_elements": self.elements, "audit_mismatches": self.mismatches}
 
 
-def _seed(launch: Audited) -> int:
+def _seed(audited: Audited) -> int:
     """What is sampled of a launch: of other steps, ranks, parameters and parts something else."""
-    seed, where = 0, (*chain.from_iterable(launch.slots[:1]), *launch.firsts[:1])
-    for number in (launch.step, _rank(), *where):
+    seed, where = 0, (*chain.from_iterable(audited.slots[:1]), *audited.firsts[:1])
+    for number in (audited.launch.step, _rank(), *where):
         seed = mix((seed + number * _GOLDEN + 1) & _MASK)
     return seed

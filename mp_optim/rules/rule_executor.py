@@ -37,7 +37,6 @@ from mp_optim.host.leases import before_writing, borrows
 from mp_optim.kernels import Backend, check_forms, choose_backend, rule_note
 from mp_optim.kernels.codecs import Noise, mix
 from mp_optim.kernels.kernel_args import TensorLists, contiguous, contiguous_outputs
-from mp_optim.kernels.reference import Scales
 from mp_optim.kernels.state_format import StatePrecision
 from mp_optim.rules.audit import Audit, Audited, AuditError
 from mp_optim.rules.group_state import GroupState
@@ -344,7 +343,8 @@ class RuleExecutor(Executor):
             before_writing(launch.mains, lists.main, *lists.state.values())
         backend, _ = self.backend_for(launch.device)
         if self.audit is not None:  # before main params continue from written weights
-            self.audit.compare_rested(_audited(launch, backend.name, self.rule.name, launch.lists))
+            audited = Audited(launch, backend.name, self.rule.name, launch.lists)
+            self.audit.compare_rested(audited)
         if launch.lists.source is not None and not backend.reads_source:
             launch = launch._replace(lists=launch.lists.in_place())
         if launch.lists.follows and not (self.rule.hands_weights and backend.follows_weights):
@@ -356,27 +356,13 @@ class RuleExecutor(Executor):
             )
             launch = launch._replace(lists=replace(launch.lists, follows=False))
         if self.audit is not None:
-            begin = partial(self._begin_audit, launch, backend.name)
+            begin = partial(_begin_audit, self.audit, launch, backend.name)
             launch = launch._replace(begin_audit=begin)
         self.rule.apply(launch, backend)
         if launch.lists.main is not launch.mains or launch.lists.output is not launch.outputs:
             launch.copy_back()
 
     # -- audits -----------------------------------------------------------------------------------
-
-    def _begin_audit(
-        self,
-        launch: Launch,
-        backend: str,
-        rule: str,
-        lists: TensorLists,
-        scalars: Any,
-        multiplier: float | Tensor,
-        scales: Scales | None,
-    ) -> Callable[[], None] | None:
-        assert self.audit is not None
-        audited = _audited(launch, backend, rule, lists, scalars, multiplier, scales)
-        return self.audit.begin(audited)
 
     def finish_step(self) -> None:
         self._report_audit(wait=False)
@@ -461,20 +447,11 @@ def _without_grads(launch: Launch) -> Launch:
     return launch._replace(updates=updates, lists=replace(launch.lists, grad=[]))
 
 
-def _audited(
-    launch: Launch,
-    backend: str,
-    rule: str,
-    lists: TensorLists,
-    scalars: Any = None,
-    multiplier: float | Tensor = 1.0,
-    scales: Scales | None = None,
-) -> Audited:
-    """Describe a launch to an audit, with the arguments of ``Backend.step`` if it steps now."""
-    slots = launch.updates.slots
-    firsts = launch.firsts or [0] * len(slots)
-    numbers = scalars, multiplier, scales
-    return Audited(rule, lists, *numbers, slots, firsts, launch.step, launch.device, backend)
+def _begin_audit(
+    audit: Audit, launch: Launch, backend: str, *given: Any
+) -> Callable[[], None] | None:
+    """Begin the audit of a launch that ``Backend.step`` is about to step with these arguments."""
+    return audit.begin(Audited(launch, backend, *given))
 
 
 def check_backend(backend: str, kernels: str, how: StatePrecision) -> None:
