@@ -1,0 +1,60 @@
+"""Every rule in every form of its state finds the minimum of known functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mp_optim
+
+RULES: dict[str, dict[str, Any]] = {
+    "Adam": {"lr": 0.05},
+    "AdamW": {"lr": 0.05, "weight_decay": 0.0},
+    "LAMB": {"lr": 0.03, "weight_decay": 0.0},
+    "Lion": {"lr": 0.03, "weight_decay": 0.0},
+    "SGD": {"lr": 0.02, "momentum": 0.9},
+    "Muon": {"lr": 0.3, "weight_decay": 0.0},
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "FP32": {},
+    "remainder16": {"main_params": "remainder16"},
+    "bf16 moments": {"state": "bf16"},
+    "8-bit moments, remainder8": {"state": "8bit", "main_params": "remainder8"},
+    "8-bit moments, offloaded": {"state": "8bit", "offload": 1.0},
+}
+
+
+def bowl(x: Tensor) -> Tensor:
+    """A quadratic whose curvatures differ by a factor of 10; its minimum is 0 at ones."""
+    curvature = torch.linspace(0.1, 1.0, x.numel()).view(x.shape)
+    return (curvature * (x - 1).square()).sum()
+
+
+def valley(x: Tensor) -> Tensor:
+    """Rosenbrock's function of neighbouring columns, scaled; its minimum is 0 at ones."""
+    left, right = x[:, 0::2], x[:, 1::2]
+    return (5 * (right - left.square()).square() + (1 - left).square()).sum()
+
+
+@pytest.mark.parametrize("function", [bowl, valley])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rule", RULES)
+def test_rule_converges_in_every_form_of_its_state(
+    rule: str, form: str, function: Callable[[Tensor], Tensor]
+) -> None:
+    torch.manual_seed(0)
+    param = nn.Parameter((0.5 * torch.randn(16, 16)).bfloat16())
+    settings = {**RULES[rule], **FORMS[form]}
+    optimizer = getattr(mp_optim, rule)([param], **settings)
+    start, steps = function(param.detach().float()).item(), 200
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = RULES[rule]["lr"] * (1 - step / steps)
+        optimizer.zero_grad()
+        function(param.float()).backward()
+        optimizer.step()
+    assert function(param.detach().float()).item() < 0.06 * start
