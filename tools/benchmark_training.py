@@ -10,7 +10,7 @@ OUTPUT/training/PART, all of them in OUTPUT/training.json, training.md and train
 has a record is not run again; one whose package was not installed is.
 
 To add a part: write ``end_to_end/part_x.py`` with a ``PART`` (``end_to_end.rows.Part``: title,
-rows, columns, minutes) and name it in ``end_to_end.parts.PARTS``. A row names a function,
+rows, columns, minutes) and name it in ``end_to_end.report.PARTS``. A row names a function,
 ``module:function`` below ``end_to_end``, that takes ``device`` and the row's arguments (JSON) by
 keyword and returns its columns (JSON); ``job:train`` is the training job. The function raises
 ``NotInstalledError`` for a missing package; any other exception, running out of memory, a signal or
@@ -35,7 +35,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from end_to_end import report, runner
-from end_to_end.parts import PARTS
+from end_to_end.report import PARTS
 from end_to_end.rows import Sizes
 
 
@@ -50,7 +50,7 @@ class Options:
     device: str = "cuda"
     """`cpu`, or `simulated` for a simulated accelerator; their times say nothing."""
     miniature: bool = False
-    """Try every row with 1.6 M parameters and a few steps on a CPU (fewer on a simulated
+    """Try every row with 2 M parameters and 20 steps on a CPU (fewer on a simulated
     accelerator), and measure nothing."""
     only: str = ""
     """Rows whose name contains this."""
@@ -69,8 +69,8 @@ def main(options: Options) -> None:
         raise SystemExit(f"--part {' '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
     if not (options.miniature or options.report):
         require_kernels()
-    shape = "atom" if options.device == "simulated" else "tiny"
-    sizes, results = Sizes(options.miniature, shape), runner.Results(options.output)
+    size = ("atom", 2) if options.device == "simulated" else ("tiny", 19)
+    sizes, results = Sizes(options.miniature, *size), runner.Results(options.output)
     if not options.report:
         _run(options, sizes, results)
     report.write(results, sizes)

@@ -2,7 +2,6 @@
 """Show on a machine with a GPU what only a GPU can show, in parts of at most eight minutes.
 
 python tools/gpu_check.py --output docs/benchmarks          # every part that is not there yet
-python tools/gpu_check.py --first-hour --output hour        # what an hour shows, and predictions
 python tools/gpu_check.py --only kernels hybrid             # parts
 python tools/gpu_check.py --output docs/benchmarks --minutes 9    # what fits; goes on later
 """
@@ -24,7 +23,7 @@ from benchmarks.section import Section
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from lab.gpu import facts, hour
+from lab.gpu import facts
 from lab.gpu.parts import LIMIT, PARTS, Results, Sizes, run_apart
 
 
@@ -34,9 +33,6 @@ class Options:
 
     only: tuple[str, ...] = ()
     """Parts; all if empty. --list shows them."""
-    first_hour: bool = False
-    """The parts that are worth most, in that order, each with its share of an hour; and at the end
-    what became of each prediction."""
     list: bool = False
     """Show the parts, and which have a result."""
     device: str = "cuda"
@@ -44,7 +40,7 @@ class Options:
     params: float = 1e9
     """Elements of the model that kernels and steps are timed on."""
     hybrid_params: float = 2e8
-    """Elements of the model that is stepped partly on the host."""
+    """Elements of the model whose state is in host memory or saved."""
     rounds: int = 11
     output: Path | None = None
     """Folder for gpu/PART.json, gpu.json and gpu.md. Parts with a result for this machine and these
@@ -65,7 +61,7 @@ def main(options: Options) -> None:
     machine, results = facts.machine(device), Results(options.output)
     names = [
         name
-        for name in options.only or (hour.ORDER if options.first_hour else PARTS)
+        for name in options.only or PARTS
         if options.again or not results.is_done(name, machine)
     ]
     if options.list:
@@ -74,9 +70,7 @@ def main(options: Options) -> None:
     sizes = Sizes(options.device, int(options.params), int(options.hybrid_params), options.rounds)
     end = time.monotonic() + 60.0 * options.minutes if options.minutes else None
     for number, name in enumerate(names):
-        limit = float(hour.ORDER[name] if options.first_hour and name in hour.ORDER else LIMIT)
-        if end is not None:
-            limit = min(limit, end - time.monotonic())
+        limit = LIMIT if end is None else min(float(LIMIT), end - time.monotonic())
         if end is not None and limit < 60:
             console.print(f"not begun: {', '.join(names[number:])}")
             break
@@ -87,24 +81,12 @@ def main(options: Options) -> None:
         else:
             show(console, Section(**outcome.section))
             console.print(f"{name}: {outcome.seconds} s")
-    if options.first_hour:
-        _show_verdicts(console, hour.verdicts(results.outcomes, machine["device"], sizes.params))
-
-
-def _show_verdicts(console: Console, found: list[hour.Verdict]) -> None:
-    table = Table("part", "what", "predicted", "refuted by", "measured", "")
-    for each in found:
-        one, measured = each.prediction, "" if each.measured is None else f"{each.measured:.4g}"
-        limit = "any other" if one.relation == "equal" else f"{one.refuted_by:.4g}"
-        what = f"{one.row}: {one.column}"
-        table.add_row(one.part, what, f"{one.value:.4g}", limit, measured, each.said)
-    console.print(table)
 
 
 def _show_parts(console: Console, to_run: list[str]) -> None:
     table = Table("part", "what it shows", "result")
-    for name, part in PARTS.items():
-        table.add_row(name, part.about, "" if name in to_run else "there")
+    for name, (about, _) in PARTS.items():
+        table.add_row(name, about, "" if name in to_run else "there")
     console.print(table)
 
 

@@ -4,33 +4,62 @@ from __future__ import annotations
 
 import statistics
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from end_to_end.contenders import CONTENDERS, Contender, Setting
-from end_to_end.measure import Clock, Pinned, memory
+from end_to_end.measure import Clock, memory
 from end_to_end.model import build
 from end_to_end.rows import Columns
 from training.config import DataConfig
 from training.data import batch, load_corpus
 
 
-class Batches:
-    """Batches of token ids: bytes of the standard library through a fixed table."""
+class Job:
+    """A model, its optimizer and its batches.
 
-    def __init__(self, vocab: int, sequences: int, sequence: int) -> None:
-        self.corpus = load_corpus(DataConfig(source="stdlib", max_megabytes=4)).train
-        self.table = torch.arange(256) * 593 % vocab
-        self.sequences, self.sequence = sequences, sequence
+    Args:
+        shape: of the model.
+        sequences: of a step. sequence: tokens of each. micro: sequences of a micro-batch.
+        clip: norm to clip gradients to; None does not clip.
+        lr: learning rate, constant.
+    """
 
-    def of_step(self, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the ids and labels of a step, int64, ``(sequences, sequence)`` each."""
-        ids, labels = batch(
-            self.corpus, seed=0, step=step, sequences=self.sequences, seq_length=self.sequence
-        )
-        return self.table[ids].to(device), self.table[labels].to(device)
+    def __init__(
+        self,
+        contender: Contender,
+        device: torch.device,
+        shape: str,
+        sequences: int,
+        sequence: int,
+        micro: int,
+        clip: float | None = 1.0,
+        lr: float = 1e-4,
+    ) -> None:
+        self.device, self.sequences, self.sequence, self.micro = device, sequences, sequence, micro
+        # FP32 params start at the values of bf16 ones
+        self.model = build(shape, device, torch.bfloat16).to(contender.dtype)
+        self._is_mixed = contender.autocast
+        self._pieces = sequences // micro
+        self.setting = Setting(clip if contender.clips else None, lr, self._pieces, micro, device)
+        self.loop = contender.build(self.model, self.setting)
+        self._corpus = load_corpus(DataConfig(source="stdlib", max_megabytes=4)).train
+        self._table = torch.arange(256) * 593 % self.model.shape.vocab
+
+    def backward(self, step: int) -> Tensor:
+        """Add the gradients of a step's batch, and return its mean loss, FP32, 0-D."""
+        size = {"sequences": self.sequences, "seq_length": self.sequence}
+        both = batch(self._corpus, seed=0, step=step, **size)
+        ids, labels = (self._table[each].to(self.device).split(self.micro) for each in both)
+        total = torch.zeros((), device=self.device)
+        kind = self.device.type
+        for number, piece in enumerate(zip(ids, labels, strict=True)):
+            with torch.autocast(kind, torch.bfloat16) if self._is_mixed else nullcontext():
+                loss = self.loop.forward(*piece)
+            total += loss.detach()
+            self.loop.backward(loss, is_last=number == self._pieces - 1)
+        return total / self._pieces
 
 
 def train(
@@ -43,59 +72,35 @@ def train(
     micro: int,
     warmup: int,
     steps: int,
-    clip: float | None = 1.0,
-    lr: float = 1e-4,
 ) -> Columns:
     """Train, and return speed, memory and loss.
 
     Args:
-        shape: of the model.
         contender: key of ``CONTENDERS``, or one that is not in the table.
-        sequences: of a step. sequence: tokens of each. micro: sequences of a micro-batch.
         warmup: steps before the first that is timed. steps: timed steps.
-        clip: norm to clip gradients to; None does not clip.
+        shape, sequences, sequence, micro: of :class:`Job`.
     """
     chosen = CONTENDERS[contender] if isinstance(contender, str) else contender
-    pinned, clock = Pinned(), Clock(device)
-    model = build(shape, device, chosen.dtype)
-    pieces = sequences // micro
-    setting = Setting(clip if chosen.clips else None, lr, pieces, micro, device)
-    loop = chosen.build(model, setting)
-    batches = Batches(model.shape.vocab, sequences, sequence)
+    job, clock = Job(chosen, device, shape, sequences, sequence, micro), Clock(device)
     whole, ends, losses = [], [], []
     for step in range(warmup + steps):
-        ids, labels = batches.of_step(step, device)
-        start, sums = clock.now(), torch.zeros((), device=device)
-        for number in range(pieces):
-            part = slice(number * micro, (number + 1) * micro)
-            mixed = (
-                torch.autocast(device.type, torch.bfloat16) if chosen.autocast else nullcontext()
-            )
-            with mixed:
-                loss = loop.forward(ids[part], labels[part])
-            sums += loss.detach()
-            loop.backward(loss, is_last=number == pieces - 1)
+        start = clock.now()
+        loss = job.backward(step)
         between = clock.now()
-        loop.step()
+        job.loop.step()
         end = clock.now()
         whole.append(clock.seconds(start, end))
         ends.append(clock.seconds(between, end))
-        losses.append(float(sums) / pieces)
-    return {
-        **_speed(model.shape, statistics.median(whole[warmup:]), sequences, sequence),
-        "step_ms": statistics.median(ends[warmup:]) * 1e3,
-        "loss_first": losses[0],
-        "loss": losses[-1],
-        "clips": setting.clip is not None,
-        **memory(device, pinned),
-    }
-
-
-def _speed(shape: Any, seconds: float, sequences: int, sequence: int) -> dict[str, float]:
-    tokens = sequences * sequence
+        losses.append(float(loss))
+    seconds, tokens = statistics.median(whole[warmup:]), sequences * sequence
     return {
         "tokens_a_step": tokens,
         "iteration_ms": seconds * 1e3,
         "tokens_per_s": tokens / seconds,
-        "tflops": tokens * shape.flops(sequence) / seconds / 1e12,
+        "tflops": tokens * job.model.shape.flops(sequence) / seconds / 1e12,
+        "step_ms": statistics.median(ends[warmup:]) * 1e3,
+        "loss_first": losses[0],
+        "loss": losses[-1],
+        "clips": job.setting.clip is not None,
+        **memory(device),
     }

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from mp_optim.host import host_memory, transfer
 from mp_optim.host.host_share import Host
 from mp_optim.host.memory_limits import memory_limits
 
@@ -38,35 +37,15 @@ class Clock:
         return start.elapsed_time(end) / 1e3
 
 
-class Pinned:
-    """Bytes of page-locked memory at their peak: torch's and the package's own.
-
-    The package registers memory itself, which no counter of torch has, so that its function is
-    replaced by one that counts.
-    """
-
-    def __init__(self) -> None:
-        self.own = 0
-        original = host_memory.page_locked
-
-        def page_locked(num_bytes: int, device: torch.device) -> torch.Tensor:
-            taken = original(num_bytes, device)
-            self.own += num_bytes
-            return taken
-
-        transfer.page_locked = page_locked  # type: ignore[attr-defined]
-
-    def bytes(self) -> int:
-        """Return the sum: memory that the package has released in between counts, too."""
-        stats = torch.cuda.host_memory_stats() if torch.cuda.is_initialized() else {}
-        return self.own + int(stats.get("allocated_bytes.peak", 0))
-
-
-def memory(device: torch.device, pinned: Pinned) -> dict[str, float]:
-    """Return the peaks of this process, in GiB: allocated and reserved on the device, resident and
-    page-locked on the host."""
-    found = {"rss": _peak_rss() / GIB, "pinned": pinned.bytes() / GIB}
+def memory(device: torch.device) -> dict[str, float]:
+    """Return the peaks of this process, in GiB: allocated and reserved on the device, resident on
+    the host, and page-locked there by torch."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    peaks = [int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")]
+    found = {"rss": sum(peaks) / GIB}
     if device.type == "cuda":
+        found["pinned"] = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0) / GIB
         found["allocated"] = torch.cuda.max_memory_allocated(device) / GIB
         found["reserved"] = torch.cuda.max_memory_reserved(device) / GIB
     return found
@@ -78,25 +57,13 @@ def host_memory_left() -> float:
     return min((limit.free for limit in limits), default=math.inf) / GIB
 
 
-def _kib(path: str, name: str) -> int:
-    file = Path(path)
-    lines = file.read_text().splitlines() if file.exists() else []
-    return next((int(line.split()[1]) for line in lines if line.startswith(name)), 0)
-
-
-def _peak_rss() -> int:
-    return _kib("/proc/self/status", "VmHWM:") << 10
-
-
 def card(device: torch.device, rounds: int) -> dict[str, float]:
-    """Return what the device can do at most: the rate of a product of two bf16 matrices of 8192 x
-    8192, and of copies of 1 GiB, up and down at the same time from page-locked memory.
+    """Return the device's rate of a product of two bf16 matrices of 8192 x 8192.
 
     Args:
         rounds: repetitions; the best counts.
     """
-    on_gpu = device.type == "cuda"
-    size, clock = MATMUL if on_gpu else 256, Clock(device)
+    size, clock = MATMUL if device.type == "cuda" else 256, Clock(device)
     left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     best = float("inf")
     for _ in range(rounds + 1):
@@ -104,21 +71,4 @@ def card(device: torch.device, rounds: int) -> dict[str, float]:
         for _ in range(5):
             left @ right
         best = min(best, clock.seconds(start, clock.now()) / 5)
-    found = {"tflops": 2.0 * size**3 / best / 1e12}
-    return {**found, **_bus(device, rounds)} if on_gpu else found
-
-
-def _bus(device: torch.device, rounds: int) -> dict[str, float]:
-    there = [torch.zeros(1 << 30, dtype=torch.uint8, device=device) for _ in range(2)]
-    here = [torch.zeros(1 << 30, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    streams, best = (torch.cuda.Stream(), torch.cuda.Stream()), float("inf")
-    for _ in range(rounds + 1):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        with torch.cuda.stream(streams[0]):
-            there[0].copy_(here[0], non_blocking=True)
-        with torch.cuda.stream(streams[1]):
-            here[1].copy_(there[1], non_blocking=True)
-        torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - started)
-    return {"bus_each_way": (1 << 30) / best / 1e9}
+    return {"tflops": 2.0 * size**3 / best / 1e12}

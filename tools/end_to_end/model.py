@@ -14,7 +14,7 @@ from mp_optim.apps.fit.command import shipped
 
 ROWS = 1024
 """Tokens whose logits exist at a time."""
-_EXTRA = {"atom": (300, 32, 64, 1, 2, 1, 16, True), "tiny": (512, 128, 384, 8, 4, 2, 32, True)}
+_EXTRA = {"atom": (300, 32, 64, 1, 2, 1, 16, True), "tiny": (512, 256, 896, 2, 8, 4, 32, True)}
 _FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from end_to_end import predictions
-from end_to_end.model import Shape
+from end_to_end.rows import Record
 
-Record = dict[str, Any]
 REFERENCE = "ours, GPU, FP32"
 DRAWN = {
     "ours, host, speculative": "C0",
@@ -62,27 +59,22 @@ def points(records: list[Record]) -> dict[str, list[tuple[int, float]]]:
     return shares
 
 
-def curve(contender: str, shape: str, sequence: int = 4096) -> Iterator[tuple[int, float]]:
-    """Yield tokens of a step and the predicted share."""
-    made = Shape(shape)
-    for tokens in (4096 << power for power in range(6)):
-        times = [
-            predictions.seconds(name, made, tokens, sequence) for name in (REFERENCE, contender)
-        ]
-        yield tokens, times[0] / times[1]
+def draw(records: list[Record], curves: Mapping[str, list[list[float]]], file: Path) -> None:
+    """Draw measured shares as dots, predicted ones as dashes, published ones in grey.
 
-
-def draw(found: Mapping[str, list[Record]], file: Path) -> None:
-    """Draw measured shares as dots, predicted ones as dashes, published ones in grey."""
+    Args:
+        records: of part A.
+        curves: predicted shares by contender, each with the tokens of a step.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
-    measured = points(found["A"])
+    measured = points(records)
     for contender, color in DRAWN.items():
-        tokens, shares = zip(*curve(contender, "Qwen3-4B"), strict=True)
+        tokens, shares = zip(*curves[contender], strict=True)
         axes.plot(
             tokens, shares, "--", color=color, label=f"{contender}: predicted, Qwen3-4B, H100"
         )

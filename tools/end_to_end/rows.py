@@ -76,11 +76,12 @@ class Sizes:
 
     Attributes:
         miniature: True for a few steps of a small shape, which only try the program.
-        shape: of the miniature.
+        shape: of the miniature. steps: of its jobs, after the first.
     """
 
     miniature: bool = False
     shape: str = "tiny"
+    steps: int = 19
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,6 @@ class Part:
         minutes: estimate on an H100.
         compare: adds columns that need several records, or None.
         text: Markdown between heading and table.
-        predict: returns predicted columns of a row, or None.
     """
 
     title: str
@@ -104,4 +104,3 @@ class Part:
     minutes: float
     compare: Callable[[list[Record]], None] | None = None
     text: str = ""
-    predict: Callable[[Row], Columns] | None = None

@@ -1,7 +1,7 @@
 """The status of every GPU target, card and feature, in one file: ``docs/gpu.json``.
 
 Pages state hardware status in generated parts alone, so that no page contradicts another.
-``tools/gpu_check.py --first-hour`` compares a GPU with the predictions in it.
+Its predictions are shown next to times that a GPU has measured.
 """
 
 from __future__ import annotations

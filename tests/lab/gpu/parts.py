@@ -1,24 +1,29 @@
 """The parts of the check, in the order in which they matter: each runs in a process of its own, and
 writes its result as soon as it has one.
 
-A fault on a GPU leaves the process unusable, so one part's must not take the others with it.
+A fault on a GPU leaves the process unusable, so it must not end the other parts. ``python -m
+lab.gpu.parts PART SIZES`` runs one part and prints its section as JSON.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lab.gpu.report import markdown
+import torch
+
+from benchmarks.section import Section
+from lab.gpu import agreement, door, places, saves, speed, waiting
+from support.accelerator.simulation import device_at
+from support.accelerator.stand_in import simulated_accelerator
 from support.launch import PATH, ROOT
 
 LIMIT = 480
@@ -26,26 +31,14 @@ LIMIT = 480
 
 
 @dataclass(frozen=True)
-class Part:
-    """What is run by itself.
-
-    Attributes:
-        about: what it shows.
-        function: ``module:function`` below ``lab.gpu``; called with :class:`Sizes`.
-    """
-
-    about: str
-    function: str
-
-
-@dataclass(frozen=True)
 class Sizes:
-    """On what and how large.
+    """The device and the sizes of the models.
 
     Attributes:
         device: as torch has it, or ``simulated``, which tries the parts themselves.
         params: elements of the model that kernels and steps are timed on.
-        hybrid_params: elements of the model that is stepped partly on the host.
+        hybrid_params: elements of the model whose state is in host memory or saved.
+        rounds: of each measurement.
     """
 
     device: str
@@ -53,39 +46,72 @@ class Sizes:
     hybrid_params: int
     rounds: int
 
+    @property
+    def place(self) -> torch.device:
+        """The device."""
+        return torch.device(self.device)
 
-PARTS = {
-    "door": Part("the package's door to the accelerator works", "run:door"),
-    "backend": Part("auto chooses the Triton kernels, and which Triton", "run:backend"),
-    "bits": Part("the same bits in every place", "run:bits"),
-    "ranks": Part("ZeRO and FSDP2 of one rank, by NCCL, as no ranks", "run:ranks"),
-    "syncs": Part("a step does not wait for the device", "run:syncs"),
-    "rates": Part("rates of copies, the limit of the rows below", "run:rates"),
-    "kernels": Part("the kernels against apex, Transformer Engine, torch", "run:kernels"),
-    "steps": Part("the full step against an unfused sequence", "run:steps"),
-    "hybrid": Part("steps at offload fractions, bytes over the bus", "run:hybrids"),
-    "places": Part(
-        "state on the host, streamed, or both, against the model", "run:places_of_state"
+    @property
+    def steps(self) -> int:
+        """Steps whose bits are compared."""
+        return agreement.STEPS if self.place.type == "cuda" else self.rounds
+
+    @property
+    def rate(self) -> speed.Rate:
+        """The device's rate, measured at its first use."""
+        return speed.Rate(self.place)
+
+    @property
+    def collectives(self) -> torch.device:
+        """The device of collectives: a simulated accelerator has none."""
+        return self.place if self.place.type == "cuda" else torch.device("cpu")
+
+
+PARTS: dict[str, tuple[str, Callable[[Sizes], Section]]] = {
+    "door": ("the package's door to the accelerator works", lambda s: door.door(s.place)),
+    "backend": (
+        "auto chooses the Triton kernels, and which Triton",
+        lambda s: agreement.chosen(s.place),
     ),
-    "saves": Part("how long a save in the background blocks, against a save", "run:saves"),
-    "verdict": Part("time until step() returns", "run:verdicts"),
-    "many": Part("10,000 small tensors", "run:many"),
-    "tests-marked": Part("tests marked gpu", "suite:marked"),
-    "tests-conformance": Part("conformance of every backend", "suite:conformance"),
-    "tests-triton-1": Part("Triton kernels, a third of the tests", "suite:triton_1"),
-    "tests-triton-2": Part("Triton kernels, the next third", "suite:triton_2"),
-    "tests-triton-3": Part("Triton kernels, the rest", "suite:triton_3"),
+    "bits": ("the same bits in every place", lambda s: agreement.bits(s.place, s.steps)),
+    "ranks": (
+        "ZeRO and FSDP2 of one rank, by NCCL, as no ranks",
+        lambda s: agreement.ranks(s.collectives, s.steps),
+    ),
+    "syncs": ("a step does not wait for the device", lambda s: waiting.synchronisations(s.place)),
+    "rates": (
+        "rates of copies, the limit of the rows below",
+        lambda s: speed.rates(s.rate, s.rounds),
+    ),
+    "kernels": (
+        "the kernels against apex, Transformer Engine, torch",
+        lambda s: speed.kernels(s.rate, s.params, s.rounds),
+    ),
+    "steps": (
+        "the full step against an unfused sequence",
+        lambda s: speed.steps(s.rate, s.params, s.rounds),
+    ),
+    "places": (
+        "state on the host or streamed, against the model",
+        lambda s: places.places(s.rate, s.hybrid_params, s.rounds),
+    ),
+    "saves": (
+        "how long a save in the background blocks, against a save",
+        lambda s: saves.saves(s.place, s.hybrid_params, s.rounds),
+    ),
+    "many": ("10,000 small tensors", lambda s: speed.many(s.rate, s.params // 10, s.rounds)),
 }
+"""The meaning of each part, and its function."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a part.
+    """The result of a part.
 
     Attributes:
-        section: rows and what is missing; None if it failed.
+        section: rows and missing contenders; None if it failed.
         cause: one line about why it failed; empty if it did not.
-        machine: what it ran on.
+        machine: GPU, driver and versions.
     """
 
     section: dict[str, Any] | None
@@ -95,16 +121,18 @@ class Outcome:
 
 
 def run_here(name: str, sizes: Sizes) -> dict[str, Any]:
-    """Run a part in this process; returns its section as plain data."""
-    module, _, function = PARTS[name].function.partition(":")
-    measure = getattr(importlib.import_module(f"lab.gpu.{module}"), function)
-    return asdict(measure(sizes))
+    """Run a part in this process, and return its section as plain data."""
+    _, measure = PARTS[name]
+    if sizes.device != "simulated":
+        return asdict(measure(sizes))
+    with simulated_accelerator():
+        return asdict(measure(replace(sizes, device=str(device_at(1)))))
 
 
 def run_apart(name: str, sizes: Sizes, machine: dict[str, Any], limit: float = LIMIT) -> Outcome:
     """Run a part in a process of its own, which is ended after ``limit`` seconds."""
     started = time.perf_counter()
-    command = [sys.executable, "-m", "lab.gpu.run", name, json.dumps(asdict(sizes))]
+    command = [sys.executable, "-m", "lab.gpu.parts", name, json.dumps(asdict(sizes))]
     try:
         section, cause = _read(_ended(command, limit))
     except subprocess.TimeoutExpired:
@@ -113,7 +141,7 @@ def run_apart(name: str, sizes: Sizes, machine: dict[str, Any], limit: float = L
 
 
 def _ended(command: list[str], limit: float) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, or end it after so many seconds and all that it began."""
+    """Run a program to its end, or end it and its processes after ``limit`` seconds."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command,
@@ -133,7 +161,7 @@ def _ended(command: list[str], limit: float) -> subprocess.CompletedProcess[str]
 
 
 def _read(done: subprocess.CompletedProcess[str]) -> tuple[dict[str, Any] | None, str]:
-    """The section on the last line of the output, or why there is none."""
+    """Return the section on the last line of the output, or the reason why there is none."""
     last = done.stdout.strip().splitlines()[-1:]
     if done.returncode == 0 and last:
         return json.loads(last[0]), ""
@@ -158,14 +186,14 @@ class Results:
         return self.folder / "gpu" / f"{name}.json"
 
     def is_done(self, name: str, machine: Mapping[str, Any]) -> bool:
-        """Whether a part has succeeded on such a machine, with these versions."""
+        """True if a part has succeeded on such a machine, with these versions."""
         outcome = self.outcomes.get(name)
         if outcome is None or outcome.cause:
             return False
-        return _without_date(outcome.machine) == _without_date(machine)
+        return {**outcome.machine, "date": ""} == {**machine, "date": ""}
 
     def add(self, name: str, outcome: Outcome) -> None:
-        """Keep a part's outcome; written at once, so that an interrupted run leaves what it has."""
+        """Write a part's outcome at once, so that an interrupted run keeps it."""
         self.outcomes[name] = outcome
         if self.folder is None:
             return
@@ -177,5 +205,38 @@ class Results:
         (self.folder / "gpu.md").write_text(markdown(ordered))
 
 
-def _without_date(machine: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in machine.items() if key != "date"}
+def markdown(outcomes: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a table for each part, under its machine; parts that failed with the cause."""
+    lines: list[str] = []
+    machine: Mapping[str, Any] = {}
+    for name, outcome in outcomes.items():
+        if outcome["machine"] != machine:
+            machine = outcome["machine"]
+            facts = [f"{key} {value}" for key, value in machine.items() if value]
+            lines += [", ".join(facts) + ".", ""]
+        if outcome["cause"]:
+            lines += [f"### {name}", "", f"Failed: {outcome['cause']}", ""]
+        else:
+            lines += _table(outcome["section"])
+    return "\n".join(lines)
+
+
+def _table(section: Mapping[str, Any]) -> list[str]:
+    columns = list(dict.fromkeys(key for row in section["rows"].values() for key in row))
+    head = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    lines = [f"### {section['title']}", "", *head]
+    for row, values in section["rows"].items():
+        cells = [_cell(values.get(key)) for key in columns]
+        lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    missing = [f"Missing: {what} ({why})." for what, why in section["missing"].items()]
+    return [*lines, "", *missing, ""]
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3f}"
+
+
+if __name__ == "__main__":
+    print(json.dumps(run_here(sys.argv[1], Sizes(**json.loads(sys.argv[2])))))

@@ -3,17 +3,17 @@ of bus, device and host says for the rates that are measured here."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from benchmarks.opponents import CLIP, DECAY, LR
 from benchmarks.section import Section
-from lab.gpu.hybrid import filled_model, optimizer_of
-from lab.gpu.speed import Rate
+from lab.gpu.speed import Rate, clean, sizes_of
 from lab.gpu.timing import alternate
+from mp_optim import OptimizerConfig, get_megatron_optimizer
 from mp_optim.apps.fit.step_time import Form, Machine, on_host, streamed
 from mp_optim.host.transfer import Transfer, transfer_for
 
@@ -59,16 +59,24 @@ def places(rate: Rate, numel: int, rounds: int) -> Section:
 def _measured(
     device: torch.device, form: dict[str, Any], place: str, numel: int, rounds: int
 ) -> dict[str, float]:
-    model = filled_model(device, numel)
     pipelined = {} if place == "streamed" else {"overlap_cpu_optimizer_d2h_h2d": True}
-    optimizer = optimizer_of(
-        model,
+    config = OptimizerConfig(
+        bf16=True,
+        lr=LR,
+        weight_decay=DECAY,
+        clip_grad=CLIP,
         optimizer_cpu_offload=True,
         optimizer_offload_fraction=1.0,
         offload_place=place,
         **pipelined,
         **form,
     )
+    model = nn.ParameterList()
+    for size in sizes_of(numel, "large"):
+        value = torch.full((size,), 0.02, dtype=torch.bfloat16, device=device)
+        model.append(nn.Parameter(value))
+        model[-1].grad = torch.full_like(value, 1e-3)
+    optimizer = get_megatron_optimizer(config, model, config_overrides={})
     optimizer.step()
     timing = alternate(device, {place: optimizer.step}, rounds, place)[place]
     row = {
@@ -77,9 +85,7 @@ def _measured(
         "gparams": numel / timing.median / 1e9,
     }
     del model, optimizer
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    clean(device)
     return row
 
 

@@ -1,85 +1,17 @@
-"""What the host spends in a step, and whether it waits: the verdict on the device and on the
+"""How often a step makes the host wait for the device, with the verdict on the device and on the
 host."""
 
 from __future__ import annotations
 
-import statistics
-import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from benchmarks.opponents import CLIP, DECAY, LR
 from benchmarks.section import Section
-from lab.gpu.speed import Rate, clean, ours, sizes_of
-from lab.gpu.timing import alternate
+from lab.gpu.speed import ours
 from mp_optim import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-
-Step = Callable[[], object]
-
-
-def with_host_verdict(optimizer: MegatronOptimizer) -> MegatronOptimizer:
-    """The same optimizer, made to read the verdict on the host in every step."""
-    optimizer.verdict_device = lambda: None  # type: ignore[method-assign]
-    return optimizer
-
-
-def _build(device: torch.device, sizes: list[int]) -> MegatronOptimizer:
-    model = nn.ParameterList(
-        [
-            nn.Parameter(torch.full((size,), 0.02, dtype=torch.bfloat16, device=device))
-            for size in sizes
-        ]
-    )
-    config = OptimizerConfig(
-        bf16=True, lr=LR, weight_decay=DECAY, clip_grad=CLIP, fused_backend=ours(device)
-    )
-    optimizer = get_megatron_optimizer(config, model, config_overrides={})
-    for param in model:
-        param.grad = torch.full_like(param, 1e-3)
-    return optimizer
-
-
-def verdicts(rate: Rate, numel: int, rounds: int) -> Section:
-    """Milliseconds of a step by the device's clock, and until ``step()`` returns, for large and for
-    many tensors."""
-    section, device = (
-        Section("Who waits: ms of a step, and host_ms until step() returns"),
-        rate.device,
-    )
-    for kind in ("large", "small", "moe"):
-        steps: dict[str, Step] = {}
-        for label in ("verdict on the host", "verdict on the device"):
-            name = f"{kind}: {label}"
-            optimizer = _build(device, sizes_of(numel, kind))
-            steps[name] = (
-                with_host_verdict(optimizer) if label.endswith("host") else optimizer
-            ).step
-            for _ in range(4):
-                steps[name]()
-            if optimizer.verdict_device() is None and label == "verdict on the device":
-                section.missing[name] = f"backend {ours(device)} needs it on the host"
-                del steps[name]
-        timings = alternate(device, steps, rounds, f"who waits, {kind}")
-        section.take(timings, host_ms=lambda name, timing, s=steps: _host_ms(device, s[name]))
-        del steps, optimizer
-        clean(device)
-    return section
-
-
-def _host_ms(device: torch.device, step: Step) -> float:
-    took = []
-    for _ in range(5):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        step()
-        took.append(time.perf_counter() - started)
-    return statistics.median(took) * 1e3
-
 
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
@@ -97,66 +29,65 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def with_host_verdict(optimizer: MegatronOptimizer) -> MegatronOptimizer:
+    """Make an optimizer read the verdict on the host in every step."""
+    optimizer.verdict_device = lambda: None  # type: ignore[method-assign]
+    return optimizer
+
+
 def synchronisations(device: torch.device) -> Section:
-    """How often five steps made the host wait for the device, as torch's sync debug mode counts it;
-    beside it the same with the verdict read by the host, and with an overflow among them: a skipped
-    step that nothing expects is warned of, and who is to blame is looked for. Without a GPU nobody
-    can tell: they only run."""
+    """Count how often five steps make the host wait for the device, by torch's sync debug mode.
+
+    An overflow among the steps is a skipped step that nothing expects: the optimizer looks for the
+    gradient to blame. Without a GPU the cases run and nothing can be counted.
+    """
     section = Section("Host synchronisations in five steps")
+    ways = {"count": {}, "with_overflow": {"overflow": True}, "verdict_on_host": {"on_host": True}}
     for name, settings in CASES.items():
         try:
-            counted = {"count": _five(device, settings, False)}
-            counted["with_overflow"] = _five(device, settings, False, overflow=True)
-            counted["verdict_on_host"] = _five(device, settings, True)
+            counted = {way: _waits(device, settings, **given) for way, given in ways.items()}
         except ValueError as error:
             section.missing[name] = str(error)[:120]
             continue
         if device.type == "cuda":
-            section.rows[name] = {key: float(value) for key, value in counted.items()}
+            section.rows[name] = counted
         else:
-            section.missing[name] = "ran; only a GPU tells who waits"
+            section.missing[name] = "ran; only a GPU can count waits"
     return section
 
 
-def _five(
-    device: torch.device, settings: dict[str, Any], on_host: bool, overflow: bool = False
-) -> int:
+def _waits(
+    device: torch.device, settings: dict[str, Any], on_host: bool = False, overflow: bool = False
+) -> float:
     torch.manual_seed(0)
     dtype = torch.float16 if settings.get("fp16") else torch.bfloat16
     model = nn.Sequential(nn.Linear(96, 160), nn.Linear(160, 64)).to(device, dtype)
     next(iter(model.parameters())).grad_norm_group = "first"  # type: ignore[attr-defined]
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=1e-3, fused_backend=ours(device), **settings), model
-    )
+    config = OptimizerConfig(lr=1e-3, fused_backend=ours(device), **settings)
+    optimizer = get_megatron_optimizer(config, model)
     if on_host:
         with_host_verdict(optimizer)
-    grads: list[Tensor] = []
     for param in model.parameters():
         param.grad = torch.full_like(param, 1e-3)
-        grads.append(param.grad)
-    for _ in range(4):  # makes tables, compiles kernels
-        optimizer.scale_loss(torch.ones((), device=device))
-        optimizer.step()
 
-    def steps() -> None:
-        for number in range(5):
-            grads[0].fill_(float("inf") if overflow and number == 2 else 1e-3)
+    def steps(count: int) -> None:
+        first = next(iter(model.parameters())).grad
+        assert first is not None
+        for number in range(count):
+            first.fill_(float("inf") if overflow and number == 2 and count == 5 else 1e-3)
             optimizer.scale_loss(torch.ones((), device=device))
             optimizer.step()
 
-    return _count(device, steps)
-
-
-def _count(device: torch.device, work: Step) -> int:
+    steps(4)  # makes tables, compiles kernels
     if device.type != "cuda":
-        work()
-        return 0
+        steps(5)
+        return 0.0
     torch.cuda.synchronize(device)
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            work()
-        return sum("synchroniz" in str(warning.message) for warning in caught)
+            steps(5)
+        return float(sum("synchroniz" in str(warning.message) for warning in caught))
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -8,12 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gpu_check
 import pytest
 import torch
 from torch import Tensor
 
-from lab.gpu import agreement, hour, opponents, parts, speed
+from lab.gpu import agreement, opponents, speed
 from lab.gpu.parts import PARTS, Outcome, Results, Sizes, run_apart
 from mp_optim.kernels.reference import ReferenceBackend
 from support.launch import TOOLS, end_forked_program, run_forked_program
@@ -108,7 +107,6 @@ def test_what_fails_is_one_line_and_takes_nothing_with_it(
 ) -> None:
     results = Results(tmp_path)
     results.add("bits", Outcome({"title": "B", "rows": {}, "missing": {}}, "", 1.0, MACHINE))
-    monkeypatch.setitem(PARTS, "syncs", parts.Part("", "run:nothing"))
     wrong = run_apart("syncs", Sizes("nowhere", 1, 1, 1), MACHINE)
     assert wrong.section is None and "nowhere" in wrong.cause and "\n" not in wrong.cause
     results.add("syncs", wrong)
@@ -124,91 +122,15 @@ def test_a_part_that_takes_too_long_is_ended() -> None:
     assert outcome.section is None and outcome.cause == "took more than 0 s"
 
 
-def test_the_triton_tests_are_split_without_rest() -> None:
-    program = (
-        "from lab.gpu.suite import _collect, THIRDS, TRITON\n"
-        "tests = _collect(TRITON)\n"
-        "print(len(tests), sum(len(tests[third::THIRDS]) for third in range(THIRDS)))"
-    )
-    count, split = run_forked_program("-c", program).split()
-    assert int(count) == int(split) > 100
-
-
-# -- the first hour -------------------------------------------------------------------------------
-
-TINY = {"device": "simulated", "params": 1e2, "hybrid_params": 1e2, "rounds": 2}
-
-
-def test_an_hour_is_an_hour() -> None:
-    assert sum(hour.ORDER.values()) == 3600 and set(hour.ORDER) <= set(PARTS)
-
-
-def test_parts_that_fail_and_hang_are_said_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(PARTS, "broken", parts.Part("", "run:nothing"))
-    monkeypatch.setattr(hour, "ORDER", {"broken": 60, "rates": 0.2, "door": 120})
-    options = gpu_check.Options(first_hour=True, output=tmp_path, **TINY)
-    gpu_check.main(options)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "broken failed: KeyError: 'broken'" in said
-    assert "rates failed: took more than 0 s" in said
-    assert "door: " in said and said.count("holds") >= 3 and "REFUTED" not in said
-    again = Results(tmp_path)
-    assert not again.outcomes["door"].cause and again.outcomes["rates"].cause
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_hour_is_rehearsed_on_a_simulated_accelerator(tmp_path: Path) -> None:
-    options = (
-        "--device",
-        "simulated",
-        "--params",
-        "1e2",
-        "--hybrid-params",
-        "1e2",
-        "--rounds",
-        "1",
-    )
-    said = run_forked_program(
-        str(TOOLS / "gpu_check.py"),
-        "--first-hour",
-        "--output",
-        str(tmp_path),
-        *options,
-        timeout=900,
-    )
+def test_gpu_check_runs_every_part_on_a_simulated_accelerator(tmp_path: Path) -> None:
+    sizes = ("--params", "1e2", "--hybrid-params", "1e2", "--rounds", "1")
+    program = (str(TOOLS / "gpu_check.py"), "--device", "simulated", *sizes)
+    run_forked_program(*program, "--output", str(tmp_path), timeout=900)
     results = Results(tmp_path)
     assert {name: one.cause for name, one in results.outcomes.items() if one.cause} == {}
-    assert set(results.outcomes) == set(hour.ORDER)
+    assert set(results.outcomes) == set(PARTS)
     for name in ("door", "bits", "ranks"):
-        lines = [line for line in said.splitlines() if f"│ {name} " in line]
-        assert lines and not any("REFUTED" in line for line in lines), said
-
-
-def outcome_of(**rows: dict[str, float]) -> Outcome:
-    return Outcome({"title": "", "rows": rows, "missing": {}}, "", 1.0, MACHINE)
-
-
-def test_a_prediction_is_refuted_by_a_number() -> None:
-    table = json.loads((hour.ROOT / "docs" / "gpu.json").read_text())["tables"]["predicted"]
-    (row,) = [
-        r for r in table["rows"] if r[:2] == ["adam", "bfloat16 bfloat16 - float32 float32 -"]
-    ]
-    predicted = float(row[table["heads"].index("H100 SXM, ms")])
-    for factor, said in ((1.29, "holds"), (1.31, "REFUTED")):
-        outcomes = {
-            "kernels": outcome_of(**{"triton: update": {"ms": predicted * factor / 2}}),
-            "syncs": outcome_of(bf16={"count": 1.0 if factor > 1.3 else 0.0}),
-            "places": outcome_of(up={"up": 1.0}, host={"of_model": 1.0 / factor}),
-            "tests-marked": outcome_of(gpu={"passed": 3.0}),
-        }
-        found = hour.verdicts(outcomes, "NVIDIA H100 80GB HBM3", 500_000_000)
-        assert [one.said for one in found] == [said, said, said, "holds"]
-    assert hour.verdicts({}, "NVIDIA H100 80GB HBM3", 1)[0].said == "not measured"
-    assert hour.verdicts({}, "NVIDIA T4", 1) == []
-    cards = [head.removesuffix(", ms") for head in table["heads"][2:]]
-    named = {"NVIDIA A100-SXM4-80GB": "A100 80 GB SXM", "NVIDIA GeForce RTX 4090": "RTX 4090"}
-    for device, card in {**named, "NVIDIA L4": "L4", "NVIDIA L40S": "L40S"}.items():
-        assert hour.card_of(device, cards) == card
+        rows = results.outcomes[name].section["rows"]
+        assert rows and all({*row.values()} == {1.0} for row in rows.values())
