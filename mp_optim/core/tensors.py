@@ -180,6 +180,10 @@ def held_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
+GRADIENT_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+"""Dtypes of gradients that are stepped."""
+
+
 def current_grad(param: Tensor) -> Tensor | None:
     """A parameter's gradient of this step: ``main_grad`` if present, else ``decoupled_grad``, else
     ``grad``."""

@@ -85,6 +85,31 @@ def measure(grads: Sequence[Tensor], fused_backend: str, device: torch.device) -
     return sums
 
 
+def measure_rest(
+    grads: Sequence[Tensor],
+    known: Sequence[float | None],
+    held: Sequence[bool],
+    fused_backend: str,
+    device: torch.device,
+) -> Tensor:
+    """Return the sums of squares that :func:`measure` returns, of which some are known.
+
+    Args:
+        known: for each gradient its sum of squares, or None.
+        held: whether a gradient is a copy in host memory. One launch reads memory of one place, so
+            these are measured by themselves.
+    """
+    rest = [index for index, value in enumerate(known) if value is None]
+    numbers = [value or 0.0 for value in known]
+    sums = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device)
+    for are_held in (True, False):
+        some = [index for index in rest if held[index] is are_held]
+        if some:
+            left = [grads[index] for index in some]
+            sums[index_on(device, tuple(some))] = measure(left, fused_backend, device)
+    return sums
+
+
 def total_by_key(
     sums: Tensor, keys: Sequence[NormKey], all_keys: Sequence[NormKey], fused_backend: str
 ) -> dict[NormKey, Tensor]:

@@ -25,7 +25,6 @@ from mp_optim.core.slot_state import SlotState
 from mp_optim.core.weight_delta import WeightDelta
 from mp_optim.host.calls import in_own_modes, weak_method
 from mp_optim.host.torch_types import is_dtensor
-from mp_optim.mixed_precision.backward_overlap import EarlyWork
 from mp_optim.mixed_precision.clip_and_skip import StepCounts
 from mp_optim.mixed_precision.description import Description
 from mp_optim.mixed_precision.grad_norm import NormKey
@@ -35,6 +34,8 @@ from mp_optim.mixed_precision.observer import Observer, Observers
 from mp_optim.mixed_precision.scaled_rows import scale_rows_
 from mp_optim.mixed_precision.settings_agreement import check_write, disagreement
 from mp_optim.mixed_precision.step import StepGrads, take_step
+from mp_optim.offload.backward_scheduler import BackwardScheduler
+from mp_optim.offload.worker import WorkerError
 from mp_optim.param_groups.tables import Tables, choice_notes
 
 
@@ -56,7 +57,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         model_params: the whole model's, if it was built for one; names are looked up there.
         observer_kinds: observers that every stack has, by name (:mod:`mp_optim.monitor`).
         observers: those of this stack.
-        early_work: what was begun during backward.
+        early_work: schedulers of work during backward, one for each wrapper that has one.
         counts: of its steps, and the verdict on the last one.
     """
 
@@ -78,7 +79,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def _begin(self, config: OptimizerConfig) -> None:
         """Have no history."""
         self.config = config
-        self.early_work = EarlyWork()
+        self.early_work: list[BackwardScheduler] = []
         self.counts = StepCounts(weak_method(self.refuse_disagreement))
         self.observers = Observers(self.observer_kinds, self)
 
@@ -105,6 +106,18 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         Raises:
             TypeError, ValueError: a gradient or a hyperparameter cannot be stepped with, naming it.
         """
+
+    def collect_all_grads(self) -> StepGrads:
+        """Call :meth:`collect_grads`; if a worker failed, discard the work of all of them.
+
+        Raises:
+            WorkerError: work during backward failed; nothing was stepped.
+        """
+        try:
+            return self.collect_grads()
+        except WorkerError:
+            self.discard_early_work()
+            raise
 
     @abstractmethod
     def verdict_device(self) -> torch.device | None:
@@ -152,7 +165,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         Raises:
             ValueError: naming what they differ in.
         """
-        self.early_work.discard()
+        self.discard_early_work()
         raise disagreement([mains.table.common for mains in self.all_mains()])
 
     # -- loss scale, gradients --------------------------------------------------------------------
@@ -164,6 +177,12 @@ class MegatronOptimizer(SlotKeyedOptimizer):
             return torch.ones(1, dtype=torch.float32, device=self.device)
         return self.grad_scaler.scale
 
+    def remember_scale(self) -> None:
+        """Predict the multiplier of the next backward from the present loss scale."""
+        if self.grad_scaler is not None:
+            for scheduler in self.early_work:
+                scheduler.expect_multiplier(self.grad_scaler.inv_scale)
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale; call ``backward`` on the result."""
         if self.grad_scaler is None:
@@ -173,7 +192,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear ``grad`` and ``decoupled_grad``, and forget gradients that were released.
         ``main_grad`` belongs to what made it and is left alone."""
-        self.early_work.forget_released()
+        for scheduler in self.early_work:
+            scheduler.forget_released()
         super().zero_grad(set_to_none=set_to_none)
         for _, param in iter_slots(self.param_groups):
             clear_decoupled_grad(param)
@@ -197,12 +217,12 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         """Whether gradients that get ready are complete, so that ``offload_mode`` may begin to work
         on them. Otherwise that work is done again after the micro-batches that follow: right, but
         not hidden."""
-        return all(each.schedule.is_last_microbatch for each in self.early_work.steppers)
+        return all(scheduler.is_last_microbatch for scheduler in self.early_work)
 
     @is_last_microbatch.setter
     def is_last_microbatch(self, value: bool) -> None:
-        for each in self.early_work.steppers:
-            each.schedule.is_last_microbatch = value
+        for scheduler in self.early_work:
+            scheduler.is_last_microbatch = value
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -221,8 +241,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         FSDP2, backward itself says it.
         """
         chosen = None if params is None else list(params)
-        for overlap in self.early_work.overlaps:
-            overlap.ready(chosen)
+        for scheduler in self.early_work:
+            scheduler.grads.ready(chosen)
 
     def discard_early_work(self) -> None:
         """Forget what was done during backward; ``step()`` does it again.
@@ -230,7 +250,8 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         Whatever writes to gradients is noticed by itself, but for rows on an accelerator that
         change places without a trace: see ``docs/outside_writes.md``.
         """
-        self.early_work.discard()
+        for scheduler in self.early_work:
+            scheduler.discard()
 
     # -- parameters and main params ---------------------------------------------------------------
 
@@ -460,7 +481,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def load_beside(self, state_dict: Mapping[str, Any]) -> None:
         if self.grad_scaler is not None and state_dict.get("grad_scaler"):
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
-            self.early_work.remember_scale()
+            self.remember_scale()
         for observer in self.observers.values():
             observer.load_state_dict(state_dict)
 

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from mp_optim.core import (
     CachedTensorList,
     Multiplier,
+    ParamGroups,
     Slot,
     SlotUpdates,
     StepSlots,
@@ -23,10 +24,11 @@ from mp_optim.core import (
     have_grad_only,
     local_grad,
     local_tensor,
+    param_at,
 )
 from mp_optim.core.quantized import FLOAT8_DTYPES, is_quantized
 from mp_optim.core.tensor_layout import ParamLayout
-from mp_optim.core.tensors import SeenParams, has_memory, lazy
+from mp_optim.core.tensors import GRADIENT_DTYPES, SeenParams, has_memory, lazy
 from mp_optim.mixed_precision.grad_norm import NormKey
 from mp_optim.mixed_precision.settings_agreement import SettingsAlike
 
@@ -142,12 +144,12 @@ class SlotTable:
         self.quantized = list(map(is_quantized, params))
 
     def grads(
-        self, name_of: Callable[[Slot], str], released: Mapping[int, Tensor]
+        self, name_of: Callable[[Slot], str], released: Mapping[Slot, Tensor]
     ) -> tuple[SlotColumns, CachedTensorList]:
         """The slots that have a gradient now, and their local gradients.
 
         Args:
-            released: gradients that left their parameters, by index.
+            released: gradients that left their parameters.
 
         Raises:
             TypeError: a gradient is sparse or not floating point, naming the parameter.
@@ -157,10 +159,11 @@ class SlotTable:
         params, shapes = self.seen.params, self.seen.marks.shapes
         simple = self.seen.plain and not released and have_grad_only(params)
         present: list[Tensor | None] = list(map(_GRAD if simple else current_grad, params))
-        for index, grad in released.items():
+        for slot, grad in released.items():
+            index = self.index(slot)
             if present[index] is not None:
                 raise ValueError(
-                    f"{name_of(self.slots[index])}: its gradient was released during backward, "
+                    f"{name_of(slot)}: its gradient was released during backward, "
                     "and there is another one that cannot be added to it (of another dtype, "
                     "sparse, or put there by hand); set release_gradients=False"
                 )
@@ -249,12 +252,22 @@ class SlotTable:
                     "the optimizer"
                 )
 
-    def updates(self, grads: Mapping[Slot, Tensor], multiplier: float) -> SlotUpdates:
-        """The updates of some slots with these local gradients, in this order; without those whose
-        parameters have another shape by now, which the step refuses."""
-        indices = [self.index(slot) for slot in grads]
-        fitting = [each for each in indices if self.seen.has_shape(each, self.params[each])]
-        chosen = self._select(fitting)
+    def updates(
+        self, grads: Mapping[Slot, Tensor], multiplier: float, param_groups: ParamGroups
+    ) -> SlotUpdates:
+        """Return the updates of some slots with these local gradients, in this order, without slots
+        that have no main param or whose parameters changed since the last look.
+
+        Args:
+            param_groups: live groups of the model's parameters.
+        """
+        indices = []
+        for index, slot in [(self.index(slot), slot) for slot in grads]:
+            param = param_at(param_groups, slot)
+            is_seen = param is self.params[index] and self.seen.has_shape(index, param)
+            if is_seen and self.bound[index]:
+                indices.append(index)
+        chosen = self._select(indices)
         present = [grads[slot] for slot in chosen.slots]
         return chosen.updates(present, [multiplier] * len(present))
 
@@ -286,6 +299,5 @@ class SlotTable:
         )
 
 
-GRADIENT_DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 _META = torch.device("meta")
 _GRAD = operator.attrgetter("grad")

@@ -1,6 +1,6 @@
 """One step of a stack, from top to bottom.
 
-1. Finish the work that backward began (``EarlyWork`` in ``backward_overlap.py``).
+1. Finish the work that backward began (``offload/backward_scheduler.py``).
 2. Refresh what was replaced, written or edited since the last step, and collect the gradients.
 3. Measure the gradients: one read of each (``measure`` in ``grad_norm.py``).
 4. Agree with the other ranks: one reduction of a few scalars (``agree`` in ``grad_norm.py``).
@@ -33,7 +33,6 @@ from mp_optim.core.interrupted_step import StepMark
 from mp_optim.core.keyed_optimizer import SlotKeyedOptimizer
 from mp_optim.core.quantized import quantize_
 from mp_optim.host.calls import in_own_modes
-from mp_optim.mixed_precision.backward_overlap import BackwardOverlap, EarlyWork
 from mp_optim.mixed_precision.clip_and_skip import (
     DISAGREEMENT,
     DeviceVerdict,
@@ -51,6 +50,7 @@ from mp_optim.mixed_precision.grad_norm import (
     agree,
     count_zeros,
     measure,
+    measure_rest,
     norm_groups,
     of_parameters,
     pairwise_sum_on_host,
@@ -60,6 +60,7 @@ from mp_optim.mixed_precision.grad_scaler import MegatronGradScaler, scaling_of
 from mp_optim.mixed_precision.main_params import MainParams
 from mp_optim.mixed_precision.observer import Observer, Observers
 from mp_optim.mixed_precision.slot_table import SlotTable
+from mp_optim.offload.backward_scheduler import BackwardScheduler, CollectedGrads
 from mp_optim.process_groups.process_groups import ProcessGroups
 
 _HOST = torch.device("cpu")
@@ -71,11 +72,11 @@ class SteppedStack(Protocol):
     config: OptimizerConfig
     grad_scaler: MegatronGradScaler | None
     step_mark: StepMark
-    early_work: EarlyWork
     observers: Observers
     counts: StepCounts
 
-    def collect_grads(self) -> StepGrads: ...
+    def collect_all_grads(self) -> StepGrads: ...
+    def remember_scale(self) -> None: ...
     def verdict_device(self) -> torch.device | None: ...
     def refuse_disagreement(self) -> NoReturn: ...
     def zero_grad(self, set_to_none: bool = True) -> None: ...
@@ -100,10 +101,8 @@ def take_step(
     config, observers = stack.config, stack.observers
     with stack.step_mark.step(stack):
         if prepared is None:
-            if stack.early_work.overlaps:
-                stack.early_work.collect()
             with _timed(config, "optimizer-clip-main-grad"):
-                grads = stack.collect_grads()
+                grads = stack.collect_all_grads()
                 verdict, judge = _decide(stack, grads)
         else:
             grads, verdict, judge = prepared
@@ -122,7 +121,7 @@ def take_step(
         if stack.grad_scaler is not None:  # the last write within the mark
             stack.step_mark.touch()
             stack.grad_scaler.update(verdict.found_inf)
-            stack.early_work.remember_scale()
+            stack.remember_scale()
     for after_step in observers.after_step:
         after_step(grads, verdict)
     if config.release_gradients:
@@ -241,7 +240,7 @@ class Engine:
     executor: Executor
     mains: MainParams
     table: SlotTable
-    overlap: BackwardOverlap | None
+    overlap: BackwardScheduler | None
     config: OptimizerConfig
     param_groups: ParamGroups
     process_groups: ProcessGroups
@@ -257,6 +256,8 @@ class Engine:
         indices: Sequence[int],
         *,
         over: tuple[ProcessGroup, ...] = (),
+        known: Sequence[float | None] = (),
+        held: Sequence[bool] = (),
         on_host: bool = False,
     ) -> Measurement:
         """Measure gradients, and agree with the other ranks on the sums of squares. Collective.
@@ -268,6 +269,9 @@ class Engine:
                 reduce alike.
             indices: of the slots of these gradients.
             over: ranks over which the gradients are split although the parameters are not.
+            known: see :func:`~mp_optim.mixed_precision.grad_norm.measure_rest`; empty if no sum is
+                known.
+            held: the same.
             on_host: numbers may be returned.
         """
         config, common = self.config, self.table.common
@@ -275,10 +279,10 @@ class Engine:
         if not self.has_compared:
             common.check(config, self.param_groups)
             self.has_compared = True
-        if self.overlap is None:
-            each = measure(grads, config.fused_backend, device)
+        if known:
+            each = measure_rest(grads, known, held, config.fused_backend, device)
         else:
-            each = self.overlap.measure(grads, device)
+            each = measure(grads, config.fused_backend, device)
         is_alone = ranks is None and len(all_keys) == 1 and not all_keys[0].shard_groups
         are_more = config.log_num_zeros_in_grad or config.log_param_grad_norms
         if on_host and is_alone and not are_more and each.device.type == "cpu":
@@ -313,17 +317,12 @@ class WrappedGrads(StepGrads):
     def __init__(self, wrapper: SlotKeyedOptimizer, engine: Engine) -> None:
         self._wrapper, self._engine = wrapper, engine
         overlap, mains, table = engine.overlap, engine.mains, engine.table
-        released: Mapping[int, Tensor] = {}
-        if overlap is not None:
-            overlap.collect()  # again: reducing gradients has reported more of them
+        self._in_backward = CollectedGrads({}, {}) if overlap is None else overlap.collect()
         wrapper.share_settings()
         engine.executor.check_groups()
         engine.executor.follow_memory()
         mains.follow_for_step()
-        if overlap is not None:
-            overlap.follow(table.params)
-            released = overlap.released
-        self._columns, self._grads = table.grads(wrapper.slot_name, released)
+        self._columns, self._grads = table.grads(wrapper.slot_name, self._in_backward.held)
         if not all(table.bound):
             mains.bind_trained(self._columns.indices)
             self._columns = table.select(self._columns.indices)
@@ -333,8 +332,12 @@ class WrappedGrads(StepGrads):
 
     def sums(self, on_host: bool = False) -> Measurement:
         some, every = self._columns, self._engine.table.common.keys
+        held, sums = self._in_backward
         return self._engine.agreed_sums(
-            self._grads, some.keys, every, some.indices, on_host=on_host
+            *(self._grads, some.keys, every, some.indices),
+            known=list(map(sums.get, some.slots)) if sums or held else (),
+            held=[slot in held for slot in some.slots] if sums or held else (),
+            on_host=on_host,
         )
 
     def skip(self) -> None:

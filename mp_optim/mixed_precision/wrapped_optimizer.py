@@ -11,20 +11,21 @@ import torch
 from torch import Tensor
 
 from mp_optim.config import OptimizerConfig
-from mp_optim.core import Slot, current_grad, iter_slots, local_tensor, with_names
+from mp_optim.core import Slot, SlotUpdates, current_grad, iter_slots, local_tensor, with_names
 from mp_optim.core.executor import Executor, Mode
 from mp_optim.core.identity import SharedSettings
 from mp_optim.core.interrupted_step import StepMark
 from mp_optim.core.quantized import FLOAT8_DTYPES
 from mp_optim.core.tensors import lazy
-from mp_optim.mixed_precision.backward_overlap import overlap_of
+from mp_optim.host.calls import weak_method
 from mp_optim.mixed_precision.description import Description, describe
 from mp_optim.mixed_precision.grad_norm import EXCLUDED, MAIN_NORM
 from mp_optim.mixed_precision.grad_scaler import MegatronGradScaler
 from mp_optim.mixed_precision.main_params import MainParams
 from mp_optim.mixed_precision.megatron_optimizer import MegatronOptimizer
 from mp_optim.mixed_precision.step import Engine, StepGrads, WrappedGrads
-from mp_optim.offload.hybrid_executor import stepper_of
+from mp_optim.offload.backward_grads import GradSource
+from mp_optim.offload.hybrid_executor import stepper_of, work_in_backward
 from mp_optim.process_groups.process_groups import ProcessGroups
 from mp_optim.rules.rule_optimizer import SlotOptimizer, executor_of
 
@@ -65,7 +66,10 @@ class WrappedOptimizer(MegatronOptimizer):
         config = self.config
         check_param = partial(self.check_param, config=config)
         mains = MainParams(self.param_groups, executor, self.process_groups, check_param)
-        overlap = overlap_of(self, executor, mains.table, config)
+        updates = weak_method(self._updates_in_backward)
+        settings = weak_method(self.share_settings)
+        source = GradSource(self.param_groups, settings, updates, config.fused_backend)
+        overlap = work_in_backward(executor, source, config.release_gradients)
         self.engine = Engine(
             *(optimizer, executor, mains, mains.table, overlap),
             *(config, self.param_groups, self.process_groups),
@@ -74,8 +78,14 @@ class WrappedOptimizer(MegatronOptimizer):
         self.use_mark(self.step_mark)
         self.share_settings()
         if overlap is not None:
-            self.early_work.overlaps.append(overlap)
-            overlap.follow(self.get_parameters())
+            self.early_work.append(overlap)
+            self.remember_scale()
+
+    def _updates_in_backward(self, grads: Mapping[Slot, Tensor], multiplier: float) -> SlotUpdates:
+        """Return the updates of gradients that arrived in backward, as the step will have them."""
+        if self.has_edited_lists():
+            return SlotUpdates.of([])
+        return self.engine.table.updates(grads, multiplier, self.param_groups)
 
     @lazy
     def engine(self) -> Engine:
@@ -133,8 +143,6 @@ class WrappedOptimizer(MegatronOptimizer):
         for key, value in inner_group.items():
             added.setdefault(key, value)
         self.share_settings()
-        if engine.overlap is not None:  # backward may come before a step
-            engine.overlap.follow(self.get_parameters())
         # some rank may have other norm groups and settings
         engine.norm_names, engine.has_compared = None, False
         engine.mains.bind_group(len(self.param_groups) - 1)
@@ -142,8 +150,6 @@ class WrappedOptimizer(MegatronOptimizer):
     def forget_groups(self, count: int) -> None:
         super().forget_groups(count)
         self.executor.forget_groups(count)
-        if (overlap := self.engine.overlap) is not None:
-            overlap.follow(self.get_parameters())
 
     # -- the step ---------------------------------------------------------------------------------
 
@@ -158,12 +164,12 @@ class WrappedOptimizer(MegatronOptimizer):
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         overlap = self.engine.overlap
-        released: Mapping[int, Tensor] = {} if overlap is None else overlap.released
-        if overlap is not None and released:
-            overlap.collect()
-        for index, (slot, param) in enumerate(iter_slots(self.param_groups)):
+        held: Mapping[Slot, Tensor] = {}
+        if overlap is not None and self.config.release_gradients:
+            held = overlap.collect().held
+        for slot, param in iter_slots(self.param_groups):
             grad = current_grad(param)
-            grad = released.get(index) if grad is None else grad
+            grad = held.get(slot) if grad is None else grad
             if grad is not None:
                 yield self.slot_name(slot), local_tensor(grad)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -35,9 +35,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mp_optim.core import Slot, SlotUpdates
 from mp_optim.host.calls import writes_counted
 from mp_optim.host.leases import sums_of_bits
+from mp_optim.offload.backward_grads import ReleasableGrad
 from mp_optim.offload.bucket_buffers import Buckets, BucketStep, Staging
 from mp_optim.offload.double_buffer import BackLaunch
-from mp_optim.offload.grad_hooks import Claim
 from mp_optim.offload.timeline import WAIT_COPIES, StepTimeline
 from mp_optim.offload.worker import Job, Worker, WorkerError
 
@@ -277,13 +277,13 @@ class ReleasedGrads:
 
     def __init__(self, worker: Worker) -> None:
         self.held: dict[Slot, Tensor] = {}
-        self.claims: dict[Slot, Claim] = {}
+        self.claims: dict[Slot, ReleasableGrad] = {}
         self.lost = ""
         self._worker = worker
         self.landings: list[tuple[Staging, BackwardJob | None]] = []
         self.previous: BackwardJob | None = None
 
-    def claim(self, slot: Slot, grad: Tensor, claim: Claim | None) -> None:
+    def claim(self, slot: Slot, grad: Tensor, claim: ReleasableGrad | None) -> None:
         """Take note of a gradient that is about to wait. Where it will be added to what is held, it
         leaves its parameter now: another one would be added to it first, and sums round otherwise
         in another order."""
@@ -292,7 +292,7 @@ class ReleasedGrads:
             return
         self.claims[slot] = claim
         if self._can_add(slot, grad):
-            claim.release(self.held[slot])
+            claim.release()
 
     def take_from(self, bucket: EarlyBucket) -> dict[Slot, Tensor]:
         """The gradients of a bucket that a job can release, which do not wait any more: those that
@@ -301,7 +301,7 @@ class ReleasedGrads:
             claim = self.claims.get(slot)
             if slot in self.held or claim is None:
                 continue
-            if claim.param.grad is not claim.grad:  # it is not its parameter's any more
+            if not claim.is_present:
                 del bucket.waiting[slot], self.claims[slot]
         waiting = sorted(bucket.waiting)
         chosen = [slot for slot in waiting if slot in self.claims]
@@ -363,7 +363,7 @@ class ReleasedGrads:
         """The worker has the job that brings these gradients down to these tensors."""
         for slot, grad in zip(slots, grads, strict=True):
             self.held[slot] = grad
-            self.claims.pop(slot).release(grad)
+            self.claims.pop(slot).release()
 
     def is_held(self, slot: Slot, grad: Tensor) -> bool:
         """Whether this is what is held of a slot."""
@@ -403,8 +403,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Arrivals:
-    """Counts gradients by slot, and remembers their order in the first backward, and what was
-    measured of them in this one.
+    """Counts gradients by slot, and remembers their order in the first backward.
 
     Attributes:
         uncounted: slots whose last gradient torch does not count all writes to.
@@ -417,7 +416,6 @@ class Arrivals:
         self.is_order_known = False
         self._counts: Counter[Slot] = Counter()
         self.uncounted: set[Slot] = set()
-        self._sums: dict[int, tuple[GradVersion, Slot, float, Tensor | None]] = {}
         self._compared: dict[Slot, bool] = {}
 
     def note(self, slot: Slot, writes_are_counted: bool) -> None:
@@ -466,37 +464,28 @@ class Arrivals:
             self._compared[slot] = same_bits(grad, staged)
         return self._compared[slot]
 
-    # -- sums of squares --------------------------------------------------------------------------
-
-    def measured(self, job: BackwardJob | None, compares: bool) -> None:
-        """Remember what a job measured, if it did.
+    def sums(
+        self, job: BackwardJob, grad_of: Callable[[Slot], Tensor | None], compares: bool
+    ) -> Iterator[tuple[Slot, float]]:
+        """Yield the sums of squares that a job measured of gradients in host memory that are still
+        the same.
 
         Args:
-            compares: the host can compare the gradients with what came down of them.
+            grad_of: returns the gradient that the step will use.
+            compares: the host can compare gradients with the copies that it measured.
         """
-        if job is None or job.sums is None:
-            return
-        rows = zip(job.versions.items(), job.sums, job.staged.grads, strict=True)
-        for (slot, version), value, grad in rows:
-            staged = grad if compares and not job.releases else None
-            self._sums[version.address] = version, slot, value, staged
-
-    def sum_of_squares(self, grad: Tensor) -> float | None:
-        """Of a gradient that was measured and is the same; else None."""
-        known = self._sums.get(grad.data_ptr())
-        if known is None or not grad.numel():
-            return None
-        version, slot, value, staged = known
-        if staged is None:
-            return value if version.matches(grad, self._counts[slot]) else None
-        # Another slot's gradient may lie at the address by now.
-        is_last = version.count == self._counts[slot] and version.is_memory_of(grad)
-        return value if is_last and self._has_bits(slot, grad, staged) else None
-
-    def forget_sums(self) -> None:
-        """What was measured is of no use any more."""
-        self._sums = {}
-        self.forget_comparisons()
+        rows = zip(job.versions.items(), job.sums or (), job.staged.grads, strict=False)
+        for (slot, version), value, staged in rows:
+            grad, count = grad_of(slot), self._counts[slot]
+            if grad is None or not grad.is_cpu:
+                continue  # an accelerator measures its gradients itself
+            if job.releases or not compares:
+                is_same = version.matches(grad, count)
+            else:
+                is_last = version.count == count and version.is_memory_of(grad)
+                is_same = is_last and self._has_bits(slot, grad, staged)
+            if is_same:
+                yield slot, value
 
     # -- order ------------------------------------------------------------------------------------
 

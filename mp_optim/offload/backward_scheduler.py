@@ -8,12 +8,13 @@ clipped or skipped.
 
 from __future__ import annotations
 
+import enum
 import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,10 @@ from torch import Tensor
 from mp_optim.config.setting_checks import RefusedSettings
 from mp_optim.core import Slot, SlotUpdates
 from mp_optim.host.calls import in_own_modes, warn
+from mp_optim.host.transfer import fetch
 from mp_optim.kernels import choose_backend
+from mp_optim.kernels.kernel_args import fp32
+from mp_optim.offload.backward_grads import BackwardGrads, GradSource, ReleasableGrad
 from mp_optim.offload.backward_jobs import (
     Arrivals,
     BackwardJob,
@@ -31,7 +35,6 @@ from mp_optim.offload.backward_jobs import (
 )
 from mp_optim.offload.bucket_buffers import BucketStep, Staging
 from mp_optim.offload.double_buffer import BackLaunch
-from mp_optim.offload.grad_hooks import Claim, GradientSource
 from mp_optim.offload.host_part import HostPart
 from mp_optim.offload.timeline import WAIT_WORKER
 from mp_optim.offload.worker import Worker, WorkerError
@@ -40,12 +43,37 @@ from mp_optim.rules.rule import Launch
 _HOST = torch.device("cpu")
 
 
-class Schedule:
-    """What is begun during backward; with ``sync`` nothing.
+class Phase(enum.Enum):
+    """The phases of an iteration, from the end of one step to the end of the next.
+
+    BACKWARD begins with the first gradient, which fixes the predicted multiplier and whether jobs
+    step ahead. COLLECTED begins when the worker is drained: staging memory and back buffers belong
+    to the caller until the step ends. A further gradient leads back to BACKWARD.
+    """
+
+    IDLE, BACKWARD, COLLECTED = enum.auto(), enum.auto(), enum.auto()
+
+
+class CollectedGrads(NamedTuple):
+    """Results of backward that a step starts from.
+
+    Attributes:
+        held: gradients that left their parameters and are in host memory, by slot.
+        sums: sums of squares of gradients that the worker measured and that did not change, by
+            slot.
+    """
+
+    held: Mapping[Slot, Tensor]
+    sums: Mapping[Slot, float]
+
+
+class BackwardScheduler:
+    """Begins work on offloaded slots during backward; with ``sync`` none.
 
     Args:
         host_part: the slots, and where each is stepped.
         bind_tensors: makes their executor have the tensors of now.
+        source: the optimizer that takes the step.
 
     Attributes:
         worker: the thread.
@@ -54,13 +82,15 @@ class Schedule:
             stepped again, in how many steps speculation paused, and of how many buckets the
             gradients were changed after backward.
         released: gradients that are here only.
-        gradients: reports them. arrivals: what was seen of them.
+        grads: reports gradients. arrivals: their counts and order.
         is_last_microbatch: whether gradients that get ready are complete.
-        speculates: from the first gradient to the end of ``step()``, whether gradients are stepped
-            as soon as they are down. multiplier: with which; None before the first gradient.
+        phase: of this iteration.
+        speculates: except when idle, whether gradients are stepped as soon as they are down.
     """
 
-    def __init__(self, host_part: HostPart, bind_tensors: Callable[[], object]) -> None:
+    def __init__(
+        self, host_part: HostPart, bind_tensors: Callable[[], object], source: GradSource
+    ) -> None:
         settings = host_part.settings
         self.mode, self.is_early = host_part.how.mode, host_part.how.is_early
         self.counts = Counter(
@@ -70,9 +100,10 @@ class Schedule:
         self.released = ReleasedGrads(self.worker)
         self.buckets: list[EarlyBucket] = []
         self.is_last_microbatch = True
-        self.gradients: GradientSource
-        self.speculates = False
-        self.multiplier: float | None = None
+        self.grads = BackwardGrads(source, host_part.place_of, self.on_grad_ready)
+        self.phase, self.speculates = Phase.IDLE, False
+        self._multiplier = 1.0  # the predicted one, except when idle
+        self._expected: Callable[[], Tensor] | None = None
         self._host_part, self._ahead = host_part, host_part.ahead
         self._executor, self._bind_tensors = host_part.executor, bind_tensors
         self._timeline = settings.timeline
@@ -80,7 +111,20 @@ class Schedule:
         self.arrivals = Arrivals()
         self._bucket_of: dict[Slot, EarlyBucket] = {}
         self._failure: WorkerError | None = None
-        self._is_collected = False
+
+    def use_source(self, source: GradSource) -> None:
+        """Take gradients of a wrapper from now on, whose parameters are the model's."""
+        self.grads.source = source
+        self.grads.follow()
+
+    def expect_multiplier(self, inverse_scale: Tensor) -> None:
+        """Predict from now on that gradients are multiplied with this inverse loss scale, shape
+        (1,) FP32, on the host in the next backward."""
+        self._expected = fetch(self._transfer, inverse_scale)
+
+    def _predicted_multiplier(self) -> float:
+        """Return the multiplier of gradients in FP32 if nothing is clipped or skipped."""
+        return 1.0 if self._expected is None else fp32(float(self._expected()))
 
     def cut(self) -> None:
         """Have the buckets that the host part has now. Nothing may be begun."""
@@ -96,6 +140,8 @@ class Schedule:
             for staging in buckets.staging:
                 largest = max(largest, staging.capacity // (1 + buckets.has_outputs))
         self._bucket_of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
+        if self.is_early:
+            self.grads.follow()
         make = partial(Staging, settings.transfer, largest, settings.pin_staging)
         self.released.landings = [(make(), None), (make(), None)]
         self.released.previous = None
@@ -110,13 +156,13 @@ class Schedule:
 
     @in_own_modes
     def on_grad_ready(
-        self, slot: Slot, grad: Tensor, claim: Claim | None, writes_are_counted: bool
+        self, slot: Slot, grad: Tensor, claim: ReleasableGrad | None, writes_are_counted: bool
     ) -> None:
-        """A gradient is complete; the step will be given the same one, or what the claim was
-        released to. Never raises: what goes wrong is reported by :meth:`collect`.
+        """A gradient is complete; the step will be given the same one, or its copy on the host if
+        it is released. Never raises: :meth:`collect` reports errors.
 
         Args:
-            grad: this rank's.
+            grad: the local gradient. claim: the gradient, if it may be released.
             writes_are_counted: torch counts every write to it, which it does not for the local
                 tensor of a DTensor.
         """
@@ -127,8 +173,9 @@ class Schedule:
             self.arrivals.note(slot, writes_are_counted)
             self._take(slot, grad, claim)
 
-    def _take(self, slot: Slot, grad: Tensor, claim: Claim | None) -> None:
-        self._is_collected = False
+    def _take(self, slot: Slot, grad: Tensor, claim: ReleasableGrad | None) -> None:
+        if self.phase is Phase.COLLECTED:
+            self.phase = Phase.BACKWARD
         if (bucket := self._bucket_of.get(slot)) is None:
             self._try((slot,), lambda: None)  # nothing but what the iteration begins with
             return
@@ -176,7 +223,7 @@ class Schedule:
         """Whether those that work would have been begun with cannot be, or those of now."""
         try:
             self._executor.check_groups()
-            self.gradients.share_settings()
+            self.grads.source.share_settings()
             self._executor.check_groups()
         except RefusedSettings:
             return True
@@ -192,12 +239,13 @@ class Schedule:
 
     def _begin_iteration(self) -> None:
         """Settle what holds from the first gradient on."""
-        if self.multiplier is not None:
+        if self.phase is not Phase.IDLE:
             return
-        self.gradients.share_settings()
+        self.grads.source.share_settings()
         self._executor.check_groups()
         self._bind_tensors()
-        self.multiplier = self.gradients.predicted_multiplier()
+        self._multiplier = self._predicted_multiplier()
+        self.phase = Phase.BACKWARD
         is_on = self._ahead is not None and self._ahead.is_on
         self.speculates = is_on and self.arrivals.is_order_known
         if self._host_part.settings.state_file is None:
@@ -215,8 +263,7 @@ class Schedule:
             grads = released.take_from(bucket)
         else:
             grads, bucket.waiting = dict(sorted(bucket.waiting.items())), {}
-        assert self.multiplier is not None  # _try comes first
-        updates = self.gradients.updates(grads, self.multiplier)
+        updates = self.grads.source.updates(grads, self._multiplier)
         if not updates:
             return
         # NOTE: a cancelled job of this bucket may still run, and write to the same staging memory.
@@ -236,7 +283,7 @@ class Schedule:
             room.staged,
             self.arrivals.versions(updates, with_bits),
             launches,
-            choose_backend(self.gradients.fused_backend, _HOST)[0].sum_of_squares,
+            choose_backend(self.grads.source.fused_backend, _HOST)[0].sum_of_squares,
             self._timeline,
             self.is_last_microbatch,
             releases or len(launches) > 0 or any(grad.is_cpu for grad in grads.values()),
@@ -253,8 +300,9 @@ class Schedule:
 
     # -- between backward and step ----------------------------------------------------------------
 
-    def collect(self) -> None:
-        """Wait for what was begun, between backward and the verdict. The step's time begins here.
+    def collect(self) -> CollectedGrads:
+        """Wait for the work begun during backward, and return its results. The step's time begins
+        here.
 
         NOTE: the caller waits for the worker. It cannot be later: the verdict reads the sums that
         jobs leave, and staging memory and spares are the worker's until it is drained. It is not
@@ -266,22 +314,32 @@ class Schedule:
         if (file := self._host_part.settings.state_file) is not None:
             file.check_owner()
         self._timeline.begin_step()
-        if self._is_collected or not self.is_early:
-            return
+        if not self.is_early:
+            return CollectedGrads({}, {})
+        self.grads.follow()
         try:
             if self.released.lost:
                 raise WorkerError(self.released.lost)
-            self._finish_jobs()
+            if self.phase is not Phase.COLLECTED:
+                self._finish_jobs()
         except WorkerError as error:
             self.released.lose(error)
             self.discard()
             if self.released.lost:
                 raise WorkerError(self.released.lost) from error
             raise
-        self.arrivals.forget_sums()
+        if self.phase is Phase.BACKWARD:
+            self.phase = Phase.COLLECTED
+        return CollectedGrads(self.released.held, dict(self._sums()))
+
+    def _sums(self) -> Iterator[tuple[Slot, float]]:
+        """Yield the sums of squares that hold for the gradients as they are now."""
+        self.arrivals.forget_comparisons()
+        held, compares = self.released.held, self._transfer.is_same_place
         for bucket in self.buckets:
-            self.arrivals.measured(bucket.job, self._transfer.is_same_place)
-        self._is_collected = True
+            if bucket.job is not None:
+                grad_of = self.grads.present if not bucket.job.releases else held.get
+                yield from self.arrivals.sums(bucket.job, grad_of, compares)
 
     def _finish_jobs(self) -> None:
         """Have all done that was begun, and added what came last to what is held."""
@@ -314,11 +372,16 @@ class Schedule:
         released.forget()
         for bucket in self.buckets:
             bucket.staging.is_kept = False
-        if self.multiplier is not None or self._failure is not None:
+        if self.phase is not Phase.IDLE or self._failure is not None:
             self.discard()
 
+    def stop(self) -> None:
+        """Discard all work and remove the hooks: nothing is begun any more."""
+        self.discard()
+        self.grads.stop()
+
     def discard(self) -> None:
-        """Drop what was begun; the step does it again."""
+        """Discard the work begun during backward; the step does it again."""
         if self.released.held:
             try:
                 self._finish_jobs()
@@ -344,9 +407,8 @@ class Schedule:
         """Take note of whether the step was the one that was predicted."""
         if self._ahead is None or not updates:
             return
-        predicted = self.multiplier
-        if predicted is None:
-            predicted = self.gradients.predicted_multiplier()
+        is_known = self.phase is not Phase.IDLE
+        predicted = self._multiplier if is_known else self._predicted_multiplier()
         was_right = set(updates.multipliers) == {predicted}
         self.counts["speculation_paused"] += self._ahead.record(was_right)
 
@@ -354,8 +416,8 @@ class Schedule:
         """What was begun is of no use any more. The worker is drained."""
         for bucket in self.buckets:
             bucket.waiting, bucket.job = {}, None
-        self.arrivals.forget_sums()
-        self.speculates, self.multiplier, self._is_collected = False, None, False
+        self.arrivals.forget_comparisons()
+        self.phase, self.speculates = Phase.IDLE, False
         self._host_part.drop_early()
 
     # -- in step ----------------------------------------------------------------------------------

@@ -32,19 +32,21 @@ from mp_optim.core import (
     param_at,
     same_memory,
     slot_name,
+    update_of,
     with_names,
 )
 from mp_optim.core.executor import Executor, Mode, Place
 from mp_optim.core.interrupted_step import StepMark
-from mp_optim.core.param_attributes import shard_info
+from mp_optim.core.param_attributes import has_main_grad, shard_info
 from mp_optim.core.slot_state import SlotState
 from mp_optim.core.tensor_layout import split_dims
 from mp_optim.host.calls import in_own_modes, weak_method
 from mp_optim.host.host_memory import Block, aligned_bytes
 from mp_optim.host.torch_types import is_dtensor
 from mp_optim.kernels.written_weights import WrittenWeights
+from mp_optim.offload.backward_grads import GradSource
+from mp_optim.offload.backward_scheduler import BackwardScheduler
 from mp_optim.offload.buckets import HostSlot, plan_offload
-from mp_optim.offload.grad_hooks import OwnGrads
 from mp_optim.offload.settings import HostStepSettings, OffloadedStep, SlotStepper
 from mp_optim.offload.state_file import StateFile
 from mp_optim.offload.stepper import Stepper
@@ -197,12 +199,11 @@ class PlacedSlots:
         is_copied = self._copies and dtype in (torch.float16, torch.bfloat16)
         return self.main_dtype(dtype) if is_copied else dtype
 
-    def bind(self) -> bool:
-        """Hand the tensors of now to what steps them; whether it is known where their memory
-        stays."""
+    def bind(self) -> None:
+        """Hand the present tensors to the executors that step them."""
         params = all_params(self._param_groups)
         if self._bound is not None and all_same(params, self._bound):
-            return True
+            return
         stays, self._outputs = True, None
         self._follow(self._summed())
         for slot, param in iter_slots(self._param_groups):
@@ -214,7 +215,6 @@ class PlacedSlots:
             # Only this package's own tensors are known to stay where they are, and unwritten.
             stays = stays and _is_own(param)
         self._bound = params if stays else None
-        return stays
 
     def written(self) -> None:
         """Remember offloaded parameters as a step left them."""
@@ -369,19 +369,11 @@ class PlacedExecutor(Executor):
         part = self.executors[offloaded]
         named = [(s, self.slot_name(s), p) for s, p in iter_slots(self.param_groups)]
         self._how.check(part, named, placed.is_offloaded, settings)
-        self.stepper = Stepper(self._how, part, placed.host_slots(), placed.bind, settings)
-        # The schedule keeps `placed` by `placed.bind`, and its source of gradients.
-        schedule = self.stepper.schedule
-        placed.exposed = weak_method(schedule.distrust)
+        updates = weak_method(self._updates_in_backward)
+        source = GradSource(self.param_groups, share_settings, updates, "auto")
+        self.stepper = Stepper(self._how, part, placed.host_slots(), placed.bind, settings, source)
+        placed.exposed = weak_method(self.stepper.schedule.distrust)
         placed.written_by_copies = weak_method(self.stepper.host_part.copied_slots)
-        schedule.gradients = OwnGrads(
-            self.param_groups,
-            self.stepper.host_part.place_of,
-            weak_method(schedule.on_grad_ready),
-            placed.output,
-            share_settings,
-        )
-        self._watch()
 
     # -- places and groups ------------------------------------------------------------------------
 
@@ -473,7 +465,6 @@ class PlacedExecutor(Executor):
 
     def _cut_buckets(self) -> None:
         self.stepper.cut_buckets(self._placed.host_slots())
-        self._watch()
 
     def all_groups(self) -> list[ParamGroups]:
         below = (groups for executor in self._distinct for groups in executor.all_groups())
@@ -597,8 +588,7 @@ class PlacedExecutor(Executor):
         return replace(updates, multipliers=multipliers)
 
     def step_slots(self, updates: SlotUpdates) -> None:
-        if not self._placed.bind():
-            self._watch()
+        self._placed.bind()
         updates = self._placed.with_outputs(updates)
         self.stepper.step_slots(updates, self.executors["device"])
         self._placed.written()
@@ -611,16 +601,54 @@ class PlacedExecutor(Executor):
         has_slots = bool(self.stepper.host_part.slots)
         return None if has_slots else self.executors["device"].verdict_device()
 
-    def _watch(self) -> None:
-        """Notice gradients of the parameters of now, as long as nothing above reports them."""
-        source = self.stepper.schedule.gradients
-        if self.stepper.schedule.is_early and isinstance(source, OwnGrads):
-            source.follow()
+    def _updates_in_backward(self, grads: Mapping[Slot, Tensor], multiplier: float) -> SlotUpdates:
+        """Return the updates of gradients that arrived while nothing wraps the optimizer."""
+        groups, updates = self.param_groups, []
+        for slot, grad in grads.items():
+            param = param_at(groups, slot)
+            if local_tensor(param).shape == grad.shape:
+                update = update_of(slot, slot_name(groups, slot), param, grad)
+                output = self._placed.output(slot, None)
+                updates.append(update._replace(multiplier=multiplier, output=output))
+        return SlotUpdates.of(updates)
 
 
 def stepper_of(executor: Executor) -> Stepper | None:
     """What steps the offloaded slots of an executor, if it places any."""
     return executor.stepper if isinstance(executor, PlacedExecutor) else None
+
+
+def work_in_backward(
+    executor: Executor, source: GradSource, releases: bool
+) -> BackwardScheduler | None:
+    """Let an executor work during backward on the gradients of a wrapper; None if it does not.
+
+    Args:
+        releases: gradients leave the device during backward.
+
+    Raises:
+        ValueError: gradients cannot be released.
+    """
+    stepper = stepper_of(executor)
+    if stepper is None or not stepper.schedule.is_early:
+        if releases:
+            raise ValueError(
+                "release_gradients=True: the optimizer that steps does not work during backward; "
+                "give HybridDeviceOptimizer offload_mode='overlap' or 'speculative', or set it to "
+                "False"
+            )
+        return None
+    if releases:
+        for slot, param in iter_slots(source.param_groups):
+            if has_main_grad(param):
+                raise ValueError(
+                    f"release_gradients=True: the parameter at {slot} has a main_grad, which "
+                    "belongs to what made it (Megatron's DistributedDataParallel) and cannot be "
+                    "let go; set it to False"
+                )
+        stepper.release_gradients()
+    stepper.schedule.use_source(source)
+    return stepper.schedule
 
 
 def _adopt_defaults(groups: ParamGroups, parts: Sequence[ParamGroups]) -> None:

@@ -21,7 +21,8 @@ from torch import Tensor
 from mp_optim.core import Slot, SlotUpdates, UpdateSelection
 from mp_optim.core.executor import Executor
 from mp_optim.host.transfer import Transfer
-from mp_optim.offload.backward_scheduler import Schedule
+from mp_optim.offload.backward_grads import GradSource
+from mp_optim.offload.backward_scheduler import BackwardScheduler, Phase
 from mp_optim.offload.bucket_buffers import BucketStep
 from mp_optim.offload.buckets import HostSlot
 from mp_optim.offload.double_buffer import BackLaunch
@@ -40,6 +41,7 @@ class Stepper:
         executor: of the slots.
         slots: in the order in which their gradients are expected.
         bind_tensors: makes the executor have the tensors of now.
+        source: the optimizer that takes the step, until a wrapper takes its place.
 
     Attributes:
         host_part: the slots, their buckets and windows.
@@ -54,10 +56,11 @@ class Stepper:
         slots: Sequence[HostSlot],
         bind_tensors: Callable[[], object],
         settings: HostStepSettings,
+        source: GradSource,
     ) -> None:
         self._executor, self.timeline = executor, settings.timeline
         self.host_part = HostPart(how, executor, bind_tensors, settings)
-        self.schedule = Schedule(self.host_part, bind_tensors)
+        self.schedule = BackwardScheduler(self.host_part, bind_tensors, source)
         self.transfer_bytes = TransferBytes()
         self.cut_buckets(slots)
 
@@ -116,7 +119,8 @@ class Stepper:
         Raises:
             WorkerError: the worker failed; nothing was stepped.
         """
-        self.schedule.collect()  # nobody above has, if no wrapper is there
+        if self.schedule.phase is not Phase.COLLECTED:  # no wrapper did
+            self.schedule.collect()
         lane = self.host_part.lane
         if lane is not None:
             self.host_part.allocate()

@@ -137,7 +137,8 @@ class StackOptimizer(WrappedOptimizer):
         return False
 
     def _forget_engine(self) -> None:
-        self.early_work.stop()
+        for scheduler in self.early_work:
+            scheduler.stop()
         vars(self).pop("engine", None)
         self.groups_below, self._settings = (), SharedSettings()
         self._sizes.clear()

@@ -61,7 +61,7 @@ class CompositeOptimizer(MegatronOptimizer):
         self.members.extend(members)
         for member in self.members:
             member.join(self)
-            self.early_work.overlaps += member.early_work.overlaps
+            self.early_work += member.early_work
         self.use_mark(self.step_mark)
 
     @abstractmethod

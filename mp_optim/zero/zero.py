@@ -113,7 +113,7 @@ class DistributedOptimizer(CompositeOptimizer):
         self.take_members([self.shards])
         _show_settings(self, sharded=not self._model.steps_everything)
         # a listener makes backward wait for earlier reductions
-        if self.early_work.steppers:
+        if self.early_work:
             shards, tensors = self.shards, self._model.tensors  # the reducer must not keep `self`
             self.grad_reducer.on_reduced = lambda bucket: shards.gradients_ready(tensors[bucket])
 

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mp_optim import HybridDeviceOptimizer, get_megatron_optimizer
 from mp_optim.host.transfer import Transfer
 from mp_optim.offload.backward_jobs import BackwardJob
-from mp_optim.offload.backward_scheduler import Schedule
+from mp_optim.offload.backward_scheduler import BackwardScheduler
 from mp_optim.offload.timeline import Span
 from support.models import (
     DTYPES,
@@ -56,7 +56,7 @@ def hybrids(optimizer: Any) -> list[HybridDeviceOptimizer]:
     ]
 
 
-def schedules(optimizer: Any) -> list[Schedule]:
+def schedules(optimizer: Any) -> list[BackwardScheduler]:
     """Those that begin something during backward."""
     found = [hybrid.stepper.schedule for hybrid in hybrids(optimizer)]
     return [schedule for schedule in found if schedule.is_early]

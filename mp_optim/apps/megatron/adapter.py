@@ -184,8 +184,7 @@ class MegatronFace(torch.optim.Optimizer):
         stack = self.stack
         stack.check_lists()
         with stack.step_mark.step(stack):
-            stack.early_work.collect()
-            grads = stack.collect_grads()
+            grads = stack.collect_all_grads()
             measurement = grads.sums()
             judge = stack.observers.judge_on(torch.device("cpu"))
             verdict = self._decided(measurement, judge, 0.0)
@@ -241,7 +240,8 @@ class MegatronFace(torch.optim.Optimizer):
                 "called clip_grad_norm. Call optimizer.clip_grad_norm(limit), with 0 for no "
                 "clipping: gradients that were clipped otherwise are not seen here"
             )
-        self.stack.early_work.forget_comparisons()
+        for scheduler in self.stack.early_work:
+            scheduler.arrivals.forget_comparisons()
         self._finish(prepared)
         return not prepared.verdict.cause
 

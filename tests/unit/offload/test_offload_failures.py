@@ -10,9 +10,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mp_optim.host.transfer import Transfer
-from mp_optim.mixed_precision.backward_overlap import BackwardOverlap
 from mp_optim.offload import worker as worker_module
 from mp_optim.offload.backward_jobs import BackwardJob
+from mp_optim.offload.backward_scheduler import BackwardScheduler
 from mp_optim.offload.worker import PATIENCE, Worker, WorkerError
 from mp_optim.rules.rule_executor import RuleExecutor
 from support.launch import end_forked_program
@@ -84,8 +84,10 @@ def test_step_raises_the_error_of_a_backward_hook(mode, error, monkeypatch):
     """These types are also those of refused settings, which the step itself names."""
     pair, other = ready(mode)
     with monkeypatch.context() as patch:
-        prediction = "predicted_multiplier"
-        patch.setattr(BackwardOverlap, prediction, lambda _: (_ for _ in ()).throw(error("a bug")))
+        prediction = "_predicted_multiplier"
+        patch.setattr(
+            BackwardScheduler, prediction, lambda _: (_ for _ in ()).throw(error("a bug"))
+        )
         pair[0](tokens_of(50)).backward()
         raised = fails_in_time(*pair, "could not be begun.*a bug")
     assert isinstance(raised.__cause__, error)

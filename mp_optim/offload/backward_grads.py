@@ -1,0 +1,179 @@
+"""Gradients as backward makes them final: hooks on the parameters of the optimizer that takes the
+step. Each gradient is reported to the scheduler, which may begin work on it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from mp_optim.core import (
+    ParamGroups,
+    Slot,
+    SlotUpdates,
+    are_plain,
+    current_grad,
+    iter_slots,
+    local_tensor,
+)
+from mp_optim.core.executor import Place
+from mp_optim.core.tensors import GRADIENT_DTYPES
+from mp_optim.host.torch_types import is_dtensor
+
+
+class GradSource(NamedTuple):
+    """The optimizer that takes the step, as far as work during backward needs it.
+
+    Attributes:
+        param_groups: live groups with the parameters that backward reaches.
+        share_settings: makes settings of these groups and of the executors below equal.
+        updates: takes gradients by slot and one FP32 multiplier; returns the updates as the step
+            will have them, in this order, without slots that the step rebinds or refuses.
+        fused_backend: backend that measures gradients.
+    """
+
+    param_groups: ParamGroups
+    share_settings: Callable[[], object]
+    updates: Callable[[Mapping[Slot, Tensor], float], SlotUpdates | None]
+    fused_backend: str
+
+
+@dataclass(frozen=True)
+class ReleasableGrad:
+    """A gradient that its parameter need not keep once the host has it."""
+
+    param: Tensor
+    grad: Tensor
+
+    @property
+    def is_present(self) -> bool:
+        """Whether the parameter still has this gradient."""
+        return self.param.grad is self.grad
+
+    def release(self) -> None:
+        """Remove the gradient from its parameter."""
+        self.param.grad = None
+
+
+class BackwardGrads:
+    """Hooks on the parameters of a source that are not stepped on the device.
+
+    Neither the hooks nor this object keep the receiver alive.
+
+    Args:
+        place_of: returns the place where a slot is stepped.
+        receive: bound method that takes the slot, its local gradient, the releasable gradient or
+            None, and whether torch counts all writes to the gradient.
+
+    Attributes:
+        source: the outermost optimizer; a wrapper takes the place of the optimizer it wraps.
+    """
+
+    def __init__(
+        self,
+        source: GradSource,
+        place_of: Callable[[Slot], Place],
+        receive: Callable[[Slot, Tensor, ReleasableGrad | None, bool], object],
+    ) -> None:
+        self.source = source
+        self._place_of, self._receive = place_of, weakref.WeakMethod(receive)
+        self._watched: dict[Slot, Tensor] = {}
+        self._slot_of: dict[int, Slot] = {}  # by the id of the watched parameter
+        self._hooks: dict[Slot, RemovableHandle] = {}
+        weakref.finalize(self, _remove, self._hooks)
+
+    def follow(self) -> None:
+        """Have hooks on the trainable parameters that the source has now, and on no others."""
+        watched = {}
+        for slot, param in iter_slots(self.source.param_groups):
+            if self._place_of(slot) != "device":
+                watched[slot] = param
+        hooked = {slot: p for slot, p in watched.items() if p.requires_grad and p.is_leaf}
+        for slot in list(self._hooks):
+            if slot not in hooked or hooked[slot] is not self._watched[slot]:
+                self._hooks.pop(slot).remove()
+        for slot, param in hooked.items():
+            if slot not in self._hooks:
+                hook = _hook(weakref.WeakMethod(self._report), slot)
+                handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._hooks[slot] = handle
+        self._watched = watched
+        self._slot_of = {id(param): slot for slot, param in watched.items()}
+
+    def stop(self) -> None:
+        """Have no hooks."""
+        _remove(self._hooks)
+
+    def ready(self, params: Sequence[Tensor] | None) -> None:
+        """Report the gradients of these parameters, or of all, in slot order."""
+        if params is None:
+            slots = list(self._watched)
+        else:  # in time that grows with these parameters alone
+            found = [self._slot_of[id(param)] for param in params if id(param) in self._slot_of]
+            slots = sorted(found)
+        for slot in slots:
+            self._report(slot)
+
+    def present(self, slot: Slot) -> Tensor | None:
+        """Return the local gradient that the parameter at a slot has now, None if there is none or
+        it still has to be redistributed."""
+        param = self._watched.get(slot)
+        grad = None if param is None else current_grad(param)
+        if param is None or grad is None or not _is_laid_out_alike(param, grad):
+            return None
+        return local_tensor(grad)
+
+    def _report(self, slot: Slot) -> None:
+        param, receive = self._watched[slot], self._receive()
+        grad = current_grad(param)
+        if grad is None or grad.layout != torch.strided or receive is None:
+            return  # the step names a gradient that it cannot read
+        groups = self.source.param_groups
+        live = groups[slot.group]["params"] if slot.group < len(groups) else ()
+        if not any(param is each for each in live[slot.position :][:1]):
+            return  # the parameter was replaced
+        releasable = ReleasableGrad(param, grad) if _can_be_released(param, grad) else None
+        receive(slot, local_tensor(grad), releasable, are_plain([grad]))
+
+
+def _hook(report: weakref.WeakMethod[Callable[[Slot], None]], slot: Slot) -> Callable[..., None]:
+    def hook(param: Tensor) -> None:
+        if (call := report()) is not None and _is_final(param):
+            call(slot)
+
+    return hook
+
+
+def _remove(hooks: dict[Slot, RemovableHandle]) -> None:
+    while hooks:
+        hooks.popitem()[1].remove()
+
+
+def _is_final(param: Tensor) -> bool:
+    """Whether backward leaves in a parameter the gradient that will be stepped.
+
+    In a job of several ranks a gradient may still have to be reduced: only FSDP2, whose meshes span
+    the job, calls the hooks after that.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return True
+    return is_dtensor(param) and param.device_mesh.size() == dist.get_world_size()
+
+
+def _can_be_released(param: Tensor, grad: Tensor) -> bool:
+    """Whether a gradient holds only the local values that this rank steps with."""
+    is_read = grad.dtype in GRADIENT_DTYPES and not (grad.is_meta or grad.requires_grad)
+    return param.grad is grad and is_read and _is_laid_out_alike(param, grad)
+
+
+def _is_laid_out_alike(param: Tensor, grad: Tensor) -> bool:
+    """Whether the local tensor of a gradient belongs to the local tensor of its parameter."""
+    if is_dtensor(param) and is_dtensor(grad):
+        return grad.placements == param.placements
+    return not (is_dtensor(param) or is_dtensor(grad))
