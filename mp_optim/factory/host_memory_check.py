@@ -90,6 +90,8 @@ def check_host_memory(
             plan_of, _ = rank_planner(
                 *(config, chunks, config_overrides, process_groups, expert_predicate, param_groups)
             )
+            if is_on_host:
+                plan_of = in_host_memory(plan_of)
             planned = plan_of(config)
     except (TypeError, ValueError) as error:
         _log.info("host memory is not planned: building the stack fails likewise (%s)", error)
@@ -144,6 +146,24 @@ def needed_bytes(plan: MemoryPlan, is_on_host: bool, allocated: int = 0) -> int:
     """
     beside = plan.accelerator.total - plan.accelerator.model_params
     return plan.host_total + (beside - min(allocated, beside) if is_on_host else 0)
+
+
+def in_host_memory(
+    plan_of: Callable[[OptimizerConfig], MemoryPlan],
+) -> Callable[[OptimizerConfig], MemoryPlan]:
+    """Return plans of a model in host memory, which ``sync`` steps in place, without staging."""
+
+    def planned(config: OptimizerConfig) -> MemoryPlan:
+        plan = plan_of(config)
+        settings = config.offload_mode, config.offload_place, config.optimizer_state_path
+        if settings != ("sync", "host", None):
+            return plan
+        pinned, pageable = plan.pinned_host, plan.pageable_host
+        return replace(
+            plan, pinned_host=replace(pinned, staging=0), pageable_host=replace(pageable, staging=0)
+        )
+
+    return planned
 
 
 def _lacking(

@@ -26,8 +26,7 @@ import torch
 from torch import nn
 
 import mp_optim
-from mp_optim.factory.host_memory_check import BESIDE, SWITCH, needed_bytes
-from mp_optim.factory.memory_plan import MemoryPlan
+from mp_optim.factory.host_memory_check import BESIDE, SWITCH, in_host_memory, needed_bytes
 from mp_optim.factory.offload_fraction import container_of, rank_planner
 from mp_optim.process_groups.process_groups import ProcessGroups
 
@@ -175,8 +174,7 @@ def _planned(model: nn.Module, settings: dict[str, Any]) -> int:
     config = tiny.config
     groups = [{"params": list(model.parameters())}]
     plan_of, _ = rank_planner(config, [container_of(groups)], None, ProcessGroups(), None, groups)
-    plan: MemoryPlan = plan_of(config)
-    return needed_bytes(plan, is_on_host=True)
+    return needed_bytes(in_host_memory(plan_of)(config), is_on_host=True)
 
 
 def _resident(name: str) -> int:
