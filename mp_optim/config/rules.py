@@ -121,8 +121,8 @@ FIRST_MOMENT_DTYPES = tuple(form.name for form in FIRST_FORMS)
 """What a first moment, or momentum, can be asked to be stored as; uint8 and uint4 stand for signed
 codes of 8 and 4 bits."""
 
-Shape = Callable[[torch.Size], torch.Size | None]
-"""Shape of a moment, given that of the whole parameter; None if it is not kept for such a one."""
+Shape = Callable[[torch.Size], torch.Size]
+"""Shape of a moment, given that of the whole parameter."""
 
 
 @dataclass(frozen=True)
@@ -151,11 +151,13 @@ class Moment:
             return (FP32,)
         return SECOND_FORMS if self.dtype_field == SECOND_DTYPE else FIRST_FORMS
 
-    def local_shape(self, local: torch.Size, whole: torch.Size) -> torch.Size | None:
-        """What a rank keeps that has a part of a parameter, in that part's shape; None if
-        nothing."""
-        shape = whole if self.shape is None else self.shape(whole)
-        return local if shape is not None and self.elementwise else shape
+    def local_shape(self, local: torch.Size, whole: torch.Size) -> torch.Size:
+        """Return the shape of the moment on a rank that has a part of a parameter.
+
+        Args:
+            local: shape of the part. whole: shape of the parameter.
+        """
+        return local if self.elementwise or self.shape is None else self.shape(whole)
 
 
 @dataclass(frozen=True)
@@ -255,8 +257,8 @@ class RuleSpec:
 # -- the rows -------------------------------------------------------------------------------------
 
 
-def _each_row(shape: torch.Size) -> torch.Size | None:
-    return torch.Size([*shape[:-1], 1]) if len(shape) >= 2 else None
+def _each_row(shape: torch.Size) -> torch.Size:
+    return torch.Size([*shape[:-1], 1])
 
 
 def _tuned(name: str, allowed: Check, default: Any, **fields: Check) -> Hyperparameter:

@@ -46,7 +46,7 @@ from mp_optim.rules.rule_state import RuleState
 _HOST = torch.device("cpu")
 _Shared = tuple[torch.device, torch.dtype, float, Multiplier, tuple[str, ...]]
 """What updates of one group have in common that go into one launch: device, dtype, count of steps,
-multiplier, and keys of the moments and of their scales."""
+multiplier, and keys of the state."""
 
 
 class GroupSlots(NamedTuple):
@@ -234,9 +234,9 @@ class RuleExecutor(Executor):
             last: Launch | None = kept.launch_from(sources, of_rule)
             if last is not None:
                 return [self._with_grads(last, updates, int(counts[0]) + 1)]
-        names = rows.moment_keys(index, positions)
-        if is_common and all(len(each) == 1 for each in (mains.devices, mains.dtypes, set(names))):
-            shared = mains[0].device, mains[0].dtype, counts[0], multiplier, names[0]
+        keys = rows.stored_keys(index, positions, mains)
+        if is_common and all(len(each) == 1 for each in (mains.devices, mains.dtypes, set(keys))):
+            shared = mains[0].device, mains[0].dtype, counts[0], multiplier, keys[0]
             planned = self._planned(index, shared, updates, positions, mains, settings)
             # not copies of strided tensors, nor tensors whose memory others may move
             may_stay = planned.lists.main is mains and planned.lists.output is planned.outputs
@@ -247,7 +247,7 @@ class RuleExecutor(Executor):
         if len(counts) < len(positions):
             counts = counts * len(positions)
         devices, dtypes = ([main.device for main in mains], [main.dtype for main in mains])
-        of_each = list(zip(devices, dtypes, counts, updates.multipliers, names, strict=True))
+        of_each = list(zip(devices, dtypes, counts, updates.multipliers, keys, strict=True))
         several = []
         for shared in dict.fromkeys(of_each):
             members = [i for i, other in enumerate(of_each) if other == shared]
@@ -284,17 +284,14 @@ class RuleExecutor(Executor):
         settings: dict[str, Any],
     ) -> Launch:
         outputs, rows = updates.outputs, self.rows
-        device, dtype, count, multiplier, moments = shared
+        device, _, count, multiplier, keys = shared
         step, regions = int(count) + 1, rows.groups[index].regions
         if not isinstance(outputs, CachedTensorList):
             outputs = list(outputs)
         lists = TensorLists(
             main=contiguous(mains),
             grad=contiguous(CachedTensorList.of(updates.grads)),
-            state={
-                key: rows.state_tensors(index, key, positions)
-                for key in rows.stored_keys(moments, dtype)
-            },
+            state={key: rows.state_tensors(index, key, positions) for key in keys},
             output=contiguous_outputs(outputs),
             noise=self._noise(step, updates),
             average_weight=rows.precision.average_weight(step),

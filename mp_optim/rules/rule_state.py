@@ -172,16 +172,8 @@ class RuleState(StateStore):
             group_state.replaced([slot.position])
         return state
 
-    def kept_moments(self, slot: Slot) -> tuple[str, ...]:
-        """Names of the moments that are kept for a slot."""
-        whole = self.groups[slot.group].regions[slot.position].shape
-        names = self._names(slot.group, slot.position)
-        return tuple(
-            name for name in names if moment_of(name).local_shape(whole, whole) is not None
-        )
-
     def _names(self, index: int, position: int) -> tuple[str, ...]:
-        """Names of a slot's moments, of whatever shape the parameter is."""
+        """Return the names of the moments that are kept for a slot."""
         group = self.param_groups[index]
         names = self.rule.moments(group)
         state = self.groups[index].slots[position]
@@ -232,8 +224,6 @@ class RuleState(StateStore):
         specs: dict[str, TensorSpec] = {}
         for name in self._names(slot.group, slot.position):
             shape = moment_of(name).local_shape(main_shape, whole)
-            if shape is None:
-                continue
             specs |= moment_specs(name, shape, self.precision.stored_dtype(name, is_small))
         rest = self.precision.remainder_dtype if self.is_split(dtype) else None
         if rest is not None:
@@ -378,31 +368,30 @@ class RuleState(StateStore):
             mine.copy_(shown)
             shown.data = mine
 
-    def moment_keys(self, index: int, positions: Sequence[int]) -> Sequence[tuple[str, ...]]:
-        """Keys of the moments at some positions of a group, and of their scales."""
-        kept, regions = self._kept_names(index, positions), self.groups[index].regions
-        small = [False] * len(positions)
-        if self.precision.fp32_state_below:
-            is_small = self.precision.is_small
-            small = [is_small(regions[position].shape.numel()) for position in positions]
-        specs = list(zip(kept, small, strict=True))
-        keys = {spec: self._with_scales(*spec) for spec in dict.fromkeys(specs)}
-        return list(map(keys.__getitem__, specs))
+    def stored_keys(
+        self, index: int, positions: Sequence[int], mains: CachedTensorList
+    ) -> list[tuple[str, ...]]:
+        """Return the keys of the state tensors that are stepped with each main param of a group."""
+        group, regions = self.param_groups[index], self.groups[index].regions
+        names = [self.rule.moments(group)] * len(positions)
+        if self.rule.unread_moments(group):  # some slots have one from before
+            names = [self._names(index, position) for position in positions]
+        of_each = [
+            (moments, self.precision.is_small(regions[position].shape.numel()), main.dtype)
+            for moments, position, main in zip(names, positions, mains, strict=True)
+        ]
+        keys = {each: self._keys_of(*each) for each in set(of_each)}
+        return list(map(keys.__getitem__, of_each))
 
-    def _with_scales(self, names: tuple[str, ...], is_small: bool) -> tuple[str, ...]:
-        dtypes = (self.precision.stored_dtype(name, is_small) for name in names)
-        pairs = zip(names, dtypes, strict=True)
-        return (*names, *(scale_key(name) for name, dtype in pairs if is_blocked(dtype)))
-
-    def _kept_names(self, index: int, positions: Sequence[int]) -> Sequence[tuple[str, ...]]:
-        """Names of the moments that are kept at some positions of a group."""
-        group = self.param_groups[index]
-        names = self.rule.moments(group)
-        if all(moment_of(name).shape is None for name in names):
-            if self.rule.unread_moments(group):
-                return [self._names(index, position) for position in positions]
-            return [names] * len(positions)
-        return [self.kept_moments(Slot(index, position)) for position in positions]
+    def _keys_of(
+        self, moments: tuple[str, ...], is_small: bool, dtype: torch.dtype
+    ) -> tuple[str, ...]:
+        precision = self.precision
+        blocked = [name for name in moments if is_blocked(precision.stored_dtype(name, is_small))]
+        is_beside = dtype != torch.float32 and precision.remainder_dtype is not None
+        remainder = [REMAINDER] if is_beside else []
+        average = [] if precision.ema_decay is None else [AVERAGE]
+        return (*moments, *map(scale_key, blocked), *remainder, *average)
 
     def state_tensors(self, index: int, key: str, positions: Sequence[int]) -> list[Tensor]:
         """State of that name at some positions of a group."""
@@ -417,17 +406,6 @@ class RuleState(StateStore):
                 name = self.name(Slot(index, position))
                 raise stepped_without(f"param_groups[{index}]: {name}", key, decided)
         return group_state.tensors(key, positions)
-
-    def stored_keys(self, moments: tuple[str, ...], dtype: torch.dtype) -> list[str]:
-        """Keys of the state tensors that are stepped along with main params of a dtype.
-
-        Args:
-            moments: of :meth:`moment_keys`.
-        """
-        is_beside = dtype != torch.float32 and self.precision.remainder_dtype is not None
-        remainder = [REMAINDER] if is_beside else []
-        average = [] if self.precision.ema_decay is None else [AVERAGE]
-        return [*moments, *remainder, *average]
 
     # -- main params ----------------------------------------------------------------------------
 
