@@ -258,9 +258,9 @@ def _read(scalars: Sequence[Tensor], more: Tensor | None) -> tuple[list[float], 
 # FP32, so the bits are those of the host's.
 
 
-@dataclass(frozen=True)
-class VerdictNumbers:
-    """A verdict's numbers on the device.
+@dataclass(eq=False)
+class ComingVerdict:
+    """A verdict's numbers on the device, and their copy to the host, which is on its way.
 
     Attributes:
         names: norm groups, in the order of the rows.
@@ -273,7 +273,8 @@ class VerdictNumbers:
             parameters.
         counts_zeros: whether they were counted.
         threshold: the norm above which the step is skipped.
-        judge: the observer that judges, if there is one. judged: how many numbers it gave.
+        judge: the observer that judges, if there is one.
+        judged: how many numbers it gave.
         params: how many parameters' sums of squares are kept, 0 for none.
     """
 
@@ -287,13 +288,55 @@ class VerdictNumbers:
     judged: int
     params: int
 
+    def __post_init__(self) -> None:
+        self._read = fetched(self.report)
+        self._verdict: Verdict | None = None
+        self._told_to: list[Callable[[Verdict], object]] = []
+
+    def settle(self) -> Verdict:
+        """See :meth:`DeviceVerdict.settle`."""
+        if self._verdict is None:
+            self._verdict = self._formed(self._read())
+            told_to, self._told_to = self._told_to, []
+            for tell in told_to:
+                tell(self._verdict)
+        return self._verdict
+
+    def when_settled(self, tell: Callable[[Verdict], object]) -> None:
+        """See :meth:`DeviceVerdict.when_settled`."""
+        if self._verdict is None:
+            self._told_to.append(tell)
+        else:
+            tell(self._verdict)
+
+    def _formed(self, read: Tensor) -> Verdict:
+        count = len(read) - self.params
+        params = read[count:].clone() if self.params else None
+        numbers, names = iter(read[:count].tolist()), self.names
+        overflow, skip = bool(next(numbers)), next(numbers)
+        norms = {name: next(numbers) for name in names}
+        multipliers = {name: fp32(next(numbers)) for name in names}
+        num_zeros = int(next(numbers)) if self.counts_zeros else None
+        judged_numbers = [next(numbers) for _ in range(self.judged)]
+        scaling = tuple(numbers)
+        if skip > 1.0:
+            return Verdict(cause=DISAGREEMENT, param_sums=params)
+        if overflow:  # the norm is finite where the sum of squares is
+            verdict = not_finite((n for n in names if not math.isfinite(norms[n])), scaling)
+        else:
+            judged: tuple[str, dict[str, float]] = "", {}
+            if self.judge is not None and judged_numbers:
+                judged = self.judge.explain(norms[MAIN_NORM], judged_numbers)
+            verdict = finite(multipliers, norms, self.threshold, num_zeros, scaling, judged)
+        return replace(verdict, param_sums=params)
+
 
 def decide_on_device(
     measurement: Measurement,
     scaled_by: Sequence[Tensor],
     config: Any,
     judge: Observer | None = None,
-) -> VerdictNumbers:
+) -> ComingVerdict:
     """The verdict on the device of the measurement's sums, of which there is at least one; nothing
     waits. ``judge`` takes the norm. Arguments as of :func:`decide`, on the same device."""
     names = list(measurement.sums)
@@ -321,7 +364,7 @@ def decide_on_device(
         flags[1] += 2.0 * (measurement.disagreement.to(sums.device) != 0.0)
     counted = [measurement.zeros, judged, *scaled_by, measurement.params]
     more = [value.double().reshape(-1) for value in counted if value is not None]
-    return VerdictNumbers(
+    return ComingVerdict(
         names,
         torch.stack([multipliers, flags[1].expand_as(multipliers)], dim=1).float(),
         overflow,
@@ -361,13 +404,13 @@ class DeviceVerdict:
     cause = ""
     norms: Mapping[str, float] = MappingProxyType({})
 
-    def __init__(self, decided: VerdictNumbers) -> None:
+    def __init__(self, coming: ComingVerdict) -> None:
         # Multipliers and result refer to the copy alone: they must not keep what refers to them.
-        self._coming = coming = ComingVerdict(decided)
-        self.found_inf = decided.overflow
+        self._coming = coming
+        self.found_inf = coming.overflow
         self.multipliers = {
             name: DeviceMultiplier(row, lambda: bool(coming.settle().cause))
-            for name, row in zip(decided.names, decided.controls.unbind(), strict=True)
+            for name, row in zip(coming.names, coming.controls.unbind(), strict=True)
         }
         self.result = StepResult.later(lambda: coming.settle().result._known())
 
@@ -383,54 +426,6 @@ class DeviceVerdict:
             tell: must not keep the optimizer alive, whose last verdict this is.
         """
         self._coming.when_settled(tell)
-
-
-class ComingVerdict:
-    """A verdict whose copy to the host is on its way."""
-
-    def __init__(self, decided: VerdictNumbers) -> None:
-        self._decided = decided
-        self._report = fetched(decided.report)
-        self._verdict: Verdict | None = None
-        self._told_to: list[Callable[[Verdict], object]] = []
-
-    def settle(self) -> Verdict:
-        """See :meth:`DeviceVerdict.settle`."""
-        if self._verdict is None:
-            self._verdict = _as_verdict(self._decided, self._report())
-            told_to, self._told_to = self._told_to, []
-            for tell in told_to:
-                tell(self._verdict)
-        return self._verdict
-
-    def when_settled(self, tell: Callable[[Verdict], object]) -> None:
-        """See :meth:`DeviceVerdict.when_settled`."""
-        if self._verdict is None:
-            self._told_to.append(tell)
-        else:
-            tell(self._verdict)
-
-
-def _as_verdict(decided: VerdictNumbers, read: Tensor) -> Verdict:
-    count = len(read) - decided.params
-    report, params = read[:count].tolist(), read[count:].clone() if decided.params else None
-    numbers, names = iter(report), decided.names
-    overflow, skip = bool(next(numbers)), next(numbers)
-    norms = {name: next(numbers) for name in names}
-    multipliers = {name: fp32(next(numbers)) for name in names}
-    num_zeros = int(next(numbers)) if decided.counts_zeros else None
-    numbers_judged = [next(numbers) for _ in range(decided.judged)]
-    scaling = tuple(numbers)
-    if skip > 1.0:
-        return Verdict(cause=DISAGREEMENT, param_sums=params)
-    if overflow:  # the norm is finite where the sum of squares is
-        verdict = not_finite((n for n in names if not math.isfinite(norms[n])), scaling)
-    else:
-        judged: tuple[str, dict[str, float]] = "", {}
-        if decided.judge is not None and numbers_judged:
-            judged = decided.judge.explain(norms[MAIN_NORM], numbers_judged)
-        verdict = finite(multipliers, norms, decided.threshold, num_zeros, scaling, judged)
-    return replace(verdict, param_sums=params)
 
 
 @cache

@@ -146,17 +146,18 @@ class SlotTable:
     def grads(
         self, name_of: Callable[[Slot], str], released: Mapping[Slot, Tensor]
     ) -> tuple[SlotColumns, CachedTensorList]:
-        """The slots that have a gradient now, and their local gradients.
+        """Return the slots that have a gradient now, and their local gradients, for
+        :meth:`check_grads` to check.
 
         Args:
             released: gradients that left their parameters.
 
         Raises:
             TypeError: a gradient is sparse or not floating point, naming the parameter.
-            ValueError: it has no values, because its parameter is on the meta device, or another
-                shape than its parameter; or there is another one beside it that was released.
+            ValueError: a parameter is on the meta device, or has another gradient next to one that
+                was released.
         """
-        params, shapes = self.seen.params, self.seen.marks.shapes
+        params = self.seen.params
         simple = self.seen.plain and not released and have_grad_only(params)
         present: list[Tensor | None] = list(map(_GRAD if simple else current_grad, params))
         for slot, grad in released.items():
@@ -178,26 +179,29 @@ class SlotTable:
                 self._refuse_meta([*range(len(params))], params, name_of)
             columns = self.select(indices)
             grads = CachedTensorList(grad for grad in present if grad is not None)
-            shapes = [shapes[index] for index in indices]
         if simple:
             grads.gradients_of(columns.params)
         elif not are_plain(grads):
             self._refuse_kinds(columns.indices, grads, name_of)
             with_grad = [params[index] for index in columns.indices]
             grads = CachedTensorList(map(local_grad, with_grad, grads))
-        self._check(columns.indices, shapes, grads, name_of)
         return columns, grads
 
-    def _check(
-        self,
-        indices: Sequence[int],
-        shapes: list[torch.Size],
-        grads: CachedTensorList,
-        name_of: Callable[[Slot], str],
+    def check_grads(
+        self, columns: SlotColumns, grads: CachedTensorList, name_of: Callable[[Slot], str]
     ) -> None:
         """Raise unless gradients can be read, and have the shapes of their parameters: torch checks
         the shape of a gradient when it is put there, and not when the parameter's or the gradient's
-        memory is exchanged after that."""
+        memory is exchanged after that.
+
+        Raises:
+            TypeError: a gradient is sparse or not floating point, naming the parameter.
+            ValueError: it has no values, because its parameter is on the meta device or its memory
+                was freed, or another shape than its parameter.
+        """
+        indices, shapes = columns.indices, self.seen.marks.shapes
+        if len(indices) < len(shapes):
+            shapes = [shapes[index] for index in indices]
         try:  # what has no strides has no answer to whether it is contiguous
             strided = grads.contiguous or all(grad.layout == torch.strided for grad in grads)
         except RuntimeError:

@@ -103,7 +103,9 @@ def take_step(
         if prepared is None:
             with _timed(config, "optimizer-clip-main-grad"):
                 grads = stack.collect_all_grads()
-                verdict, judge = _decide(stack, grads)
+                device = stack.verdict_device()
+                measurement = grads.sums(on_host=device is None)
+                verdict, judge = _decide(stack, measurement, device)
         else:
             grads, verdict, judge = prepared
         for before_step in observers.before_step:
@@ -130,13 +132,15 @@ def take_step(
 
 
 def _decide(
-    stack: SteppedStack, grads: StepGrads
+    stack: SteppedStack, measurement: Measurement, device: torch.device | None
 ) -> tuple[Verdict | DeviceVerdict, Observer | None]:
-    """Measure, agree, and return the verdict and the observer that judged it. The verdict is formed
-    on the device if all that it is made of is there and the kernels read it there, so that no host
-    waits for it; then the observer takes the norm there."""
-    config, device = stack.config, stack.verdict_device()
-    measurement = grads.sums(on_host=device is None)
+    """Return the verdict, and the observer that judged it on the host.
+
+    Args:
+        device: the device on which kernels read the verdict, or None. The verdict is formed there
+            if the measurement and the loss scale are there, so that no host waits for it.
+    """
+    config = stack.config
     scaling = () if stack.grad_scaler is None else scaling_of(stack.grad_scaler)
     if device is not None:
         scalars = [*measurement.sums.values(), *scaling]
@@ -323,6 +327,7 @@ class WrappedGrads(StepGrads):
         engine.executor.follow_memory()
         mains.follow_for_step()
         self._columns, self._grads = table.grads(wrapper.slot_name, self._in_backward.held)
+        table.check_grads(self._columns, self._grads, wrapper.slot_name)
         if not all(table.bound):
             mains.bind_trained(self._columns.indices)
             self._columns = table.select(self._columns.indices)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,21 +25,9 @@ from mp_optim.mixed_precision.main_params import MainParams
 from mp_optim.mixed_precision.observer import Observer, WeightObserver
 from mp_optim.mixed_precision.slot_table import SlotTable
 
-
-class ChangedPart(NamedTuple):
-    """What a wrapper publishes of one parameter.
-
-    Attributes:
-        slot: which. shape: of the parameter, or of the part that plain tensor parallelism leaves.
-        indices: in that, row-major and flattened, ascending; None for all of it.
-        values: new ones. watched: elements that this rank has of it.
-    """
-
-    slot: Slot
-    shape: tuple[int, ...]
-    indices: Tensor | None
-    values: Tensor
-    watched: int
+ChangedPart = tuple[Slot, torch.Size, Tensor | None, Tensor]
+"""A slot; the shape of its parameter, or of the part that plain tensor parallelism leaves; indices
+in that, row-major and ascending, None for all elements; and their values."""
 
 
 class WeightChanges(WeightObserver):
@@ -190,8 +178,7 @@ class WeightChanges(WeightObserver):
             else:
                 held = local_tensor(param).shape
                 where = _index_in_whole(where, held, region.shape, region.offsets)
-        slot = self._table.slots[index]
-        return ChangedPart(slot, tuple(region.shape), where, values, flat.numel())
+        return self._table.slots[index], region.shape, where, values
 
     def published(self) -> None:
         """What changed was taken note of: count from here."""
@@ -252,7 +239,7 @@ class ChangedWeights(Observer):
             mains.follow()
             changes.look(frozen=True)
             for part in changes.changed(full, mains.is_first_copy):
-                name = mains.name(part.slot)
+                name = mains.name(part[0])
                 if name not in parallel.copies:
                     patches.append(_patch_of(name, part, parallel))
         with _publication([changes for _, changes in self.tracked]):
@@ -293,14 +280,15 @@ def _publication(tracked: Sequence[WeightChanges]) -> Iterator[None]:
 
 
 def _patch_of(name: str, part: ChangedPart, parallel: ModelParallel) -> WeightPatch:
-    """What changed of a parameter here, in coordinates of the whole model."""
-    partition, indices, shape = parallel.partitions.get(name), part.indices, part.shape
+    """Return the changes of a parameter here, in coordinates of the whole model."""
+    _, size, indices, values = part
+    shape, partition = tuple(size), parallel.partitions.get(name)
     if partition is not None:
         if indices is None:
-            indices = torch.arange(part.values.numel(), device=part.values.device)
+            indices = torch.arange(values.numel(), device=values.device)
         indices = partition.whole_index(indices, shape)
         shape = partition.whole_shape(shape)
-    return WeightPatch(parallel.names[name], shape, part.values.dtype, part.values, indices)
+    return WeightPatch(parallel.names[name], shape, values.dtype, values, indices)
 
 
 def _index_in_whole(
