@@ -31,7 +31,7 @@ from mp_optim.core.updates import (
     Multiplier,
     SlotUpdate,
     SlotUpdates,
-    StepSlots,
+    StepPlan,
     UpdateSelection,
     update_of,
 )
@@ -44,7 +44,7 @@ __all__ = [
     "Slot",
     "SlotUpdate",
     "SlotUpdates",
-    "StepSlots",
+    "StepPlan",
     "UpdateSelection",
     "all_params",
     "all_same",

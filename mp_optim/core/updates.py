@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -14,6 +15,8 @@ from torch.distributed import ProcessGroup
 from mp_optim.core.identity import Slot, stream_of
 from mp_optim.core.tensor_layout import ParamLayout, first_element, layout_of, shard_groups_of
 from mp_optim.core.tensors import CachedTensorList, local_grad
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -34,16 +37,34 @@ class DeviceMultiplier:
 Multiplier = float | DeviceMultiplier
 
 
-class StepSlots(tuple[Slot, ...]):
-    """The slots of a step, in order. A caller hands over the same object while its steps have the
-    same slots, and an executor keeps its plan for them here.
+class StepPlan(tuple[Slot, ...]):
+    """The slots of a step, in order, and everything that is planned for them once and reused by
+    every step that has the same slots.
 
-    Attributes:
-        plan: a key, by which the executor knows that the plan is its own and up to date, and the
-            plan.
+    The caller of a step hands over the same object for as long as it has the same slots and nothing
+    that it knows of them has changed: another object invalidates all parts of the plan at once.
     """
 
-    plan: tuple[object, Any] = (None, None)
+    _parts: dict[str, tuple[tuple[object, ...], Any]]
+
+    def part(self, name: str, sources: tuple[object, ...], make: Callable[[], T]) -> T:
+        """Return a part of the plan; make it first if there is none, or if it was made from other
+        objects.
+
+        NOTE: a part and its sources must not keep the object alive that asks for it, which may own
+        this plan.
+
+        Args:
+            name: of the part, one for each place in the code.
+            sources: the objects beside the slots that the part depends on.
+            make: makes the part.
+        """
+        parts = self.__dict__.setdefault("_parts", {})
+        known = parts.get(name)
+        if known is None or not all(map(operator.is_, known[0], sources)):
+            known = parts[name] = sources, make()
+        made: T = known[1]
+        return made
 
 
 class SlotUpdate(NamedTuple):
@@ -92,7 +113,7 @@ class SlotUpdates(Sequence[SlotUpdate]):
         is_staged: the outputs are staging memory, which does not hold the model's weights.
     """
 
-    slots: Sequence[Slot]
+    slots: StepPlan
     grads: Sequence[Tensor]
     multipliers: Sequence[Multiplier]
     outputs: Sequence[Tensor | None]
@@ -116,13 +137,13 @@ class SlotUpdates(Sequence[SlotUpdate]):
             return updates
         places = range(len(SlotUpdate._fields))
         columns: list[Any] = [list(map(itemgetter(place), updates)) for place in places]
-        return cls(StepSlots(columns[0]), *columns[1:])
+        return cls(StepPlan(columns[0]), *columns[1:])
 
     def take(self, indices: Sequence[int]) -> SlotUpdates:
         """Some of the updates."""
         columns = (spec.name for spec in fields(self) if spec.name != "is_staged")
         chosen: dict[str, Any] = {name: _at(indices, getattr(self, name)) for name in columns}
-        chosen["slots"] = StepSlots(chosen["slots"])
+        chosen["slots"] = StepPlan(chosen["slots"])
         return replace(self, **chosen)
 
     def __len__(self) -> int:
@@ -156,7 +177,7 @@ class UpdateSelection:
     """
 
     def __init__(self, indices: Sequence[int], slots: Sequence[Slot], count: int) -> None:
-        self.slots = StepSlots(slots)
+        self.slots = StepPlan(slots)
         self._is_whole = list(indices) == list(range(count))
         self.indices = indices
         self._kept: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {}

@@ -18,7 +18,7 @@ from mp_optim.core import (
     ParamGroups,
     Slot,
     SlotUpdates,
-    StepSlots,
+    StepPlan,
     are_plain,
     current_grad,
     have_grad_only,
@@ -48,7 +48,7 @@ class SlotColumns:
     keys: list[NormKey]
     group: str | None
     params: CachedTensorList
-    slots: StepSlots
+    slots: StepPlan
     outputs: Sequence[Tensor | None]
     shard_groups: list[tuple[ProcessGroup, ...]]
     streams: list[int]
@@ -295,7 +295,7 @@ class SlotTable:
             keys,
             groups.pop() if len(groups) == 1 else None,
             writable,
-            StepSlots(self.slots[index] for index in indices),
+            StepPlan(self.slots[index] for index in indices),
             outputs,
             [key.shard_groups for key in keys],
             [self.streams[index] for index in indices],

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mp_optim.core import CachedTensorList, Slot, SlotUpdates, UpdateSelection, all_same
+from mp_optim.core import CachedTensorList, Slot, SlotUpdates, StepPlan, UpdateSelection, all_same
 from mp_optim.host.host_memory import Block, aligned_bytes
 from mp_optim.host.transfer import Transfer
 from mp_optim.offload.buckets import HostSlot, plan_staging
@@ -225,7 +225,6 @@ class Buckets:
         self.staging = [new_staging(size) for size in pieces]
         self.has_outputs = has_outputs
         self.label = label
-        self._routes: tuple[Sequence[Slot], list[tuple[int, str, UpdateSelection]]] | None = None
 
     def steps(self, updates: SlotUpdates, moved: TransferBytes) -> list[BucketStep]:
         """The updates by bucket, in the plan's order; what they move is counted."""
@@ -240,10 +239,11 @@ class Buckets:
             steps.append(BucketStep(bucket, label, staging, of_bucket, staged))
         return steps
 
-    def routes(self, slots: Sequence[Slot]) -> list[tuple[int, str, UpdateSelection]]:
-        """Bucket, label and members of each bucket that has some; the last ones are kept."""
-        if self._routes is not None and self._routes[0] is slots:
-            return self._routes[1]
+    def routes(self, slots: StepPlan) -> list[tuple[int, str, UpdateSelection]]:
+        """Return bucket, label and members of each bucket that has some of a step's slots."""
+        return slots.part("buckets", (self._bucket_of,), partial(self._routes, slots))
+
+    def _routes(self, slots: Sequence[Slot]) -> list[tuple[int, str, UpdateSelection]]:
         members: dict[int, list[int]] = {}
         for index in sorted(range(len(slots)), key=slots.__getitem__):
             members.setdefault(self._bucket_of[slots[index]], []).append(index)
@@ -252,5 +252,4 @@ class Buckets:
             chosen = [slots[index] for index in indices]
             selection = UpdateSelection(indices, chosen, len(slots))
             routes.append((bucket, self.label(chosen), selection))
-        self._routes = slots, routes
         return routes

@@ -111,7 +111,7 @@ class PlacedSlots:
         self._groups: list[list[PlacedSlot]] = []
         self._written = WrittenWeights()
         self._bound: list[Tensor] | None = None
-        self._outputs: tuple[Sequence[Slot], Outputs, Outputs] | None = None
+        self._plan_key = object()  # another one makes the parts of a StepPlan stale
 
     def __getitem__(self, slot: Slot) -> PlacedSlot:
         return self._groups[slot.group][slot.position]
@@ -151,7 +151,7 @@ class PlacedSlots:
 
     def forget(self) -> None:
         """Slots or their main params are others now."""
-        self._bound = self._outputs = None
+        self._bound, self._plan_key = None, object()
 
     def host_slots(self) -> list[HostSlot]:
         """What is offloaded, in the order in which backward is expected to reach it: the last
@@ -169,12 +169,14 @@ class PlacedSlots:
 
     def with_outputs(self, updates: SlotUpdates) -> SlotUpdates:
         """The updates with what receives each stepped value. Those of a wrapper name it already."""
-        known, slots, outputs = self._outputs, updates.slots, updates.outputs
-        if known is None or known[0] is not slots or known[1] is not outputs:
-            if not all(self[slot].is_stepped_itself for slot in slots):
-                outputs = list(map(self.output, slots, outputs))
-            known = self._outputs = slots, updates.outputs, outputs
-        return updates if known[2] is updates.outputs else replace(updates, outputs=known[2])
+        sources = self._plan_key, updates.outputs
+        outputs = updates.slots.part("outputs", sources, partial(self._outputs_of, updates))
+        return updates if outputs is updates.outputs else replace(updates, outputs=outputs)
+
+    def _outputs_of(self, updates: SlotUpdates) -> Outputs:
+        if all(self[slot].is_stepped_itself for slot in updates.slots):
+            return updates.outputs
+        return list(map(self.output, updates.slots, updates.outputs))
 
     def output(self, slot: Slot, output: Tensor | None) -> Tensor | None:
         """What receives the stepped value: the parameter, if the copy that is stepped was made
@@ -204,7 +206,7 @@ class PlacedSlots:
         params = all_params(self._param_groups)
         if self._bound is not None and all_same(params, self._bound):
             return
-        stays, self._outputs = True, None
+        stays, self._plan_key = True, object()
         self._follow(self._summed())
         for slot, param in iter_slots(self._param_groups):
             executor, now = self._executors[self[slot].place], self._stepped(slot)

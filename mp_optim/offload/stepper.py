@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
 from mp_optim.core import Slot, SlotUpdates, UpdateSelection
-from mp_optim.core.executor import Executor
+from mp_optim.core.executor import Executor, Place
 from mp_optim.host.transfer import Transfer
 from mp_optim.offload.backward_grads import GradSource
 from mp_optim.offload.backward_scheduler import BackwardScheduler, Phase
@@ -91,7 +92,7 @@ class Stepper:
 
     def _cut_anew(self) -> None:
         """There are other buckets now."""
-        self._selections: tuple[Sequence[Slot], UpdateSelection, UpdateSelection] | None = None
+        self._cut = object()  # another one makes the parts of a StepPlan stale
         self.schedule.cut()
 
     def release_gradients(self) -> None:
@@ -145,16 +146,10 @@ class Stepper:
 
     def _parts(self, updates: SlotUpdates) -> tuple[SlotUpdates, SlotUpdates]:
         """Return the updates of offloaded slots, and of those that stay on the device."""
-        slots, place_of = updates.slots, self.host_part.place_of
-        if self._selections is None or self._selections[0] is not slots:
-            indices: tuple[list[int], list[int]] = [], []
-            for index, slot in enumerate(slots):
-                indices[place_of(slot) == "device"].append(index)
-            away, here = (
-                UpdateSelection(part, [slots[i] for i in part], len(slots)) for part in indices
-            )
-            self._selections = slots, away, here
-        return self._selections[1].take(updates), self._selections[2].take(updates)
+        away, here = updates.slots.part(
+            "places", (self._cut,), partial(_by_place, updates.slots, self.host_part.place_of)
+        )
+        return away.take(updates), here.take(updates)
 
     def _step(self, updates: SlotUpdates, step_device: Callable[[], None]) -> None:
         """Step the offloaded slots, and those of the device once the first copies are queued.
@@ -299,3 +294,14 @@ def _without(updates: SlotUpdates, slots: Collection[Slot]) -> SlotUpdates:
     if not slots:
         return updates
     return updates.take([i for i, slot in enumerate(updates.slots) if slot not in slots])
+
+
+def _by_place(
+    slots: Sequence[Slot], place_of: Callable[[Slot], Place]
+) -> tuple[UpdateSelection, UpdateSelection]:
+    """Return the members of a step that are offloaded, and those that stay on the device."""
+    indices: tuple[list[int], list[int]] = [], []
+    for index, slot in enumerate(slots):
+        indices[place_of(slot) == "device"].append(index)
+    away, here = (UpdateSelection(part, [slots[i] for i in part], len(slots)) for part in indices)
+    return away, here

@@ -21,7 +21,6 @@ from mp_optim.core import (
     Slot,
     SlotUpdate,
     SlotUpdates,
-    StepSlots,
     UpdateSelection,
     all_same,
     group_settings,
@@ -94,7 +93,7 @@ class RuleExecutor(Executor):
             action = check_field("audit_action", audit_action)
             name_of = partial(slot_name, param_groups)
             self.audit = Audit(audit_rate, action, name_of, partial(_marks, self.rows))
-        self._plan_key = object()  # another one makes the plans kept in StepSlots stale
+        self._plan_key = object()  # another one makes the parts of a StepPlan stale
         self._plain: Backend | None = None  # one that has kernels for the rule
         self._checked: dict[int, list[Any]] = {}  # values of each group, as they were checked
 
@@ -203,18 +202,9 @@ class RuleExecutor(Executor):
         self, columns: SlotUpdates
     ) -> Iterator[tuple[GroupSlots, SlotUpdates, dict[str, Any]]]:
         """The updates by group, with the group."""
-        slots = columns.slots
-        key, shares = slots.plan if isinstance(slots, StepSlots) else (None, [])
-        is_known = key is self._plan_key
-        if not is_known:
-            shares = _by_group(slots)
-            if isinstance(slots, StepSlots):
-                slots.plan = self._plan_key, shares
+        shares = columns.slots.part("groups", (self._plan_key,), partial(_by_group, columns.slots))
         for of_group in shares:
-            chosen = columns
-            if len(shares) > 1:  # a selection keeps outputs alive, so only one that comes again
-                members = of_group.members
-                chosen = members.take(columns) if is_known else columns.take(members.indices)
+            chosen = columns if len(shares) == 1 else of_group.members.take(columns)
             yield of_group, chosen, self.param_groups[of_group.group]
 
     def _plan_group(
