@@ -22,8 +22,8 @@ from mp_optim.core import SlotUpdates
 from mp_optim.core.tensor_layout import MatrixParts, ParamLayout, ShardRegion
 from mp_optim.kernels.chunking import runs_of
 from mp_optim.kernels.kernel_args import fp32
-from mp_optim.kernels.sums import (
-    Groups,
+from mp_optim.kernels.sums import Groups, root
+from mp_optim.muon.exact_sums import (
     MatricesShape,
     MatrixBlock,
     bounded_digits,
@@ -33,7 +33,6 @@ from mp_optim.kernels.sums import (
     matrices_shape,
     matrix_blocks,
     over_shards,
-    root,
     row_digits,
 )
 from mp_optim.muon.matrix_exchange import Exchange, MatrixOwners, newton_schulz_flops

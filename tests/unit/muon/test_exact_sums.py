@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from mp_optim.core.tensor_layout import ShardRegion
-from mp_optim.kernels.sums import (
+from mp_optim.muon.exact_sums import (
     digits_to_values,
     largest_magnitude,
     matrices_shape,
@@ -77,7 +77,7 @@ def test_any_cut_gives_the_same_digits(monkeypatch, shape, piece):
     values = values_of(shape, 1)
     top, count = float(largest_magnitude(values)), values.numel()
     expected = sums([(ShardRegion(values.shape, (0,) * values.dim()), values)], shape, top)
-    monkeypatch.setattr("mp_optim.kernels.sums.sum_piece_elements", lambda device: piece)
+    monkeypatch.setattr("mp_optim.muon.exact_sums.sum_piece_elements", lambda device: piece)
     edges = ([], [count // 3], sorted({count // 5, count // 2, count}))
     cuts = [list(flat_parts(values, each)) for each in edges]
     ways = itertools.product(range(values.dim()), (2, 3, 6))

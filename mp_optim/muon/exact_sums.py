@@ -1,0 +1,194 @@
+"""Sums of squares without rounding: the same bits in any order, and so for any cut of a parameter.
+
+A square is cut into two whole numbers of 31 bits, counted from a power of two above the largest
+square of all, and each is added up as an integer. Squares below 2^-62 of the largest count as 0.
+Only the sum is rounded. Formulas: docs/numerics.md, "Exact sums".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mp_optim.core.partition import box_views, boxes
+from mp_optim.core.tensor_layout import ShardRegion
+from mp_optim.kernels.sums import Groups, reduce_over
+
+_BITS = 31
+_LOW = (1 << _BITS) - 1
+_MOST = 1 << 21
+"""Elements whose digits FP64 adds up without rounding: 2^21 times 2^31 is below 2^53."""
+
+MatricesShape = tuple[int, int, int]
+
+
+class MatrixBlock(NamedTuple):
+    """A contiguous box of a stack of matrices.
+
+    Attributes:
+        values: shape (matrices, rows, columns).
+        matrix, row, column: index of its first element in the stack.
+    """
+
+    values: Tensor
+    matrix: int
+    row: int
+    column: int
+
+
+def matrices_shape(shape: Sequence[int]) -> MatricesShape:
+    """A parameter as a stack of matrices (matrices, rows, columns): its last two dimensions; one
+    row if it has less than two."""
+    if len(shape) < 2:
+        return 1, 1, math.prod(shape)
+    return math.prod(shape[:-2]), shape[-2], shape[-1]
+
+
+def matrix_blocks(region: ShardRegion, local: Tensor) -> list[MatrixBlock]:
+    """The elements that a rank has of a parameter, as views of its contiguous tensor."""
+    if not local.numel():
+        return []
+    if region.offsets is None:
+        flat = local.view(-1)
+        found = boxes(matrices_shape(region.shape), region.start, flat.numel())
+        return [MatrixBlock(values, *box.offsets) for box, values in box_views(flat, found)]
+    if local.dim() < 2:
+        return [MatrixBlock(local.view(1, 1, -1), 0, 0, region.offsets[0] if region.offsets else 0)]
+    return list(_boxed(local, region.offsets, region.shape, 0))
+
+
+def _boxed(
+    local: Tensor, offsets: tuple[int, ...], shape: torch.Size, matrix: int
+) -> Iterator[MatrixBlock]:
+    """The blocks of a box that begins at ``offsets``, in a tensor whose matrices are counted from
+    ``matrix``."""
+    rows, columns = local.shape[-2:]
+    if local.dim() == 2:
+        yield MatrixBlock(local[None], matrix, *offsets[-2:])
+        return
+    inner = math.prod(shape[1:-2])
+    if local.shape[1:-2] == shape[1:-2]:
+        yield MatrixBlock(local.view(-1, rows, columns), matrix + offsets[0] * inner, *offsets[-2:])
+        return
+    for index in range(local.shape[0]):
+        first = matrix + (offsets[0] + index) * inner
+        yield from _boxed(local[index], offsets[1:], shape[1:], first)
+
+
+def sum_piece_elements(device: torch.device) -> int:
+    """Elements of a piece: what stays in a CPU core's cache in FP64, what keeps an accelerator
+    busy."""
+    return 1 << 16 if device.type == "cpu" else _MOST
+
+
+def pieces_of(block: MatrixBlock) -> Iterator[MatrixBlock]:
+    """The block in pieces of at most :func:`sum_piece_elements`."""
+    _, rows, columns = block.values.shape
+    most = sum_piece_elements(block.values.device)
+    wide = min(columns, most)
+    high = min(rows, max(1, most // wide))
+    deep = max(1, most // (wide * high))
+    for values, matrix in _cut(block.values, 0, deep, block.matrix):
+        for part, row in _cut(values, 1, high, block.row):
+            for piece, column in _cut(part, 2, wide, block.column):
+                yield MatrixBlock(piece, matrix, row, column)
+
+
+def _cut(values: Tensor, dim: int, size: int, first: int) -> Iterator[tuple[Tensor, int]]:
+    for start in range(0, values.shape[dim], size):
+        count = min(size, values.shape[dim] - start)
+        yield values.narrow(dim, start, count), first + start
+
+
+def digits_of(values: Tensor, top: float) -> tuple[Tensor, Tensor]:
+    """Squares of FP32 values as two FP64 tensors of whole numbers below 2^31; nothing is
+    rounded."""
+    exponent = math.frexp(top)[1]
+    squares = values.double().mul_(2.0**-exponent).square_().mul_(2.0**_BITS)
+    high = squares.floor()
+    return high, squares.sub_(high).mul_(2.0**_BITS).floor_()
+
+
+def largest_magnitude(values: Tensor) -> Tensor:
+    """Return the largest magnitude of contiguous FP32 values, shape (): inf if one is not finite, 0
+    if there is none."""
+    if not values.numel():
+        return torch.zeros((), dtype=torch.float32, device=values.device)
+    low, high = torch.aminmax(values)
+    top = torch.maximum(low.abs(), high.abs())
+    return torch.where(top.isfinite(), top, torch.inf)
+
+
+def row_digits(
+    blocks: Sequence[MatrixBlock], top: float, shape: MatricesShape, device: torch.device
+) -> Tensor:
+    """Return the sum of squares of each row of a stack of matrices in digits: int64, shape (2,
+    matrices, rows), 0 where this rank has no elements. Those of several ranks may be added up.
+
+    Args:
+        top: the largest magnitude of the whole parameter; inf leaves all digits 0.
+    """
+    matrices, rows, _ = shape
+    by_row = torch.zeros(2, matrices, rows, dtype=torch.int64, device=device)
+    for block in blocks if math.isfinite(top) else ():
+        for values, matrix, row, _ in pieces_of(block):
+            deep, high, _ = values.shape
+            for digit, digits in enumerate(digits_of(values, top)):
+                where = by_row[digit, matrix : matrix + deep, row : row + high]
+                where += digits.sum(2).long()
+    return by_row
+
+
+def bounded_digits(values: Tensor, most: float) -> Tensor:
+    """Values from 0 to ``most``, a power of two, each rounded to a multiple of 2^-52 of that, as
+    two whole numbers, the first in units of 2^31; and whether they are NaN, which count as 0.
+    Int64, with a first dimension of three; may be added up."""
+    is_nan = values.isnan()
+    units = values.masked_fill(is_nan, 0.0).double().mul_(2.0**52 / most).round_().long()
+    return torch.stack([units >> _BITS, units.bitwise_and(_LOW), is_nan.long()])
+
+
+def bounded_values(sums: Tensor, most: float) -> Tensor:
+    """Return sums of :func:`bounded_digits` as FP64 values, without their first dimension: rounded
+    once, NaN if a value is NaN."""
+    high, low, nans = sums.unbind()
+    units = (high + (low >> _BITS)).double().mul_(2.0**_BITS).add_(low.bitwise_and(_LOW).double())
+    return units.mul_(most * 2.0**-52).masked_fill_(nans > 0, math.nan)
+
+
+def digits_to_values(digits: Tensor, top: float) -> Tensor:
+    """Sums of digits as FP64 values, of the shape without the first dimension; NaN if ``top`` is
+    not finite."""
+    if not math.isfinite(top):
+        return torch.full(digits.shape[1:], math.nan, dtype=torch.float64, device=digits.device)
+    exponent = math.frexp(top)[1]
+    values = digits[0].double().mul_(2.0**_BITS).add_(digits[1].double())
+    return values.mul_(2.0 ** (2 * exponent - 2 * _BITS))
+
+
+def over_shards(
+    values: Sequence[Tensor], shard_groups: Sequence[Groups], largest_of: bool, doing: str
+) -> list[Tensor]:
+    """Values of split parameters from those of their parts: one reduction for all that are split
+    alike.
+
+    Args:
+        values: contiguous, of one dtype; those of parameters that are whole stay what they are.
+        largest_of: take the largest instead of the sum.
+        doing: what to say of it if a rank is missing.
+    """
+    op = dist.ReduceOp.MAX if largest_of else dist.ReduceOp.SUM
+    result = list(values)
+    for groups in dict.fromkeys(filter(None, shard_groups)):
+        members = [at for at, its_groups in enumerate(shard_groups) if its_groups == groups]
+        flat = torch.cat([values[at].reshape(-1) for at in members])
+        reduce_over(groups, flat, doing, op)
+        sizes = [values[at].numel() for at in members]
+        for at, piece in zip(members, torch.split(flat, sizes), strict=True):
+            result[at] = piece.view(values[at].shape)
+    return result
