@@ -7,8 +7,6 @@ python tools/gpu_static.py --arches 90 --elements 20000     # a look
 python tools/gpu_static.py --only "lamb: bfloat16" --arches 100
 python tools/gpu_static.py --proof --arches 90              # the library's own self-test
 python tools/gpu_static.py --sass --only "^adam"            # registers, widths, predictions
-python tools/gpu_static.py --mutants --arches 90            # faults in the text, to be noticed
-python tools/gpu_static.py --results runs/gpu_static.json   # goes on where another run ended
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rounding by exact fractions, in any direction: what floating-point operations are held to."""
+"""Rounding to nearest by exact fractions: what floating-point operations are held to."""
 
 from __future__ import annotations
 
@@ -14,23 +14,16 @@ def _down(x: Fraction) -> int:
     return x.numerator // x.denominator
 
 
-def _whole(x: Fraction, mode: str) -> int:
+def _whole(x: Fraction) -> int:
     low = _down(x)
-    rest = x - low
-    if rest == 0:
-        return low
-    if mode == "rn":
-        half = Fraction(1, 2)
-        return low + (rest > half or (rest == half and low % 2 == 1))
-    up = mode == "rp" or (mode == "rz" and x < 0)
-    return low + up
+    rest, half = x - low, Fraction(1, 2)
+    return low + (rest > half or (rest == half and low % 2 == 1))
 
 
-def rounded(x: Fraction, kind: str, mode: str = "rn", negative_zero: bool = False) -> float:
+def rounded(x: Fraction, kind: str, negative_zero: bool = False) -> float:
     """A number in a format, as a double.
 
     Args:
-        mode: ``rn``, ``rz``, ``rm`` or ``rp``, as PTX has them.
         negative_zero: what is exactly 0 is -0.
     """
     if x == 0:
@@ -38,14 +31,13 @@ def rounded(x: Fraction, kind: str, mode: str = "rn", negative_zero: bool = Fals
     digits, least, largest = FORMATS[kind]
     exponent = max(_exponent(abs(x)), least)
     unit = Fraction(2) ** (exponent - digits + 1)
-    result = _whole(x / unit, mode) * unit
+    result = _whole(x / unit) * unit
     if result == 0:
         return -0.0 if x < 0 else 0.0
     most = (2 - Fraction(2) ** (1 - digits)) * Fraction(2) ** largest
     if abs(result) <= most:
         return float(result)
-    outward = mode == "rn" or (mode == "rp" and x > 0) or (mode == "rm" and x < 0)
-    return (math.inf if outward else float(most)) * (1 if x > 0 else -1)
+    return math.inf if x > 0 else -math.inf
 
 
 def _exponent(x: Fraction) -> int:
@@ -53,9 +45,9 @@ def _exponent(x: Fraction) -> int:
     return found - (x < Fraction(2) ** found)
 
 
-def root(x: Fraction, kind: str, mode: str = "rn") -> float:
+def root(x: Fraction, kind: str) -> float:
     """The square root in a format: of 200 digits, and odd where it is none of them."""
     scale = 1 << 600
     whole = math.isqrt(_down(x * scale * scale))
     is_exact = Fraction(whole, scale) ** 2 == x
-    return rounded(Fraction(whole if is_exact else whole | 1, scale), kind, mode)
+    return rounded(Fraction(whole if is_exact else whole | 1, scale), kind)

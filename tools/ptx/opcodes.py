@@ -19,7 +19,6 @@ from ptx.values import Array
 INTEGERS = ("u16", "s16", "u32", "s32", "u64", "s64")
 BITS = ("b16", "b32", "b64")
 WIDER = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
-MODES = ("rn", "rz", "rm", "rp")
 OF_THREE = "/3"
 """Ends the name of what has a form of two operands and one of three."""
 
@@ -182,49 +181,17 @@ def _choices() -> None:
 # -- floats ---------------------------------------------------------------------------------------
 
 
-def _quotient(mode: str) -> Callable[..., Array]:
-    def divided(a: Array, b: Array) -> Array:
-        nearest = a / b
-        if mode == "rn":
-            return nearest
-        wide = nearest.astype(np.float64)
-        lacks = a.astype(np.float64) - wide * b.astype(np.float64)
-        signed = np.where(np.signbit(b), -lacks, lacks)
-        overflown = np.isinf(nearest) & np.isfinite(a) & (b != 0.0)
-        return values.directed(nearest, np.where(overflown, -wide, signed), mode)
-
-    return divided
-
-
-def _root(mode: str) -> Callable[..., Array]:
-    def rooted(a: Array) -> Array:
-        nearest = np.sqrt(a)
-        if mode == "rn":
-            return nearest
-        wide = nearest.astype(np.float64)
-        lacks = np.where(np.isfinite(wide), a.astype(np.float64) - wide * wide, 0.0)
-        return values.directed(nearest, lacks, mode)
-
-    return rooted
-
-
-def _in_mode(function: Callable[..., Array], mode: str, sign: float = 1.0) -> Callable[..., Array]:
-    """A sum or product in a rounding mode; ``sign`` of the last operand."""
-    if sign == 1.0:
-        return lambda *operands: function(*operands, mode)
-    return lambda a, b: function(a, -b, mode)
-
-
 def _floats() -> None:
-    for mode in MODES:
-        for kind, count in (("f32", 2), ("f32x2", 2)):
-            two = (kind,) * count
-            _put(f"add.{mode}.{kind}", kind, two, _in_mode(values.add32, mode))
-            _put(f"sub.{mode}.{kind}", kind, two, _in_mode(values.add32, mode, -1.0))
-            _put(f"mul.{mode}.{kind}", kind, two, _in_mode(values.mul32, mode))
-            _put(f"fma.{mode}.{kind}", kind, (*two, kind), _in_mode(values.fma32, mode))
-        _put(f"div.{mode}.f32", "f32", ("f32", "f32"), _quotient(mode))
-        _put(f"sqrt.{mode}.f32", "f32", ("f32",), _root(mode))
+    for kind in ("f32", "f32x2", "f64"):
+        two = (kind, kind)
+        _put(f"add.rn.{kind}", kind, two, np.add)
+        _put(f"sub.rn.{kind}", kind, two, np.subtract)
+        _put(f"mul.rn.{kind}", kind, two, np.multiply)
+        fma = values.fma64 if kind == "f64" else values.fma32
+        _put(f"fma.rn.{kind}", kind, (*two, kind), fma)
+        if kind != "f32x2":
+            _put(f"div.rn.{kind}", kind, two, np.divide)
+            _put(f"sqrt.rn.{kind}", kind, (kind,), np.sqrt)
     for kind in ("f32", "f64"):
         two = (kind, kind)
         for largest, name in ((False, "min"), (True, "max")):
@@ -233,13 +200,6 @@ def _floats() -> None:
                 _put(f"{form}.{kind}{OF_THREE}", kind, (*two, kind), _extreme(largest, nan))
         _put(f"abs.{kind}", kind, (kind,), np.abs)
         _put(f"neg.{kind}", kind, (kind,), np.negative)
-    two = ("f64", "f64")
-    _put("add.rn.f64", "f64", two, np.add)
-    _put("sub.rn.f64", "f64", two, np.subtract)
-    _put("mul.rn.f64", "f64", two, np.multiply)
-    _put("div.rn.f64", "f64", two, np.divide)
-    _put("sqrt.rn.f64", "f64", ("f64",), np.sqrt)
-    _put("fma.rn.f64", "f64", (*two, "f64"), values.fma64)
 
 
 def _extreme(largest: bool, nan: bool) -> Callable[..., Array]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 ARCHES = (80, 86, 89, 90, 100, 120)
 """Compute capabilities that kernels are compiled for. ``record.TARGETS`` names their cards."""
@@ -18,8 +17,6 @@ class Options:
     elements: int = 1_000_000
     """Of each trial, counted in each launch, in tensors of odd sizes; half of them with odd
     values."""
-    results: Path | None = None
-    """Where results are kept: what is in this file is not carried out again."""
     only: tuple[str, ...] = ()
     """Trials whose names have one of these regular expressions."""
     every: int = 1
@@ -34,6 +31,3 @@ class Options:
     """Note in docs/gpu.json what was found."""
     page: bool = False
     """Rewrite the generated parts of README.md and docs/ from docs/gpu.json, and nothing else."""
-    mutants: bool = False
-    """The listed faults instead, each in the text of one kernel; exits with 1 if more than one in
-    twenty passes for right."""

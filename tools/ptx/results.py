@@ -1,14 +1,11 @@
-"""What was carried out: the texts of a trial, over how many elements, and what was wrong. Kept in
-a file, so that a run goes on where another ended, and only texts that are new are carried out.
-"""
+"""What was carried out: the texts of a trial, over how many elements, and what was wrong. A text
+that several targets have is carried out once."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from ptx.forms import Form, form_of
 from ptx.parser import parse
@@ -68,12 +65,10 @@ class OnTarget:
 
 
 class Results:
-    """All that was carried out, in a file or, without one, in this process alone."""
+    """All that was carried out, by trial and texts."""
 
-    def __init__(self, file: Path | None) -> None:
-        self._file = file
-        rows = json.loads(file.read_text()) if file is not None and file.exists() else []
-        self._rows = {(row["trial"], row["texts"]): Executed(**row) for row in rows}
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, str], Executed] = {}
 
     def of(self, trial: str, texts: str, elements: int) -> Executed | None:
         """What is known of texts that were carried out over so many elements, without a fault."""
@@ -83,10 +78,6 @@ class Results:
 
     def add(self, done: Executed) -> None:
         self._rows[done.trial, done.texts] = done
-        if self._file is not None:
-            rows = [json.dumps(asdict(each)) for each in self._rows.values()]
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._file.write_text("[\n" + ",\n".join(rows) + "\n]\n")
 
 
 def table(targets: dict[int, OnTarget]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Runs over many launches: all trials, the library's self-test, and faults to be noticed."""
+"""Runs over many launches: all trials, and the library's self-test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ptx.kernels import MachineBackend  # isort: skip  (before what interprets k
 
 from mp_optim.kernels.reference import ReferenceBackend
 from mp_optim.kernels.self_test import prove
-from ptx import forms, mutants, record, trials
+from ptx import forms, record, trials
 from ptx.options import Options
 from ptx.results import Executed, OnTarget, Results, table
 from ptx.tables import tables
@@ -71,7 +71,7 @@ def all_trials(options: Options, console: Console) -> bool:
     """Whether every trial has reference's bits on every target. What several targets compile to
     the same text is carried out once."""
     known, chosen = forms.read(), _chosen(options)
-    sizes, results = trials.sizes_of(options.elements // trials.LAUNCHES), Results(options.results)
+    sizes, results = trials.sizes_of(options.elements // trials.LAUNCHES), Results()
     targets = {arch: OnTarget() for arch in options.arches}
     noting = Noting()
     for trial in chosen:
@@ -142,45 +142,6 @@ class _Work:
         return done
 
 
-def mutated(options: Options, console: Console) -> bool:
-    """Whether trials notice 95 % of the listed faults; what small ones do not notice, one over many
-    tails may."""
-    noting, passed = Noting(), 0
-    by_name = {str(trial): trial for trial in trials.trials_of(forms.read())}
-    listed = mutants.read()[:: options.every]
-    with StaticDriver(options.arches[0], noting.carry):
-        for drawn in listed:
-            trial = by_name[drawn.trial]
-            what, said = _tried_with(drawn, noting, trial, trials.sizes_of(60000))
-            if not said:
-                what, said = _tried_with(drawn, noting, trial, trials.TAILS)
-            passed += not said
-            said = said or "PASSED"
-            console.print(f"{drawn.trial}: {drawn.kernel}: {what}: {said}", highlight=False)
-    console.print(f"{len(listed)} mutants, {len(listed) - passed} noticed")
-    return passed * 20 <= len(listed)
-
-
-def _tried_with(
-    drawn: mutants.Drawn, noting: Noting, trial: trials.Trial, sizes: list[int]
-) -> tuple[str, str]:
-    """Which fault a trial was carried out with, and what noticed it; empty if nothing did."""
-    done: list[mutants.Mutant] = []
-
-    def text(launch: Launch) -> str:
-        ptx = launch.function.ptx
-        if not done and launch.function.name == drawn.kernel:
-            done.extend(filter(None, [drawn.mutant(ptx)]))
-        return done[0].text if done and ptx == done[0].original else ptx
-
-    noting.backend.text = text
-    theirs = trials.Found(ReferenceBackend(), trial, sizes)
-    differing, error = _tried(noting, trial, sizes, theirs)
-    if not done:
-        return f"{drawn.fault}: no place", ""
-    return done[0].what, error[:90] or (f"{differing} differ" if differing else "")
-
-
 def run(options: Options, console: Console) -> bool:
     """Do what is asked for; whether nothing was wrong."""
     if options.page:
@@ -201,8 +162,6 @@ def run(options: Options, console: Console) -> bool:
             if options.record:
                 record.note_table(name, heads, rows)
         return True
-    if options.mutants:
-        return mutated(options, console)
     if options.proof:
         return self_test(options, console)
     return all_trials(options, console)

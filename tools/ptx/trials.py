@@ -31,8 +31,6 @@ _PARTS = {"lamb_moments": "lamb", "lamb_apply": "lamb"}
 """Kernels that are launched along with others, by the rule that launches them."""
 _SMALL = (0, 1, 255, 256, 257, 1296, 2047, 2049, 8176, 8191, 8193, 16385)
 """Tails of a few elements and of almost whole tiles and chunks, at multiples of 16 and not."""
-TAILS = [1008, 1015] * 2000
-"""Tensors that are nothing but a tail."""
 _TAIL = 1024
 """Elements after the last whole tile, at most."""
 LAUNCHES = 4

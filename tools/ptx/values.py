@@ -1,4 +1,4 @@
-"""Bits as numbers and back, and rounding: IEEE's operations in every direction that PTX names.
+"""Bits as numbers and back, and rounding to nearest, once.
 
 Registers hold unsigned integers; a *kind* such as ``s32``, ``f32`` or ``f32x2`` says what their
 bits stand for. A NaN that an operation makes is the one that GPUs make.
@@ -82,49 +82,13 @@ def to_odd(value: Array, rest: Array) -> Array:
     return np.where(inexact & (bits & 1 == 0), odd, bits).view(np.float64)
 
 
-def directed(nearest: Array, rest: Array, mode: str) -> Array:
-    """An FP32 or FP64 result in another direction, from the nearest one and the sign of what it
-    lacks."""
-    if mode == "rn":
-        return nearest
-    down = (rest < 0.0) & np.isin(mode, ("rm", "rz")) & ((mode == "rm") | (nearest > 0.0))
-    up = (rest > 0.0) & np.isin(mode, ("rp", "rz")) & ((mode == "rp") | (nearest < 0.0))
-    limit = nearest.dtype.type(np.inf)
-    result = np.where(down, np.nextafter(nearest, -limit), nearest)
-    return np.where(up, np.nextafter(nearest, limit), result)
-
-
-def narrowed(value: Array, rest: Array, mode: str) -> Array:
-    """FP64 ``value + rest`` as FP32, rounded once."""
-    exact = to_odd(value, rest)
-    nearest = exact.astype(np.float32)
-    if mode == "rn":
-        return nearest
-    return directed(nearest, exact - nearest.astype(np.float64), mode)
-
-
-def add32(a: Array, b: Array, mode: str) -> Array:
-    if mode == "rn":
-        return a + b
-    result = narrowed(*two_sum(a.astype(np.float64), b.astype(np.float64)), mode)
-    cancelled = (result == 0.0) & (np.signbit(a) != np.signbit(b))
-    return np.where(cancelled, np.float32(-0.0 if mode == "rm" else 0.0), result)
-
-
-def mul32(a: Array, b: Array, mode: str) -> Array:
-    if mode == "rn":
-        return a * b
-    product = a.astype(np.float64) * b.astype(np.float64)
-    return narrowed(product, np.zeros_like(product), mode)
-
-
-def fma32(a: Array, b: Array, c: Array, mode: str) -> Array:
+def fma32(a: Array, b: Array, c: Array) -> Array:
     """``a * b + c``, rounded once."""
     product = a.astype(np.float64) * b.astype(np.float64)
-    result = narrowed(*two_sum(product, c.astype(np.float64)), mode)
+    result = to_odd(*two_sum(product, c.astype(np.float64))).astype(np.float32)
     cancelled = (result == 0.0) & (np.signbit(product) != np.signbit(c))
     exact_zero = cancelled & (product == -c.astype(np.float64))
-    return np.where(exact_zero, np.float32(-0.0 if mode == "rm" else 0.0), result)
+    return np.where(exact_zero, np.float32(0.0), result)
 
 
 def _fma(a: float, b: float, c: float) -> float:

@@ -118,24 +118,24 @@ def finite(*each: float) -> bool:
     return all(map(math.isfinite, each))
 
 
-def summed(a: float, b: float, kind: str, mode: str) -> float:
+def summed(a: float, b: float, kind: str) -> float:
     if not finite(a, b):
         return a + b
-    both = math.copysign(1, a) + math.copysign(1, b)
-    negative = both < 0 if a == b == 0 else mode == "rm"
-    if a == b == 0 and both == 0:
-        negative = mode == "rm"
-    return rounded(Fraction(a) + Fraction(b), kind, mode, negative)
+    return rounded(Fraction(a) + Fraction(b), kind, a == b == 0 and both_negative(a, b))
 
 
-def multiplied(a: float, b: float, kind: str, mode: str) -> float:
+def both_negative(a: float, b: float) -> bool:
+    return math.copysign(1, a) + math.copysign(1, b) < 0
+
+
+def multiplied(a: float, b: float, kind: str) -> float:
     if not finite(a, b):
         return a * b
     negative = math.copysign(1, a) != math.copysign(1, b)
-    return rounded(Fraction(a) * Fraction(b), kind, mode, negative)
+    return rounded(Fraction(a) * Fraction(b), kind, negative)
 
 
-def divided(a: float, b: float, kind: str, mode: str) -> float:
+def divided(a: float, b: float, kind: str) -> float:
     negative = math.copysign(1, a) != math.copysign(1, b)
     if math.isnan(a) or math.isnan(b) or (math.isinf(a) and math.isinf(b)) or a == b == 0:
         return math.nan
@@ -143,27 +143,23 @@ def divided(a: float, b: float, kind: str, mode: str) -> float:
         return -math.inf if negative else math.inf
     if math.isinf(b):
         return -0.0 if negative else 0.0
-    return rounded(Fraction(a) / Fraction(b), kind, mode, negative)
+    return rounded(Fraction(a) / Fraction(b), kind, negative)
 
 
-def rooted(a: float, kind: str, mode: str) -> float:
+def rooted(a: float, kind: str) -> float:
     if math.isnan(a) or a < 0:
         return math.nan
-    return a if a == 0 or math.isinf(a) else root(Fraction(a), kind, mode)
+    return a if a == 0 or math.isinf(a) else root(Fraction(a), kind)
 
 
-def fused(a: float, b: float, c: float, kind: str, mode: str) -> float:
+def fused(a: float, b: float, c: float, kind: str) -> float:
+    sign = math.copysign(1, a) * math.copysign(1, b)
     if not finite(a, b, c):
-        sign = math.copysign(1, a) * math.copysign(1, b)
         if math.isnan(a) or math.isnan(b) or (not finite(a, b) and 0 in (a, b)):
             return math.nan
         return (sign * math.inf if not finite(a, b) else 0.0) + c
-    exact = Fraction(a) * Fraction(b) + Fraction(c)
-    product = math.copysign(1, a) * math.copysign(1, b)
-    negative = mode == "rm"
-    if Fraction(a) * Fraction(b) == 0 and c == 0 and product == math.copysign(1, c):
-        negative = product < 0
-    return rounded(exact, kind, mode, negative)
+    product = Fraction(a) * Fraction(b)
+    return rounded(product + Fraction(c), kind, product == c == 0 and both_negative(sign, c))
 
 
 def extreme(a: float, b: float, largest: bool, nan: bool) -> float:
@@ -177,7 +173,7 @@ def extreme(a: float, b: float, largest: bool, nan: bool) -> float:
 
 FLOAT: dict[str, Callable[..., float]] = {
     "add": summed,
-    "sub": lambda a, b, kind, mode: summed(a, -b, kind, mode),
+    "sub": lambda a, b, kind: summed(a, -b, kind),
     "mul": multiplied,
     "div": divided,
     "sqrt": rooted,
@@ -237,8 +233,8 @@ def converted(value: Any, result: str, source: str, mode: str) -> Any:
         if isinstance(value, float) and (not finite(value) or value == 0):
             return value
         if mode == "rzi":
-            return rounded(Fraction(math.trunc(value)), result, "rn", value < 0)
-        return rounded(Fraction(value), result, "rn")
+            return rounded(Fraction(math.trunc(value)), result, value < 0)
+        return rounded(Fraction(value), result)
     size = 8 * values.size_of(result)
     if not isinstance(value, float):
         return value
@@ -263,7 +259,7 @@ def _of_floats(parts: list[str], kind: str, row: list[Any]) -> Any:
         return abs(row[0])
     if family == "neg":
         return -row[0]
-    return FLOAT[family](*row, kind, mode if mode in ("rn", "rz", "rm", "rp") else "rn")
+    return FLOAT[family](*row, kind)
 
 
 def _of_whole(parts: list[str], kind: str, row: list[Any]) -> int:
