@@ -23,8 +23,9 @@ from mp_optim.config.state_forms import (
     blocks_of,
     packed_bytes,
 )
-from mp_optim.core import CachedTensorList
+from mp_optim.core import CachedTensorList, all_same
 from mp_optim.core.slot_state import AVERAGE, REMAINDER, scale_key
+from mp_optim.core.tensors import continue_from
 from mp_optim.kernels.codecs import Noise, is_blocked
 
 MAIN = ""
@@ -53,8 +54,8 @@ class TensorLists:
         noise: for each tensor, to round state stochastically; None rounds to nearest.
         average_weight: what new main params weigh in their averages, an FP32 number; at 1 the
             averages become the main params.
-        prepared: where a backend may keep what it made of ``main``, ``state`` and ``output``, for
-            lists that have the same objects there; see :meth:`made_for`.
+        prepared: the launch of each rule that is kept for lists with the same objects in ``main``,
+            ``state`` and ``output`` (:class:`PreparedLaunch`); dropped with the lists.
         changed: bitmaps in which the elements of weights are marked that get another value
             (``SlotUpdate.changed``); None if nobody asks. Only for backends that have
             ``marks_changes``.
@@ -71,14 +72,13 @@ class TensorLists:
     noise: list[Noise] | None = None
     source: Mapping[str, Sequence[Tensor]] | None = None
     average_weight: float = 1.0
-    prepared: dict[str, Any] | None = None
+    prepared: dict[str, PreparedLaunch] | None = None
     changed: Sequence[Tensor] | None = None
     follows: bool = False
 
     @property
     def made_for(self) -> tuple[Any, ...]:
-        """The lists that may be the same in every step. What is kept in ``prepared`` holds for
-        these objects alone."""
+        """The lists that may be the same in every step."""
         return self.main, *self.state.values(), self.output, self.changed
 
     def take(self, indices: Sequence[int]) -> TensorLists:
@@ -267,7 +267,6 @@ _OUTPUTS: dict[tuple[torch.dtype | None, torch.dtype | None], tuple[torch.dtype 
     (torch.float32, None): (None, *FLOATS),
     (torch.bfloat16, torch.int16): (None, torch.bfloat16),
     (torch.bfloat16, torch.int8): (None, torch.bfloat16),
-    (torch.bfloat16, torch.bfloat16): (None, torch.bfloat16),
     (torch.bfloat16, None): (None, torch.bfloat16),
 }
 """Dtypes of outputs, by those of main params and remainders."""
@@ -302,6 +301,60 @@ class AlikeLists(NamedTuple):
     indices: Sequence[int]
     kind: LaunchDtypes | None
     lists: TensorLists
+
+
+class PreparedLaunch(NamedTuple):
+    """A launch of a rule over whole lists, kept in :attr:`TensorLists.prepared`.
+
+    Attributes:
+        made_for: the lists that it is of (:attr:`TensorLists.made_for`).
+        kind: dtypes of their tensors.
+        sizes: elements of each gradient.
+        written: tensors that kernels write, and autograd knows.
+        launch: the backend's own.
+    """
+
+    made_for: tuple[Any, ...]
+    kind: LaunchDtypes
+    sizes: array[int]
+    written: list[Tensor]
+    launch: Any
+
+
+def prepared_launch(lists: TensorLists, rule: str) -> PreparedLaunch | None:
+    """Return the launch that is kept for a rule, if it is of these lists and their gradients have
+    the dtypes and sizes that it was made for."""
+    known, grads = lists.prepared.get(rule) if lists.prepared else None, lists.grad
+    if known is None or lists.noise is not None or lists.source is not None:
+        return None
+    fits = (
+        isinstance(grads, CachedTensorList)
+        and all_same(known.made_for, lists.made_for)
+        and grads.dtypes == {known.kind.grad}
+        and grads.own_sizes == known.sizes
+        and grads.stored
+    )
+    return known if fits else None
+
+
+def prepare_launch(rule: str, part: AlikeLists, written: list[Tensor], launch: Any) -> None:
+    """Keep a launch over a part that is all of its lists for :func:`prepared_launch`."""
+    lists, kind = part.lists, part.kind
+    if lists.prepared is None or not isinstance(part.indices, range):
+        return
+    if lists.noise is None and lists.source is None:
+        sizes = CachedTensorList.of(lists.grad).own_sizes
+        assert kind is not None
+        lists.prepared[rule] = PreparedLaunch(lists.made_for, kind, sizes, written, launch)
+
+
+def continued(lists: TensorLists, kind: LaunchDtypes | None) -> TensorLists:
+    """Return the lists, with main params that continue from the weights in ``output`` where no
+    kernel compares these."""
+    if not lists.follows or (kind is not None and kind.compares_weights):
+        return lists
+    continue_from(lists.main, lists.output, lists.changed)
+    return replace(lists, follows=False)
 
 
 def kept_moments(lists: TensorLists, moments: tuple[str, ...]) -> tuple[str, ...]:

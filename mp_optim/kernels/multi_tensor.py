@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mp_optim.config.rules import RULES
+from mp_optim.core import CachedTensorList
 from mp_optim.core.slot_state import REMAINDER
 from mp_optim.host.accelerator import CUDA, current_device
 from mp_optim.kernels.chunking import (
@@ -58,7 +59,7 @@ KERNEL_DEVICE = CUDA.type
 def check_launch(
     name: str, lists: Sequence[Sequence[Tensor]], dtypes: Sequence[torch.dtype]
 ) -> None:
-    """Refuse what a kernel would read or write wrongly without a word.
+    """Refuse a launch that a kernel would read or write wrongly without an error.
 
     Args:
         name: of the kernel. dtypes: of each list.
@@ -67,33 +68,23 @@ def check_launch(
         ValueError: a list is empty, tensors are empty, too large, of different sizes, not
             contiguous, of another dtype, or not on one device of the kernels' kind.
     """
-    if not lists or not lists[0] or len({len(tensors) for tensors in lists}) != 1:
+    columns = [CachedTensorList(tensors) for tensors in lists]
+    sizes = columns[0].own_sizes if columns else ()
+    devices = set[torch.device]().union(*(column.devices for column in columns))
+    fits = (
+        len(sizes)
+        and all(0 < size <= MOST_ELEMENTS for size in sizes)
+        and [device.type for device in devices] == [KERNEL_DEVICE]
+        and all(column.own_sizes == sizes for column in columns)
+        and all(column.contiguous and column.stored for column in columns)
+        and [column.dtypes for column in columns] == [{dtype} for dtype in dtypes]
+    )
+    if not fits:
+        given = [(column.own_sizes, column.dtypes, column.devices) for column in columns]
         raise ValueError(
-            f"{name}: lists of {[len(tensors) for tensors in lists]} tensors; they must be alike "
-            "and not empty"
+            f"{name}: takes lists of contiguous tensors of {list(dtypes)} on {KERNEL_DEVICE}, each "
+            f"of 1 to {MOST_ELEMENTS} elements and as many in every list; given {given}"
         )
-    device, sizes = lists[0][0].device, [tensor.numel() for tensor in lists[0]]
-    for tensors, dtype in zip(lists, dtypes, strict=True):
-        for tensor, size in zip(tensors, sizes, strict=True):
-            if tensor.device != device or device.type != KERNEL_DEVICE:
-                raise ValueError(
-                    f"{name}: a tensor on {tensor.device} in a launch on {device}; the kernels run "
-                    f"on {KERNEL_DEVICE}"
-                )
-            if tensor.dtype != dtype:
-                raise ValueError(
-                    f"{name}: a tensor is {tensor.dtype}, the kernel takes {dtype} there"
-                )
-            if (
-                tensor.numel() != size
-                or not 0 < size <= MOST_ELEMENTS
-                or not tensor.is_contiguous()
-            ):
-                raise ValueError(
-                    f"{name}: a tensor of {tensor.numel()} elements beside one of {size}, "
-                    f"contiguous: {tensor.is_contiguous()}; at most {MOST_ELEMENTS} elements are "
-                    "reached"
-                )
 
 
 class MultiTensorBackend(ReferenceBackend):

@@ -33,9 +33,8 @@ from mp_optim.config.state_forms import (
     REMAINDER_FORMS,
     SECOND_FORMS,
 )
-from mp_optim.core import CachedTensorList, all_same
+from mp_optim.core import CachedTensorList
 from mp_optim.core.slot_state import AVERAGE
-from mp_optim.core.tensors import continue_from
 from mp_optim.host.calls import tell_autograd
 from mp_optim.kernels import native_library as lib
 from mp_optim.kernels.chunking import mark_written, model_tensors
@@ -50,7 +49,10 @@ from mp_optim.kernels.kernel_args import (
     check_fit,
     column_names,
     columns_of,
+    continued,
     kept_moments,
+    prepare_launch,
+    prepared_launch,
 )
 from mp_optim.kernels.native_library import thread_count
 from mp_optim.kernels.reference import MOMENTUM, ReferenceBackend, Scales
@@ -67,19 +69,7 @@ _CODES = {
 
 
 class NativeTable:
-    """The C view of tensor lists; keeps what it points to alive.
-
-    Attributes:
-        numel: elements of each tensor.
-        made_for: of one that is kept for further launches (in ``TensorLists.prepared``), the lists
-            that it is of. written: their tensors that kernels write.
-        continues: main params continue from written weights before the kernel, which cannot compare
-            weights of this dtype.
-    """
-
-    made_for: tuple[Any, ...] = ()
-    continues = False
-    written: list[Tensor]
+    """The C view of tensor lists; keeps the memory that it points to alive."""
 
     def __init__(
         self,
@@ -93,7 +83,7 @@ class NativeTable:
         check_fit(kind, steady)
         self._arrays = {name: tensors.addresses for name, tensors in steady.items()}
         sized = steady.get("main") or steady["grad"]
-        self._arrays["numel"] = self.numel = sized.sizes
+        self._arrays["numel"] = sized.sizes
         if noise is not None:
             self._arrays["stream"] = array("I", [item.own_stream for item in noise])
         addresses = {name: values.buffer_info()[0] for name, values in self._arrays.items()}
@@ -111,8 +101,7 @@ class NativeTable:
     def of_one(cls, tensors: CachedTensorList) -> NativeTable:
         """The view of one list of whole tensors of one dtype, which is only read."""
         table = cls.__new__(cls)
-        table.numel = tensors.sizes
-        table._arrays = {"grad": tensors.addresses, "numel": table.numel}
+        table._arrays = {"grad": tensors.addresses, "numel": tensors.sizes}
         grad, numel = (values.buffer_info()[0] for values in table._arrays.values())
         table.tensors = lib.MpTensors(
             count=len(tensors),
@@ -123,23 +112,12 @@ class NativeTable:
         )
         return table
 
-    def take(self, lists: TensorLists) -> bool:
-        """Take the gradients of the next launch of the lists that it was made for; whether kernels
-        may read them so, and all else is the same."""
-        grads = lists.grad
-        if (
-            lists.noise is not None
-            or lists.source is not None
-            or not isinstance(grads, CachedTensorList)
-            or [*map(_CODES["grad"].get, grads.dtypes)] != [self.tensors.grad_dtype]
-            or grads.own_sizes != self.numel
-            or not grads.stored
-        ):
-            return False
+    def take(self, lists: TensorLists) -> None:
+        """Take the gradients of the next launch, which are like those of the last."""
+        grads = CachedTensorList.of(lists.grad)
         self._arrays["grad"] = grads.addresses
         self.tensors.grad = grads.addresses.buffer_info()[0]
         self.tensors.average_weight = lists.average_weight
-        return True
 
 
 class NativeBackend(ReferenceBackend):
@@ -164,23 +142,17 @@ class NativeBackend(ReferenceBackend):
         scales: Scales | None = None,
     ) -> None:
         given = _given(rule, scalars, multiplier)
-        kept: NativeTable | None = None
-        if lists.prepared and scales is None:
-            kept = lists.prepared.get(rule)
-        if kept is not None and all_same(kept.made_for, lists.made_for) and kept.take(lists):
-            if kept.continues:
-                continue_from(lists.main, lists.output, lists.changed)
-            self.library.call("mp_step", ctypes.byref(kept.tensors), *given, None, thread_count())
-            tell_autograd(kept.written)
+        if scales is None and (known := prepared_launch(lists, rule)) is not None:
+            continued(lists, known.kind)
+            known.launch.take(lists)
+            self._call("mp_step", known.launch, *given, None)
+            tell_autograd(known.written)
             return
         moments = kept_moments(lists, RULES[rule].moment_names)
-        by_dtypes = alike_lists(lists, moments)
-        for indices, kind, alike in by_dtypes:
+        for part in alike_lists(lists, moments):
+            indices, kind, alike = part
             own = None if scales is None else array("f", [float(scales[at]) for at in indices])
-            continues = alike.follows and not (kind and kind.compares_weights)
-            if continues:
-                continue_from(alike.main, alike.output, alike.changed)
-                alike = replace(alike, follows=False)
+            alike = continued(alike, kind)
             if kind is None:
                 super().step(rule, alike.in_place(), scalars, multiplier, own)
                 for bits in alike.changed or ():
@@ -189,10 +161,8 @@ class NativeBackend(ReferenceBackend):
             table = _table(alike, kind, moments)
             self._call("mp_step", table, *given, None if own is None else own.buffer_info()[0])
             mark_written(alike)
-            if len(by_dtypes) == 1 and lists.prepared is not None and own is None:
-                table.written = model_tensors(alike)
-                table.made_for, table.continues = lists.made_for, continues
-                lists.prepared[rule] = table
+            if own is None:
+                prepare_launch(rule, part, model_tensors(alike), table)
 
     def agreements(self, rule: str, lists: TensorLists, scalars: Any, multiplier: float) -> Tensor:
         moments = kept_moments(lists, RULES[rule].moment_names)

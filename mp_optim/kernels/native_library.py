@@ -65,10 +65,6 @@ MpTensors = structure(
     _ints("follows"),
 )
 """Tables of pointers."""
-Adam = scalars(
-    "multiplier beta1 one_minus_beta1 beta2 one_minus_beta2 eps step_size inv_sqrt_bias2 decay l2 "
-    "cautious_wd caution"
-)
 Lamb = scalars(
     "multiplier beta1 grad_weight beta2 one_minus_beta2 eps inv_bias1 inv_sqrt_bias2 decay l2"
 )

@@ -8,9 +8,7 @@ to it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ from torch import Tensor
 
 from mp_optim.config.rules import RULES
 from mp_optim.core import CachedTensorList
-from mp_optim.core.tensors import continue_from
 from mp_optim.host.accelerator import CUDA, current_device
 from mp_optim.host.calls import tell_autograd
 from mp_optim.kernels.chunking import mark_written, model_tensors
@@ -30,7 +27,10 @@ from mp_optim.kernels.kernel_args import (
     MuonScalars,
     TensorLists,
     alike_lists,
+    continued,
     kept_moments,
+    prepare_launch,
+    prepared_launch,
 )
 from mp_optim.kernels.reference import LEAST_SHARE, MOMENTUM, ReferenceBackend, Scales
 from mp_optim.kernels.sums import by_dtype, root
@@ -40,9 +40,8 @@ from mp_optim.kernels.triton.launches import (
     CHUNK,
     MOST_LAUNCHES,
     RATE,
-    KernelLaunch,
     Multiplier,
-    Steady,
+    Pass,
     added,
     on_host,
     row_for,
@@ -50,16 +49,19 @@ from mp_optim.kernels.triton.launches import (
     step_form,
     sum_alike,
 )
-from mp_optim.kernels.triton.proofs import FormProofs, Trial
-from mp_optim.kernels.triton.tables import Tables
+from mp_optim.kernels.triton.proofs import FormProofs
+from mp_optim.kernels.triton.tables import Plan, Tables
 
 OLDEST = (3, 6)
 """The first Triton whose ``div_rn`` and ``sqrt_rn`` keep denormals: 3.5.1 emits
 ``div.rn.ftz.f32``."""
 
 _ADAM = ("exp_avg", "exp_avg_sq")
-_TRIED = 0.375
-"""The multiplier of trials."""
+_TRIED, _TRIED_EACH = 0.375, 0.01171875
+"""The multiplier of trials, and the number of each tensor."""
+_REFERENCE = ReferenceBackend()
+Launches = tuple[Sequence[Tensor | None], list[tuple[Plan, bool]]]
+"""Columns and plans of a part (:meth:`Tables.launch_of`)."""
 
 
 class TritonBackend(ReferenceBackend):
@@ -103,116 +105,128 @@ class TritonBackend(ReferenceBackend):
 
     # -- launches ---------------------------------------------------------------------------------
 
-    def _holds(
-        self, name: str, part: AlikeLists, moments: tuple[str, ...], given: Any, trial: Trial
-    ) -> bool:
+    def _holds(self, one: Pass, part: AlikeLists) -> bool:
         """Whether the kernels that a pass takes for a part have the bits of ``reference``."""
         if not self.proofs.is_on:
             return True
-        noisy, device = part.lists.noise is not None, part.lists.grad[0].device
-        return all(
-            self.proofs.holds(
-                (name, part.kind, given, noisy, aligned, device),
-                self,
-                part,
-                0 if aligned else 1,
-                trial,
+        lists, device = part.lists, part.lists.grad[0].device
+        form = tuple(bool(getattr(one.scalars, name)) for name in one.scalars.__slots__)
+        given = isinstance(one.multiplier, Tensor), one.each is None, one.skip is None
+        common = (one.kernel.__name__, part.kind, form, given, lists.follows, lists.noise is None)
+
+        def trial(backend: ReferenceBackend, some: TensorLists) -> Tensor | None:
+            own = None if one.each is None else [_TRIED_EACH] * len(some.grad)
+            tried: Tensor | None = one.call(
+                backend, some, _tried(backend, one.multiplier, device), own
             )
-            for _, aligned in self.tables.launch_of(part, moments, CHUNK)[1]
+            return tried
+
+        return all(
+            self.proofs.holds((*common, aligned, device), self, part, 0 if aligned else 1, trial)
+            for _, aligned in self.tables.launch_of(part, one.moments, CHUNK)[1]
         )
 
-    def parts(
-        self,
-        name: str,
-        lists: TensorLists,
-        moments: tuple[str, ...],
-        scalars: Any,
-        trial: Trial,
-        given: Any = None,
-    ) -> Iterator[tuple[AlikeLists, Tensor | None]]:
+    def parts(self, one: Pass) -> Iterator[tuple[AlikeLists, Tensor | None]]:
         """Yield the parts with tensors, each with its numbers on the device; without numbers if no
-        kernel serves it.
-
-        Args:
-            name: of the pass. given: what its kernels depend on beside dtypes and scalars.
-            trial: the pass over other lists.
-        """
-        form = tuple(bool(getattr(scalars, each)) for each in scalars.__slots__), given
-        for part in alike_lists(lists, moments):
-            if part.lists.follows and not (part.kind and part.kind.compares_weights):
-                continue_from(part.lists.main, part.lists.output, part.lists.changed)
-                part = part._replace(lists=replace(part.lists, follows=False))
-            follows = *form, part.lists.follows
-            if part.kind is not None and self._holds(name, part, moments, follows, trial):
-                row = row_for(part.lists, scalars)
-                yield part, self.tables.row(row, part.lists.grad[0].device)
-                continue
-            yield part, None
+        kernel serves it."""
+        for part in alike_lists(one.lists, one.moments):
+            part = part._replace(lists=continued(part.lists, part.kind))
+            numbers = None
+            if part.kind is not None and self._holds(one, part):
+                row = row_for(part.lists, one.scalars)
+                numbers = self.tables.row(row, part.lists.grad[0].device)
+            yield part, numbers
 
     def announce(self, lists: TensorLists, scalars: Any, device: torch.device) -> None:
         self.tables.row(row_for(lists, scalars), device)
 
-    def launches_of(
-        self, rule: Any, part: AlikeLists, moments: tuple[str, ...], flags: Flags
-    ) -> list[KernelLaunch]:
-        """The launches of a rule over a part, one or two (:meth:`Tables.plans`)."""
-        columns, plans = self.tables.launch_of(part, moments, CHUNK)
-        return [KernelLaunch(rule, flags, part, *plan, columns) for plan in plans]
-
     def launch_part(
-        self, rule: Any, part: AlikeLists, moments: tuple[str, ...], flags: Flags, *given: Any
+        self, one: Pass, part: AlikeLists, numbers: Tensor, made: Tensor | None, launches: Launches
     ) -> None:
-        """Launch a rule over a part."""
-        for launch in self.launches_of(rule, part, moments, flags):
-            self.launch(launch, *given)
+        """Launch a pass over a part."""
+        columns, plans = launches
+        for plan, aligned in plans:
+            self.launch(one, part, plan, aligned, columns, numbers, made)
 
-    def launch_again(
-        self, rule: Any, lists: TensorLists, scalars: Any, flags: Flags, multiplier: Multiplier
-    ) -> bool:
-        """Launch a rule over lists that stayed, with gradients where some were that were looked at;
+    def run_pass(self, one: Pass, keeps: bool = False) -> None:
+        """Carry out a pass that writes, by its kernel where that serves a part, else by
+        ``reference``.
+
+        Args:
+            keeps: keep the launch for :meth:`launch_again`.
+        """
+        for part, numbers in self.parts(one):
+            if numbers is not None:
+                made = None if one.each is None else self._table(part, one.each)
+                launches = self.tables.launch_of(part, one.moments, CHUNK)
+                self.launch_part(one, part, numbers, made, launches)
+                mark_written(part.lists)
+                if keeps:
+                    _keep(one.kernel.__name__, part, launches)
+            elif (value := on_host(one.multiplier, one.skip)) is not None:
+                own = None if one.each is None else [float(one.each[at]) for at in part.indices]
+                one.call(_REFERENCE, part.lists, value, own)
+
+    def sums_of(self, one: Pass, sums: Tensor) -> Tensor:
+        """Return the sums that a pass makes, with a row for each tensor.
+
+        Args:
+            sums: zeros. Whole numbers may be added in any order.
+        """
+        for part, numbers in self.parts(one):
+            found: Tensor | None = None
+            if numbers is not None and part.kind is not None:
+                part = part._replace(kind=part.kind._replace(output=None))
+                columns, plans = self.tables.launch_of(part, one.moments, CHUNK)
+                for plan, aligned in plans:
+                    made = sums.new_empty(plan.programs, sums.shape[1])
+                    self.launch(one, part, plan, aligned, columns, numbers, made)
+                    if sums.is_floating_point():
+                        some = added(plan, made)
+                    else:
+                        some = torch.zeros_like(sums[: len(part.indices)])
+                        some.index_add_(0, plan.owners, made)
+                    found = some if found is None else found + some  # 0 without programs in a plan
+            elif (value := on_host(one.multiplier)) is not None:
+                found = one.call(_REFERENCE, part.lists, value, None)
+            if found is not None and len(part.indices) == len(sums):
+                return found
+            if found is not None:
+                sums.index_copy_(0, self.index(part.indices, sums.device), found)
+        return sums
+
+    def launch_again(self, one: Pass) -> bool:
+        """Launch a pass over lists that stayed, with gradients where some were that were looked at;
         says whether it did."""
-        known: Steady | None = (
-            lists.prepared.get(f"triton {rule.__name__}") if lists.prepared else None
-        )
-        if known is None or not known.fits(lists):
+        known, lists = prepared_launch(one.lists, one.kernel.__name__), one.lists
+        if known is None:
             return False
         addresses = CachedTensorList.of(lists.grad).addresses.tobytes()
-        if (found := known.launches.get(addresses)) is None:
+        if (launches := known.launch.get(addresses)) is None:
             return False
-        columns, plans = found
-        numbers = self.tables.row(row_for(lists, scalars), lists.grad[0].device)
-        part = known.part._replace(lists=lists)
-        for plan, aligned in plans:
-            launch = KernelLaunch(rule, flags, part, plan, aligned, columns)
-            self.launch(launch, numbers, multiplier)
+        part = AlikeLists(range(len(lists.grad)), known.kind, continued(lists, known.kind))
+        numbers = self.tables.row(row_for(lists, one.scalars), lists.grad[0].device)
+        self.launch_part(one, part, numbers, None, launches)
         tell_autograd(known.written)
         return True
 
-    def keep(self, rule: Any, part: AlikeLists, moments: tuple[str, ...]) -> None:
-        """Keep for :meth:`launch_again` what was launched over a part that is all of its lists."""
-        lists, name = part.lists, f"triton {rule.__name__}"
-        if lists.prepared is None or lists.noise is not None or not isinstance(part.indices, range):
-            return
-        known: Steady | None = lists.prepared.get(name)
-        grads = CachedTensorList.of(lists.grad)
-        if known is None or not known.fits(lists) or len(known.launches) >= MOST_LAUNCHES:
-            kept = part._replace(lists=replace(lists, grad=[], prepared=None))
-            written = model_tensors(lists)
-            known = Steady(lists.made_for, kept, grads.own_sizes, written, {})
-            lists.prepared[name] = known
-        launches = self.tables.launch_of(part, moments, CHUNK)
-        known.launches[grads.addresses.tobytes()] = launches
-
     def launch(
         self,
-        launch: KernelLaunch,
+        one: Pass,
+        part: AlikeLists,
+        plan: Plan,
+        aligned: bool,
+        columns: Sequence[Tensor | None],
         numbers: Tensor,
-        multiplier: Multiplier,
-        skip: Tensor | None = None,
-        made: Tensor | None = None,
+        made: Tensor | None,
     ) -> None:
-        """``made``: what the step itself made on the device, or makes there."""
-        rule, flags, (_, kind, lists), plan, aligned, columns = launch
+        """Launch the programs of a plan.
+
+        Args:
+            columns: addresses of the part's tensors.
+            made: what the step itself made on the device, or makes there.
+        """
+        (_, kind, lists), flags, skip, multiplier = part, one.flags, one.skip, one.multiplier
         assert kind is not None
         device = lists.grad[0].device
         if not plan.programs:
@@ -223,10 +237,8 @@ class TritonBackend(ReferenceBackend):
             multiplier, skip = multiplier[:1], multiplier[1:]
         streams = self.tables.streams(lists, device)
         tables = (plan.owners, plan.firsts, plan.sizes, streams)
-
         on_device = isinstance(multiplier, Tensor)
-        form = step_form(tiles.step, rule, flags, kind, on_device, aligned, CHUNK)
-
+        form = step_form(tiles.step, one.kernel, flags, kind, on_device, aligned, CHUNK)
         with current_device(device):
             given = (*tables, numbers, multiplier, skip, *columns, made)
             form.launch(plan.programs, *given)
@@ -244,70 +256,27 @@ class TritonBackend(ReferenceBackend):
         multiplier: Multiplier,
         scales: Scales | None = None,
     ) -> None:
-        kernel, flags = getattr(rules, rule), Flags.of(scalars)
-        if scales is None and self.launch_again(kernel, lists, scalars, flags, multiplier):
-            return
-        moments, device = kept_moments(lists, RULES[rule].moment_names), _device_of(lists)
+        def call(backend: ReferenceBackend, some: TensorLists, value: Any, own: Any) -> None:
+            backend.step(rule, some, scalars, value, own)
 
-        def trial(backend: ReferenceBackend, some: TensorLists) -> None:
-            own = None if scales is None else [0.75] * len(some.main)
-            backend.step(rule, some, scalars, _tried(backend, multiplier, device), own)
-
-        given = isinstance(multiplier, Tensor), scales is None
-        for part, numbers in self.parts(rule, lists, moments, scalars, trial, given):
-            if numbers is not None:
-                made = None if scales is None else self._table(part, scales, len(lists.main))
-                self.launch_part(kernel, part, moments, flags, numbers, multiplier, None, made)
-                if made is None:
-                    self.keep(kernel, part, moments)
-                mark_written(part.lists)
-            elif (value := on_host(multiplier)) is not None:
-                own = None if scales is None else [float(scales[at]) for at in part.indices]
-                super().step(rule, part.lists, scalars, value, own)
+        kernel, moments = getattr(rules, rule), kept_moments(lists, RULES[rule].moment_names)
+        one = Pass(kernel, call, lists, moments, scalars, Flags.of(scalars), multiplier, scales)
+        if scales is not None or not self.launch_again(one):
+            self.run_pass(one, keeps=scales is None)
 
     def agreements(
         self, rule: str, lists: TensorLists, scalars: Any, multiplier: Multiplier
     ) -> Tensor:
         device = _device_of(lists)
         counts = torch.zeros(len(lists.grad), 1, dtype=torch.int64, device=device)
-        moments = kept_moments(lists, RULES[rule].moment_names)
-        other = partial(super().agreements, rule)
-        given = lists, moments, scalars, multiplier
 
-        def trial(backend: ReferenceBackend, some: TensorLists) -> Tensor:
-            return backend.agreements(rule, some, scalars, _tried(backend, multiplier, device))
+        def call(backend: ReferenceBackend, some: TensorLists, value: Any, _: Any) -> Tensor:
+            return backend.agreements(rule, some, scalars, value)
 
-        return self._whole_sums(two_passes.agreements, *given, counts, other, trial)
-
-    def _whole_sums(
-        self,
-        kernel: Any,
-        lists: TensorLists,
-        moments: tuple[str, ...],
-        scalars: Any,
-        multiplier: Multiplier,
-        sums: Tensor,
-        by_reference: Callable[[TensorLists, Any, float], Tensor],
-        trial: Trial,
-    ) -> Tensor:
-        """``sums``, zeros with a row for each tensor, by a kernel that writes nothing else; whole
-        numbers, which may be added in any order."""
-        on_device = isinstance(multiplier, Tensor)
-        for part, numbers in self.parts(kernel.__name__, lists, moments, scalars, trial, on_device):
-            if numbers is not None:
-                assert part.kind is not None
-                found = torch.zeros_like(sums[: len(part.indices)])
-                part = part._replace(kind=part.kind._replace(output=None))
-                for launch in self.launches_of(kernel, part, moments, Flags()):
-                    made = sums.new_empty(launch.plan.programs, sums.shape[1])
-                    self.launch(launch, numbers, multiplier, made=made)
-                    found.index_add_(0, launch.plan.owners, made)
-            elif (value := on_host(multiplier)) is not None:
-                found = by_reference(part.lists, scalars, value)
-            else:
-                continue
-            sums.index_copy_(0, self.index(part.indices, sums.device), found)
-        return sums
+        kernel, moments = two_passes.agreements, kept_moments(lists, RULES[rule].moment_names)
+        return self.sums_of(
+            Pass(kernel, call, lists, moments, scalars, Flags(), multiplier), counts
+        )
 
     def caution_scales(self, counts: Tensor, sizes: Sequence[int]) -> Tensor:
         """As :meth:`ReferenceBackend.caution_scales`, formed on the device."""
@@ -315,13 +284,13 @@ class TritonBackend(ReferenceBackend):
         shares = (counts[:, 0].double() / numels.double()).clamp(min=LEAST_SHARE)
         return shares.reciprocal().float()
 
-    def _table(self, part: AlikeLists, values: Sequence[float] | Tensor, count: int) -> Tensor:
+    def _table(self, part: AlikeLists, values: Sequence[float] | Tensor) -> Tensor:
         """A number for each tensor of a part on the device, FP32, from those of all tensors."""
         if not isinstance(values, Tensor):
             some = [float(values[index]) for index in part.indices]
             table = torch.tensor(some, dtype=torch.float32, device="cpu")
             return self.tables.upload(table, part.lists.grad[0].device)
-        if len(part.indices) == count:
+        if len(part.indices) == len(values):
             return values
         return values.index_select(0, self.index(part.indices, values.device))
 
@@ -340,40 +309,14 @@ class TritonBackend(ReferenceBackend):
     def lamb_moments(
         self, lists: TensorLists, scalars: LambScalars, multiplier: Multiplier
     ) -> Tensor:
-        device = _device_of(lists)
-
-        def trial(backend: ReferenceBackend, some: TensorLists) -> Tensor:
-            return backend.lamb_moments(some, scalars, _tried(backend, multiplier, device))
-
-        given = isinstance(multiplier, Tensor)
-        parts = list(self.parts("lamb_moments", lists, _ADAM, scalars, trial, given))
-        part_sums = [self._moments(part, numbers, scalars, multiplier) for part, numbers in parts]
-        if len(part_sums) == 1 and len(part_sums[0]) == len(lists.main):
-            return part_sums[0]
-        sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device=device)
-        for (part, _), values in zip(parts, part_sums, strict=True):
-            sums.index_copy_(0, self.index(part.indices, device), values)
-        return sums
-
-    def _moments(
-        self, part: AlikeLists, numbers: Tensor | None, scalars: LambScalars, multiplier: Multiplier
-    ) -> Tensor:
-        device = part.lists.main[0].device
-        if numbers is None or part.kind is None:
-            value = on_host(multiplier)
-            if value is not None:
-                return super().lamb_moments(part.lists, scalars, value)
-            return torch.zeros(len(part.lists.main), 2, dtype=torch.float64, device=device)
+        sums = torch.zeros(len(lists.main), 2, dtype=torch.float64, device=_device_of(lists))
         flags = Flags(scalars.decay != 0.0, scalars.l2 != 0.0)
-        part = part._replace(kind=part.kind._replace(output=None))
-        total = None
-        for launch in self.launches_of(two_passes.lamb_moments, part, _ADAM, flags):
-            sums = torch.empty(launch.plan.programs, 2, dtype=torch.float64, device=device)
-            self.launch(launch, numbers, multiplier, made=sums)
-            found = added(launch.plan, sums)
-            total = found if total is None else total + found  # 0.0 without programs in a plan
-        assert total is not None
-        return total
+
+        def call(backend: ReferenceBackend, some: TensorLists, value: Any, _: Any) -> Tensor:
+            return backend.lamb_moments(some, scalars, value)
+
+        one = Pass(two_passes.lamb_moments, call, lists, _ADAM, scalars, flags, multiplier)
+        return self.sums_of(one, sums)
 
     def lamb_apply(
         self,
@@ -389,60 +332,30 @@ class TritonBackend(ReferenceBackend):
             skip: FP32, shape (1,), on the device: not 0 if nothing is to be written.
         """
 
-        def trial(backend: ReferenceBackend, some: TensorLists) -> None:
-            own = [0.01171875] * len(some.main)
+        def call(backend: ReferenceBackend, some: TensorLists, _: Any, own: Any) -> None:
             if isinstance(backend, TritonBackend) and skip is not None:
                 backend.lamb_apply(some, scalars, own, torch.zeros_like(skip))
             else:
                 backend.lamb_apply(some, scalars, own)
 
-        for part, numbers in self.parts(
-            "lamb_apply", lists, _ADAM, scalars, trial, skip is not None
-        ):
-            if numbers is None:
-                if skip is None or not skip.item():
-                    values = ratios.tolist() if isinstance(ratios, Tensor) else ratios
-                    super().lamb_apply(
-                        part.lists, scalars, [values[index] for index in part.indices]
-                    )
-                continue
-            table = self._table(part, ratios, len(lists.main))
-            flags = Flags(scalars.decay != 0.0)
-            self.launch_part(two_passes.lamb_apply, part, _ADAM, flags, numbers, 1.0, skip, table)
-            mark_written(part.lists)
+        kernel, flags = two_passes.lamb_apply, Flags(scalars.decay != 0.0)
+        self.run_pass(Pass(kernel, call, lists, _ADAM, scalars, flags, 1.0, ratios, skip))
 
     def muon_momentum(self, lists: TensorLists, scalars: MuonScalars, multiplier: float) -> None:
-        flags, moments, device = Flags.of(scalars), (MOMENTUM,), _device_of(lists)
+        def call(backend: ReferenceBackend, some: TensorLists, value: Any, _: Any) -> None:
+            backend.muon_momentum(some, scalars, value)
 
-        def trial(backend: ReferenceBackend, some: TensorLists) -> None:
-            backend.muon_momentum(some, scalars, _tried(backend, multiplier, device))
-
-        given = isinstance(multiplier, Tensor)
-        for part, numbers in self.parts("muon_momentum", lists, moments, scalars, trial, given):
-            if numbers is not None:
-                self.launch_part(
-                    two_passes.muon_momentum, part, moments, flags, numbers, multiplier
-                )
-                mark_written(part.lists)
-            elif (value := on_host(multiplier)) is not None:
-                super().muon_momentum(part.lists, scalars, value)
+        kernel, flags = two_passes.muon_momentum, Flags.of(scalars)
+        self.run_pass(Pass(kernel, call, lists, (MOMENTUM,), scalars, flags, multiplier))
 
     def muon_apply(
         self, lists: TensorLists, scalars: MuonScalars, factors: Sequence[float]
     ) -> None:
+        def call(backend: ReferenceBackend, some: TensorLists, _: Any, own: Any) -> None:
+            backend.muon_apply(some, scalars, own)
+
         flags = Flags(scalars.decay != 0.0, cautious_wd=scalars.cautious_wd)
-
-        def trial(backend: ReferenceBackend, some: TensorLists) -> None:
-            backend.muon_apply(some, scalars, [0.01171875] * len(some.main))
-
-        for part, numbers in self.parts("muon_apply", lists, (), scalars, trial):
-            if numbers is None:
-                own = [factors[index] for index in part.indices]
-                super().muon_apply(part.lists, scalars, own)
-                continue
-            table = self._table(part, factors, len(lists.main))
-            self.launch_part(two_passes.muon_apply, part, (), flags, numbers, 1.0, None, table)
-            mark_written(part.lists)
+        self.run_pass(Pass(two_passes.muon_apply, call, lists, (), scalars, flags, 1.0, factors))
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         steady = CachedTensorList.of(tensors)
@@ -470,6 +383,14 @@ class TritonBackend(ReferenceBackend):
             return values.sum()
         plan = self.tables.plan_of(array("q", [len(values)]), 1, values.device)
         return added(plan, values.view(-1, 1)).view(())
+
+
+def _keep(rule: str, part: AlikeLists, launches: Launches) -> None:
+    """Keep the launch of a rule over a part for :meth:`TritonBackend.launch_again`."""
+    known = prepared_launch(part.lists, rule)
+    by_grads = {} if known is None or len(known.launch) >= MOST_LAUNCHES else known.launch
+    by_grads[CachedTensorList.of(part.lists.grad).addresses.tobytes()] = launches
+    prepare_launch(rule, part, model_tensors(part.lists), by_grads)
 
 
 def _device_of(lists: TensorLists) -> torch.device:

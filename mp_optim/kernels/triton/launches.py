@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -20,16 +20,10 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
-from mp_optim.core import CachedTensorList, all_same
+from mp_optim.core import CachedTensorList
 from mp_optim.host.accelerator import current_device
-from mp_optim.kernels.kernel_args import (
-    FLOATS,
-    AlikeLists,
-    LambScalars,
-    LaunchDtypes,
-    TensorLists,
-    check_fit,
-)
+from mp_optim.kernels.kernel_args import FLOATS, LambScalars, LaunchDtypes, TensorLists, check_fit
+from mp_optim.kernels.reference import ReferenceBackend
 from mp_optim.kernels.sums import sum_of_squares
 from mp_optim.kernels.triton.kernels import sums
 from mp_optim.kernels.triton.kernels.tiles import Flags
@@ -160,45 +154,29 @@ and a flag that is not 0 if nothing is to be written. What is on the device can 
 without the host waiting for it."""
 
 
-class KernelLaunch(NamedTuple):
-    """What a launch is of: a rule, and the programs of a part with the columns they read."""
-
-    rule: Any
-    flags: Flags
-    part: AlikeLists
-    plan: Plan
-    aligned: bool
-    columns: Sequence[Tensor | None]
+Call = Callable[[ReferenceBackend, TensorLists, Any, Any], Any]
+"""A pass by a backend over lists, with a multiplier and a number for each tensor."""
 
 
-class Steady(NamedTuple):
-    """What a launch of a rule leaves in ``TensorLists.prepared`` for the next one.
+class Pass(NamedTuple):
+    """A pass of a rule over lists.
 
     Attributes:
-        made_for: the lists that it is of. part: they are of one kind.
-        sizes: elements of each gradient.
-        written: tensors that kernels write, and autograd knows.
-        launches: columns and plans, by addresses of gradients that were looked at.
+        kernel: its kernel. call: the same by any backend.
+        moments: names of the moments that it reads, as of ``alike_lists``.
+        each: a number for each tensor, where the pass takes some.
+        skip: a flag on the device, FP32, shape (1,): not 0 if nothing is to be written.
     """
 
-    made_for: tuple[Any, ...]
-    part: AlikeLists
-    sizes: array[int]
-    written: list[Tensor]
-    launches: dict[bytes, tuple[Sequence[Tensor | None], list[tuple[Plan, bool]]]]
-
-    def fits(self, lists: TensorLists) -> bool:
-        """Whether it is of these lists, and their gradients are like those that it was made
-        for."""
-        grads, kind = lists.grad, self.part.kind
-        return (
-            kind is not None
-            and isinstance(grads, CachedTensorList)
-            and lists.noise is None
-            and all_same(self.made_for, lists.made_for)
-            and grads.dtypes == {kind.grad}
-            and grads.own_sizes == self.sizes
-        )
+    kernel: Any
+    call: Call
+    lists: TensorLists
+    moments: tuple[str, ...]
+    scalars: Any
+    flags: Flags
+    multiplier: Multiplier = 1.0
+    each: Sequence[float] | Tensor | None = None
+    skip: Tensor | None = None
 
 
 @cache
@@ -225,8 +203,11 @@ def step_form(
     return KernelForm(kernel, constants, shape)
 
 
-def on_host(multiplier: Multiplier) -> float | None:
-    """The multiplier as a number, or None if nothing is to be written; waits for the device."""
+def on_host(multiplier: Multiplier, flag: Tensor | None = None) -> float | None:
+    """The multiplier as a number, or None if nothing is to be written, which a flag may ask for,
+    too; waits for the device."""
+    if flag is not None and flag.item():
+        return None
     if not isinstance(multiplier, Tensor):
         return multiplier
     value, *skip = multiplier.tolist()

@@ -3,7 +3,6 @@ same."""
 
 from __future__ import annotations
 
-import weakref
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -47,6 +46,8 @@ class Column:
 
     values: Tensor
     odd: frozenset[int]
+    nbytes: int = 0
+    """Device memory of its own: that of ``values`` is counted by itself."""
 
 
 class Plan:
@@ -102,35 +103,30 @@ def _shares(tables: Tables, counts: Sequence[int], device: torch.device) -> tupl
 
 
 class Tables:
-    """Remembers what was copied to a device: by the list it came from, as long as that lives, and
-    by its content.
+    """Tables on devices, remembered by their content.
 
     A table is ordered with the stream it was first used on: launches on other streams have to be
     ordered after that one, as for any tensor.
 
     Args:
-        remembered_bytes: device memory of tables remembered by content, beside what living lists
-            hold.
+        remembered_bytes: device memory of tables that are kept for later launches.
     """
 
     def __init__(self, remembered_bytes: int = 64 << 20) -> None:
         self._most_bytes = remembered_bytes
-        self._of_list: dict[tuple[int, Hashable], tuple[weakref.ref[CachedTensorList], Any]] = {}
         self._of_content: OrderedDict[Hashable, Any] = OrderedDict()
         self._bytes = 0
         self._rows: dict[tuple[bytes, torch.device], Tensor] = {}
 
     def column(self, tensors: Sequence[Tensor], device: torch.device) -> Column:
         """The addresses of tensors."""
+        addresses = CachedTensorList.of(tensors).addresses
 
-        def build(steady: CachedTensorList) -> Column:
-            addresses = steady.addresses
-            odd: list[int] = []
-            if any(map((15).__and__, addresses)):  # of many it is quick to see that none is
-                odd = [place for place, address in enumerate(addresses) if address % 16]
-            return Column(self.values(addresses, device), frozenset(odd))
+        def build() -> Column:
+            odd = frozenset(place for place, address in enumerate(addresses) if address % 16)
+            return Column(self.values(addresses, device), odd)
 
-        return self._known(tensors, ("column", device), build)
+        return self._remembered(("column", addresses.tobytes(), device), build)
 
     def launch_of(
         self, part: AlikeLists, moments: tuple[str, ...], chunk: int
@@ -181,14 +177,10 @@ class Tables:
     ) -> Plan:
         """The programs that work on tensors, but for those at some places, in chunks of ``chunk``
         elements."""
-
-        def build(steady: CachedTensorList) -> Plan:
-            sizes = steady.sizes[:]
-            for place in without:
-                sizes[place] = 0
-            return self.plan_of(sizes, chunk, device)
-
-        return self._known(tensors, ("plan", chunk, device, without), build)
+        sizes = CachedTensorList.of(tensors).sizes[:]
+        for place in without:
+            sizes[place] = 0
+        return self.plan_of(sizes, chunk, device)
 
     def plan_of(self, sizes: array[int], chunk: int, device: torch.device) -> Plan:
         """The programs that work on tensors of these sizes."""
@@ -232,26 +224,6 @@ class Tables:
             return table.clone()
         _refuse_capture(device)
         return table.pin_memory().to(device, non_blocking=True)
-
-    def _known(
-        self, tensors: Sequence[Tensor], kind: Hashable, build: Callable[[CachedTensorList], _Value]
-    ) -> _Value:
-        """What was made of this very list, which holds still as long as it lives."""
-        if not isinstance(tensors, CachedTensorList):
-            return build(CachedTensorList(tensors))
-        key = (id(tensors), kind)
-        entry = self._of_list.get(key)
-        if entry is not None and entry[0]() is tensors:
-            known: _Value = entry[1]
-            return known
-        value = build(tensors)
-        self._of_list[key] = (weakref.ref(tensors, lambda _: self._forget(key)), value)
-        return value
-
-    def _forget(self, key: tuple[int, Hashable]) -> None:
-        entry = self._of_list.get(key)
-        if entry is not None and entry[0]() is None:
-            del self._of_list[key]  # else its id belongs to a new list already
 
     def _remembered(self, key: Hashable, build: Callable[[], _Value]) -> _Value:
         """What was made of this content; the least recently asked for is given up first."""

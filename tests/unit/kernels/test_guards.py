@@ -175,22 +175,19 @@ def test_a_launch_holds_one_dtype_per_list(standins: Gpu, name: str) -> None:
 def test_a_launch_is_refused_for_everything_kernels_do_not_check(standins: Gpu) -> None:
     good, full = [[torch.zeros(4)], [torch.zeros(4)]], [torch.float32] * 2
     check_launch("k", good, full)
-    bad: list[tuple[Any, str]] = [
-        ([], "lists of"),
-        ([[], []], "lists of"),
-        ([[torch.zeros(4)], []], "lists of"),
-        ([[torch.zeros(4)], [torch.zeros(4, dtype=torch.bfloat16)]], "a tensor is torch.bfloat16"),
-        ([[torch.zeros(4)], [torch.zeros(5)]], "5 elements beside one of 4"),
-        ([[torch.zeros(0)], [torch.zeros(0)]], "0 elements"),
-        ([[torch.zeros(4)], [torch.zeros(8)[::2]]], "contiguous: False"),
-        (
-            [[torch.zeros(4)], [torch.zeros(4, device="meta")]],
-            "a tensor on meta in a launch on cpu",
-        ),
-        ([[torch.zeros(4, device="meta")]] * 2, "a tensor on meta"),
+    bad: list[Any] = [
+        [],
+        [[], []],
+        [[torch.zeros(4)], []],
+        [[torch.zeros(4)], [torch.zeros(4, dtype=torch.bfloat16)]],
+        [[torch.zeros(4)], [torch.zeros(5)]],
+        [[torch.zeros(0)], [torch.zeros(0)]],
+        [[torch.zeros(4)], [torch.zeros(8)[::2]]],
+        [[torch.zeros(4)], [torch.zeros(4, device="meta")]],
+        [[torch.zeros(4, device="meta")]] * 2,
     ]
-    for made, words in bad:
-        with pytest.raises(ValueError, match=words):
+    for made in bad:
+        with pytest.raises(ValueError, match="k: takes lists of"):
             check_launch("k", made, full)
 
 
@@ -209,9 +206,7 @@ def test_host_tensors_are_refused_before_the_kernel(
         lambda: backend.sum_of_squares([torch.ones(5)]),
         *([lambda: backend.lamb(lists(5), LambScalars.at(GROUP, 1), 1.0)] * (name == "apex")),
     ):
-        with pytest.raises(
-            ValueError, match="a tensor on cpu in a launch on cpu; the kernels run on cuda"
-        ):
+        with pytest.raises(ValueError, match=r"takes lists of .* on cuda, .*'cpu'"):
             run()
     assert len(standins.calls) == calls and standins.damage == []
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import re
@@ -28,7 +27,7 @@ from mp_optim.kernels.triton import triton_backend
 from mp_optim.kernels.triton.backend import TritonBackend
 from mp_optim.kernels.triton.launches import CHUNK, ROWS, SUM_CHUNK, WIDTH
 from mp_optim.kernels.triton.proofs import SIZES as PROOF_SIZES
-from mp_optim.kernels.triton.tables import Column, Plan, Tables
+from mp_optim.kernels.triton.tables import Tables
 from support import kernel_bits, tritons
 from support.kernel_bits import REFERENCE, SIZES, assert_same, assert_same_lists
 from support.kernel_cases import GROUP, KEYS, Case, lists_of, step_with
@@ -300,23 +299,6 @@ def test_one_odd_address_does_not_make_a_sum_slow(launched: list[tuple[int, bool
     lists = on_device(with_one_odd(lists, "grad", 1))
     assert_same(kernels().sum_of_squares(lists.grad), expected, "sums")
     assert launched == [(2, True), (-(-20_000 // SUM_CHUNK), False)]
-
-
-def living() -> int:
-    """How many columns and plans there are."""
-    return sum(type(thing) in (Column, Plan) for thing in gc.get_objects())
-
-
-def test_tables_of_lists_that_are_gone_are_forgotten() -> None:
-    gc.collect()
-    tables, device, before = Tables(remembered_bytes=0), torch.device(DEVICE), living()
-    tensors = CachedTensorList([torch.zeros(3, device=device)])
-    tables.column(tensors, device)
-    plan = weakref.ref(tables.plan(tensors, 256, device))
-    tables.values(array("i", [1]), device)  # by its content, only the newest is remembered
-    assert living() == before + 2 and tables.plan(tensors, 256, device) is plan()
-    del tensors
-    assert living() == before and plan() is None
 
 
 def test_tables_that_nobody_asks_for_are_given_up(uploads) -> None:
