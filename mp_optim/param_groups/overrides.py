@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from mp_optim.config import OptimizerConfig
 from mp_optim.config.rules import RULES
-from mp_optim.config.setting_checks import LARGEST, SCHEDULED, Number, nearest
+from mp_optim.config.setting_checks import RATE, SCHEDULED, check_setting, nearest
 from mp_optim.core.names import named_params
 from mp_optim.core.param_attributes import is_expert_param
 from mp_optim.param_groups.tables import MuonAssignment, Tables
@@ -352,17 +351,13 @@ _AS_ELSEWHERE = {
     **dict.fromkeys(("epsilon", "adam_eps"), "eps"),
 }
 _RATES = [name for name in SCHEDULED if name != "initial_lr"]
-_LIMITS: dict[str, tuple[float, str]] = {
-    **dict.fromkeys((*_RATES, "eps"), (LARGEST, f"a number from 0 to {LARGEST:g}")),
-    "momentum": (1.0, "a number from 0 to 1"),
-}
 
 
 def checked_override(config: OptimizerConfig, override: Mapping[str, Any]) -> dict[str, Any]:
-    """An override with lists as tuples.
+    """Return an override with lists as tuples. The executor checks the rule's hyperparameters.
 
     Raises:
-        ValueError: a setting is unknown or would do nothing.
+        ValueError: a setting is unknown or would do nothing, or a rate is out of range.
     """
     known = [*_RATES, *RULES[config.optimizer].overrides, *OF_THE_STACK]
     for name, value in override.items():
@@ -375,7 +370,8 @@ def checked_override(config: OptimizerConfig, override: Mapping[str, Any]) -> di
                 f"override {name}={value!r}: no setting of a param group of "
                 f"{config.optimizer!r}{nearest(name, known)}"
             )
-    check_group_settings("override", override, config.optimizer)
+    for name in override.keys() & set(_RATES):
+        check_setting(name, override[name], RATE)
     top = override.get("max_lr", config.lr)
     floor = override.get("min_lr", config.min_lr)
     if top is not None and floor is not None and floor > top:
@@ -386,8 +382,8 @@ def checked_override(config: OptimizerConfig, override: Mapping[str, Any]) -> di
 
 
 def check_group_settings(where: str, group: Mapping[str, Any], rule: str) -> None:
-    """Raise if a setting of a param group is misspelt or out of range. Keys of the caller's own,
-    which resemble none of ours, are left alone.
+    """Raise if the name of a setting of a param group is misspelt. Keys of the caller's own, which
+    resemble no setting, are allowed. The executor checks values.
 
     Raises:
         ValueError: naming the group and the key.
@@ -399,19 +395,3 @@ def check_group_settings(where: str, group: Mapping[str, Any], rule: str) -> Non
             hint = f"; did you mean {_AS_ELSEWHERE[name]!r}?"
         if name not in known and hint:
             raise ValueError(f"{where}: {name}={value!r} is no setting of a param group{hint}")
-        most, words = _LIMITS.get(name, (math.inf, ""))
-        is_pair = isinstance(RULES[rule].settings.get(name), tuple)  # the rule checks it
-        if name in _LIMITS and not (is_pair or isinstance(value, Tensor) or _within(value, most)):
-            raise ValueError(f"{where}: {name}={value!r} must be {words}")
-        count = 3 if len(RULES[rule].settings.get("betas", ())) == 3 else 2
-        if name == "betas" and not (
-            isinstance(value, (tuple, list))
-            and len(value) == count
-            and all(_within(beta, math.nextafter(1.0, 0.0)) for beta in value)
-        ):
-            number = "three" if count == 3 else "two"
-            raise ValueError(f"{where}: betas={value!r} must be {number} numbers in [0, 1)")
-
-
-def _within(value: Any, most: float) -> bool:
-    return Number(0.0, most).holds(value)
