@@ -74,9 +74,9 @@ def describe(groups: ParamGroups, executor: Executor, table: SlotTable) -> Descr
     for index, (slot, param) in enumerate(iter_slots(groups)):
         place, dtype = executor.place(slot), str(param.dtype).removeprefix("torch.")
         backend, why = executor.carried_out_by(slot.group, place, param.device)
-        state = executor.state_of(slot).live() if table.bound[index] else {}
+        state = executor.state_of(slot).live() if table.has_main[index] else {}
         main = param_at(executor.param_groups, slot)
-        tensors = [*state.values(), *([main] if table.separate[index] else [])]
+        tensors = [*state.values(), *([main] if table.has_own_main[index] else [])]
         kind = DescriptionRow(slot.group, place, dtype, 0, 0, 0, backend, why)
         row = counts[kind]
         row[0] += 1

@@ -1,4 +1,4 @@
-"""MainParams: every trainable parameter of the model beside the tensor that is stepped for it, kept
+"""MainParams: every trainable parameter of the model with the tensor that is stepped for it, kept
 in agreement.
 
 A wrapper's ``param_groups`` are live and hold the model's own parameters, so torch schedulers, DCP,
@@ -111,8 +111,8 @@ class MainParams:
         self._param_groups, self.executor = param_groups, executor
         self.process_groups, self._check_param = process_groups, check_param
         self.agreement = Agreement()
-        self._ready: dict[Slot, Tensor] = {}
-        """Parameters that have a main param in case they are trained."""
+        self._prepared: dict[Slot, Tensor] = {}
+        """Parameters that have a main param in case their saved state is loaded."""
         self._shown = shown_mains_of(self)
         self.table = SlotTable()
         self.written = WrittenWeights()
@@ -126,8 +126,8 @@ class MainParams:
 
     @in_own_modes
     def bind_group(self, index: int) -> None:
-        """Give main params to the trainable parameters of a new group, the last one. What may be
-        refused comes first; the table has the group at the end."""
+        """Give main params to the trainable parameters of a new group, the last one. Raise first;
+        the table gets the group at the end."""
         table, params = self.table, self._param_groups[index]["params"]
         if index == len(self._param_groups) - 1:
             self._check_memory()
@@ -156,19 +156,19 @@ class MainParams:
         for row in rows:
             table.add(*row)
             if row[0] in mains:
-                self._trained(len(table.slots) - 1, mains[row[0]], row[1])
+                self._set_main(len(table.slots) - 1, mains[row[0]], row[1])
 
-    def bind_trained(self, indices: Iterable[int]) -> None:
+    def make_trainable(self, indices: Iterable[int]) -> None:
         """Give main params to parameters that were frozen when their group was added.
 
         Args:
             indices: in the table, of slots that have a gradient now.
         """
-        coming = [index for index in indices if not self.table.bound[index]]
+        coming = [index for index in indices if not self.table.has_main[index]]
         if coming:
             self._check_memory()
         for index in coming:
-            self._take_in(self.table.slots[index])
+            self._make_trainable(self.table.slots[index])
 
     def _check_places(self, changed: list[int], params: list[Tensor]) -> None:
         """A parameter that took another's place is no replacement: its state would be the
@@ -194,50 +194,51 @@ class MainParams:
         )
 
     @in_own_modes
-    def bind_trainable(self, slot: Slot | None) -> None:
-        """The same for one slot, or all, if its parameter is trainable by now."""
+    def follow_trainable(self, slot: Slot | None) -> None:
+        """Give main params to parameters that became trainable, of one slot or of all."""
         table = self.table
-        if all(table.bound):
+        if all(table.has_main):
             return
         indices = range(len(table.slots)) if slot is None else [table.index(slot)]
-        self.bind_trained(i for i in indices if table.params[i].requires_grad)
+        self.make_trainable(i for i in indices if table.params[i].requires_grad)
 
-    def _take_in(self, slot: Slot) -> None:
-        """A parameter that was never trainable is from now on one that was."""
-        main, param = self._prepare(slot), self.param(slot)
-        if self._separates(slot, main):
+    def _make_trainable(self, slot: Slot) -> None:
+        """Give a main param with the present value to a slot that has none."""
+        main, param = self._prepare_main(slot), self.param(slot)
+        if self._is_own_main(slot, main):
             is_coded = is_quantized(param)
             value = dequantized(param) if is_coded else local_tensor(param)
             self.executor.set_main_param(slot, value)
-        del self._ready[slot]
-        self._trained(self.table.index(slot), main, param)
+        del self._prepared[slot]
+        self._set_main(self.table.index(slot), main, param)
 
-    def _prepare(self, slot: Slot) -> Tensor:
-        """The main param of a slot that may be trained soon; nothing else knows of it."""
+    def _prepare_main(self, slot: Slot) -> Tensor:
+        """Return a main param for a slot that may become trainable; the table does not have it
+        yet."""
         param = self.param(slot)
-        if self._ready.get(slot) is not param:
+        if self._prepared.get(slot) is not param:
             self._new_main(slot, param)
-            self._ready[slot] = param
+            self._prepared[slot] = param
         return self._stepped(slot)
 
     def _new_main(self, slot: Slot, param: Tensor) -> Tensor:
-        """What is to be stepped for a parameter from now on: itself, or a tensor of its own."""
+        """Return the tensor to step for a parameter from now on: itself, or a tensor of its own."""
         self._check_param(self.name(slot), param)
         check_attributes(self.name(slot), param)
         check_quantized(self.name(slot), param)
         local = dequantized(param) if is_quantized(param) else local_tensor(param)
         return self.executor.new_main_param(slot, local)
 
-    def _separates(self, slot: Slot, main: Tensor) -> bool:
-        """Whether what is stepped for a slot is another tensor than the model's."""
+    def _is_own_main(self, slot: Slot, main: Tensor) -> bool:
+        """Return whether ``main`` is another tensor than the model's parameter at a slot."""
         return is_quantized(self.param(slot)) or not same_memory(main, self._local(slot))
 
-    def _trained(self, index: int, main: Tensor, param: Tensor) -> None:
-        """A parameter has a main param now, and state."""
+    def _set_main(self, index: int, main: Tensor, param: Tensor) -> None:
+        """Enter a main param: its slot has state from now on."""
         forget_initial_values(param)
         slot = self.table.slots[index]
         set_main_param(self._shown, slot, param, main)
-        self.table.trained(index, self._separates(slot, main))
+        self.table.set_main(index, self._is_own_main(slot, main))
 
     def _norm_key(self, slot: Slot, param: Tensor) -> NormKey:
         ranks = self._tensor_parallel(slot)
@@ -280,19 +281,19 @@ class MainParams:
     def _stepped(self, slot: Slot) -> Tensor:
         return param_at(self.executor.param_groups, slot)
 
-    def is_separate(self, slot: Slot) -> bool:
-        """Whether a slot is stepped on a tensor other than the model's parameter."""
-        return self.table.separate[self.table.index(slot)]
+    def has_own_main(self, slot: Slot) -> bool:
+        """Return whether a slot is stepped on a tensor other than the model's parameter."""
+        return self.table.has_own_main[self.table.index(slot)]
 
-    def is_bound(self, slot: Slot) -> bool:
-        """Whether a slot has ever been trainable."""
-        return self.table.bound[self.table.index(slot)]
+    def has_main(self, slot: Slot) -> bool:
+        """Return whether a slot was ever trainable."""
+        return self.table.has_main[self.table.index(slot)]
 
     def main_param(self, slot: Slot) -> Tensor:
         """Return the main param of a slot that was ever trainable, in the layout that callers see:
         the parameter itself if that is stepped."""
         param = self.param(slot)
-        if param.dtype != torch.float32 or self.is_separate(slot):
+        if param.dtype != torch.float32 or self.has_own_main(slot):
             self._hand_out(slot)
             main = self.executor.main_param(slot)
         elif self.layout_of is None:
@@ -323,9 +324,9 @@ class MainParams:
         copies = [ranks for ranks in of_plain if ranks is not None and ranks not in parts]
         return all(ranks.rank() == 0 for ranks in copies)
 
-    def trained_slots(self) -> Iterator[Slot]:
-        """The slots that have ever been trainable."""
-        return filter(self.is_bound, self.table.slots)
+    def slots_with_main(self) -> Iterator[Slot]:
+        """Return the slots that were ever trainable."""
+        return filter(self.has_main, self.table.slots)
 
     def stored(self, slot: Slot) -> State:
         """A slot's state in the wrapped optimizer."""
@@ -355,7 +356,7 @@ class MainParams:
             observer.weight_written(self.table.index(slot))
         if is_quantized(param):
             quantize_(param, self.executor.main_param(slot))
-        elif self.is_separate(slot):
+        elif self.has_own_main(slot):
             local_tensor(param).copy_(self._stepped(slot))
 
     # -- following the model ----------------------------------------------------------------------
@@ -377,7 +378,7 @@ class MainParams:
         table = self.table
         indices = range(len(table.slots)) if slot is None else (table.index(slot),)
         staged = self._compared_by_sums()
-        self._take_values([i for i in indices if table.bound[i] and table.separate[i]], staged)
+        self._take_values([index for index in indices if table.has_own_main[index]], staged)
 
     def follow_for_step(self) -> None:
         """Rebind replaced tensors; take the model's value where the step itself does not compare
@@ -397,7 +398,7 @@ class MainParams:
             return set()
         coded = {index for index, is_coded in enumerate(table.quantized) if is_coded}
         found = coded.union(map(table.index, of_host))
-        return {index for index in found if table.bound[index] and table.separate[index]}
+        return {index for index in found if table.has_own_main[index]}
 
     def stepped(self, indices: Sequence[int]) -> None:
         """Remember the weights of slots as a step left them."""
@@ -418,7 +419,7 @@ class MainParams:
         self._check_memory()
         for index in changed:
             slot, param = table.slots[index], params[index]
-            if table.bound[index]:
+            if table.has_main[index]:
                 self._rebind(index, slot, param)
             table.keys[index] = self._norm_key(slot, param)
             table.layouts[index] = self._layout(slot, param)
@@ -449,8 +450,8 @@ class MainParams:
         self._check_param(self.name(slot), param)
         check_shape(main, local, self.name(slot))
         if is_quantized(param) != self.table.quantized[index]:
-            self._trained(index, self._new_main(slot, param), param)
-        elif self.table.separate[index]:
+            self._set_main(index, self._new_main(slot, param), param)
+        elif self.table.has_own_main[index]:
             set_main_param(self._shown, slot, param, main)
             self._stay_beside(slot, main, param)
             self.written.forget(index)  # its value is compared next
@@ -458,11 +459,11 @@ class MainParams:
             self.executor.param_groups[slot.group]["params"][slot.position] = local
             set_main_param(self._shown, slot, param, local)
         else:  # it was cast: now it needs a main param, or has no place here
-            self._trained(index, self._new_main(slot, param), param)
+            self._set_main(index, self._new_main(slot, param), param)
 
     def _stay_beside(self, slot: Slot, main: Tensor, param: Tensor) -> None:
-        """What is stepped where its parameter lies goes with it to another device (``model.to``),
-        as state goes with what is stepped; but not if it waits on the host."""
+        """Move a main param to the device of its parameter after ``model.to``, if it is stepped
+        there and not parked on the host; its state follows."""
         executor, home = self.executor, self.executor.home(slot, param)
         is_parked = id(main) in executor.step_mark.parked.homes
         if main.device != home and home == local_tensor(param).device and not is_parked:
@@ -491,7 +492,7 @@ class MainParams:
         self.follow()
         table = self.table
         for index, slot in enumerate(table.slots):
-            given = values.get(self.name(slot)) if table.bound[index] else None
+            given = values.get(self.name(slot)) if table.has_main[index] else None
             if given is not None:
                 value = dequantized(given) if is_quantized(given) else local_tensor(given)
                 self.set_stepped_value(slot, value)
@@ -512,10 +513,10 @@ class MainParams:
 
     def state_of(self, slot: Slot) -> SlotState:
         """Return a slot's state in the layout that callers see."""
-        if not self.is_bound(slot):
+        if not self.has_main(slot):
 
             def prepared() -> ParamState:
-                return self._trained_state(slot, self._separates(slot, self._prepare(slot)))
+                return self._trained_state(slot, self._is_own_main(slot, self._prepare_main(slot)))
 
             return UntrainedState(
                 StateStore(),
@@ -523,9 +524,9 @@ class MainParams:
                 self.name(slot),
                 layout=self._state_layout(slot),
                 prepared=prepared,
-                take=partial(self._take_in, slot),
+                take=partial(self._make_trainable, slot),
             )
-        return self._trained_state(slot, self.is_separate(slot))
+        return self._trained_state(slot, self.has_own_main(slot))
 
     def _trained_state(self, slot: Slot, separate: bool) -> ParamState:
         self._hand_out(slot)
@@ -536,9 +537,9 @@ class MainParams:
         """See :meth:`~mp_optim.core.keyed_optimizer.SlotKeyedOptimizer.param_checksums`."""
         slots = [
             slot
-            for slot in filter(self.is_bound, self.table.slots)
+            for slot in filter(self.has_main, self.table.slots)
             if self._state_layout(slot).is_whole
-            and self._trained_state(slot, self.is_separate(slot)).has_remainder()
+            and self._trained_state(slot, self.has_own_main(slot)).has_remainder()
         ]
         known = dict(zip(slots, checksums_of([self._local(slot) for slot in slots]), strict=True))
         return [known.get(slot) for slot in self.table.slots]

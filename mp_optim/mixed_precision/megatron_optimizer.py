@@ -294,12 +294,12 @@ class MegatronOptimizer(SlotKeyedOptimizer):
     def has_state(self, slot: Slot) -> bool:
         """Return whether a slot has ever been trainable; one that has not costs nothing."""
         mains, there = self.leaf(slot)
-        return mains.is_bound(there)
+        return mains.has_main(there)
 
     def has_separate_main(self, slot: Slot) -> bool:
         """Return whether a slot is stepped on a tensor other than the model's parameter."""
         mains, there = self.leaf(slot)
-        return mains.is_separate(there)
+        return mains.has_own_main(there)
 
     def norm_key(self, slot: Slot) -> NormKey:
         """Return the norm in which a slot's gradient counts."""
@@ -312,7 +312,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         self.make_current(slot)
         mains, there = self.leaf(slot)
         return (
-            mains.main_param(there) if mains.is_bound(there) else param_at(self.param_groups, slot)
+            mains.main_param(there) if mains.has_main(there) else param_at(self.param_groups, slot)
         )
 
     def named_main_params(self) -> Iterator[tuple[str, Tensor]]:
@@ -409,7 +409,7 @@ class MegatronOptimizer(SlotKeyedOptimizer):
         """The name of each trained parameter, and the groups of ranks that have copies or other
         parts of it: what one of them writes, all have to."""
         for mains in self.all_mains():
-            for slot in mains.trained_slots():
+            for slot in mains.slots_with_main():
                 yield mains.name(slot), mains.sharers(slot)
 
     def offload_to_cpu(self) -> None:

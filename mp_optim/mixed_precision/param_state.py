@@ -182,7 +182,7 @@ def param_state(
     slot: Slot,
     name: str,
     param: Tensor,
-    is_separate: bool,
+    has_own_main: bool,
     agreement: Agreement,
     layout: StateLayout,
 ) -> ParamState:
@@ -191,13 +191,13 @@ def param_state(
     Args:
         executor: steps the slot, and keeps its state.
         name: FQN of the slot. param: the tensor in the wrapper's groups.
-        is_separate: whether another tensor is stepped for it.
+        has_own_main: whether another tensor is stepped for it.
         agreement: of the wrapper. layout: how state is shown.
     """
     below, stepped = executor.state_of(slot), param_at(executor.param_groups, slot)
     # else the parameter is FP32 itself, or has a remainder
-    has_main = is_separate and param.dtype != torch.float32 and stepped.dtype == torch.float32
-    is_shown = has_main or below.store.has_no_fp32_main(below.slot)
+    has_fp32_main = has_own_main and param.dtype != torch.float32 and stepped.dtype == torch.float32
+    is_shown = has_fp32_main or below.store.has_no_fp32_main(below.slot)
     return ParamState(
         below.store,
         below.slot,
@@ -210,7 +210,7 @@ def param_state(
         layout,
         executor=executor,
         param=param,
-        is_separate=is_separate,
+        has_own_main=has_own_main,
         agreement=agreement,
     )
 
@@ -221,7 +221,7 @@ class ParamState(SlotState):
 
     executor: Executor
     param: Tensor
-    is_separate: bool
+    has_own_main: bool
     agreement: Agreement
 
     @property
@@ -302,7 +302,7 @@ class ParamState(SlotState):
         """Give the model's parameter the value of the main param; return whether it had another."""
         noted = self.slot in self.agreement.written
         self.agreement.written.discard(self.slot)
-        if not self.is_separate or self.param.dtype == torch.float32:
+        if not self.has_own_main or self.param.dtype == torch.float32:
             return noted  # the parameter itself is stepped, or has all bits of its main param
         if is_quantized(self.param):
             main = self.executor.main_param(self.slot)

@@ -32,7 +32,7 @@ def scale_rows_(
     places = {
         wrapper.name(slot): (wrapper, slot)
         for wrapper in wrappers
-        for slot in wrapper.trained_slots()
+        for slot in wrapper.slots_with_main()
     }
     for name, of_rows in factors.items():
         if name not in places:

@@ -67,19 +67,27 @@ class SlotColumns:
 
 @dataclass
 class SlotTable:
-    """What was last seen at every slot, in slot order, as parallel lists: one pass over each is
-    cheap.
+    """The slots of a wrapper as they were last seen, in slot order, as parallel lists: a pass over
+    one is cheap.
+
+    A slot is in one of four states:
+
+    - It has no main param: its parameter was never trainable (``has_main`` is False).
+    - It has no main param yet, but :class:`MainParams` prepared one for state that is being loaded.
+    - Its parameter is its main param (``has_main`` alone).
+    - Its main param is another tensor (``has_main`` and ``has_own_main``). The step writes the
+      parameter, or quantizes into it afterwards (``quantized``).
 
     Attributes:
-        slots: which slot.
-        seen: the model tensors there, by which changes from outside are noticed.
-        separate: whether it is stepped on another tensor, its main param.
-        quantized: whether the model's tensor takes its values from the main param after a step, by
-            being quantised.
-        bound: whether it was trainable when its group was added or since, and so has state.
-        keys: which norm its gradient counts in.
-        streams: what tells its random numbers from others'.
-        layouts: where the model's tensor lies, and how it is split.
+        slots: group and position of each slot.
+        seen: the model tensors, by which changes by other code are noticed.
+        has_main: the parameter was trainable when its group was added or since. Only such a slot
+            has state.
+        has_own_main: the main param is another tensor than the model's.
+        quantized: the model's tensor is in 8 bits with scales.
+        keys: the norm in which the gradient counts.
+        streams: stream of random numbers.
+        layouts: device of the model's tensor, and how it is split.
         first: index of each group's first slot.
         split_over: result of :meth:`MainParams.split_over`; None until it is asked for.
 
@@ -89,9 +97,9 @@ class SlotTable:
 
     slots: list[Slot] = field(default_factory=list)
     seen: SeenParams = field(default_factory=SeenParams)
-    separate: list[bool] = field(default_factory=list)
+    has_own_main: list[bool] = field(default_factory=list)
     quantized: list[bool] = field(default_factory=list)
-    bound: list[bool] = field(default_factory=list)
+    has_main: list[bool] = field(default_factory=list)
     keys: list[NormKey] = field(default_factory=list)
     streams: list[int] = field(default_factory=list)
     layouts: list[ParamLayout] = field(default_factory=list)
@@ -119,17 +127,21 @@ class SlotTable:
         """Take one more slot and the tensor there as seen; it has no main param yet."""
         self.slots.append(slot)
         self.seen.extend([param])
-        self.separate.append(False)
-        self.bound.append(False)
+        self.has_own_main.append(False)
+        self.has_main.append(False)
         self.quantized.append(is_quantized(param))
         self.keys.append(key)
         self.layouts.append(layout)
         self.streams.append(stream)
         self.invalidate()
 
-    def trained(self, index: int, separate: bool) -> None:
-        """A slot has a main param now, and state."""
-        self.separate[index], self.bound[index] = separate, True
+    def set_main(self, index: int, is_own: bool) -> None:
+        """Note that a slot has a main param and state now.
+
+        Args:
+            is_own: the main param is another tensor than the model's parameter.
+        """
+        self.has_own_main[index], self.has_main[index] = is_own, True
         self.invalidate()
 
     def invalidate(self) -> None:
@@ -269,7 +281,7 @@ class SlotTable:
         for index, slot in [(self.index(slot), slot) for slot in grads]:
             param = param_at(param_groups, slot)
             is_seen = param is self.params[index] and self.seen.has_shape(index, param)
-            if is_seen and self.bound[index]:
+            if is_seen and self.has_main[index]:
                 indices.append(index)
         chosen = self._select(indices)
         present = [grads[slot] for slot in chosen.slots]
@@ -285,7 +297,7 @@ class SlotTable:
     def _select(self, indices: list[int]) -> SlotColumns:
         params = [self.params[index] for index in indices]
         writable = CachedTensorList(params if are_plain(params) else map(local_tensor, params))
-        written = [self.separate[index] and not self.quantized[index] for index in indices]
+        written = [self.has_own_main[index] and not self.quantized[index] for index in indices]
         pairs = zip(writable, written, strict=True)
         outputs = writable if all(written) else [param if yes else None for param, yes in pairs]
         keys = [self.keys[index] for index in indices]

@@ -328,8 +328,8 @@ class WrappedGrads(StepGrads):
         mains.follow_for_step()
         self._columns, self._grads = table.grads(wrapper.slot_name, self._in_backward.held)
         table.check_grads(self._columns, self._grads, wrapper.slot_name)
-        if not all(table.bound):
-            mains.bind_trained(self._columns.indices)
+        if not all(table.has_main):
+            mains.make_trainable(self._columns.indices)
             self._columns = table.select(self._columns.indices)
 
     def has_any(self) -> bool:

@@ -183,7 +183,7 @@ class WrappedOptimizer(MegatronOptimizer):
             self.executor.switch_mode(mode)
             self.share_settings()
             mains = self.engine.mains
-            for slot in mains.trained_slots():
+            for slot in mains.slots_with_main():
                 mains.write_model(slot)
             self.share_settings()
         self.show_written_params()
@@ -194,7 +194,7 @@ class WrappedOptimizer(MegatronOptimizer):
         mains = self.engine.mains
         mains.follow(slot)
         if not follow_only:
-            mains.bind_trainable(slot)
+            mains.follow_trainable(slot)
             mains.check_remainders(slot)
 
     def leaf(self, slot: Slot) -> tuple[MainParams, Slot]:

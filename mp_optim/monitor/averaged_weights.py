@@ -57,7 +57,7 @@ def swap_in(stack: MegatronOptimizer, own: OwnWeights) -> None:
         own: the list that gets the model's own weights.
     """
     for mains in stack.all_mains():
-        for slot in mains.trained_slots():
+        for slot in mains.slots_with_main():
             state = mains.stored(slot)
             if state["step"] == 0:
                 continue
@@ -84,7 +84,7 @@ def swap_back(own: OwnWeights) -> None:
 
 def _check_kept(mains: MainParams) -> None:
     """Raise ValueError if no averages are kept."""
-    slot = next(iter(mains.trained_slots()), None)
+    slot = next(iter(mains.slots_with_main()), None)
     if slot is not None and AVERAGE not in mains.stored(slot):
         raise ValueError(
             "averaged_weights: no averages are kept; set ema_decay (of OptimizerConfig, or of "

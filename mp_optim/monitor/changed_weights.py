@@ -56,7 +56,7 @@ class WeightChanges(WeightObserver):
         self._bits: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self.is_lost = False
-        self._bound: list[bool] = []
+        self._had_main: list[bool] = []
         self._is_marked: list[bool] = []
         self._column: tuple[Sequence[int], Sequence[Tensor | None]] = ((), ())
         alone = self._alone(frozen=True)
@@ -74,7 +74,7 @@ class WeightChanges(WeightObserver):
         table = self._table
         self._written.update(range(self._count, len(table.slots)))  # a group was added
         self._count = len(table.slots)
-        alone = self._alone(frozen or table.bound != self._bound)
+        alone = self._alone(frozen or table.has_main != self._had_main)
         weights = [self._weights(index) for index in alone]
         changed = self._sums.changed(alone, weights)
         self._written.update(alone[at] for at in changed)
@@ -86,13 +86,13 @@ class WeightChanges(WeightObserver):
                 self._written.add(index)
             self._sums.forget(index)
         self._exposed.clear()
-        if table.bound != self._bound:
-            bound = list(table.bound)
+        if table.has_main != self._had_main:
+            has_main = list(table.has_main)
             self._is_marked = list(map(self._executor.marks_changes, table.slots))
-            for index, is_bound in enumerate(bound):
-                if is_bound and not self._is_marked[index] and index not in self._written:
+            for index, is_trained in enumerate(has_main):
+                if is_trained and not self._is_marked[index] and index not in self._written:
                     self._remember(index)
-            self._bound = bound  # last: after a signal all of this is done again
+            self._had_main = has_main  # last: after a signal all of this is done again
 
     def _remember(self, index: int) -> None:
         if index not in self._values:
@@ -119,8 +119,8 @@ class WeightChanges(WeightObserver):
     def _alone(self, frozen: bool) -> list[int]:
         """Return the indices of parameters that have no main param to be compared with."""
         table = self._table
-        every = enumerate(zip(table.bound, table.separate, strict=True))
-        return [index for index, (bound, apart) in every if not apart and (bound or frozen)]
+        every = enumerate(zip(table.has_main, table.has_own_main, strict=True))
+        return [index for index, (main, own) in every if not own and (main or frozen)]
 
     def _weights(self, index: int) -> Tensor:
         param = self._table.params[index]
@@ -158,7 +158,7 @@ class WeightChanges(WeightObserver):
         flat, before = self._flat(index), self._values.get(index)
         if before is not None and (before.shape, before.dtype) == (flat.shape, flat.dtype):
             return bits_differ(before.to(flat.device), flat)
-        is_unknown = self._bound[index] and not self._is_marked[index]
+        is_unknown = self._had_main[index] and not self._is_marked[index]
         if is_unknown or index in self._written:
             return None
         if index not in self._bits:
@@ -185,8 +185,8 @@ class WeightChanges(WeightObserver):
         self._written.clear()
         for bits in self._bits.values():
             bits.zero_()
-        for index, is_bound in enumerate(self._bound):
-            if is_bound and not self._is_marked[index]:
+        for index, is_trained in enumerate(self._had_main):
+            if is_trained and not self._is_marked[index]:
                 self._values.pop(index, None)
                 self._remember(index)
 
