@@ -7,7 +7,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from support.models import build, same_bits, tokens_of, train
+from support.models import build, same_bits, train
 
 
 def test_one_cycle_lr_cycles_betas_too():
@@ -40,23 +40,6 @@ def test_dcp_optimizer_state_dict(fraction, flatten):
         same_bits(a, b.detach()) for a, b in zip(expected, other_model.parameters(), strict=True)
     )
     assert train(other_model, other, 2, start=3) == train(model, optimizer, 2, start=3)
-
-
-def test_accelerate_prepare():
-    from accelerate import Accelerator
-
-    model, optimizer = build("bf16", 0.5)
-    expected_model, expected = build("bf16", 0.5)
-    accelerator = Accelerator(cpu=True)
-    model, prepared = accelerator.prepare(model, optimizer)
-    losses = []
-    for step in range(3):
-        prepared.zero_grad()
-        loss = model(tokens_of(step))
-        accelerator.backward(loss)
-        prepared.step()
-        losses.append(loss.item())
-    assert losses == train(expected_model, expected, 3)
 
 
 def hf_training(folder, max_grad_norm, mode):

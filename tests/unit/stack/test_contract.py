@@ -14,14 +14,12 @@ from mp_optim import (
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
     FusedAdam,
-    HybridDeviceOptimizer,
     checkpoint,
     get_megatron_optimizer,
 )
 from mp_optim.checkpoint.common import from_json
 from mp_optim.offload.buckets import plan_offload
-from support.models import DTYPES, build, config_for, same_bits, tokens_of, train
-from support.offload import finish_early_work
+from support.models import DTYPES, build, config_for, same_bits, train
 
 
 def test_outer_groups_are_live_and_hold_the_models_parameters():
@@ -102,60 +100,6 @@ def test_a_chain_grows_by_kind_and_answers_for_its_parts():
     assert ChainedOptimizer([dense]).optimizer is dense.optimizer
 
 
-@pytest.mark.parametrize("edit", ["param", "group"])
-def test_edited_lists_of_a_chain_are_refused(edit):
-    model, optimizer = build("bf16")
-    if edit == "param":
-        optimizer.param_groups[0]["params"].pop()
-    else:
-        optimizer.param_groups.pop()
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    before = model.embed.detach().clone()
-    for use in (optimizer.step, optimizer.state_dict):
-        with pytest.raises(ValueError, match="param_groups"):
-            use()
-    assert torch.equal(model.embed, before)
-
-
-def test_numbers_of_a_chain_are_those_of_its_members():
-    settings = {"offload_mode": "speculative", "clip_grad": 0.0}
-    model, optimizer = build("bf16", 1.0, **settings)
-    train(model, optimizer, 3)
-    of_members = [member.metrics() for member in optimizer.chained_optimizers]
-    metrics = optimizer.metrics()
-    for name in ("speculation_hits", "speculation_redone", "bytes_down", "bytes_up"):
-        assert metrics[name] == sum(each[name] for each in of_members)
-    assert all(each["speculation_hits"] > 0 for each in of_members)
-    assert metrics["steps"] == 3
-
-
-def test_state_of_a_chain_follows_what_was_written():
-    model, optimizer = build("bf16")
-    train(model, optimizer, 1)
-    written = model.dense, model.experts["up"]
-    with torch.no_grad():
-        for param in written:
-            param.mul_(2.0)
-    for param in written:
-        assert same_bits(optimizer.state[param]["master_param"], param.detach().float())
-
-
-@pytest.mark.parametrize("leaves", [False, True])
-def test_a_chain_that_leaves_the_accelerator_lets_go_of_what_was_begun(leaves):
-    model, optimizer = build("bf16", 1.0, offload_mode="speculative", clip_grad=0.0)
-    train(model, optimizer, 1)
-    model(tokens_of(1)).backward()
-    finish_early_work(optimizer)
-    if leaves:
-        optimizer.offload_to_cpu()
-        optimizer.restore_from_cpu()
-    before = [member.metrics()["speculation_hits"] for member in optimizer.chained_optimizers]
-    optimizer.step()
-    hits = [member.metrics()["speculation_hits"] for member in optimizer.chained_optimizers]
-    assert [now > then for now, then in zip(hits, before, strict=True)] == [not leaves] * 2
-
-
 def test_a_chain_needs_parts_of_one_config():
     def part(**settings):
         return FP32Optimizer(
@@ -197,22 +141,6 @@ def test_timers_are_started_and_stopped():
         ]
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_a_parameter_that_was_frozen_at_first_is_taken_up(fraction):
-    frozen, trained = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
-    frozen.requires_grad_(False)
-    inner = HybridDeviceOptimizer([frozen, trained], fraction, lr=0.1)
-    optimizer = Float16OptimizerWithFloat16Params(inner, config_for("bf16", clip_grad=0.0))
-    for expected in (0, 1):
-        for param in (frozen, trained):
-            param.grad = torch.ones_like(param) if param.requires_grad else None
-        assert optimizer.step().success
-        assert len(optimizer.state) == 1 + expected
-        frozen.requires_grad_(True)
-    assert optimizer.state[frozen]["step"] == 1 and optimizer.state[trained]["step"] == 2
-    assert frozen.main_param.dtype == torch.float32 and (frozen.detach() < 1).all()
-
-
 def test_copies_and_pickles_are_refused():
     _, optimizer = build("bf16")
     for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
@@ -225,21 +153,6 @@ def test_fp16_needs_a_loss_scale():
         Float16OptimizerWithFloat16Params(
             FusedAdam([nn.Parameter(torch.ones(2).half())]), config_for("fp16")
         )
-
-
-def test_defaults_that_differ_by_place_have_to_be_given():
-    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    with pytest.raises(
-        ValueError, match=r"weight_decay is 0\.0 by default on the device and 0\.01 on the host"
-    ):
-        HybridDeviceOptimizer(params, 0.5, torch.optim.AdamW, lr=0.1)
-    HybridDeviceOptimizer(params, 0.5, torch.optim.AdamW, lr=0.1, weight_decay=0.0)
-
-
-def test_describe_names_what_steps():
-    inner = FusedAdam([("w", nn.Parameter(torch.ones(2, dtype=torch.bfloat16)))], backend="torch")
-    rows = Float16OptimizerWithFloat16Params(inner, config_for("bf16")).describe().rows
-    assert [row.backend for row in rows] == ["torch"]
 
 
 def test_a_config_changed_since_and_wrong_arguments_are_refused():
@@ -256,26 +169,6 @@ def test_a_config_changed_since_and_wrong_arguments_are_refused():
             config_for("fp32", optimizer_cpu_offload=True, optimizer_offload_fraction=0.0),
             nn.Linear(1, 1),
         )
-
-
-def test_a_changed_shape_is_refused_by_name():
-    model, optimizer = build("bf16", experts=False)
-    train(model, optimizer, 1)
-    smaller = nn.Parameter(torch.zeros(4, 8, dtype=torch.bfloat16))
-    for group in optimizer.param_groups:
-        group["params"] = [smaller if p is model.dense else p for p in group["params"]]
-    with pytest.raises(
-        ValueError, match=r"dense: the parameter's local shape changed from \(8, 8\) to \(4, 8\)"
-    ):
-        optimizer.step()
-
-
-def test_meta_parameters_count_as_their_own_device():
-    params = [nn.Parameter(torch.empty(2, device="meta"))]
-    hybrid = HybridDeviceOptimizer(params, 0.0)
-    assert hybrid.place(hybrid.slots()[0]) == "device"
-    with pytest.raises(ValueError, match=r"offload_fraction=1\.5"):
-        HybridDeviceOptimizer(params, 1.5)
 
 
 def test_without_parameters_there_is_nothing_to_do():

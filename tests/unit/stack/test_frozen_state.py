@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import mp_optim
-from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
+from mp_optim import checkpoint
 from support.models import same_bits
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -25,7 +25,6 @@ PLACES: dict[str, dict[str, Any]] = {
     "disk": {"offload": 1.0, "optimizer_state_path": "here"},
 }
 FORMS: dict[str, dict[str, Any]] = {
-    "": {},
     "8bit": {"state": "8bit"},
     "remainder": {"main_params": "remainder16", "state": "bf16"},
     "average": {"ema_decay": 0.9},
@@ -114,8 +113,9 @@ def test_state_of_a_frozen_parameter_survives_any_number_of_resumes(
 
 
 @pytest.mark.parametrize("via", ["state_dict", "checkpoint"])
-@pytest.mark.parametrize("form", [form for form in FORMS if form])
-@pytest.mark.parametrize("rule", ["AdamW", "SGD", "Muon"])
+@pytest.mark.parametrize(
+    ("rule", "form"), [("AdamW", "8bit"), ("SGD", "remainder"), ("Muon", "average")]
+)
 def test_in_every_form(rule: str, form: str, via: str, tmp_path: Path) -> None:
     settings = FORMS[form]
     if rule == "SGD":
@@ -149,25 +149,6 @@ def test_what_is_refused_shows_nothing(dtype: str, tmp_path: Path) -> None:
     assert [*run.optimizer.state_dict()["state"]] == [0, 1]
 
 
-def test_a_main_param_that_was_prepared_takes_the_values_of_now(tmp_path: Path) -> None:
-    """FP32 on the host: a load that is refused, then other weights, then a load that is not."""
-    run = Run(tmp_path, "fp32", offload=1.0)
-    run.step()
-    saved = copy.deepcopy(run.optimizer.state_dict())
-    run.freeze("a")
-    run.optimizer = run.built()
-    wrong = copy.deepcopy(saved)
-    wrong["state"][1]["exp_avg"] = torch.zeros(5)
-    with pytest.raises(ValueError, match="saved shape"):
-        run.optimizer.load_state_dict(wrong)
-    with torch.no_grad():
-        run.model.a.fill_(3.0)
-    run.optimizer.load_state_dict(saved)
-    run.freeze()
-    run.step()
-    assert bool((run.model.a > 2.9).all())
-
-
 @pytest.mark.parametrize("via", ["state_dict", "checkpoint"])
 @pytest.mark.parametrize("thawed_before_resume", [True, False])
 @pytest.mark.parametrize("place", ["device", "host"])
@@ -194,26 +175,3 @@ def test_a_parameter_that_is_thawed_and_saved_before_its_first_step(
         run.step()
         ends.append(run.everything())
     assert alike(*ends)
-
-
-def test_a_stack_of_a_config_does_so_too(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).bfloat16()
-    config = OptimizerConfig(lr=0.1, bf16=True)
-
-    def step(optimizer: Any) -> Any:
-        optimizer.zero_grad()
-        optimizer.scale_loss(model(torch.ones(2, 3).bfloat16()).sum()).backward()
-        return optimizer.step()
-
-    def built() -> Any:
-        groups = [{"params": list(model.named_parameters())}]
-        return get_megatron_optimizer(config, model, param_groups=groups)
-
-    optimizer = built()
-    step(optimizer)
-    model[0].requires_grad_(False)
-    for _ in range(2):
-        checkpoint.save(tmp_path, model, optimizer)
-        optimizer = built()
-        checkpoint.load(tmp_path, model, optimizer)
-    assert len(optimizer.state_dict()["state"]) == 4

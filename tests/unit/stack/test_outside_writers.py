@@ -254,8 +254,7 @@ def test_every_write_to_a_gradient_of_fsdp_counts(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("unscales", [True, False])
 @pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rule", ["SGD", "AdamW"])
+@pytest.mark.parametrize(("rule", "dtype"), [("SGD", torch.float32), ("AdamW", torch.bfloat16)])
 def test_grad_scaler_means_the_same_in_every_mode(
     rule: str, dtype: torch.dtype, clip: float | None, unscales: bool, mode: str
 ) -> None:

@@ -142,28 +142,3 @@ def test_what_cannot_be_scaled_changes_nothing(factors, said):
     with pytest.raises(ValueError, match=said):
         optimizer.scale_rows_(dict([first]) | factors)
     assert all(same_bits(before[name], main) for name, main in mains(optimizer).items())
-
-
-@pytest.mark.parametrize("precision", ["bf16", "bf16-remainder", "fp32"])
-def test_what_was_written_just_before_is_scaled(precision):
-    model, optimizer = build(precision, fraction=1.0)
-    train(model, optimizer, 1)
-    with torch.no_grad():
-        model.dense.fill_(3.0)
-    optimizer.scale_rows_({"dense": torch.full((ROWS,), 0.5)})
-    for scaled in (model.dense.detach(), mains(optimizer)["dense"]):
-        torch.testing.assert_close(scaled, torch.full_like(scaled, 1.5), rtol=2**-8, atol=0.0)
-
-
-def test_factors_of_more_bits_are_those_of_fp32():
-    """A product in FP64 of this factor would round to another number."""
-
-    def scaled(factor):
-        model, optimizer = build("fp32")
-        with torch.no_grad():
-            model.dense.copy_(torch.linspace(1, 2, ROWS * ROWS).view(ROWS, ROWS))
-        optimizer.scale_rows_({"dense": factor.expand(ROWS)})
-        return model.dense.detach().clone()
-
-    exact = torch.tensor(1 + 2.0**-24 + 2.0**-30, dtype=torch.float64)
-    assert same_bits(scaled(exact), scaled(exact.float()))

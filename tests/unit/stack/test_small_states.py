@@ -19,14 +19,6 @@ from support.workers.small_states import BELOW, LAYOUTS, SHAPES
 
 SMALL, LARGE = (7, 30), (8, 40)
 SIZES = {"small": SMALL, "exact": (256,), "large": LARGE}
-PLACES: dict[str, dict[str, Any]] = {
-    "device": {},
-    "host": {"fraction": 0.5},
-    "overlap": {"fraction": 1.0, "offload_mode": "overlap"},
-    "speculative": {"fraction": 1.0, "offload_mode": "speculative"},
-    "streamed": {"fraction": 1.0, "offload_place": "streamed"},
-    "disk": {"fraction": 1.0},
-}
 
 
 def grown(
@@ -57,9 +49,8 @@ def state_of(optimizer: mp_optim.MegatronOptimizer) -> dict[str, dict[str, Tenso
 
 
 FORMS = (
-    *itertools.product(
-        ("uint8", "uint4"), ("adam", "lamb", "lion", "sgd"), (False, True), ("reference", "native")
-    ),
+    *itertools.product(("uint8", "uint4"), ("adam", "lamb"), (False, True), ("native",)),
+    *itertools.product(("uint8", "uint4"), ("lion", "sgd"), (True,), ("reference",)),
     # interpreted, each takes seconds; their kernels' bits are compared in test_triton.py
     ("uint8", "adam", False, "triton"),
     ("uint4", "lamb", True, "triton"),
@@ -89,24 +80,6 @@ def test_each_has_the_bits_of_its_own_form(
     assert {value.dtype for key, value in found["small"].items() if key != "remainder"} == {
         torch.float32
     }
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_every_place_has_the_same_bits_and_resumes(place: str, tmp_path: Path) -> None:
-    fields = dict(PLACES[place])
-    if place == "disk":
-        fields["optimizer_state_path"] = str(tmp_path)
-    if place in ("streamed", "disk"):
-        fields["stream_window_bytes"] = 1 << 16
-    device = build("bf16-below")
-    train(*device, 4)
-    other = build("bf16-below", **fields)
-    train(*other, 2)
-    checkpoint.save(tmp_path / "ck", *other)
-    resumed = build("bf16-below", seed=5, **fields)
-    checkpoint.load(tmp_path / "ck", *resumed)
-    train(*resumed, 2, start=2)
-    assert differing(snapshot(*resumed), snapshot(*device)) == []
 
 
 @pytest.mark.parametrize("via", ["state dict", "checkpoint"])

@@ -3,7 +3,6 @@ it is moved, or refused aloud, and no bit of the training is another."""
 
 import copy
 import gc
-import pickle
 import tempfile
 import warnings
 import weakref
@@ -16,7 +15,6 @@ from torch import nn
 import mp_optim
 from mp_optim import FusedAdam, HybridDeviceOptimizer, get_megatron_optimizer
 from mp_optim.host.transfer import transfer_for
-from mp_optim.rules.rule_executor import RuleExecutor
 from support.accelerator.disk import simulated_disk
 from support.accelerator.simulation import COLLECTIVES, device_at
 from support.accelerator.stand_in import simulated_accelerator
@@ -110,13 +108,6 @@ def test_helpers_of_rl_programs_move_state_and_no_bit(simulation, place, helper)
 @pytest.mark.parametrize("form", FORMS)
 def test_helpers_of_rl_programs_move_every_form(simulation, form):
     check(form, "device", all_to)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("place", list(PLACES)[1:])
-def test_helpers_of_rl_programs_move_every_form_in_every_place(simulation, place, form):
-    check(form, place, all_to)
 
 
 def check(form, place, helper):
@@ -233,59 +224,6 @@ def test_copies_that_are_under_way_are_waited_for(simulation):
     assert not differing(found(model, optimizer), expected("bf16"))
 
 
-def test_what_is_kept_of_launches_is_forgotten_slot_by_slot(simulation, monkeypatch):
-    """It has the addresses, and on a GPU the memory, that state had."""
-    model, optimizer = build("bf16", "host")
-    train(model, optimizer, 1)
-    told, forget = [], RuleExecutor.memory_moved
-
-    def memory_moved(executor, slot=None):
-        told.append(slot)
-        forget(executor, slot)
-
-    monkeypatch.setattr(RuleExecutor, "memory_moved", memory_moved)
-    state = optimizer.state[model.dense]
-    state["exp_avg"] = state["exp_avg"].to(HOST)
-    assert len(told) == 1 and told[0] is not None
-    optimizer.offload_to_cpu()
-    optimizer.restore_from_cpu()
-    assert told[1:] == [None] * 4  # of the dense optimizer and of the experts'
-
-
-@pytest.mark.parametrize("asked", ["before", "around"])
-@pytest.mark.parametrize("offload", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_is_not_offloaded_goes_with_a_model_that_moves(simulation, dtype, offload, asked):
-    """As where the weights leave the accelerator for a rollout, too: the optimizer may be asked for
-    its state while they are away."""
-
-    def run(asked):
-        layer = nn.Linear(6, 5, device=HOST).to(dtype)
-        with torch.no_grad():
-            for param in layer.parameters():
-                param.copy_(torch.arange(param.numel()).view_as(param) / 7)
-        layer.to(DEVICE if asked == "never" else HOST)
-        optimizer = mp_optim.AdamW(layer.parameters(), lr=1e-2, offload=offload)
-        if asked != "never":
-            all_to(optimizer, HOST)
-        layer.to(DEVICE)
-        for step in range(3):
-            for param in layer.parameters():
-                param.grad = torch.full_like(param, 0.5 + step)
-            optimizer.step()
-            if asked == "around":
-                layer.to(HOST)
-                all_to(optimizer, HOST)
-                layer.to(DEVICE)
-                all_to(optimizer, DEVICE)
-        assert bool(on_accelerator(optimizer)) == (offload < 1.0)
-        return [param.detach().cpu() for param in layer.parameters()]
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", f".*{STAYS}")
-        assert all(map(same_bits, run(asked), run("never")))
-
-
 @pytest.mark.parametrize("offload", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_state_follows_a_model_that_moves_between_steps(simulation, dtype, offload):
@@ -308,40 +246,6 @@ def test_state_follows_a_model_that_moves_between_steps(simulation, dtype, offlo
 
 
 # -- the rule -------------------------------------------------------------------------------------
-
-
-def test_a_state_is_one_object_and_shows_what_is_there(simulation):
-    model, optimizer = build("bf16-4bit")
-    train(model, optimizer, 1)
-    state = optimizer.state[model.dense]
-    assert state is optimizer.state[model.dense] and isinstance(state, dict)
-    before = state["exp_avg"].clone()
-    train(model, optimizer, 1, 1)
-    assert state["step"] == 2 and not torch.equal(state["exp_avg"].cpu(), before.cpu())
-    assert state.keys() == dict(state).keys() == {**state}.keys() and len(state) == len(list(state))
-    assert type(copy.deepcopy(state)) is dict and type(pickle.loads(pickle.dumps(state))) is dict
-
-
-@pytest.mark.parametrize("form", ["fp32", "bf16", "bf16-8bit", "bf16-4bit"])
-def test_values_that_are_assigned_are_taken_wherever_the_state_is(simulation, form):
-    def run(device, parks):
-        model, optimizer = build(form, device=device)
-        train(model, optimizer, 2)
-        if parks:
-            all_to(optimizer, HOST)
-        state = optimizer.state[model.dense]
-        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
-        state.update(step=torch.tensor(5.0), exp_avg_sq=torch.zeros_like(state["exp_avg_sq"]))
-        assert float(state["step"]) == 5.0 and not state["exp_avg"].cpu().float().any()
-        if parks:
-            optimizer.restore_from_cpu()
-        train(model, optimizer, 2, 2)
-        return found(model, optimizer)
-
-    reference = run(HOST, False)
-    assert differing(reference, expected(form))
-    assert not differing(run(DEVICE, False), reference)
-    assert not differing(run(DEVICE, True), reference)
 
 
 def test_what_cannot_be_taken_is_refused_and_nothing_has_changed(simulation):
@@ -399,16 +303,6 @@ def test_no_look_keeps_parameters_or_memory_alive(simulation):
     assert old() is None and shown() is None and copies[0]() is None
     assert all(region.is_let_go for region in memory)
     assert len(view) == len(list(model.parameters()))
-
-
-def test_parked_tensors_are_not_kept_alive(simulation):
-    optimizer = mp_optim.AdamW([nn.Parameter(torch.ones(5, device=DEVICE))], lr=1e-2)
-    optimizer.offload_to_cpu()
-    homes = optimizer.step_mark.parked.homes
-    assert homes
-    optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
-    gc.collect()
-    assert not homes
 
 
 @pytest.mark.parametrize("place", ["device", "host", "streamed"])
