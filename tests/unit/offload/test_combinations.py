@@ -172,16 +172,6 @@ def test_the_bits_of_the_device(
     check(tmp_path_factory.mktemp("state"), program)
 
 
-@pytest.mark.repeats
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None)
-@given(program=programs())
-def test_the_bits_of_the_device_in_other_programs(
-    tmp_path_factory: pytest.TempPathFactory, program: dict[str, Any]
-) -> None:
-    check(tmp_path_factory.mktemp("state"), program)
-
-
 # -- what each is for -----------------------------------------------------------------------------
 
 EVERY = [("host", "overlap"), ("host", "speculative"), ("streamed", "overlap")]
@@ -262,53 +252,6 @@ def patched_transfers(noted: list[object]) -> Iterator[None]:
 
     with patch.multiple(StateFile, **{name: noting(move) for name, move in both.items()}):
         yield
-
-
-@pytest.mark.parametrize(("place", "mode"), EVERY)
-def test_state_that_is_written_after_it_was_read_is_read_again(
-    tmp_path: Path, place: str, mode: str
-) -> None:
-    """By whoever has the tensor, from before, and between backward and step."""
-    found = []
-    for folder in (None, tmp_path):
-        fields = {"offloads": False, "clip_grad": 0.0} if folder is None else {}
-        model, optimizer = build(**fields) if folder is None else on_disk(folder, place, mode)
-        train(model, optimizer, 3)
-        kept = [state["exp_avg"] for state in optimizer.state_dict()["state"].values()]
-        train(model, optimizer, 2, 3)
-        for step in (5, 6):
-            accumulate(model, step)
-            finish_early_work(optimizer)
-            for moment in kept:
-                moment.view(-1)[-1] += 0.5
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(snapshot(model, optimizer))
-    assert differing(*found) == []
-
-
-@pytest.mark.parametrize(("place", "mode"), EVERY)
-@pytest.mark.parametrize("transfer", [AdversarialTransfer, None], ids=["accelerator", "host"])
-def test_gradients_that_are_written_without_a_trace_are_stepped(
-    tmp_path: Path, place: str, mode: str, transfer: Any
-) -> None:
-    """After what was begun on them is done, from the first step on."""
-    found = []
-    for folder in (None, tmp_path):
-        fields = {"offloads": False, "clip_grad": 0.0}
-        if folder is None:
-            model, optimizer = build(**fields)
-        else:
-            model, optimizer = on_disk(folder, place, mode, transfer=transfer)
-        for step in range(4):
-            optimizer.zero_grad()
-            accumulate(model, step)
-            finish_early_work(optimizer)
-            for param in model.parameters():
-                param.grad.data.neg_()
-            optimizer.step()
-        found.append(snapshot(model, optimizer))
-    assert differing(*found) == []
 
 
 @pytest.mark.parametrize("folder", [False, True], ids=["memory", "disk"])

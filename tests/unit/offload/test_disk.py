@@ -3,50 +3,25 @@
 import copy
 import ctypes
 import errno
-import math
 import mmap
 import os
-import re
 import shutil
-from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import nn
 
-from mp_optim import (
-    AdamW,
-    FusedAdam,
-    HybridDeviceOptimizer,
-    OptimizerConfig,
-    checkpoint,
-    get_megatron_optimizer,
-)
+from mp_optim import OptimizerConfig, checkpoint, get_megatron_optimizer
 from mp_optim.apps.fit.model_plan import plan
 from mp_optim.core.interrupted_step import BrokenOffError
 from mp_optim.host.host_memory import page_locked_bytes
-from mp_optim.offload.state_storage import FileSource
 from mp_optim.offload.worker import WorkerError
 from support.launch import environment, run_forked_program
 from support.models import AdversarialTransfer
 from support.offload import differing, hybrids, snapshot
 from support.slow_disk import slow_disk
-from support.streamed import (
-    FORMS,
-    HALVES,
-    WHOLE,
-    Model,
-    give_gradients,
-    go_backward,
-    stepped,
-    train,
-)
+from support.streamed import FORMS, HALVES, Model, give_gradients, go_backward, train
 
 SHAPES = {"big": (3, 2801), "left": (40, 20), "bias": (7,), "one": (1,), "right": (2300,)}
-LARGEST = 200_000
-"""Bytes that the largest parameter takes in a window, at most."""
 
 
 def build(
@@ -79,33 +54,6 @@ def build(
     return model, optimizer
 
 
-@st.composite
-def programs(draw):
-    fields = draw(stepped())
-    has_scales = fields.get("exp_avg_dtype") in ("float16", "uint8", "uint4")
-    whole = fields["optimizer"] in WHOLE or has_scales
-    windows = [LARGEST, 1 << 20] if whole else [65_536, 70_000, LARGEST, 1 << 20]
-    return {
-        "fraction": draw(st.sampled_from([0.2, 0.7, 1.0])),
-        "window": draw(st.sampled_from(windows)),
-        "place": draw(st.sampled_from(["host", "streamed"])),
-        "transfer": draw(st.sampled_from([AdversarialTransfer, None])),
-        **fields,
-    }
-
-
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(program=programs(), is_slow=st.booleans())
-def test_the_bits_of_the_device(tmp_path_factory, program, is_slow):
-    on_device = {key: program[key] for key in program.keys() - {"place", "transfer"}}
-    expected = train(*build(**on_device), 3)
-    folder = tmp_path_factory.mktemp("state")
-    with slow_disk() if is_slow else nullcontext():
-        found = train(*build(folder, **program), 3)
-    assert differing(found, expected) == []
-    assert list(folder.iterdir()) == []  # it has no name
-
-
 WIDE = {"wide": (300_000,), "bias": (9,)}
 
 
@@ -121,65 +69,7 @@ def test_state_in_blocks_of_256_is_cut_at_blocks_of_the_disk(tmp_path, place):
         build(tmp_path, place=place, window=1 << 20, **form)
 
 
-def test_many_windows_go_through_few(tmp_path):
-    """Eight of them and more, in five pieces of memory."""
-    shapes = {f"p{n}": (1024 * n + 3,) for n in range(1, 9)}
-    expected = train(*build(shapes=shapes), 3)
-    for place in ("host", "streamed"):
-        with slow_disk():
-            how = {"place": place, "shapes": shapes, "window": 32_768}
-            model, optimizer = build(tmp_path, **how)
-            assert differing(train(model, optimizer, 3), expected) == []
-
-
-def test_a_file_system_without_direct_access_is_said_so(tmp_path, monkeypatch):
-    system_open = os.open
-
-    def opened(path, flags, *rest, **more):
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return system_open(path, flags, *rest, **more)
-
-    monkeypatch.setattr(os, "open", opened)
-    model, optimizer = build(tmp_path)
-    assert differing(train(model, optimizer, 3), train(*build(), 3)) == []
-    said = f"the file system of {tmp_path} refuses O_DIRECT; state goes through the"
-    assert said in str(optimizer.describe())
-
-
 # -- between steps it is state as any other -------------------------------------------------------
-
-
-@pytest.mark.parametrize("place", ["host", "streamed"])
-def test_state_that_is_written_between_steps_is_stepped_from(tmp_path, place):
-    found = {}
-    for folder in (None, tmp_path):
-        model, optimizer = build(folder, place=place, fraction=0.7)
-        for step in range(4):
-            train(model, optimizer, 1, step)
-            for index, state in enumerate(optimizer.state_dict()["state"].values()):
-                if index != step:  # one is not touched
-                    state["exp_avg"].view(-1)[-1] += 0.5
-            for _, main in optimizer.named_main_params():
-                main.view(-1)[0] *= 0.5
-        with torch.no_grad():
-            model.right.mul_(0.5)  # its main param follows
-        found[folder] = train(model, optimizer, 2, 4)
-    assert differing(found[None], found[tmp_path]) == []
-
-
-def test_a_tensor_that_was_kept_from_an_earlier_look_is_current(tmp_path):
-    """And what is written there later counts."""
-    found = []
-    for folder in (None, tmp_path):
-        model, optimizer = build(folder)
-        train(model, optimizer, 1)
-        kept = optimizer.state_dict()["state"][0]["exp_avg"]
-        train(model, optimizer, 2, 1)
-        seen = kept.clone()
-        kept.add_(1.0)
-        found.append({**train(model, optimizer, 2, 3), "seen": seen})
-    assert differing(*found) == []
 
 
 def test_resumed_in_other_places_and_saved_in_the_background(tmp_path):
@@ -199,27 +89,6 @@ def test_resumed_in_other_places_and_saved_in_the_background(tmp_path):
         checkpoint.load(saved, model, optimizer)
         found = train(model, optimizer, 2, 1 + 2 * start)
     assert differing(found, expected) == []
-
-
-def test_a_parameter_that_comes_later_lies_there_too(tmp_path):
-    found = []
-    for folder in (None, tmp_path):
-        model, optimizer = build(folder)
-        train(model, optimizer, 2)
-        model.later = nn.Parameter(torch.linspace(-1, 1, 5000).bfloat16())
-        optimizer.add_param_group({"params": [("later", model.later)]})
-        found.append(train(model, optimizer, 2, 2))
-    assert differing(*found) == []
-
-
-def test_a_step_that_is_not_finite_changes_nothing(tmp_path):
-    model, optimizer = build(tmp_path)
-    before = train(model, optimizer, 2)
-    give_gradients(model, 2)
-    model.left.grad[1, 1] = math.nan
-    with pytest.warns(UserWarning, match="a step was skipped"):
-        assert not optimizer.step().success
-    assert differing(snapshot(model, optimizer), before) == []
 
 
 # -- memory, and what it says of itself -----------------------------------------------------------
@@ -292,17 +161,6 @@ def test_a_step_reads_and_writes_past_the_page_cache(tmp_path, place):
         moved["bytes_read"] == moved["bytes_written"] == sum(hybrid.stepper.host_part.disk_bytes())
     )
     assert moved["disk_wait_ms"] > 0
-
-
-def test_what_it_says_of_itself(tmp_path):
-    said = {}
-    for place in ("host", "streamed"):
-        model, optimizer = build(tmp_path, place=place)
-        train(model, optimizer, 1)
-        said[place] = str(optimizer.describe())
-        assert f"a file in {tmp_path}, which has no name and is no checkpoint" in said[place]
-    assert re.search(r"on the host in windows of [\d,]+ bytes, 5 at", said["host"])
-    assert re.search(r"on the device in windows of [\d,]+ bytes, 6 at", said["streamed"])
 
 
 def test_memory_and_networks_are_no_local_disk(tmp_path, monkeypatch):
@@ -425,20 +283,6 @@ def test_a_rule_may_keep_nothing_of_a_parameter_that_is_stepped_where_it_lies(
     assert differing(found, train(*build(**fields), 3)) == []
 
 
-def test_a_signal_while_windows_get_their_sizes_leaves_them_to_the_next_step(tmp_path, monkeypatch):
-    model, optimizer = build(tmp_path)
-    give_gradients(model, 0)
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FileSource, "resize", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
-    assert differing(train(model, optimizer, 2), train(*build(), 2)) == []
-
-
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -500,32 +344,3 @@ def test_what_cannot_lie_on_a_disk_is_refused_by_name(tmp_path, fields, said):
     with pytest.raises(ValueError, match=said):
         build(tmp_path, **fields)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_path_is_text():
-    with pytest.raises(ValueError, match="optimizer_state_path=3: must be the path of"):
-        OptimizerConfig(optimizer_state_path=3).check()
-
-
-def test_the_class_below_refuses_it_too(tmp_path):
-    with pytest.raises(ValueError, match="AdamW cannot be stepped in windows"):
-        HybridDeviceOptimizer(
-            Model(torch.float32).parameters(),
-            1.0,
-            torch.optim.AdamW,
-            FusedAdam,
-            optimizer_state_path=str(tmp_path),
-            weight_decay=0.0,
-        )
-
-
-def test_the_torch_shaped_classes_take_it(tmp_path):
-    found = []
-    for offload in ({}, {"offload": 1.0, "optimizer_state_path": tmp_path}):
-        model = Model(torch.float32)
-        optimizer = AdamW(model.parameters(), lr=1e-2, **offload)
-        for step in range(3):
-            give_gradients(model, step)
-            optimizer.step()
-        found.append(dict(model.named_parameters()))
-    assert differing(*found) == [] and "no checkpoint" in str(optimizer.describe())

@@ -136,24 +136,6 @@ def test_a_kernel_that_raises_when_a_bucket_is_stepped_again(monkeypatch):
     goes_on_like(pair, other)
 
 
-def test_a_kernel_that_raises_in_place_says_how_far_it_came(monkeypatch):
-    model, optimizer = build_mode("overlap", fraction=1.0, experts=False)
-    run(model, optimizer, 2)
-    optimizer.zero_grad()
-    model(tokens_of(50)).backward()
-    carry_out, calls = RuleExecutor.carry_out, []
-
-    def third(self, planned):
-        calls.append(planned)
-        if len(calls) == 3:
-            raise RuntimeError("mp_adam: the kernels failed")
-        carry_out(self, planned)
-
-    monkeypatch.setattr(RuleExecutor, "carry_out", third)
-    with pytest.raises(RuntimeError, match="already stepped: load the last checkpoint"):
-        optimizer.step()
-
-
 class Fatal:
     """What ends the thread that takes it, before it is at work on it."""
 
@@ -255,16 +237,6 @@ def test_a_worker_that_cannot_begin():
     with pytest.raises(WorkerError, match="no pinned memory"):
         worker.drain()
     assert time.monotonic() - started < SECONDS
-
-
-def test_a_closed_worker_starts_again():
-    done = []
-    worker = Worker("twice", 4)
-    for _ in range(2):
-        worker.submit(Job(lambda: done.append(threading.current_thread())))
-        worker.drain()
-        worker.close()
-    assert len(set(done)) == 2 and not any(thread.is_alive() for thread in done)
 
 
 @pytest.mark.repeats

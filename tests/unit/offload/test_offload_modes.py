@@ -21,10 +21,8 @@ from mp_optim import (
 )
 from mp_optim.host.host_share import host_share
 from mp_optim.host.transfer import Transfer
-from mp_optim.offload.buckets import plan_buckets
-from mp_optim.offload.speculation import WINDOW, speculates_next
-from mp_optim.rules.rule_state import RuleState
-from support.models import COMPACT, build, config_for, same_bits, tokens_of
+from mp_optim.offload.speculation import WINDOW
+from support.models import COMPACT, build, config_for, tokens_of
 from support.offload import (
     MODES,
     build_mode,
@@ -62,22 +60,6 @@ def overflow_at(*steps):
             model.dense.grad[0, 0] = math.inf if step % 2 else math.nan
 
     return after_backward
-
-
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_a_step_like_the_last_one_forms_no_launches(mode, monkeypatch):
-    """Neither those of the device nor those of any of several buckets."""
-    model, optimizer = build_mode(mode, bucket_bytes=64)
-    parts = [hybrid.stepper.host_part for hybrid in hybrids(optimizer)]
-    assert any(len(part.buckets.members) > 1 for part in parts)
-    run(model, optimizer, 4)
-    formed = []
-    monkeypatch.setattr(RuleState, "stored_keys", lambda *given: formed.append(given))
-    for _ in range(3):
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.9
-        run(model, optimizer, 1)
-    assert not formed
 
 
 LONG = {
@@ -301,24 +283,6 @@ def test_any_schedule(events, waits, **settings):
         assert differing(found[1], expected[1]) == [], mode
 
 
-@each_early
-def test_closures(mode):
-    results = []
-    for which in ("sync", mode):
-        model, optimizer = build_mode(which)
-        for step in range(6):
-
-            def closure(model=model, optimizer=optimizer, step=step):
-                optimizer.zero_grad()
-                loss = model(tokens_of(step))
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
-        results.append(snapshot(model, optimizer))
-    assert differing(*results) == []
-
-
 # -- gradients: what comes, what does not, what is reduced later ----------------------------------
 
 
@@ -396,26 +360,6 @@ def test_gradients_reduced_after_backward_are_waited_for(mode, monkeypatch):
     assert mode == "overlap" or counts(optimizer, "hits") > 0
 
 
-@pytest.mark.parametrize("rule", ["adam", "lamb"])
-@each_early
-def test_settings_refused_and_taken_back_between_micro_batches_leave_no_trace(mode, rule):
-    expected = None
-    for where in ("sync", mode):
-        model, optimizer = build_mode(where, "bf16", 1.0, optimizer=rule, clip_grad=0.0)
-        run(model, optimizer, 2)
-        optimizer.zero_grad()
-        model(tokens_of(7)).backward()
-        optimizer.param_groups[0]["amsgrad"] = True
-        with pytest.raises(ValueError, match="amsgrad"):
-            optimizer.step()
-        del optimizer.param_groups[0]["amsgrad"]
-        model(tokens_of(8)).backward()
-        optimizer.step()
-        now = snapshot(model, optimizer)
-        expected = expected or now
-        assert differing(now, expected) == []
-
-
 @each_early
 def test_only_the_last_micro_batch_starts_work(mode):
     model, optimizer = build_mode(mode, clip_grad=0.0)
@@ -449,14 +393,6 @@ def test_a_micro_batch_is_the_last_unless_somebody_says_otherwise(fraction):
         with member.no_sync():
             assert optimizer.is_last_microbatch == (fraction == 0.0)
         assert optimizer.is_last_microbatch
-
-
-def test_gradients_that_stay_on_a_device_are_measured_there():
-    """The host would read all of them for sums that nobody asks for."""
-    model, optimizer = build_mode("overlap")
-    run(model, optimizer, 3)
-    assert spans_of_worker(optimizer, "wait_copies")
-    assert bool(spans_of_worker(optimizer, "host_measure")) == model.dense.is_cpu
 
 
 def test_main_grads_are_seen_too():
@@ -640,21 +576,6 @@ def test_a_checkpoint_at_any_moment_equals_that_of_sync(tmp_path):
         ] * 8
 
 
-def test_tensors_stay_the_same_objects_when_buffers_are_swapped():
-    model, optimizer = build_mode("speculative", experts=False, fraction=1.0, clip_grad=0.0)
-    run(model, optimizer, 2)
-    main, state = model.dense.main_param, optimizer.state[model.dense]
-    first = main.data_ptr()
-    run(model, optimizer, 2, start=2)
-    addresses = {main.data_ptr()}
-    run(model, optimizer, 1, start=4)
-    addresses.add(main.data_ptr())
-    assert first in addresses and len(addresses) == 2
-    again = optimizer.state[model.dense]
-    assert model.dense.main_param is main and all(again[key] is state[key] for key in state)
-    assert same_bits(main.bfloat16(), model.dense.detach())
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
@@ -712,29 +633,6 @@ def test_metrics_and_description(mode):
         assert f"{back_buffer_bytes(hybrids(optimizer)[0]):,} bytes double buffer" in text
 
 
-def test_compact_states_halve_the_double_buffer():
-    def size(precision):
-        model = nn.ParameterList([torch.zeros(1 << 16, dtype=torch.bfloat16)])
-        optimizer = get_megatron_optimizer(
-            config_for(precision, 1.0, offload_mode="speculative"), model
-        )
-        return back_buffer_bytes(hybrids(optimizer)[0])
-
-    assert size("bf16-8bit") < 0.55 * size("bf16") == 0.55 * 12 * (1 << 16)
-
-
-def test_stages_show_in_the_profiler():
-    model, optimizer = build_mode("speculative", clip_grad=0.0)
-    run(model, optimizer, 3)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        run(model, optimizer, 1)
-    names = {event.name for event in profile.events()}
-    assert {"mp_optim::wait_worker", "mp_optim::publish"} <= names
-    spans = hybrids(optimizer)[0].timeline.last
-    assert {"host_measure", "host_step", "publish", "wait_worker"} <= {span.stage for span in spans}
-    assert {span.thread for span in spans if span.stage == "host_step"} == {"mp_optim-host"}
-
-
 def test_speculation_pauses_and_resumes():
     model, optimizer = build_mode("speculative", experts=False, clip_grad=0.16, lr=1e-3)
 
@@ -749,20 +647,6 @@ def test_speculation_pauses_and_resumes():
     assert hits == 0 and 0 < paused < 12
     hits, paused = hits_of(10, 22, 0.1)
     assert hits > 0 and 0 < paused < 10
-
-
-def test_the_rule_of_pausing():
-    always, never = [True] * WINDOW, [False] * WINDOW
-    assert speculates_next(True, never[1:]) and not speculates_next(True, never)
-    assert speculates_next(True, [*always, *never[2:]]) and not speculates_next(
-        False, [*always, *never[3:]]
-    )
-    assert speculates_next(False, [*never, *always[4:]]) and not speculates_next(False, never)
-
-
-def test_buckets_hold_every_slot_once():
-    assert plan_buckets(["a", "b", "c", "d"], [3, 3, 9, 1], 6) == [("a", "b"), ("c",), ("d",)]
-    assert plan_buckets([], [], 6) == []
 
 
 # -- alone, and what cannot be --------------------------------------------------------------------
@@ -822,36 +706,6 @@ def test_foreign_optimizers_overlap_and_do_not_speculate():
         )
 
 
-@pytest.mark.parametrize(
-    "settings, text",
-    [
-        (
-            {"offload_mode": "speculative"},
-            "offload_mode='speculative': has no effect without optimizer_offload_fraction > 0",
-        ),
-        (
-            {
-                "offload_mode": "overlap",
-                "optimizer_cpu_offload": True,
-                "optimizer_offload_fraction": 0.0,
-            },
-            "fraction > 0",
-        ),
-        (
-            {
-                "offload_mode": "superoffload",
-                "optimizer_cpu_offload": True,
-                "optimizer_offload_fraction": 1.0,
-            },
-            "must be one of",
-        ),
-    ],
-)
-def test_settings_without_effect_are_refused(settings, text):
-    with pytest.raises(ValueError, match=text):
-        OptimizerConfig(lr=1e-3, bf16=True, **settings)
-
-
 def test_the_worker_leaves_cores_to_others(monkeypatch):
     from mp_optim.kernels.native import NativeBackend
     from mp_optim.offload.worker import occupy, threads_beside_backward
@@ -888,21 +742,3 @@ def test_the_worker_leaves_cores_to_others(monkeypatch):
     thread.join()
     assert found[0][1] == 3 and torch.get_num_threads() == before
     assert threads_of_kernels() == host_share().threads
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_face_takes_what_was_written_without_a_trace(dtype):
-    param = nn.Parameter(torch.zeros(4, dtype=dtype))
-    optimizer = HybridDeviceOptimizer([param], 1.0, lr=0.5, param_update_in_fp32=True)
-    param.grad = torch.ones_like(param)
-    optimizer.step()
-    param.data.fill_(2.0)
-    optimizer.reload_model_params()
-    optimizer.param_groups[0]["lr"] = 0.0
-    optimizer.step()
-    assert param.eq(2.0).all()
-
-
-def test_a_bucket_has_room():
-    with pytest.raises(ValueError, match="bucket_bytes=0: must be at least 1"):
-        HybridDeviceOptimizer([nn.Parameter(torch.ones(2))], 1.0, bucket_bytes=0)

@@ -34,7 +34,6 @@ from support.offload import (
 
 EARLY = ("overlap", "speculative")
 each_early = pytest.mark.parametrize("mode", EARLY)
-RULES = ("adam", "sgd", "lamb", "lion", "muon")
 FORMS = ("bf16", "fp16", "fp32", *(f"bf16-{form}" for form in COMPACT))
 
 
@@ -54,36 +53,6 @@ def same_as_sync(mode, run_it, precision="bf16", fraction=0.7, **settings):
 
 
 # -- the same bits --------------------------------------------------------------------------------
-
-
-@given(
-    mode=st.sampled_from(EARLY),
-    rule=st.sampled_from(RULES),
-    precision=st.sampled_from(["bf16", "fp16", "fp32"]),
-    micro=st.integers(1, 4),
-    use_no_sync=st.booleans(),
-    clip_grad=st.sampled_from([0.0, 0.16, 1e6]),
-    fraction=st.sampled_from([0.3, 0.7, 1.0]),
-    bucket_bytes=st.sampled_from([64, 256, 1024, 1 << 20]),
-    pipelined=st.booleans(),
-    overflows=st.booleans(),
-    waits=st.lists(st.floats(0.0, 0.003), max_size=7),
-)
-@settings(max_examples=40, deadline=None)
-@pytest.mark.filterwarnings("ignore:.*skipped:UserWarning")
-def test_same_bits(mode, rule, micro, use_no_sync, pipelined, overflows, waits, **how):
-    def run_it(model, optimizer):
-        def scale(step):
-            return 1e38 if overflows and step == 3 else 10.0 if step % 3 == 2 else 0.5
-
-        with delays(waits):
-            return run(model, optimizer, 6, micro=micro, use_no_sync=use_no_sync, scale=scale)
-
-    if rule == "muon" and mode == "speculative":
-        how["fraction"] = 0.3
-    same_as_sync(
-        mode, run_it, optimizer=rule, lr=1e-3, overlap_cpu_optimizer_d2h_h2d=pipelined, **how
-    )
 
 
 @each_early
@@ -324,12 +293,6 @@ def test_between_backward_and_step(mode, event):
         same_as_sync(mode, run_events(events, [0.001, 0.0]), fraction=fraction)
 
 
-@each_early
-def test_another_group_comes_while_gradients_are_released(mode):
-    events = ["nothing", "nothing", "another group", "nothing"]
-    same_as_sync(mode, run_events(events), fraction=1.0, experts=False, groups=2)
-
-
 @given(
     events=st.lists(st.sampled_from(EVENTS), min_size=1, max_size=8),
     waits=st.lists(st.floats(0.0, 0.003), max_size=7),
@@ -362,16 +325,6 @@ def test_grad_is_none_and_the_gradient_is_still_known(mode):
 
 
 @each_early
-@pytest.mark.parametrize("setting", [{"log_num_zeros_in_grad": True}, {"precision": "fp16"}])
-def test_zeros_and_scaled_losses(mode, setting):
-    def run_it(model, optimizer):
-        model.bias.register_hook(lambda grad: grad * (grad > 0))
-        return [run(model, optimizer, 3), optimizer.metrics()["grad_norm"]]
-
-    same_as_sync(mode, run_it, fraction=1.0, **setting)
-
-
-@each_early
 def test_the_gradient_that_is_not_finite_is_named(mode):
     model, optimizer = build(mode, fraction=1.0, bucket_bytes=1)
     model.dense.register_hook(lambda grad: grad.fill_(math.inf))
@@ -380,18 +333,6 @@ def test_the_gradient_that_is_not_finite_is_named(mode):
     with pytest.warns(UserWarning, match="the gradient of dense holds an inf or nan"):
         assert not optimizer.step().success
     assert differing(params_of(model), before) == []
-
-
-@each_early
-def test_a_step_takes_all_gradients_with_it(mode):
-    model, optimizer = build(mode)
-    model(tokens_of(0)).backward()
-    optimizer.step()
-    before = snapshot(model, optimizer)
-    assert all(param.grad is None for param in model.parameters())
-    with pytest.warns(UserWarning, match="none of the optimizer's"):
-        optimizer.step()
-    assert differing(snapshot(model, optimizer), before) == []
 
 
 @each_early

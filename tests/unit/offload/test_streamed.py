@@ -10,26 +10,15 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mp_optim import FusedAdam, HybridDeviceOptimizer, OptimizerConfig, checkpoint
-from mp_optim.apps.fit.model_plan import plan, smallest_fraction
+from mp_optim import checkpoint
+from mp_optim.apps.fit.model_plan import plan
 from mp_optim.core.interrupted_step import BrokenOffError
-from mp_optim.factory.offload_fraction import with_fraction
 from mp_optim.host.host_memory import page_locked_bytes
 from mp_optim.kernels.triton import triton_backend
 from mp_optim.rules.rule_executor import RuleExecutor
 from support.models import AdversarialTransfer
-from support.offload import differing, hybrids, snapshot
-from support.streamed import (
-    FORMS,
-    LARGEST,
-    SHAPES,
-    WHOLE,
-    Model,
-    build,
-    give_gradients,
-    programs,
-    train,
-)
+from support.offload import differing, hybrids
+from support.streamed import FORMS, LARGEST, SHAPES, build, give_gradients, programs, train
 
 # -- the bits of every other place ----------------------------------------------------------------
 
@@ -55,17 +44,6 @@ def test_resumed_in_other_places(tmp_path):
     assert differing(found, expected) == []
 
 
-def test_a_state_dict_is_taken_to_another_place():
-    expected = train(*build(place="device"), 4)
-    model, optimizer = build()
-    train(model, optimizer, 2)
-    weights, state = model.state_dict(), optimizer.state_dict()
-    model, optimizer = build(place="device")
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(state)
-    assert differing(train(model, optimizer, 2, 2), expected) == []
-
-
 def test_offload_to_cpu_moves_nothing_and_changes_nothing():
     model, optimizer = build()
     train(model, optimizer, 2)
@@ -83,14 +61,6 @@ def test_offload_to_cpu_moves_nothing_and_changes_nothing():
 
 
 # -- steps that fail ------------------------------------------------------------------------------
-
-
-def test_a_step_that_is_not_finite_changes_nothing():
-    model, optimizer = build()
-    before = train(model, optimizer, 2)
-    give_gradients(model, 2, bad=True)
-    assert not optimizer.step().success
-    assert differing(snapshot(model, optimizer), before) == []
 
 
 def test_a_kernel_that_raises_breaks_the_step_off(monkeypatch):
@@ -230,17 +200,6 @@ def test_the_device_holds_windows_in_a_step_and_nothing_after_it(form, window):
     assert pinned == sum(map(page_locked_bytes, pieces))
 
 
-def test_what_it_says_of_itself():
-    model, optimizer = build()
-    train(model, optimizer, 1)
-    described = optimizer.describe()
-    assert {row.place for row in described.rows} == {"streamed"}
-    assert "windows of 4,096 bytes, 3 at a time" in str(described)
-    elements = sum(param.numel() for param in model.parameters())
-    metrics = optimizer.metrics()
-    assert metrics["bytes_up"] == metrics["bytes_down"] == 12 * elements
-
-
 COMPACT = {"use_precision_aware_optimizer": True, **FORMS["bf16"]}
 
 
@@ -265,24 +224,6 @@ def test_what_the_device_has_neither_travels_nor_rests_on_the_host(dtype, fields
     mains = hybrid.executor.main_memory.capacity
     most = 64 * len(SHAPES)  # each begins at a cache line
     assert rests * elements <= mains + remainders <= rests * (elements + most)
-
-
-@pytest.mark.parametrize("rule", ["adam", "lamb"])
-def test_the_smallest_fraction_is_the_smallest(rule):
-    """Of those that fit, though windows take memory."""
-    window = LARGEST if rule in WHOLE else 4096
-    model, optimizer = build(optimizer=rule, window=window)
-    config = optimizer.config
-
-    def needed(part):
-        return plan(model, with_fraction(config, part / 64)).accelerator.total
-
-    every = [needed(part) for part in range(65)]
-    limits = {every[64], every[40], every[0] - 1, every[0], max(every)}
-    for limit in limits - set(range(min(every))):
-        found = smallest_fraction(model, config, gpu_memory=limit).fraction
-        fitting = [part / 64 for part, total in enumerate(every) if total <= limit]
-        assert found == min(fitting)
 
 
 # -- what is refused ------------------------------------------------------------------------------
@@ -310,30 +251,6 @@ def test_the_window_that_a_refusal_names_is_large_enough():
         build(optimizer="lamb", window=needed - 1)
     expected = train(*build(place="device", optimizer="lamb"), 2)
     assert differing(train(*build(optimizer="lamb", window=needed), 2), expected) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("chunked_optimizer_state_offload", "offload_place='streamed'"),
-        ("optimizer_state_offload_fraction", "optimizer_offload_fraction"),
-        ("optimizer_state_offload_chunk_size_mb", "stream_window_bytes"),
-    ],
-)
-def test_megatrons_names_lead_here(name, said):
-    with pytest.raises(TypeError, match=said):
-        OptimizerConfig(**{name: 1})
-
-
-def test_a_class_of_torchs_cannot_be_streamed():
-    with pytest.raises(ValueError, match="AdamW cannot be stepped in windows"):
-        HybridDeviceOptimizer(
-            Model(torch.float32).parameters(),
-            1.0,
-            FusedAdam,
-            torch.optim.AdamW,
-            offload_place="streamed",
-        )
 
 
 def test_a_parameter_that_comes_later_must_fit_too():
