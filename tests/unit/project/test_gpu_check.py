@@ -15,7 +15,7 @@ from torch import Tensor
 from lab.gpu import agreement, opponents, speed
 from lab.gpu.parts import PARTS, Outcome, Results, Sizes, run_apart
 from mp_optim.kernels.reference import ReferenceBackend
-from support.launch import TOOLS, end_forked_program, run_forked_program
+from support.launch import TOOLS, run_forked_program
 from support.standins import amp_c
 
 SMALL = ("--device", "cpu", "--params", "1e5", "--hybrid-params", "1e5", "--rounds", "3")
@@ -89,17 +89,6 @@ def test_our_step_reads_fp32_main_grad() -> None:
     rate = speed.Rate(torch.device("cpu"))
     step = speed.full_step(rate, "auto", [1000], wide=True)
     assert step()[1] == pytest.approx(1e-3 * 1000**0.5)
-
-
-def test_no_part_begins_that_has_no_time(tmp_path: Path) -> None:
-    said = check("--output", str(tmp_path), "--minutes", "0.5")
-    assert said.split() == ["not", "begun:", *", ".join(PARTS).split()]
-    assert not (tmp_path / "gpu").exists()
-
-
-def test_a_part_that_is_not_there_is_named() -> None:
-    done = end_forked_program(str(TOOLS / "gpu_check.py"), "--only", "speed")
-    assert done.returncode == 1 and "--only speed: choose from door, backend" in done.stderr
 
 
 def test_what_fails_is_one_line_and_takes_nothing_with_it(

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import griffe
 import pytest
 import torch
 import yaml
@@ -21,7 +20,6 @@ from torch import nn
 
 import mp_optim
 from support.launch import ROOT
-from support.programs import program
 
 DOCS = ROOT / "docs"
 INCLUDE = re.compile(r'--8<-- "([\w./]+)"')
@@ -227,34 +225,6 @@ def test_the_line_at_the_door_runs() -> None:
 
 
 # -- how the site is made --------------------------------------------------------------------------
-
-
-def test_references_in_docstrings_become_links(tmp_path: Path) -> None:
-    (tmp_path / "house.py").write_text(
-        "from mp_optim.factory.get_optimizer import door\n"
-        "def f():\n"
-        '    """See :func:`door`, :class:`~mp_optim.factory.Layout`, :meth:`gone.away`."""\n'
-    )
-    extensions = griffe.load_extensions(program("docs_site/roles").Roles)
-    module = griffe.load("house", search_paths=[tmp_path], extensions=extensions)
-    docstring = module["f"].docstring
-    assert docstring is not None
-    assert ":func:" not in docstring.value and ":class:" not in docstring.value
-    found = re.findall(r'identifier="([\w.]+)"><code>([\w.]+)</code>', docstring.value)
-    assert found == [
-        ("mp_optim.factory.get_optimizer.door", "door"),
-        ("mp_optim.factory.Layout", "Layout"),
-        ("gone.away", "gone.away"),
-    ]
-
-
-def test_documents_beside_the_docs_are_linked_as_pages() -> None:
-    linked = program("docs_site/pages").on_page_markdown
-    assert linked("[a](../CONTRIBUTING.md#rules) [b](other.md)") == (
-        "[a](contributing.md#rules) [b](other.md)"
-    )
-    assert linked("[a](../../CHANGELOG.md)") == "[a](../changelog.md)"
-    assert linked("[a](../examples/finetune.ipynb)") == "[a](finetune.ipynb)"
 
 
 def test_every_public_name_is_in_the_reference() -> None:
